@@ -1,0 +1,88 @@
+"""MPI-first distributed training on NumPy and CuPy arrays.
+
+    model = nn.Chain(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
+    trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
+    loss = trainer.step(x, y)
+
+Importing this package loads neither MPI nor Numba nor CuPy; names are fetched from their rooms when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from fsdpx.version import __version__
+
+if TYPE_CHECKING:
+    from fsdpx import data, errors, nn, optim, testing
+    from fsdpx.comm.codecs import Cast, Codec, Plain
+    from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
+    from fsdpx.comm.fake import FakeCommunicator
+    from fsdpx.comm.functional import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        finalize,
+        gather,
+        init,
+        is_initialized,
+        local_rank,
+        rank,
+        recv,
+        reduce,
+        reduce_scatter,
+        scatter,
+        send,
+        world_size,
+    )
+    from fsdpx.comm.mesh import Mesh
+    from fsdpx.comm.threads import spawn
+    from fsdpx.config import Precision, Sharding
+    from fsdpx.engine.distribute import distribute
+    from fsdpx.engine.dryrun import dry_run
+    from fsdpx.engine.trainer import Trainer
+    from fsdpx.launch.info import info
+
+_ROOMS = ("data", "errors", "nn", "optim", "testing")
+_FUNCTIONAL = (
+    "all_gather all_reduce all_to_all barrier broadcast finalize gather init is_initialized local_rank rank recv reduce "
+    "reduce_scatter scatter send world_size"
+).split()
+_HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.comm.functional") | {
+    "Cast": "fsdpx.comm.codecs",
+    "Codec": "fsdpx.comm.codecs",
+    "Communicator": "fsdpx.comm.communicator",
+    "FakeCommunicator": "fsdpx.comm.fake",
+    "Handle": "fsdpx.comm.communicator",
+    "Mesh": "fsdpx.comm.mesh",
+    "Plain": "fsdpx.comm.codecs",
+    "Precision": "fsdpx.config",
+    "ReduceOp": "fsdpx.comm.communicator",
+    "Sharding": "fsdpx.config",
+    "Trainer": "fsdpx.engine.trainer",
+    "distribute": "fsdpx.engine.distribute",
+    "dry_run": "fsdpx.engine.dryrun",
+    "info": "fsdpx.launch.info",
+    "spawn": "fsdpx.comm.threads",
+}
+
+__all__ = [
+    "Cast", "Codec", "Communicator", "FakeCommunicator", "Handle", "Mesh", "Plain", "Precision", "ReduceOp", "Sharding",
+    "Trainer", "__version__", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data", "distribute",
+    "dry_run", "errors", "finalize", "gather", "info", "init", "is_initialized", "local_rank", "nn", "optim", "rank",
+    "recv", "reduce", "reduce_scatter", "scatter", "send", "spawn", "testing", "world_size",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"fsdpx.{name}")
+    if name in _HOME:
+        value = globals()[name] = getattr(import_module(_HOME[name]), name)
+        return value
+    raise AttributeError(f"module 'fsdpx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

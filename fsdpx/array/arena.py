@@ -1,0 +1,132 @@
+"""The arena: every large buffer of a rank, by name and kind, with its place planned from its lifetime.
+
+Kept buffers live as long as the trainer. Lent buffers live for part of a program: their lifetimes are known before it
+runs, so they are packed into one slab in which buffers that are never alive together share bytes.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+ALIGN = 64  # bytes: a cache line, and the widest vector register
+
+__all__ = ["ALIGN", "Arena", "Life", "Plan", "place"]
+
+
+@dataclass(frozen=True)
+class Life:
+    """A buffer of `nbytes` that is alive from action `start` to action `stop`, both included."""
+
+    name: str
+    start: int
+    stop: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """offsets: name -> first byte in the slab. nbytes: size of the slab. peak: the most bytes alive at one time."""
+
+    offsets: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+    peak: int = 0
+
+
+def place(lives: Iterable[Life]) -> Plan:
+    """Offsets such that no two buffers alive together overlap: largest first, each at the lowest place that is free.
+
+    A name that lives several times keeps one offset, so that views of it can be made once.
+    """
+    spans: dict[str, list[Life]] = defaultdict(list)
+    for life in lives:
+        spans[life.name].append(life)
+    order = sorted(spans, key=lambda name: (-_size(spans[name]), name))
+    offsets: dict[str, int] = {}
+    for name in order:
+        taken = sorted((offsets[o], offsets[o] + _size(spans[o])) for o in offsets if _meet(spans[name], spans[o]))
+        offsets[name] = _lowest(taken, _size(spans[name]))
+    total = max((offsets[n] + _size(spans[n]) for n in offsets), default=0)
+    return Plan(offsets, total, _peak(spans))
+
+
+def _size(lives: list[Life]) -> int:
+    return -(-max(life.nbytes for life in lives) // ALIGN) * ALIGN
+
+
+def _meet(a: list[Life], b: list[Life]) -> bool:
+    return any(x.start <= y.stop and y.start <= x.stop for x in a for y in b)
+
+
+def _lowest(taken: list[tuple[int, int]], size: int) -> int:
+    at = 0
+    for start, stop in taken:
+        if at + size <= start:
+            break
+        at = max(at, stop)
+    return at
+
+
+def _peak(spans: dict[str, list[Life]]) -> int:
+    changes: dict[int, int] = defaultdict(int)
+    for lives in spans.values():
+        for life in lives:
+            changes[life.start] += _size(lives)
+            changes[life.stop + 1] -= _size(lives)
+    now = best = 0
+    for at in sorted(changes):
+        now += changes[at]
+        best = max(best, now)
+    return best
+
+
+class Arena:
+    """Owner of the buffers of one rank. xp: the namespace that allocates (NumPy, CuPy, or shape-only)."""
+
+    def __init__(self, xp: Any) -> None:
+        self.xp = xp
+        self.kept: dict[str, Any] = {}
+        self.kinds: dict[str, str] = {}
+        self.slab: Any = None
+        self.slab_nbytes = 0
+        self.generation = 0  # grows when the slab moves: views made before are stale
+
+    def keep(self, name: str, kind: str, size: int, dtype: Any) -> Any:
+        """A zeroed buffer of `size` elements that lives until `drop`; the same name returns the same buffer."""
+        if name not in self.kept:
+            self.kept[name] = self.xp.zeros((size,), dtype=dtype)
+            self.kinds[name] = kind
+        return self.kept[name]
+
+    def drop(self, name: str) -> None:
+        self.kept.pop(name, None)
+        self.kinds.pop(name, None)
+
+    def lend(self, plan: Plan) -> None:
+        """Make the slab large enough for a plan. Only between programs, when nothing lent is alive."""
+        if plan.nbytes > self.slab_nbytes:
+            self.slab = None  # free the old one first
+            self.slab = self.xp.empty((plan.nbytes + ALIGN,), dtype="uint8")
+            self.slab_nbytes = plan.nbytes
+            self.generation += 1
+
+    def view(self, offset: int, size: int, dtype: Any) -> Any:
+        """`size` elements of the slab from byte `offset`."""
+        if getattr(self.xp, "holds_no_data", False):
+            return self.xp.empty((size,), dtype=dtype)
+        start = offset + (-_address(self.slab)) % ALIGN
+        nbytes = size * self.xp.dtype(dtype).itemsize
+        return self.slab[start : start + nbytes].view(dtype)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by kind; the slab counts as "working set"."""
+        total: dict[str, int] = defaultdict(int)
+        for name, buffer in self.kept.items():
+            total[self.kinds[name]] += buffer.nbytes
+        if self.slab_nbytes:
+            total["working set"] += self.slab_nbytes
+        return dict(total)
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr)

@@ -1,0 +1,37 @@
+"""How ranks speak: communicators, the mesh and the functional API. Importing it loads no MPI."""
+
+from fsdpx.comm.backend import Backend
+from fsdpx.comm.communicator import DONE, Communicator, Done, Handle, ReduceOp, split_evenly
+from fsdpx.comm.counted import Count, Counted, Counters
+from fsdpx.comm.fake import FakeCommunicator
+from fsdpx.comm.guarded import Guarded
+from fsdpx.comm.local import LocalCommunicator, single
+from fsdpx.comm.mesh import Axes, Coordinates, Mesh, alone, connect
+from fsdpx.comm.threads import spawn
+from fsdpx.comm.opening import BACKENDS, adopt, world
+
+__all__ = [
+    "BACKENDS",
+    "DONE",
+    "Axes",
+    "Backend",
+    "Communicator",
+    "Coordinates",
+    "Count",
+    "Counted",
+    "Counters",
+    "Done",
+    "FakeCommunicator",
+    "Guarded",
+    "Handle",
+    "LocalCommunicator",
+    "Mesh",
+    "ReduceOp",
+    "adopt",
+    "alone",
+    "connect",
+    "single",
+    "spawn",
+    "split_evenly",
+    "world",
+]

@@ -1,0 +1,100 @@
+"""Are the arguments of a verb good? Asked before anything is sent, so that a bad call never becomes a hang."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from fsdpx.comm.communicator import Array, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.comm.reduction import kind_of, objection
+from fsdpx.errors import ConfigError, ShapeError
+
+__all__ = ["TAGS", "address", "flat", "operation", "overlay", "peer", "piece", "same_dtype", "tag_in_range", "whole"]
+
+TAGS = 16384
+"""User tags are below this, the library's own at or above it; MPI guarantees 32767."""
+
+
+def complain(kind: type[ConfigError], verb: str, rank: int, what: str, message: str) -> NoReturn:
+    """Raise `kind` with the words every communication error starts with."""
+    raise kind(f"{verb}{f' of {what}' if what else ''} on rank {rank}: {message}")
+
+
+def flat(verb: str, rank: int, what: str, name: str, array: Array) -> None:
+    """`array` is one-dimensional, contiguous and of a dtype that communicators move."""
+    if getattr(array, "ndim", None) != 1:
+        shape = getattr(array, "shape", type(array).__name__)
+        complain(ShapeError, verb, rank, what, f"{name} must be a flat array (1-D), not {shape}: use array.reshape(-1)")
+    flags = getattr(array, "flags", None)
+    if flags is not None and not flags.c_contiguous:
+        complain(ShapeError, verb, rank, what, f"{name} is not contiguous: communicate a contiguous copy")
+    try:
+        kind_of(array.dtype)
+    except ConfigError as error:
+        complain(ConfigError, verb, rank, what, f"{name}: {error}")
+
+
+def same_dtype(verb: str, rank: int, what: str, send: Array, recv: Array) -> None:
+    """Both arrays hold the same type."""
+    if send.dtype != recv.dtype:
+        complain(ConfigError, verb, rank, what, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same")
+
+
+def whole(
+    verb: str, rank: int, size: int, what: str, name: str, array: Array, counts: Sequence[int] | None
+) -> Pieces:
+    """The cut of `array` over the ranks, by `counts` or balanced."""
+    n = array.size
+    if counts is None:
+        return even_pieces(n, size)
+    cut = pieces(tuple(counts))
+    if len(cut.counts) != size:
+        complain(ShapeError, verb, rank, what, f"{len(cut.counts)} counts for {size} ranks")
+    if min(cut.counts) < 0:
+        complain(ShapeError, verb, rank, what, f"a count is negative: {list(cut.counts)}")
+    if cut.total != n:
+        complain(ShapeError, verb, rank, what, f"counts add up to {cut.total}, but {name} has {n} elements")
+    return cut
+
+
+def piece(verb: str, rank: int, what: str, name: str, array: Array, count: int) -> None:
+    """`array` has exactly the elements of this rank."""
+    if array.size != count:
+        message = f"{name} has {array.size} elements, but {count} belong to this rank"
+        complain(ShapeError, verb, rank, what, message)
+
+
+def operation(verb: str, rank: int, what: str, op: ReduceOp | str, dtype: np.dtype) -> ReduceOp:
+    """The reduce operation meant by `op`, if it has a meaning for `dtype`."""
+    op = ReduceOp.of(op)
+    why_not = objection(op, dtype)
+    if why_not is not None:
+        complain(ConfigError, verb, rank, what, why_not)
+    return op
+
+
+def peer(verb: str, rank: int, size: int, what: str, name: str, other: int) -> None:
+    """`other` is a rank of this communicator."""
+    if not 0 <= other < size:
+        complain(ConfigError, verb, rank, what, f"{name}={other} is not a rank: there are ranks 0 to {size - 1}")
+
+
+def tag_in_range(verb: str, rank: int, what: str, tag: int) -> None:
+    """`tag` is one that users may take."""
+    if not 0 <= tag < TAGS:
+        complain(ConfigError, verb, rank, what, f"tag={tag} is out of range: 0 <= tag < {TAGS}")
+
+
+def address(array: Array) -> int:
+    """Where the first element lies in memory; for arrays without memory, which object it is."""
+    if isinstance(array, np.ndarray):
+        return array.__array_interface__["data"][0]
+    interface = getattr(array, "__cuda_array_interface__", None)
+    return interface["data"][0] if interface else id(array)
+
+
+def overlay(a: Array, b: Array) -> bool:
+    """Whether both are views that start at the same element: how in-place calls are recognised."""
+    return a is b or (a.size > 0 and b.size > 0 and address(a) == address(b))

@@ -1,0 +1,116 @@
+"""Codecs: how the gradients of one page are carried when they are reduced."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.array.namespace import namespace_of
+from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
+from fsdpx.comm.steps import Finish
+from fsdpx.errors import ConfigError
+
+__all__ = ["Cast", "Codec", "Plain", "codec"]
+
+
+class Codec(Protocol):
+    """Sums a flat gradient over a communicator.
+
+    calls, calls_all: the collectives that `reduce` and `reduce_all` make, for predictions of traffic; each moves
+    n - own elements of `itemsize` bytes (an "all_reduce" moves twice that). itemsize None: that of the gradient.
+    """
+
+    itemsize: int | None
+    calls: tuple[str, ...]
+    calls_all: tuple[str, ...]
+
+    def reduce(self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str) -> Handle:
+        """Sum `grad` (n elements) over the ranks; this rank's part (`counts[rank]` elements) arrives in `out`.
+
+        `out` may be the start of `grad`, which is lost in any case. memory: what `scratch` asked for.
+        """
+        ...
+
+    def reduce_all(self, comm: Communicator, grad: Any, memory: Any, *, what: str) -> Handle:
+        """Sum `grad` over the ranks, in place, for all of them."""
+        ...
+
+    def scratch(self, size: int, width: int) -> int:
+        """Bytes of memory that a reduce of `size` elements over `width` ranks needs."""
+        ...
+
+
+class Plain:
+    """Gradients travel as they are: one reduce-scatter, or one all-reduce; (n - n/N) or twice that per rank."""
+
+    itemsize = None
+    calls = ("reduce_scatter",)
+    calls_all = ("all_reduce",)
+
+    def reduce(self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str) -> Handle:
+        return comm.reduce_scatter(grad, out, ReduceOp.SUM, counts, what=what)
+
+    def reduce_all(self, comm: Communicator, grad: Any, memory: Any, *, what: str) -> Handle:
+        return comm.all_reduce(grad, ReduceOp.SUM, what=what)
+
+    def scratch(self, size: int, width: int) -> int:
+        return 0
+
+
+class Cast:
+    """Gradients travel in 16 bits to their owner, who adds them in fp32 in rank order: (n - n/N) 2-byte elements,
+    one rounding per contribution, none in the sum. For all ranks the sum is rounded once more and gathered."""
+
+    calls = ("all_to_all",)
+    calls_all = ("all_to_all", "all_gather")
+    itemsize = 2
+
+    def __init__(self, name: str) -> None:
+        self.dtype = dtype_of(name)
+        if self.dtype.itemsize != 2:
+            raise ConfigError(f"Cast({name!r}): a 16-bit format is needed, float16 or bf16")
+
+    def scratch(self, size: int, width: int) -> int:
+        """What is sent (n elements) and what is received (a part from each rank, n + width at most)."""
+        return 2 * (2 * size + width)
+
+    def reduce(self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str) -> Handle:
+        n, own, width = grad.size, counts[comm.rank], comm.size
+        wire, parts = memory[: 2 * n].view(self.dtype), memory[2 * n : 2 * (n + own * width)].view(self.dtype)
+        wire[...] = grad.astype(self.dtype)
+        handle = comm.all_to_all(wire, parts, counts, [own] * width, what=what)
+
+        def add() -> None:
+            out[...] = parts[:own]
+            for r in range(1, width):
+                out[...] += parts[r * own : (r + 1) * own].astype(out.dtype)
+
+        return Finish(handle, add)
+
+    def reduce_all(self, comm: Communicator, grad: Any, memory: Any, *, what: str) -> Handle:
+        from fsdpx.comm.communicator import split_evenly
+
+        n, counts = grad.size, split_evenly(grad.size, comm.size)
+        own, start = counts[comm.rank], sum(counts[: comm.rank])
+        total = namespace_of(grad).empty((own,), dtype=grad.dtype)
+        self.reduce(comm, grad, total, counts, memory, what=what).wait()
+        wire = memory[: 2 * n].view(self.dtype)
+        wire[start : start + own] = total.astype(self.dtype)
+        handle = comm.all_gather(wire[start : start + own], wire, counts, what=what)
+
+        def widen() -> None:
+            grad[...] = wire
+
+        return Finish(handle, widen)
+
+
+def codec(choice: "str | Codec | None", reduce: str, compute: str) -> Codec:
+    """The codec behind a name, or the one that a precision implies."""
+    if choice is None:
+        return Plain() if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast(reduce)
+    if isinstance(choice, str):
+        if choice == "plain":
+            return Plain()
+        if choice in ("bf16", "fp16", "float16"):
+            return Cast("float16" if choice == "fp16" else choice)
+        raise ConfigError(f"unknown codec {choice!r}: choose one of plain, bf16, fp16, or pass a Codec")
+    return choice

@@ -1,0 +1,46 @@
+"""The default communicator of the functional API: one per process, and its own for every rank inside `spawn`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from fsdpx.comm.communicator import Communicator
+
+__all__ = ["Default", "current", "put", "use"]
+
+
+@dataclass(frozen=True)
+class Default:
+    """A default communicator, the rank's number on its host, and what is to be closed with it."""
+
+    comm: Communicator
+    local_rank: int
+    made: tuple[Communicator, ...] = ()
+    of_thread: bool = False
+
+
+_of_thread: ContextVar[Default | None] = ContextVar("fsdpx_default", default=None)
+_of_process: list[Default | None] = [None]
+
+
+@contextmanager
+def use(comm: Communicator) -> Iterator[None]:
+    """`comm` is this thread's default inside the block."""
+    token = _of_thread.set(Default(comm, comm.rank, of_thread=True))
+    try:
+        yield
+    finally:
+        _of_thread.reset(token)
+
+
+def put(default: Default | None) -> None:
+    """This is the process's default from now on; None forgets it."""
+    _of_process[0] = default
+
+
+def current() -> Default | None:
+    """The default of this thread, else of this process, else None."""
+    return _of_thread.get() or _of_process[0]

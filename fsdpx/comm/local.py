@@ -1,0 +1,233 @@
+"""Ranks as threads of this process: the reference backend, and `spawn`, which runs a function on such ranks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fsdpx.comm.backend import Backend
+from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp
+from fsdpx.comm.rendezvous import Message, Operation, Transfer, World
+from fsdpx.comm.reduction import reduce_in_order
+from fsdpx.comm.steps import Progress
+from fsdpx.errors import Aborted, DesyncError
+
+__all__ = ["LocalCommunicator", "single"]
+
+
+class Group:
+    """The shared side of one communicator of thread ranks: operations not yet complete, messages not yet met."""
+
+    def __init__(self, world: World, members: Sequence[int]) -> None:
+        self.world = world
+        self.members = tuple(members)
+        self.operations: dict[int, Operation] = {}
+        self.sends: dict[tuple[int, int, int], deque[Message]] = {}
+        self.recvs: dict[tuple[int, int, int], deque[Message]] = {}
+
+
+class LocalCommunicator(Backend):
+    """One thread rank's side of a group. A collective completes when the last rank arrives; that rank moves the data of all.
+
+    Reductions are in rank order. A send completes when its receive is there: what needs buffering in between is found out here.
+    `delays` sleeps a random time of up to 2 ms before each call, to try other orders of arrival.
+    """
+
+    def __init__(
+        self, group: Group, rank: int, progress: Progress | None = None, delays: random.Random | None = None
+    ) -> None:
+        super().__init__(rank, len(group.members), progress or Progress())
+        self._group = group
+        self._calls = 0
+        self._delays = delays
+
+    def __repr__(self) -> str:
+        return f"LocalCommunicator(rank={self.rank}, size={self.size})"
+
+    def _all_gather(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
+        def move(given: list[Any]) -> None:
+            for rank, (part, _) in enumerate(given):
+                for _, whole in given:
+                    _copy_unless_same(cut.part(whole, rank), part)
+
+        return self._meet("all_gather", what, (recv.dtype.name, cut.counts), (send, recv), move)
+
+    def _reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
+        def move(given: list[Any]) -> None:
+            results = [part.copy() for _, part in given]  # recv may be the start of send: write when all is read
+            for rank, result in enumerate(results):
+                reduce_in_order([cut.part(whole, rank) for whole, _ in given], op, result)
+            for (_, part), result in zip(given, results, strict=True):
+                part[...] = result
+
+        return self._meet("reduce_scatter", what, (send.dtype.name, cut.counts, op.name), (send, recv), move)
+
+    def _all_reduce(self, buf: Array, op: ReduceOp, what: str) -> Handle:
+        def move(given: list[Any]) -> None:
+            reduce_in_order(given, op, given[0])
+            for other in given[1:]:
+                other[...] = given[0]
+
+        return self._meet("all_reduce", what, (buf.dtype.name, buf.size, op.name), buf, move)
+
+    def _broadcast(self, buf: Array, root: int, what: str) -> Handle:
+        def move(given: list[Any]) -> None:
+            for other in given:
+                _copy_unless_same(other, given[root])
+
+        return self._meet("broadcast", what, (buf.dtype.name, buf.size, root), buf, move)
+
+    def _reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, what: str) -> Handle:
+        def move(given: list[Any]) -> None:
+            reduce_in_order([part for part, _ in given], op, given[root][1])
+
+        return self._meet("reduce", what, (send.dtype.name, send.size, op.name, root), (send, recv), move)
+
+    def _gather(self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str) -> Handle:
+        def move(given: list[Any]) -> None:
+            _, whole, cut = given[root]
+            for rank, (part, _, _) in enumerate(given):
+                _same_size("gather", what, rank, part, root, cut.counts[rank])
+                _copy_unless_same(cut.part(whole, rank), part)
+
+        return self._meet("gather", what, (send.dtype.name, root), (send, recv, cut), move)
+
+    def _scatter(self, send: Array | None, recv: Array, root: int, cut: Pieces | None, what: str) -> Handle:
+        def move(given: list[Any]) -> None:
+            whole, _, cut = given[root]
+            for rank, (_, part, _) in enumerate(given):
+                _same_size("scatter", what, rank, part, root, cut.counts[rank])
+                _copy_unless_same(part, cut.part(whole, rank))
+
+        return self._meet("scatter", what, (recv.dtype.name, root), (send, recv, cut), move)
+
+    def _all_to_all(self, send: Array, recv: Array, sent: Pieces, received: Pieces, what: str) -> Handle:
+        def move(given: list[Any]) -> None:
+            for source, (whole, _, sent, _) in enumerate(given):
+                for dest, (_, target, _, received) in enumerate(given):
+                    part = sent.part(whole, dest)
+                    _same_size("all_to_all", what, source, part, dest, received.counts[source])
+                    received.part(target, source)[...] = part
+
+        return self._meet("all_to_all", what, (send.dtype.name,), (send, recv, sent, received), move)
+
+    def _barrier(self, what: str) -> Handle:
+        return self._meet("barrier", what, (), None, lambda given: None)
+
+    def _send(self, buf: Array, dest: int, tag: int, what: str) -> Handle:
+        message = Message(f"send{_of(what)} to rank {dest}, tag {tag}", buf, self.rank)
+        return self._post(message, (self.rank, dest, tag), sending=True)
+
+    def _recv(self, buf: Array, source: int, tag: int, what: str) -> Handle:
+        message = Message(f"recv{_of(what)} from rank {source}, tag {tag}", buf, self.rank)
+        return self._post(message, (source, self.rank, tag), sending=False)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        def move(given: list[Any]) -> dict[int, tuple[Group, list[int]]]:
+            groups = {}
+            for wanted in {color for color, _ in given if color is not None}:
+                ranks = sorted((key, rank) for rank, (color, key) in enumerate(given) if color == wanted)
+                ordered = [rank for _, rank in ranks]
+                members = [self._group.members[rank] for rank in ordered]
+                groups[wanted] = (Group(self._group.world, members), ordered)
+            return groups
+
+        groups = self._meet_and_wait("split", (color, key), move)
+        if color is None:
+            return None
+        group, ordered = groups[color]
+        return LocalCommunicator(group, ordered.index(self.rank), self._progress, self._delays)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return list(self._meet_and_wait("all_gather_object", obj, list))
+
+    def close(self) -> None:
+        """Nothing to free: the group goes with its last rank."""
+
+    def abort(self, code: int = 1) -> None:
+        """End all thread ranks of this world: the next thing they wait for raises `Aborted`, here at once."""
+        error = Aborted(f"rank {self._group.members[self.rank]} aborted all ranks with code {code}")
+        self._group.world.fail(error)
+        raise error
+
+    def _meet_and_wait(self, verb: str, given: Any, move: Callable[[list[Any]], Any]) -> Any:
+        transfer = self._meet(verb, "", (), given, move)
+        transfer.wait()
+        assert isinstance(transfer.event, Operation)
+        return transfer.event.result
+
+    def _meet(
+        self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]
+    ) -> Transfer:
+        """Arrive at this communicator's next collective; the last to arrive moves the data of all."""
+        self._delay()
+        group, number = self._group, self._calls
+        self._calls += 1
+        with group.world.condition:
+            group.world.check()
+            operation = group.operations.get(number)
+            if operation is None:
+                operation = group.operations[number] = Operation(verb, what, terms, group.members)
+            group.world.fail_on(operation.difference(self.rank, verb, what, terms))
+            last = operation.arrive(self.rank, given)
+            if last:
+                del group.operations[number]
+        if last:
+            self._complete(operation, move)
+        return Transfer(operation, group.world, self._progress)
+
+    def _complete(self, operation: Operation, move: Callable[[list[Any]], Any]) -> None:
+        world = self._group.world
+        try:
+            operation.result = move(operation.given)
+        except BaseException as error:
+            world.fail(error)
+            raise
+        operation.given = []
+        world.finish(operation)
+
+    def _post(self, message: Message, key: tuple[int, int, int], sending: bool) -> Handle:
+        """Meet the other side of a message, or wait for it in the queue; who comes second copies."""
+        self._delay()
+        group = self._group
+        mine, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)
+        with group.world.condition:
+            group.world.check()
+            queue = others.get(key)
+            other = queue.popleft() if queue else None
+            if other is None:
+                mine.setdefault(key, deque()).append(message)
+                return Transfer(message, group.world, self._progress)
+        source, target = (message, other) if sending else (other, message)
+        group.world.fail_on(source.difference(target))
+        target.array[...] = source.array
+        group.world.finish(source, target)
+        return Transfer(message, group.world, self._progress)
+
+    def _delay(self) -> None:
+        if self._delays is not None:
+            time.sleep(self._delays.random() * 0.002)
+
+
+def single() -> LocalCommunicator:
+    """A communicator of one rank, without MPI."""
+    return LocalCommunicator(Group(World(), [0]), 0)
+
+
+def _of(what: str) -> str:
+    return f" of {what}" if what else ""
+
+
+def _copy_unless_same(target: Array, source: Array) -> None:
+    if target is not source:
+        target[...] = source
+
+
+def _same_size(verb: str, what: str, source: int, part: Array, dest: int, count: int) -> None:
+    if part.size != count:
+        raise DesyncError(
+            f"{verb}{_of(what)}: rank {source} has a piece of {part.size} elements, but rank {dest} counts {count}"
+        )

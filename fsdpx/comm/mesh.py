@@ -1,0 +1,160 @@
+"""The mesh: which rank stands where on the axes pipe, replica, shard and tensor, and whom it speaks with along each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.counted import Counted, Counters
+from fsdpx.comm.guarded import Guarded
+from fsdpx.comm.local import single
+from fsdpx.errors import MeshError
+
+__all__ = ["AXES", "Axes", "Coordinates", "Mesh", "alone", "connect"]
+
+AXES = ("pipe", "replica", "shard", "tensor")
+"""From the slowest to the fastest in rank order: tensor neighbours are neighbours on the machine."""
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands."""
+
+    pipe: int
+    replica: int
+    shard: int
+    tensor: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Widths of the four axes; one of them may be None and is then as wide as fills the world."""
+
+    replica: int | None = 1
+    shard: int | None = None
+    pipe: int | None = 1
+    tensor: int | None = 1
+
+    def __post_init__(self) -> None:
+        for axis, width in zip(AXES, self._widths(), strict=True):
+            if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
+                raise MeshError(f"mesh axis {axis}={width!r} must be an integer of at least 1, or None to fill the world")
+        if self._widths().count(None) > 1:
+            raise MeshError(f"{self}: only one axis can fill the world, give numbers for the others")
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis}={width}" for axis, width in zip(AXES, self._widths(), strict=True))
+
+    @property
+    def size(self) -> int:
+        """Number of ranks; MeshError while an axis is None."""
+        return prod(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Widths in the order of `AXES`; MeshError while an axis is None."""
+        pipe, replica, shard, tensor = self._widths()
+        if pipe is None or replica is None or shard is None or tensor is None:
+            raise MeshError(f"{self}: call resolve(world_size) first, one axis is still open")
+        return pipe, replica, shard, tensor
+
+    def width(self, axis: str) -> int:
+        """The width of an axis by name; "data" is replica x shard, "world" all of them."""
+        if axis == "world":
+            return self.size
+        if axis == "data":
+            return self.width("replica") * self.width("shard")
+        return self.shape[AXES.index(axis)]
+
+    def resolve(self, world_size: int) -> Mesh:
+        """This mesh with the open axis filled; MeshError if the product of widths is not `world_size`."""
+        known = prod(width for width in self._widths() if width is not None)
+        rest, remainder = divmod(world_size, known)
+        is_open = None in self._widths()
+        if remainder or rest == 0 or (not is_open and rest != 1):
+            needs = f"a multiple of {known} ranks" if is_open else f"{known} ranks"
+            raise MeshError(f"mesh {self} needs {needs}, but the world has {world_size}")
+        widths = dict(zip(AXES, (rest if width is None else width for width in self._widths()), strict=True))
+        return Mesh(**widths)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Where `rank` stands; the last axis of `AXES` varies fastest."""
+        if not 0 <= rank < self.size:
+            raise MeshError(f"rank {rank} is not on mesh {self} of {self.size} ranks")
+        place = []
+        for width in reversed(self.shape):
+            rank, index = divmod(rank, width)
+            place.append(index)
+        return Coordinates(*reversed(place))
+
+    def rank(self, coordinates: Coordinates) -> int:
+        """Which rank stands there."""
+        rank = 0
+        for index, width in zip(coordinates, self.shape, strict=True):
+            rank = rank * width + index
+        return rank
+
+    def line(self, coordinates: Coordinates, axes: tuple[str, ...]) -> list[int]:
+        """The ranks that differ from `coordinates` along `axes` only, in rank order."""
+        spans = [
+            range(width) if axis in axes else (index,)
+            for axis, width, index in zip(AXES, self.shape, coordinates, strict=True)
+        ]
+        return [self.rank(Coordinates(*place)) for place in product(*spans)]
+
+    def _widths(self) -> tuple[int | None, ...]:
+        return (self.pipe, self.replica, self.shard, self.tensor)
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The communicators of one rank along each axis of a mesh; `data` is replica x shard, `world` is all."""
+
+    mesh: Mesh
+    coordinates: Coordinates
+    world: Communicator
+    replica: Communicator
+    shard: Communicator
+    data: Communicator
+    pipe: Communicator
+    tensor: Communicator
+    counters: Counters
+    made: tuple[Communicator, ...] = ()
+
+    def close(self) -> None:
+        """Free the communicators that `connect` made; the one it was given stays open. Collective."""
+        for comm in self.made:
+            comm.close()
+
+
+def connect(mesh: Mesh, comm: Communicator, counters: Counters | None = None, check: bool = False) -> Axes:
+    """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective; every distinct group is made once.
+
+    Calls are counted in `counters` by axis name. With `check`, every collective is preceded by an exchange of fingerprints.
+    An axis of width 1 is a communicator of one rank and no MPI communicator at all.
+    """
+    mesh = mesh.resolve(comm.size)
+    counters = Counters() if counters is None else counters
+    place = mesh.coordinates(comm.rank)
+    groups: dict[tuple[str, ...], Communicator] = {(): single()}
+    made: list[Communicator] = []
+
+    def group(axes: tuple[str, ...]) -> Communicator:
+        wide = tuple(axis for axis in axes if mesh.width(axis) > 1)
+        if wide not in groups:
+            ranks = mesh.line(place, wide)
+            part = comm if len(ranks) == comm.size else comm.subgroup(ranks)
+            groups[wide] = Guarded(part) if check else part
+            made.extend([] if groups[wide] is comm else [groups[wide]])
+        return groups[wide]
+
+    named = {"world": AXES, "data": ("replica", "shard")} | {axis: (axis,) for axis in AXES}
+    comms = {name: Counted(group(axes), name, counters) for name, axes in named.items()}
+    return Axes(mesh, place, **comms, counters=counters, made=tuple(made))
+
+
+def alone() -> Axes:
+    """The axes of one rank by itself, without MPI."""
+    return connect(Mesh(), single())

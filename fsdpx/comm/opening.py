@@ -1,0 +1,70 @@
+"""Opening the world: from a backend's name, or from what the user already has, to a communicator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.fake import FakeCommunicator
+from fsdpx.comm.local import single
+from fsdpx.errors import ConfigError
+
+__all__ = ["BACKENDS", "adopt", "world"]
+
+BACKENDS = ("mpi", "local", "fake")
+
+
+def world(
+    backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
+) -> Communicator:
+    """The communicator of all ranks of this job.
+
+    backend: "mpi"; "local", one rank by itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing;
+    None: MPI if an MPI launcher started this process, else local. comm: an mpi4py communicator (duplicated) or a `Communicator`
+    (taken as it is) instead. With MPI, an uncaught exception from now on ends all ranks. LaunchError if MPI sees another number of
+    ranks than the launcher started.
+    """
+    from fsdpx.launch import environment
+
+    if comm is not None:
+        return adopt(comm, backend)
+    if backend not in (None, *BACKENDS):
+        raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out")
+    if backend == "fake":
+        return FakeCommunicator(rank or 0, 1 if size is None else size)
+    if rank is not None or size is not None:
+        raise ConfigError(f"rank and size belong to backend='fake'; ranks of backend={backend!r} are those that were started")
+    settings = environment.read()
+    if backend == "local" or (backend is None and settings.launcher is None):
+        return single()
+    return _mpi(None, settings)
+
+
+def adopt(comm: Any, backend: str | None = None) -> Communicator:
+    """`comm` as a `Communicator`: itself, or around a duplicate of an mpi4py communicator."""
+    if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
+        return comm
+    if type(comm).__module__.startswith("mpi4py"):
+        from fsdpx.launch import environment
+
+        if backend not in (None, "mpi"):
+            raise ConfigError(f"comm is an mpi4py communicator, but backend={backend!r}: leave backend out")
+        return _mpi(comm, environment.read())
+    raise ConfigError(f"comm={comm!r} is neither an mpi4py communicator nor an fsdpx Communicator")
+
+
+def _mpi(comm: Any, settings: Any) -> Communicator:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"no MPI library could be loaded ({error}): install one with pip install 'fsdpx[mpich]', or use backend='local'"
+        ) from error
+    from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator
+    from fsdpx.launch import abort, environment
+
+    library = MPI.Get_library_version().strip("\0").split("\n")[0].replace("\t", " ")
+    environment.check_size(MPI.COMM_WORLD.Get_size(), settings, f"MPI ({' '.join(library.split())})")
+    made = MpiCommunicator(comm, timeout=settings.timeout or TIMEOUT)
+    abort.install(made)
+    return made

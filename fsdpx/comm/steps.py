@@ -1,0 +1,107 @@
+"""Transfers of several steps: who takes the next step while the rank waits for something else."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+
+from fsdpx.comm.communicator import DONE, Handle
+
+__all__ = ["Finish", "Progress", "Steps", "spin"]
+
+_SPINS_BEFORE_YIELD = 64
+_SPINS_PER_CLOCK = 256
+
+give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Progress:
+    """The unfinished `Steps` of one rank. Every wait pokes them, so that no peer waits for a step not taken."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending: list[Steps] = []
+
+    def poke(self) -> None:
+        """Take the next step of whatever can take one."""
+        for steps in tuple(self.pending):
+            steps.test()
+
+
+class Steps:
+    """The handle of a generator that issues a transfer, yields its handle, and goes on when that is complete."""
+
+    __slots__ = ("_current", "_done", "_error", "_generator", "_progress")
+
+    def __init__(self, generator: Iterator[Handle], progress: Progress) -> None:
+        self._generator = generator
+        self._progress = progress
+        self._current: Handle = DONE
+        self._done = False
+        self._error: BaseException | None = None
+        progress.pending.append(self)
+        self.test()
+
+    def test(self) -> bool:
+        if self._error is not None:
+            raise self._error
+        try:
+            while not self._done and self._current.test():
+                self._current = next(self._generator)
+        except StopIteration:
+            self._done = True
+            self._progress.pending.remove(self)
+        except BaseException as error:
+            self._error = error
+            self._progress.pending.remove(self)
+            raise
+        return self._done
+
+    def wait(self) -> None:
+        while not self.test():
+            self._current.wait()
+
+
+class Finish:
+    """The handle of a transfer that is complete when `last` has run after it, once, on this rank only."""
+
+    __slots__ = ("_handle", "_last")
+
+    def __init__(self, handle: Handle, last: Callable[[], None]) -> None:
+        self._handle = handle
+        self._last: Callable[[], None] | None = last
+
+    def test(self) -> bool:
+        if not self._handle.test():
+            return False
+        self._end()
+        return True
+
+    def wait(self) -> None:
+        self._handle.wait()
+        self._end()
+
+    def _end(self) -> None:
+        last, self._last = self._last, None
+        if last is not None:
+            last()
+
+
+def spin(ready: Callable[[], bool], progress: Progress, timeout: float) -> bool:
+    """Poll `ready` until it is true; False after `timeout` seconds. Yields the core when it takes long."""
+    spins, deadline = 0, None
+    while not ready():
+        spins += 1
+        if progress.pending:
+            progress.poke()
+        if spins > _SPINS_BEFORE_YIELD:
+            give_way()
+        if spins % _SPINS_PER_CLOCK == 0:
+            now = time.monotonic()
+            if deadline is None:
+                deadline = now + timeout
+            elif now > deadline:
+                return False
+    return True

@@ -1,0 +1,84 @@
+"""`spawn`: run a function on thread ranks of this process and return what each of them returned."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from fsdpx.comm import default
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.local import Group, LocalCommunicator
+from fsdpx.comm.rendezvous import World
+from fsdpx.errors import Aborted, CommTimeout, ConfigError
+
+__all__ = ["spawn"]
+
+_GRACE = 2.0
+
+
+def spawn(
+    fn: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0, delays: int | None = None
+) -> list[Any]:
+    """Run `fn(comm, *args)` on `size` thread ranks and return the list of results, by rank.
+
+    The first exception of any rank ends the others and is raised again here, with a note that names the rank. When a rank
+    is not done after `timeout` seconds, CommTimeout says where each one stands. `delays` is the seed of random sleeps of up to
+    2 ms before each communication, for tests. `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
+    """
+    if size < 1:
+        raise ConfigError(f"spawn needs at least 1 rank, not {size}")
+    world = World(timeout, end=time.monotonic() + timeout)
+    group = Group(world, range(size))
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        jitter = None if delays is None else random.Random(delays * 1_000_003 + rank)
+        comm: Communicator = LocalCommunicator(group, rank, delays=jitter)
+        try:
+            with default.use(comm):
+                results[rank] = fn(comm, *args)
+        except BaseException as error:
+            failures.append((rank, error))
+            world.fail(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    _join(threads, world, timeout)
+    if failures:
+        rank, error = next((f for f in failures if not isinstance(f[1], Aborted)), failures[0])
+        error.add_note(f"[rank {rank}] of {size} thread ranks")
+        raise error
+    return results
+
+
+def _join(threads: list[threading.Thread], world: World, timeout: float) -> None:
+    """Wait for all ranks; when one has failed or time is up, the others have a short grace to notice."""
+    deadline = time.monotonic() + timeout + _GRACE  # a rank that waits for a peer says so itself, and better
+    while any(thread.is_alive() for thread in threads):
+        if world.failure is not None:
+            deadline = min(deadline, time.monotonic() + _GRACE)
+        late = [thread for thread in threads if thread.is_alive() and time.monotonic() > deadline]
+        if late and world.failure is None:
+            error = CommTimeout(f"not done after {timeout:g} s: {_where(late)}")
+            world.fail(error)
+            raise error
+        if late:
+            return
+        next(thread for thread in threads if thread.is_alive()).join(0.05)
+
+
+def _where(threads: list[threading.Thread]) -> str:
+    frames = sys._current_frames()
+    stands = []
+    for thread in threads:
+        frame = frames.get(thread.ident or 0)
+        lines = traceback.format_stack(frame)[-1].strip() if frame else "gone"
+        stands.append(f"{thread.name} at {lines}")
+    return "\n".join(stands)

@@ -1,0 +1,128 @@
+"""The choices a user makes, as values: what is sharded for how long, and in which number format.
+
+A strategy is no class. It is the width of two mesh axes and two lifetimes, and the familiar
+names are presets over that (ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fsdpx.errors import ConfigError
+
+__all__ = ["PRESETS", "Lifetime", "Precision", "Sharding", "precision", "sharding"]
+
+Lifetime = Literal["step", "use"]
+LIFETIMES = ("step", "use")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who holds what, and for how long.
+
+    replica, shard: widths of the two data-parallel mesh axes; None for one of them fills the world.
+    full_params: "use" frees gathered parameters once their unit has run, "step" keeps them until the update.
+    full_grads: "use" reduces each microbatch's gradients at once, "step" adds up all microbatches first.
+    ahead: how many units beyond the running one may be gathered, and how many reduces may be in flight.
+    """
+
+    replica: int | None = 1
+    shard: int | None = None
+    full_params: Lifetime = "use"
+    full_grads: Lifetime = "use"
+    ahead: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("replica", "shard"):
+            width = getattr(self, name)
+            if width is not None and (not isinstance(width, int) or width < 1):
+                raise ConfigError(f"Sharding({name}={width!r}): a mesh axis is at least 1 wide, or None to fill the world")
+        for name in ("full_params", "full_grads"):
+            if getattr(self, name) not in LIFETIMES:
+                raise ConfigError(f"Sharding({name}={getattr(self, name)!r}): choose one of {', '.join(LIFETIMES)}")
+        if not isinstance(self.ahead, int) or self.ahead < 0:
+            raise ConfigError(f"Sharding(ahead={self.ahead!r}): a number of units, 0 or more")
+
+
+PRESETS: dict[str, Sharding] = {
+    "ddp": Sharding(replica=None, shard=1, full_params="step", full_grads="step"),
+    "zero1": Sharding(full_params="step", full_grads="step"),
+    "zero2": Sharding(full_params="step", full_grads="use"),
+    "zero3": Sharding(full_params="use", full_grads="use"),
+    "fsdp": Sharding(full_params="use", full_grads="use"),
+    "hybrid": Sharding(replica=None, shard=None, full_params="use", full_grads="use"),
+}
+
+
+def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
+    """The placement behind a name, its widths filled in so that replica * shard == ranks.
+
+    "hybrid" without widths takes the smallest divisor of `ranks` that is at least its square root as shard width.
+    """
+    if isinstance(strategy, str):
+        if strategy not in PRESETS:
+            raise ConfigError(f"unknown strategy {strategy!r}: choose one of {', '.join(PRESETS)}, or pass fsdpx.Sharding(...)")
+        strategy = PRESETS[strategy]
+    if not isinstance(strategy, Sharding):
+        raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({', '.join(PRESETS)}) or fsdpx.Sharding(...)")
+    replica, shard = strategy.replica, strategy.shard
+    if replica is None and shard is None:
+        shard = next(d for d in range(1, ranks + 1) if ranks % d == 0 and d * d >= ranks)
+    if shard is None:
+        shard = max(ranks // (replica or 1), 1)
+    if replica is None:
+        replica = max(ranks // shard, 1)
+    if replica * shard != ranks:
+        raise ConfigError(f"replica {replica} x shard {shard} = {replica * shard}, but {ranks} ranks are to share the data")
+    return replace(strategy, replica=replica, shard=shard)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Number formats by role, as dtype names.
+
+    compute: what layers compute in. master: parameters and optimiser state on the shard.
+    params: the format in which parameters travel (and are rounded to) when gathered.
+    reduce: the format in which gradients travel; 16-bit formats are added in fp32, in rank order.
+    loss_scale: factor on the loss before backward; "dynamic" halves it on overflow and doubles it every
+    `growth_interval` good steps (Micikevicius et al., 2018).
+    """
+
+    compute: str = "float32"
+    master: str = "float32"
+    params: str = "float32"
+    reduce: str = "float32"
+    loss_scale: float | Literal["dynamic"] = 1.0
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("compute", ("float32", "float64")),
+            ("master", ("float32", "float64")),
+            ("params", ("float16", "bf16", "float32", "float64")),
+            ("reduce", ("float16", "bf16", "float32", "float64")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"Precision({name}={getattr(self, name)!r}): choose one of {', '.join(allowed)}")
+        if self.master != self.compute:
+            raise ConfigError(f"Precision(master={self.master!r}, compute={self.compute!r}): these two must be equal")
+        if self.loss_scale != "dynamic" and not (isinstance(self.loss_scale, int | float) and self.loss_scale > 0):
+            raise ConfigError(f"Precision(loss_scale={self.loss_scale!r}): a positive number or 'dynamic'")
+
+
+PRECISIONS: dict[str, Precision] = {
+    "float64": Precision("float64", "float64", "float64", "float64"),
+    "float32": Precision(),
+    "bf16": Precision(params="bf16", reduce="bf16"),
+    "fp16": Precision(params="float16", reduce="float16", loss_scale="dynamic"),
+}
+
+
+def precision(choice: "str | Precision | None") -> Precision:
+    """The formats behind a name; None means float32."""
+    if choice is None:
+        return PRECISIONS["float32"]
+    if isinstance(choice, Precision):
+        return choice
+    if choice not in PRECISIONS:
+        raise ConfigError(f"unknown precision {choice!r}: choose one of {', '.join(PRECISIONS)}, or pass fsdpx.Precision(...)")
+    return PRECISIONS[choice]

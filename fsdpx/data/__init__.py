@@ -1,0 +1,16 @@
+"""Data: which samples each rank trains on when, and reading them ahead."""
+
+from fsdpx.data.dataset import ArrayDataset, Dataset
+from fsdpx.data.loader import DataLoader
+from fsdpx.data.sampler import DistributedSampler, Share
+from fsdpx.data.text import TextDataset, stdlib_sources
+
+__all__ = [
+    "ArrayDataset",
+    "DataLoader",
+    "Dataset",
+    "DistributedSampler",
+    "Share",
+    "TextDataset",
+    "stdlib_sources",
+]

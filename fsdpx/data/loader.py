@@ -1,0 +1,206 @@
+"""The loader: this rank's part of every global batch, read ahead by one thread, with an exact place to
+resume."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from fsdpx.data.dataset import Dataset, collate, nothing_of
+from fsdpx.data.prefetch import Prefetch
+from fsdpx.data.sampler import DistributedSampler
+from fsdpx.errors import ConfigError, DataError
+
+__all__ = ["DataLoader"]
+
+
+class DataLoader:
+    """Iterates over this rank's batches of one epoch.
+
+    batch_size: samples of the GLOBAL batch, shared by the ranks; at another world size the global batches are
+    the same.
+    comm: any object with `rank` and `size` (a communicator of data-parallel ranks); or rank and size; or
+    neither: 0 of 1.
+    shuffle, seed, drop_last, chunks: as in `DistributedSampler`; or pass a `sampler` instead of these and
+    batch_size.
+    collate: list of samples -> batch (default: stack). transform: batch -> batch. Both run in the thread.
+    prefetch: batches read ahead by one thread; 0 reads in the caller's. The thread makes no call to MPI.
+
+    A batch is what the dataset's `take` or `collate` gives, `(x, y)` for the datasets of this package; of a
+    short last batch a rank may get zero rows. An exception while reading is raised where the batch was asked
+    for.
+
+    `state_dict` counts the batches that the consumer has received, not those read ahead. Starting to iterate
+    ends an iteration that is still under way. Threads end with the loop, with `close()`, `with`, or garbage
+    collection.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_size: int | None = None,
+        *,
+        comm: Any = None,
+        rank: int | None = None,
+        size: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        drop_last: bool = False,
+        chunks: int | None = None,
+        sampler: DistributedSampler | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        if len(dataset) == 0:
+            raise DataError(f"DataLoader: the dataset ({type(dataset).__name__}) is empty")
+        if not isinstance(prefetch, int) or prefetch < 0:
+            raise ConfigError(f"DataLoader(prefetch={prefetch!r}): a number of batches, 0 or more, is needed")
+        if sampler is None:
+            rank, size = _place(comm, rank, size)
+            order = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "chunks": chunks}
+            sampler = DistributedSampler(len(dataset), rank, size, batch=_size(batch_size), **order)
+        else:
+            given = {"batch_size": batch_size, "comm": comm, "rank": rank, "size": size, "chunks": chunks}
+            _demand_alone(given, shuffle, seed, drop_last)
+            if sampler.n != len(dataset):
+                raise ConfigError(
+                    f"DataLoader: the sampler is of {sampler.n} samples, the dataset has {len(dataset)}"
+                )
+        self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
+        self.collate, self.transform = collate, transform
+        self._running: weakref.ref[_Iteration] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a global batch."""
+        return self.sampler.batch
+
+    @property
+    def epoch(self) -> int:
+        return self.sampler.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch. The epoch it is in already goes on where it is."""
+        if epoch != self.epoch:
+            self.close()
+        self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Global batches of an epoch, the same on every rank."""
+        return self.sampler.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        self.close()
+        iteration = _Iteration(self)
+        self._running = weakref.ref(iteration)
+        return iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch and position after the last batch received; the same on every rank, good for any world
+        size."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration go on where `state_dict` was taken."""
+        self.close()
+        self.sampler.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the iteration under way and its thread, if any."""
+        running = self._running and self._running()
+        if running:
+            running.close()
+
+    def __enter__(self) -> "DataLoader":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def read(self, indices: np.ndarray) -> Any:
+        """The batch of these samples `(k,)`; k may be 0."""
+        take = getattr(self.dataset, "take", None)
+        if take is not None and self.collate is None:
+            batch = take(indices)
+        else:
+            stack = self.collate or collate
+            samples = [self.dataset[i] for i in indices.tolist()]
+            batch = stack(samples) if samples else nothing_of(stack([self.dataset[0]]))
+        return self.transform(batch) if self.transform else batch
+
+    def __repr__(self) -> str:
+        return f"DataLoader({type(self.dataset).__name__}, {self.sampler!r}, prefetch={self.prefetch})"
+
+
+class _Iteration:
+    """One epoch under way. Moves the sampler's position as the consumer receives batches."""
+
+    def __init__(self, loader: DataLoader) -> None:
+        self._sampler = loader.sampler
+        source = _read(loader, self._sampler.epoch, self._sampler.start())
+        name = f"fsdpx loader (rank {self._sampler.rank})"
+        self._source: Any = Prefetch(source, loader.prefetch, name) if loader.prefetch else source
+        self._open = True
+
+    def __iter__(self) -> "_Iteration":
+        return self
+
+    def __next__(self) -> Any:
+        if not self._open:
+            raise StopIteration
+        try:
+            batch, after = next(self._source)
+        except BaseException as error:
+            self._open = False
+            if isinstance(error, StopIteration):
+                self._sampler.ended()
+            raise
+        self._sampler.position = after
+        return batch
+
+    def close(self) -> None:
+        self._open = False
+        self._source.close()
+
+
+def _read(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, int]]:
+    """(batch, position after it) of an epoch."""
+    sampler = loader.sampler
+    for share in sampler.plan(epoch, position):
+        try:
+            batch = loader.read(share.indices)
+        except Exception as error:
+            where = f"samples {position} to {share.after} of epoch {epoch}"
+            error.add_note(f"[loader of rank {sampler.rank}] while reading the global batch of {where}")
+            raise
+        position = share.after
+        yield batch, position
+
+
+def _place(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
+    if comm is not None:
+        if rank is not None or size is not None:
+            raise ConfigError("DataLoader: pass comm, or rank and size, not both")
+        return comm.rank, comm.size
+    if (rank is None) != (size is None):
+        raise ConfigError(f"DataLoader(rank={rank}, size={size}): one of them is missing")
+    return (0, 1) if rank is None or size is None else (rank, size)
+
+
+def _size(batch_size: Any) -> int:
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or index(batch_size) < 1:
+        raise ConfigError(
+            f"DataLoader(batch_size={batch_size!r}): the size of the global batch, 1 or more, is needed"
+        )
+    return index(batch_size)
+
+
+def _demand_alone(given: dict[str, Any], shuffle: bool, seed: int, drop_last: bool) -> None:
+    """With a sampler, nothing that the sampler has decided."""
+    names = [name for name, value in given.items() if value is not None]
+    names += [n for n, v in {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}.items() if v]
+    if names:
+        raise ConfigError(f"DataLoader: the sampler decides {', '.join(names)}: give them to it")

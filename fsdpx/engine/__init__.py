@@ -1,0 +1,1 @@
+"""Make it happen: the interpreter of programs and the trainer around it."""

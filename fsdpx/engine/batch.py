@@ -1,0 +1,140 @@
+"""A rank's part of the global batch: checked, agreed on with the other ranks, and cut into microbatches."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.namespace import from_host
+from fsdpx.comm.communicator import Communicator
+from fsdpx.engine.engine import Engine, Microbatch
+from fsdpx.errors import ConfigError, DataError, FsdpxError
+from fsdpx.layout.tree import chunks_of
+
+__all__ = ["Part", "agree", "cut", "inputs_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's samples: dim 0 of every input and of the target. row: number of the first one in the global batch.
+    rows: of every data rank."""
+
+    inputs: tuple[Any, ...]
+    target: Any
+    rows: tuple[int, ...]
+    row: int
+
+    @property
+    def size(self) -> int:
+        return int(self.inputs[0].shape[0])
+
+
+def inputs_of(engine: Engine, x: Any) -> tuple[Any, ...]:
+    """The model's inputs in order, from an array, a tuple or a dict by name; floats in the model's format."""
+    names = engine.layout.inputs
+    if isinstance(x, Mapping):
+        if set(x) != set(names):
+            raise DataError(f"the model's inputs are {', '.join(names)}, the batch has {', '.join(map(str, x))}")
+        x = [x[name] for name in names]
+    arrays = [_array(engine, a) for a in (x if isinstance(x, tuple | list) and len(names) > 1 else [x])]
+    if len(arrays) != len(names):
+        raise DataError(f"the model has {len(names)} inputs ({', '.join(names)}), the batch has {len(arrays)}")
+    for name, array in zip(names, arrays, strict=True):
+        if array.ndim == 0:
+            raise DataError(f"input {name!r} is a single number: dim 0 must be samples")
+        if array.shape[0] != arrays[0].shape[0]:
+            raise DataError(f"input {name!r} has {array.shape[0]} samples, input {names[0]!r} has {arrays[0].shape[0]}")
+    return tuple(arrays)
+
+
+def target_of(engine: Engine, y: Any, samples: int) -> Any:
+    target = _array(engine, y)
+    if target.ndim == 0 or target.shape[0] != samples:
+        have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
+        raise DataError(f"the target has {have}, the inputs have {samples}")
+    return target
+
+
+def _array(engine: Engine, value: Any) -> Any:
+    """On the engine's device, floating point in its format."""
+    if getattr(engine.xp, "holds_no_data", False):
+        return value.astype(engine.dtype) if value.dtype.kind == "f" else value
+    array = value if type(value).__module__.split(".")[0] == "cupy" else np.asarray(value)
+    if array.dtype.kind not in "fiubV":
+        raise DataError(f"a batch of dtype {array.dtype} cannot be trained on: numbers are needed")
+    if array.dtype.kind in "fV" and array.dtype != engine.dtype:
+        array = array.astype(engine.dtype)
+    return from_host(engine.xp, array) if isinstance(array, np.ndarray) else array
+
+
+def agree(comm: Communicator, features: str, rows: int, error: FsdpxError | None) -> tuple[int, ...]:
+    """Tell each other whether the batch is good: the rows of every rank, or the same error on all of them.
+
+    Costs one all-gather of 24 bytes; texts travel only when something is wrong.
+    """
+    digest = int.from_bytes(hashlib.blake2b(features.encode(), digest_size=7).digest(), "big")
+    table = np.zeros((comm.size, 3), np.int64)
+    table[comm.rank] = (error is None, rows, digest)
+    if comm.size > 1:
+        flat = table.reshape(-1)
+        comm.all_gather(flat[3 * comm.rank : 3 * comm.rank + 3], flat, what="the batch").wait()
+    if table[:, 0].all() and (table[:, 2] == digest).all():
+        return tuple(table[:, 1].tolist())
+    raise _disagreement(comm, features, error)
+
+
+def _disagreement(comm: Communicator, features: str, error: FsdpxError | None) -> FsdpxError:
+    """The same error on every rank, naming the ranks."""
+    reports = comm.all_gather_object((type(error), str(error)) if error else features)
+    for rank, report in enumerate(reports):
+        if isinstance(report, tuple):
+            kind, text = report
+            made: FsdpxError = kind(f"rank {rank}: {text}")
+            return made
+    lines = "; ".join(f"rank {r} has {report}" for r, report in enumerate(reports))
+    return DataError(f"the parts of the global batch differ in more than the number of samples: {lines}")
+
+
+def features_of(arrays: Sequence[Any]) -> str:
+    """What must be alike on all ranks: everything but the number of samples."""
+    return ", ".join(f"{a.dtype}{list(a.shape[1:])}" for a in arrays)
+
+
+def cut(engine: Engine, part: Part, microbatches: int) -> list[Microbatch | None]:
+    """Microbatches of one part, as even as can be; with chunks one per chunk, the same number on every rank."""
+    if engine.options.chunks is not None:
+        return _cut_chunks(engine, part, engine.options.chunks)
+    bounds = [part.size * m // microbatches for m in range(microbatches + 1)]
+    return [_microbatch(part, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _cut_chunks(engine: Engine, part: Part, chunks: int) -> list[Microbatch | None]:
+    ranks, total = engine.axes.data.size, sum(part.rows)
+    if total % chunks or total == 0:
+        raise DataError(f"a global batch of {total} samples cannot be cut into chunks={chunks} equal parts")
+    each = total // chunks
+    wanted = [each * len(chunks_of(chunks, r, ranks)) for r in range(ranks)]
+    if list(part.rows) != wanted:
+        raise DataError(f"chunks={chunks} wants {wanted} samples on ranks 0 to {ranks - 1}, they have {list(part.rows)}")
+    mine: list[Microbatch | None] = [_microbatch(part, i * each, (i + 1) * each) for i in range(len(engine.chunks))]
+    return mine + [None] * (most_chunks(chunks, ranks) - len(mine))
+
+
+def most_chunks(chunks: int, ranks: int) -> int:
+    return max(len(chunks_of(chunks, r, ranks)) for r in range(ranks))
+
+
+def check_chunks(chunks: int | None, microbatches: int) -> None:
+    if chunks is None:
+        return
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ConfigError(f"chunks={chunks!r}: a positive number of equal parts of the global batch")
+    if microbatches != 1:
+        raise ConfigError(f"chunks={chunks} and microbatches={microbatches}: each chunk is a microbatch, give only one of them")
+
+
+def _microbatch(part: Part, start: int, stop: int) -> Microbatch:
+    target = None if part.target is None else part.target[start:stop]
+    return Microbatch(tuple(a[start:stop] for a in part.inputs), target, part.row + start)

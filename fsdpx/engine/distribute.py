@@ -1,0 +1,187 @@
+"""distribute: from a model and its choices to a trainer; every choice is checked alike on all ranks before any byte moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from fsdpx import config
+from fsdpx.array.arena import Arena
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.array.namespace import namespace
+from fsdpx.comm.codecs import Codec
+from fsdpx.comm.codecs import codec as codec_of
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.functional import default, init
+from fsdpx.comm.guarded import Guarded
+from fsdpx.comm.mesh import Axes, Mesh, connect
+from fsdpx.comm.opening import adopt
+from fsdpx.config import Precision, Sharding
+from fsdpx.engine.batch import check_chunks
+from fsdpx.engine.engine import Engine, Options
+from fsdpx.engine.scaler import Scaler
+from fsdpx.engine.trainer import Trainer
+from fsdpx.errors import ConfigError
+from fsdpx.launch import environment
+from fsdpx.layout.pages import Page
+from fsdpx.layout.state import Holding, PageState, hold, initialise, state_arrays
+from fsdpx.layout.units import Layout, lay_out
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.sort import Sorted, sort
+from fsdpx.optim import Segment, Segments
+from fsdpx.program import Stage
+
+__all__ = ["distribute"]
+
+
+def distribute(
+    model: Layer,
+    *,
+    loss: Any,
+    optimizer: Any,
+    strategy: str | Sharding = "fsdp",
+    mesh: Mesh | None = None,
+    comm: Any = None,
+    backend: str | None = None,
+    microbatches: int = 1,
+    seed: int = 0,
+    precision: str | Precision | None = None,
+    clip_norm: float | None = None,
+    group_bytes: int | None = None,
+    codec: str | Codec | None = None,
+    chunks: int | None = None,
+    ahead: int | None = None,
+    frozen: Sequence[str] = (),
+    device: str = "cpu",
+    check: bool | None = None,
+    check_finite: bool = False,
+) -> Trainer:
+    """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
+
+    loss, optimizer: from `fsdpx.nn` and `fsdpx.optim`. strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or
+    `fsdpx.Sharding(...)`. mesh: widths of the axes; they replace those of the strategy. comm: an mpi4py communicator
+    (duplicated) or a `Communicator`, by default that of `fsdpx.init()`; backend: what `init` is to use.
+    microbatches: how many pieces each rank's batch runs in. seed: of initialisation and dropout, independent of the
+    layout. precision: "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`. clip_norm: largest global
+    gradient norm. group_bytes: smaller layers are grouped until a unit holds that many bytes of parameters.
+    codec: how gradients travel ("plain", "bf16", "fp16" or a `Codec`). chunks: cut the global batch into that many equal
+    parts whose gradients are added in one fixed tree: bit-identical results at any number of ranks. ahead: pages
+    gathered ahead of use. frozen: name patterns of parameters that are not trained. device: "cpu", "cuda", or "shape" to
+    count without computing. check: compare every collective between ranks before it runs (default: FSDPX_CHECK).
+    check_finite: look for NaN and Inf in every unit.
+    """
+    check_chunks(chunks, microbatches)
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ConfigError(f"microbatches={microbatches!r}: a positive number")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm={clip_norm!r}: a positive number, or None")
+    formats, ordered, xp = config.precision(precision), sort(model), namespace(device)
+    dtype = dtype_of(formats.compute)
+    world = _world(comm, backend)
+    guard = environment.read().check and not isinstance(world, Guarded) if check is None else check
+    axes, placement = _axes(strategy, mesh, world, guard, ahead)
+    _check_model(ordered, chunks)
+    layout = lay_out(ordered, dtype.itemsize, group_bytes, frozen)
+    carried = codec_of(codec, formats.reduce, formats.compute)
+    wire = dtype_of(formats.params)
+    engine = Engine(
+        xp=xp,
+        layout=layout,
+        stage=_stage(layout),
+        axes=axes,
+        counters=axes.counters,
+        arena=Arena(xp),
+        sharding=placement,
+        precision=formats,
+        dtype=dtype,
+        wire=None if wire.itemsize >= dtype.itemsize else wire,
+        codec=carried,
+        optimizer=optimizer,
+        loss=loss,
+        options=Options(seed, clip_norm, chunks, check_finite),
+        pages=[],
+        state={},
+        scaler=Scaler.of(formats),
+    )
+    _allocate(engine)
+    return Trainer(engine, ordered, microbatches)
+
+
+def _world(comm: Any, backend: str | None) -> Communicator:
+    if comm is not None:
+        return adopt(comm, backend)
+    return default() if backend is None else init(backend)
+
+
+def _axes(
+    strategy: str | Sharding, mesh: Mesh | None, world: Communicator, check: bool, ahead: int | None
+) -> tuple[Axes, Sharding]:
+    if mesh is None:
+        placement = config.sharding(strategy, world.size)
+        mesh = Mesh(replica=placement.replica, shard=placement.shard)
+    mesh = mesh.resolve(world.size)
+    if mesh.pipe != 1 or mesh.tensor != 1:
+        raise ConfigError(f"mesh {mesh}: this version runs replica and shard axes; pipe and tensor must be 1")
+    named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
+    if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
+        raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
+    width = mesh.width("replica") * mesh.width("shard")
+    lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
+    placement = replace(
+        lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=lifetimes.ahead if ahead is None else ahead
+    )
+    return connect(mesh, world, check=check), placement
+
+
+def _check_model(model: Sorted, chunks: int | None) -> None:
+    collective = [node.path for node in model.nodes if _is_collective(node.layer)]
+    if chunks is not None and collective:
+        raise ConfigError(
+            f"chunks={chunks}: layer {collective[0]!r} takes statistics over the global batch, so chunks cannot be "
+            "computed one by one; use LayerNorm or RMSNorm, or leave chunks out"
+        )
+
+
+def _is_collective(layer: Layer) -> bool:
+    return layer.collective or any(map(_is_collective, layer.children().values()))
+
+
+def _stage(layout: Layout) -> Stage:
+    return Stage.of(
+        ((u.pages, u.inputs, u.outputs) for u in layout.units),
+        (page.trainable for page in layout.pages),
+        range(len(layout.inputs)),
+        layout.outputs,
+    )
+
+
+def _allocate(engine: Engine) -> None:
+    """Buffers and initial values of this rank's shards: nothing whole unless the placement keeps it whole."""
+    xp, layout, arena = engine.xp, engine.layout, engine.arena
+    holding = Holding(
+        width=engine.axes.shard.size,
+        rank=engine.axes.shard.rank,
+        params="shard" if not engine.keep_full else "whole" if engine.wire is None else "apart",
+        whole_grads=engine.whole_grads,
+        copies=engine.copies,
+        snap=engine.options.chunks is not None,
+    )
+    for page in layout.pages:
+        state = hold(page, holding, arena, engine.dtype, engine.optimizer.slots)
+        initialise(state, layout.specs, engine.options.seed, xp)
+        engine.pages.append(state)
+        engine.store[f"shard{page.index}"] = state
+        if page.trainable:
+            engine.segments[page.index] = _segments(engine, page, state)
+    engine.state = state_arrays(layout, arena, engine.dtype, engine.options.seed, xp)
+
+
+def _segments(engine: Engine, page: Page, state: PageState) -> Segments:
+    """What this rank's shard of a page holds, in the optimiser's terms."""
+    items = []
+    for piece in page.pieces(state.mine):
+        f, start = page.fields[piece.have], state.mine.start
+        items.append(Segment(f.name, piece.start - start, piece.stop - start, piece.start - f.offset, f.size))
+    shard = engine.axes.shard
+    return Segments(tuple(items), shard.all_gather_object if shard.size > 1 else None)

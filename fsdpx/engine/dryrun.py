@@ -1,0 +1,64 @@
+"""A dry run: any rank of any world runs a step on shapes alone and counts bytes, calls and memory. No MPI, no data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.comm.fake import FakeCommunicator
+from fsdpx.engine.distribute import distribute
+from fsdpx.engine.report import Report
+from fsdpx.engine.trainer import Trainer
+from fsdpx.errors import ConfigError
+from fsdpx.nn.layer import Layer
+from fsdpx.program import Program
+
+__all__ = ["DryRun", "dry_run"]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """program: the step. report: counted traffic and memory of one step. activations: most bytes of activations alive
+    at once, in forward outputs, what backward keeps, and their gradients."""
+
+    program: Program
+    report: Report
+    trainer: Trainer
+    activations: int
+
+
+def dry_run(
+    model: Layer,
+    x: Any,
+    y: Any,
+    *,
+    ranks: int,
+    rank: int = 0,
+    **options: Any,
+) -> DryRun:
+    """Run one step of rank `rank` of `ranks` without data.
+
+    x, y: this rank's batch as (shape, dtype) pairs, a tuple or dict of them for several inputs. options: those of
+    `fsdpx.distribute`, without comm and device.
+    """
+    for name in ("comm", "device", "backend"):
+        if name in options:
+            raise ConfigError(f"dry_run decides {name} itself")
+    trainer = distribute(model, comm=FakeCommunicator(rank, ranks), device="shape", **options)
+    program = trainer.program
+    trainer.engine.counters.clear()
+    trainer.engine.watch_activations = True
+    trainer.step(_shapes(x), _shapes(y))
+    return DryRun(program, trainer.report(), trainer, trainer.engine.peak_activations)
+
+
+def _shapes(spec: Any) -> Any:
+    from fsdpx.array.namespace import dtype
+    from fsdpx.array.shapes import ShapeArray
+
+    if isinstance(spec, dict):
+        return {name: _shapes(one) for name, one in spec.items()}
+    if isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], str):
+        return ShapeArray(tuple(spec[0]), dtype(spec[1]))
+    return tuple(_shapes(one) for one in spec)

@@ -1,0 +1,151 @@
+"""The engine of one rank, as plain data: everything that the operations of a program work on."""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.arena import Arena
+from fsdpx.comm.codecs import Codec
+from fsdpx.comm.counted import Counters
+from fsdpx.comm.mesh import Axes
+from fsdpx.config import Precision, Sharding
+from fsdpx.engine.scaler import Scaler
+from fsdpx.layout.state import PageState
+from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
+from fsdpx.layout.units import Layout
+from fsdpx.program import Stage
+
+__all__ = ["Clock", "Engine", "Microbatch", "Options"]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One forward's worth of this rank's batch. row: number of its first sample in the global batch."""
+
+    inputs: tuple[Any, ...]
+    target: Any
+    row: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a step may be asked for beside its placement.
+
+    clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
+    added in one fixed tree. check_finite: look for NaN and Inf in every unit.
+    """
+
+    seed: int = 0
+    clip_norm: float | None = None
+    chunks: int | None = None
+    check_finite: bool = False
+
+
+@dataclass
+class Clock:
+    """Seconds per verb: `spent` in the action itself, `waited` for transfers that it was the first to need."""
+
+    spent: dict[str, float] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
+    count: dict[str, int] = field(default_factory=dict)
+    start: float = field(default_factory=perf_counter)
+
+    def add(self, op: str, spent: float, waited: float) -> None:
+        self.spent[op] = self.spent.get(op, 0.0) + spent
+        self.waited[op] = self.waited.get(op, 0.0) + waited
+        self.count[op] = self.count.get(op, 0) + 1
+
+
+@dataclass
+class Engine:
+    """store: slot -> value, between actions and between programs. steps: updates made so far."""
+
+    xp: Any
+    layout: Layout
+    stage: Stage
+    axes: Axes
+    counters: Counters
+    arena: Arena
+    sharding: Sharding
+    precision: Precision
+    dtype: Any  # of parameters, gradients and activations
+    wire: Any  # of parameters on their way, None if the same
+    codec: Codec
+    optimizer: Any
+    loss: Any
+    options: Options
+    pages: list[PageState]
+    state: dict[str, Any]
+    scaler: Scaler
+    segments: dict[int, Any] = field(default_factory=dict)
+    store: dict[str, Any] = field(default_factory=dict)
+    batch: list[Microbatch | None] = field(default_factory=list)
+    training: bool = True
+    steps: int = 0
+    clock: Clock = field(default_factory=Clock)
+    flying: list[Any] = field(default_factory=list)  # handles to poke
+    watch_activations: bool = False  # measure after every action: for dry runs
+    peak_activations: int = 0
+
+    @property
+    def keep_full(self) -> bool:
+        """Full parameters stay until the update: asked for, or the shard is the whole."""
+        return self.sharding.full_params == "step" or self.axes.shard.size == 1
+
+    @property
+    def reduce_each(self) -> bool:
+        """Each microbatch's gradients are reduced at once. Not with `chunks`: partial sums cost less whole than cut."""
+        return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and self.options.chunks is None
+
+    @property
+    def whole_grads(self) -> bool:
+        return self.sharding.full_grads == "step" or self.axes.shard.size == 1
+
+    @cached_property
+    def chunks(self) -> range:
+        """The chunks of this rank (empty without `chunks`)."""
+        count = self.options.chunks or 0
+        return chunks_of(count, self.axes.data.rank, self.axes.data.size)
+
+    @cached_property
+    def copies(self) -> int:
+        """Partial gradients of a page that are alive at once: one, or with chunks the depth of this rank's tree."""
+        if self.options.chunks is None:
+            return 1
+        stack: Stack[None] = Stack(self.options.chunks, lambda a, b: None)
+        most = 1
+        for c in self.chunks:
+            most = max(most, len(stack.entries) + 1)
+            stack.push(Node(0, c), None)
+        return most
+
+    def nodes(self, ranks: range) -> tuple[Node, ...]:
+        """What the chunks of consecutive data ranks add up to."""
+        assert self.options.chunks is not None
+        first = chunks_of(self.options.chunks, ranks[0], self.axes.data.size)
+        last = chunks_of(self.options.chunks, ranks[-1], self.axes.data.size)
+        return nodes_of(self.options.chunks, range(first.start, last.stop))
+
+    def name(self, page: int) -> str:
+        """A page in words, for errors: the names it holds."""
+        fields = self.layout.pages[page].fields
+        return fields[0].name if len(fields) == 1 else f"{fields[0].name}..{fields[-1].name}"
+
+    def sum_over_data(self, values: list[float], what: str) -> list[list[float]]:
+        """A few float64 numbers of every data rank, in rank order, on every rank."""
+        comm, n = self.axes.data, len(values)
+        if comm.size == 1:
+            return [values]
+        everyone = np.zeros(n * comm.size)
+        everyone[comm.rank * n : (comm.rank + 1) * n] = values
+        comm.all_gather(everyone[comm.rank * n : (comm.rank + 1) * n], everyone, what=what).wait()
+        return everyone.reshape(comm.size, n).tolist()
+
+
+def exact_sum(values: Any) -> float:
+    """The correctly rounded sum, whatever the order of its terms (Shewchuk 1997)."""
+    return math.fsum(values)

@@ -1,0 +1,162 @@
+"""The training loop: epochs over a loader, validation, early stopping that all ranks agree on, a progress line."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdpx.comm.communicator import ReduceOp
+from fsdpx.errors import ConfigError, NumericsError
+
+if TYPE_CHECKING:
+    from fsdpx.engine.trainer import Trainer
+
+__all__ = ["History", "fit"]
+
+
+@dataclass
+class History:
+    """What happened. losses: one per step. validation: (step, loss) pairs. reason: why training ended."""
+
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    epochs: int = 0
+    reason: str = "all epochs done"
+
+    @property
+    def best(self) -> float:
+        """Lowest validation loss, inf without validation."""
+        return min((loss for _, loss in self.validation), default=math.inf)
+
+
+def fit(
+    trainer: Trainer,
+    loader: Iterable[Any],
+    *,
+    epochs: int = 1,
+    steps: int | None = None,
+    validation: Iterable[Any] | None = None,
+    every: int = 50,
+    patience: int | None = None,
+    stop: Callable[[History], bool] | None = None,
+    progress: bool = True,
+    count: Callable[[Any], int] | None = None,
+    unit: str = "samples",
+) -> History:
+    """Train on (x, y) batches.
+
+    epochs, steps: whichever ends first. validation: batches whose mean loss is taken every `every` steps and at the
+    end. patience: end after so many validations without a new best. stop: asked after each validation (after each
+    `every` steps without validation); if it says yes on any rank, all ranks end together. count: what a batch counts
+    as on the progress line of rank 0, by default its samples on this rank times the ranks; unit: the word for it.
+    """
+    if epochs < 1 or every < 1 or (patience is not None and (patience < 1 or validation is None)):
+        raise ConfigError(f"fit(epochs={epochs}, every={every}, patience={patience}): all at least 1; patience needs validation")
+    history, line = History(), _Line(trainer, progress, unit, steps)
+    size = count or (lambda x: len(next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x))
+    for epoch in range(epochs):
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        for x, y in loader:
+            loss = trainer.step(x, y)
+            if not math.isfinite(loss):
+                raise NumericsError(f"the loss is {loss} at step {trainer.steps}: distribute(..., check_finite=True) names where it began")
+            history.losses.append(loss)
+            done = len(history.losses)
+            line.step(loss, size(x) * trainer.engine.axes.data.size)
+            last = steps is not None and done >= steps
+            if (done % every == 0 or last) and _end(trainer, history, validation, patience, stop, line):
+                line.close()
+                return history
+            if last:
+                history.reason = f"{steps} steps done"
+                line.close()
+                return history
+        history.epochs += 1
+    if validation is not None and (not history.validation or history.validation[-1][0] != len(history.losses)):
+        _validate(trainer, history, validation, line)
+    line.close()
+    return history
+
+
+def _end(
+    trainer: Trainer,
+    history: History,
+    validation: Iterable[Any] | None,
+    patience: int | None,
+    stop: Callable[[History], bool] | None,
+    line: _Line,
+) -> bool:
+    """Whether to end now: the same answer on all ranks."""
+    if validation is not None:
+        _validate(trainer, history, validation, line)
+    tired = patience is not None and _since_best(history) >= patience
+    asked = stop is not None and stop(history)
+    votes = np.array([float(tired), float(asked)])
+    trainer.engine.axes.world.all_reduce(votes, ReduceOp.MAX, what="early stopping").wait()
+    if votes[0]:
+        history.reason = f"no better validation loss in {patience} validations"
+    elif votes[1]:
+        history.reason = "stop() said so"
+    return bool(votes.any())
+
+
+def _since_best(history: History) -> int:
+    losses = [loss for _, loss in history.validation]
+    return len(losses) - 1 - losses.index(min(losses))
+
+
+def _validate(trainer: Trainer, history: History, batches: Iterable[Any], line: _Line) -> None:
+    """Mean of the batches' mean losses, each weighed by its weight."""
+    losses, weights = [], []
+    for x, y in batches:
+        losses.append(trainer.evaluate(x, y))
+        weights.append(trainer.weight)
+    if not losses:
+        raise ConfigError("fit: the validation loader gives no batch")
+    value = math.fsum(a * w for a, w in zip(losses, weights, strict=True)) / math.fsum(weights)
+    history.validation.append((len(history.losses), value))
+    line.validated(value)
+
+
+class _Line:
+    """Progress on rank 0: one line that moves on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self, trainer: Trainer, wanted: bool, unit: str, steps: int | None) -> None:
+        self.trainer, self.unit, self.steps = trainer, unit, steps
+        self.on = wanted and trainer.rank == 0
+        self.terminal = sys.stderr.isatty()
+        self.done, self.counted, self.start = 0, 0, perf_counter()
+        self.shown, self.shown_count = self.start, 0
+        self.validation = ""
+
+    def step(self, loss: float, count: int) -> None:
+        self.done += 1
+        self.counted += count
+        now = perf_counter()
+        if not self.on or (now - self.shown < (0.2 if self.terminal else 5.0) and self.done != 1):
+            return
+        rate = (self.counted - self.shown_count) / max(now - self.shown, 1e-9)
+        self.shown, self.shown_count = now, self.counted
+        of = f"/{self.steps}" if self.steps else ""
+        rate_text = f"  {rate:,.0f} {self.unit}/s" if self.done > 1 else ""
+        self._write(f"step {self.done}{of}  loss {loss:.4f}{rate_text}{self.validation}")
+
+    def validated(self, loss: float) -> None:
+        self.validation = f"  validation {loss:.4f}"
+        if self.on and not self.terminal:
+            self._write(f"step {self.done}  validation loss {loss:.4f}")
+
+    def close(self) -> None:
+        if self.on and self.terminal:
+            sys.stderr.write("\n")
+
+    def _write(self, text: str) -> None:
+        sys.stderr.write(f"\r\x1b[K{text}" if self.terminal else text + "\n")
+        sys.stderr.flush()

@@ -1,0 +1,201 @@
+"""Full gradients of a page while backward adds into them, and how they become this rank's reduced part."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fsdpx.comm.communicator import Communicator, Handle, split_evenly
+from fsdpx.engine.engine import Engine
+from fsdpx.layout.state import PageState
+from fsdpx.layout.tree import Node, Stack
+
+__all__ = ["Chunked", "Gradient", "Pending", "Plainly", "reduce", "scratch_nbytes"]
+
+
+class Pending:
+    """A value on its way: `wait` ends the transfer and gives it."""
+
+    __slots__ = ("finish", "handle")
+
+    def __init__(self, handle: Handle, finish: Callable[[], Any]) -> None:
+        self.handle = handle
+        self.finish = finish
+
+    def wait(self) -> Any:
+        self.handle.wait()
+        return self.finish()
+
+
+class Plainly:
+    """One full gradient; microbatches add into it in the order in which they run."""
+
+    def __init__(self, buffer: Any) -> None:
+        buffer[...] = 0
+        self.buffer = buffer
+
+    def at(self, microbatch: int) -> Any:
+        return self.buffer
+
+
+class Chunked:
+    """Gradients of chunks, added along the canonical tree. `buffer` has room for all partial sums alive at once."""
+
+    def __init__(self, buffer: Any, size: int, copies: int, chunks: range, total: int) -> None:
+        self.free = [buffer[i * size : (i + 1) * size] for i in reversed(range(copies))]
+        self.chunks = chunks
+        self.stack: Stack[Any] = Stack(total, self._add)
+        self.current: tuple[int, Any] | None = None
+
+    def at(self, microbatch: int) -> Any:
+        """The leaf of the chunk that runs as `microbatch`; the one before is complete then."""
+        if self.current is None or self.current[0] != microbatch:
+            self._close()
+            leaf = self.free.pop()
+            leaf[...] = 0
+            self.current = (microbatch, leaf)
+        return self.current[1]
+
+    def entries(self) -> list[tuple[Node, Any]]:
+        """The partial sums of all chunks so far, by node."""
+        self._close()
+        return self.stack.entries
+
+    def _close(self) -> None:
+        if self.current is not None:
+            microbatch, leaf = self.current
+            self.current = None
+            self.stack.push(Node(0, self.chunks[microbatch]), leaf)
+
+    def _add(self, left: Any, right: Any) -> Any:
+        left += right
+        self.free.append(right)
+        return left
+
+
+Gradient = Plainly | Chunked
+
+
+def reduce(engine: Engine, state: PageState, gradient: Gradient, first: bool, scratch: Any, what: str) -> Pending:
+    """Start to sum a full gradient over the data axes; the result is this rank's part.
+
+    first: no part is there yet, so the sum may go straight to where the part is kept.
+    """
+    if isinstance(gradient, Chunked):
+        return _reduce_tree(engine, state, gradient, scratch, what)
+    shard, replica, codec, full = engine.axes.shard, engine.axes.replica, engine.codec, gradient.buffer
+    own = state.mine.size
+    if shard.size == 1:
+        handle = codec.reduce_all(replica, full, scratch, what=what) if replica.size > 1 else None
+        return Pending(handle, lambda: full) if handle else Pending(_NOTHING, lambda: full)
+    out = state.part if first else full[:own]
+    handle = codec.reduce(shard, full, out, state.counts, scratch, what=what)
+
+    def finish() -> Any:
+        if replica.size > 1:
+            codec.reduce_all(replica, out, scratch, what=what).wait()
+        return out
+
+    return Pending(handle, finish)
+
+
+class _Nothing:
+    def test(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+_NOTHING = _Nothing()
+
+
+def _reduce_tree(engine: Engine, state: PageState, gradient: Chunked, scratch: Any, what: str) -> Pending:
+    """Along the tree: partial sums go to the owners of their elements, who add them in tree order.
+
+    Bytes per rank and axis: nodes x (n - n/N), where nodes is how many subtrees the rank's chunks make up: one when the
+    number of ranks is a power of two that divides the number of chunks.
+    """
+    axes, data = engine.axes, engine.axes.data
+    width, total = axes.shard.size, engine.options.chunks
+    assert total is not None
+    replica = data.rank // width
+    held = [engine.nodes(range(replica * width + s, replica * width + s + 1)) for s in range(width)]
+    trade = Trade(axes.shard, gradient.entries(), held, state.counts, total, scratch, what)
+
+    def finish() -> Any:
+        entries = trade.finish()
+        if axes.replica.size > 1:
+            groups = [engine.nodes(range(r * width, (r + 1) * width)) for r in range(axes.replica.size)]
+            counts = split_evenly(state.mine.size, axes.replica.size)
+            own = Trade(axes.replica, entries, groups, counts, total, scratch[trade.used :], what).finish()[0][1]
+            axes.replica.all_gather(own, state.part, counts, what=what).wait()
+        else:
+            state.part[...] = entries[0][1]
+        return state.part
+
+    return Pending(trade, finish)
+
+
+class Trade:
+    """One exchange of partial sums: each rank ends with its elements of every node of the group, added as far as the
+    tree allows. `held[r]` are the nodes of rank r; scratch takes what arrives, an array of the gradients' dtype."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        entries: list[tuple[Node, Any]],
+        held: Sequence[Sequence[Node]],
+        counts: Sequence[int],
+        total: int,
+        scratch: Any,
+        what: str,
+    ) -> None:
+        self.total, self.used = total, 0
+        self.handles: list[Handle] = []
+        self.arrived: list[tuple[Node, Any]] = list(entries)
+        if comm.size > 1:
+            self.arrived = []
+            own, none = counts[comm.rank], [0] * comm.size
+            for i in range(max(map(len, held))):
+                sources = [r for r in range(comm.size) if i < len(held[r])]
+                room = scratch[self.used : self.used + own * len(sources)]
+                self.used += room.size
+                outgoing = (entries[i][1], counts) if i < len(entries) else (scratch[:0], none)
+                incoming = [own if r in sources else 0 for r in range(comm.size)]
+                self.handles.append(comm.all_to_all(outgoing[0], room, outgoing[1], incoming, what=what))
+                self.arrived += [(held[r][i], room[k * own : (k + 1) * own]) for k, r in enumerate(sources)]
+
+    def test(self) -> bool:
+        return all([handle.test() for handle in self.handles])
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+    def finish(self) -> list[tuple[Node, Any]]:
+        self.wait()
+        stack: Stack[Any] = Stack(self.total, _add)
+        for node, values in sorted(self.arrived, key=lambda entry: entry[0].start):
+            stack.push(node, values)
+        return stack.entries
+
+
+def _add(left: Any, right: Any) -> Any:
+    left += right
+    return left
+
+
+def scratch_nbytes(engine: Engine, state: PageState) -> int:
+    """Memory that reducing a page needs beside the gradient itself."""
+    shard, replica = engine.axes.shard.size, engine.axes.replica.size
+    own = state.mine.size
+    if engine.options.chunks is None:
+        first = engine.codec.scratch(state.page.size, shard) if shard > 1 else 0
+        return max(first, engine.codec.scratch(own, replica) if replica > 1 else 0)
+    nodes = 0
+    if shard > 1:
+        base = engine.axes.data.rank // shard * shard
+        nodes += own * sum(len(engine.nodes(range(base + s, base + s + 1))) for s in range(shard))
+    if replica > 1:
+        part = split_evenly(own, replica)[engine.axes.replica.rank]
+        nodes += part * sum(len(engine.nodes(range(r * shard, (r + 1) * shard))) for r in range(replica))
+    return nodes * engine.dtype.itemsize

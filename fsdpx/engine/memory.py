@@ -1,0 +1,106 @@
+"""The memory of one program: where its short-lived buffers lie in the arena's slab, and views of them."""
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.arena import Life, Plan, place
+from fsdpx.engine.engine import Engine
+from fsdpx.engine.gradients import Chunked, Gradient, Plainly, scratch_nbytes
+from fsdpx.engine.views import Views
+from fsdpx.program import Program, lifetimes
+
+__all__ = ["Room", "lives", "plan"]
+
+
+class Room:
+    """Buffers by name for one program on one rank. Names: full, grad, wire (16-bit parameters) and scratch, per page."""
+
+    def __init__(self, engine: Engine, program: Program) -> None:
+        self.engine, self.program = engine, program
+        self.plan = plan(engine, program)
+        self.generation = -1
+
+    def enter(self) -> None:
+        """Before each run: the slab may have moved since the last one."""
+        arena = self.engine.arena
+        arena.lend(self.plan)
+        if self.generation != arena.generation:
+            self.generation = arena.generation
+            self.buffers: dict[str, Any] = {}
+            self.views = Views(self.engine.layout, self.engine.state)
+
+    def buffer(self, name: str, size: int, dtype: Any) -> Any:
+        have = self.buffers.get(name)
+        if have is None:
+            have = self.buffers[name] = self.engine.arena.view(self.plan.offsets[name], size, dtype)
+        return have
+
+    def gradient(self, page: int) -> Gradient:
+        """A zeroed full gradient of a page, kept or lent."""
+        engine = self.engine
+        state, copies = engine.pages[page], engine.copies
+        size = state.page.size
+        if state.grad is not None:
+            buffer = state.grad
+        elif f"grad{page}" in self.program.begins | self.program.ends:
+            buffer = engine.arena.keep(f"local{page}", "gradients", size, engine.dtype)
+        else:
+            buffer = self.buffer(f"grad{page}", size * copies, engine.dtype)
+        if engine.options.chunks is None:
+            return Plainly(buffer)
+        return Chunked(buffer, size, copies, engine.chunks, engine.options.chunks)
+
+    def scratch(self, page: int) -> Any:
+        """Memory for one reduce: bytes for a codec, elements for a tree."""
+        nbytes = scratch_nbytes(self.engine, self.engine.pages[page])
+        dtype = np.dtype("uint8") if self.engine.options.chunks is None else self.engine.dtype
+        if nbytes == 0:
+            return self.engine.xp.empty((0,), dtype=dtype)
+        return self.buffer(f"scratch{page}", nbytes // dtype.itemsize, dtype)
+
+
+def plan(engine: Engine, program: Program) -> Plan:
+    return place(lives(engine, program))
+
+
+def lives(engine: Engine, program: Program) -> list[Life]:
+    """All short-lived buffers of a program with their bytes on this rank."""
+    result = []
+    for life in lifetimes(program):
+        kind, page = life.name.rstrip("0123456789"), int(life.name.lstrip("abcdefghijklmnopqrstuvwxyz"))
+        state = engine.pages[page]
+        if kind == "full" and state.full is None:
+            result.append(Life(life.name, life.start, life.stop, state.page.size * engine.dtype.itemsize))
+        if kind == "grad" and state.grad is None:
+            nbytes = state.page.size * engine.copies * engine.dtype.itemsize
+            result.append(Life(life.name, life.start, life.stop, nbytes))
+    return result + _wires(engine, program) + _scratches(engine, program)
+
+
+def _wires(engine: Engine, program: Program) -> list[Life]:
+    """16-bit parameters on their way: from the gather to the first action that needs the page."""
+    if engine.wire is None:
+        return []
+    result, born = [], {}
+    for at, (action, slots) in enumerate(zip(program.actions, program.slots, strict=True)):
+        for slot in (*slots.reads, *slots.takes):
+            if slot in born:
+                page = int(slot[len("full") :])
+                nbytes = engine.pages[page].page.size * engine.wire.itemsize
+                result.append(Life(f"wire{page}", born.pop(slot), at, nbytes))
+        if action.op == "GATHER":
+            born[f"full{action.unit}"] = at
+    return result
+
+
+def _scratches(engine: Engine, program: Program) -> list[Life]:
+    result, born = [], {}
+    for at, action in enumerate(program.actions):
+        if action.op == "REDUCE":
+            born[action.unit] = at
+        elif action.op == "SETTLE" and action.unit in born:
+            nbytes = scratch_nbytes(engine, engine.pages[action.unit])
+            if nbytes:
+                result.append(Life(f"scratch{action.unit}", born[action.unit], at, nbytes))
+    return result

@@ -1,0 +1,279 @@
+"""What each verb does on one rank. An operation gets the values of its slots in the order of the table and returns
+those that it gives and adds into, in the order of the table: first `gives`, then `adds`."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.array.kernels import square_sum
+from fsdpx.array.random import Random
+from fsdpx.comm.communicator import DONE
+from fsdpx.comm.steps import Finish
+from fsdpx.engine import compute
+from fsdpx.engine.engine import Engine, Microbatch, exact_sum
+from fsdpx.engine.finite import demand_finite
+from fsdpx.engine.gradients import Chunked, Pending, Plainly
+from fsdpx.engine.gradients import reduce as start_reduce
+from fsdpx.engine.memory import Room
+from fsdpx.errors import DataError
+from fsdpx.layout.pages import BLOCK
+from fsdpx.nn.layer import Env
+from fsdpx.program import Action
+
+__all__ = ["OPERATIONS", "Mean", "Scale"]
+
+Values = tuple[Any, ...]
+Operation = Callable[[Engine, Room, Action, Values, Values, Values], Values]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The loss of the global batch: total / weight."""
+
+    total: float
+    weight: float
+
+    @property
+    def value(self) -> float:
+        return self.total / self.weight
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What every gradient is multiplied with in the update. norm: global gradient norm before clipping, nan if it was
+    not asked for. skip: gradients overflowed, nothing is updated."""
+
+    factor: float
+    norm: float
+    skip: bool
+
+
+def _env(engine: Engine, batch: Microbatch) -> Env:
+    random = Random(engine.options.seed, "", engine.steps, batch.row)
+    return Env(engine.xp, engine.axes, random, engine.training)
+
+
+def load(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    batch = engine.batch[_mb(action)]
+    if batch is None:
+        return (None,) * len(engine.stage.used)
+    return tuple(batch.inputs[v] for v in engine.stage.used)
+
+
+def forward(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    outputs, saved = _forward(engine, room, action, taken, read, keep=True)
+    return (*outputs, saved)
+
+
+def evaluate(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    outputs, _ = _forward(engine, room, action, taken, read, keep=False)
+    return tuple(outputs)
+
+
+def _forward(
+    engine: Engine, room: Room, action: Action, taken: Values, read: Values, keep: bool
+) -> tuple[list[Any], Any]:
+    assert action.unit is not None
+    batch, unit = engine.batch[_mb(action)], engine.stage.units[action.unit]
+    if batch is None:
+        return [None] * len(unit.gives), None
+    pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
+    values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
+    params = room.views.params(action.unit, pages)
+    saved = compute.forward(engine.layout.units[action.unit], _env(engine, batch), params, values, keep)
+    outputs = [values[v] for v in unit.gives]
+    if engine.options.check_finite:
+        for output in outputs:
+            demand_finite(engine, output, f"the output of {engine.layout.units[action.unit].name!r}", action)
+    return outputs, saved
+
+
+def backward(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    assert action.unit is not None
+    batch, unit = engine.batch[_mb(action)], engine.stage.units[action.unit]
+    trained = [p for p in unit.pages if engine.stage.trainable[p]]
+    gradients = [g if g is not None else room.gradient(p) for p, g in zip(trained, added, strict=False)]
+    have = added[len(trained) :]
+    if batch is None:
+        return (*gradients, *have)
+    saved = taken[len(unit.gives)]
+    dvalues = {v: d for v, d in zip(unit.gives, taken, strict=False) if d is not None}
+    inner = [v for v in (*unit.takes, *unit.reads) if v not in engine.stage.inputs]
+    dvalues |= {v: d for v, d in zip(inner, have, strict=True) if d is not None}
+    views = [room.views.page(engine.layout.pages[p], g.at(_mb(action))) for p, g in zip(trained, gradients, strict=True)]
+    params, grads = room.views.params(action.unit, read), room.views.grads(action.unit, views)
+    compute.backward(engine.layout.units[action.unit], _env(engine, batch), params, grads, saved, dvalues)
+    if engine.options.check_finite and not engine.scaler.dynamic:
+        for page in views:
+            for name, gradient in page.items():
+                demand_finite(engine, gradient, f"the gradient of {name!r}", action)
+    return (*gradients, *(dvalues.get(v) for v in inner))
+
+
+def loss(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """gives (total, weight) of the microbatch; adds the gradients of the outputs and the weight."""
+    batch = engine.batch[_mb(action)]
+    *have, weight = added
+    if batch is None:
+        return ((0.0, 0.0), *have, weight or 0.0)
+    env = _env(engine, batch)
+    y = taken[0] if len(taken) == 1 else taken
+    total, share, saved = engine.loss.forward(env, y, batch.target)
+    dy = engine.loss.backward(env, saved, engine.scaler.value)
+    dys = (dy,) if len(taken) == 1 else tuple(dy)
+    sums = [d if h is None else h + d for h, d in zip(have, dys, strict=True)]
+    return ((float(total), float(share)), *sums, (weight or 0.0) + float(share))
+
+
+def score(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    batch = engine.batch[_mb(action)]
+    if batch is None:
+        return ((0.0, 0.0), added[0] or 0.0)
+    y = taken[0] if len(taken) == 1 else taken
+    total, share, _ = engine.loss.forward(_env(engine, batch), y, batch.target)
+    return ((float(total), float(share)), (added[0] or 0.0) + float(share))
+
+
+def seed(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """The caller's gradients are those of a mean already: their weight is 1 in all."""
+    *have, weight = added
+    dys = [d * engine.scaler.value if engine.scaler.value != 1.0 else d for d in taken[0]]
+    sums = [d if h is None else h + d for h, d in zip(have, dys, strict=True)]
+    return (*sums, (weight or 0.0) + (1.0 if engine.axes.data.rank == 0 else 0.0))
+
+
+def mean(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    flat = [number for pair in taken for number in pair]
+    rows = engine.sum_over_data(flat, "MEAN (loss)")
+    total = exact_sum(number for row in rows for number in row[0::2])
+    weight = exact_sum(number for row in rows for number in row[1::2])
+    if weight == 0 and flat and not getattr(engine.xp, "holds_no_data", False):
+        raise DataError("no target of the global batch counts for the loss: it is empty, or every label is ignored")
+    return (Mean(total, weight or 1.0),)
+
+
+def gather(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """full parameters = all-gather of the shards: n - n/N elements per rank."""
+    page = _page(action)
+    state, comm, what = engine.pages[page], engine.axes.shard, f"{action} {engine.name(page)}"
+    full = state.full if state.full is not None else room.buffer(f"full{page}", state.page.size, engine.dtype)
+    views = room.views.page(state.page, full)
+    if engine.wire is not None:
+        wire = room.buffer(f"wire{page}", state.page.size, engine.wire)
+        own = wire[state.mine.start : state.mine.stop]
+        own[...] = state.master.astype(engine.wire)
+        handle = comm.all_gather(own, wire, state.counts, what=what)
+
+        def widen() -> None:
+            full[...] = wire
+
+        return (Pending(Finish(handle, widen), lambda: views),)
+    if comm.size == 1:
+        return (Pending(DONE, lambda: views),)
+    return (Pending(comm.all_gather(state.master, full, state.counts, what=what), lambda: views),)
+
+
+def free(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    return ()
+
+
+def reduce(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    page = _page(action)
+    state, first = engine.pages[page], f"part{page}" not in engine.store
+    what = f"{action} {engine.name(page)}"
+    return (start_reduce(engine, state, taken[0], first, room.scratch(page), what),)
+
+
+def settle(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    total, part = taken[0], added[0]
+    if part is None:
+        part = engine.pages[_page(action)].part
+        if total is not part and not _same(total, part):
+            part[...] = total
+    else:
+        part += total
+    return (part,)
+
+
+def norm(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """One scale for all updates: 1 / (weight x loss scale), times clip / norm where the norm is larger.
+
+    Each logical element counts once: a sum over the shards of one replica.
+    """
+    wanted = engine.options.clip_norm is not None or engine.scaler.dynamic
+    blocks = wanted and engine.options.chunks is not None
+    local = exact_sum(square_sum(engine.xp, part) for part in read) if wanted and not blocks else 0.0
+    rows = engine.sum_over_data([taken[0], local], "NORM (weight, squares)")
+    weight = exact_sum(row[0] for row in rows) or 1.0
+    squares = exact_sum(row[1] for row in rows[: engine.axes.shard.size])
+    if blocks:
+        squares = _block_squares(engine, read)
+    factor = 1.0 / (weight * engine.scaler.value)
+    size = math.sqrt(squares) * factor if wanted else math.nan
+    finite = math.isfinite(squares)
+    engine.scaler.saw(finite)
+    clip = engine.options.clip_norm
+    if clip is not None and finite:
+        factor *= min(1.0, clip / (size + 1e-6))
+    return (Scale(factor, size, skip=not finite and engine.scaler.dynamic),)
+
+
+def _block_squares(engine: Engine, parts: Values) -> float:
+    """Sum of squares over fixed blocks of each parameter, all blocks of all ranks added exactly: no layout is seen."""
+    local = []
+    for page, part in zip(engine.stage.trained, parts, strict=True):
+        state = engine.pages[page]
+        for piece in state.page.pieces(state.mine):
+            values = part[piece.start - state.mine.start : piece.stop - state.mine.start]
+            local += [square_sum(engine.xp, values[i : i + BLOCK]) for i in range(0, values.size, BLOCK)]
+    return exact_sum(v for row in engine.axes.shard.all_gather_object(local) for v in row)
+
+
+def update(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    from fsdpx.optim import rate
+
+    page, scale = _page(action), read[0]
+    state, step = engine.pages[page], engine.steps + 1
+    if not scale.skip:
+        lr = rate(engine.optimizer, step)
+        segments = engine.segments[page]
+        engine.optimizer.update(
+            engine.xp, state.master, taken[0], state.slots, lr=lr, step=step, segments=segments, scale=scale.factor
+        )
+    return (state,)
+
+
+def _mb(action: Action) -> int:
+    assert action.mb is not None
+    return action.mb
+
+
+def _page(action: Action) -> int:
+    assert action.unit is not None
+    return action.unit
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two flat views start at the same byte."""
+    return hasattr(a, "__array_interface__") and a.__array_interface__["data"] == b.__array_interface__["data"]
+
+
+OPERATIONS: dict[str, Operation] = {
+    "LOAD": load,
+    "F": forward,
+    "E": evaluate,
+    "B": backward,
+    "LOSS": loss,
+    "SCORE": score,
+    "SEED": seed,
+    "MEAN": mean,
+    "GATHER": gather,
+    "FREE": free,
+    "REDUCE": reduce,
+    "SETTLE": settle,
+    "NORM": norm,
+    "UPDATE": update,
+}
+
+__all__ += ["Chunked", "Plainly"]

@@ -1,0 +1,116 @@
+"""The report: what one rank moved, holds and spent, as data and as tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+from fsdpx.engine.engine import Engine
+from fsdpx.program import Program, Sizes, Traffic, traffic
+
+__all__ = ["Report", "peak_rss", "report", "sizes_of"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, from the program.
+    memory: bytes by kind that the arena holds. times: verb -> (seconds, seconds waited, count)."""
+
+    rank: int
+    ranks: int
+    steps: int
+    parameters: int
+    units: int
+    traffic: dict[tuple[str, str], Traffic]
+    predicted: dict[tuple[str, str], Traffic]
+    memory: dict[str, int]
+    peak_rss: int
+    times: dict[str, tuple[float, float, int]]
+    seconds: float
+
+    def __str__(self) -> str:
+        head = f"rank {self.rank} of {self.ranks}: {self.parameters:,} parameters in {self.units} units, {self.steps} steps"
+        return "\n\n".join([head, self._moved(), self._held(), self._spent()])
+
+    def _moved(self) -> str:
+        rows = [("moved by this rank", "calls", "bytes", "predicted per step")]
+        for (axis, call), count in sorted(self.traffic.items()):
+            one = self.predicted.get((axis, call))
+            expected = f"{one.calls} calls, {_bytes(one.bytes)}" if one else ""
+            rows.append((f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", _bytes(count.bytes), expected))
+        return _table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
+
+    def _held(self) -> str:
+        rows = [("memory of this rank", "bytes")]
+        rows += [(kind, _bytes(n)) for kind, n in sorted(self.memory.items())]
+        rows += [("arena in all", _bytes(sum(self.memory.values()))), ("peak of the process (RSS)", _bytes(self.peak_rss))]
+        return _table(rows)
+
+    def _spent(self) -> str:
+        rows = [("time by verb", "count", "seconds", "waited", "share")]
+        total = sum(spent + waited for spent, waited, _ in self.times.values()) or 1.0
+        for verb, (spent, waited, count) in sorted(self.times.items(), key=lambda item: -sum(item[1][:2])):
+            rows.append((verb, f"{count:,}", f"{spent:.3f}", f"{waited:.3f}", f"{100 * (spent + waited) / total:.1f} %"))
+        rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
+        return _table(rows)
+
+
+def report(engine: Engine, program: Program) -> Report:
+    clock = engine.clock
+    return Report(
+        rank=engine.axes.world.rank,
+        ranks=engine.axes.world.size,
+        steps=engine.steps,
+        parameters=engine.layout.size,
+        units=len(engine.layout.units),
+        traffic={(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in engine.counters},
+        predicted=traffic(program, sizes_of(engine)),
+        memory=engine.arena.nbytes(),
+        peak_rss=peak_rss(),
+        times={op: (clock.spent[op], clock.waited[op], clock.count[op]) for op in clock.spent},
+        seconds=perf_counter() - clock.start,
+    )
+
+
+def sizes_of(engine: Engine) -> Sizes:
+    """What predictions need to know of this rank's placement."""
+    from fsdpx.comm.communicator import split_evenly
+
+    replica = engine.axes.replica
+    codec, chunked = engine.codec, engine.options.chunks is not None
+    base = engine.axes.data.rank // engine.axes.shard.size * engine.axes.shard.size
+    return Sizes(
+        full=tuple(s.page.size for s in engine.pages),
+        shard=tuple(s.mine.size for s in engine.pages),
+        replica_own=tuple(split_evenly(s.mine.size, replica.size)[replica.rank] for s in engine.pages),
+        param_itemsize=(engine.wire or engine.dtype).itemsize,
+        grad_itemsize=codec.itemsize or engine.dtype.itemsize,
+        widths={"shard": engine.axes.shard.size, "replica": replica.size, "data": engine.axes.data.size},
+        calls=("all_to_all",) * len(engine.nodes(range(engine.axes.data.rank, engine.axes.data.rank + 1))) if chunked else codec.calls,
+        calls_all=("all_to_all",) * len(engine.nodes(range(base, base + engine.axes.shard.size))) + ("all_gather",)
+        if chunked
+        else codec.calls_all,
+    )
+
+
+def peak_rss() -> int:
+    """The most bytes of memory this process ever held."""
+    import resource
+    import sys
+
+    value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return value if sys.platform == "darwin" else value * 1024
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.2f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]) for row in rows]
+    return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])

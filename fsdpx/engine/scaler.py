@@ -1,0 +1,33 @@
+"""The loss scale: keeps 16-bit gradients from vanishing or overflowing on their way (Micikevicius et al., 2018)."""
+
+from dataclasses import dataclass
+
+from fsdpx.config import Precision
+
+__all__ = ["Scaler"]
+
+
+@dataclass
+class Scaler:
+    """value: factor on the loss. good: steps since it last changed. Dynamic scales halve on overflow, else double."""
+
+    value: float
+    dynamic: bool
+    growth_interval: int
+    good: int = 0
+
+    @classmethod
+    def of(cls, precision: Precision) -> "Scaler":
+        dynamic = precision.loss_scale == "dynamic"
+        value = 1.0 if precision.loss_scale == "dynamic" else float(precision.loss_scale)
+        return cls(value, dynamic, precision.growth_interval)
+
+    def saw(self, finite: bool) -> None:
+        """Adapt to one step's gradients; every rank sees the same flag."""
+        if not self.dynamic:
+            return
+        self.good = self.good + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.good >= self.growth_interval:
+            self.value, self.good = self.value * 2, 0

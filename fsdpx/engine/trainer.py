@@ -1,0 +1,337 @@
+"""The trainer: what a user holds. Every call runs one program; what differs between strategies is in the programs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.namespace import to_host
+from fsdpx.comm.communicator import ReduceOp
+from fsdpx.engine import batch as batches
+from fsdpx.engine.engine import Clock, Engine
+from fsdpx.engine.finite import demand_finite
+from fsdpx.engine.fit import History, fit
+from fsdpx.engine.interpreter import Bound
+from fsdpx.engine.report import Report, report
+from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.layout.state import PageState, each_piece
+from fsdpx.nn.sort import Sorted, infer
+from fsdpx.program import Program, Request, compile
+
+__all__ = ["Trainer"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the last update was: global mean loss, global gradient norm (nan if not asked for), learning rate."""
+
+    loss: float
+    norm: float
+    rate: float
+    skipped: bool
+
+
+class Trainer:
+    """A distributed model with its loss and optimiser; made by `fsdpx.distribute`.
+
+    Every method that moves data is collective: all ranks call it, in the same order. Arrays x and y hold this
+    data-rank's part of the global batch, dim 0 is samples, and parts may differ in size.
+    """
+
+    def __init__(self, engine: Engine, model: Sorted, microbatches: int) -> None:
+        self.engine = engine
+        self.microbatches = microbatches
+        self.last: Step | None = None
+        self.weight = 0.0  # what the last `evaluate` averaged over
+        self._model = model
+        self._programs: dict[Request, Bound] = {}
+        self._fits: set[tuple[Any, ...]] = set()
+        self._local = False
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def step(self, x: Any, y: Any) -> float:
+        """Forward, backward and update on one global batch: its mean loss, equal on every rank."""
+        self._load(x, y, "step")
+        return self._update(self._run("step"))
+
+    def accumulate(self, x: Any, y: Any) -> float:
+        """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone."""
+        if self.engine.options.chunks is not None:
+            raise ConfigError("accumulate: with chunks the whole global batch goes into one step; chunks are its microbatches")
+        self._load(x, y, "accumulate")
+        return float(self._run("local" if self._local else "accumulate")["mean"].value)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, `accumulate` keeps gradients local and whole on every rank: no traffic for them, more memory."""
+        before, self._local = self._local, True
+        try:
+            yield
+        finally:
+            self._local = before
+
+    def forward(self, x: Any, training: bool = True) -> Any:
+        """The model's output on this rank's samples, kept for one `backward`. A tuple if the model has several."""
+        self._discard("saved")
+        self._load(x, None, "forward")
+        self.engine.training = training
+        return self._outputs(self._run("forward"))
+
+    def backward(self, dy: Any) -> None:
+        """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`."""
+        engine = self.engine
+        if not any(slot.startswith("saved") for slot in engine.store):
+            raise ConfigError("backward: call forward first; each forward serves one backward")
+        outputs = len(engine.stage.outputs)
+        given = dy if outputs > 1 else (dy,)
+        engine.store["seed.0"] = tuple(batches._array(engine, d) for d in given)
+        engine.training = True
+        self._run("backward", microbatches=1)
+
+    def update(self) -> float:
+        """Reduce what is still local, then update; the global gradient norm if clipping asks for one, else nan."""
+        if "weight" not in self.engine.store:
+            raise ConfigError("update: there are no gradients; call accumulate or backward first")
+        self._update(self._run("update"))
+        assert self.last is not None
+        return self.last.norm
+
+    def evaluate(self, x: Any, y: Any) -> float:
+        """Mean loss of the global batch, without dropout; changes nothing."""
+        self._load(x, y, "evaluate")
+        self.engine.training = False
+        with self._aside():
+            found = self._run("evaluate")["mean"]
+        self.weight = found.weight
+        return float(found.value)
+
+    def predict(self, x: Any) -> Any:
+        """The model's output on this rank's samples, without dropout; keeps nothing."""
+        self._load(x, None, "predict")
+        self.engine.training = False
+        with self._aside():
+            return self._outputs(self._run("predict"))
+
+    def fit(self, loader: Any, **options: Any) -> History:
+        """Train on batches from `loader`; see `fsdpx.engine.fit.fit` for epochs, validation, patience and progress."""
+        return fit(self, loader, **options)
+
+    # -- parameters --------------------------------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """All parameters and state, full, on the host of every rank, by dotted name. Tied ones under their first name."""
+        found = {}
+        for state in self.engine.pages:
+            found.update(self._full(state, state.master))
+        found.update({name: to_host(array).copy() for name, array in self.engine.state.items()})
+        return {name: found[name] for name in self.engine.layout.specs}
+
+    def load_parameters(self, values: Mapping[str, Any]) -> None:
+        """Set all parameters (and state, if given) from full arrays by name; each rank takes what it owns."""
+        xp = self.engine.xp
+        values = self._checked(values)
+        for state in self.engine.pages:
+            each_piece(state, lambda name, start, stop: np.asarray(values[name]).reshape(-1)[start:stop], xp)
+        for name, array in self.engine.state.items():
+            if name in values:
+                array[...] = batches.from_host(xp, np.asarray(values[name]).astype(array.dtype, copy=False))
+        self._discard("full")
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Gradients of the global mean loss gathered so far by `accumulate` or `backward`, full, on every rank."""
+        engine = self.engine
+        if "weight" not in engine.store:
+            raise ConfigError("gradients: there are none; call accumulate or backward first")
+        rows = engine.sum_over_data([engine.store["weight"]], "gradients (weight)")
+        scale = 1.0 / (math.fsum(row[0] for row in rows) * engine.scaler.value)
+        found: dict[str, np.ndarray] = {}
+        for state in engine.pages:
+            p = state.page.index
+            total = 0.0
+            if f"part{p}" in engine.store:
+                total = self._gathered(state, engine.store[f"part{p}"])
+            if f"grad{p}" in engine.store:
+                local = engine.store[f"grad{p}"].at(0).copy()
+                engine.axes.data.all_reduce(local, ReduceOp.SUM, what="gradients").wait()
+                total = total + local
+            if state.page.trainable:
+                found.update(_named(state, to_host(total * scale)))
+        return {name: found[name] for name in engine.layout.specs if name in found}
+
+    def fingerprint(self) -> str:
+        """SHA-256 over names, formats, shapes and bytes of all parameters: equal if and only if all bits are."""
+        digest = hashlib.sha256()
+        for name, array in sorted(self.parameters().items()):
+            digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.hexdigest()
+
+    # -- looking in --------------------------------------------------------------------------------------------------
+
+    @property
+    def program(self) -> Program:
+        """The step as a program; `print(trainer.program)` is the step in words."""
+        return self._bound("step", None).program
+
+    @property
+    def steps(self) -> int:
+        """Updates made so far."""
+        return self.engine.steps
+
+    @property
+    def rank(self) -> int:
+        return int(self.engine.axes.world.rank)
+
+    def report(self) -> Report:
+        """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`."""
+        return report(self.engine, self._bound("step", None).program)
+
+    def reset(self) -> None:
+        """Start counting anew: traffic and time."""
+        self.engine.counters.clear()
+        self.engine.clock = Clock()
+
+    def close(self) -> None:
+        """Free the communicators that were made for this trainer. Collective."""
+        self.engine.axes.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _load(self, x: Any, y: Any, kind: str) -> None:
+        """Put a checked and agreed batch before the engine, cut into microbatches; training on unless told else."""
+        engine = self.engine
+        engine.training = True
+        error: FsdpxError | None = None
+        inputs: tuple[Any, ...] = ()
+        target, features, rows = None, "", 0
+        try:
+            inputs = batches.inputs_of(engine, x)
+            rows = int(inputs[0].shape[0])
+            if kind in ("step", "accumulate", "evaluate"):
+                target = batches.target_of(engine, y, rows)
+            features = batches.features_of([*inputs, *([] if target is None else [target])])
+            self._validate(inputs, target)
+        except FsdpxError as problem:
+            error = problem
+        if getattr(engine.xp, "holds_no_data", False):
+            everyone = (rows,) * engine.axes.data.size
+            if error is not None:
+                raise error
+        else:
+            everyone = batches.agree(engine.axes.data, features, rows, error)
+        row = sum(everyone[: engine.axes.data.rank])
+        part = batches.Part(inputs, target, everyone, row)
+        engine.batch = batches.cut(engine, part, 1 if kind in ("forward", "predict") else self.microbatches)
+
+    def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
+        """What can be known before any communication: shapes through the whole model, labels, finite inputs."""
+        engine = self.engine
+        from fsdpx.array.shapes import ShapeArray
+
+        key = tuple((a.shape[1:], str(a.dtype)) for a in inputs)
+        outputs = None
+        if key not in self._fits or target is not None:
+            outputs = infer(self._model, [ShapeArray(a.shape, a.dtype) for a in inputs], engine.dtype)
+            self._fits.add(key)
+        if target is not None and outputs is not None:
+            shapes = [tuple(o.shape) for o in outputs]
+            engine.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
+        if engine.options.check_finite:
+            for name, array in zip(engine.layout.inputs, inputs, strict=True):
+                demand_finite(engine, array, f"input {name!r}")
+
+    def _run(self, kind: str, microbatches: int | None = None) -> dict[str, Any]:
+        return self._bound(kind, microbatches).run()
+
+    def _bound(self, kind: str, microbatches: int | None) -> Bound:
+        engine, store = self.engine, self.engine.store
+        if microbatches is None:
+            microbatches = len(engine.batch) if engine.batch else self._step_microbatches()
+
+        def pages(slot: str) -> frozenset[int]:
+            return frozenset(p for p in range(len(engine.pages)) if f"{slot}{p}" in store)
+
+        request = Request(
+            kind,
+            engine.stage,
+            microbatches,
+            keep_full=engine.keep_full,
+            reduce_each=engine.reduce_each,
+            ahead=engine.sharding.ahead,
+            resident=pages("full"),
+            grads=pages("grad"),
+            parts=pages("part"),
+            weighed="weight" in store,
+        )
+        if request not in self._programs:
+            self._programs[request] = Bound(engine, compile(request))
+        return self._programs[request]
+
+    def _step_microbatches(self) -> int:
+        chunks = self.engine.options.chunks
+        return self.microbatches if chunks is None else batches.most_chunks(chunks, self.engine.axes.data.size)
+
+    def _update(self, results: dict[str, Any]) -> float:
+        from fsdpx.optim import rate
+
+        engine, scale = self.engine, results["scale"]
+        loss = float(results["mean"].value) if "mean" in results else math.nan
+        self.last = Step(loss, scale.norm, rate(engine.optimizer, engine.steps + 1), scale.skip)
+        engine.steps += not scale.skip
+        return loss
+
+    def _outputs(self, results: dict[str, Any]) -> Any:
+        values = tuple(results.values())
+        return values[0] if len(values) == 1 else values
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Run without seeing or touching gradients that are being accumulated."""
+        store = self.engine.store
+        kept = {slot: store.pop(slot) for slot in list(store) if not slot.startswith(("shard", "full"))}
+        try:
+            yield
+        finally:
+            store.update(kept)
+
+    def _discard(self, kind: str) -> None:
+        store = self.engine.store
+        for slot in [slot for slot in store if slot.startswith(kind)]:
+            del store[slot]
+
+    def _gathered(self, state: PageState, shard: Any) -> Any:
+        full = self.engine.xp.empty((state.page.size,), dtype=shard.dtype)
+        own = full[state.mine.start : state.mine.stop]
+        own[...] = shard[: own.size]
+        self.engine.axes.shard.all_gather(own, full, state.counts, what=f"page {self.engine.name(state.page.index)}").wait()
+        return full
+
+    def _full(self, state: PageState, shard: Any) -> dict[str, np.ndarray]:
+        return _named(state, to_host(self._gathered(state, shard)))
+
+    def _checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        layout = self.engine.layout
+        given = {layout.canonical(name): value for name, value in values.items()}
+        missing = [n for n, spec in layout.specs.items() if n not in given and not spec.state]
+        unknown = [n for n in given if n not in layout.specs]
+        wrong = [
+            f"{n} is {tuple(np.shape(given[n]))} instead of {spec.shape}"
+            for n, spec in layout.specs.items()
+            if n in given and tuple(np.shape(given[n])) != spec.shape
+        ]
+        for what, names in (("missing", missing), ("not in the model", unknown), ("of the wrong shape", wrong)):
+            if names:
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                raise ConfigError(f"load_parameters: {what}: {', '.join(names[:5])}{more}")
+        return given
+
+
+def _named(state: PageState, flat: np.ndarray) -> dict[str, np.ndarray]:
+    return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape).copy() for f in state.page.fields}

@@ -1,0 +1,78 @@
+"""Every error a user can meet, in one tree.
+
+FsdpxError
+├── ConfigError (ValueError)      an option, a model or a combination of them that cannot work
+│   ├── MeshError                 a mesh that the world does not fill
+│   ├── ShapeError                an array or a layer that does not fit its neighbour
+│   └── LaunchError               ranks that were started without each other
+├── DataError (ValueError)        a batch, a label or a dataset that cannot be used
+├── NumericsError (ArithmeticError)   NaN or Inf where a number was needed
+├── ProgramError                  a program that `check` rejects
+└── CommError (RuntimeError)      ranks that no longer agree
+    ├── DesyncError               ranks called different collectives
+    ├── CommTimeout               a peer did not answer in time
+    └── Aborted                   another rank failed first
+"""
+
+__all__ = [
+    "Aborted",
+    "CommError",
+    "CommTimeout",
+    "ConfigError",
+    "DataError",
+    "DesyncError",
+    "FsdpxError",
+    "LaunchError",
+    "MeshError",
+    "NumericsError",
+    "ProgramError",
+    "ShapeError",
+]
+
+
+class FsdpxError(Exception):
+    """Root of all errors that fsdpx raises on purpose."""
+
+
+class ConfigError(FsdpxError, ValueError):
+    """An option, a model or a combination of them cannot work."""
+
+
+class MeshError(ConfigError):
+    """The mesh and the number of ranks do not fit."""
+
+
+class ShapeError(ConfigError):
+    """An array or a layer does not fit its neighbour."""
+
+
+class LaunchError(ConfigError):
+    """The ranks of this job were started without each other."""
+
+
+class DataError(FsdpxError, ValueError):
+    """A batch, a label or a dataset cannot be used."""
+
+
+class NumericsError(FsdpxError, ArithmeticError):
+    """NaN or Inf where a number was needed."""
+
+
+class ProgramError(FsdpxError):
+    """`check` found a program that would deadlock, leak or read what is not there."""
+
+
+class CommError(FsdpxError, RuntimeError):
+    """The ranks of a communicator no longer agree."""
+
+
+class DesyncError(CommError):
+    """Ranks called different collectives, or one did not call at all."""
+
+
+class CommTimeout(CommError, TimeoutError):
+    """A peer did not answer before the deadline."""
+
+
+class Aborted(CommError):
+    """Another rank failed first; this one was woken up to end with it."""

@@ -1,0 +1,55 @@
+"""A layer of one's own in ten lines, in a model that trains on any number of ranks.
+
+python -m fsdpx.examples.custom_layer
+mpiexec -n 4 python -m fsdpx.examples.custom_layer
+"""
+
+import numpy as np
+
+import fsdpx
+from fsdpx import nn, optim
+
+
+class LayerScale(nn.Layer):
+    """y = gain * x, one gain per feature (Touvron et al. 2021)."""
+
+    def __init__(self, features):
+        self.features = features
+
+    def specs(self):
+        return {"gain": nn.Spec((self.features,), nn.init.constant(0.1))}
+
+    def forward(self, env, p, x):
+        return x * p["gain"], (x,)
+
+    def backward_input(self, env, p, saved, dy):
+        return dy * p["gain"], (*saved, dy)
+
+    def backward_params(self, env, g, kept):
+        x, dy = kept
+        if "gain" in g:  # not there when the parameter is frozen
+            g["gain"] += (x * dy).reshape(-1, self.features).sum(axis=0)
+
+
+def batch(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's part of the global batch of `step`: x `(samples / ranks, 8)` and sin of its sum."""
+    x = np.random.default_rng(step).standard_normal((samples, 8)).astype(np.float32)
+    mine = slice(fsdpx.rank(), None, fsdpx.world_size())
+    return x[mine], np.sin(x.sum(axis=1, keepdims=True))[mine]
+
+
+def main(steps: int = 60) -> list[float]:
+    """Trains and returns the loss of each step."""
+    branch = nn.Residual(nn.Chain(nn.Linear(64, 64), nn.Tanh(), LayerScale(64)))
+    model = nn.Chain(nn.Linear(8, 64), nn.Tanh(), branch, nn.Linear(64, 1))
+    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2), strategy="fsdp")
+    losses = []
+    for step in range(steps):
+        losses.append(trainer.step(*batch(step)))
+        if fsdpx.rank() == 0 and step % 10 == 9:
+            print(f"step {step + 1:3d}  loss {losses[-1]:.4f}", flush=True)
+    return losses
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""A byte-level GPT on real text: the main job.
+
+    mpiexec -n 4 python -m fsdpx.examples.gpt --strategy fsdp --size tiny --steps 300
+
+By default the text is the sources of Python's own standard library, which every machine has.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import fsdpx
+from fsdpx import data, nn, optim
+from fsdpx.engine.report import peak_rss
+
+VOCAB = 256  # a token is a byte
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model: width, blocks, heads, context length in bytes."""
+
+    d_model: int
+    n_layers: int
+    n_heads: int
+    seq_len: int
+
+
+SIZES = {
+    "tiny": Size(256, 4, 4, 256),
+    "small": Size(512, 8, 8, 256),
+    "medium": Size(1024, 16, 16, 512),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.gpt", description=__doc__.splitlines()[0])
+    p.add_argument("--data", default=None, help="a file or folder of text (default: Python's standard library)")
+    p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
+    p.add_argument("--size", default="tiny", choices=SIZES, help="model size")
+    p.add_argument("--steps", type=int, default=300, help="optimiser steps")
+    p.add_argument("--batch", type=int, default=16, help="sequences of the global batch, over all ranks")
+    p.add_argument("--accumulate", type=int, default=1, help="microbatches per rank and step")
+    p.add_argument("--dtype", default="float32", help="float64, float32, bf16 or fp16")
+    p.add_argument("--chunks", type=int, default=None, help="equal parts of the batch for bit-identical results at any world size")
+    p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    p.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
+    p.add_argument("--dropout", type=float, default=0.0)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--validate", type=int, default=100, help="steps between validations")
+    p.add_argument("--validation-batches", type=int, default=8, help="batches per validation")
+    p.add_argument("--sample", type=int, default=0, help="bytes of text to write at the end")
+    p.add_argument("--hash", action="store_true", help="print the SHA-256 of all parameters at the end")
+    p.add_argument("--device", default="cpu", help="cpu or cuda")
+    return p
+
+
+def model(size: str, dropout: float = 0.0) -> nn.Layer:
+    s = SIZES[size]
+    return nn.GPT(VOCAB, s.d_model, s.n_layers, s.n_heads, s.seq_len, tie=True, dropout=dropout)
+
+
+def optimizer(lr: float, steps: int) -> optim.AdamW:
+    warm = max(min(steps // 10, 100), 1)
+    schedule = optim.schedules.warmup(warm, optim.schedules.cosine(lr, steps, final=lr / 10))
+    return optim.AdamW(lr=schedule, betas=(0.9, 0.95), weight_decay=0.1, groups=optim.no_decay)
+
+
+def loaders(args: argparse.Namespace, comm: Any) -> tuple[data.DataLoader, list[Any]]:
+    """Batches of the training split, and a few fixed batches of the validation split."""
+    source, seq_len = args.data or data.stdlib_sources(), SIZES[args.size].seq_len
+    train = data.TextDataset(source, seq_len, split="train")
+    held = data.TextDataset(source, seq_len, split="validation")
+    loader = data.DataLoader(train, args.batch, comm=comm, seed=args.seed, drop_last=True, chunks=args.chunks)
+    check = data.DataLoader(held, args.batch, comm=comm, shuffle=True, seed=1, drop_last=True, chunks=args.chunks)
+    with check:
+        batches = [batch for batch, _ in zip(check, range(args.validation_batches), strict=False)]
+    if comm.rank == 0:
+        print(f"text: {source}, {len(train) * seq_len:,} bytes to train on, {len(held) * seq_len:,} held out", flush=True)
+    return loader, batches
+
+
+def generate(trainer: fsdpx.Trainer, size: Size, count: int, seed: int, prompt: bytes = b"\ndef ") -> bytes:
+    """Text from the model, one byte at a time; all ranks call this and get the same bytes."""
+    text = list(prompt)
+    rng = np.random.Generator(np.random.Philox(seed))
+    for _ in range(count):
+        context = np.array([text[-size.seq_len :]])
+        logits = np.asarray(trainer.predict(context))[0, -1].astype(np.float64)
+        p = np.exp((logits - logits.max()) / 0.8)
+        text.append(int(rng.choice(VOCAB, p=p / p.sum())))
+    return bytes(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    comm = fsdpx.init()
+    size = SIZES[args.size]
+    trainer = model(args.size, args.dropout).as_distributed(
+        loss=nn.CrossEntropy(),
+        optimizer=optimizer(args.lr, args.steps),
+        strategy=args.strategy,
+        microbatches=args.accumulate,
+        precision=args.dtype,
+        chunks=args.chunks,
+        clip_norm=args.clip,
+        seed=args.seed,
+        device=args.device,
+    )
+    loader, validation = loaders(args, comm)
+    if comm.rank == 0:
+        count = trainer.engine.layout.size
+        print(f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks, {args.dtype}", flush=True)
+    with loader:
+        history = trainer.fit(
+            loader,
+            epochs=10**9,
+            steps=args.steps,
+            validation=validation,
+            every=args.validate,
+            count=lambda x: x.size,
+            unit="tokens",
+        )
+    trainer_report(trainer, history, args, comm)
+    if args.sample:
+        text = generate(trainer, size, args.sample, args.seed)
+        if comm.rank == 0:
+            print(f"sample:\n{text.decode(errors='replace')}")
+    if args.hash:
+        digest = trainer.fingerprint()
+        if comm.rank == 0:
+            print(f"sha256 {digest}")
+    return 0
+
+
+def trainer_report(trainer: fsdpx.Trainer, history: Any, args: argparse.Namespace, comm: Any) -> None:
+    """What rank 0 says at the end."""
+    peaks = comm.all_gather_object(peak_rss())
+    report = trainer.report()
+    if comm.rank != 0:
+        return
+    tokens = len(history.losses) * args.batch * SIZES[args.size].seq_len
+    inside = sum(spent + waited for spent, waited, _ in report.times.values())
+    bits = history.validation[-1][1] / math.log(2)
+    print(f"\n{report}\n")
+    print("peak memory per rank: " + ", ".join(f"{p / 2**20:,.0f} MiB" for p in peaks))
+    print(
+        f"{len(history.losses)} steps, {tokens / inside:,.0f} tokens/s, training loss {history.losses[-1]:.4f}, "
+        f"validation loss {history.validation[-1][1]:.4f} = {bits:.3f} bits per byte"
+    )
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

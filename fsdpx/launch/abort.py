@@ -1,0 +1,62 @@
+"""One rank fails, all end: an uncaught exception in any thread is printed once, last and whole, then MPI aborts."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+
+from fsdpx.comm.communicator import Communicator
+
+__all__ = ["install"]
+
+_SECONDS_TO_DELIVER = 0.1
+
+
+class Abort:
+    """Prints the exception of a rank and ends the job; once, whichever thread comes first."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._lock = threading.Lock()
+        self._begun = False
+
+    def __call__(
+        self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
+    ) -> None:
+        with self._lock:
+            first, self._begun = not self._begun, True
+        if first:
+            sys.stdout.flush()
+            sys.stderr.write(report(self.comm.rank, kind, error, trace, thread))
+            sys.stderr.flush()
+            time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
+            self.comm.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def in_thread(self, args: threading.ExceptHookArgs) -> None:
+        """What `threading.excepthook` calls; SystemExit ends a thread quietly, as in Python itself."""
+        if not issubclass(args.exc_type, SystemExit):
+            name = args.thread.name if args.thread is not None else "unknown"
+            self(args.exc_type, args.exc_value, args.exc_traceback, name)
+
+
+def install(comm: Communicator) -> None:
+    """From now on an uncaught exception in any thread of this process ends all ranks of the job, with a non-zero status.
+
+    Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them.
+    Installing again, with any communicator, only replaces the one that aborts.
+    """
+    abort = Abort(comm)
+    sys.excepthook = abort
+    threading.excepthook = abort.in_thread
+
+
+def report(
+    rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
+) -> str:
+    """The traceback, every line in its place, under a head that names rank and host."""
+    head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")
+    return f"{head} {''.join(traceback.format_exception(kind, error, trace))}"

@@ -1,0 +1,102 @@
+"""What the launcher and the user say through environment variables; nothing else reads the environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdpx.errors import LaunchError
+
+__all__ = ["Environment", "check_size", "read"]
+
+_YES = ("1", "true", "yes", "on")
+_NO = ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """check: exchange fingerprints before collectives (FSDPX_CHECK=1). timeout: seconds a wait for peers may last
+    (FSDPX_TIMEOUT; None: the default). launcher: what started this process as one of several ranks, in words, or None.
+    expected_size: the number of ranks it says it started (FSDPX_EXPECT_SIZE goes before it), or None.
+    """
+
+    check: bool = False
+    timeout: float | None = None
+    launcher: str | None = None
+    expected_size: int | None = None
+
+
+def read(environ: Mapping[str, str] = os.environ) -> Environment:
+    """The environment of this process; LaunchError for a variable that cannot be read.
+
+    In a job of Slurm the SLURM_ variables also describe the batch script and the daemons that mpiexec starts, so they count only
+    in a job step, and only where no PMI_ or OMPI_ variable says that another launcher stands between.
+    """
+    launcher, size = _launcher(environ)
+    expected = _number(environ, "FSDPX_EXPECT_SIZE")
+    return Environment(
+        check=_switch(environ, "FSDPX_CHECK"),
+        timeout=_seconds(environ, "FSDPX_TIMEOUT"),
+        launcher=launcher or ("FSDPX_EXPECT_SIZE" if expected is not None else None),
+        expected_size=size if expected is None else expected,
+    )
+
+
+def check_size(size: int, environment: Environment, library: str = "MPI") -> None:
+    """LaunchError if the launcher says another number of ranks than the `size` that MPI says.
+
+    Happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then a world of its own.
+    """
+    expected = environment.expected_size
+    if expected is None or expected == size:
+        return
+    beside = Path(sys.executable).with_name("mpiexec")
+    use = f"{beside} -n {expected}" if beside.exists() else "the mpiexec that belongs to this library"
+    raise LaunchError(
+        f"this rank was started without the others: {environment.launcher} says {expected} ranks, but {library} says {size}. "
+        f"The launcher and the MPI library that Python loaded do not belong together. Start with {use} (under Slurm: "
+        "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI), or load the launcher's library with MPI4PY_LIBMPI"
+    )
+
+
+def _launcher(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
+    for variable, name in (("OMPI_COMM_WORLD_SIZE", "mpiexec of Open MPI"), ("PMI_SIZE", "mpiexec or srun with PMI")):
+        if variable in environ:
+            return f"{name} ({variable})", _number(environ, variable)
+    between = any(key.startswith(("PMI_", "OMPI_")) for key in environ)
+    if "SLURM_STEP_ID" in environ and not between:
+        variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        return f"srun ({variable})", _number(environ, variable)
+    return None, None
+
+
+def _number(environ: Mapping[str, str], variable: str) -> int | None:
+    text = environ.get(variable)
+    if text is None:
+        return None
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise LaunchError(f"{variable}={text!r} is not a number of ranks: set it to an integer of at least 1")
+    return int(text)
+
+
+def _seconds(environ: Mapping[str, str], variable: str) -> float | None:
+    text = environ.get(variable)
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise LaunchError(f"{variable}={text!r} is not a time: set it to a positive number of seconds")
+    return seconds
+
+
+def _switch(environ: Mapping[str, str], variable: str) -> bool:
+    text = environ.get(variable, "").strip().lower()
+    if text not in _YES + _NO:
+        raise LaunchError(f"{variable}={text!r} is neither yes nor no: set it to 1 or 0")
+    return text in _YES

@@ -1,0 +1,74 @@
+"""Pages: parameters that lie in one flat array and are gathered and reduced together."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from fsdpx.layout.ranges import Piece, Range, overlap
+
+__all__ = ["BLOCK", "Field", "Page", "cut"]
+
+BLOCK = 1024
+"""Elements of a block: the grain in which layout-free sums are taken and to which bit-exact cuts are snapped."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One parameter's place in a page: elements [offset, offset + size) hold it in C order."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """A flat array of `size` elements that holds `fields` without gaps."""
+
+    index: int
+    fields: tuple[Field, ...]
+    size: int
+    trainable: bool
+
+    @classmethod
+    def of(cls, index: int, shapes: Sequence[tuple[str, tuple[int, ...]]], trainable: bool) -> "Page":
+        sizes = [product(shape) for _, shape in shapes]
+        offsets = [0, *accumulate(sizes)]
+        fields = tuple(Field(name, tuple(shape), o, n) for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False))
+        return cls(index, fields, offsets[-1], trainable)
+
+    def pieces(self, shard: Range) -> list[Piece]:
+        """Which fields (piece.have) a shard of this page holds, in page coordinates."""
+        return overlap([Range(f.offset, f.offset + f.size) for f in self.fields], [shard])
+
+    def grid(self) -> list[int]:
+        """Places where a bit-exact cut may fall: block edges, counted from each field's own start."""
+        edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, BLOCK)]
+        return edges + [self.size]
+
+
+def product(shape: Sequence[int]) -> int:
+    result = 1
+    for n in shape:
+        result *= n
+    return result
+
+
+def cut(page: Page, width: int, snap: bool = False) -> tuple[Range, ...]:
+    """The page in `width` shards. Rank r holds [floor(n r / width), floor(n (r+1) / width)): no padding, sizes
+    differ by at most one. With `snap` each bound moves to the nearest block edge, so that sums over blocks
+    do not see where the page was cut."""
+    bounds = [page.size * r // width for r in range(width + 1)]
+    if snap and width > 1:
+        grid = page.grid()
+        bounds = [0, *(_nearest(grid, b) for b in bounds[1:-1]), page.size]
+    return tuple(Range(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+
+
+def _nearest(grid: list[int], value: int) -> int:
+    at = bisect_left(grid, value)
+    left = grid[max(at - 1, 0)]
+    right = grid[min(at, len(grid) - 1)]
+    return left if value - left <= right - value else right

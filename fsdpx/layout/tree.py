@@ -1,0 +1,71 @@
+"""The canonical binary tree over the chunks of a global batch: which partial sums a run of chunks collapses to.
+
+Node (level, index) sums chunks [index * 2**level, (index + 1) * 2**level), clipped to the number of chunks. Adding
+along this tree, and only along it, makes a sum independent of how chunks are spread over ranks and time.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+__all__ = ["Node", "Stack", "chunks_of", "nodes_of", "root"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    level: int
+    index: int
+
+    @property
+    def start(self) -> int:
+        return self.index << self.level
+
+
+def chunks_of(chunks: int, rank: int, ranks: int) -> range:
+    """The chunks that data-rank `rank` of `ranks` computes: floor(S r / n) up to floor(S (r + 1) / n)."""
+    return range(chunks * rank // ranks, chunks * (rank + 1) // ranks)
+
+
+def root(chunks: int) -> Node:
+    return Node((chunks - 1).bit_length(), 0)
+
+
+class Stack(Generic[T]):
+    """Partial sums of neighbouring nodes, collapsed as soon as two siblings are there (a binary counter).
+
+    `add(left, right) -> sum` may work in place on `left`. Memory: at most log2(chunks) + 1 partial sums.
+    """
+
+    def __init__(self, chunks: int, add: Callable[[T, T], T]) -> None:
+        self.chunks = chunks
+        self.add = add
+        self.entries: list[tuple[Node, T]] = []
+
+    def push(self, node: Node, value: T) -> None:
+        """Nodes arrive from left to right without gaps."""
+        self.entries.append((self._raised(node), value))
+        while len(self.entries) > 1 and self._siblings():
+            (left, a), (_, b) = self.entries[-2:]
+            del self.entries[-2:]
+            self.entries.append((self._raised(Node(left.level + 1, left.index // 2)), self.add(a, b)))
+
+    def _siblings(self) -> bool:
+        left, right = self.entries[-2][0], self.entries[-1][0]
+        return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
+
+    def _raised(self, node: Node) -> Node:
+        """A left child whose right sibling lies beyond the last chunk is its parent."""
+        top = root(self.chunks).level
+        while node.level < top and node.index % 2 == 0 and (node.index + 1) << node.level >= self.chunks:
+            node = Node(node.level + 1, node.index // 2)
+        return node
+
+
+def nodes_of(chunks: int, run: range) -> tuple[Node, ...]:
+    """The fewest nodes that cover a run of chunks: what is left of `Stack` after pushing them one by one."""
+    stack: Stack[None] = Stack(chunks, lambda a, b: None)
+    for c in run:
+        stack.push(Node(0, c), None)
+    return tuple(node for node, _ in stack.entries)

@@ -1,0 +1,96 @@
+"""Activations: elementwise functions, and softmax over one dim."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdpx.array import kernels
+from fsdpx.errors import ConfigError
+from fsdpx.nn.layer import Array, Env, Layer
+
+__all__ = ["GELU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
+
+Params = Mapping[str, Array]
+
+
+class ReLU(Layer):
+    """max(x, 0); the gradient at 0 is 0."""
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        y = env.xp.maximum(x, 0)
+        # The result, not the input: the next layer holds it anyway.
+        return y, (y,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return dy * (saved[0] > 0), ()
+
+
+class GELU(Layer):
+    """x Phi(x) (Hendrycks and Gimpel 2016); `approximate="tanh"` is their formula with tanh."""
+
+    def __init__(self, approximate: str = "none") -> None:
+        if approximate not in ("none", "tanh"):
+            raise ConfigError(f"GELU: approximate must be 'none' or 'tanh', got {approximate!r}")
+        self.approximate = approximate
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        return kernels.gelu(env.xp, x, self.approximate), (x,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return kernels.gelu_backward(env.xp, saved[0], dy, self.approximate), ()
+
+
+class SiLU(Layer):
+    """x sigmoid(x), also called swish."""
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        return kernels.silu(env.xp, x), (x,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return kernels.silu_backward(env.xp, saved[0], dy), ()
+
+
+class Tanh(Layer):
+    """The hyperbolic tangent."""
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        y = env.xp.tanh(x)
+        return y, (y,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        (y,) = saved
+        return dy * (1 - y * y), ()
+
+
+class Sigmoid(Layer):
+    """1 / (1 + exp(-x)), without overflow."""
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        y = kernels.sigmoid(env.xp, x)
+        return y, (y,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        (y,) = saved
+        return dy * (y * (1 - y)), ()
+
+
+class Softmax(Layer):
+    """exp(x) / sum exp(x) over `dim`, which must not be the dim of samples."""
+
+    def __init__(self, dim: int = -1) -> None:
+        if dim == 0:
+            raise ConfigError("Softmax: dim 0 is samples; choose a dim that lies within one sample")
+        self.dim = dim
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        y = self._by_rows(env, kernels.softmax, x)
+        return y, (y,)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return self._by_rows(env, kernels.softmax_backward, saved[0], dy), ()
+
+    def _by_rows(self, env: Env, kernel: Any, *arrays: Array) -> Array:
+        """`kernel` over rows whose last dim is `dim`."""
+        turned = [env.xp.moveaxis(a, self.dim, -1) for a in arrays]
+        shape = turned[0].shape
+        rows = kernel(env.xp, *(a.reshape(-1, shape[-1]) for a in turned))
+        return env.xp.moveaxis(rows.reshape(shape), -1, self.dim)

@@ -1,0 +1,229 @@
+"""Containers: layers wired into one, as a list of steps over named values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fsdpx.errors import ConfigError
+from fsdpx.nn.layer import Array, Env, Layer, Spec, branches, prefixed
+from fsdpx.nn.shape import Add
+from fsdpx.nn.ties import resolve_ties
+
+__all__ = ["Chain", "Container", "Residual", "Step", "check_name"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One child at work: it reads the values `sources` and gives the values `gives`."""
+
+    name: str
+    layer: Layer
+    sources: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+class Container(Layer):
+    """The base of all composite layers: steps in execution order, between named inputs and outputs.
+
+    unit: the container is one node of the sorted model, computed and gathered together, instead of being
+    opened. ties: alias -> canonical name of one shared parameter. frozen: name patterns (fnmatch) that are
+    not trained.
+    """
+
+    unit = False
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        ties: Mapping[str, str] | None = None,
+        frozen: Sequence[str] = (),
+    ) -> None:
+        self.steps = tuple(steps)
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.n_inputs = len(self.inputs)
+        self.n_outputs = len(self.outputs)
+        self.collective = any(step.layer.collective for step in self.steps)
+        self._last = _last_reads(self.steps, self.outputs)
+        self._specs, self.ties = self._bind(dict(ties or {}), frozen)
+
+    def specs(self) -> dict[str, Spec]:
+        return dict(self._specs)
+
+    def children(self) -> dict[str, Layer]:
+        return {step.name: step.layer for step in self.steps}
+
+    def forward(self, env: Env, p: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
+        parts = self._parts(p)
+        values = dict(zip(self.inputs, _unpack(x, len(self.inputs)), strict=True))
+        saved = []
+        for step, last in zip(self.steps, self._last, strict=True):
+            read = _pack([values[source] for source in step.sources])
+            y, held = step.layer.forward(env.at(step.name), parts.get(step.name, {}), read)
+            saved.append(held)
+            for name in last:
+                del values[name]
+            values.update(zip(step.gives, _unpack(y, len(step.gives)), strict=True))
+        return _pack([values[name] for name in self.outputs]), tuple(saved)
+
+    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Any) -> tuple[Any, Any]:
+        parts = self._parts(p)
+        grads = dict(zip(self.outputs, _unpack(dy, len(self.outputs)), strict=True))
+        kept = []
+        for step, held in zip(reversed(self.steps), reversed(saved), strict=True):
+            read = _pack([grads.pop(name) for name in step.gives])
+            dx, rest = step.layer.backward_input(env.at(step.name), parts.get(step.name, {}), held, read)
+            kept.append(rest)
+            for name, part in zip(step.sources, _unpack(dx, len(step.sources)), strict=True):
+                grads[name] = _plus(grads.get(name), part)
+        return _pack([grads[name] for name in self.inputs]), tuple(reversed(kept))
+
+    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+        parts = self._parts(g)
+        for step, rest in zip(self.steps, kept, strict=True):
+            if step.name in parts:
+                step.layer.backward_params(env.at(step.name), parts[step.name], rest)
+
+    def _bind(self, ties: dict[str, str], frozen: Sequence[str]) -> tuple[dict[str, Spec], dict[str, str]]:
+        specs = prefixed(self.children().items())
+        ties = resolve_ties(type(self).__name__, ties, specs)
+        free = {name: spec for name, spec in specs.items() if name not in ties}
+        for pattern in (frozen := _patterns(frozen)):
+            if not any(fnmatchcase(name, pattern) for name in free):
+                raise ConfigError(
+                    f"{type(self).__name__}: frozen={pattern!r} matches no parameter; "
+                    f"there are {', '.join(free)}"
+                )
+        for name, spec in free.items():
+            if any(fnmatchcase(name, pattern) for pattern in frozen):
+                free[name] = Spec(spec.shape, spec.init, trainable=False, state=spec.state)
+        return free, ties
+
+    def _parts(self, arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+        aliases = {alias: arrays[name] for alias, name in self.ties.items() if name in arrays}
+        return branches({**arrays, **aliases} if aliases else arrays)
+
+
+class Chain(Container):
+    """Layers one after the other, named `"0"`, `"1"`, ... or by the keys of a dict.
+
+    ties: `{alias: canonical}` makes two parameters one, e.g. `{"head.weight": "embed.weight"}`.
+    frozen: patterns of parameters that are not trained, e.g. `["0.*"]`.
+    A layer used twice is two layers with parameters of their own, unless they are tied.
+    """
+
+    def __init__(
+        self,
+        *layers: Layer | Mapping[str, Layer],
+        ties: Mapping[str, str] | None = None,
+        frozen: Sequence[str] = (),
+    ) -> None:
+        named = _named(type(self).__name__, layers)
+        inputs = input_names(named[0][1])
+        steps: list[Step] = []
+        values = inputs
+        for name, layer in named:
+            if layer.n_inputs not in (None, len(values)):
+                raise ConfigError(
+                    f"Chain: layer {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(values)}"
+                )
+            gives = outputs_of(name, layer)
+            steps.append(Step(name, layer, values, gives))
+            values = gives
+        super().__init__(steps, inputs, values, ties, frozen)
+
+    def __repr__(self) -> str:
+        plain = all(step.name == str(i) for i, step in enumerate(self.steps))
+        return f"Chain({', '.join(repr(s.layer) if plain else f'{s.name}={s.layer!r}' for s in self.steps)})"
+
+
+class Residual(Container):
+    """y = x + body(x) (He et al. 2015); one unit, the body's parameters are named `body.*`."""
+
+    unit = True
+
+    def __init__(self, body: Layer) -> None:
+        check_layer("Residual", "body", body)
+        if (body.n_inputs, body.n_outputs) != (1, 1):
+            raise ConfigError(f"Residual: the body must take one input and give one output, got {body!r}")
+        self.body = body
+        steps = [Step("body", body, ("x",), ("body",)), Step("add", Add(), ("x", "body"), ("add",))]
+        super().__init__(steps, ("x",), ("add",))
+
+
+def check_name(owner: str, name: object) -> str:
+    """Names become parts of dotted paths: they must be text, not empty and without dots."""
+    if not isinstance(name, str) or not name or "." in name:
+        raise ConfigError(
+            f"{owner}: {name!r} is no name for a layer; use text that is not empty and has no dot"
+        )
+    return name
+
+
+def check_layer(owner: str, name: str, layer: object) -> Layer:
+    """Only instances of Layer can be wired."""
+    if isinstance(layer, type) and issubclass(layer, Layer):
+        raise ConfigError(f"{owner}: {name!r} is the class {layer.__name__}; write {layer.__name__}(...)")
+    if not isinstance(layer, Layer):
+        raise ConfigError(f"{owner}: {name!r} must be a Layer, got {type(layer).__name__}")
+    return layer
+
+
+def input_names(layer: Layer) -> tuple[str, ...]:
+    """The names of a model's inputs: a container's own, else "x" or "x0", "x1", ..."""
+    if isinstance(layer, Container):
+        return layer.inputs
+    if layer.n_inputs is None:
+        raise ConfigError(f"{layer!r} takes any number of inputs; put it in a Graph, which names them")
+    return ("x",) if layer.n_inputs == 1 else tuple(f"x{i}" for i in range(layer.n_inputs))
+
+
+def outputs_of(name: str, layer: Layer) -> tuple[str, ...]:
+    """The names of the values that child `name` gives: its own, or `name.output` if there are several."""
+    if layer.n_outputs == 1:
+        return (name,)
+    assert isinstance(layer, Container), f"{layer!r}: only containers give several outputs"
+    return tuple(f"{name}.{output}" for output in layer.outputs)
+
+
+def _named(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
+    named: list[tuple[str, Any]] = []
+    for layer in layers:
+        named.extend(layer.items() if isinstance(layer, Mapping) else [(str(len(named)), layer)])
+    if not named:
+        raise ConfigError(f"{owner}: there must be at least one layer")
+    names = [check_name(owner, name) for name, _ in named]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{owner}: duplicate layer names {', '.join(map(repr, twice))}")
+    return [(name, check_layer(owner, name, layer)) for name, layer in named]
+
+
+def _patterns(frozen: Sequence[str]) -> tuple[str, ...]:
+    return (frozen,) if isinstance(frozen, str) else tuple(frozen)
+
+
+def _last_reads(steps: Sequence[Step], outputs: Sequence[str]) -> list[list[str]]:
+    """For each step the values that nobody reads after it."""
+    seen, last = set(outputs), []
+    for step in reversed(steps):
+        fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
+        seen.update(fresh)
+        last.append(fresh)
+    return last[::-1]
+
+
+def _pack(values: list[Any]) -> Any:
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _unpack(value: Any, count: int) -> tuple[Any, ...]:
+    return (value,) if count == 1 and not isinstance(value, tuple) else tuple(value)
+
+
+def _plus(a: Array | None, b: Array | None) -> Array | None:
+    return b if a is None else a if b is None else a + b

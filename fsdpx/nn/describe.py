@@ -1,0 +1,20 @@
+"""The text of a layer or a loss: its constructor call, defaults left out."""
+
+import inspect
+from typing import Any
+
+__all__ = ["describe"]
+
+
+def describe(thing: Any) -> str:
+    """`Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names."""
+    words = []
+    for name, argument in inspect.signature(type(thing)).parameters.items():
+        if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD) or not hasattr(thing, name):
+            continue
+        value = getattr(thing, name)
+        if argument.default is argument.empty:
+            words.append(repr(value))
+        elif value != argument.default:
+            words.append(f"{name}={value!r}")
+    return f"{type(thing).__name__}({', '.join(words)})"

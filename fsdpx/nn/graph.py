@@ -1,0 +1,110 @@
+"""Graph: layers wired as a directed acyclic graph, with several inputs and outputs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdpx.errors import ConfigError
+from fsdpx.nn.container import Container, Step, check_layer, check_name, outputs_of
+
+__all__ = ["Graph"]
+
+
+class Graph(Container):
+    """`Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")}, inputs=("x", "z"), outputs=("sum",))`.
+
+    nodes: name -> (layer, names of what it reads: inputs or other nodes), in any order; they run in the order
+    written wherever that is possible. A nested Graph with several outputs is read as `"name.output"`.
+    Several inputs (or outputs) are given (or returned) as a tuple. ties, frozen: as in `Chain`.
+    """
+
+    def __init__(
+        self,
+        nodes: Mapping[str, tuple[Any, ...]],
+        inputs: Sequence[str] = ("x",),
+        outputs: Sequence[str] = (),
+        ties: Mapping[str, str] | None = None,
+        frozen: Sequence[str] = (),
+    ) -> None:
+        inputs, outputs = _names("inputs", inputs), _names("outputs", outputs)
+        steps = [_step(name, node) for name, node in nodes.items()]
+        _no_duplicates([*inputs, *(step.name for step in steps)])
+        _known(steps, inputs, outputs)
+        _all_used(steps, inputs, outputs)
+        super().__init__(_order(steps, inputs), inputs, outputs, ties, frozen)
+
+    def __repr__(self) -> str:
+        nodes = "; ".join(f"{s.name} = {s.layer!r}({', '.join(s.sources)})" for s in self.steps)
+        return f"Graph({', '.join(self.inputs)} -> {nodes} -> {', '.join(self.outputs)})"
+
+
+def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if not names:
+        raise ConfigError(f"Graph: {what} must name at least one value")
+    for name in names:
+        if what == "inputs":
+            check_name("Graph", name)
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"Graph: duplicate {what} {', '.join(map(repr, twice))}")
+    return names
+
+
+def _step(name: str, node: Any) -> Step:
+    check_name("Graph", name)
+    if not isinstance(node, tuple | list) or len(node) < 2 or not all(isinstance(s, str) for s in node[1:]):
+        raise ConfigError(f"Graph: node {name!r} must be (layer, 'source', ...), got {node!r}")
+    layer = check_layer("Graph", name, node[0])
+    if layer.n_inputs not in (None, len(node) - 1):
+        raise ConfigError(
+            f"Graph: node {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(node) - 1}"
+        )
+    return Step(name, layer, tuple(node[1:]), outputs_of(name, layer))
+
+
+def _no_duplicates(names: list[str]) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(
+            f"Graph: duplicate names {', '.join(map(repr, twice))}: nodes and inputs share one set"
+        )
+
+
+def _known(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    values = [*inputs, *(value for step in steps for value in step.gives)]
+    reads = [(f"node {step.name!r} reads", source) for step in steps for source in step.sources]
+    for who, name in [*reads, *(("outputs name", name) for name in outputs)]:
+        if name not in values:
+            raise ConfigError(f"Graph: {who} {name!r}, which is unknown; there are {', '.join(values)}")
+
+
+def _all_used(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """A value without a reader would have no gradient."""
+    read = {*outputs, *(source for step in steps for source in step.sources)}
+    values = [*inputs, *(value for step in steps for value in step.gives)]
+    if idle := [value for value in values if value not in read]:
+        raise ConfigError(
+            f"Graph: nobody reads {', '.join(map(repr, idle))}; remove them or name them in outputs"
+        )
+
+
+def _order(steps: Sequence[Step], inputs: Sequence[str]) -> list[Step]:
+    """Topological, and as written wherever possible (Kahn 1962, always taking the first that is ready)."""
+    waiting, ready, ordered = list(steps), set(inputs), []
+    while waiting:
+        step = next((s for s in waiting if ready.issuperset(s.sources)), None)
+        if step is None:
+            raise ConfigError(f"Graph: the nodes {_cycle(waiting)} form a cycle")
+        waiting.remove(step)
+        ordered.append(step)
+        ready.update(step.gives)
+    return ordered
+
+
+def _cycle(waiting: Sequence[Step]) -> str:
+    giver = {value: step for step in waiting for value in step.gives}
+    walk = [waiting[0]]
+    while True:
+        before = next(giver[source] for source in walk[-1].sources if source in giver)
+        if before in walk:
+            names = [step.name for step in walk[walk.index(before) :]]
+            return " -> ".join(map(repr, [*names[::-1], names[-1]]))
+        walk.append(before)

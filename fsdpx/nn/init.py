@@ -1,0 +1,61 @@
+"""How parameters begin: functions of a seed, a name and a range, so any rank can fill any piece alone."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Init", "constant", "normal", "ones", "uniform", "values", "zeros"]
+
+Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
+"""`init(seed, name, start, stop, shape)`: float64 values of the flat elements [start, stop) of `name`."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is `value`."""
+
+    value: float
+
+    def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        return np.full(stop - start, self.value, np.float64)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform in [-bound, bound)."""
+
+    bound: float
+
+    def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        from fsdpx.array import random
+
+        return (2.0 * random.uniform(seed, name, start, stop) - 1.0) * self.bound
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean 0 and standard deviation `std`."""
+
+    std: float = 1.0
+
+    def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        from fsdpx.array import random
+
+        return random.normal(seed, name, start, stop) * self.std
+
+
+constant = Constant
+uniform = Uniform
+normal = Normal
+zeros = Constant(0.0)
+ones = Constant(1.0)
+
+
+def values(specs: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """All parameters of `specs` (name -> Spec) whole, on the host: the values every placement starts from."""
+    return {
+        name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
+        for name, spec in specs.items()
+    }

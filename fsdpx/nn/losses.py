@@ -1,0 +1,121 @@
+"""Losses: a (sum, weight) pair over the samples, so that parts of a batch add up; the mean is their ratio."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array import kernels
+from fsdpx.array.namespace import namespace_of
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.nn.check import fraction
+from fsdpx.nn.describe import describe
+from fsdpx.nn.layer import Array, Env
+
+__all__ = ["MSE", "BCEWithLogits", "CrossEntropy", "Loss"]
+
+
+class Loss(ABC):
+    """How wrong `y` is: `total` is a sum in float64, `weight` counts what was summed; loss = total / weight.
+
+    The weight of a part may be 0 (no samples, or all ignored); the engine divides only over the whole batch.
+    """
+
+    @abstractmethod
+    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+        """`(total, weight, saved)`."""
+
+    @abstractmethod
+    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        """`seed * d total / d y`, in the shape and dtype of y; seed 1 / global weight gives the mean's."""
+
+    @abstractmethod
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        """Raises DataError if `target` cannot be compared with an output of `shape`."""
+
+    def __repr__(self) -> str:
+        return describe(self)
+
+
+class CrossEntropy(Loss):
+    """-log softmax(y)[target]; y `(samples, ..., classes)`, target `(samples, ...)` of whole numbers.
+
+    Positions with target `ignore_index` count nothing. `label_smoothing` e mixes the target with the uniform
+    distribution: (1 - e) onehot + e / classes (Szegedy et al. 2015), as in PyTorch. weight: positions that
+    count.
+    """
+
+    def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
+        fraction(self, label_smoothing=label_smoothing)
+        if not isinstance(ignore_index, int):
+            raise ConfigError(f"CrossEntropy: ignore_index must be a whole number, got {ignore_index!r}")
+        self.ignore_index = ignore_index
+        self.label_smoothing = float(label_smoothing)
+
+    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+        logits, labels = y.reshape(-1, y.shape[-1]), target.reshape(-1)
+        total, weight, lse = kernels.cross_entropy(
+            env.xp, logits, labels, self.ignore_index, self.label_smoothing
+        )
+        return total, weight, (y, labels, lse)
+
+    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        y, labels, lse = saved
+        logits = y.reshape(-1, y.shape[-1])
+        dy = kernels.cross_entropy_backward(
+            env.xp, logits, labels, lse, seed, self.ignore_index, self.label_smoothing
+        )
+        return dy.reshape(y.shape)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        _same_shape(self, tuple(shape)[:-1], target, f"labels for an output of shape {tuple(shape)}")
+        if np.dtype(target.dtype).kind not in "iu":
+            raise DataError(f"{self!r}: labels must be whole numbers, got {target.dtype}")
+        xp, classes = namespace_of(target), shape[-1]
+        wrong = ((target < 0) | (target >= classes)) & (target != self.ignore_index)
+        if bool(xp.any(wrong)):
+            position = tuple(int(i[0]) for i in xp.nonzero(wrong))
+            raise DataError(
+                f"{self!r}: label {int(target[position])} at position {position} is out of range: "
+                f"it must be from 0 to {classes - 1}, or ignore_index {self.ignore_index}"
+            )
+
+
+class MSE(Loss):
+    """(y - target)^2, summed; weight: the number of elements."""
+
+    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+        difference = y - target.astype(y.dtype, copy=False)
+        return kernels.square_sum(env.xp, difference.reshape(-1)), float(y.size), (difference,)
+
+    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        return _scaled(saved[0], 2.0 * seed)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        _same_shape(self, tuple(shape), target, "a target of the output's shape")
+
+
+class BCEWithLogits(Loss):
+    """Binary cross entropy of sigmoid(y): max(y, 0) - y t + log(1 + exp(-|y|)); weight: elements."""
+
+    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+        xp, wanted = env.xp, target.astype(y.dtype, copy=False)
+        each = xp.maximum(y, 0) - y * wanted + xp.log1p(xp.exp(-xp.abs(y)))
+        return float(xp.sum(each, dtype=np.float64)), float(y.size), (y, wanted)
+
+    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        y, wanted = saved
+        return _scaled(kernels.sigmoid(env.xp, y) - wanted, seed)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        _same_shape(self, tuple(shape), target, "a target of the output's shape")
+
+
+def _scaled(fresh: Array, factor: float) -> Array:
+    """`fresh * factor` in the dtype of `fresh`: 16-bit arrays times a number would widen."""
+    return (fresh * factor).astype(fresh.dtype, copy=False)
+
+
+def _same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:
+    if tuple(target.shape) != wanted:
+        raise DataError(f"{loss!r} wants {what}: {wanted}, got {tuple(target.shape)}")

@@ -1,0 +1,112 @@
+"""Norms within one sample: LayerNorm and RMSNorm."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array import kernels
+from fsdpx.errors import ShapeError
+from fsdpx.nn.check import positive
+from fsdpx.nn.init import ones, zeros
+from fsdpx.nn.layer import Array, Env, Layer, Spec
+from fsdpx.nn.numeric import wide
+
+__all__ = ["LayerNorm", "RMSNorm"]
+
+
+class LayerNorm(Layer):
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dims (Ba et al. 2016).
+
+    normalized_shape: these dims, a number or several. Parameters `weight` (ones) and `bias` (zeros) of that
+    shape.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+    ) -> None:
+        self.normalized_shape = normalized_shape
+        self.eps = float(eps)
+        self.elementwise_affine = bool(elementwise_affine)
+        self.bias = bool(bias)
+        self._shape = _dims(self, normalized_shape)
+
+    def specs(self) -> dict[str, Spec]:
+        if not self.elementwise_affine:
+            return {}
+        return {"weight": Spec(self._shape, ones)} | ({"bias": Spec(self._shape, zeros)} if self.bias else {})
+
+    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        rows = _rows(self, x, self._shape)
+        y, mean, rstd = kernels.layer_norm(env.xp, rows, _flat(p, "weight"), _flat(p, "bias"), self.eps)
+        return y.reshape(x.shape), (x, mean, rstd)
+
+    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+        x, mean, rstd = saved
+        rows, drows = _rows(self, x, self._shape), _rows(self, dy, self._shape)
+        dx = kernels.layer_norm_backward_input(env.xp, rows, _flat(p, "weight"), mean, rstd, drows)
+        return dx.reshape(x.shape), (rows, mean, rstd, drows)
+
+    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+        if g:
+            kernels.layer_norm_backward_params(env.xp, *kept, _flat(g, "weight"), _flat(g, "bias"))
+
+
+class RMSNorm(Layer):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dims (Zhang and Sennrich 2019).
+
+    eps: None takes the machine epsilon of the dtype that is computed in, as PyTorch does.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+    ) -> None:
+        self.normalized_shape = normalized_shape
+        self.eps = None if eps is None else float(eps)
+        self.elementwise_affine = bool(elementwise_affine)
+        self._shape = _dims(self, normalized_shape)
+
+    def specs(self) -> dict[str, Spec]:
+        return {"weight": Spec(self._shape, ones)} if self.elementwise_affine else {}
+
+    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        eps = float(np.finfo(wide(x.dtype)).eps) if self.eps is None else self.eps
+        y, rstd = kernels.rms_norm(env.xp, _rows(self, x, self._shape), _flat(p, "weight"), eps)
+        return y.reshape(x.shape), (x, rstd)
+
+    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+        x, rstd = saved
+        rows, drows = _rows(self, x, self._shape), _rows(self, dy, self._shape)
+        dx = kernels.rms_norm_backward_input(env.xp, rows, _flat(p, "weight"), rstd, drows)
+        return dx.reshape(x.shape), (rows, rstd, drows)
+
+    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+        if "weight" in g:
+            kernels.rms_norm_backward_params(env.xp, *kept, _flat(g, "weight"))
+
+
+def _dims(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:
+    dims = (shape,) if isinstance(shape, int) else tuple(shape)
+    positive(layer, normalized_shape=len(dims))
+    for size in dims:
+        positive(layer, normalized_shape=size)
+    return dims
+
+
+def _rows(layer: Layer, x: Array, dims: tuple[int, ...]) -> Array:
+    if x.ndim <= len(dims) or tuple(x.shape[-len(dims) :]) != dims:
+        wanted = ", ".join(map(str, dims))
+        raise ShapeError(f"{layer!r} wants an input of shape (samples, ..., {wanted}), got {tuple(x.shape)}")
+    return x.reshape(-1, math.prod(dims))
+
+
+def _flat(arrays: Mapping[str, Array], name: str) -> Array | None:
+    return arrays[name].reshape(-1) if name in arrays else None

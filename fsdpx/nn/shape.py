@@ -1,0 +1,73 @@
+"""Layers that only rearrange, add or join: Flatten, Add, Concat."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.check import positive
+from fsdpx.nn.layer import Array, Env, Layer
+
+__all__ = ["Add", "Concat", "Flatten"]
+
+Params = Mapping[str, Array]
+
+
+class Flatten(Layer):
+    """`(samples, ...)` with the dims from `start_dim` on made one."""
+
+    def __init__(self, start_dim: int = 1) -> None:
+        positive(self, start_dim=start_dim)
+        self.start_dim = start_dim
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        # The size is spelled out: -1 has no meaning when there are 0 samples.
+        size = math.prod(x.shape[self.start_dim :])
+        return x.reshape(*x.shape[: self.start_dim], size), tuple(x.shape)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return dy.reshape(saved), ()
+
+
+class Add(Layer):
+    """The sum of several arrays of one shape."""
+
+    n_inputs = None
+
+    def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
+        shapes = [tuple(part.shape) for part in x]
+        if len(set(shapes)) != 1:
+            raise ShapeError(f"{self!r} wants inputs of one shape, got {', '.join(map(str, shapes))}")
+        y = x[0]
+        for part in x[1:]:
+            y = y + part
+        return y, (len(x),)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
+        return (dy,) * saved[0], ()
+
+
+class Concat(Layer):
+    """Several arrays joined along `dim`, which must not be the dim of samples."""
+
+    n_inputs = None
+
+    def __init__(self, dim: int = -1) -> None:
+        if dim == 0:
+            raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
+        self.dim = dim
+
+    def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
+        others = {part.shape[: self.dim] + part.shape[self.dim :][1:] for part in x}
+        if len(others) != 1:
+            shapes = ", ".join(str(tuple(part.shape)) for part in x)
+            raise ShapeError(f"{self!r} wants inputs that differ in dim {self.dim} only, got {shapes}")
+        return env.xp.concatenate(x, axis=self.dim), tuple(part.shape[self.dim] for part in x)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
+        turned = env.xp.moveaxis(dy, self.dim, 0)
+        pieces, start = [], 0
+        for size in saved:
+            pieces.append(env.xp.moveaxis(turned[start : start + size], 0, self.dim))
+            start += size
+        return tuple(pieces), ()

@@ -1,0 +1,123 @@
+"""A model sorted into the list of its leaves: what the program is compiled from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.errors import ShapeError
+from fsdpx.nn.container import Container, input_names
+from fsdpx.nn.layer import Env, Layer, Spec, join
+
+__all__ = ["Node", "Sorted", "infer", "shapes", "sort", "specs_of"]
+
+
+@dataclass(frozen=True)
+class Node:
+    """One leaf: `layer` reads values `inputs` and gives value `output`; parameters are `path.name`."""
+
+    path: str
+    layer: Layer
+    inputs: tuple[int, ...]
+    output: int
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Leaves in execution order over numbered values: the model's inputs first, then one value per node.
+
+    ties: full alias -> full canonical name. frozen: full canonical names that containers do not train.
+    """
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[int, ...]
+    ties: dict[str, str]
+    frozen: frozenset[str] = frozenset()
+
+
+def sort(model: Layer) -> Sorted:
+    """Open every container that is not a unit, whole; a lone layer is one node with an empty path."""
+    inputs = input_names(model)
+    nodes: list[Node] = []
+    ties: dict[str, str] = {}
+    frozen: set[str] = set()
+
+    def visit(layer: Layer, path: str, values: Sequence[int]) -> list[int]:
+        if not isinstance(layer, Container) or layer.unit:
+            nodes.append(Node(path, layer, tuple(values), len(inputs) + len(nodes)))
+            return [nodes[-1].output]
+        ties.update({join(path, alias): join(path, name) for alias, name in layer.ties.items()})
+        frozen.update(join(path, name) for name, spec in layer.specs().items() if not spec.trainable)
+        here = dict(zip(layer.inputs, values, strict=True))
+        for step in layer.steps:
+            given = visit(step.layer, join(path, step.name), [here[source] for source in step.sources])
+            here.update(zip(step.gives, given, strict=True))
+        return [here[output] for output in layer.outputs]
+
+    outputs = visit(model, "", range(len(inputs)))
+    ends = {alias: _end(ties, alias) for alias in ties}
+    return Sorted(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()))
+
+
+def specs_of(model: Sorted) -> dict[str, Spec]:
+    """Canonical dotted name -> `Spec`, in execution order, without aliases; frozen ones are not trainable."""
+    specs = {}
+    for node in model.nodes:
+        for name, spec in node.layer.specs().items():
+            full = join(node.path, name)
+            if full not in model.ties:
+                trainable = spec.trainable and full not in model.frozen
+                specs[full] = Spec(spec.shape, spec.init, trainable, spec.state)
+    return specs
+
+
+def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32") -> list[Any]:
+    """Shape-only outputs for shape-only `inputs`; parameters have `dtype`.
+
+    Raises ShapeError with the path of the layer that does not fit, what it got and from where, and what it
+    wants.
+    """
+    values = shapes(model, inputs, dtype)
+    return [values[i] for i in model.outputs]
+
+
+def shapes(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", training: bool = True) -> list[Any]:
+    """Like `infer`, but all values in their numbering."""
+    from fsdpx.array import shapes as xp
+    from fsdpx.array.namespace import dtype as dtype_of
+    from fsdpx.array.random import Random
+    from fsdpx.comm.mesh import alone
+
+    if len(inputs) != len(model.inputs):
+        raise ShapeError(
+            f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}"
+        )
+    env = Env(xp, alone(), Random(0), training)
+    real = dtype_of(dtype) if isinstance(dtype, str) else dtype
+    values = list(inputs)
+    for node in model.nodes:
+        p = {name: xp.ShapeArray(spec.shape, real) for name, spec in node.layer.specs().items()}
+        x = tuple(values[i] for i in node.inputs)
+        try:
+            values.append(node.layer.forward(env.at(node.path), p, x[0] if len(x) == 1 else x)[0])
+        except (ValueError, IndexError) as error:
+            raise ShapeError(_misfit(model, node, values, error)) from error
+    return values
+
+
+def _misfit(model: Sorted, node: Node, values: Sequence[Any], error: Exception) -> str:
+    got = [f"{tuple(values[i].shape)} {values[i].dtype} from {_source(model, i)}" for i in node.inputs]
+    return f"layer {node.path!r} {node.layer!r} does not fit: {error}. It got {'; '.join(got)}"
+
+
+def _source(model: Sorted, value: int) -> str:
+    if value < len(model.inputs):
+        return f"the model's input {model.inputs[value]!r}"
+    node = model.nodes[value - len(model.inputs)]
+    return f"layer {node.path!r} {node.layer!r}"
+
+
+def _end(ties: dict[str, str], name: str) -> str:
+    while name in ties:
+        name = ties[name]
+    return name

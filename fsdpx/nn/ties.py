@@ -1,0 +1,35 @@
+"""Ties: two names for one parameter."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdpx.errors import ConfigError
+
+__all__ = ["resolve_ties"]
+
+
+def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
+    """`ties` with every alias led to its last canonical name; both must exist and have one shape."""
+    for name in [*ties, *ties.values()]:
+        if name not in specs:
+            raise ConfigError(
+                f"{owner}: tie names {name!r}, which is no parameter; there are {', '.join(specs)}"
+            )
+    resolved = {alias: _end(owner, alias, ties) for alias in ties}
+    for alias, name in resolved.items():
+        if specs[alias].shape != specs[name].shape:
+            raise ConfigError(
+                f"{owner}: cannot tie {alias!r} {specs[alias].shape} to {name!r} {specs[name].shape}: "
+                "tied parameters must have the same shape"
+            )
+    return resolved
+
+
+def _end(owner: str, alias: str, ties: Mapping[str, str]) -> str:
+    walk = [alias]
+    while walk[-1] in ties:
+        name = ties[walk[-1]]
+        if name in walk:
+            raise ConfigError(f"{owner}: ties lead in a circle: {' -> '.join([*walk, name])}")
+        walk.append(name)
+    return walk[-1]

@@ -1,0 +1,26 @@
+"""Optimisers: flat, in place, on this rank's shard only; and the schedules of their learning rates."""
+
+from fsdpx.optim import schedules
+from fsdpx.optim.adam import Adam, AdamW
+from fsdpx.optim.lamb import LAMB
+from fsdpx.optim.lion import Lion
+from fsdpx.optim.optimizer import Optimizer, Rate, no_decay, rate
+from fsdpx.optim.segments import Groups, Run, Segment, Segments
+from fsdpx.optim.sgd import SGD
+
+__all__ = [
+    "LAMB",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Groups",
+    "Lion",
+    "Optimizer",
+    "Rate",
+    "Run",
+    "Segment",
+    "Segments",
+    "no_decay",
+    "rate",
+    "schedules",
+]

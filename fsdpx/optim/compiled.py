@@ -1,0 +1,107 @@
+"""Update kernels in Numba: one pass over memory, the operations of `plain.py` in the same order.
+
+No fastmath: with it the result of an element could depend on whether it falls into the vector body or the
+tail of the loop, and so on where a parameter was cut. The numpy error model divides by zero like NumPy does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+__all__ = ["KERNELS"]
+
+KERNELS: dict[str, Callable[..., None]] = {}
+
+
+def kernel(body: Callable[..., None]) -> Callable[..., None]:
+    KERNELS[body.__name__] = njit(nogil=True, cache=True, error_model="numpy")(body)
+    return KERNELS[body.__name__]
+
+
+@kernel
+def sgd(p: Any, g: Any, scale: Any, l2: Any, lr: Any) -> None:
+    for i in range(p.size):
+        a = g[i] * scale
+        if l2 != 0:
+            a = a + p[i] * l2
+        p[i] = p[i] - a * lr
+
+
+@kernel
+def momentum(p: Any, g: Any, m: Any, scale: Any, l2: Any, lr: Any, mu: Any, nesterov: Any) -> None:
+    for i in range(p.size):
+        a = g[i] * scale
+        if l2 != 0:
+            a = a + p[i] * l2
+        buf = m[i] * mu + a
+        m[i] = buf
+        if nesterov != 0:
+            a = a + buf * mu
+        else:
+            a = buf
+        p[i] = p[i] - a * lr
+
+
+@kernel
+def adam(
+    p: Any,
+    g: Any,
+    m: Any,
+    v: Any,
+    scale: Any,
+    l2: Any,
+    keep: Any,
+    share1: Any,
+    beta2: Any,
+    share2: Any,
+    root: Any,
+    eps: Any,
+    rate: Any,
+) -> None:
+    for i in range(p.size):
+        x = p[i]
+        a = g[i] * scale
+        if l2 != 0:
+            a = a + x * l2
+        mi = m[i] + (a - m[i]) * share1
+        vi = v[i] * beta2 + (a * a) * share2
+        m[i] = mi
+        v[i] = vi
+        p[i] = x * keep - (mi / (np.sqrt(vi) / root + eps)) * rate
+
+
+@kernel
+def lion(p: Any, g: Any, m: Any, scale: Any, keep: Any, share1: Any, share2: Any, lr: Any) -> None:
+    for i in range(p.size):
+        a = g[i] * scale
+        b = (a - m[i]) * share1 + m[i]
+        p[i] = p[i] * keep - np.sign(b) * lr
+        m[i] = m[i] + (a - m[i]) * share2
+
+
+@kernel
+def moments(m: Any, v: Any, g: Any, scale: Any, share1: Any, beta2: Any, share2: Any) -> None:
+    for i in range(m.size):
+        a = g[i] * scale
+        m[i] = m[i] + (a - m[i]) * share1
+        v[i] = v[i] * beta2 + (a * a) * share2
+
+
+@kernel
+def direction(u: Any, p: Any, m: Any, v: Any, bias1: Any, root: Any, eps: Any, decay: Any) -> None:
+    for i in range(u.size):
+        a = (m[i] / bias1) / (np.sqrt(v[i]) / root + eps)
+        if decay != 0:
+            a = a + p[i] * decay
+        u[i] = a
+
+
+@kernel
+def follow(p: Any, m: Any, v: Any, bias1: Any, root: Any, eps: Any, decay: Any, rate: Any) -> None:
+    for i in range(p.size):
+        a = (m[i] / bias1) / (np.sqrt(v[i]) / root + eps)
+        if decay != 0:
+            a = a + p[i] * decay
+        p[i] = p[i] - a * rate

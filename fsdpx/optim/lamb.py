@@ -1,0 +1,94 @@
+"""LAMB: Adam's direction, scaled per parameter to the parameter's own norm (You et al. 2020, Algorithm 2)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from fsdpx.optim import kernels
+from fsdpx.optim.optimizer import Rate, demand_betas, demand_groups, demand_number, demand_rate, demand_shard
+from fsdpx.optim.plain import BLOCK
+from fsdpx.optim.segments import Groups, Segment, Segments
+
+__all__ = ["LAMB"]
+
+
+@dataclass(frozen=True)
+class LAMB:
+    """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the whole parameter.
+
+    m, v are bias-corrected; the ratio is 1 where one of the norms is 0. Norms are added in float64 over
+    blocks of 1024 elements and then exactly: shards cut at block edges give the same bits as the whole,
+    others the same to rounding.
+    lr: number or schedule. groups: name pattern -> {"weight_decay", "lr_scale"}. Slots: m, v.
+    One message per update and flat array: a few numbers per parameter, through `segments.exchange`.
+    """
+
+    lr: Rate = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-6
+    weight_decay: float = 0.01
+    groups: Groups = field(default_factory=dict)
+    slots: ClassVar[tuple[str, ...]] = ("m", "v")
+
+    def __post_init__(self) -> None:
+        demand_rate(self, self.lr)
+        demand_betas(self, self.betas)
+        demand_number(self, "eps", self.eps)
+        demand_number(self, "weight_decay", self.weight_decay)
+        demand_groups(self, self.groups)
+
+    def update(
+        self,
+        xp: Any,
+        p: Any,
+        g: Any,
+        slots: Mapping[str, Any],
+        *,
+        lr: float,
+        step: int,
+        segments: Segments,
+        scale: float = 1.0,
+    ) -> None:
+        demand_shard(self, p, g, slots, step, segments)
+        if getattr(xp, "holds_no_data", False):
+            return
+        m, v = slots["m"], slots["v"]
+        beta1, beta2 = self.betas
+        kernels.moments(xp, m, v, g, beta1=beta1, beta2=beta2, scale=scale)
+        runs = segments.overrides(self.groups)
+        fixed = [
+            {
+                "beta1": beta1,
+                "beta2": beta2,
+                "eps": self.eps,
+                "weight_decay": r.decay(self.weight_decay),
+                "step": step,
+            }
+            for r in runs
+        ]
+        squares = [
+            _squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, fixed, strict=True)
+        ]
+        norms = segments.square_sums([of_p for of_p, _ in squares], [of_u for _, of_u in squares])
+        for run, numbers, of_p, of_u in zip(runs, fixed, *norms, strict=True):
+            at = slice(run.start, run.stop)
+            ratio = (of_p / of_u) ** 0.5 if of_p > 0 and of_u > 0 else 1.0
+            kernels.follow(xp, p[at], m[at], v[at], rate=lr * run.lr_scale * ratio, **numbers)
+
+
+def _squares(
+    xp: Any, segment: Segment, p: Any, m: Any, v: Any, numbers: dict[str, Any]
+) -> tuple[list[float], list[float]]:
+    """Partial sums of squares of a segment's parameter and of its direction, in pieces on the parameter's own
+    grid."""
+    of_p, of_u = [], []
+    start, offset = segment.start, segment.offset
+    scratch = xp.empty(min(BLOCK, segment.stop - start), p.dtype)
+    while start < segment.stop:
+        stop = min(segment.stop, start + BLOCK - offset % BLOCK)
+        at, u = slice(start, stop), scratch[: stop - start]
+        kernels.direction(xp, u, p[at], m[at], v[at], **numbers)
+        of_p += kernels.block_squares(xp, p[at], offset)
+        of_u += kernels.block_squares(xp, u, offset)
+        start, offset = stop, offset + stop - start
+    return of_p, of_u

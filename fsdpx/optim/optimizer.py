@@ -1,0 +1,124 @@
+"""What an optimiser is to the rest of the house, and the checks that all optimisers share."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.optim.segments import Groups, Segments
+
+__all__ = ["Optimizer", "Rate", "no_decay", "rate"]
+
+Rate = float | Callable[[int], float]
+"""A learning rate: a number, or a schedule from 1-based step to number."""
+
+OVERRIDES = ("lr_scale", "weight_decay")
+
+no_decay: Groups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", "*norm*.weight", "*ln_?.weight")}
+"""Groups for biases and norms (found by name: `norm`, `norm1`, `ln_f`, ...): `AdamW(groups=optim.no_decay)`.
+
+To add groups of your own: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`.
+"""
+
+
+class Optimizer(Protocol):
+    """Updates one flat shard in place. Holds hyperparameters only; its state lies in slots that the caller
+    owns.
+
+    slots: names of the state arrays, each as large as the shard and zero before step 1.
+    """
+
+    @property
+    def lr(self) -> Rate: ...
+    @property
+    def slots(self) -> tuple[str, ...]: ...
+    def update(
+        self,
+        xp: Any,
+        p: Any,
+        g: Any,
+        slots: Mapping[str, Any],
+        *,
+        lr: float,
+        step: int,
+        segments: Segments,
+        scale: float = 1.0,
+    ) -> None:
+        """One step on the shard p `(n,)` with gradient g `(n,)`, which counts as g * scale and is not
+        changed.
+
+        xp: namespace of the arrays. lr: `rate(optimizer, step)`. step: 1 for the first update. segments: what
+        p holds.
+        """
+
+
+def rate(optimizer: Optimizer, step: int) -> float:
+    """The learning rate of 1-based `step`. A schedule that gives no finite number >= 0 is a ConfigError."""
+    value = optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr
+    if not _is_number(value) or value < 0:
+        raise ConfigError(
+            f"the learning rate of step {step} is {value!r}: {optimizer.lr!r} must give a finite number >= 0"
+        )
+    return float(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def demand_number(
+    owner: object, name: str, value: object, low: float = 0.0, below: float | None = None
+) -> None:
+    """value is a finite number in [low, below)."""
+    wanted = f"a finite number >= {low:g}" + ("" if below is None else f" and < {below:g}")
+    if not _is_number(value) or value < low or (below is not None and value >= below):  # type: ignore[operator]
+        raise ConfigError(f"{type(owner).__name__}({name}={value!r}): {wanted} is needed")
+
+
+def demand_rate(owner: object, lr: object) -> None:
+    if not callable(lr):
+        demand_number(owner, "lr", lr)
+
+
+def demand_betas(owner: object, betas: object) -> None:
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ConfigError(
+            f"{type(owner).__name__}(betas={betas!r}): a pair of numbers is needed, like (0.9, 0.999)"
+        )
+    for i, beta in enumerate(betas):
+        demand_number(owner, f"betas[{i}]", beta, below=1.0)
+
+
+def demand_groups(owner: object, groups: object) -> None:
+    who = type(owner).__name__
+    if not isinstance(groups, Mapping):
+        raise ConfigError(f"{who}(groups={groups!r}): a dict from name pattern to overrides is needed")
+    for pattern, values in groups.items():
+        if not isinstance(pattern, str) or not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{who}: group {pattern!r}: {values!r} is no name pattern with a dict of overrides"
+            )
+        for name, value in values.items():
+            if name not in OVERRIDES:
+                raise ConfigError(
+                    f"{who}: group {pattern!r} sets {name!r}; a group can set {' and '.join(OVERRIDES)}"
+                )
+            demand_number(owner, f"groups[{pattern!r}][{name!r}]", value)
+
+
+def demand_shard(
+    owner: object, p: Any, g: Any, slots: Mapping[str, Any], step: int, segments: Segments
+) -> None:
+    """All flat arrays of an update have the shard's size, and the slots are those that the optimiser asked
+    for."""
+    who = type(owner).__name__
+    names = tuple(owner.slots)  # type: ignore[attr-defined]
+    if sorted(slots) != sorted(names):
+        raise ConfigError(f"{who}: needs the slots {list(names)}, got {sorted(slots)}")
+    for name, array in (("p", p), ("g", g), *slots.items()):
+        if array.shape != (segments.size,):
+            raise ShapeError(
+                f"{who}: {name} has shape {array.shape}, but its segments hold ({segments.size},) elements"
+            )
+    if step < 1:
+        raise ConfigError(f"{who}: step {step} is below 1, the first")

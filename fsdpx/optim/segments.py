@@ -1,0 +1,148 @@
+"""Segments: which parameters a flat shard holds, and where, so that a flat update can still tell them
+apart."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
+from itertools import groupby, pairwise
+from typing import Any
+
+from fsdpx.errors import ConfigError
+
+__all__ = ["Groups", "Run", "Segment", "Segments"]
+
+Groups = Mapping[str, Mapping[str, float]]
+"""Pattern (fnmatch, on dotted parameter names; the first that matches wins) -> {"weight_decay": ...,
+"lr_scale": ...}."""
+
+Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [start, stop) of the shard are elements [offset, offset + stop - start) of parameter `name`,
+    which has `size` elements in all."""
+
+    name: str
+    start: int
+    stop: int
+    offset: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if not (
+            0 <= self.start <= self.stop
+            and 0 <= self.offset <= self.offset + self.stop - self.start <= self.size
+        ):
+            raise ConfigError(f"{self!r} does not lie inside its shard and its parameter")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements [start, stop) of the shard share these hyperparameters. weight_decay None: the optimiser's
+    own."""
+
+    start: int
+    stop: int
+    lr_scale: float = 1.0
+    weight_decay: float | None = None
+
+    def decay(self, default: float) -> float:
+        return default if self.weight_decay is None else self.weight_decay
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a shard in order, without gaps, from element 0 on; a shard may be empty.
+
+    exchange: takes this rank's object and returns the list of all ranks' that hold a shard of the same flat
+    array (`comm.all_gather_object`); None if this shard is the whole. It is called only by optimisers that
+    need a norm of whole parameters, once per update, and on ranks with an empty shard too.
+    """
+
+    items: tuple[Segment, ...]
+    exchange: Callable[[Any], list[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "items", tuple(self.items))
+        if self.items and self.items[0].start != 0:
+            raise ConfigError(
+                f"the first segment {self.items[0].name!r} starts at {self.items[0].start}, not at 0"
+            )
+        for a, b in pairwise(self.items):
+            if a.stop != b.start:
+                raise ConfigError(
+                    f"segment {b.name!r} starts at {b.start}, but {a.name!r} before it ends at {a.stop}"
+                )
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the shard."""
+        return self.items[-1].stop if self.items else 0
+
+    def runs(self, groups: Groups) -> tuple[Run, ...]:
+        """The shard as the fewest stretches of equal hyperparameters."""
+        return _runs(self.items, freeze(groups))
+
+    def overrides(self, groups: Groups) -> tuple[Run, ...]:
+        """The hyperparameters of each segment, one run per segment."""
+        return _overrides(self.items, freeze(groups))
+
+    def square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
+        """Sums over whole parameters. Each column has one list of partial sums per segment; each result has,
+        for each segment, the sum of all partial sums of its parameter on all ranks.
+
+        Sums are correctly rounded, so they do not see in how many shards the same partial sums lie.
+        """
+        mine = [(s.name, [expansion(column[i]) for column in columns]) for i, s in enumerate(self.items)]
+        rows = [mine] if self.exchange is None else self.exchange(mine)
+        gathered: dict[str, list[list[float]]] = {s.name: [[] for _ in columns] for s in self.items}
+        for name, parts in (entry for row in rows for entry in row):
+            for known, part in zip(gathered.get(name, ()), parts, strict=False):
+                known.extend(part)
+        return tuple([total(gathered[s.name][c]) for s in self.items] for c in range(len(columns)))
+
+
+def freeze(groups: Groups) -> Frozen:
+    return tuple((pattern, tuple(sorted(values.items()))) for pattern, values in groups.items())
+
+
+@lru_cache(maxsize=4096)
+def _overrides(items: tuple[Segment, ...], groups: Frozen) -> tuple[Run, ...]:
+    def of(s: Segment) -> Run:
+        values = next((values for pattern, values in groups if fnmatchcase(s.name, pattern)), ())
+        return Run(s.start, s.stop, **dict(values))
+
+    return tuple(of(s) for s in items)
+
+
+@lru_cache(maxsize=4096)
+def _runs(items: tuple[Segment, ...], groups: Frozen) -> tuple[Run, ...]:
+    merged = []
+    for values, same in groupby(_overrides(items, groups), key=lambda r: (r.lr_scale, r.weight_decay)):
+        stretch = list(same)
+        merged.append(Run(stretch[0].start, stretch[-1].stop, *values))
+    return tuple(run for run in merged if run.start < run.stop)
+
+
+def total(values: Sequence[float]) -> float:
+    """The correctly rounded sum of non-negative numbers, whatever their order (Shewchuk 1997)."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def expansion(values: Sequence[float]) -> list[float]:
+    """A few numbers whose exact sum is the exact sum of `values`: what a message needs to carry, and no
+    rounding."""
+    parts: list[float] = []
+    rest = total(values)
+    while rest != 0.0:
+        parts.append(rest)
+        if not math.isfinite(rest):
+            break
+        rest = math.fsum([*values, *(-part for part in parts)])
+    return parts

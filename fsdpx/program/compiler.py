@@ -1,0 +1,171 @@
+"""compile: from the choices of a step to its program, and the program itself as a value."""
+
+import textwrap
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fsdpx.program.action import Action
+from fsdpx.program.passes import compute_backward, compute_forward, compute_step, page, reduce
+from fsdpx.program.stage import Slots, Stage, expand
+
+__all__ = ["KINDS", "Program", "Request", "compile"]
+
+KINDS = {
+    "step": "forward, backward, reduce and update",
+    "accumulate": "forward and backward; gradients are added up as the placement says",
+    "local": "forward and backward; gradients stay local (no_sync)",
+    "update": "reduce what is still local, then update",
+    "evaluate": "forward and the mean loss",
+    "predict": "forward only, nothing kept",
+    "forward": "forward, kept for a backward of the caller",
+    "backward": "backward from the caller's gradients",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a program is compiled from.
+
+    kind: one of KINDS. keep_full: full parameters live from their first gather to their update, else only while used.
+    reduce_each: reduce every microbatch's gradients at once, else when all are added up. ahead: see Sharding.
+    resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
+    reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
+    """
+
+    kind: str
+    stage: Stage
+    microbatches: int = 1
+    keep_full: bool = False
+    reduce_each: bool = True
+    ahead: int = 1
+    resident: frozenset[int] = frozenset()
+    grads: frozenset[int] = frozenset()
+    parts: frozenset[int] = frozenset()
+    weighed: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """A flat list of actions, the same text on every rank of a stage. begins, ends: slots filled before and after."""
+
+    kind: str
+    actions: tuple[Action, ...]
+    stage: Stage
+    microbatches: int
+    begins: frozenset[str]
+    ends: frozenset[str]
+    results: tuple[str, ...] = field(default=())  # those of `ends` that the caller collects
+
+    def __str__(self) -> str:
+        return textwrap.fill(" ".join(map(str, self.actions)), 110, break_long_words=False)
+
+    @cached_property
+    def slots(self) -> tuple[Slots, ...]:
+        return tuple(expand(a, self.stage, self.microbatches) for a in self.actions)
+
+
+def compile(request: Request) -> Program:
+    actions = _finish(_reduced(_paged(_compute(request), request), request), request)
+    begins, ends, results = _begins(request), _ends(request), _results(request)
+    return Program(request.kind, tuple(actions), request.stage, request.microbatches, begins, ends, results)
+
+
+def _compute(request: Request) -> list[Action]:
+    stage, m = request.stage, request.microbatches
+    match request.kind:
+        case "step" | "accumulate" | "local":
+            return [*compute_step(stage, m), Action("MEAN")]
+        case "evaluate":
+            return [*compute_forward(stage, m, "E", "SCORE"), Action("MEAN")]
+        case "predict":
+            return compute_forward(stage, m, "E", None)
+        case "forward":
+            return compute_forward(stage, m, "F", None)
+        case "backward":
+            return compute_backward(stage, m)
+        case "update":
+            return []
+    raise AssertionError(f"no kind of program {request.kind!r}")
+
+
+def _paged(actions: list[Action], request: Request) -> list[Action]:
+    return page(actions, request.stage, request.ahead, request.keep_full, sorted(request.resident))
+
+
+def _reduces(request: Request) -> bool:
+    """Whether gradients are reduced while this program runs."""
+    return request.kind == "step" or (request.kind in ("accumulate", "backward") and request.reduce_each)
+
+
+def _reduced(actions: list[Action], request: Request) -> list[Action]:
+    return reduce(actions, request.stage, request.reduce_each, request.ahead) if _reduces(request) else actions
+
+
+def _finish(actions: list[Action], request: Request) -> list[Action]:
+    if request.kind not in ("step", "update"):
+        return actions
+    if request.kind == "update":
+        carried = sorted(request.grads)
+        actions = [Action("REDUCE", p) for p in carried] + [Action("SETTLE", p) for p in carried]
+    resident = _resident_after(actions, request) if request.keep_full else set()
+    tail = [Action("NORM")]
+    for p in reversed(request.stage.trained):
+        tail += [Action("FREE", p)] if p in resident else []
+        tail += [Action("UPDATE", p)]
+    return actions + tail
+
+
+def _resident_after(actions: list[Action], request: Request) -> set[int]:
+    have = set(request.resident)
+    for a in actions:
+        if a.unit is not None and a.op in ("GATHER", "FREE"):
+            (have.add if a.op == "GATHER" else have.discard)(a.unit)
+    return have
+
+
+def _begins(request: Request) -> frozenset[str]:
+    stage = request.stage
+    slots = {f"shard{p}" for p in range(len(stage.trainable))}
+    slots |= {f"full{p}" for p in request.resident} | {f"grad{p}" for p in request.grads}
+    slots |= {f"part{p}" for p in request.parts} | ({"weight"} if request.weighed else set())
+    if request.kind == "backward":
+        slots |= {f"saved{u}.{m}" for u in range(len(stage.units)) for m in range(request.microbatches)}
+        slots |= {f"seed.{m}" for m in range(request.microbatches)}
+    return frozenset(slots)
+
+
+def _ends(request: Request) -> frozenset[str]:
+    """What must be left, from the meaning of the kind alone: not from the list that `compile` made."""
+    stage, m = request.stage, range(request.microbatches)
+    slots = {f"shard{p}" for p in range(len(stage.trainable))}
+    if request.keep_full:
+        frozen = {p for p, trained in enumerate(stage.trainable) if not trained}
+        touched = set(range(len(stage.trainable))) if request.kind != "update" else set(request.resident)
+        slots |= {f"full{p}" for p in (touched & frozen if request.kind in ("step", "update") else touched)}
+    if request.kind in ("accumulate", "local", "backward"):
+        slots |= {f"{'part' if _reduces(request) else 'grad'}{p}" for p in stage.trained} | {"weight"}
+    if not _reduces(request) and request.kind != "update":
+        slots |= {f"grad{p}" for p in request.grads}
+    if request.kind not in ("step", "update"):
+        slots |= {f"part{p}" for p in request.parts}
+    if request.weighed and request.kind not in ("step", "update"):
+        slots |= {"weight"}
+    if request.kind == "forward":
+        slots |= {f"saved{u}.{i}" for u in range(len(stage.units)) for i in m}
+    return frozenset(slots | set(_results(request)))
+
+
+def _results(request: Request) -> tuple[str, ...]:
+    match request.kind:
+        case "step":
+            return ("mean", "scale")
+        case "accumulate" | "local":
+            return ("mean",)
+        case "evaluate":
+            return ("mean", "weight")
+        case "update":
+            return ("scale",)
+        case "predict" | "forward":
+            return tuple(f"act{v}.{m}" for m in range(request.microbatches) for v in request.stage.outputs)
+    return ()
+

@@ -1,0 +1,116 @@
+"""count: bytes, calls and peak memory of a program, read off the table of verbs before anything runs."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fsdpx.program.compiler import Program
+from fsdpx.program.verbs import SLOTS, VERBS, Move
+
+__all__ = ["Lifetime", "Sizes", "Traffic", "lifetimes", "peak", "traffic"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a rank's bytes depend on. full, shard: elements per page, whole and on this rank; widths: of the mesh axes."""
+
+    full: tuple[int, ...]
+    shard: tuple[int, ...]
+    replica_own: tuple[int, ...]  # elements of the shard that this replica would own in an all-reduce
+    param_itemsize: int
+    grad_itemsize: int
+    widths: dict[str, int]
+    calls: tuple[str, ...] = ("reduce_scatter",)  # how a reduce over shards is carried, and over replicas
+    calls_all: tuple[str, ...] = ("all_reduce",)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Calls and bytes of one (axis, call)."""
+
+    calls: int = 0
+    bytes: int = 0
+
+
+def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
+    """Per mesh axis and collective, on this rank; per page n elements, own elements o on the axis:
+
+    all-gather and reduce-scatter n - o, all-reduce 2 (n - o). Control messages ("pair") are a few bytes and left out.
+    """
+    total: dict[tuple[str, str], Traffic] = {}
+    for action in program.actions:
+        for move in VERBS[action.op].moves:
+            if move.amount == "pair" or sizes.widths[move.axis] == 1:
+                continue
+            assert action.unit is not None
+            for call in _carried(move, sizes):
+                have = total.get((move.axis, call), Traffic())
+                moved = _elements(move, action.unit, sizes) * (2 if call == "all_reduce" else 1)
+                itemsize = sizes.param_itemsize if action.op == "GATHER" else sizes.grad_itemsize
+                total[move.axis, call] = Traffic(have.calls + 1, have.bytes + moved * itemsize)
+    return total
+
+
+def _carried(move: Move, sizes: Sizes) -> tuple[str, ...]:
+    """The collectives that a move of the table turns into."""
+    return {"reduce_scatter": sizes.calls, "all_reduce": sizes.calls_all}.get(move.call, (move.call,))
+
+
+def _elements(move: Move, page: int, sizes: Sizes) -> int:
+    if move.amount == "full":
+        return sizes.full[page] - sizes.shard[page]
+    return sizes.shard[page] - sizes.replica_own[page]
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """A buffer lives from the start of action `start` to the end of action `stop`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def lifetimes(program: Program, buffers: Iterable[str] = ("full", "grad")) -> list[Lifetime]:
+    """When each buffer of the given kinds is alive, for those that the program itself both fills and empties.
+
+    Slots of one buffer are one life ("sum3" goes on where "grad3" ended). A buffer may live several times.
+    """
+    wanted = set(buffers)
+    carried = program.begins | program.ends
+    born: dict[str, int] = {}
+    lives: list[Lifetime] = []
+    for at, slots in enumerate(program.slots):
+        given = {_name(s) for s in (*slots.adds, *slots.gives)}
+        for slot in (*slots.adds, *slots.gives):
+            if _kind(slot) in wanted and slot not in carried:
+                born.setdefault(_name(slot), at)
+        for slot in slots.takes:
+            name = _name(slot)
+            if name in born and name not in given:
+                lives.append(Lifetime(name, born.pop(name), at))
+    return lives
+
+
+def peak(lives: Iterable[Lifetime], nbytes: dict[str, int]) -> tuple[int, dict[str, int]]:
+    """The most bytes alive at once, and how they split by kind at that moment."""
+    changes: dict[int, Counter[str]] = defaultdict(Counter)
+    for life in lives:
+        changes[life.start][life.name.rstrip("0123456789.")] += nbytes[life.name]
+        changes[life.stop + 1][life.name.rstrip("0123456789.")] -= nbytes[life.name]
+    now: Counter[str] = Counter()
+    best, split = 0, {}
+    for at in sorted(changes):
+        now.update(changes[at])
+        if now.total() > best:
+            best, split = now.total(), dict(now)
+    return best, split
+
+
+def _kind(slot: str) -> str:
+    return SLOTS[slot.rstrip("0123456789.")].buffer
+
+
+def _name(slot: str) -> str:
+    kind = slot.rstrip("0123456789.")
+    return SLOTS[kind].buffer + slot[len(kind) :]

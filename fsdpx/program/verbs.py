@@ -1,0 +1,98 @@
+"""The table of verbs: which slots each verb takes, reads, adds into and gives, where it runs and what it moves.
+
+Running, checking, counting and printing all read this table; none of them knows a verb by heart.
+
+A slot is a named place for one value. In the table a slot is written as a kind and what it ranges over:
+
+    "full:page"      the slot of the action's own page, e.g. full3
+    "full:pages"     one slot for each page that the action's unit uses, tied ones included
+    "act:last"       activations that this unit is the last to read;  "act:kept"  those read again later
+    "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
+    "dact:out" "dact:in" "dact:outputs"      gradients of the same
+    "saved:unit"     per unit and microbatch;  "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
+    "part:all"       of every trainable page;  "scale"  one for the whole step
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["SLOTS", "VERBS", "Move", "Slot", "Verb"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One collective of a verb: along which mesh axis, which call, and how much (`full` or `shard` of a page, or a `pair`)."""
+
+    axis: str
+    call: str
+    amount: str
+
+
+@dataclass(frozen=True)
+class Verb:
+    """takes: read and emptied. reads: read and left. adds: created or added into. gives: must be empty, is filled."""
+
+    takes: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    adds: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+    lane: str = "compute"
+    moves: tuple[Move, ...] = ()
+    about: str = "unit"  # what Action.unit counts: "unit", "page" or nothing
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a kind of slot holds. Two kinds with the same `buffer` lie in the same memory and are never alive together."""
+
+    buffer: str
+    memory: str  # the kind under which a report counts it
+
+
+VERBS: dict[str, Verb] = {
+    # data in, data out
+    "LOAD": Verb(gives=("act:inputs",), lane="host", about=""),
+    "LOSS": Verb(takes=("act:outputs",), adds=("dact:outputs", "weight"), gives=("loss:mb",), about=""),
+    "SCORE": Verb(takes=("act:outputs",), adds=("weight",), gives=("loss:mb",), about=""),
+    "SEED": Verb(takes=("seed:mb",), adds=("dact:outputs", "weight"), lane="host", about=""),
+    "MEAN": Verb(takes=("loss:all",), gives=("mean",), lane="data", moves=(Move("data", "all_gather", "pair"),), about=""),
+    # parameters
+    "GATHER": Verb(
+        reads=("shard:page",), gives=("full:page",), lane="shard", moves=(Move("shard", "all_gather", "full"),), about="page"
+    ),
+    "FREE": Verb(takes=("full:page",), lane="host", about="page"),
+    # compute
+    "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), gives=("act:out", "saved:unit")),
+    "E": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), gives=("act:out",)),
+    "B": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages",), adds=("grad:pages", "dact:in")),
+    "I": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages",), adds=("dact:in",), gives=("kept:unit",)),
+    "W": Verb(takes=("kept:unit",), adds=("grad:pages",)),
+    # gradients
+    "REDUCE": Verb(
+        takes=("grad:page",),
+        gives=("sum:page",),
+        lane="shard",
+        moves=(Move("shard", "reduce_scatter", "full"), Move("replica", "all_reduce", "shard")),
+        about="page",
+    ),
+    "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
+    # update
+    "NORM": Verb(takes=("weight",), reads=("part:all",), gives=("scale",), lane="data", moves=(Move("data", "all_gather", "pair"),), about=""),
+    "UPDATE": Verb(takes=("part:page",), reads=("scale",), adds=("shard:page",), about="page"),
+}
+
+SLOTS: dict[str, Slot] = {
+    "shard": Slot("shard", "parameters"),
+    "full": Slot("full", "parameters"),
+    "grad": Slot("grad", "gradients"),
+    "sum": Slot("grad", "gradients"),
+    "part": Slot("part", "gradients"),
+    "act": Slot("act", "activations"),
+    "dact": Slot("dact", "activations"),
+    "saved": Slot("saved", "activations"),
+    "kept": Slot("kept", "activations"),
+    "seed": Slot("seed", "activations"),
+    "loss": Slot("loss", "control"),
+    "weight": Slot("weight", "control"),
+    "mean": Slot("mean", "control"),
+    "scale": Slot("scale", "control"),
+}

@@ -1,0 +1,18 @@
+"""Contract test classes that users inherit for their own communicators, layers and optimisers."""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "CommunicatorContract": "fsdpx.testing.communicator",
+    "LayerContract": "fsdpx.testing.layer",
+    "OptimizerContract": "fsdpx.testing.optimizer",
+}
+
+__all__ = ["CommunicatorContract", "LayerContract", "OptimizerContract"]  # noqa: F822 - served by __getattr__
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,257 @@
+"""LayerContract: what every layer promises, as tests that a user's layer inherits."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fsdpx.nn.init import values
+from fsdpx.nn.layer import Env, Layer
+
+__all__ = ["LayerContract"]
+
+Arrays = tuple[np.ndarray, ...]
+
+
+class LayerContract:
+    """Inherit, give `make()` and `inputs()`, and run it with pytest:
+
+        class TestScale(LayerContract):
+            def make(self): return Scale(6)
+            def inputs(self): return self.normal(4, 6)
+
+    make: a new layer. inputs: a float64 (or integer) array, or a tuple of them, with at least 2 samples in
+    dim 0. Gradients are compared in float64 with central differences along random directions.
+    """
+
+    training = True
+    step = 1e-6
+    """Length of the numeric derivative's step."""
+    tolerance = 1e-6
+    """Relative to the derivative, or absolute where that is below 1."""
+    tolerance32 = 1e-4
+    """Largest difference of float32 from float64, likewise."""
+    rows_alone = True
+    """A sample's result does not depend on the other samples (not so for BatchNorm)."""
+
+    def make(self) -> Layer:
+        raise TypeError(f"{type(self).__name__} must define make(), which returns the layer to be tested")
+
+    def inputs(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} must define inputs(), which returns what the layer is tested on"
+        )
+
+    def normal(self, *shape: int) -> np.ndarray:
+        """Normal numbers, the same in every run."""
+        return np.random.default_rng(sum(shape)).standard_normal(shape)
+
+    def integers(self, below: int, *shape: int) -> np.ndarray:
+        """Whole numbers in [0, below), the same in every run."""
+        return np.random.default_rng(sum(shape)).integers(0, below, shape)
+
+    def test_the_gradient_of_the_input_is_the_derivative(self) -> None:
+        layer, x, p = self._setting()
+        _, dy, dx, _ = self._pass(layer, p, x)
+        moving = [i for i, part in enumerate(x) if part.dtype.kind == "f"]
+        assert all(dx[i] is None for i in range(len(x)) if i not in moving), "integers have no gradient: None"
+        if not moving:
+            return
+        for seed in range(3):
+            directions = {i: _direction(seed, x[i]) for i in moving}
+            near = [_moved(x, directions, s) for s in (self.step, -self.step)]
+            want = self._slope([_dot(self._forward(layer, p, z)[0], dy) for z in near])
+            got = sum(float(np.sum(dx[i] * directions[i])) for i in moving)
+            self._close(got, want, "d input")
+
+    def test_the_gradient_of_each_parameter_is_the_derivative(self) -> None:
+        layer, x, p = self._setting()
+        _, dy, _, g = self._pass(layer, p, x)
+        for name in g:
+            for seed in range(3):
+                direction = _direction(seed, p[name])
+                near = [{**p, name: p[name] + s * direction} for s in (self.step, -self.step)]
+                want = self._slope([_dot(self._forward(layer, q, x)[0], dy) for q in near])
+                self._close(float(np.sum(g[name] * direction)), want, f"d {name}")
+
+    def test_backward_adds_to_the_gradients(self) -> None:
+        layer, x, p = self._setting()
+        _, _, _, once = self._pass(layer, p, x)
+        before = {name: _direction(7, array) for name, array in once.items()}
+        twice = {name: array.copy() for name, array in before.items()}
+        self._pass(layer, p, x, g=twice)
+        for name in once:
+            np.testing.assert_allclose(
+                twice[name] - before[name], once[name], rtol=1e-9, atol=1e-9, err_msg=name
+            )
+
+    def test_a_frozen_parameter_is_left_alone(self) -> None:
+        layer, x, p = self._setting()
+        _, _, dx, whole = self._pass(layer, p, x)
+        for frozen in whole:
+            rest = {name: np.zeros_like(array) for name, array in whole.items() if name != frozen}
+            _, _, dx_again, _ = self._pass(layer, p, x, g=rest)
+            assert frozen not in rest
+            for name in rest:
+                np.testing.assert_array_equal(rest[name], whole[name], err_msg=f"{name} without {frozen}")
+            for a, b in zip(dx, dx_again, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+    def test_nothing_that_was_passed_in_is_changed(self) -> None:
+        layer, x, p = self._setting()
+        state = {name for name, spec in layer.specs().items() if spec.state}
+        x_before, p_before = [part.copy() for part in x], {name: array.copy() for name, array in p.items()}
+        y, saved = layer.forward(self._env(np), p, _pack(x))
+        dy = _like(y)
+        dy_before = [part.copy() for part in _parts(dy)]
+        layer.backward(self._env(np), p, self._zeros(layer, p), saved, dy)
+        for before, after in zip(x_before, x, strict=True):
+            np.testing.assert_array_equal(after, before, err_msg="forward or backward changed its input")
+        for before, after in zip(dy_before, _parts(dy), strict=True):
+            np.testing.assert_array_equal(after, before, err_msg="backward changed dy")
+        for name in p.keys() - state:
+            np.testing.assert_array_equal(p[name], p_before[name], err_msg=f"{name} was changed")
+
+    def test_zero_samples(self) -> None:
+        layer, x, p = self._setting()
+        whole, _, _, _ = self._pass(layer, p, x)
+        y, _, dx, g = self._pass(layer, p, tuple(part[:0] for part in x))
+        for part, full in zip(y, whole, strict=True):
+            assert part.shape == (0, *full.shape[1:])
+        for part, given in zip(dx, x, strict=True):
+            assert part is None or part.shape == (0, *given.shape[1:])
+        for name, array in g.items():
+            np.testing.assert_array_equal(array, 0.0, err_msg=f"no samples, but a gradient of {name}")
+
+    def test_samples_do_not_see_each_other(self) -> None:
+        """The batch cut in two gives the same results, and gradients that add up, random numbers included."""
+        layer, x, p = self._setting()
+        if not self.rows_alone:
+            return
+        y, dy, dx, g = self._pass(layer, p, x)
+        added = self._zeros(layer, p)
+        for rows, first in ((slice(0, 1), 0), (slice(1, None), 1)):
+            part = tuple(a[rows] for a in x)
+            y_part, saved = layer.forward(self._env(np, row=first), p, _pack(part))
+            dx_part = layer.backward(self._env(np, row=first), p, added, saved, _pack([d[rows] for d in dy]))
+            for a, b in zip((*_parts(y_part), *_parts(dx_part)), (*y, *dx), strict=True):
+                if b is not None:
+                    np.testing.assert_allclose(a, b[rows], rtol=1e-9, atol=1e-12)
+        for name in g:
+            np.testing.assert_allclose(added[name], g[name], rtol=1e-9, atol=1e-12, err_msg=name)
+
+    def test_float32_stays_float32(self) -> None:
+        layer, x, p = self._setting()
+        wide = self._pass(layer, p, x)
+        narrow = self._pass(layer, {n: a.astype(np.float32) for n, a in p.items()}, _as_float32(x))
+        for mine, theirs in zip((*narrow[0], *narrow[2]), (*wide[0], *wide[2]), strict=True):
+            if theirs is not None:
+                assert mine.dtype == np.float32, f"float32 became {mine.dtype}"
+                np.testing.assert_allclose(mine, theirs, rtol=self.tolerance32, atol=self.tolerance32)
+        for name, array in narrow[3].items():
+            scale = max(1.0, float(np.max(np.abs(wide[3][name]), initial=0.0)))
+            np.testing.assert_allclose(
+                array / scale, wide[3][name] / scale, rtol=0, atol=self.tolerance32, err_msg=name
+            )
+
+    def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
+        from fsdpx.array import shapes as xp
+
+        for dtype in (np.float64, np.float32):
+            layer, x, p = self._setting()
+            x = x if dtype is np.float64 else _as_float32(x)
+            p = {name: array.astype(dtype) for name, array in p.items()}
+            y, _, dx, g = self._pass(layer, p, x)
+            flat_p = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in p.items()}
+            flat_g = {name: xp.ShapeArray(array.shape, array.dtype) for name, array in g.items()}
+            env = self._env(xp)
+            y_flat, saved = layer.forward(env, flat_p, _pack([xp.ShapeArray(a.shape, a.dtype) for a in x]))
+            dy_flat = _pack([xp.ShapeArray(a.shape, a.dtype) for a in _parts(y_flat)])
+            dx_flat = _parts(layer.backward(env, flat_p, flat_g, saved, dy_flat))
+            assert [_form(a) for a in _parts(y_flat)] == [_form(a) for a in y]
+            assert [_form(a) for a in dx_flat] == [_form(a) for a in dx]
+
+    def test_parameters_begin_with_their_shape(self) -> None:
+        for name, spec in self.make().specs().items():
+            whole = spec.init(3, name, 0, spec.size, spec.shape)
+            assert whole.shape == (spec.size,), name
+            assert np.all(np.isfinite(whole)), name
+            cut = spec.size // 3
+            np.testing.assert_array_equal(spec.init(3, name, cut, spec.size, spec.shape), whole[cut:])
+
+    def test_repr_shows_the_configuration(self) -> None:
+        text = repr(self.make())
+        assert text.startswith(type(self.make()).__name__), text
+        assert " at 0x" not in text, text
+
+    def _setting(self) -> tuple[Layer, Arrays, dict[str, np.ndarray]]:
+        layer = self.make()
+        x = _parts(self.inputs())
+        assert all(len(part) >= 2 for part in x), "inputs() must give at least 2 samples"
+        p = values(layer.specs(), seed=1, dtype=np.float64)
+        # Away from zeros and ones, where a forgotten factor would not show.
+        moved = {n: a + 0.1 * np.abs(_direction(11, a)) for n, a in p.items()}
+        return layer, x, moved
+
+    def _env(self, xp: Any, row: int = 0) -> Env:
+        from fsdpx.array.random import Random
+        from fsdpx.comm.mesh import alone
+
+        return Env(xp, alone(), Random(seed=5, path="layer", step=3, row=row), self.training)
+
+    def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
+        """On a copy of the parameters: state may move."""
+        y, saved = layer.forward(self._env(np), {name: array.copy() for name, array in p.items()}, _pack(x))
+        return _parts(y), saved
+
+    def _pass(
+        self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays, g: dict[str, np.ndarray] | None = None
+    ) -> tuple[Arrays, Arrays, Arrays, dict[str, np.ndarray]]:
+        """y, dy, dx, g."""
+        y, saved = self._forward(layer, p, x)
+        dy = tuple(_direction(13, part).astype(part.dtype) for part in y)
+        g = self._zeros(layer, p) if g is None else g
+        dx = layer.backward(self._env(np), p, g, saved, _pack(dy))
+        return y, dy, _parts(dx), g
+
+    def _zeros(self, layer: Layer, p: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
+
+    def _slope(self, near: list[float]) -> float:
+        return (near[0] - near[1]) / (2 * self.step)
+
+    def _close(self, got: float, want: float, what: str) -> None:
+        limit = self.tolerance * max(1.0, abs(want))
+        assert abs(got - want) <= limit, f"{what}: backward says {got!r}, the difference quotient {want!r}"
+
+
+def _pack(parts: Any) -> Any:
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _direction(seed: int, like: np.ndarray) -> np.ndarray:
+    return np.random.default_rng([seed, like.size]).standard_normal(like.shape)
+
+
+def _like(y: Any) -> Any:
+    return _pack([_direction(17, part) for part in _parts(y)])
+
+
+def _dot(y: Arrays, dy: Arrays) -> float:
+    return sum(float(np.sum(a * b)) for a, b in zip(y, dy, strict=True))
+
+
+def _moved(x: Arrays, directions: dict[int, np.ndarray], step: float) -> Arrays:
+    return tuple(a + step * directions[i] if i in directions else a for i, a in enumerate(x))
+
+
+def _as_float32(x: Arrays) -> Arrays:
+    return tuple(a.astype(np.float32) if a.dtype.kind == "f" else a for a in x)
+
+
+def _form(a: Any) -> Any:
+    return None if a is None else (tuple(a.shape), np.dtype(a.dtype))

@@ -1,0 +1,157 @@
+"""The functional API: any shape in, new arrays out, on the default communicator."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fsdpx.comm import FakeCommunicator, Guarded, ReduceOp, functional, single, spawn
+from fsdpx.errors import ConfigError, ShapeError
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_open():
+    yield
+    functional.finalize()
+
+
+def on_ranks(size, body):
+    return spawn(lambda comm: body(), size, timeout=30)
+
+
+def test_ranks_of_spawn_have_their_own_default():
+    def body():
+        assert functional.is_initialized()
+        assert functional.local_rank() == functional.rank()
+        functional.barrier()
+        functional.finalize()
+        return functional.rank(), functional.world_size(), functional.init().rank
+
+    assert on_ranks(3, body) == [(rank, 3, rank) for rank in range(3)]
+    assert not functional.is_initialized()
+
+
+def test_all_reduce_keeps_the_shape_and_the_argument():
+    def body():
+        x = np.full((2, 3), functional.rank() + 1.0)
+        total = functional.all_reduce(x)
+        assert x[0, 0] == functional.rank() + 1
+        assert total.shape == (2, 3)
+        assert np.all(total == 6)
+        assert functional.all_reduce(x, out=x) is x
+        future = functional.all_reduce(x.T, "max", async_op=True)
+        assert np.all(future.wait() == 6)
+        assert future.test()
+        assert functional.all_reduce(2, ReduceOp.PROD) == 8
+        assert functional.all_reduce(np.float32(1.5)).dtype == np.float32
+
+    on_ranks(3, body)
+
+
+def test_every_other_verb():
+    def body():
+        rank, size = functional.rank(), functional.world_size()
+        x = np.arange(6.0).reshape(3, 2) + 10 * rank
+        every = np.stack([np.arange(6.0).reshape(3, 2) + 10 * r for r in range(size)])
+        np.testing.assert_array_equal(functional.all_gather(x), every)
+        rows = [3 * r // size for r in range(size + 1)]
+        mine = slice(rows[rank], rows[rank + 1])
+        np.testing.assert_array_equal(functional.reduce_scatter(x.copy(order="F")), every.sum(0)[mine])
+        np.testing.assert_array_equal(functional.reduce_scatter(x, "avg"), every.mean(0)[mine])
+        np.testing.assert_array_equal(functional.broadcast(x, root=1), every[1])
+        assert (functional.reduce(x, root=1) is None) == (rank != 1)
+        gathered = functional.gather(x, root=1)
+        if rank == 1:
+            np.testing.assert_array_equal(gathered, every)
+        np.testing.assert_array_equal(functional.scatter(x if rank == 1 else None, root=1), every[1][mine])
+        y = np.arange(2 * size).reshape(2 * size, 1) + 100 * rank
+        want = [[100 * r + 2 * rank + i] for r in range(size) for i in range(2)]
+        np.testing.assert_array_equal(functional.all_to_all(y), want)
+        if rank == 0:
+            functional.send(x, 1, tag=3)
+        if rank == 1:
+            np.testing.assert_array_equal(functional.recv(np.empty((3, 2)), 0, tag=3), every[0])
+
+    on_ranks(2, body)
+
+
+def test_bad_arrays_are_named():
+    functional.init("local")
+    with pytest.raises(ShapeError, match="out is not contiguous"):
+        functional.recv(np.zeros((2, 2)).T[:, :1], 0)
+    with pytest.raises(ShapeError, match=r"out is float64\[3\], but x is float64\[2\]"):
+        functional.all_reduce(np.zeros(2), out=np.zeros(3))
+    with pytest.raises(ShapeError, match="reduce_scatter: x has no dimension to cut"):
+        functional.reduce_scatter(1.0)
+    with pytest.raises(ShapeError, match="scatter: x has no dimension to cut"):
+        functional.scatter(1.0)
+
+
+def test_all_to_all_names_what_cannot_be_cut():
+    def body():
+        with pytest.raises(ShapeError, match=r"first dimension of shape \(3,\) is not a multiple of 2 ranks"):
+            functional.all_to_all(np.zeros(3))
+
+    on_ranks(2, body)
+
+
+def test_without_a_launcher_there_is_one_rank():
+    assert not functional.is_initialized()
+    assert (functional.rank(), functional.world_size(), functional.local_rank()) == (0, 1, 0)
+    assert functional.is_initialized()
+    assert functional.init() is functional.default()
+    with pytest.raises(ConfigError, match=r"initialised already: call finalize\(\)"):
+        functional.init("local")
+
+
+def test_a_communicator_of_the_user_is_taken_as_it_is():
+    comm = single()
+    assert functional.init(comm=comm) is comm
+    assert functional.default() is comm
+
+
+def test_fake_is_any_rank_of_any_size():
+    functional.init("fake", rank=5, size=1000)
+    assert (functional.rank(), functional.world_size()) == (5, 1000)
+    assert functional.all_gather(np.zeros((2, 2))).shape == (1000, 2, 2)
+    assert isinstance(functional.default(), FakeCommunicator)
+
+
+def test_the_environment_puts_a_guard_in_front(monkeypatch):
+    monkeypatch.setenv("FSDPX_CHECK", "1")
+    functional.init("fake", rank=0, size=2)
+    assert isinstance(functional.default(), Guarded)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"backend": "smoke"}, "unknown backend 'smoke': use one of mpi, local, fake"),
+        ({"backend": "local", "size": 2}, "rank and size belong to backend='fake'"),
+        ({"comm": 3}, "comm=3 is neither an mpi4py communicator nor an fsdpx Communicator"),
+        ({"backend": "fake", "rank": 4, "size": 4}, "fake rank 4 of 4 does not exist"),
+    ],
+)
+def test_bad_choices_are_named(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        functional.init(**arguments)
+
+
+def test_a_rank_of_spawn_cannot_open_another_world():
+    def body():
+        with pytest.raises(ConfigError, match="a rank of spawn has its communicator already"):
+            functional.init("local")
+
+    on_ranks(2, body)
+
+
+def test_importing_and_running_on_threads_loads_no_mpi():
+    program = (
+        "import sys, numpy as np, fsdpx.comm as c, fsdpx.comm.functional as f, fsdpx.testing.communicator\n"
+        "c.spawn(lambda comm: f.all_reduce(np.ones(3)), 2); f.all_reduce(1.0)\n"
+        "assert not {'mpi4py', 'cupy', 'numba'} & set(sys.modules), sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

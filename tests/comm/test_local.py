@@ -1,0 +1,137 @@
+"""Thread ranks keep the contract, wherever they are in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx.comm as comms
+from fsdpx.comm import Communicator, ReduceOp, spawn, threads
+from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError
+from fsdpx.testing.communicator import CommunicatorContract
+
+
+class TestContract(CommunicatorContract):
+    def run(self, body: Callable[[Communicator], Any]) -> Any:
+        for size in (1, 2, 3, 5):
+            spawn(body, size, timeout=30)
+
+
+class TestContractInOtherOrdersOfArrival(CommunicatorContract):
+    def run(self, body: Callable[[Communicator], Any]) -> Any:
+        spawn(body, 3, timeout=60, delays=7)
+
+
+def test_spawn_returns_results_by_rank():
+    assert spawn(lambda comm, a, b: (comm.rank, comm.size, a + b), 3, 1, 2) == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
+
+
+def test_spawn_needs_a_rank():
+    with pytest.raises(ConfigError, match="at least 1 rank, not 0"):
+        spawn(lambda comm: None, 0)
+
+
+def test_the_first_exception_wakes_the_others_and_comes_back_with_its_rank():
+    woken = []
+
+    def body(comm):
+        if comm.rank == 1:
+            raise KeyError("lost")
+        try:
+            comm.barrier().wait()
+        except Aborted as error:
+            woken.append((comm.rank, str(error)))
+            raise
+
+    with pytest.raises(KeyError, match="lost") as caught:
+        spawn(body, 3, timeout=20)
+    assert caught.value.__notes__ == ["[rank 1] of 3 thread ranks"]
+    assert sorted(woken) == [(rank, "another rank failed first: KeyError: 'lost'") for rank in (0, 2)]
+
+
+def test_a_rank_that_never_calls_is_named():
+    def body(comm):
+        if comm.rank != 1:
+            comm.all_reduce(np.zeros(3), what="the loss").wait()
+
+    with pytest.raises(CommTimeout, match=r"all_reduce of the loss: ranks \[1\] of 3 have not called it"):
+        spawn(body, 3, timeout=0.3)
+
+
+def test_a_message_nobody_receives_is_named():
+    def body(comm):
+        if comm.rank == 0:
+            comm.send(np.zeros(3), 1, 4, what="ACT2").wait()
+
+    with pytest.raises(CommTimeout, match="rank 0: send of ACT2 to rank 1, tag 4: the other side has not called"):
+        spawn(body, 2, timeout=0.3)
+
+
+def test_a_rank_that_computes_for_ever_is_named(monkeypatch):
+    monkeypatch.setattr(threads, "_GRACE", 0.1)
+
+    def body(comm):
+        end = time.monotonic() + 2
+        while comm.rank == 1 and time.monotonic() < end:
+            pass
+
+    with pytest.raises(CommTimeout, match="rank 1 at File"):
+        spawn(body, 2, timeout=0.2)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (lambda c: c.barrier(), lambda c: c.all_reduce(np.zeros(1)), "rank . called .* ranks .* called"),
+        (lambda c: c.all_reduce(np.zeros(1)), lambda c: c.all_reduce(np.zeros(2)), "different collectives"),
+        (lambda c: c.broadcast(np.zeros(2), 0), lambda c: c.broadcast(np.zeros(2), 1), "different collectives"),
+        (
+            lambda c: c.all_reduce(np.zeros(2)),
+            lambda c: c.all_reduce(np.zeros(2), ReduceOp.MAX),
+            "'SUM'.*'MAX'|'MAX'.*'SUM'",
+        ),
+        (lambda c: c.send(np.zeros(2), 1), lambda c: c.recv(np.zeros(3), 0), "2 elements .* 3 elements"),
+        (lambda c: c.gather(np.zeros(2), np.zeros(4), 0), lambda c: c.gather(np.zeros(3), None, 0), "rank 1 has a piece of 3"),
+    ],
+)  # fmt: skip
+def test_ranks_that_disagree_raise_instead_of_waiting(first, second, words):
+    def body(comm):
+        (second if comm.rank else first)(comm).wait()
+
+    with pytest.raises(DesyncError, match=words):
+        spawn(body, 2, timeout=10)
+
+
+def test_abort_ends_all_ranks():
+    def body(comm):
+        if comm.rank == 2:
+            comm.abort(3)
+        comm.barrier().wait()
+
+    with pytest.raises(Aborted, match="rank 2 aborted all ranks with code 3"):
+        spawn(body, 3, timeout=20)
+
+
+def test_width_one_moves_nothing_and_copies_only_what_must_be_copied():
+    comm = comms.single()
+    x, y = np.arange(4.0), np.zeros(4)
+    comm.all_gather(x, y).wait()
+    np.testing.assert_array_equal(y, x)
+    comm.reduce_scatter(x, x, ReduceOp.AVG).wait()
+    comm.all_reduce(x).wait()
+    comm.reduce(x, x, ReduceOp.SUM, 0).wait()
+    comm.all_to_all(x, y).wait()
+    np.testing.assert_array_equal(x, np.arange(4.0))
+    locked = np.arange(4.0)
+    locked.flags.writeable = False
+    comm.all_gather(locked, locked[:]).wait()  # the shard is the full buffer: not even written
+    with pytest.raises(ValueError, match="read-only"):
+        comm.all_gather(x, locked)
+    handles = comm.recv(y, 0), comm.send(2 * x, 0)
+    for handle in handles:
+        handle.wait()
+    np.testing.assert_array_equal(y, 2 * x)

@@ -1,0 +1,93 @@
+"""One rank fails, all end: real MPI jobs that would hang without the hook."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.mpi_skip
+
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+START = "import threading, time, numpy as np, fsdpx.comm.functional as f\ncomm = f.init()\n"
+RAISE = START + "if comm.rank == 1: raise KeyError('lost\\nand found')\nf.barrier(); f.barrier()\n"
+IN_THREAD = (
+    START
+    + "def work():\n    raise KeyError('lost\\nand found')\n"
+    + "if comm.rank == 1: threading.Thread(target=work, name='loader').start()\n"
+    + "f.barrier()\nwhile True: f.all_reduce(np.zeros(3)); time.sleep(0.01)\n"
+)
+WHILE_BLOCKED = (
+    START
+    + "def work():\n    time.sleep(0.3); raise KeyError('lost\\nand found')\n"
+    + "if comm.rank == 1: threading.Thread(target=work).start()\n"
+    + "if comm.rank == 1: comm.recv(np.zeros(1), 0).wait()\n"
+    + "f.barrier()\n"
+)
+
+
+def job(tmp_path, program, *, ranks=3, module=False, **variables):
+    """Run `program` on MPI ranks; returns exit status, stderr and seconds."""
+    (tmp_path / "job.py").write_text(program)
+    command = [sys.executable, *(["-m", "job"] if module else ["job.py"])]
+    if ranks:
+        command = [MPIEXEC, "-n", str(ranks), *command]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_", "FSDPX_"))}
+    root = str(Path(__file__).parents[2])
+    begin = time.monotonic()
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**environ, "PYTHONPATH": root, **variables}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    return done.returncode, done.stderr, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("module", [False, True], ids=["file", "module"])
+@pytest.mark.parametrize("program", [RAISE, IN_THREAD, WHILE_BLOCKED], ids=["main", "thread", "blocked"])
+def test_an_exception_on_one_rank_ends_the_job(tmp_path, program, module):
+    status, err, seconds = job(tmp_path, program, module=module)
+    assert status != 0
+    assert seconds < 10
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert err.count("[rank 1/") == 1
+    trace = err[err.index("[rank 1/") :]
+    assert "KeyError: 'lost\\nand found'" in trace
+    assert ("in thread loader" in trace) == (program is IN_THREAD)
+
+
+def test_a_job_without_exceptions_ends_well(tmp_path):
+    program = START + "assert f.all_reduce(1) == 3; assert f.local_rank() == comm.rank; f.finalize()\n"
+    assert job(tmp_path, program)[:2] == (0, "")
+
+
+def test_one_process_needs_no_launcher(tmp_path):
+    assert job(tmp_path, START + "assert comm.size == 1\n", ranks=0)[:2] == (0, "")
+
+
+def test_a_rank_started_without_the_others_says_so(tmp_path):
+    status, err, seconds = job(tmp_path, START, ranks=0, OMPI_COMM_WORLD_SIZE="4")
+    assert status != 0
+    assert seconds < 10
+    assert "LaunchError: this rank was started without the others: mpiexec of Open MPI" in err
+    assert "says 4 ranks, but MPI (MPICH" in err or "says 4 ranks, but MPI (" in err
+
+
+def test_the_number_of_ranks_that_was_asked_for_is_checked(tmp_path):
+    status, err, _ = job(tmp_path, START, ranks=2, FSDPX_EXPECT_SIZE="3")
+    assert status != 0
+    assert "FSDPX_EXPECT_SIZE says 3 ranks" in err or "says 3 ranks" in err
+
+
+def test_a_rank_that_calls_something_else_ends_the_job_with_names(tmp_path):
+    program = START + "f.broadcast(np.zeros(3)) if comm.rank == 2 else f.all_reduce(np.zeros(3))\n"
+    status, err, seconds = job(tmp_path, program, FSDPX_CHECK="1")
+    assert status != 0
+    assert seconds < 10
+    assert "ranks 0, 1: all_reduce, dtype float64, elements 3" in err
+    assert "rank 2: broadcast, dtype float64, elements 3, root 0" in err

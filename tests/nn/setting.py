@@ -1,0 +1,26 @@
+"""One rank by itself: an Env and parameters to run layers by hand."""
+
+from typing import Any
+
+import numpy as np
+from fsdpx.array.random import Random
+
+from fsdpx.comm.mesh import alone
+from fsdpx.nn import Env, Layer
+from fsdpx.nn.init import values
+
+
+def env(training: bool = True, xp: Any = np, mesh: Any = None, row: int = 0) -> Env:
+    return Env(xp, mesh or alone(), Random(seed=5, path="", step=0, row=row), training)
+
+
+def parameters(layer: Layer, dtype: Any = np.float64) -> dict[str, np.ndarray]:
+    return values(layer.specs(), seed=3, dtype=dtype)
+
+
+def gradients(layer: Layer, p: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: np.zeros_like(p[name]) for name, spec in layer.specs().items() if spec.trainable}
+
+
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).standard_normal(shape)

@@ -1,0 +1,204 @@
+"""Every layer keeps the contract that `fsdpx.testing.LayerContract` tests."""
+
+import numpy as np
+import pytest
+
+from fsdpx import nn
+from fsdpx.nn.init import normal
+from fsdpx.testing import LayerContract
+
+SHAPE = LayerContract()
+rows, ids = SHAPE.normal, SHAPE.integers
+
+
+def pair():
+    return rows(3, 5), rows(3, 5) + 1.0
+
+
+def two_ways():
+    return nn.Graph(
+        {
+            "up": (nn.Linear(5, 4), "a"),
+            "side": (nn.Linear(5, 4), "b"),
+            "sum": (nn.Add(), "up", "side"),
+            "gate": (nn.Tanh(), "sum"),
+        },
+        inputs=("a", "b"),
+        outputs=("gate", "sum"),
+    )
+
+
+def tied():
+    return nn.Chain(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), ties={"2.weight": "0.weight"})
+
+
+CASES = {
+    "Linear": (lambda: nn.Linear(5, 3), lambda: rows(4, 5)),
+    "LinearOfSequences": (lambda: nn.Linear(5, 3, bias=False), lambda: rows(4, 2, 5)),
+    "Embedding": (lambda: nn.Embedding(7, 4), lambda: ids(7, 3, 5)),
+    "LayerNorm": (lambda: nn.LayerNorm(6), lambda: rows(3, 2, 6)),
+    "LayerNormOfTwoDims": (lambda: nn.LayerNorm((2, 6), bias=False), lambda: rows(3, 2, 6)),
+    "LayerNormPlain": (lambda: nn.LayerNorm(6, elementwise_affine=False), lambda: rows(3, 6)),
+    "RMSNorm": (lambda: nn.RMSNorm(6), lambda: rows(3, 2, 6)),
+    "RMSNormPlain": (lambda: nn.RMSNorm((2, 6), eps=1e-3, elementwise_affine=False), lambda: rows(3, 2, 6)),
+    "ReLU": (nn.ReLU, lambda: rows(4, 6)),
+    "GELU": (nn.GELU, lambda: rows(4, 3, 2)),
+    "GELUTanh": (lambda: nn.GELU("tanh"), lambda: rows(4, 6)),
+    "SiLU": (nn.SiLU, lambda: rows(4, 6)),
+    "Tanh": (nn.Tanh, lambda: rows(4, 6)),
+    "Sigmoid": (nn.Sigmoid, lambda: 20 * rows(4, 6)),
+    "Softmax": (nn.Softmax, lambda: rows(4, 6)),
+    "SoftmaxOfDim1": (lambda: nn.Softmax(dim=1), lambda: rows(4, 6, 3)),
+    "Dropout": (lambda: nn.Dropout(0.3), lambda: rows(4, 6)),
+    "DropoutOfAll": (lambda: nn.Dropout(1.0), lambda: rows(4, 6)),
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 3), lambda: rows(3, 2, 5, 6)),
+    "Conv2dStrided": (
+        lambda: nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 0), bias=False),
+        lambda: rows(3, 2, 6, 5),
+    ),
+    "MaxPool2d": (lambda: nn.MaxPool2d(2), lambda: rows(3, 2, 5, 6)),
+    "MaxPool2dOverlapping": (lambda: nn.MaxPool2d(3, stride=2, padding=1), lambda: rows(3, 2, 5, 6)),
+    "AvgPool2d": (lambda: nn.AvgPool2d(3, stride=(1, 2), padding=1), lambda: rows(3, 2, 5, 6)),
+    "Flatten": (nn.Flatten, lambda: rows(3, 2, 5)),
+    "FlattenFrom2": (lambda: nn.Flatten(2), lambda: rows(3, 2, 5, 2)),
+    "Add": (nn.Add, pair),
+    "Concat": (nn.Concat, lambda: (rows(3, 2), rows(3, 4), rows(3, 1))),
+    "ConcatOfDim1": (lambda: nn.Concat(dim=1), lambda: (rows(3, 2, 2), rows(3, 4, 2))),
+    "MultiHeadAttention": (lambda: nn.MultiHeadAttention(6, 2), lambda: rows(3, 4, 6)),
+    "MultiHeadAttentionToAll": (lambda: nn.MultiHeadAttention(6, 3, causal=False), lambda: rows(3, 4, 6)),
+    "MultiHeadAttentionDropout": (
+        lambda: nn.MultiHeadAttention(6, 2, dropout=0.4, bias=False),
+        lambda: rows(3, 4, 6),
+    ),
+    "MLP": (lambda: nn.MLP(4, dropout=0.2), lambda: rows(3, 2, 4)),
+    "TransformerBlock": (lambda: nn.TransformerBlock(6, 2), lambda: rows(3, 4, 6)),
+    "TransformerBlockDropout": (lambda: nn.TransformerBlock(6, 2, 8, dropout=0.3), lambda: rows(3, 4, 6)),
+    "Residual": (lambda: nn.Residual(nn.Chain(nn.Linear(5, 5), nn.Tanh())), lambda: rows(3, 5)),
+    "Chain": (lambda: nn.Chain(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2)), lambda: rows(3, 5)),
+    "ChainTied": (tied, lambda: rows(3, 5)),
+    "ChainFrozen": (lambda: nn.Chain(nn.Linear(5, 4), nn.Linear(4, 2), frozen="0.*"), lambda: rows(3, 5)),
+    "ChainAfterGraph": (lambda: nn.Chain(two_ways(), nn.Add(), nn.Linear(4, 2)), pair),
+    "Graph": (two_ways, pair),
+    "TokenEmbedding": (lambda: nn.TokenEmbedding(7, 4, 6, init=normal(1.0)), lambda: ids(7, 3, 5)),
+    "GPT": (lambda: nn.GPT(11, 8, 2, 2, 6, dropout=0.1), lambda: ids(11, 3, 5)),
+}
+
+for _name, (_make, _inputs) in CASES.items():
+    _body = {"make": lambda self, f=_make: f(), "inputs": lambda self, f=_inputs: f()}
+    globals()[f"Test{_name}"] = type(f"Test{_name}", (LayerContract,), _body)
+
+
+class TestBatchNorm(LayerContract):
+    rows_alone = False
+
+    def make(self):
+        return nn.BatchNorm(3)
+
+    def inputs(self):
+        return self.normal(5, 3)
+
+
+class TestBatchNormOfImages(TestBatchNorm):
+    def inputs(self):
+        return self.normal(4, 3, 2, 5)
+
+
+class TestBatchNormEvaluating(LayerContract):
+    training = False
+
+    def make(self):
+        return nn.BatchNorm(3, affine=False)
+
+    def inputs(self):
+        return self.normal(5, 3, 2)
+
+
+class TestDropoutEvaluating(LayerContract):
+    training = False
+
+    def make(self):
+        return nn.Dropout(0.5)
+
+    def inputs(self):
+        return self.normal(4, 3)
+
+
+def test_every_layer_of_the_package_is_tested_here():
+    made = {type(make()) for make, _ in CASES.values()} | {nn.BatchNorm}
+    layers = {getattr(nn, name) for name in nn.__all__ if isinstance(getattr(nn, name), type)}
+    layers = {cls for cls in layers if issubclass(cls, nn.Layer)} - {nn.Layer, nn.Container}
+    assert layers == made
+
+
+class Wrong(nn.Layer):
+    """y = 3 w x with one thing wrong."""
+
+    def __init__(self, wrong: str) -> None:
+        self.wrong = wrong
+
+    def specs(self):
+        return {"weight": nn.Spec((4,), normal(1.0)), "bias": nn.Spec((4,))}
+
+    def forward(self, env, p, x):
+        y = x * p["weight"] * 3 + p["bias"]
+        if self.wrong == "changes its input":
+            x *= 2
+        if self.wrong == "widens":
+            y = y * np.float64(1.0)
+        if self.wrong == "sees other samples":
+            y = y + x.sum(axis=0) - x
+        return y, (x,)
+
+    def backward_input(self, env, p, saved, dy):
+        factor = 2 if self.wrong == "dx" else 3
+        return dy * p["weight"] * factor, (*saved, dy)
+
+    def backward_params(self, env, g, kept):
+        x, dy = kept
+        gw = 3 * (x * dy).sum(axis=0)
+        if self.wrong == "dw":
+            gw = gw + 1
+        if self.wrong == "overwrites":
+            g["weight"][...] = gw
+        elif self.wrong == "frozen" or "weight" in g:
+            g["weight"] += gw
+        if "bias" in g:
+            g["bias"] += dy.sum(axis=0)
+
+
+class WrongContract(LayerContract):
+    wrong = "nothing"
+
+    def make(self):
+        return Wrong(self.wrong)
+
+    def inputs(self):
+        return self.normal(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "test", "message"),
+    [
+        ("dx", "test_the_gradient_of_the_input_is_the_derivative", "d input: backward says"),
+        ("dw", "test_the_gradient_of_each_parameter_is_the_derivative", "d weight: backward says"),
+        ("dw", "test_zero_samples", "no samples, but a gradient of weight"),
+        ("overwrites", "test_backward_adds_to_the_gradients", "weight"),
+        ("frozen", "test_a_frozen_parameter_is_left_alone", "weight"),
+        ("changes its input", "test_nothing_that_was_passed_in_is_changed", "changed its input"),
+        ("widens", "test_float32_stays_float32", "float64"),
+        ("sees other samples", "test_samples_do_not_see_each_other", "Not equal"),
+    ],
+)
+def test_the_contract_finds_what_is_wrong(wrong, test, message):
+    contract = WrongContract()
+    getattr(contract, test)()
+    contract.wrong = wrong
+    with pytest.raises((AssertionError, KeyError), match=message):
+        getattr(contract, test)()
+
+
+def test_the_contract_asks_for_a_layer_and_its_inputs():
+    with pytest.raises(TypeError, match="must define make"):
+        LayerContract().make()
+    with pytest.raises(TypeError, match="must define inputs"):
+        LayerContract().inputs()

@@ -1,0 +1,218 @@
+"""What the contract and the oracle do not say: options, 16 bits, statistics over ranks, "
+"dropout, bad indices."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from fsdpx.array.namespace import dtype as dtype_of
+
+from fsdpx import nn
+from fsdpx.comm.mesh import Mesh, connect
+from fsdpx.comm.threads import spawn
+from fsdpx.errors import ConfigError, DataError
+
+from .setting import env, gradients, normal, parameters
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.Linear(0, 3), "Linear: in_features must be a whole number >= 1, got 0"),
+        (lambda: nn.Linear(3, 2.5), "Linear: out_features must be a whole number >= 1, got 2.5"),
+        (lambda: nn.Embedding(-1, 3), "Embedding: num_embeddings must be a whole number >= 1, got -1"),
+        (lambda: nn.Dropout(1.5), "Dropout: p must be between 0 and 1, got 1.5"),
+        (lambda: nn.GELU("fast"), "GELU: approximate must be 'none' or 'tanh', got 'fast'"),
+        (lambda: nn.Softmax(0), "Softmax: dim 0 is samples"),
+        (lambda: nn.Concat(0), "Concat: dim 0 is samples"),
+        (lambda: nn.Flatten(0), "Flatten: start_dim must be a whole number >= 1, got 0"),
+        (lambda: nn.LayerNorm(()), "LayerNorm: normalized_shape must be a whole number >= 1, got 0"),
+        (lambda: nn.RMSNorm((3, 0)), "RMSNorm: normalized_shape must be a whole number >= 1, got 0"),
+        (lambda: nn.BatchNorm(3, momentum=2), "BatchNorm: momentum must be between 0 and 1, got 2"),
+        (lambda: nn.Conv2d(1, 1, 0), "Conv2d: kernel_size must be whole numbers >= 1, got 0"),
+        (lambda: nn.Conv2d(1, 1, (1, 2, 3)), "Conv2d: kernel_size must be one whole number or two"),
+        (lambda: nn.Conv2d(1, 1, 3, padding=-1), "Conv2d: padding must be whole numbers >= 0, got -1"),
+        (lambda: nn.MaxPool2d(3, padding=2), "MaxPool2d: padding 2 must be at most half of kernel_size 3"),
+        (lambda: nn.MultiHeadAttention(6, 4), "MultiHeadAttention: d_model 6 is not a multiple of n_heads 4"),
+        (lambda: nn.MLP(4, dropout=-1), "Dropout: p must be between 0 and 1, got -1"),
+        (lambda: nn.GPT(11, 8, 0, 2, 6), "GPT: n_layers must be a whole number >= 1, got 0"),
+    ],
+)
+def test_options_that_cannot_work(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(5, 2), nn.TokenEmbedding(5, 2, 4)])
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_an_index_out_of_range(layer, wrong):
+    with pytest.raises(DataError, match=rf"index {wrong} is out of range: it must be from 0 to 4"):
+        layer.forward(env(), parameters(layer), np.array([[0, wrong, 3]]))
+
+
+def test_a_layer_that_forgets_its_gradients_is_told():
+    class Forgets(nn.Layer):
+        def specs(self):
+            return {"weight": nn.Spec((3,))}
+
+        def forward(self, env, p, x):
+            return x * p["weight"], ()
+
+        def backward_input(self, env, p, saved, dy):
+            return dy, ()
+
+    layer = Forgets()
+    with pytest.raises(
+        ConfigError, match=r"Forgets\(\) has parameters \(weight\) but does not define backward_params"
+    ):
+        layer.backward(env(), {}, {"weight": np.zeros(3)}, (), np.ones((2, 3)))
+
+
+HALVES = {
+    "linear": (nn.Linear(6, 4), lambda: normal(3, 5, 6)),
+    "conv": (nn.Conv2d(2, 3, 3, padding=1), lambda: normal(3, 2, 5, 5)),
+    "pool": (nn.Chain(nn.MaxPool2d(2), nn.AvgPool2d(2)), lambda: normal(3, 2, 5, 5)),
+    "batch norm": (nn.BatchNorm(3), lambda: normal(6, 3)),
+    "block": (nn.TransformerBlock(8, 2), lambda: normal(3, 4, 8)),
+    "block with dropout": (nn.TransformerBlock(8, 2, dropout=0.2), lambda: normal(3, 4, 8)),
+    "rms": (nn.Chain(nn.RMSNorm(6), nn.SiLU(), nn.Sigmoid()), lambda: normal(3, 6)),
+    "functions": (nn.Chain(nn.ReLU(), nn.GELU("tanh"), nn.Tanh(), nn.Softmax()), lambda: normal(3, 6)),
+    "gpt": (nn.GPT(11, 8, 1, 2, 6), lambda: np.arange(10).reshape(2, 5)),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("half", ["float16", "bf16"])
+@pytest.mark.parametrize("wide_gradients", [True, False])
+def test_16_bits(name, half, wide_gradients):
+    """16-bit arrays stay 16-bit, come close to float64, and their gradients can be added in float32."""
+    (layer, make), dtype = HALVES[name], dtype_of(half)
+    x = make()
+    p = parameters(layer)
+    exact = gradients(layer, p)
+    y, saved = layer.forward(env(), {n: a.copy() for n, a in p.items()}, x)
+    dy = normal(*y.shape, seed=3)
+    dx = layer.backward(env(), p, exact, saved, dy)
+    p16 = {n: a.astype(dtype) for n, a in parameters(layer).items()}
+    g = {n: a.astype(np.float32 if wide_gradients else dtype) for n, a in gradients(layer, p).items()}
+    x16 = x.astype(dtype) if x.dtype.kind == "f" else x
+    y16, saved = layer.forward(env(), p16, x16)
+    dx16 = layer.backward(env(), p16, g, saved, dy.astype(dtype))
+    assert y16.dtype == dtype
+    limit = 0.02 if half == "float16" else 0.12
+    close(y16, y, limit)
+    if dx is not None:
+        assert dx16.dtype == dtype
+        close(dx16, dx, limit)
+    for key, array in g.items():
+        close(array, exact[key], limit)
+
+
+def close(got, want, limit):
+    """Largest error relative to the largest value."""
+    error = np.max(np.abs(got.astype(np.float64) - want)) / max(1.0, np.max(np.abs(want)))
+    assert error <= limit, error
+
+
+@pytest.mark.parametrize("counts", [(4, 3), (0, 5, 2), (7,), (1, 0, 0, 1)])
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_batch_norm_is_over_the_global_batch(counts, offset):
+    """Uneven and empty parts give what one rank gives; a large mean loses no digits of the variance."""
+    layer = nn.BatchNorm(3)
+    x, dy = normal(sum(counts), 3, 2) + offset, normal(sum(counts), 3, 2, seed=1)
+    starts = np.cumsum([0, *counts])
+
+    def work(mesh, rows):
+        p = parameters(layer) | {"weight": np.array([1.0, 2.0, -1.0])}
+        g = gradients(layer, p)
+        y, saved = layer.forward(env(mesh=mesh), p, x[rows])
+        return y, layer.backward(env(mesh=mesh), p, g, saved, dy[rows]), g, p
+
+    whole = work(None, slice(None))
+    parts = spawn(
+        lambda comm: work(connect(Mesh(), comm), slice(starts[comm.rank], starts[comm.rank + 1])), len(counts)
+    )
+    for i in (0, 1):
+        np.testing.assert_allclose(
+            np.concatenate([part[i] for part in parts]), whole[i], rtol=1e-9, atol=1e-9
+        )
+    for name in ("weight", "bias"):
+        np.testing.assert_allclose(sum(part[2][name] for part in parts), whole[2][name], rtol=1e-9, atol=1e-9)
+    for part in parts:
+        for name in ("running_mean", "running_var"):
+            np.testing.assert_array_equal(part[3][name], parts[0][3][name])
+            np.testing.assert_allclose(part[3][name], whole[3][name], rtol=1e-12)
+    np.testing.assert_allclose(whole[3]["running_mean"], 0.1 * x.mean(axis=(0, 2)), rtol=1e-12)
+    np.testing.assert_allclose(whole[3]["running_var"], 0.9 + 0.1 * x.var(axis=(0, 2), ddof=1), rtol=1e-9)
+
+
+def test_batch_norm_of_no_samples_at_all_keeps_its_state():
+    layer = nn.BatchNorm(3)
+    p = parameters(layer)
+    y, saved = layer.forward(env(), p, np.zeros((0, 3)))
+    assert y.shape == (0, 3)
+    assert layer.backward(env(), p, gradients(layer, p), saved, y).shape == (0, 3)
+    np.testing.assert_array_equal(p["running_mean"], 0.0)
+    np.testing.assert_array_equal(p["running_var"], 1.0)
+
+
+def test_only_batch_norm_is_collective_and_says_so():
+    assert nn.Chain(nn.Residual(nn.Chain(nn.BatchNorm(3)))).collective
+    assert not nn.GPT(11, 8, 1, 2, 6).collective
+
+
+def test_dropout_keeps_the_mean_and_is_the_identity_when_evaluating():
+    layer, x = nn.Dropout(0.25), np.ones((400, 50))
+    y, _ = layer.forward(env(), {}, x)
+    assert abs(float((y == 0).mean()) - 0.25) < 0.01
+    assert abs(float(y.mean()) - 1.0) < 0.02
+    assert layer.forward(env(training=False), {}, x)[0] is x
+    assert nn.Dropout(0.0).forward(env(), {}, x)[0] is x
+
+
+def test_a_causal_position_does_not_see_what_comes_later():
+    for dropout in (0.0, 0.3):
+        layer, x = nn.MultiHeadAttention(6, 2, dropout=dropout), normal(2, 5, 6)
+        p = parameters(layer)
+        later = x.copy()
+        later[:, 3:] += 1.0
+        before, after = (layer.forward(env(), p, z)[0] for z in (x, later))
+        np.testing.assert_array_equal(before[:, :3], after[:, :3])
+        assert (before[:, 3:] != after[:, 3:]).all()
+
+
+def test_max_pool_shows_nan_and_takes_the_first_of_equals():
+    x = np.zeros((1, 1, 2, 4))
+    x[0, 0, 0, 3] = np.nan
+    y, saved = nn.MaxPool2d(2).forward(env(), {}, x)
+    np.testing.assert_array_equal(y, [[[[0.0, np.nan]]]])
+    dx, _ = nn.MaxPool2d(2).backward_input(env(), {}, saved, np.ones_like(y))
+    np.testing.assert_array_equal(dx, [[[[1, 0, 0, 1], [0, 0, 0, 0]]]])
+
+
+def test_gradients_are_added_into_views_of_a_flat_buffer():
+    layer = nn.MLP(4)
+    p, flat, g, start = parameters(layer), np.zeros(sum(s.size for s in layer.specs().values())), {}, 0
+    for name, spec in layer.specs().items():
+        g[name] = flat[start : start + spec.size].reshape(spec.shape)
+        start += spec.size
+    y, saved = layer.forward(env(), p, normal(3, 4))
+    layer.backward(env(), p, g, saved, np.ones_like(y))
+    assert all(np.shares_memory(array, flat) and array.any() for array in g.values())
+
+
+def test_as_distributed_is_distribute(monkeypatch):
+    import fsdpx
+
+    monkeypatch.setattr(fsdpx, "distribute", lambda model, **options: (model, options), raising=False)
+    layer = nn.Linear(3, 4)
+    assert layer.as_distributed(strategy="fsdp") == (layer, {"strategy": "fsdp"})
+
+
+def test_importing_layers_loads_no_mpi_numba_or_cupy():
+    code = (
+        "import sys, fsdpx.nn; print([m for m in ('mpi4py', 'numba', 'cupy', 'torch') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,182 @@
+"""Sorting a model into its leaves, and inferring shapes through them."""
+
+import numpy as np
+import pytest
+from fsdpx.array.shapes import ShapeArray
+
+from fsdpx import nn
+from fsdpx.errors import ShapeError
+
+
+def flow(model):
+    return [(node.path, node.inputs, node.output) for node in nn.sort(model).nodes]
+
+
+def test_a_lone_layer_is_one_node():
+    model = nn.sort(nn.Linear(3, 4))
+    assert flow(nn.Linear(3, 4)) == [("", (0,), 1)]
+    assert (model.inputs, model.outputs, model.ties) == (("x",), (1,), {})
+    assert list(nn.specs_of(model)) == ["weight", "bias"]
+
+
+def test_chains_are_opened_and_units_are_not():
+    model = nn.Chain(nn.Linear(4, 4), nn.Chain(nn.Tanh(), nn.Residual(nn.Chain(nn.Linear(4, 4)))), nn.MLP(4))
+    assert flow(model) == [("0", (0,), 1), ("1.0", (1,), 2), ("1.1", (2,), 3), ("2", (3,), 4)]
+    assert [name for name in nn.specs_of(nn.sort(model)) if "weight" in name] == [
+        "0.weight",
+        "1.1.body.0.weight",
+        "2.up.weight",
+        "2.down.weight",
+    ]
+
+
+def test_graphs_are_opened():
+    inner = nn.Graph({"a": (nn.Tanh(), "x"), "b": (nn.Add(), "a", "x")}, outputs=("b", "a"))
+    model = nn.Graph(
+        {"top": (nn.Add(), "in.a", "z"), "in": (inner, "x")}, inputs=("x", "z"), outputs=("top", "in.b")
+    )
+    assert flow(model) == [("in.a", (0,), 2), ("in.b", (2, 0), 3), ("top", (2, 1), 4)]
+    assert nn.sort(model).inputs == ("x", "z")
+    assert nn.sort(model).outputs == (4, 3)
+
+
+def test_gpt():
+    model = nn.sort(nn.GPT(11, 8, 2, 2, 6))
+    assert [node.path for node in model.nodes] == ["embed", "blocks.0", "blocks.1", "norm", "head"]
+    assert model.ties == {"head.weight": "embed.weight"}
+    names = list(nn.specs_of(model))
+    assert names[:3] == ["embed.weight", "embed.position", "blocks.0.norm1.weight"]
+    assert "blocks.1.attn.qkv.weight" in names
+    assert "head.weight" not in names
+    free = nn.specs_of(nn.sort(nn.GPT(11, 8, 2, 2, 6, tie=False)))
+    assert "head.weight" in free
+    assert len(free) == len(names) + 1
+
+
+def test_gpt_begins_as_gpt_2():
+    from fsdpx.nn.init import values
+
+    p = values(nn.GPT(50, 40, 8, 2, 30).specs(), dtype=np.float64)
+    for name, array in p.items():
+        if name.endswith("bias"):
+            assert not array.any(), name
+        elif "norm" in name:
+            assert (array == 1).all(), name
+        else:
+            std = 0.02 / 4 if name.endswith(("attn.out.weight", "mlp.down.weight")) else 0.02
+            np.testing.assert_allclose(array.std(), std, rtol=0.15, err_msg=name)
+
+
+def test_ties_reach_through_containers():
+    inner = nn.Chain(nn.Linear(3, 3), nn.Linear(3, 3), ties={"1.weight": "0.weight"})
+    model = nn.sort(nn.Chain(nn.Linear(3, 3), inner, ties={"1.0.weight": "0.weight"}))
+    assert model.ties == {"1.0.weight": "0.weight", "1.1.weight": "0.weight"}
+    assert list(nn.specs_of(model)) == ["0.weight", "0.bias", "1.0.bias", "1.1.bias"]
+
+
+def test_frozen_reaches_the_leaves():
+    inner = nn.Chain(nn.Linear(3, 3), nn.MLP(3), frozen=["0.weight"])
+    specs = nn.specs_of(nn.sort(nn.Chain(inner, nn.Linear(3, 3), frozen="0.1.up.*")))
+    assert [name for name, spec in specs.items() if not spec.trainable] == [
+        "0.0.weight",
+        "0.1.up.weight",
+        "0.1.up.bias",
+    ]
+
+
+def test_specs_are_those_of_the_model():
+    model = nn.Chain(nn.Linear(3, 4), nn.BatchNorm(4), nn.Chain(nn.Linear(4, 2), frozen="*"))
+    assert nn.specs_of(nn.sort(model)) == model.specs()
+
+
+def test_infer_holds_no_data():
+    model = nn.sort(nn.GPT(50_000, 12_288, 3, 96, 2048))
+    (logits,) = nn.infer(model, [ShapeArray((512, 2048), np.int64)], "bf16")
+    assert logits.shape == (512, 2048, 50_000)
+    assert logits.dtype.name == "bfloat16"
+
+
+def test_infer_of_several_inputs_and_outputs():
+    nodes = {"a": (nn.Linear(3, 4), "x"), "b": (nn.Concat(), "a", "z"), "c": (nn.Linear(9, 2), "b")}
+    model = nn.sort(nn.Graph(nodes, inputs=("x", "z"), outputs=("c", "a")))
+    out = nn.infer(model, [ShapeArray((7, 3), np.float32), ShapeArray((7, 5), np.float32)])
+    assert [array.shape for array in out] == [(7, 2), (7, 4)]
+    with pytest.raises(ShapeError, match=r"the model takes 2 inputs \(x, z\), got 1"):
+        nn.infer(model, [ShapeArray((7, 3), np.float32)])
+
+
+IMAGE = ShapeArray((8, 3, 6, 6), np.float32)
+ROWS = ShapeArray((8, 64), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "message"),
+    [
+        (
+            nn.Chain(nn.Linear(64, 32), nn.GELU(), nn.Linear(128, 10)),
+            ROWS,
+            r"layer '2' Linear\(128, 10\) does not fit: Linear\(128, 10\) wants an input of shape "
+            r"\(samples, ..., 128\), got \(8, 32\). It got \(8, 32\) float32 from layer '1' GELU\(\)",
+        ),
+        (nn.Chain(nn.Linear(128, 10)), ROWS, r"It got \(8, 64\) float32 from the model's input 'x'"),
+        (
+            nn.Chain({"a": nn.Conv2d(4, 2, 3)}),
+            IMAGE,
+            r"layer 'a' .* wants an input of shape \(samples, 4, height, width\), got \(8, 3, 6, 6\)",
+        ),
+        (
+            nn.Chain(nn.MaxPool2d(9)),
+            IMAGE,
+            r"MaxPool2d\(9\): the window does not fit into an image of shape \(8, 3, 6, 6\)",
+        ),
+        (
+            nn.Chain(nn.AvgPool2d(2)),
+            ROWS,
+            r"wants an input of shape \(samples, channels, height, width\), got \(8, 64\)",
+        ),
+        (
+            nn.Chain(nn.LayerNorm(63)),
+            ROWS,
+            r"LayerNorm\(63\) wants an input of shape \(samples, ..., 63\), got \(8, 64\)",
+        ),
+        (
+            nn.Chain(nn.BatchNorm(63)),
+            ROWS,
+            r"BatchNorm\(63\) wants an input of shape \(samples, 63, ...\), got \(8, 64\)",
+        ),
+        (
+            nn.Chain(nn.MultiHeadAttention(64, 2)),
+            ROWS,
+            r"wants an input of shape \(samples, time, 64\), got \(8, 64\)",
+        ),
+        (
+            nn.GPT(9, 8, 1, 2, 4),
+            ShapeArray((2, 5), np.int64),
+            r"wants tokens of shape \(samples, time <= 4\), got \(2, 5\)",
+        ),
+        (nn.Chain(nn.Embedding(9, 8)), ROWS, r"Embedding\(9, 8\) wants whole numbers, got float32"),
+        (
+            nn.Graph({"up": (nn.Linear(64, 3), "x"), "sum": (nn.Add(), "up", "x")}, outputs="sum"),
+            ROWS,
+            r"layer 'sum' Add\(\) does not fit: .* one shape, got \(8, 3\), \(8, 64\). "
+            r"It got \(8, 3\) float32 from layer 'up' Linear\(64, 3\); \(8, 64\) float32 from the "
+            r"model's input 'x'",
+        ),
+    ],
+)
+def test_a_layer_that_does_not_fit_is_named(model, x, message):
+    with pytest.raises(ShapeError, match=message):
+        nn.infer(nn.sort(model), [x])
+
+
+def test_a_layer_of_a_user_that_does_not_fit_is_named():
+    class Cut(nn.Layer):
+        def forward(self, env, p, x):
+            samples, time, features = x.shape
+            return x, (samples, time, features)
+
+        def backward_input(self, env, p, saved, dy):
+            return dy, ()
+
+    with pytest.raises(ShapeError, match=r"layer '0' Cut\(\) does not fit: not enough values to unpack"):
+        nn.infer(nn.sort(nn.Chain(Cut())), [ROWS])

@@ -1,0 +1,260 @@
+"""PyTorch as the oracle: results, gradients, and the names, shapes and first values of parameters."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fsdpx import nn  # noqa: E402
+
+from .setting import env, gradients, normal  # noqa: E402
+
+tnn = torch.nn
+
+
+def flatten_from_2():
+    return tnn.Flatten(2)
+
+
+PAIRS = {
+    "linear": (nn.Linear(5, 3), lambda: tnn.Linear(5, 3), (4, 2, 5)),
+    "linear without bias": (nn.Linear(5, 3, bias=False), lambda: tnn.Linear(5, 3, bias=False), (4, 5)),
+    "layer norm": (nn.LayerNorm(6), lambda: tnn.LayerNorm(6), (3, 2, 6)),
+    "layer norm of two dims": (
+        nn.LayerNorm((2, 6), eps=1e-3),
+        lambda: tnn.LayerNorm((2, 6), 1e-3),
+        (3, 2, 6),
+    ),
+    "rms norm": (nn.RMSNorm(6), lambda: tnn.RMSNorm(6), (3, 2, 6)),
+    "rms norm with eps": (nn.RMSNorm(6, 1e-2), lambda: tnn.RMSNorm(6, 1e-2), (3, 6)),
+    "batch norm": (nn.BatchNorm(3), lambda: tnn.BatchNorm1d(3), (5, 3)),
+    "batch norm of images": (
+        nn.BatchNorm(3, momentum=0.3),
+        lambda: tnn.BatchNorm2d(3, momentum=0.3),
+        (4, 3, 2, 5),
+    ),
+    "relu": (nn.ReLU(), tnn.ReLU, (4, 6)),
+    "gelu": (nn.GELU(), tnn.GELU, (4, 6)),
+    "gelu with tanh": (nn.GELU("tanh"), lambda: tnn.GELU("tanh"), (4, 6)),
+    "silu": (nn.SiLU(), tnn.SiLU, (4, 6)),
+    "tanh": (nn.Tanh(), tnn.Tanh, (4, 6)),
+    "sigmoid": (nn.Sigmoid(), tnn.Sigmoid, (4, 6)),
+    "softmax": (nn.Softmax(1), lambda: tnn.Softmax(1), (4, 6, 3)),
+    "conv": (nn.Conv2d(2, 3, 3), lambda: tnn.Conv2d(2, 3, 3), (3, 2, 5, 6)),
+    "conv strided": (
+        nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)),
+        lambda: tnn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(1, 2)),
+        (3, 2, 6, 5),
+    ),
+    "max pool": (nn.MaxPool2d(3, 2, 1), lambda: tnn.MaxPool2d(3, 2, 1), (3, 2, 7, 6)),
+    "average pool": (nn.AvgPool2d((2, 3), padding=1), lambda: tnn.AvgPool2d((2, 3), padding=1), (3, 2, 7, 6)),
+    "flatten": (nn.Flatten(), tnn.Flatten, (3, 2, 4)),
+    "flatten from 2": (nn.Flatten(2), flatten_from_2, (3, 2, 4, 2)),
+    "chain": (
+        nn.Chain(nn.Linear(5, 4), nn.GELU(), nn.Chain(nn.Linear(4, 3), nn.Tanh())),
+        lambda: tnn.Sequential(tnn.Linear(5, 4), tnn.GELU(), tnn.Sequential(tnn.Linear(4, 3), tnn.Tanh())),
+        (4, 5),
+    ),
+}
+
+
+def shaken(module):
+    """The module in float64, its parameters away from zeros and ones; state stays as it begins."""
+    torch.manual_seed(0)
+    module = module.double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.3 * torch.randn_like(parameter)
+    return module
+
+
+def compare(layer, module, x, rename=lambda name: name):
+    """y, dx, all gradients and all state after one pass in training."""
+    theirs = {name: t for name, t in module.state_dict().items() if not name.endswith("num_batches_tracked")}
+    p = {rename(name): tensor.numpy().copy() for name, tensor in theirs.items()}
+    assert {name: array.shape for name, array in p.items()} == {n: s.shape for n, s in layer.specs().items()}
+    g = gradients(layer, p)
+    y, saved = layer.forward(env(), p, x)
+    dy = normal(*y.shape, seed=9)
+    dx = layer.backward(env(), p, g, saved, dy)
+    tx = torch.tensor(x, requires_grad=x.dtype.kind == "f")
+    ty = module(tx)
+    ty.backward(torch.tensor(dy))
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    np.testing.assert_allclose(y, ty.detach().numpy(), **close)
+    if tx.requires_grad:
+        np.testing.assert_allclose(dx, tx.grad.numpy(), **close)
+    for name, parameter in module.named_parameters():
+        np.testing.assert_allclose(g[rename(name)], parameter.grad.numpy(), err_msg=name, **close)
+    for name, buffer in module.named_buffers():
+        if not name.endswith("num_batches_tracked"):
+            np.testing.assert_allclose(p[rename(name)], buffer.numpy(), err_msg=name, **close)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_layer(name):
+    layer, make, shape = PAIRS[name]
+    compare(layer, shaken(make()), normal(*shape))
+
+
+def test_batch_norm_evaluating():
+    layer, module, x = nn.BatchNorm(3), shaken(tnn.BatchNorm1d(3)), normal(5, 3)
+    p = {"running_mean": np.zeros(3), "running_var": np.ones(3)}
+    p |= {name: t.detach().numpy().copy() for name, t in module.named_parameters()}
+    layer.forward(env(), p, x)
+    module(torch.tensor(x))
+    module.eval()
+    np.testing.assert_allclose(layer.forward(env(training=False), p, x)[0], module(torch.tensor(x)).detach())
+
+
+def test_embedding():
+    compare(nn.Embedding(7, 4), shaken(tnn.Embedding(7, 4)), np.array([[1, 6, 1], [0, 1, 3]]))
+
+
+class TorchAttention(tnn.Module):
+    def __init__(self, causal):
+        super().__init__()
+        self.core = tnn.MultiheadAttention(6, 2, batch_first=True)
+        self.causal = causal
+
+    def forward(self, x):
+        mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1) if self.causal else None
+        return self.core(x, x, x, attn_mask=mask, need_weights=False)[0]
+
+
+ATTENTION = {"core.in_proj_": "qkv.", "core.out_proj.": "out."}
+
+
+def renamed(table):
+    def rename(name):
+        for theirs, ours in table.items():
+            name = name.replace(theirs, ours)
+        return name
+
+    return rename
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention(causal):
+    module = shaken(TorchAttention(causal))
+    compare(nn.MultiHeadAttention(6, 2, causal), module, normal(3, 4, 6), renamed(ATTENTION))
+
+
+class TorchBlock(tnn.Module):
+    def __init__(self):
+        super().__init__()
+        self.core = tnn.TransformerEncoderLayer(
+            6, 2, 24, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+
+    def forward(self, x):
+        mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1)
+        return self.core(x, src_mask=mask)
+
+
+BLOCK = {
+    "core.self_attn.in_proj_": "attn.qkv.",
+    "core.self_attn.out_proj.": "attn.out.",
+    "core.linear1": "mlp.up",
+    "core.linear2": "mlp.down",
+    "core.": "",
+}
+
+
+def test_block():
+    compare(nn.TransformerBlock(6, 2), shaken(TorchBlock()), normal(3, 4, 6), renamed(BLOCK))
+
+
+class TorchGPT(tnn.Module):
+    def __init__(self, vocab, d_model, n_layers, n_heads, seq_len):
+        super().__init__()
+        self.embed = tnn.Embedding(vocab, d_model)
+        self.position = tnn.Parameter(torch.randn(seq_len, d_model))
+        block = [tnn.TransformerEncoderLayer(d_model, n_heads, 4 * d_model, 0.0, "gelu", batch_first=True,
+                                             norm_first=True) for _ in range(n_layers)]  # fmt: skip
+        self.blocks = tnn.ModuleList(block)
+        self.norm = tnn.LayerNorm(d_model)
+
+    def forward(self, x):
+        mask = torch.triu(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool), 1)
+        h = self.embed(x) + self.position[: x.shape[1]]
+        for block in self.blocks:
+            h = block(h, src_mask=mask)
+        return self.norm(h) @ self.embed.weight.T
+
+
+GPT = {
+    "position": "embed.position",
+    "self_attn.in_proj_": "attn.qkv.",
+    "self_attn.out_proj.": "attn.out.",
+    "linear1": "mlp.up",
+    "linear2": "mlp.down",
+}
+
+
+def test_gpt():
+    compare(
+        nn.GPT(11, 8, 2, 2, 6),
+        shaken(TorchGPT(11, 8, 2, 2, 6)),
+        np.arange(15).reshape(3, 5) % 11,
+        renamed(GPT),
+    )
+
+
+BEGINNINGS = {
+    "linear": (nn.Linear(400, 300), lambda: tnn.Linear(400, 300)),
+    "embedding": (nn.Embedding(300, 200), lambda: tnn.Embedding(300, 200)),
+    "conv": (nn.Conv2d(30, 200, 5), lambda: tnn.Conv2d(30, 200, 5)),
+    "layer norm": (nn.LayerNorm(20), lambda: tnn.LayerNorm(20)),
+    "batch norm": (nn.BatchNorm(20), lambda: tnn.BatchNorm1d(20)),
+    "attention": (nn.MultiHeadAttention(120, 2), lambda: tnn.MultiheadAttention(120, 2)),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_parameters_begin_as_in_torch(name):
+    """Same mean, spread and bounds; the random numbers themselves differ."""
+    from fsdpx.nn.init import values
+
+    layer, make = BEGINNINGS[name]
+    torch.manual_seed(1)
+    theirs = {
+        n.replace("in_proj_", "qkv.").replace("out_proj", "out"): t for n, t in make().state_dict().items()
+    }
+    for key, ours in values(layer.specs(), dtype=np.float64).items():
+        want = theirs[key].numpy()
+        assert ours.shape == want.shape
+        spread = float(want.std())
+        assert abs(ours.mean() - want.mean()) <= 5 * spread / np.sqrt(ours.size) + 1e-12, key
+        assert abs(ours.std() - spread) <= 5 * spread / np.sqrt(ours.size), key
+        assert np.abs(ours).max() <= np.abs(want).max() * (1.0 if spread == 0 else 1.3), key
+
+
+LOSSES = {
+    "cross entropy": (nn.CrossEntropy(), lambda: tnn.CrossEntropyLoss()),
+    "ignoring": (nn.CrossEntropy(ignore_index=2), lambda: tnn.CrossEntropyLoss(ignore_index=2)),
+    "smoothed": (
+        nn.CrossEntropy(label_smoothing=0.1, ignore_index=1),
+        lambda: tnn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=1),
+    ),
+    "mse": (nn.MSE(), tnn.MSELoss),
+    "bce": (nn.BCEWithLogits(), tnn.BCEWithLogitsLoss),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("shape", [(6, 5), (3, 4, 5)])
+def test_loss(name, shape):
+    loss, make = LOSSES[name]
+    y = 3 * normal(*shape)
+    classes = isinstance(loss, nn.CrossEntropy)
+    target = np.arange(y.size // 5).reshape(shape[:-1]) % 5 if classes else normal(*shape, seed=4) ** 2 % 1.0
+    total, weight, saved = loss.forward(env(), y, target)
+    ty = torch.tensor(y, requires_grad=True)
+    tt = torch.tensor(target)
+    result = make()(ty.movedim(-1, 1) if classes else ty, tt)
+    result.backward()
+    np.testing.assert_allclose(total / weight, result.item(), rtol=1e-12)
+    np.testing.assert_allclose(
+        loss.backward(env(), saved, 1.0 / weight), ty.grad.numpy(), rtol=1e-10, atol=1e-14
+    )
