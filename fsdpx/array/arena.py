@@ -34,28 +34,21 @@ class Plan:
 
 
 def place(lives: Iterable[Life]) -> Plan:
-    """Offsets such that no two buffers alive together overlap: largest first, each at the lowest place that is free.
-
-    A name that lives several times keeps one offset, so that views of it can be made once.
-    """
-    spans: dict[str, list[Life]] = defaultdict(list)
-    for life in lives:
-        spans[life.name].append(life)
-    order = sorted(spans, key=lambda name: (-_size(spans[name]), name))
+    """Offsets such that no two buffers alive together overlap: largest first, in order of birth, each at the lowest
+    place that is free. For buffers of one size that is optimal (interval colouring)."""
+    order = sorted(lives, key=lambda life: (-_size(life), life.start))
     offsets: dict[str, int] = {}
-    for name in order:
-        taken = sorted((offsets[o], offsets[o] + _size(spans[o])) for o in offsets if _meet(spans[name], spans[o]))
-        offsets[name] = _lowest(taken, _size(spans[name]))
-    total = max((offsets[n] + _size(spans[n]) for n in offsets), default=0)
-    return Plan(offsets, total, _peak(spans))
+    placed: list[tuple[int, Life]] = []
+    for life in order:
+        taken = sorted((at, at + _size(o)) for at, o in placed if life.start <= o.stop and o.start <= life.stop)
+        offsets[life.name] = _lowest(taken, _size(life))
+        placed.append((offsets[life.name], life))
+    assert len(offsets) == len(order), "each life has a name of its own"
+    return Plan(offsets, max((at + _size(life) for at, life in placed), default=0), _peak(order))
 
 
-def _size(lives: list[Life]) -> int:
-    return -(-max(life.nbytes for life in lives) // ALIGN) * ALIGN
-
-
-def _meet(a: list[Life], b: list[Life]) -> bool:
-    return any(x.start <= y.stop and y.start <= x.stop for x in a for y in b)
+def _size(life: Life) -> int:
+    return -(-life.nbytes // ALIGN) * ALIGN
 
 
 def _lowest(taken: list[tuple[int, int]], size: int) -> int:
@@ -67,12 +60,11 @@ def _lowest(taken: list[tuple[int, int]], size: int) -> int:
     return at
 
 
-def _peak(spans: dict[str, list[Life]]) -> int:
+def _peak(lives: list[Life]) -> int:
     changes: dict[int, int] = defaultdict(int)
-    for lives in spans.values():
-        for life in lives:
-            changes[life.start] += _size(lives)
-            changes[life.stop + 1] -= _size(lives)
+    for life in lives:
+        changes[life.start] += _size(life)
+        changes[life.stop + 1] -= _size(life)
     now = best = 0
     for at in sorted(changes):
         now += changes[at]

@@ -1,11 +1,79 @@
-"""TEMP"""
+"""The door to an array library: NumPy, CuPy or shape-only arrays, and dtypes by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
-def namespace(device="cpu"): 
-    return np
-def namespace_of(a): return np
-def to_host(a): return np.asarray(a)
-def from_host(xp,a): return a
-def dtype(name):
-    if name in("bf16","bfloat16"):
-        import ml_dtypes; return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
+
+from fsdpx.errors import ConfigError
+
+__all__ = ["DEVICES", "DTYPES", "dtype", "from_host", "namespace", "namespace_of", "to_host"]
+
+DEVICES = ("cpu", "cuda", "shape")
+DTYPES = (
+    "float64", "float32", "float16", "bf16", "bfloat16", "int8", "int16", "int32", "int64",
+    "uint8", "uint16", "uint32", "uint64", "bool",
+)  # fmt: skip
+
+
+def namespace(device: str) -> Any:
+    """The module of array functions for a device: "cpu" NumPy, "cuda" CuPy, "shape" arrays that hold no data."""
+    if device == "cpu":
+        return np
+    if device == "shape":
+        from fsdpx.array import shapes
+
+        return shapes
+    if device == "cuda":
+        return _cupy()
+    raise ConfigError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
+
+
+def namespace_of(array: Any) -> Any:
+    """The module of array functions that `array` belongs to."""
+    library = type(array).__module__.partition(".")[0]
+    if library == "cupy":
+        return _cupy()
+    return namespace("shape") if getattr(array, "holds_no_data", False) else np
+
+
+def to_host(array: Any) -> np.ndarray:
+    """`array` as a NumPy array: itself if it is one, a copy from the GPU, zeros if there is no data."""
+    if type(array).__module__.partition(".")[0] == "cupy":
+        return array.get()
+    if getattr(array, "holds_no_data", False):
+        return np.zeros(array.shape, array.dtype)
+    return np.asarray(array)
+
+
+def from_host(xp: Any, array: np.ndarray) -> Any:
+    """A NumPy array as an array of `xp`; NumPy's own is not copied."""
+    return xp.asarray(array)
+
+
+def dtype(name: str | np.dtype) -> np.dtype:
+    """The dtype behind a name; "bf16" and "bfloat16" are the one of ml_dtypes. A dtype is itself."""
+    if isinstance(name, np.dtype):
+        return name
+    if name not in DTYPES:
+        raise ConfigError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
+    return _bfloat16() if name in ("bf16", "bfloat16") else np.dtype(name)
+
+
+def _bfloat16() -> np.dtype:
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise ConfigError("bf16 needs the package ml_dtypes: pip install ml_dtypes") from error
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(
+            "device 'cuda' needs CuPy: pip install 'fsdpx[cuda12]' or 'fsdpx[cuda13]', whichever the driver supports"
+        ) from error
+    return cupy

@@ -7,8 +7,8 @@ from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.local import LocalCommunicator, single
 from fsdpx.comm.mesh import Axes, Coordinates, Mesh, alone, connect
-from fsdpx.comm.threads import spawn
 from fsdpx.comm.opening import BACKENDS, adopt, world
+from fsdpx.comm.threads import spawn
 
 __all__ = [
     "BACKENDS",

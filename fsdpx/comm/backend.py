@@ -1,4 +1,4 @@
-"""What every backend shares: arguments are checked, width one stays local, and the rest is moved by the backend."""
+"""What every backend shares: arguments are checked, width one stays local, the rest is the backend's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ ALGORITHMS = ("library", "ring")
 
 
 class Backend(ABC):
-    """A `Communicator` whose subclass only moves bytes: arguments of `_verbs` are valid and there are at least two ranks."""
+    """A `Communicator` whose subclass only moves bytes.
+
+    The arguments of its `_verbs` are valid, and there are at least two ranks.
+    """
 
     def __init__(self, rank: int, size: int, progress: Progress) -> None:
         self.rank = rank
@@ -26,7 +29,7 @@ class Backend(ABC):
         self._progress = progress
         self._internal = 0
 
-    # -- what a backend adds ---------------------------------------------------------------------------------------
+    # -- what a backend adds -------------------------------------------------------------------
 
     @abstractmethod
     def _all_gather(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle: ...
@@ -44,10 +47,14 @@ class Backend(ABC):
     def _reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, what: str) -> Handle: ...
 
     @abstractmethod
-    def _gather(self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str) -> Handle: ...
+    def _gather(
+        self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str
+    ) -> Handle: ...
 
     @abstractmethod
-    def _scatter(self, send: Array | None, recv: Array, root: int, cut: Pieces | None, what: str) -> Handle: ...
+    def _scatter(
+        self, send: Array | None, recv: Array, root: int, cut: Pieces | None, what: str
+    ) -> Handle: ...
 
     @abstractmethod
     def _all_to_all(self, send: Array, recv: Array, sent: Pieces, received: Pieces, what: str) -> Handle: ...
@@ -73,12 +80,12 @@ class Backend(ABC):
     @abstractmethod
     def abort(self, code: int = 1) -> None: ...
 
-    # -- the protocol ----------------------------------------------------------------------------------------------
+    # -- the protocol --------------------------------------------------------------------------
 
     def all_gather(
         self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        cut = self._cut("all_gather", what, "recv", recv, "send", send, counts)
+        cut = checks.cut("all_gather", self, what, "recv", recv, "send", send, counts)
         if self.size == 1:
             return _copy(send, recv)
         return self._all_gather(send, recv, cut, what)
@@ -92,7 +99,7 @@ class Backend(ABC):
         *,
         what: str = "",
     ) -> Handle:
-        cut = self._cut("reduce_scatter", what, "send", send, "recv", recv, counts)
+        cut = checks.cut("reduce_scatter", self, what, "send", send, "recv", recv, counts)
         op = checks.operation("reduce_scatter", self.rank, what, op, send.dtype)
         if self.size == 1:
             return _copy(send, recv)
@@ -119,15 +126,13 @@ class Backend(ABC):
         checks.peer("broadcast", self.rank, self.size, what, "root", root)
         return DONE if self.size == 1 else self._broadcast(buf, root, what)
 
-    def reduce(
-        self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = ""
-    ) -> Handle:
+    def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
         verb, rank = "reduce", self.rank
         checks.flat(verb, rank, what, "send", send)
         op = checks.operation(verb, rank, what, op, send.dtype)
         checks.peer(verb, rank, self.size, what, "root", root)
         if rank == root:
-            recv = self._at_root(verb, what, "recv", recv)
+            recv = checks.at_root(verb, rank, what, "recv", recv)
             checks.same_dtype(verb, rank, what, send, recv)
             checks.piece(verb, rank, what, "recv", recv, send.size)
         if self.size == 1:
@@ -135,17 +140,29 @@ class Backend(ABC):
         return self._reduce(send, recv, op, root, what)
 
     def gather(
-        self, send: Array, recv: Array | None, root: int, counts: Sequence[int] | None = None, *, what: str = ""
+        self,
+        send: Array,
+        recv: Array | None,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        what: str = "",
     ) -> Handle:
-        cut = self._rooted("gather", what, "recv", recv, "send", send, root, counts)
+        cut = checks.rooted("gather", self, what, "recv", recv, "send", send, root, counts)
         if self.size == 1:
             return _copy(send, recv)
         return self._gather(send, recv, root, cut, what)
 
     def scatter(
-        self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
+        self,
+        send: Array | None,
+        recv: Array,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        what: str = "",
     ) -> Handle:
-        cut = self._rooted("scatter", what, "send", send, "recv", recv, root, counts)
+        cut = checks.rooted("scatter", self, what, "send", send, "recv", recv, root, counts)
         if self.size == 1:
             return _copy(send, recv)
         return self._scatter(send, recv, root, cut, what)
@@ -163,10 +180,10 @@ class Backend(ABC):
         checks.flat(verb, rank, what, "send", send)
         checks.flat(verb, rank, what, "recv", recv)
         checks.same_dtype(verb, rank, what, send, recv)
-        sent = checks.whole(verb, rank, size, what, "send", send, send_counts)
-        received = checks.whole(verb, rank, size, what, "recv", recv, recv_counts)
+        sent = checks.pieces_of(verb, rank, size, what, "send", send, send_counts)
+        received = checks.pieces_of(verb, rank, size, what, "recv", recv, recv_counts)
         if sent.counts[rank] != received.counts[rank]:
-            message = f"it sends {sent.counts[rank]} elements to itself, but receives {received.counts[rank]} from itself"
+            message = f"it sends {sent.counts[rank]} elements to itself, but receives {received.counts[rank]}"
             checks.complain(ShapeError, verb, rank, what, message)
         if size == 1:
             return _copy(send, recv)
@@ -188,57 +205,21 @@ class Backend(ABC):
         return DONE if self.size == 1 else self._barrier(what)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        self._check_group(ranks)
+        checks.group(self, ranks)
         group = self.split(min(ranks), list(ranks).index(self.rank))
         assert group is not None
         return group
 
-    # -- shared by the verbs ---------------------------------------------------------------------------------------
-
-    def _cut(
-        self, verb: str, what: str, full: str, whole: Array, own: str, part: Array, counts: Sequence[int] | None
-    ) -> Pieces:
-        rank = self.rank
-        checks.flat(verb, rank, what, own, part)
-        checks.flat(verb, rank, what, full, whole)
-        checks.same_dtype(verb, rank, what, part, whole)
-        cut = checks.whole(verb, rank, self.size, what, full, whole, counts)
-        checks.piece(verb, rank, what, own, part, cut.counts[rank])
-        return cut
-
-    def _rooted(
-        self, verb: str, what: str, full: str, whole: Array | None, own: str, part: Array, root: int,
-        counts: Sequence[int] | None,
-    ) -> Pieces | None:  # fmt: skip
-        checks.peer(verb, self.rank, self.size, what, "root", root)
-        if self.rank == root:
-            return self._cut(verb, what, full, self._at_root(verb, what, full, whole), own, part, counts)
-        checks.flat(verb, self.rank, what, own, part)
-        if counts is not None:
-            if len(counts) != self.size:
-                message = f"{len(counts)} counts for {self.size} ranks"
-                checks.complain(ShapeError, verb, self.rank, what, message)
-            checks.piece(verb, self.rank, what, own, part, counts[self.rank])
-        return None
-
-    def _at_root(self, verb: str, what: str, name: str, array: Array | None) -> Array:
-        if array is None:
-            checks.complain(ShapeError, verb, self.rank, what, f"this rank is root and needs an array for {name}")
-        checks.flat(verb, self.rank, what, name, array)
-        return array
-
-    def _check_group(self, ranks: Sequence[int]) -> None:
-        for other in ranks:
-            checks.peer("subgroup", self.rank, self.size, "", "ranks", other)
-        if self.rank not in ranks or len(set(ranks)) != len(ranks):
-            message = f"ranks={list(ranks)} must name this rank, and no rank twice"
-            checks.complain(ConfigError, "subgroup", self.rank, "", message)
+    # -- shared by the verbs -------------------------------------------------------------------
 
     def _ring(self, buf: Array, op: ReduceOp, what: str) -> Handle:
-        return Steps(ring.steps(self._send, self._recv, self.rank, self.size, buf, op, self._tag(), what), self._progress)
+        return Steps(
+            ring.steps(self._send, self._recv, self.rank, self.size, buf, op, self._tag(), what),
+            self._progress,
+        )
 
     def _tag(self) -> int:
-        """A tag of the library's own: the same on every rank, because all issue the same collectives in the same order."""
+        """A tag of the library's own; the same on every rank, as all issue the same collectives in order."""
         self._internal = (self._internal + 1) % (32767 - checks.TAGS)
         return checks.TAGS + self._internal
 

@@ -105,15 +105,16 @@ DONE = Done()
 class Communicator(Protocol):
     """An ordered group of ranks that move flat arrays between them.
 
-    Every verb is issued at once, returns a `Handle` and allocates nothing but the scratch it states. All ranks of the
-    communicator issue the same collectives in the same order, with the same dtype and element counts. Arrays are
-    one-dimensional and contiguous, of float64/32/16, bfloat16, int32/64, uint8/64 or bool. `what` names the action and the
-    tensor in errors. `counts` say how many elements belong to each rank; the default is the balanced cut of `split_evenly`.
+    Every verb is issued at once, returns a `Handle` and allocates nothing but the scratch it states. All
+    ranks of the communicator issue the same collectives in the same order, with the same dtype and element
+    counts. Arrays are one-dimensional and contiguous, of float64/32/16, bfloat16, int32/64, uint8/64 or bool.
+    `what` names the action and the tensor in errors. Arrays that only `root` needs are None elsewhere.
+    `counts` say how many elements belong to each rank; the default is the balanced cut of `split_evenly`.
     float16 and bfloat16 are added in float32 in rank order and rounded once.
 
-    A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent.
-    Bytes given below are those that one rank sends (or receives) with an optimal algorithm, n = bytes of the full array,
-    N = `size` (Patarasu and Yuan 2009; Chan et al. 2007).
+    A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent. Bytes
+    given below are those that one rank sends (or receives) with an optimal algorithm, n = bytes of the full
+    array, N = `size` (Patarasu and Yuan 2009; Chan et al. 2007).
     """
 
     @property
@@ -152,8 +153,8 @@ class Communicator(Protocol):
     ) -> Handle:
         """Reduce `buf` over the ranks into every rank's `buf`: 2n(N-1)/N bytes.
 
-        `algorithm` is "library" (the backend's own) or "ring" (`fsdpx.comm.ring`; scratch n/N; not for 16-bit arrays).
-        Scratch: n for 16-bit arrays.
+        `algorithm` is "library" (the backend's own) or "ring" (`fsdpx.comm.ring`; scratch n/N; not for 16-bit
+        arrays). Scratch: n for 16-bit arrays.
         """
         ...
 
@@ -161,22 +162,32 @@ class Communicator(Protocol):
         """Copy `buf` of rank `root` into `buf` of all others: n bytes."""
         ...
 
-    def reduce(
-        self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = ""
-    ) -> Handle:
-        """Reduce `send` over the ranks into `recv` of rank `root` (None elsewhere; may be `send` itself): n bytes."""
+    def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
+        """Reduce `send` over the ranks into `recv` of `root`, which may be `send` itself: n bytes."""
         ...
 
     def gather(
-        self, send: Array, recv: Array | None, root: int, counts: Sequence[int] | None = None, *, what: str = ""
+        self,
+        send: Array,
+        recv: Array | None,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        what: str = "",
     ) -> Handle:
-        """Put every rank's `send` into `recv` of rank `root` (None elsewhere): n(N-1)/N at root, own piece elsewhere."""
+        """Put every rank's `send` into `recv` of `root`: n(N-1)/N bytes there, n/N elsewhere."""
         ...
 
     def scatter(
-        self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
+        self,
+        send: Array | None,
+        recv: Array,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        what: str = "",
     ) -> Handle:
-        """Cut `send` of rank `root` (None elsewhere) into every rank's `recv`: n(N-1)/N at root, own piece elsewhere."""
+        """Cut `send` of `root` into every rank's `recv`: n(N-1)/N bytes there, n/N elsewhere."""
         ...
 
     def all_to_all(
@@ -192,7 +203,7 @@ class Communicator(Protocol):
         ...
 
     def send(self, buf: Array, dest: int, tag: int = 0, *, what: str = "") -> Handle:
-        """Send `buf` to rank `dest`; messages of one (source, dest, tag) arrive in order. 0 <= tag < 16384."""
+        """Send `buf` to `dest`; messages of one (source, dest, tag) arrive in order. 0 <= tag < 16384."""
         ...
 
     def recv(self, buf: Array, source: int, tag: int = 0, *, what: str = "") -> Handle:
@@ -204,11 +215,11 @@ class Communicator(Protocol):
         ...
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """The communicator of the ranks with the same `color`, ordered by (key, rank); None for color None. Blocking."""
+        """The communicator of one `color`, ordered by (key, rank); None for color None. Blocking."""
         ...
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """The communicator of `ranks`, in that order. All ranks call it, each with its own group. Blocking."""
+        """The communicator of `ranks`, in that order. All call it, each with its own group. Blocking."""
         ...
 
     def all_gather_object(self, obj: Any) -> list[Any]:

@@ -35,7 +35,9 @@ class Counters:
 
     def of(self, axis: str | None = None, verb: str | None = None) -> Count:
         """The sum over what matches; None matches everything."""
-        found = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
+        found = [
+            count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])
+        ]
         return Count(sum(count.calls for count in found), sum(count.bytes for count in found))
 
     def copy(self) -> Counters:
@@ -64,9 +66,10 @@ class Counters:
 class Counted:
     """A communicator that notes each call under its axis and passes it on. One rank alone counts nothing.
 
-    Bytes are those of an optimal algorithm, so that they do not depend on the backend: n = bytes of the full array, own = this
-    rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own) of the balanced cut. broadcast, reduce: n.
-    gather, scatter: n - own at root, own elsewhere. all_to_all: what goes to others. send, recv: n. barrier: 0.
+    Bytes are those of an optimal algorithm, so that they do not depend on the backend: n = bytes of the full
+    array, own = this rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own) of the
+    balanced cut. broadcast, reduce: n. gather, scatter: n - own at root, own elsewhere. all_to_all: what goes
+    to others. send, recv: n. barrier: 0.
     """
 
     def __init__(self, comm: Communicator, axis: str, counters: Counters) -> None:
@@ -104,19 +107,29 @@ class Counted:
     def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
         return self._note(self.comm.broadcast(buf, root, what=what), "broadcast", _nbytes(buf))
 
-    def reduce(
-        self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = ""
-    ) -> Handle:
+    def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
         return self._note(self.comm.reduce(send, recv, op, root, what=what), "reduce", _nbytes(send))
 
     def gather(
-        self, send: Array, recv: Array | None, root: int, counts: Sequence[int] | None = None, *, what: str = ""
+        self,
+        send: Array,
+        recv: Array | None,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        what: str = "",
     ) -> Handle:
         handle = self.comm.gather(send, recv, root, counts, what=what)
         return self._note(handle, "gather", self._rooted(root, recv, send))
 
     def scatter(
-        self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
+        self,
+        send: Array | None,
+        recv: Array,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        what: str = "",
     ) -> Handle:
         handle = self.comm.scatter(send, recv, root, counts, what=what)
         return self._note(handle, "scatter", self._rooted(root, send, recv))

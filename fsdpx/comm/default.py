@@ -1,4 +1,4 @@
-"""The default communicator of the functional API: one per process, and its own for every rank inside `spawn`."""
+"""The default communicator of the functional API: one per process, its own for every rank of `spawn`."""
 
 from __future__ import annotations
 

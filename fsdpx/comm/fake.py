@@ -1,4 +1,4 @@
-"""Any rank of any size, alone in one process: moves nothing, so that a program can be counted without the machine for it."""
+"""Any rank of any size, alone in one process: moves nothing, so a program can be counted anywhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FakeCommunicator"]
 
 
 class FakeCommunicator(Backend):
-    """Rank `rank` of `size` ranks that do not exist. Arguments are checked as everywhere; arrays keep what they hold."""
+    """Rank `rank` of `size` ranks that do not exist. Arguments are checked; arrays keep what they hold."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         if not 0 <= rank < size:
@@ -62,7 +62,7 @@ class FakeCommunicator(Backend):
         return DONE
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """None for color None; else ConfigError for more than one rank, because the colors of the others are unknown."""
+        """None for color None; ConfigError for more than one rank: the colors of the others are unknown."""
         if color is None:
             return None
         if self.size > 1:
@@ -71,7 +71,7 @@ class FakeCommunicator(Backend):
         return FakeCommunicator(0, 1)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        self._check_group(ranks)
+        checks.group(self, ranks)
         return FakeCommunicator(list(ranks).index(self.rank), len(ranks))
 
     def all_gather_object(self, obj: Any) -> list[Any]:

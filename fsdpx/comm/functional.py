@@ -1,4 +1,4 @@
-"""The functional API: collectives on arrays of any shape, over the default communicator of this process or thread rank.
+"""The functional API: collectives on arrays of any shape, over the default communicator.
 
 Results are new arrays; the arguments stay as they are, unless `out` is one of them.
 """
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class Future:
-    """The result of a call with `async_op=True`: `wait()` returns the array, `test()` says whether it is there."""
+    """What `async_op=True` returns: `wait()` returns the array, `test()` says whether it is there."""
 
     __slots__ = ("_handle", "_result")
 
@@ -95,7 +95,7 @@ def is_initialized() -> bool:
 
 
 def finalize() -> None:
-    """Close the default communicator of this process, if `init` made it; MPI itself ends with Python. Collective."""
+    """Close the default communicator of this process, if `init` made it. Collective."""
     opened = defaults.current()
     if opened is not None and not opened.of_thread:
         defaults.put(None)
@@ -132,7 +132,9 @@ def barrier() -> None:
 
 
 @overload
-def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Literal[False] = ...) -> Array: ...
+def all_reduce(
+    x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Literal[False] = ...
+) -> Array: ...
 @overload
 def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., *, async_op: Literal[True]) -> Future: ...
 def all_reduce(
@@ -159,7 +161,7 @@ def all_gather(x: Any) -> Array:
 
 
 def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
-    """`x` reduced over all ranks and cut along its first dimension: this rank's rows, floor(n r/N) to floor(n (r+1)/N)."""
+    """`x` reduced over all ranks, cut along dim 0: this rank's rows, floor(n r/N) to floor(n (r+1)/N)."""
     x, comm = _array(x), default()
     rows, cut = _rows("reduce_scatter", x, comm.size)
     out = _empty(x, (rows.counts[comm.rank], *x.shape[1:]))
@@ -206,10 +208,12 @@ def scatter(x: Any = None, root: int = 0) -> Array:
 
 
 def all_to_all(x: Any) -> Array:
-    """Row block r of `x` goes to rank r, and row block r of the result came from rank r; dim 0 is a multiple of N."""
+    """Row block r of `x` goes to rank r; row block r of the result came from there. N divides dim 0."""
     x, comm = _array(x), default()
     if x.ndim == 0 or x.shape[0] % comm.size:
-        raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
+        raise ShapeError(
+            f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks"
+        )
     out = _empty(x, x.shape)
     comm.all_to_all(_flattened(x), out.reshape(-1)).wait()
     return out

@@ -22,13 +22,16 @@ _TAG = 7
 class Guarded:
     """Exchanges a fingerprint of each collective on a channel of its own, then passes the call on.
 
-    A fingerprint is the verb, `what`, the dtype, the element count, the operation and the root, as far as every rank knows
-    them. If fingerprints differ, every rank raises DesyncError with what each rank called. If a rank does not arrive within
-    `timeout` seconds, the others raise DesyncError with its number. Sends and receives pass as they are.
-    The exchange blocks: calls that overlap otherwise are one after the other here. 256 bytes to each peer and call.
+    A fingerprint is the verb, `what`, the dtype, the element count, the operation and the root, as far as
+    every rank knows them. If fingerprints differ, every rank raises DesyncError with what each rank called.
+    If a rank does not arrive within `timeout` seconds, the others raise DesyncError with its number. Sends
+    and receives pass as they are. The exchange blocks: calls that overlap otherwise are one after the other
+    here. 256 bytes to each peer and call.
     """
 
-    def __init__(self, comm: Communicator, timeout: float = 10.0, channel: Communicator | None = None) -> None:
+    def __init__(
+        self, comm: Communicator, timeout: float = 10.0, channel: Communicator | None = None
+    ) -> None:
         self.comm, self.timeout = comm, timeout
         self.rank, self.size = comm.rank, comm.size
         self._channel = channel or comm.subgroup(range(comm.size))
@@ -65,20 +68,30 @@ class Guarded:
         self._agree("broadcast", what, buf, root=root)
         return self.comm.broadcast(buf, root, what=what)
 
-    def reduce(
-        self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = ""
-    ) -> Handle:
+    def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
         self._agree("reduce", what, send, op=ReduceOp.of(op).name, root=root)
         return self.comm.reduce(send, recv, op, root, what=what)
 
     def gather(
-        self, send: Array, recv: Array | None, root: int, counts: Sequence[int] | None = None, *, what: str = ""
+        self,
+        send: Array,
+        recv: Array | None,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        what: str = "",
     ) -> Handle:
         self._agree("gather", what, None, dtype=send.dtype, root=root)
         return self.comm.gather(send, recv, root, counts, what=what)
 
     def scatter(
-        self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
+        self,
+        send: Array | None,
+        recv: Array,
+        root: int,
+        counts: Sequence[int] | None = None,
+        *,
+        what: str = "",
     ) -> Handle:
         self._agree("scatter", what, None, dtype=recv.dtype, root=root)
         return self.comm.scatter(send, recv, root, counts, what=what)
@@ -131,7 +144,11 @@ class Guarded:
             return
         if array is not None:
             terms = {"dtype": array.dtype, "elements": array.size} | terms
-        call = verb + (f" of {what}" if what else "") + "".join(f", {key} {value}" for key, value in terms.items())
+        call = (
+            verb
+            + (f" of {what}" if what else "")
+            + "".join(f", {key} {value}" for key, value in terms.items())
+        )
         calls = self._exchange(call)
         if any(other != calls[0] for other in calls):
             raise DesyncError(f"ranks called different collectives (call {self._calls}): {_grouped(calls)}")
@@ -154,8 +171,8 @@ class Guarded:
         if not spin(all_here, Progress(), self.timeout):
             here = [rank for rank in range(self.size) if rank not in recvs]
             raise DesyncError(
-                f"waited {self.timeout:g} s: ranks {sorted(recvs)} did not arrive at {call} (call {self._calls}), "
-                f"which ranks {here} called: they failed, ended or wait elsewhere"
+                f"waited {self.timeout:g} s: ranks {sorted(recvs)} did not arrive at {call} "
+                f"(call {self._calls}), which ranks {here} called: they failed, ended or wait elsewhere"
             )
         for handle in sends:
             handle.wait()
@@ -170,7 +187,11 @@ def _encode(call: str) -> np.ndarray:
     """`call` in a fixed number of bytes; a long one keeps its start, and a sum of the rest."""
     data = call.encode()
     if len(data) > _WIDTH:
-        data = data[: _WIDTH - _ENDINGS - 3] + b"..." + blake2b(data, digest_size=_ENDINGS // 2).hexdigest().encode()
+        data = (
+            data[: _WIDTH - _ENDINGS - 3]
+            + b"..."
+            + blake2b(data, digest_size=_ENDINGS // 2).hexdigest().encode()
+        )
     text = np.zeros(_WIDTH, np.uint8)
     text[: len(data)] = np.frombuffer(data, np.uint8)
     return text
@@ -180,4 +201,7 @@ def _grouped(calls: list[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(rank)
-    return "; ".join(f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who))}: {call}" for call, who in ranks.items())
+    return "; ".join(
+        f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who))}: {call}"
+        for call, who in ranks.items()
+    )

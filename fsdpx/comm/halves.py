@@ -1,4 +1,4 @@
-"""16-bit floats: moved as 16 bits, added in float32 in rank order by the rank that owns the piece, rounded once."""
+"""16-bit floats: moved as 16 bits, added in float32 in rank order by the owner of a piece, rounded once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdpx.comm.reduction import reduce_in_order
 __all__ = ["all_reduce", "reduce", "reduce_scatter"]
 
 Exchange = Callable[[Sequence[tuple[int, Array]], Sequence[tuple[int, Array]]], Handle]
-"""Sends (rank, array) pairs and receives into (rank, array) pairs; all phases of one call are told apart by it."""
+"""Sends (rank, array) pairs and receives into (rank, array) pairs, all for one call."""
 
 
 def reduce_scatter(
@@ -40,7 +40,7 @@ def all_reduce(exchange: Exchange, rank: int, size: int, buf: Array, op: ReduceO
 def reduce(
     exchange: Exchange, rank: int, size: int, send: Array, recv: Array | None, op: ReduceOp, root: int
 ) -> Iterator[Handle]:
-    """A reduce-scatter and a gather of the sums at `root`: 2n(N-1)/N bytes there, n elsewhere; scratch n + n/N."""
+    """A reduce-scatter and a gather at `root`: 2n(N-1)/N bytes there, n elsewhere; scratch n + n/N."""
     cut = even_pieces(send.size, size)
     own = np.empty(cut.counts[rank], send.dtype)
     yield from reduce_scatter(exchange, rank, send, own, op, cut)

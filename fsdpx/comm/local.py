@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: the reference backend, and `spawn`, which runs a function on such ranks."""
+"""Ranks as threads of this process: the reference backend."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp
-from fsdpx.comm.rendezvous import Message, Operation, Transfer, World
 from fsdpx.comm.reduction import reduce_in_order
+from fsdpx.comm.rendezvous import Message, Operation, Transfer, World
 from fsdpx.comm.steps import Progress
 from fsdpx.errors import Aborted, DesyncError
 
@@ -19,7 +19,7 @@ __all__ = ["LocalCommunicator", "single"]
 
 
 class Group:
-    """The shared side of one communicator of thread ranks: operations not yet complete, messages not yet met."""
+    """The shared side of one communicator: operations not yet complete, messages not yet met."""
 
     def __init__(self, world: World, members: Sequence[int]) -> None:
         self.world = world
@@ -30,10 +30,12 @@ class Group:
 
 
 class LocalCommunicator(Backend):
-    """One thread rank's side of a group. A collective completes when the last rank arrives; that rank moves the data of all.
+    """One thread rank's side of a group.
 
-    Reductions are in rank order. A send completes when its receive is there: what needs buffering in between is found out here.
-    `delays` sleeps a random time of up to 2 ms before each call, to try other orders of arrival.
+    A collective completes when the last rank arrives; that rank moves the data of all.
+    Reductions are in rank order. A send completes when its receive is there: what needs buffering in between
+    is found out here. `delays` sleeps a random time of up to 2 ms before each call, to try other orders of
+    arrival.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class LocalCommunicator(Backend):
 
     def _reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
         def move(given: list[Any]) -> None:
-            results = [part.copy() for _, part in given]  # recv may be the start of send: write when all is read
+            results = [
+                part.copy() for _, part in given
+            ]  # recv may be the start of send: write when all is read
             for rank, result in enumerate(results):
                 reduce_in_order([cut.part(whole, rank) for whole, _ in given], op, result)
             for (_, part), result in zip(given, results, strict=True):
@@ -229,5 +233,5 @@ def _copy_unless_same(target: Array, source: Array) -> None:
 def _same_size(verb: str, what: str, source: int, part: Array, dest: int, count: int) -> None:
     if part.size != count:
         raise DesyncError(
-            f"{verb}{_of(what)}: rank {source} has a piece of {part.size} elements, but rank {dest} counts {count}"
+            f"{verb}{_of(what)}: rank {source} has a piece of {part.size}, rank {dest} counts {count}"
         )

@@ -1,4 +1,4 @@
-"""The mesh: which rank stands where on the axes pipe, replica, shard and tensor, and whom it speaks with along each."""
+"""The mesh: which rank stands where on pipe, replica, shard and tensor, and whom it speaks with."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis, width in zip(AXES, self._widths(), strict=True):
             if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
-                raise MeshError(f"mesh axis {axis}={width!r} must be an integer of at least 1, or None to fill the world")
+                raise MeshError(
+                    f"mesh axis {axis}={width!r} must be an integer of at least 1, or None to fill the world"
+                )
         if self._widths().count(None) > 1:
             raise MeshError(f"{self}: only one axis can fill the world, give numbers for the others")
 
@@ -130,10 +132,11 @@ class Axes:
 
 
 def connect(mesh: Mesh, comm: Communicator, counters: Counters | None = None, check: bool = False) -> Axes:
-    """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective; every distinct group is made once.
+    """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective.
 
-    Calls are counted in `counters` by axis name. With `check`, every collective is preceded by an exchange of fingerprints.
-    An axis of width 1 is a communicator of one rank and no MPI communicator at all.
+    Every distinct group is made once. Calls are counted in `counters` by axis name. With `check`, every
+    collective is preceded by an exchange of fingerprints. An axis of width 1 is a communicator of one rank
+    and no MPI communicator at all.
     """
     mesh = mesh.resolve(comm.size)
     counters = Counters() if counters is None else counters

@@ -1,13 +1,13 @@
-"""Ranks as MPI processes, through mpi4py: nonblocking collectives, waits that can end, 16 bits moved as 16 bits."""
+"""Ranks as MPI processes, through mpi4py: nonblocking collectives, and waits that can end."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -17,9 +17,9 @@ from fsdpx.comm.backend import Backend
 from fsdpx.comm.checks import overlay
 from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp, pieces
 from fsdpx.comm.reduction import is_half
+from fsdpx.comm.requests import Requests, mpi_op, wire
 from fsdpx.comm.staging import staged
-from fsdpx.comm.steps import Finish, Progress, Steps, spin
-from fsdpx.errors import CommError, CommTimeout
+from fsdpx.comm.steps import Finish, Progress, Steps
 
 __all__ = ["LIMIT", "TIMEOUT", "MpiCommunicator"]
 
@@ -28,51 +28,19 @@ LIMIT = 2**31 - 1
 TIMEOUT = 1800.0
 """Seconds a wait lasts before it raises CommTimeout."""
 
-_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.AVG: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
-_OPS[ReduceOp.PROD] = MPI.PROD
-_BOOL_OPS = {ReduceOp.SUM: MPI.LOR, ReduceOp.MAX: MPI.LOR, ReduceOp.PROD: MPI.LAND, ReduceOp.MIN: MPI.LAND}
-_BOOL = np.dtype(bool)
-
-
-class Requests:
-    """The handle of MPI requests that belong to one call."""
-
-    __slots__ = ("_comm", "_requests", "_test", "_verb", "_what")
-
-    def __init__(self, comm: MpiCommunicator, verb: str, what: str, requests: list[MPI.Request]) -> None:
-        self._comm, self._verb, self._what = comm, verb, what
-        self._requests = requests
-        self._test: Callable[[], bool] = (
-            requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
-        )
-
-    def test(self) -> bool:
-        try:
-            return self._test()
-        except MPI.Exception as error:
-            raise CommError(f"{self}: {error}") from error
-
-    def wait(self) -> None:
-        if self.test():
-            return
-        comm = self._comm
-        if not spin(self.test, comm._progress, comm.timeout):
-            raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
-
-    def __str__(self) -> str:
-        what = f" of {self._what}" if self._what else ""
-        return f"{self._verb}{what} on rank {self._comm.rank} of {self._comm.size}"
-
 
 class MpiCommunicator(Backend):
     """An MPI communicator, duplicated: messages of the solver that owns the original never meet ours.
 
-    timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into several.
-    A transfer makes progress while some handle of the process is tested or waited for; one thread at a time may do that.
-    Arrays on a GPU are copied to the host and back; the handle is complete when the copy back is issued.
+    timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are
+    cut into several. A transfer makes progress while some handle of the process is tested or waited for; one
+    thread at a time may do that. Arrays on a GPU are copied to the host and back; the handle is complete when
+    the copy back is issued.
     """
 
-    def __init__(self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT
+    ) -> None:
         self._start((MPI.COMM_WORLD if comm is None else comm).Dup(), timeout, limit, Progress())
 
     def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
@@ -88,15 +56,17 @@ class MpiCommunicator(Backend):
 
     @staged(reads=(0,), writes=(1,))
     def _all_gather(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
-        wire, target = _wire(send), _wire(recv)
+        source, target = wire(send), wire(recv)
         own = cut.part(target, self.rank)
-        in_place = overlay(wire, own)
+        in_place = overlay(source, own)
         if target.size > self.limit:
             if not in_place:
-                own[...] = wire
+                own[...] = source
             parts = [(root, cut.part(target, root)) for root in range(self.size)]
-            return self._issue("all_gather", what, [self._comm.Ibcast(c, r) for r, p in parts for c in self._chunks(p)])
-        source = MPI.IN_PLACE if in_place else wire
+            return self._issue(
+                "all_gather", what, [self._comm.Ibcast(c, r) for r, p in parts for c in self._chunks(p)]
+            )
+        source = MPI.IN_PLACE if in_place else source
         if cut.even:
             request = self._comm.Iallgather(source, target)
         else:
@@ -114,14 +84,14 @@ class MpiCommunicator(Backend):
             in_place = overlay(send, recv)
             source, target = (MPI.IN_PLACE, send) if in_place else (send, recv)
             if cut.even:
-                request = self._comm.Ireduce_scatter_block(source, target, _op(op, send.dtype))
+                request = self._comm.Ireduce_scatter_block(source, target, mpi_op(op, send.dtype))
             else:
-                request = self._comm.Ireduce_scatter(source, target, cut.counts, _op(op, send.dtype))
+                request = self._comm.Ireduce_scatter(source, target, cut.counts, mpi_op(op, send.dtype))
             handle = self._issue("reduce_scatter", what, [request])
         return self._averaged(handle, recv, op)
 
     def _long_reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
-        """A reduce to each owner; in place the own piece is reduced where it lies, as others still read the start."""
+        """A reduce to each owner; in place, the own piece is reduced where it lies: others read the start."""
         own, handles = cut.part(send, self.rank), []
         target = own if overlay(send, recv) else recv
         for root in range(self.size):
@@ -134,13 +104,13 @@ class MpiCommunicator(Backend):
         if is_half(buf.dtype):
             exchange = self._exchange("all_reduce", what)
             return self._steps(halves.all_reduce(exchange, self.rank, self.size, buf, op))
-        mpi_op = _op(op, buf.dtype)
-        requests = [self._comm.Iallreduce(MPI.IN_PLACE, chunk, mpi_op) for chunk in self._chunks(buf)]
+        kind = mpi_op(op, buf.dtype)
+        requests = [self._comm.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._chunks(buf)]
         return self._averaged(self._issue("all_reduce", what, requests), buf, op)
 
     @staged(reads=(0,), writes=(0,))
     def _broadcast(self, buf: Array, root: int, what: str) -> Handle:
-        requests = [self._comm.Ibcast(chunk, root) for chunk in self._chunks(_wire(buf))]
+        requests = [self._comm.Ibcast(chunk, root) for chunk in self._chunks(wire(buf))]
         return self._issue("broadcast", what, requests)
 
     @staged(reads=(0,), writes=(1,))
@@ -148,18 +118,20 @@ class MpiCommunicator(Backend):
         if is_half(send.dtype):
             exchange = self._exchange("reduce", what)
             return self._steps(halves.reduce(exchange, self.rank, self.size, send, recv, op, root))
-        handle = self._issue("reduce", what, self._reduces(send, recv if self.rank == root else None, op, root))
+        handle = self._issue(
+            "reduce", what, self._reduces(send, recv if self.rank == root else None, op, root)
+        )
         return self._averaged(handle, recv, op) if self.rank == root else handle
 
     def _reduces(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
-        mpi_op = _op(op, send.dtype)
+        kind = mpi_op(op, send.dtype)
         if recv is None:
-            return [self._comm.Ireduce(chunk, None, mpi_op, root) for chunk in self._chunks(send)]
+            return [self._comm.Ireduce(chunk, None, kind, root) for chunk in self._chunks(send)]
         sources = self._chunks(send)
         if overlay(send, recv):
             sources = [MPI.IN_PLACE] * len(sources)
         pairs = zip(sources, self._chunks(recv), strict=True)
-        return [self._comm.Ireduce(source, chunk, mpi_op, root) for source, chunk in pairs]
+        return [self._comm.Ireduce(source, chunk, kind, root) for source, chunk in pairs]
 
     @staged(reads=(0,), writes=(1,))
     def _gather(self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str) -> Handle:
@@ -194,22 +166,20 @@ class MpiCommunicator(Backend):
 
     @staged(reads=(0,))
     def _send(self, buf: Array, dest: int, tag: int, what: str) -> Handle:
-        return self._issue("send", what, [self._comm.Isend(c, dest, tag) for c in self._chunks(_wire(buf))])
+        return self._issue("send", what, [self._comm.Isend(c, dest, tag) for c in self._chunks(wire(buf))])
 
     @staged(writes=(0,))
     def _recv(self, buf: Array, source: int, tag: int, what: str) -> Handle:
-        return self._issue("recv", what, [self._comm.Irecv(c, source, tag) for c in self._chunks(_wire(buf))])
+        return self._issue("recv", what, [self._comm.Irecv(c, source, tag) for c in self._chunks(wire(buf))])
 
     def _exchange(self, verb: str, what: str) -> halves.Exchange:
         """Messages with the peers of one collective, under a tag of its own."""
         tag = self._tag()
 
-        def exchange(
-            outgoing: Sequence[tuple[int, Array]], incoming: Sequence[tuple[int, Array]]
-        ) -> Handle:
+        def exchange(outgoing: Sequence[tuple[int, Array]], incoming: Sequence[tuple[int, Array]]) -> Handle:
             comm, chunks = self._comm, self._chunks
-            requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(_wire(part))]
-            requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(_wire(part))]
+            requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(wire(part))]
+            requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(wire(part))]
             return self._issue(verb, what, requests)
 
         return exchange
@@ -236,11 +206,11 @@ class MpiCommunicator(Backend):
         if color is None:
             return None
         group = object.__new__(MpiCommunicator)
-        group._start(part, self.timeout, self.limit, self._progress)
+        group._start(cast(MPI.Intracomm, part), self.timeout, self.limit, self._progress)
         return group
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Pickled, in two all-gathers: sizes, then bytes; so that waiting for a missing rank ends here, too."""
+        """Pickled, in two all-gathers, sizes and bytes: so the wait for a missing rank ends here, too."""
         mine = np.frombuffer(pickle.dumps(obj), np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([mine.size]), sizes, what="sizes of objects").wait()
@@ -254,18 +224,14 @@ class MpiCommunicator(Backend):
             self._comm.Free()
 
     def abort(self, code: int = 1) -> None:
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
-            os._exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
+        if (
+            MPI.Query_thread() < MPI.THREAD_MULTIPLE
+            and threading.current_thread() is not threading.main_thread()
+        ):
+            os._exit(
+                code
+            )  # this thread may not call MPI; the launcher ends the job when a rank exits like this
         MPI.COMM_WORLD.Abort(code)
-
-
-def _wire(array: Array) -> Array:
-    """What MPI is given: it knows no bfloat16 and not every library knows float16, so those travel as uint16."""
-    return array.view(np.uint16) if is_half(array.dtype) else array
-
-
-def _op(op: ReduceOp, dtype: np.dtype) -> MPI.Op:
-    return _BOOL_OPS[op] if dtype == _BOOL else _OPS[op]
 
 
 def _copy(target: Array, source: Array) -> None:

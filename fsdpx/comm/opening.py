@@ -19,21 +19,25 @@ def world(
 ) -> Communicator:
     """The communicator of all ranks of this job.
 
-    backend: "mpi"; "local", one rank by itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing;
-    None: MPI if an MPI launcher started this process, else local. comm: an mpi4py communicator (duplicated) or a `Communicator`
-    (taken as it is) instead. With MPI, an uncaught exception from now on ends all ranks. LaunchError if MPI sees another number of
-    ranks than the launcher started.
+    backend: "mpi"; "local", one rank by itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size`
+    that moves nothing; None: MPI if an MPI launcher started this process, else local. comm: an mpi4py
+    communicator (duplicated) or a `Communicator` (taken as it is) instead. With MPI, an uncaught exception
+    from now on ends all ranks. LaunchError if MPI sees another number of ranks than the launcher started.
     """
     from fsdpx.launch import environment
 
     if comm is not None:
         return adopt(comm, backend)
     if backend not in (None, *BACKENDS):
-        raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out")
+        raise ConfigError(
+            f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out"
+        )
     if backend == "fake":
         return FakeCommunicator(rank or 0, 1 if size is None else size)
     if rank is not None or size is not None:
-        raise ConfigError(f"rank and size belong to backend='fake'; ranks of backend={backend!r} are those that were started")
+        raise ConfigError(
+            f"rank and size belong to backend='fake'; backend={backend!r} has the ranks that were started"
+        )
     settings = environment.read()
     if backend == "local" or (backend is None and settings.launcher is None):
         return single()
@@ -58,7 +62,8 @@ def _mpi(comm: Any, settings: Any) -> Communicator:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ConfigError(
-            f"no MPI library could be loaded ({error}): install one with pip install 'fsdpx[mpich]', or use backend='local'"
+            f"no MPI library could be loaded ({error}): "
+            "install one with pip install 'fsdpx[mpich]', or use backend='local'"
         ) from error
     from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator
     from fsdpx.launch import abort, environment

@@ -37,7 +37,9 @@ def kind_of(dtype: np.dtype) -> str:
     """ "float", "half", "integer" or "bool"; ConfigError for a dtype that communicators do not move."""
     kind = _KINDS.get(dtype.name)
     if kind is None or not dtype.isnative:
-        raise ConfigError(f"dtype {dtype.str} ({dtype.name}) cannot be communicated: use one of {', '.join(_KINDS)}")
+        raise ConfigError(
+            f"dtype {dtype.str} ({dtype.name}) cannot be communicated: use one of {', '.join(_KINDS)}"
+        )
     return kind
 
 
@@ -59,7 +61,7 @@ def objection(op: ReduceOp, dtype: np.dtype) -> str | None:
 
 
 def reduce_in_order(arrays: Sequence[Array], op: ReduceOp, out: Array) -> None:
-    """`out` = arrays[0] op arrays[1] op ..., in that order; 16-bit in float32, rounded once. `out` may be one of them."""
+    """`out` = arrays[0] op arrays[1] op ... in that order, 16-bit in float32. `out` may be one of them."""
     ufunc = combine(op)
     wide = np.dtype(np.float32) if is_half(out.dtype) else out.dtype
     with np.errstate(all="ignore"):

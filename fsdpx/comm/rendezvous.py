@@ -18,7 +18,7 @@ _POLL = 0.0005
 
 
 class World:
-    """All thread ranks of one `spawn`: they share one lock, and the first failure of any of them ends them all."""
+    """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all."""
 
     def __init__(self, timeout: float = 120.0, end: float = math.inf) -> None:
         self.condition = threading.Condition()
@@ -131,7 +131,7 @@ class Transfer:
                 if event.done:
                     return
                 world.check()
-                world.condition.wait(_POLL if self.progress.pending else 1.0)
+                world.condition.wait(_POLL if self.progress.pending else 0.2)
             if time.monotonic() > deadline and not event.done:
                 raise CommTimeout(f"not done after {world.timeout:g} s: {event}")
 

@@ -16,13 +16,19 @@ Transfer = Callable[[Array, int, int, str], Handle]
 
 
 def all_reduce(
-    comm: Communicator, buf: Array, op: ReduceOp = ReduceOp.SUM, *, tag: int = 0, what: str = "", progress: Progress | None = None
-) -> Handle:  # fmt: skip
+    comm: Communicator,
+    buf: Array,
+    op: ReduceOp = ReduceOp.SUM,
+    *,
+    tag: int = 0,
+    what: str = "",
+    progress: Progress | None = None,
+) -> Handle:
     """All-reduce `buf` in place with the sends and receives of any communicator.
 
-    Every element is combined once per rank around the ring and on one rank only, so all ranks end with the same bits.
-    `tag` must differ between rings that are under way at once. The handle takes its steps when it is tested or waited for, or
-    when `progress` is poked. Scratch: n/N.
+    Every element is combined once per rank around the ring and on one rank only, so all ranks end with the
+    same bits. `tag` must differ between rings that are under way at once. The handle takes its steps when it
+    is tested or waited for, or when `progress` is poked. Scratch: n/N.
     """
 
     def send(array: Array, dest: int, number: int, label: str) -> Handle:

@@ -1,4 +1,4 @@
-"""Arrays on a GPU go through the host: copied there before MPI sees them, and back when the transfer is complete."""
+"""Arrays on a GPU go through the host: copied there before MPI sees them, and back at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Primitive = Callable[..., Handle]
 def staged(reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> Callable[[Primitive], Primitive]:
     """Let a primitive that knows host arrays only take arrays of any device.
 
-    reads, writes: positions of the arrays it reads and writes. Host arrays pass as they are. Scratch: a host copy of each array.
+    reads, writes: positions of the arrays it reads and writes. Host arrays pass as they are. Scratch: a host
+    copy of each array.
     """
     touched = tuple(sorted({*reads, *writes}))
 

@@ -17,7 +17,7 @@ give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Progress:
-    """The unfinished `Steps` of one rank. Every wait pokes them, so that no peer waits for a step not taken."""
+    """The unfinished `Steps` of one rank. Every wait pokes them, so no peer waits for a step not taken."""
 
     __slots__ = ("pending",)
 
@@ -31,7 +31,7 @@ class Progress:
 
 
 class Steps:
-    """The handle of a generator that issues a transfer, yields its handle, and goes on when that is complete."""
+    """The handle of a generator that issues a transfer, yields its handle, and goes on after that."""
 
     __slots__ = ("_current", "_done", "_error", "_generator", "_progress")
 

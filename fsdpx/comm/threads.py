@@ -26,9 +26,10 @@ def spawn(
 ) -> list[Any]:
     """Run `fn(comm, *args)` on `size` thread ranks and return the list of results, by rank.
 
-    The first exception of any rank ends the others and is raised again here, with a note that names the rank. When a rank
-    is not done after `timeout` seconds, CommTimeout says where each one stands. `delays` is the seed of random sleeps of up to
-    2 ms before each communication, for tests. `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
+    The first exception of any rank ends the others and is raised again here, with a note that names the rank.
+    When a rank is not done after `timeout` seconds, CommTimeout says where each one stands. `delays` is the
+    seed of random sleeps of up to 2 ms before each communication, for tests. `fsdpx.all_reduce` and its kind
+    use the rank's own communicator inside `fn`.
     """
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")
@@ -47,7 +48,9 @@ def spawn(
             failures.append((rank, error))
             world.fail(error)
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     _join(threads, world, timeout)

@@ -60,7 +60,12 @@ class DataLoader:
             raise ConfigError(f"DataLoader(prefetch={prefetch!r}): a number of batches, 0 or more, is needed")
         if sampler is None:
             rank, size = _place(comm, rank, size)
-            order = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "chunks": chunks}
+            order: dict[str, Any] = {
+                "shuffle": shuffle,
+                "seed": seed,
+                "drop_last": drop_last,
+                "chunks": chunks,
+            }
             sampler = DistributedSampler(len(dataset), rank, size, batch=_size(batch_size), **order)
         else:
             given = {"batch_size": batch_size, "comm": comm, "rank": rank, "size": size, "chunks": chunks}

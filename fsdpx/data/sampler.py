@@ -66,8 +66,8 @@ class DistributedSampler:
         self.chunks = None if chunks is None else _whole("chunks", chunks, 1)
         if self.chunks and self.batch % self.chunks:
             raise ConfigError(
-                f"DistributedSampler: a global batch of {self.batch} does not cut into {self.chunks} equal chunks; "
-                f"the next that does is {-(-self.batch // self.chunks) * self.chunks}"
+                f"DistributedSampler: a global batch of {self.batch} does not cut into {self.chunks} equal "
+                f"chunks; the next that does is {-(-self.batch // self.chunks) * self.chunks}"
             )
         if self._rows(0) == 0:
             raise DataError(
@@ -133,7 +133,7 @@ class DistributedSampler:
         return whole + (self._rows(self.n - rest) > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, the same on every rank, and good for any world size. An epoch that ended is the next one's start."""
+        """Where it stands: the same on every rank, good for any world size."""
         over = self._rows(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
         return {"epoch": epoch, "position": position, "n": self.n, "seed": self.seed, "shuffle": self.shuffle}
@@ -143,8 +143,8 @@ class DistributedSampler:
         for name in ("n", "seed", "shuffle"):
             if name in state and state[name] != getattr(self, name):
                 raise DataError(
-                    f"this state was taken with {name}={state[name]!r}, but the sampler has {getattr(self, name)!r}: "
-                    "its position means other samples"
+                    f"this state was taken with {name}={state[name]!r}, but the sampler has "
+                    f"{getattr(self, name)!r}: its position means other samples"
                 )
         missing = [name for name in ("epoch", "position") if name not in state]
         if missing:

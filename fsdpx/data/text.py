@@ -36,12 +36,12 @@ class TextDataset:
     """The bytes of files and folders, one file after the other, in windows: sample i is
     `x = bytes[i T : i T + T]`, `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
 
-    path: a file, a folder, or several. Of a folder (and those below it; caches, installed packages and names that
-    start with a dot are left out) files with one of `suffixes` are taken, sorted by their path in it. Empty files and
-    files met twice are left out.
-    split: "train" or "validation" take disjoint parts of the text: it is cut into up to 16 stretches of at least
-    64 KiB, and the last `fraction` of each is for validation. The split depends on the text and `fraction` alone, not
-    on rank or seq_len. "all": everything.
+    path: a file, a folder, or several. Of a folder (and those below it; caches, installed packages and names
+    that start with a dot are left out) files with one of `suffixes` are taken, sorted by their path in it.
+    Empty files and files met twice are left out.
+    split: "train" or "validation" take disjoint parts of the text: it is cut into up to 16 stretches of at
+    least 64 KiB, and the last `fraction` of each is for validation. The split depends on the text and
+    `fraction` alone, not on rank or seq_len. "all": everything.
     """
 
     vocab = 256
@@ -77,8 +77,9 @@ class TextDataset:
         self._map = lru_cache(OPEN_FILES)(_map)
         if self.nbytes < self.seq_len + 1:
             raise DataError(
-                f"TextDataset: seq_len {self.seq_len} needs at least {self.seq_len + 1} bytes, but the {split} text of "
-                f"{', '.join(map(str, roots))} has {self.nbytes}: take a smaller seq_len, more text or another fraction"
+                f"TextDataset: seq_len {self.seq_len} needs at least {self.seq_len + 1} bytes, but the "
+                f"{split} text of {_names(roots)} has {self.nbytes}: take a smaller seq_len, more text or "
+                "another fraction"
             )
 
     @property
@@ -106,24 +107,25 @@ class TextDataset:
         """Bytes [start, start + len(out)) of the split."""
         at, done = bisect_right(self._ends, start), 0
         while done < len(out):
-            file, first, stop = self._pieces[at]
+            file, _, stop = self._pieces[at]
             begin = stop - (self._ends[at] - start - done)
             count = min(stop - begin, len(out) - done)
             out[done : done + count] = self._map(file)[begin : begin + count]
             at, done = at + 1, done + count
 
     def __repr__(self) -> str:
-        return f"TextDataset({len(self.files)} files, {self.nbytes:,} bytes, seq_len={self.seq_len}, {self.split})"
+        size = f"{len(self.files)} files, {self.nbytes:,} bytes"
+        return f"TextDataset({size}, seq_len={self.seq_len}, {self.split})"
 
 
 def _map(file: Path) -> np.ndarray:
-    return np.memmap(file, np.uint8, "r")
+    return np.memmap(str(file), np.uint8, "r")  # a Path would be resolved, link by link
 
 
 def _find(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:
     if not roots:
         raise DataError("TextDataset: no path was given")
-    seen = set()
+    seen: set[Path] = set()
     for root in roots:
         if not root.exists():
             raise DataError(f"TextDataset: {root} does not exist (looked from {Path.cwd()})")
@@ -137,16 +139,19 @@ def _find(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:
         yield from fresh
     if not seen:
         kinds = ", ".join(suffixes)
-        raise DataError(
-            f"TextDataset: no text in {', '.join(map(str, roots))}: no file of {kinds} that is not empty"
-        )
+        raise DataError(f"TextDataset: no text in {_names(roots)}: no file of {kinds} that is not empty")
 
 
-def _walk(root: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+def _names(roots: Sequence[Path]) -> str:
+    return ", ".join(map(str, roots))
+
+
+def _walk(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    found: list[Path] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [f for f in folders if f not in SKIPPED and not f.startswith(".")]
-        paths = (Path(folder, f) for f in files if f.endswith(suffixes) and not f.startswith("."))
-        yield from (p for p in paths if p.is_file())
+        found += [Path(folder, f) for f in files if f.endswith(suffixes) and not f.startswith(".")]
+    return sorted((f for f in found if f.is_file()), key=lambda f: f.relative_to(root).as_posix())
 
 
 def _cut(whole: Sequence[Piece], validation: bool, fraction: float) -> list[Piece]:

@@ -60,7 +60,8 @@ def fit(
         raise ConfigError(f"fit(epochs={epochs}, every={every}, patience={patience}): all at least 1; patience needs validation")
     history, line = History(), _Line(trainer, progress, unit, steps)
     size = count or (lambda x: len(next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x))
-    for epoch in range(epochs):
+    first = getattr(loader, "epoch", 0)
+    for epoch in range(first, first + epochs):
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         for x, y in loader:

@@ -1,5 +1,7 @@
 """The memory of one program: where its short-lived buffers lie in the arena's slab, and views of them."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,15 +27,19 @@ class Room:
         """Before each run: the slab may have moved since the last one."""
         arena = self.engine.arena
         arena.lend(self.plan)
+        self.births: Counter[str] = Counter()
         if self.generation != arena.generation:
             self.generation = arena.generation
             self.buffers: dict[str, Any] = {}
             self.views = Views(self.engine.layout, self.engine.state)
 
     def buffer(self, name: str, size: int, dtype: Any) -> Any:
-        have = self.buffers.get(name)
+        """The buffer of the next life of `name`: lives come in the order of the program."""
+        life = _life(name, self.births[name])
+        self.births[name] += 1
+        have = self.buffers.get(life)
         if have is None:
-            have = self.buffers[name] = self.engine.arena.view(self.plan.offsets[name], size, dtype)
+            have = self.buffers[life] = self.engine.arena.view(self.plan.offsets[life], size, dtype)
         return have
 
     def gradient(self, page: int) -> Gradient:
@@ -61,7 +67,17 @@ class Room:
 
 
 def plan(engine: Engine, program: Program) -> Plan:
-    return place(lives(engine, program))
+    """Where each life of each buffer lies; lives of one name are numbered in order of birth."""
+    births: Counter[str] = Counter()
+    named = []
+    for life in sorted(lives(engine, program), key=lambda life: life.start):
+        named.append(replace(life, name=_life(life.name, births[life.name])))
+        births[life.name] += 1
+    return place(named)
+
+
+def _life(name: str, number: int) -> str:
+    return f"{name}#{number}"
 
 
 def lives(engine: Engine, program: Program) -> list[Life]:

@@ -8,7 +8,7 @@ from time import perf_counter
 from fsdpx.engine.engine import Engine
 from fsdpx.program import Program, Sizes, Traffic, traffic
 
-__all__ = ["Report", "peak_rss", "report", "sizes_of"]
+__all__ = ["Report", "bytes_text", "peak_rss", "report", "sizes_of", "table"]
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Report:
         rows = [("moved by this rank", "calls", "bytes", "predicted per step")]
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
-            expected = f"{one.calls} calls, {_bytes(one.bytes)}" if one else ""
-            rows.append((f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", _bytes(count.bytes), expected))
-        return _table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
+            expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
+            rows.append((f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", bytes_text(count.bytes), expected))
+        return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _held(self) -> str:
         rows = [("memory of this rank", "bytes")]
-        rows += [(kind, _bytes(n)) for kind, n in sorted(self.memory.items())]
-        rows += [("arena in all", _bytes(sum(self.memory.values()))), ("peak of the process (RSS)", _bytes(self.peak_rss))]
-        return _table(rows)
+        rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
+        rows += [("arena in all", bytes_text(sum(self.memory.values()))), ("peak of the process (RSS)", bytes_text(self.peak_rss))]
+        return table(rows)
 
     def _spent(self) -> str:
         rows = [("time by verb", "count", "seconds", "waited", "share")]
@@ -52,7 +52,7 @@ class Report:
         for verb, (spent, waited, count) in sorted(self.times.items(), key=lambda item: -sum(item[1][:2])):
             rows.append((verb, f"{count:,}", f"{spent:.3f}", f"{waited:.3f}", f"{100 * (spent + waited) / total:.1f} %"))
         rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
-        return _table(rows)
+        return table(rows)
 
 
 def report(engine: Engine, program: Program) -> Report:
@@ -102,7 +102,7 @@ def peak_rss() -> int:
     return value if sys.platform == "darwin" else value * 1024
 
 
-def _bytes(n: float) -> str:
+def bytes_text(n: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024 or unit == "GiB":
             return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.2f} {unit}"
@@ -110,7 +110,7 @@ def _bytes(n: float) -> str:
     raise AssertionError
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def table(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]) for row in rows]
     return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])

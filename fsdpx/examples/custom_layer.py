@@ -32,10 +32,10 @@ class LayerScale(nn.Layer):
 
 
 def batch(step: int, samples: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's part of the global batch of `step`: x `(samples / ranks, 8)` and sin of its sum."""
+    """This rank's part of the global batch of `step`: x `(samples / ranks, 8)` and a sum of sines of it."""
     x = np.random.default_rng(step).standard_normal((samples, 8)).astype(np.float32)
     mine = slice(fsdpx.rank(), None, fsdpx.world_size())
-    return x[mine], np.sin(x.sum(axis=1, keepdims=True))[mine]
+    return x[mine], np.sin(x).sum(axis=1, keepdims=True)[mine]
 
 
 def main(steps: int = 60) -> list[float]:

@@ -67,7 +67,7 @@ def model(size: str, dropout: float = 0.0) -> nn.Layer:
 
 def optimizer(lr: float, steps: int) -> optim.AdamW:
     warm = max(min(steps // 10, 100), 1)
-    schedule = optim.schedules.warmup(warm, optim.schedules.cosine(lr, steps, final=lr / 10))
+    schedule = optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1), final=lr / 10))
     return optim.AdamW(lr=schedule, betas=(0.9, 0.95), weight_decay=0.1, groups=optim.no_decay)
 
 
@@ -76,7 +76,7 @@ def loaders(args: argparse.Namespace, comm: Any) -> tuple[data.DataLoader, list[
     source, seq_len = args.data or data.stdlib_sources(), SIZES[args.size].seq_len
     train = data.TextDataset(source, seq_len, split="train")
     held = data.TextDataset(source, seq_len, split="validation")
-    loader = data.DataLoader(train, args.batch, comm=comm, seed=args.seed, drop_last=True, chunks=args.chunks)
+    loader = data.DataLoader(train, args.batch, comm=comm, shuffle=True, seed=args.seed, drop_last=True, chunks=args.chunks)
     check = data.DataLoader(held, args.batch, comm=comm, shuffle=True, seed=1, drop_last=True, chunks=args.chunks)
     with check:
         batches = [batch for batch, _ in zip(check, range(args.validation_batches), strict=False)]

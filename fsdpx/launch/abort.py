@@ -1,4 +1,4 @@
-"""One rank fails, all end: an uncaught exception in any thread is printed once, last and whole, then MPI aborts."""
+"""One rank fails, all end: an uncaught exception in any thread is printed once, then MPI aborts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ class Abort:
         self._begun = False
 
     def __call__(
-        self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
+        self,
+        kind: type[BaseException],
+        error: BaseException | None,
+        trace: TracebackType | None,
+        thread: str = "",
     ) -> None:
         with self._lock:
             first, self._begun = not self._begun, True
@@ -44,7 +48,7 @@ class Abort:
 
 
 def install(comm: Communicator) -> None:
-    """From now on an uncaught exception in any thread of this process ends all ranks of the job, with a non-zero status.
+    """From now on an uncaught exception in any thread of this process ends all ranks, with status 1.
 
     Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them.
     Installing again, with any communicator, only replaces the one that aborts.
@@ -55,7 +59,11 @@ def install(comm: Communicator) -> None:
 
 
 def report(
-    rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
+    rank: int,
+    kind: type[BaseException],
+    error: BaseException | None,
+    trace: TracebackType | None,
+    thread: str = "",
 ) -> str:
     """The traceback, every line in its place, under a head that names rank and host."""
     head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")

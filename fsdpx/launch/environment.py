@@ -18,9 +18,12 @@ _NO = ("", "0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class Environment:
-    """check: exchange fingerprints before collectives (FSDPX_CHECK=1). timeout: seconds a wait for peers may last
-    (FSDPX_TIMEOUT; None: the default). launcher: what started this process as one of several ranks, in words, or None.
-    expected_size: the number of ranks it says it started (FSDPX_EXPECT_SIZE goes before it), or None.
+    """What was found.
+
+    check: exchange fingerprints before collectives (FSDPX_CHECK=1). timeout: seconds a wait for peers may
+    last (FSDPX_TIMEOUT; None: the default). launcher: what started this process as one of several ranks, in
+    words, or None. expected_size: the number of ranks it says it started (FSDPX_EXPECT_SIZE goes before it),
+    or None.
     """
 
     check: bool = False
@@ -32,8 +35,9 @@ class Environment:
 def read(environ: Mapping[str, str] = os.environ) -> Environment:
     """The environment of this process; LaunchError for a variable that cannot be read.
 
-    In a job of Slurm the SLURM_ variables also describe the batch script and the daemons that mpiexec starts, so they count only
-    in a job step, and only where no PMI_ or OMPI_ variable says that another launcher stands between.
+    In a job of Slurm the SLURM_ variables also describe the batch script and the daemons that mpiexec starts,
+    so they count only in a job step, and only where no PMI_ or OMPI_ variable says that another launcher
+    stands between.
     """
     launcher, size = _launcher(environ)
     expected = _number(environ, "FSDPX_EXPECT_SIZE")
@@ -48,7 +52,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
 def check_size(size: int, environment: Environment, library: str = "MPI") -> None:
     """LaunchError if the launcher says another number of ranks than the `size` that MPI says.
 
-    Happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then a world of its own.
+    Happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then a world
+    of its own.
     """
     expected = environment.expected_size
     if expected is None or expected == size:
@@ -56,14 +61,19 @@ def check_size(size: int, environment: Environment, library: str = "MPI") -> Non
     beside = Path(sys.executable).with_name("mpiexec")
     use = f"{beside} -n {expected}" if beside.exists() else "the mpiexec that belongs to this library"
     raise LaunchError(
-        f"this rank was started without the others: {environment.launcher} says {expected} ranks, but {library} says {size}. "
-        f"The launcher and the MPI library that Python loaded do not belong together. Start with {use} (under Slurm: "
-        "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI), or load the launcher's library with MPI4PY_LIBMPI"
+        f"this rank was started without the others: {environment.launcher} says {expected} ranks, "
+        f"but {library} says {size}. The launcher and the MPI library that Python loaded do not belong "
+        "together. "
+        f"Start with {use} (under Slurm: srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI), "
+        "or load the launcher's library with MPI4PY_LIBMPI"
     )
 
 
 def _launcher(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    for variable, name in (("OMPI_COMM_WORLD_SIZE", "mpiexec of Open MPI"), ("PMI_SIZE", "mpiexec or srun with PMI")):
+    for variable, name in (
+        ("OMPI_COMM_WORLD_SIZE", "mpiexec of Open MPI"),
+        ("PMI_SIZE", "mpiexec or srun with PMI"),
+    ):
         if variable in environ:
             return f"{name} ({variable})", _number(environ, variable)
     between = any(key.startswith(("PMI_", "OMPI_")) for key in environ)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -45,9 +44,12 @@ def use(version: Version) -> Iterator[None]:
 
 @lru_cache
 def _compiled() -> dict[str, Callable[..., None]] | None:
-    if find_spec("numba") is None:
+    try:
+        return importlib.import_module("fsdpx.optim.compiled").KERNELS
+    except ModuleNotFoundError as error:
+        if error.name != "numba":
+            raise
         return None
-    return importlib.import_module("fsdpx.optim.compiled").KERNELS
 
 
 def _compiles(array: Any, dtype: Any) -> bool:

@@ -21,7 +21,8 @@ LENGTHS = (0, 1, 7, 60)
 class CommunicatorContract:
     """Inherit it and say in `run` how a function is run on every rank of your communicator.
 
-    `run(body)` calls `body(comm)` on all ranks and raises if it raised on one of them. Every test calls it once.
+    `run(body)` calls `body(comm)` on all ranks and raises if it raised on one of them. Every test calls it
+    once.
     """
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
@@ -98,7 +99,7 @@ class CommunicatorContract:
 
     def _ring_refuses(self, dtype: str) -> None:
         def body(comm: Communicator) -> None:
-            with pytest.raises(ConfigError, match="does not add .* in rank order: use algorithm='library'"):
+            with pytest.raises(ConfigError, match=r"does not add .* in rank order: use algorithm='library'"):
                 comm.all_reduce(_values(dtype, 3, seed=0), ReduceOp.SUM, "ring")
 
         self.run(body)
@@ -246,7 +247,7 @@ class CommunicatorContract:
         def body(comm: Communicator) -> None:
             handles = [comm.all_reduce(np.ones(4, dtype)) for dtype in (np.float32, np.float16)]
             handles.append(comm.barrier())
-            while not all([handle.test() for handle in handles]):
+            while not all(handle.test() for handle in handles):
                 pass
             comm.barrier().wait()
 
@@ -289,25 +290,27 @@ class CommunicatorContract:
 
     def test_bad_arguments_are_named_before_anything_is_sent(self) -> None:
         def body(comm: Communicator) -> None:
-            size, x, alone = comm.size, np.zeros(2 * comm.size), comm.subgroup([comm.rank])
-            for kind, words, call in [
-                (ShapeError, "all_gather of w on rank .* send has 3 elements, but 2", lambda: comm.all_gather(np.zeros(3), x, what="w")),
-                (ShapeError, "recv must be a flat array", lambda: comm.all_gather(x[:2], x.reshape(2, size))),
-                (ShapeError, "not contiguous", lambda: comm.all_reduce(np.zeros(8)[::2])),
-                (ShapeError, "counts add up to", lambda: comm.all_gather(x[:2], x, [1] * size)),
-                (ShapeError, "counts for", lambda: comm.all_gather(x[:2], x, [1] * (size + 1))),
-                (ShapeError, "recv has 1 elements, but 2", lambda: comm.reduce_scatter(x, x[:1])),
-                (ConfigError, "send is float64, recv is float32", lambda: comm.all_gather(x[:2], x.astype(np.float32))),
-                (ConfigError, f"root={size} is not a rank", lambda: comm.broadcast(x, size)),
-                (ConfigError, "dest=-1 is not a rank", lambda: comm.send(x, -1)),
-                (ConfigError, "tag=16384 is out of range", lambda: comm.recv(x, 0, 16384)),
-                (ConfigError, "complex128", lambda: comm.all_reduce(np.zeros(3, complex))),
-                (ConfigError, "AVG of int64", lambda: comm.all_reduce(np.zeros(3, np.int64), ReduceOp.AVG)),
-                (ConfigError, "AVG of bool", lambda: comm.all_reduce(np.zeros(3, bool), ReduceOp.AVG)),
-                (ConfigError, "unknown algorithm 'tree'", lambda: comm.all_reduce(x, ReduceOp.SUM, "tree")),
-                (ConfigError, "unknown reduce operation 'mean'", lambda: comm.all_reduce(x, "mean")),  # type: ignore[arg-type]
-                (ShapeError, "this rank is root and needs an array for recv", lambda: alone.gather(x, None, 0)),
-            ]:  # fmt: skip
+            c, size, alone = comm, comm.size, comm.subgroup([comm.rank])
+            x, y = np.zeros(2 * size), np.zeros(3)
+            cases = [
+                (ShapeError, "of w on .* send has 3 elements, but 2", lambda: c.all_gather(y, x, what="w")),
+                (ShapeError, "recv must be a flat array", lambda: c.all_gather(x[:2], x.reshape(2, size))),
+                (ShapeError, "not contiguous", lambda: c.all_reduce(np.zeros(8)[::2])),
+                (ShapeError, "counts add up to", lambda: c.all_gather(x[:2], x, [1] * size)),
+                (ShapeError, "counts for", lambda: c.all_gather(x[:2], x, [1] * (size + 1))),
+                (ShapeError, "recv has 1 elements, but 2", lambda: c.reduce_scatter(x, x[:1])),
+                (ConfigError, "float64, recv is float32", lambda: c.all_gather(x[:2], x.astype("f4"))),
+                (ConfigError, f"root={size} is not a rank", lambda: c.broadcast(x, size)),
+                (ConfigError, "dest=-1 is not a rank", lambda: c.send(x, -1)),
+                (ConfigError, "tag=16384 is out of range", lambda: c.recv(x, 0, 16384)),
+                (ConfigError, "complex128", lambda: c.all_reduce(np.zeros(3, complex))),
+                (ConfigError, "AVG of int64", lambda: c.all_reduce(np.zeros(3, np.int64), ReduceOp.AVG)),
+                (ConfigError, "AVG of bool", lambda: c.all_reduce(np.zeros(3, bool), ReduceOp.AVG)),
+                (ConfigError, "unknown algorithm 'tree'", lambda: c.all_reduce(x, ReduceOp.SUM, "tree")),
+                (ConfigError, "unknown reduce operation 'mean'", lambda: c.all_reduce(x, "mean")),  # type: ignore[arg-type]
+                (ShapeError, "is root and needs an array for recv", lambda: alone.gather(x, None, 0)),
+            ]  # fmt: skip
+            for kind, words, call in cases:
                 with pytest.raises(kind, match=words):
                     call()
             comm.barrier().wait()
@@ -352,7 +355,7 @@ def _reduced(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
         ReduceOp.PROD: np.prod,
     }
     dtype = arrays[0].dtype
-    if dtype == bool:
+    if dtype.kind == "b":
         return np.any(arrays, 0) if op in (ReduceOp.SUM, ReduceOp.MAX) else np.all(arrays, 0)
     wide = np.dtype(np.float64) if dtype.kind not in "iu" else dtype
     return function[op](np.stack([array.astype(wide) for array in arrays]), 0).astype(dtype)
@@ -365,5 +368,9 @@ def _same(got: np.ndarray, want: np.ndarray) -> None:
 
 def _close(got: np.ndarray, want: np.ndarray) -> None:
     assert got.dtype == want.dtype
-    tolerance = {"float64": 1e-14, "float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}.get(got.dtype.name, 0.0)
-    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance)
+    tolerance = {"float64": 1e-14, "float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}.get(
+        got.dtype.name, 0.0
+    )
+    np.testing.assert_allclose(
+        got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance
+    )

@@ -14,6 +14,8 @@ from fsdpx.comm import Communicator, ReduceOp, spawn, threads
 from fsdpx.errors import Aborted, CommTimeout, ConfigError, DesyncError
 from fsdpx.testing.communicator import CommunicatorContract
 
+X = np.zeros(4)
+
 
 class TestContract(CommunicatorContract):
     def run(self, body: Callable[[Communicator], Any]) -> Any:
@@ -27,7 +29,11 @@ class TestContractInOtherOrdersOfArrival(CommunicatorContract):
 
 
 def test_spawn_returns_results_by_rank():
-    assert spawn(lambda comm, a, b: (comm.rank, comm.size, a + b), 3, 1, 2) == [(0, 3, 3), (1, 3, 3), (2, 3, 3)]
+    assert spawn(lambda comm, a, b: (comm.rank, comm.size, a + b), 3, 1, 2) == [
+        (0, 3, 3),
+        (1, 3, 3),
+        (2, 3, 3),
+    ]
 
 
 def test_spawn_needs_a_rank():
@@ -67,7 +73,9 @@ def test_a_message_nobody_receives_is_named():
         if comm.rank == 0:
             comm.send(np.zeros(3), 1, 4, what="ACT2").wait()
 
-    with pytest.raises(CommTimeout, match="rank 0: send of ACT2 to rank 1, tag 4: the other side has not called"):
+    with pytest.raises(
+        CommTimeout, match="rank 0: send of ACT2 to rank 1, tag 4: the other side has not called"
+    ):
         spawn(body, 2, timeout=0.3)
 
 
@@ -88,14 +96,14 @@ def test_a_rank_that_computes_for_ever_is_named(monkeypatch):
     [
         (lambda c: c.barrier(), lambda c: c.all_reduce(np.zeros(1)), "rank . called .* ranks .* called"),
         (lambda c: c.all_reduce(np.zeros(1)), lambda c: c.all_reduce(np.zeros(2)), "different collectives"),
-        (lambda c: c.broadcast(np.zeros(2), 0), lambda c: c.broadcast(np.zeros(2), 1), "different collectives"),
+        (lambda c: c.broadcast(np.zeros(2), 0), lambda c: c.broadcast(np.zeros(2), 1), "different"),
         (
             lambda c: c.all_reduce(np.zeros(2)),
             lambda c: c.all_reduce(np.zeros(2), ReduceOp.MAX),
             "'SUM'.*'MAX'|'MAX'.*'SUM'",
         ),
         (lambda c: c.send(np.zeros(2), 1), lambda c: c.recv(np.zeros(3), 0), "2 elements .* 3 elements"),
-        (lambda c: c.gather(np.zeros(2), np.zeros(4), 0), lambda c: c.gather(np.zeros(3), None, 0), "rank 1 has a piece of 3"),
+        (lambda c: c.gather(X[:2], X, 0), lambda c: c.gather(X[:3], None, 0), "piece of 3, rank 0 counts 2"),
     ],
 )  # fmt: skip
 def test_ranks_that_disagree_raise_instead_of_waiting(first, second, words):

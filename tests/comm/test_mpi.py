@@ -94,7 +94,9 @@ def test_a_wait_ends_with_the_name_of_what_it_waits_for(world):
         impatient.timeout = 0.2
         if comm.rank == 0:
             handle = impatient.recv(np.zeros(3), 0, 9, what="ACT1")
-            with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of \d is not complete after 0.2 s"):
+            with pytest.raises(
+                CommTimeout, match=r"recv of ACT1 on rank 0 of \d is not complete after 0.2 s"
+            ):
                 handle.wait()
             impatient.send(np.zeros(3), 0, 9).wait()
             handle.wait()
@@ -107,7 +109,7 @@ def test_a_guard_names_who_called_what_and_who_did_not_come(world):
         if comm.size == 1:
             return
         guarded = Guarded(comm, timeout=0.5)
-        with pytest.raises(DesyncError, match="rank 0: all_reduce of a.*: all_reduce of b"):
+        with pytest.raises(DesyncError, match=r"rank 0: all_reduce of a.*: all_reduce of b"):
             guarded.all_reduce(np.zeros(3), what="a" if comm.rank == 0 else "b")
         late = Guarded(comm, timeout=0.5)
         if comm.rank != 1:

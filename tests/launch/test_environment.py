@@ -17,7 +17,10 @@ from fsdpx.launch.environment import Environment, check_size, read
         ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # a batch script
         ({"SLURM_NTASKS": "8", "SLURM_STEP_ID": "0"}, 8),
         ({"SLURM_NTASKS": "8", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, 2),
-        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PMI_SIZE": "4"}, 4),  # mpiexec in a job: the daemon's variables
+        (
+            {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PMI_SIZE": "4"},
+            4,
+        ),  # mpiexec in a job: the daemon's variables
         ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PMI_RANK": "1"}, None),
         ({"PMI_SIZE": "4", "FSDPX_EXPECT_SIZE": "5"}, 5),
         ({"FSDPX_EXPECT_SIZE": "1"}, 1),

@@ -185,6 +185,8 @@ NODE = (nn.Tanh(), "x")
             r"Graph: node 'a' Tanh\(\) takes 1 inputs, but gets 2",
         ),
         (lambda: nn.Graph({"a.b": NODE}, outputs="a"), "Graph: 'a.b' is no name"),
+        (lambda: nn.Graph({"a": NODE}, inputs=("x", "y.z"), outputs="a"), "Graph: 'y.z' is no name"),
+        (lambda: nn.Graph({"a": (nn.Tanh(),)}, outputs="a"), "Graph: node 'a' must be"),
         (
             lambda: nn.Graph(
                 {"a": (nn.Add(), "x", "c"), "b": (nn.Tanh(), "a"), "c": (nn.Tanh(), "b")}, outputs="c"

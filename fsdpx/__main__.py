@@ -1,0 +1,72 @@
+"""The command line: python -m fsdpx info | show | verify."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fsdpx.errors import FsdpxError
+from fsdpx.version import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays")
+    parser.add_argument("--version", action="version", version=f"fsdpx {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
+    _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
+    _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except FsdpxError as error:
+        if _alone():
+            print(f"fsdpx {args.command}: {error}", file=sys.stderr)
+            return 2
+        raise  # the hook of the MPI job says it once and ends all ranks
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "info":
+        from fsdpx.launch.info import info
+
+        print(info())
+        return 0
+    if args.command == "show":
+        from fsdpx.launch.show import show
+
+        print(show(args))
+        return 0
+    from fsdpx.launch.verify import verify
+
+    return verify(args)
+
+
+def _alone() -> bool:
+    from fsdpx.launch import environment
+
+    return environment.read().launcher is None
+
+
+def _show(p: argparse.ArgumentParser) -> None:
+    p.add_argument("example", nargs="?", default="gpt-tiny", help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits")
+    p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
+    p.add_argument("--ranks", type=int, default=4, help="number of ranks")
+    p.add_argument("--rank", type=int, default=0, help="the rank to look at")
+    p.add_argument("--batch", type=int, default=None, help="samples of the global batch")
+    p.add_argument("--microbatches", type=int, default=1)
+    p.add_argument("--precision", default="float32")
+    p.add_argument("--group-bytes", type=int, default=None, help="group small layers up to this many bytes of parameters")
+    p.add_argument("--ahead", type=int, default=None, help="pages gathered ahead of use")
+    p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
+
+
+def _verify(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid, or `all`")
+    p.add_argument("--precision", default="all", help="float64, float32, or `all`: both")
+    p.add_argument("--microbatches", type=int, default=2)
+    p.add_argument("--chunks", type=int, default=None, help="ask for bit-identical results; needs batches that divide")
+    p.add_argument("--steps", type=int, default=6)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""Kernels: what layers and optimisers compute, each as plain array code and, where it pays, as compiled code.
+
+`f(xp, ...)` runs on NumPy, CuPy and shape-only arrays, in float64 and float32; float16 and bf16 arrays are computed in
+float32 and rounded once. Rows may be 0. Nothing is compiled, and Numba is not imported, before a kernel first needs it.
+"""
+
+from fsdpx.array.kernels.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
+from fsdpx.array.kernels.attention import attention, attention_backward
+from fsdpx.array.kernels.choice import NUMBA, chosen, use
+from fsdpx.array.kernels.embedding import embedding_backward
+from fsdpx.array.kernels.gaussian import erf
+from fsdpx.array.kernels.loss import cross_entropy, cross_entropy_backward
+from fsdpx.array.kernels.norm import (
+    layer_norm,
+    layer_norm_backward_input,
+    layer_norm_backward_params,
+    rms_norm,
+    rms_norm_backward_input,
+    rms_norm_backward_params,
+)
+from fsdpx.array.kernels.reduction import square_sum
+from fsdpx.array.kernels.softmax import softmax, softmax_backward
+
+__all__ = [
+    "NUMBA",
+    "attention",
+    "attention_backward",
+    "chosen",
+    "cross_entropy",
+    "cross_entropy_backward",
+    "embedding_backward",
+    "erf",
+    "gelu",
+    "gelu_backward",
+    "layer_norm",
+    "layer_norm_backward_input",
+    "layer_norm_backward_params",
+    "rms_norm",
+    "rms_norm_backward_input",
+    "rms_norm_backward_params",
+    "sigmoid",
+    "silu",
+    "silu_backward",
+    "softmax",
+    "softmax_backward",
+    "square_sum",
+    "use",
+]

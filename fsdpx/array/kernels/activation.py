@@ -1,0 +1,65 @@
+"""Activations and their gradients, element by element, on arrays of any shape."""
+
+import math
+from typing import Any
+
+from fsdpx.array.kernels.choice import kernel
+from fsdpx.array.kernels.gaussian import density, integral
+from fsdpx.errors import ConfigError
+
+__all__ = ["CUBIC", "SLOPE", "gelu", "gelu_backward", "sigmoid", "silu", "silu_backward"]
+
+CUBIC = 0.044715
+SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # 1/2 (1 + tanh(u)) = sigmoid(2u): no cancellation for large negative u
+DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
+
+
+@kernel()
+def sigmoid(xp: Any, x: Any) -> Any:
+    """1 / (1 + exp(-x)), without overflow: exp is only taken of -|x|."""
+    e = xp.exp(-xp.abs(x))
+    return xp.where(x < 0, e, 1.0) / (e + 1.0)
+
+
+@kernel()
+def silu(xp: Any, x: Any) -> Any:
+    """x sigmoid(x) (Elfwing et al. 2018)."""
+    return x * sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
+
+
+@kernel()
+def silu_backward(xp: Any, x: Any, dy: Any) -> Any:
+    """dy (s + x s (1 - s)) with s = sigmoid(x)."""
+    s = sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
+    return dy * (s + x * s * (1.0 - s))
+
+
+@kernel()
+def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
+    """x Phi(x), or with approximate="tanh" x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016)."""
+    if exact(approximate):
+        return x * integral(xp, x, density(xp, x))
+    return x * sigmoid.__wrapped__(xp, _argument(x))  # type: ignore[attr-defined]
+
+
+@kernel()
+def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
+    """dy d gelu / dx: dy (Phi(x) + x phi(x)), or of the tanh form dy (s + x s (1 - s) u') with s = sigmoid(u)."""
+    if exact(approximate):
+        bell = density(xp, x)
+        return dy * (integral(xp, x, bell) + x * bell * DENSITY)
+    s = sigmoid.__wrapped__(xp, _argument(x))  # type: ignore[attr-defined]
+    slope = (x * x * (3.0 * CUBIC) + 1.0) * SLOPE
+    return dy * (s + x * s * (1.0 - s) * slope)
+
+
+def exact(approximate: str) -> bool:
+    """Which of the two GELUs is meant."""
+    if approximate not in ("none", "tanh"):
+        raise ConfigError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
+    return approximate == "none"
+
+
+def _argument(x: Any) -> Any:
+    """u of 1/2 (1 + tanh(u / 2)) = sigmoid(u)."""
+    return x * (x * x * CUBIC + 1.0) * SLOPE

@@ -1,0 +1,147 @@
+"""Scalar functions that LLVM vectorises: fused multiply-add, polynomials, exp, and Phi of the normal distribution.
+
+Every operation is spelled out (fused multiply-adds included, nothing may be reordered), so an element gets the same bits
+in the body and in the tail of a vector loop, and in a loop of any length.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, register_jitable
+
+from fsdpx.array.kernels.gaussian import SHIFT, TAIL32, TAIL64
+
+__all__ = ["density", "exp", "fma", "like", "order", "tail"]
+
+FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
+EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor: |r| <= log(2) / 2, error below 1e-8
+EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))  # error below 1e-17
+# log(2) in two parts: n times the first is exact for every n that occurs (Cody and Waite 1980).
+LOG2_HIGH32, LOG2_LOW32 = 0.693145751953125, 1.428606765330187e-06
+LOG2_HIGH64, LOG2_LOW64 = 0.6931471803691238, 1.9082149292705877e-10
+
+
+@intrinsic
+def fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a b + c, rounded once."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return a(a, a, a), code
+
+
+@intrinsic
+def like(typingctx: Any, x: Any, value: Any) -> Any:
+    """The float64 constant `value` in the type of x."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return arguments[1] if x == types.float64 else builder.fptrunc(arguments[1], arguments[0].type)
+
+    return x(x, types.float64), code
+
+
+@intrinsic
+def bits(typingctx: Any, x: Any) -> Any:
+    """The bits of a float as a signed integer of its size."""
+    integer = types.int32 if x == types.float32 else types.int64
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(arguments[0], ir.IntType(FLOATS[x][0]))
+
+    return integer(x), code
+
+
+def polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
+    """Horner's rule with fused multiply-adds; coefficients lowest first, chosen by the type of the argument."""
+
+    @intrinsic
+    def evaluate(typingctx: Any, x: Any) -> Any:
+        coefficients = in32 if x == types.float32 else in64
+
+        def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            (value,) = arguments
+            result = ir.Constant(value.type, coefficients[-1])
+            for c in coefficients[-2::-1]:
+                result = builder.fma(result, value, ir.Constant(value.type, c))
+            return result
+
+        return x(x), code
+
+    return evaluate
+
+
+@intrinsic
+def shift_exponent(typingctx: Any, x: Any, n: Any) -> Any:
+    """x 2^n for a whole number n, in two steps so that overflow and gradual underflow come out right."""
+    size, mantissa, bias = FLOATS[x]
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        value, whole = arguments
+        integer = ir.IntType(size)
+        # Adding 1.5 * 2^mantissa leaves the whole number in the low bits: no slow conversion.
+        magic = ir.Constant(value.type, 1.5 * 2.0**mantissa)
+        low = builder.bitcast(builder.fadd(whole, magic), integer)
+        count = builder.sub(low, builder.bitcast(magic, integer))
+        first = builder.ashr(count, integer(1))
+        for part in (first, builder.sub(count, first)):
+            power = builder.shl(builder.add(part, integer(bias)), integer(mantissa))
+            value = builder.fmul(value, builder.bitcast(power, value.type))
+        return value
+
+    return x(x, x), code
+
+
+@intrinsic
+def nearest(typingctx: Any, x: Any) -> Any:
+    """The whole number next to x, ties to even."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        (value,) = arguments
+        round_even = builder.module.declare_intrinsic("llvm.rint", [value.type])
+        return builder.call(round_even, [value])
+
+    return x(x), code
+
+
+_exp_of_rest = polynomial(EXP32, EXP64)
+_tail_quotient = polynomial(TAIL32, TAIL64)
+_limit = polynomial((104.0,), (746.0,))  # exp(-limit) is 0
+_log2_high = polynomial((LOG2_HIGH32,), (LOG2_HIGH64,))
+_log2_low = polynomial((LOG2_LOW32,), (LOG2_LOW64,))
+
+
+@register_jitable
+def exp(x):
+    """e^x, relative error about 2e-16 in float64 and 1e-7 in float32; NaN stays NaN."""
+    limit = _limit(x)
+    x = limit if x > limit else x
+    x = -limit if x < -limit else x
+    n = nearest(x * like(x, 1.4426950408889634))
+    rest = fma(n, -_log2_low(x), fma(n, -_log2_high(x), x))
+    return shift_exponent(_exp_of_rest(rest), n)
+
+
+@register_jitable
+def density(x):
+    """exp(-x^2 / 2), without its constant."""
+    return exp(x * x * like(x, -0.5))
+
+
+@register_jitable
+def tail(x, bell):
+    """Phi(-|x|), given `bell = density(x)`; see `kernels/gaussian.py`."""
+    inverse = like(x, 1.0) / (abs(x) + like(x, SHIFT))
+    t = fma(like(x, -2.0 * SHIFT), inverse, like(x, 1.0))
+    return _tail_quotient(t) * inverse * bell
+
+
+@register_jitable
+def order(x):
+    """An integer that grows with x (NaN with clear sign above all): its maximum vectorises, that of floats does not."""
+    b = bits(x)
+    return b ^ ((b >> 63) & 0x7FFFFFFFFFFFFFFF) if isinstance(b, int) else b

@@ -1,0 +1,71 @@
+"""The normal distribution's integral, and erf, from +, *, / and exp: no SciPy, on any array library.
+
+For a >= 0 Phi(-a) = exp(-a^2 / 2) S(t) / (a + 4) with t = (a - 4) / (a + 4): S is smooth on [-1, 1] and is replaced by
+its Chebyshev polynomial (the map of Shepherd and Laframboise, Math. Comp. 36, 1981), so that the tail keeps its relative
+accuracy. Coefficients: Chebyshev interpolation in 50 digits, as powers of t, lowest first.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.kernels.choice import kernel
+
+__all__ = ["ERF", "SHIFT", "TAIL32", "TAIL64", "density", "erf", "integral", "tail"]
+
+SHIFT = 4.0
+TAIL64 = (
+    0.7552851304157514, -0.607896641971893, 0.3871374007422266, -0.1865218579595787, 0.06039657489036092,
+    -0.007540188968891619, -0.0034796923566515025, 0.0016308184854735856, 0.00013334420916014778,
+    -0.00023109513778728935, -1.907676030719098e-06, 3.514560235904452e-05, 7.146021531267462e-07,
+    -5.922893777541928e-06, -6.249551077565178e-07, 1.026984070143193e-06, 2.647337281979868e-07,
+    -1.622316320853567e-07, -7.878360342693638e-08, 1.9569608939974048e-08, 1.60673869573294e-08,
+    -1.277235143295772e-09, -1.6886576966786735e-09,
+)  # fmt: skip
+TAIL32 = (
+    0.7552851438522339, -0.6078963875770569, 0.38713738322257996, -0.18652671575546265, 0.060396648943424225,
+    -0.007512231357395649, -0.0034799545537680387, 0.0015637868782505393, 0.00013365338963922113,
+    -0.00015732056635897607, -1.7310823068328318e-06,
+)  # fmt: skip
+ERF = (  # erf(x) / x for |x| <= 1, in powers of x^2
+    1.1283791670955126, -0.3761263890318375, 0.11283791670954882, -0.026866170645077334, 0.005223977624823223,
+    -0.0008548326981129666, 0.00012055331122299266, -1.4925595519506043e-05, 1.6461004480962034e-06,
+    -1.6350354461959655e-07, 1.4660051998394848e-08, -1.1373902296430911e-09, 5.958930743134941e-11,
+)  # fmt: skip
+
+
+def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
+    """Horner's rule, in the dtype of x."""
+    result = x * coefficients[-1] + coefficients[-2]
+    for c in coefficients[-3::-1]:
+        result *= x
+        result += c
+    return result
+
+
+def density(xp: Any, x: Any) -> Any:
+    """exp(-x^2 / 2), without its constant."""
+    return xp.exp(x * x * -0.5)
+
+
+def tail(xp: Any, x: Any, bell: Any) -> Any:
+    """Phi(-|x|), given `bell = density(x)`."""
+    inverse = 1.0 / (xp.abs(x) + SHIFT)
+    t = 1.0 - (2.0 * SHIFT) * inverse
+    return polynomial(t, TAIL32 if x.dtype == np.float32 else TAIL64) * inverse * bell
+
+
+def integral(xp: Any, x: Any, bell: Any) -> Any:
+    """Phi(x), given `bell = density(x)`."""
+    below = tail(xp, x, bell)
+    return xp.where(x < 0, below, 1.0 - below)
+
+
+@kernel()
+def erf(xp: Any, x: Any) -> Any:
+    """The error function, any shape; relative error about 4e-16 in float64, 2e-7 in float32."""
+    scaled = x * 2.0**0.5
+    far = 1.0 - 2.0 * tail(xp, scaled, density(xp, scaled))
+    small = xp.minimum(xp.abs(x), 1.0)
+    near = small * polynomial(small * small, ERF)
+    return xp.copysign(xp.where(xp.abs(x) < 1.0, near, far), x)

@@ -1,0 +1,48 @@
+"""Cross entropy of rows of logits with whole-number targets, as a sum, and its gradient."""
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.kernels.choice import kernel
+
+__all__ = ["cross_entropy", "cross_entropy_backward"]
+
+
+@kernel(narrow=0)
+def cross_entropy(
+    xp: Any, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> tuple[float, float, Any]:
+    """-sum over rows and classes of wanted log softmax(logits), wanted = (1 - e) onehot + e / classes.
+
+    logits (n, classes), target (n,) of whole numbers in [0, classes) or ignore_index: such a row counts nothing.
+    Returns the sum (added in float64), the number of rows that count, and lse (n,) = log sum exp of each row.
+    """
+    top = xp.max(logits, axis=1, keepdims=True)
+    lse = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + top)[:, 0]
+    counted = target != ignore_index
+    picked = xp.take_along_axis(logits, xp.where(counted, target, 0)[:, None], axis=1)[:, 0]
+    each = (lse - picked).astype(np.float64)
+    if label_smoothing:
+        mean = xp.mean(logits, axis=1, dtype=np.float64)
+        each = (1.0 - label_smoothing) * each + label_smoothing * (lse - mean)
+    total = xp.sum(xp.where(counted, each, 0.0))
+    return float(total), float(xp.sum(counted)), lse
+
+
+@kernel()
+def cross_entropy_backward(
+    xp: Any,
+    logits: Any,
+    target: Any,
+    lse: Any,
+    seed: float,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """seed (softmax(logits) - wanted), zero in rows that do not count; lse as `cross_entropy` returned it."""
+    counted = target != ignore_index
+    onehot = xp.arange(logits.shape[1])[None, :] == xp.where(counted, target, 0)[:, None]
+    share = label_smoothing / max(logits.shape[1], 1)
+    gradient = xp.exp(logits - lse[:, None]) - onehot * (1.0 - label_smoothing) - share
+    return xp.where(counted[:, None], gradient * seed, 0.0).astype(logits.dtype, copy=False)

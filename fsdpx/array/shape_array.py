@@ -1,0 +1,268 @@
+"""The shape-only array: a shape and a dtype that behave like an array of them, and no data."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.indexing import selected
+
+__all__ = ["Elementwise", "ShapeArray", "dtype_of_result", "elementwise", "reduced"]
+
+
+class ShapeArray:
+    """An array of `shape` and `dtype` whose elements nobody asks for; as a number it is 0, as a truth False.
+
+    Results have the shape and dtype that NumPy gives, and what NumPy refuses is refused with the same error type.
+    """
+
+    __slots__ = ("dtype", "shape")
+    holds_no_data = True
+    __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None  # so that `ndarray + ShapeArray` asks this class
+
+    def __init__(self, shape: int | Sequence[int], dtype: Any = np.float64) -> None:
+        dims = (shape,) if isinstance(shape, int | np.integer) else shape
+        self.shape: tuple[int, ...] = tuple(operator.index(n) for n in dims)
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"negative dimensions are not allowed: {self.shape}")
+        self.dtype = np.dtype(dtype)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @property
+    def T(self) -> ShapeArray:
+        return ShapeArray(self.shape[::-1], self.dtype)
+
+    def __repr__(self) -> str:
+        return f"ShapeArray({self.shape}, {self.dtype.name})"
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dims")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[ShapeArray]:
+        return (self[i] for i in range(len(self)))
+
+    def reshape(self, *shape: Any) -> ShapeArray:
+        wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
+        return ShapeArray(_filled(self, tuple(wanted)), self.dtype)
+
+    def ravel(self) -> ShapeArray:
+        return ShapeArray((self.size,), self.dtype)
+
+    flatten = ravel
+
+    def transpose(self, *dims: Any) -> ShapeArray:
+        if len(dims) == 1 and not isinstance(dims[0], int | np.integer):
+            dims = tuple(dims[0])
+        order = [_dim(d, self.ndim) for d in dims] if dims else list(range(self.ndim))[::-1]
+        if sorted(order) != list(range(self.ndim)):
+            raise ValueError(f"axes {tuple(dims)} do not match an array of shape {self.shape}")
+        return ShapeArray([self.shape[d] for d in order], self.dtype)
+
+    def swapaxes(self, a: int, b: int) -> ShapeArray:
+        order = list(range(self.ndim))
+        a, b = _dim(a, self.ndim), _dim(b, self.ndim)
+        order[a], order[b] = b, a
+        return self.transpose(*order) if order else self
+
+    def squeeze(self, axis: int | None = None) -> ShapeArray:
+        gone = [d for d, n in enumerate(self.shape) if n == 1] if axis is None else [_dim(axis, self.ndim)]
+        if any(self.shape[d] != 1 for d in gone):
+            raise ValueError(f"cannot squeeze dim {axis} of shape {self.shape}: it is not 1")
+        return ShapeArray([n for d, n in enumerate(self.shape) if d not in gone], self.dtype)
+
+    def astype(self, dtype: Any, copy: bool = True) -> ShapeArray:
+        return ShapeArray(self.shape, dtype)
+
+    def copy(self) -> ShapeArray:
+        return ShapeArray(self.shape, self.dtype)
+
+    def view(self, dtype: Any) -> ShapeArray:
+        """The same bytes as another dtype: the last dim changes."""
+        nbytes, item = (self.shape[-1] if self.shape else 1) * self.itemsize, np.dtype(dtype).itemsize
+        if nbytes % item or (not self.shape and item != self.itemsize):
+            raise ValueError(f"{self!r} cannot be seen as {np.dtype(dtype).name}: its last dim does not divide")
+        return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype)
+
+    def fill(self, value: Any) -> None:
+        """There is nothing to fill."""
+
+    def item(self) -> Any:
+        if self.size != 1:
+            raise ValueError(f"only an array of one element is a number, not shape {self.shape}")
+        return self.dtype.type(0).item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __getitem__(self, index: Any) -> ShapeArray:
+        return ShapeArray(selected(self.shape, index), self.dtype)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if any(_is_mask(i) for i in (index if isinstance(index, tuple) else (index,))):
+            return  # how many elements a mask selects depends on data
+        want, got = selected(self.shape, index), np.shape(value) if not isinstance(value, ShapeArray) else value.shape
+        if np.broadcast_shapes(want, got) != want and math.prod(got) != math.prod(want):
+            raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
+
+    def __matmul__(self, other: Any) -> ShapeArray:
+        return product(self, other)
+
+    def __rmatmul__(self, other: Any) -> ShapeArray:
+        return product(other, self)
+
+
+def dtype_of_result(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
+    """The dtype NumPy gives: it is asked, with arrays of no elements; Python numbers stay what they are."""
+    empty = [np.empty(0, o.dtype) if hasattr(o, "dtype") else o for o in operands]
+    return np.asarray(function(*empty, **options)).dtype
+
+
+class Elementwise:
+    """A NumPy ufunc on shapes: operands broadcast."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__name__ = function.__name__
+
+    def __call__(self, *operands: Any, out: Any = None, **options: Any) -> Any:
+        shape = np.broadcast_shapes(*(np.shape(o) if not isinstance(o, ShapeArray) else o.shape for o in operands))
+        result = ShapeArray(shape, dtype_of_result(self.function, *operands, **options))
+        return result if out is None else stored(out, result)
+
+    def at(self, array: ShapeArray, index: Any, values: Any = None) -> None:
+        """Unbuffered in-place form: `values` must broadcast to the selection."""
+        if values is not None:
+            array[index] = values
+
+
+def stored(out: ShapeArray, result: ShapeArray) -> ShapeArray:
+    """`out`, if NumPy would let `result` be written into it."""
+    if np.broadcast_shapes(out.shape, result.shape) != out.shape:
+        raise ValueError(f"non-broadcastable output operand with shape {out.shape} for shape {result.shape}")
+    if not np.can_cast(result.dtype, out.dtype, "same_kind"):
+        raise TypeError(f"cannot cast output from {result.dtype} to {out.dtype} with casting rule 'same_kind'")
+    return out
+
+
+def elementwise(name: str) -> Elementwise:
+    """The shape-only form of NumPy's `name`."""
+    return Elementwise(getattr(np, name))
+
+
+def product(a: Any, b: Any) -> ShapeArray:
+    """The matrix product, stacked over leading dims."""
+    left, right = (x.shape if hasattr(x, "shape") else np.shape(x) for x in (a, b))
+    if not left or not right:
+        raise ValueError("matmul: an operand has no dims")
+    m, n = left if len(left) > 1 else (1, *left), right if len(right) > 1 else (*right, 1)
+    if m[-1] != n[-2]:
+        raise ValueError(f"matmul: {left} @ {right}: {m[-1]} columns meet {n[-2]} rows")
+    stack = np.broadcast_shapes(m[:-2], n[:-2])
+    rows, columns = m[-2:-1] if len(left) > 1 else (), n[-1:] if len(right) > 1 else ()
+    kinds = [np.empty((0, 0), x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype) for x in (a, b)]
+    return ShapeArray((*stack, *rows, *columns), np.matmul(*kinds).dtype)
+
+
+def reduced(name: str) -> Callable[..., Any]:
+    """The shape-only form of NumPy's reduction `name`: f(x, axis=None, dtype=None, keepdims=False)."""
+    function = getattr(np, name)
+
+    def reduction(
+        x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False
+    ) -> ShapeArray:
+        dims = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
+        gone = {_dim(d, x.ndim) for d in dims}
+        if name in ("max", "min", "argmax", "argmin") and any(x.shape[d] == 0 for d in gone):
+            raise ValueError(f"{name} over a dim of size 0 has no identity: shape {x.shape}")
+        shape = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdims or d not in gone]
+        kind = np.asarray(function(np.ones(1, x.dtype), **({} if dtype is None else {"dtype": dtype}))).dtype
+        result = ShapeArray(shape, kind)
+        return result if out is None else stored(out, result)
+
+    reduction.__name__ = name
+    return reduction
+
+
+def _filled(x: ShapeArray, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """`wanted` with its -1 replaced by what is left."""
+    known = math.prod(n for n in wanted if n != -1)
+    free = wanted.count(-1)
+    if free > 1 or (free and (known == 0 or x.size % known)) or (not free and known != x.size):
+        raise ValueError(f"cannot reshape an array of shape {x.shape} (size {x.size}) into {wanted}")
+    return tuple(x.size // known if n == -1 else n for n in wanted)
+
+
+def _dim(dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise np.exceptions.AxisError(dim, ndim)
+    return dim % ndim
+
+
+def _is_mask(index: Any) -> bool:
+    return getattr(index, "dtype", None) == np.bool_ and getattr(index, "ndim", 0) > 0
+
+
+def _binary(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """The operator, its reflected form and its in-place form."""
+    function = elementwise(name)
+
+    def forward(self: ShapeArray, other: Any) -> Any:
+        return function(self, other)
+
+    def reflected(self: ShapeArray, other: Any) -> Any:
+        return function(other, self)
+
+    def in_place(self: ShapeArray, other: Any) -> Any:
+        return stored(self, function(self, other))
+
+    return forward, reflected, in_place
+
+
+OPERATORS = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "true_divide", "floordiv": "floor_divide",
+    "mod": "remainder", "pow": "power", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "left_shift", "rshift": "right_shift",
+}  # fmt: skip
+COMPARISONS = {
+    "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+}  # fmt: skip
+UNARY = {"neg": "negative", "pos": "positive", "abs": "absolute", "invert": "invert"}
+
+for _short, _name in OPERATORS.items():
+    for _prefix, _method in zip(("", "r", "i"), _binary(_name), strict=True):
+        setattr(ShapeArray, f"__{_prefix}{_short}__", _method)
+for _short, _name in COMPARISONS.items():
+    setattr(ShapeArray, f"__{_short}__", _binary(_name)[0])
+for _short, _name in UNARY.items():
+    setattr(ShapeArray, f"__{_short}__", lambda self, _function=elementwise(_name): _function(self))
+for _name in ("sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std"):
+    setattr(ShapeArray, _name, reduced(_name))
+ShapeArray.__hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,221 @@
+"""The namespace of shape-only arrays: NumPy's function names on arrays that hold no data.
+
+Layers and plain kernels run on it unchanged; memory, bytes and misfits of a model of any size follow at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf, nan, pi
+from typing import Any
+
+import numpy as np
+from numpy import (  # noqa: F401  (part of the namespace)
+    bool_, can_cast, dtype, finfo, float16, float32, float64, iinfo, int8, int16, int32, int64, newaxis,
+    result_type, uint8, uint16, uint32, uint64,
+)  # fmt: skip
+
+from fsdpx.array.shape_array import Elementwise, ShapeArray, dtype_of_result, elementwise, product, reduced
+
+__all__ = ["ShapeArray", "holds_no_data", "inf", "nan", "newaxis", "pi"]
+
+holds_no_data = True
+
+Array = Any
+
+exp, exp2, expm1, log, log2, log10, log1p = map(elementwise, ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p"))
+sqrt, square, reciprocal, sign, negative = map(elementwise, ("sqrt", "square", "reciprocal", "sign", "negative"))
+abs = absolute = elementwise("absolute")
+sin, cos, tan, tanh, sinh, cosh = map(elementwise, ("sin", "cos", "tan", "tanh", "sinh", "cosh"))
+floor, ceil, trunc, rint = map(elementwise, ("floor", "ceil", "trunc", "rint"))
+isfinite, isnan, isinf, signbit = map(elementwise, ("isfinite", "isnan", "isinf", "signbit"))
+add, subtract, multiply, divide, power = map(elementwise, ("add", "subtract", "multiply", "divide", "power"))
+true_divide, floor_divide, remainder = map(elementwise, ("true_divide", "floor_divide", "remainder"))
+maximum, minimum, copysign, hypot = map(elementwise, ("maximum", "minimum", "copysign", "hypot"))
+equal, not_equal, less, less_equal = map(elementwise, ("equal", "not_equal", "less", "less_equal"))
+greater, greater_equal = map(elementwise, ("greater", "greater_equal"))
+logical_and, logical_or, logical_not = map(elementwise, ("logical_and", "logical_or", "logical_not"))
+bitwise_and, bitwise_or, bitwise_xor = map(elementwise, ("bitwise_and", "bitwise_or", "bitwise_xor"))
+where, clip = Elementwise(np.where), Elementwise(np.clip)
+sum, mean, max, min, prod = map(reduced, ("sum", "mean", "max", "min", "prod"))
+any, all, argmax, argmin, var, std = map(reduced, ("any", "all", "argmax", "argmin", "var", "std"))
+matmul = product
+
+
+def zeros(shape: int | Sequence[int], dtype: Any = np.float64) -> ShapeArray:
+    return ShapeArray(shape, dtype)
+
+
+empty = ones = zeros
+
+
+def full(shape: int | Sequence[int], fill_value: Any, dtype: Any = None) -> ShapeArray:
+    return ShapeArray(shape, np.asarray(fill_value).dtype if dtype is None else dtype)
+
+
+def zeros_like(x: Array, dtype: Any = None) -> ShapeArray:
+    return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
+
+
+empty_like = ones_like = zeros_like
+
+
+def full_like(x: Array, fill_value: Any, dtype: Any = None) -> ShapeArray:
+    return zeros_like(x, dtype)
+
+
+def arange(start: Any, stop: Any = None, step: Any = 1, dtype: Any = None) -> ShapeArray:
+    first, last = (0, start) if stop is None else (start, stop)
+    kind = np.result_type(*(np.asarray(v).dtype for v in (first, last, step))) if dtype is None else dtype
+    count = int(np.ceil((last - first) / step))
+    return ShapeArray((count if count > 0 else 0,), kind)
+
+
+def asarray(x: Any, dtype: Any = None, copy: bool | None = None) -> ShapeArray:
+    """The shape and dtype of `x`: an array of any library, a number or nested lists."""
+    x = x if hasattr(x, "shape") and hasattr(x, "dtype") else np.asarray(x)
+    return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
+
+
+array = ascontiguousarray = asarray
+
+
+def copy(x: Array) -> ShapeArray:
+    return asarray(x)
+
+
+def copyto(dst: ShapeArray, src: Any) -> None:
+    dst[...] = src
+
+
+def eye(n: int, m: int | None = None, dtype: Any = np.float64) -> ShapeArray:
+    return ShapeArray((n, n if m is None else m), dtype)
+
+
+def shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
+
+
+def reshape(x: Array, shape: int | Sequence[int]) -> ShapeArray:
+    return x.reshape(shape)
+
+
+def ravel(x: Array) -> ShapeArray:
+    return x.ravel()
+
+
+def transpose(x: Array, axes: Sequence[int] | None = None) -> ShapeArray:
+    return x.transpose(*(axes or ()))
+
+
+def swapaxes(x: Array, axis1: int, axis2: int) -> ShapeArray:
+    return x.swapaxes(axis1, axis2)
+
+
+def moveaxis(x: Array, source: int, destination: int) -> ShapeArray:
+    order = [d for d in range(x.ndim) if d != source % x.ndim]
+    order.insert(destination % x.ndim, source % x.ndim)
+    return x.transpose(*order)
+
+
+def expand_dims(x: Array, axis: int) -> ShapeArray:
+    dims = list(x.shape)
+    dims.insert(axis % (x.ndim + 1), 1)
+    return x.reshape(dims)
+
+
+def squeeze(x: Array, axis: int | None = None) -> ShapeArray:
+    return x.squeeze(axis)
+
+
+def broadcast_to(x: Array, shape: Sequence[int]) -> ShapeArray:
+    if np.broadcast_shapes(x.shape, tuple(shape)) != tuple(shape):
+        raise ValueError(f"operands could not be broadcast together: {x.shape} to {tuple(shape)}")
+    return ShapeArray(shape, x.dtype)
+
+
+def concatenate(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
+    first = arrays[0]
+    axis = axis % first.ndim
+    rest = [(*a.shape[:axis], *a.shape[axis + 1 :]) for a in arrays]
+    if len(set(rest)) != 1 or len({a.ndim for a in arrays}) != 1:
+        raise ValueError(f"concatenate: {', '.join(str(a.shape) for a in arrays)} differ beside dim {axis}")
+    total = np.sum([a.shape[axis] for a in arrays])
+    dims = (*first.shape[:axis], int(total), *first.shape[axis + 1 :])
+    return ShapeArray(dims, np.result_type(*(a.dtype for a in arrays)))
+
+
+def stack(arrays: Sequence[Array], axis: int = 0) -> ShapeArray:
+    if len({a.shape for a in arrays}) != 1:
+        raise ValueError(f"stack: shapes differ: {', '.join(str(a.shape) for a in arrays)}")
+    dims = list(arrays[0].shape)
+    dims.insert(axis % (len(dims) + 1), len(arrays))
+    return ShapeArray(dims, np.result_type(*(a.dtype for a in arrays)))
+
+
+def split(x: Array, sections: int | Sequence[int], axis: int = 0) -> list[ShapeArray]:
+    dummy = np.broadcast_to(np.empty((), np.uint8), x.shape)
+    return [ShapeArray(part.shape, x.dtype) for part in np.split(dummy, sections, axis=axis)]
+
+
+def take(x: Array, indices: Array, axis: int | None = None) -> ShapeArray:
+    if axis is None:
+        return ShapeArray(shape(indices), x.dtype)
+    axis = axis % x.ndim
+    return ShapeArray((*x.shape[:axis], *shape(indices), *x.shape[axis + 1 :]), x.dtype)
+
+
+def take_along_axis(x: Array, indices: Array, axis: int) -> ShapeArray:
+    if x.ndim != indices.ndim:
+        raise ValueError(f"take_along_axis: {indices.shape} has other dims than {x.shape}")
+    axis = axis % x.ndim
+    beside = [1 if d == axis else n for d, n in enumerate(x.shape)]
+    return ShapeArray(np.broadcast_shapes(tuple(beside), indices.shape), x.dtype)
+
+
+def put_along_axis(x: Array, indices: Array, values: Any, axis: int) -> None:
+    np.broadcast_shapes(take_along_axis(x, indices, axis).shape, shape(values))
+
+
+def tril(x: Array, k: int = 0) -> ShapeArray:
+    return asarray(x)
+
+
+triu = tril
+
+
+def pad(x: Array, pad_width: Any, mode: str = "constant", constant_values: Any = 0) -> ShapeArray:
+    widths = np.broadcast_to(np.asarray(pad_width, dtype=np.int64), (x.ndim, 2))
+    return ShapeArray([int(n + a + b) for n, (a, b) in zip(x.shape, widths, strict=True)], x.dtype)
+
+
+def sort(x: Array, axis: int = -1) -> ShapeArray:
+    return asarray(x)
+
+
+def argsort(x: Array, axis: int = -1, kind: str | None = None, stable: bool | None = None) -> ShapeArray:
+    return ShapeArray(x.shape, np.int64)
+
+
+def cumsum(x: Array, axis: int | None = None, dtype: Any = None) -> ShapeArray:
+    kind = dtype_of_result(np.cumsum, x) if dtype is None else dtype
+    return ShapeArray((x.size,) if axis is None else x.shape, kind)
+
+
+def einsum(subscripts: str, *operands: Array) -> ShapeArray:
+    """The explicit form only: "ij,jk->ik"."""
+    left, arrow, result = subscripts.replace(" ", "").partition("->")
+    terms, sizes = left.split(","), dict[str, int]()
+    if not arrow or len(terms) != len(operands):
+        raise ValueError(f"einsum {subscripts!r}: spell out one term per operand and the result behind '->'")
+    for term, operand in zip(terms, operands, strict=True):
+        if len(term) != operand.ndim:
+            raise ValueError(f"einsum {subscripts!r}: {term!r} does not fit shape {operand.shape}")
+        for letter, size in zip(term, operand.shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ValueError(f"einsum {subscripts!r}: {letter!r} is both {sizes[letter]} and {size}")
+    return ShapeArray([sizes[letter] for letter in result], np.result_type(*(o.dtype for o in operands)))
+
+
+def array_equal(a: Array, b: Array) -> bool:
+    return shape(a) == shape(b)

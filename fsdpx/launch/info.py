@@ -1,0 +1,78 @@
+"""`info`: what this machine and this Python offer to fsdpx, in words."""
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+from fsdpx.engine.report import table
+from fsdpx.launch import environment
+from fsdpx.version import __version__
+
+__all__ = ["info"]
+
+
+def info() -> str:
+    """A table of what was found. Loads MPI to ask its name, but does not initialise it."""
+    rows: list[tuple[str, ...]] = [("fsdpx", __version__)]
+    rows += [("Python", f"{platform.python_version()} at {sys.executable}"), ("machine", _machine())]
+    rows += [("NumPy", f"{_version('numpy')}, BLAS {_blas()}"), ("Numba", _numba()), ("ml_dtypes", _version("ml_dtypes"))]
+    rows += [("mpi4py", _version("mpi4py")), ("MPI library", _mpi()), ("launcher", _launcher())]
+    rows += [("CuPy", _cupy()), ("PyTorch", _version("torch"))]
+    return table([("", "found"), *rows])
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _machine() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{platform.system()} {platform.machine()}, {cores} cores for this process"
+
+
+def _blas() -> str:
+    import numpy as np
+
+    config: Any = np.show_config(mode="dicts")
+    blas = config["Build Dependencies"]["blas"]
+    return f"{blas.get('name', '?')} {blas.get('version', '')}".strip()
+
+
+def _numba() -> str:
+    found = _version("numba")
+    return found if found != "not installed" else "not installed: plain kernels are used"
+
+
+def _mpi() -> str:
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return f"none ({error}); pip install 'fsdpx[mpich]'"
+    return " ".join(MPI.Get_library_version().strip("\0").split("\n")[0].split())
+
+
+def _launcher() -> str:
+    settings = environment.read()
+    if settings.launcher is None:
+        return "none: this process is alone"
+    return f"{settings.launcher}, {settings.expected_size} ranks"
+
+
+def _cupy() -> str:
+    try:
+        import cupy
+    except ImportError:
+        return "not installed: device='cuda' is not available"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:
+        return f"{cupy.__version__}, but no GPU ({type(error).__name__})"
+    return f"{cupy.__version__}, {count} GPUs"

@@ -1,0 +1,209 @@
+"""The contract of an optimiser, as a test class to inherit.
+
+class TestMine(OptimizerContract):
+    def make(self, **options):
+        return Mine(**options)
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.optim import Optimizer, Segment, Segments, rate
+
+__all__ = ["OptimizerContract"]
+
+SIZES = {"a.weight": 2500, "a.bias": 7, "norm.weight": 1024, "b.weight": 4100, "b.bias": 1}
+TOTAL = sum(SIZES.values())
+
+
+class OptimizerContract:
+    """`make(**options)` builds the optimiser under test and takes at least `lr`.
+
+    grain: shards may be cut anywhere (1), or at multiples of `grain` within each parameter, without a change
+    of bits.
+    grouped: whether `make` takes `groups` with "lr_scale" and "weight_decay", and `weight_decay` itself.
+    """
+
+    grain: int = 1
+    grouped: bool = True
+
+    def make(self, **options: Any) -> Optimizer:
+        raise AssertionError("inherit OptimizerContract and define make(self, **options)")
+
+    def test_names_its_slots(self) -> None:
+        slots = self.make(lr=0.01).slots
+        assert isinstance(slots, tuple)
+        assert all(isinstance(name, str) for name in slots)
+        assert len(set(slots)) == len(slots)
+
+    def test_shards_give_the_bits_of_the_whole(self) -> None:
+        for dtype in ("float64", "float32"):
+            whole = self._train(dtype, [])
+            for cuts in ([1024], [2048, 2500, 2507], [0, 2507 + 1024 + 2048, TOTAL - 1, TOTAL]):
+                self._same(whole, self._train(dtype, cuts))
+            if self.grain == 1:
+                self._same(whole, self._train(dtype, [1, 1, 3, 2499, 4097, TOTAL - 2]))
+
+    def test_works_in_place_and_leaves_the_gradient_alone(self) -> None:
+        p, g, slots = self._state("float32", slice(None))
+        before = {"p": p.copy(), "g": g.copy()}
+        padded = np.pad(p, 8, constant_values=7.0)
+        view = padded[8:-8]
+        self._update(view, g, slots)
+        assert not np.array_equal(view, before["p"])
+        assert np.array_equal(g, before["g"])
+        assert (padded[:8] == 7.0).all()
+        assert (padded[-8:] == 7.0).all()
+        assert view.dtype == p.dtype
+
+    def test_scale_multiplies_the_gradient(self) -> None:
+        p, g, slots = self._state("float64", slice(None))
+        q, h, others = self._state("float64", slice(None))
+        h *= 8.0
+        for step in (1, 2):
+            self._update(p, g, slots, step=step)
+            self._update(q, h, others, step=step, scale=0.125)
+        self._same({"p": p, **slots}, {"p": q, **others})
+
+    def test_the_schedule_is_the_rate(self) -> None:
+        scheduled = self.make(lr=lambda step: 0.5 / step)
+        assert [rate(scheduled, step) for step in (1, 2, 4)] == [0.5, 0.25, 0.125]
+        p, g, slots = self._state("float64", slice(None))
+        q, _, others = self._state("float64", slice(None))
+        self._update(p, g, slots, optimizer=scheduled, lr=rate(scheduled, 50))
+        self._update(q, g, others, lr=0.01)
+        self._same({"p": p, **slots}, {"p": q, **others})
+
+    def test_a_rate_of_zero_changes_no_parameter(self) -> None:
+        p, g, slots = self._state("float64", slice(None))
+        before = p.copy()
+        self._update(p, g, slots, lr=0.0)
+        assert np.array_equal(p, before)
+
+    def test_an_empty_shard_is_fine(self) -> None:
+        optimizer = self.make(lr=0.01)
+        p, g = np.empty(0), np.empty(0)
+        slots = {name: np.empty(0) for name in optimizer.slots}
+        optimizer.update(np, p, g, slots, lr=0.01, step=1, segments=Segments(()))
+        assert p.size == 0
+
+    def test_groups_go_by_name(self) -> None:
+        if not self.grouped:
+            return
+        groups = {"a.*": {"lr_scale": 0.0}, "*bias": {"lr_scale": 100.0}, "norm*": {"weight_decay": 0.0}}
+        grouped = self.make(lr=0.01, weight_decay=0.5, groups=groups)
+        parts = {
+            "a.weight": (self.make(lr=0.01, weight_decay=0.5), 0.0),
+            "a.bias": (self.make(lr=0.01, weight_decay=0.5), 0.0),
+            "norm.weight": (self.make(lr=0.01, weight_decay=0.0), 0.01),
+            "b.weight": (self.make(lr=0.01, weight_decay=0.5), 0.01),
+            "b.bias": (self.make(lr=0.01, weight_decay=0.5), 1.0),
+        }
+        p, g, slots = self._state("float64", slice(None), grouped)
+        self._update(p, g, slots, optimizer=grouped)
+        for name, at in _places().items():
+            optimizer, lr = parts[name]
+            q, h, others = self._state("float64", at, optimizer)
+            optimizer.update(np, q, h, others, lr=lr, step=1, segments=_segments(at.start, at.stop))
+            assert np.array_equal(p[at], q), name
+
+    def _state(
+        self, dtype: str, at: slice, optimizer: Optimizer | None = None
+    ) -> tuple[Any, Any, dict[str, Any]]:
+        """The part `at` of fixed parameters and gradients, with empty slots."""
+        random = np.random.default_rng(5)
+        p, g = (random.standard_normal(TOTAL).astype(dtype)[at].copy() for _ in range(2))
+        return p, g, {name: np.zeros_like(p) for name in (optimizer or self.make(lr=0.01)).slots}
+
+    def _update(
+        self,
+        p: Any,
+        g: Any,
+        slots: dict[str, Any],
+        *,
+        optimizer: Optimizer | None = None,
+        lr: float = 0.01,
+        step: int = 1,
+        scale: float = 1.0,
+    ) -> None:
+        chosen = optimizer or self.make(lr=0.01)
+        chosen.update(np, p, g, slots, lr=lr, step=step, segments=_segments(0, TOTAL), scale=scale)
+
+    def _train(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
+        """Three steps on the shards between `cuts`, each shard on a thread of its own."""
+        bounds = [0, *cuts, TOTAL]
+        optimizer = self.make(lr=0.01)
+        meeting = _Meeting(len(bounds) - 1)
+
+        def train(r: int) -> dict[str, Any]:
+            low, high = bounds[r], bounds[r + 1]
+            p, g, slots = self._state(dtype, slice(low, high))
+            segments = _segments(low, high, meeting.exchange(r))
+            for step in (1, 2, 3):
+                optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
+            return {"p": p, **slots}
+
+        shards = meeting.run(train)
+        return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
+
+    def _same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
+        for name in a:
+            assert np.array_equal(a[name], b[name]), name
+
+
+def _places() -> dict[str, slice]:
+    places, at = {}, 0
+    for name, size in SIZES.items():
+        places[name] = slice(at, at + size)
+        at += size
+    return places
+
+
+def _segments(low: int, high: int, exchange: Callable[[Any], list[Any]] | None = None) -> Segments:
+    """What a shard [low, high) of all parameters holds."""
+    items = []
+    for name, place in _places().items():
+        start, stop = max(low, place.start), min(high, place.stop)
+        if start < stop:
+            items.append(Segment(name, start - low, stop - low, start - place.start, SIZES[name]))
+    return Segments(tuple(items), exchange)
+
+
+class _Meeting:
+    """Threads that hand each other objects: an all-gather without a communicator."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier, self.table = size, threading.Barrier(size, timeout=30), [None] * size
+
+    def exchange(self, rank: int) -> Callable[[Any], list[Any]]:
+        def all_gather(mine: Any) -> list[Any]:
+            self.table[rank] = mine
+            self.barrier.wait()
+            everyone = list(self.table)
+            self.barrier.wait()
+            return everyone
+
+        return all_gather
+
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def work(rank: int) -> None:
+            try:
+                results[rank] = body(rank)
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results

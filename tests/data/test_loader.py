@@ -1,0 +1,291 @@
+"""The loader gives what the sampler plans, resumes exactly, passes errors on and leaves no thread behind."""
+
+import gc
+import threading
+import time
+import traceback
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fsdpx.data import ArrayDataset, DataLoader, DistributedSampler
+from fsdpx.errors import ConfigError, DataError
+
+DEPTHS = pytest.mark.parametrize("prefetch", [0, 1, 3])
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    wait_for_threads()
+
+
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name.startswith("fsdpx loader")]
+
+
+def wait_for_threads(seconds=5.0):
+    end = time.monotonic() + seconds
+    while loader_threads() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not loader_threads()
+
+
+def numbers(n=10):
+    return ArrayDataset(np.arange(n), np.arange(n) * 10)
+
+
+class Single:
+    """A dataset without `take`, of dicts or tuples or arrays."""
+
+    def __init__(self, samples, fail=None):
+        self.samples, self.fail, self.read = samples, fail, []
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        self.read.append(i)
+        if i == self.fail:
+            raise OSError(f"sample {i} is unreadable")
+        return self.samples[i]
+
+
+@DEPTHS
+def test_batches_in_order_and_a_short_one_last(prefetch):
+    loader = DataLoader(numbers(), 4, prefetch=prefetch)
+    assert len(loader) == 3
+    for _ in range(2):
+        batches = list(loader)
+        assert [x.tolist() for x, _ in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert all(np.array_equal(y, 10 * x) for x, y in batches)
+    assert loader.epoch == 2
+
+
+def test_ranks_share_every_global_batch():
+    loaders = [DataLoader(numbers(), 4, comm=SimpleNamespace(rank=r, size=3), shuffle=True) for r in range(3)]
+    whole = DataLoader(numbers(), 4, shuffle=True)
+    for *parts, full in zip(*loaders, whole, strict=True):
+        assert np.array_equal(np.concatenate([x for x, _ in parts]), full[0])
+
+
+def test_rank_and_size_and_chunks():
+    loader = DataLoader(numbers(), 4, rank=1, size=3, chunks=2, drop_last=True)
+    assert [x.tolist() for x, _ in loader] == [[0, 1], [4, 5]]
+
+
+@DEPTHS
+def test_shuffled_epochs_differ_and_repeat_by_seed(prefetch):
+    a, b = (DataLoader(numbers(), 5, shuffle=True, seed=4, prefetch=prefetch) for _ in range(2))
+    first, second = ([x.tolist() for x, _ in a] for _ in range(2))
+    assert first != second
+    b.set_epoch(1)
+    assert [x.tolist() for x, _ in b] == second
+
+
+@DEPTHS
+def test_state_counts_what_was_received(prefetch):
+    loader = DataLoader(numbers(20), 3, shuffle=True, seed=1, prefetch=prefetch)
+    seen = []
+    for k, (x, _) in enumerate(loader, 1):
+        seen.append(x.tolist())
+        time.sleep(0.002)  # time to read ahead
+        state = loader.state_dict()
+        rest = [tuple(r.tolist()) for r, _ in resumed(state, prefetch)]
+        if k < 7:
+            assert state["position"] == 3 * k
+            assert state["epoch"] == 0
+            assert sorted(i for r in [*seen, *rest] for i in r) == list(range(20))
+        else:
+            assert state["position"] == 0
+            assert state["epoch"] == 1
+    assert k == 7
+
+
+def resumed(state, prefetch):
+    loader = DataLoader(numbers(20), 3, shuffle=True, seed=1, prefetch=prefetch)
+    loader.load_state_dict(state)
+    return loader
+
+
+def test_a_resumed_epoch_is_followed_by_a_whole_one():
+    loader = resumed({"epoch": 2, "position": 15}, 2)
+    assert loader.epoch == 2
+    assert [len(x) for x, _ in loader] == [3, 2]
+    assert loader.epoch == 3
+    assert sum(len(x) for x, _ in loader) == 20
+
+
+@DEPTHS
+def test_an_error_of_the_dataset_comes_with_its_traceback_at_its_batch(prefetch):
+    loader = DataLoader(Single(list(range(10)), fail=7), 3, prefetch=prefetch)
+    received = []
+    with pytest.raises(OSError, match="sample 7 is unreadable") as caught:
+        received.extend(iter_all(loader))
+    assert [b.tolist() for b in caught.value.received] == [[0, 1, 2], [3, 4, 5]]
+    assert "__getitem__" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert caught.value.__notes__ == [
+        "[loader of rank 0] while reading the global batch of samples 6 to 9 of epoch 0"
+    ]
+    assert loader.state_dict()["position"] == 6
+
+
+def iter_all(loader):
+    received = []
+    try:
+        for batch in loader:
+            received.append(batch)
+    except OSError as error:
+        error.received = received
+        raise
+    return received
+
+
+def test_a_broken_iteration_stays_ended():
+    running = iter(DataLoader(Single([1, 2], fail=0), 1))
+    with pytest.raises(OSError, match="unreadable"):
+        next(running)
+    with pytest.raises(StopIteration):
+        next(running)
+
+
+def test_it_reads_ahead_only_so_far():
+    data = Single(list(range(100)))
+    running = iter(DataLoader(data, 1, prefetch=3))
+    next(running)
+    time.sleep(0.1)
+    assert 4 <= len(data.read) <= 5  # one received, three waiting, one in hand
+    running.close()
+
+
+def test_leaving_a_loop_ends_its_thread():
+    loader = DataLoader(numbers(100), 1)
+    for _ in loader:
+        break
+    gc.collect()
+    wait_for_threads()
+    assert next(iter(loader))[0] == [0]
+
+
+def test_close_and_with_end_the_thread_at_once():
+    with DataLoader(numbers(100), 1) as loader:
+        running = iter(loader)
+        next(running)
+        assert len(loader_threads()) == 1
+    assert not loader_threads()
+    assert list(running) == []
+    assert loader.epoch == 0
+
+
+def test_a_forgotten_loader_ends_its_thread():
+    running = iter(DataLoader(numbers(100), 1))
+    next(running)
+    del running
+    gc.collect()
+    wait_for_threads()
+
+
+def test_a_new_loop_ends_the_one_before():
+    loader = DataLoader(numbers(), 2)
+    first = iter(loader)
+    next(first)
+    second = iter(loader)
+    assert list(first) == []
+    assert len(list(second)) == 5
+
+
+def test_samples_are_stacked_by_their_kind():
+    pairs = DataLoader(Single([(np.full(3, i), i) for i in range(4)]), 4)
+    ((x, y),) = list(pairs)
+    assert x.shape == (4, 3)
+    assert y.tolist() == [0, 1, 2, 3]
+    (batch,) = list(DataLoader(Single([{"a": i, "b": [i, i]} for i in range(2)]), 2))
+    assert batch["a"].tolist() == [0, 1]
+    assert [b.tolist() for b in batch["b"]] == [[0, 1], [0, 1]]
+
+
+def test_collate_and_transform():
+    loader = DataLoader(numbers(4), 2, collate=list, transform=lambda rows: [int(x + y) for x, y in rows])
+    assert list(loader) == [[0, 11], [22, 33]]
+
+
+@pytest.mark.parametrize("dataset", [numbers(1), Single([(0, 0)])], ids=["take", "samples"])
+def test_a_rank_without_samples_gets_no_rows_of_the_right_kind(dataset):
+    sizes = [[(x.shape, y.shape) for x, y in DataLoader(dataset, 4, rank=r, size=2)] for r in range(2)]
+    assert sizes == [[((0,), (0,))], [((1,), (1,))]]
+
+
+def test_a_sampler_of_ones_own():
+    sampler = DistributedSampler(10, 1, 2, batch=4, shuffle=False)
+    loader = DataLoader(numbers(), sampler=sampler)
+    assert loader.batch_size == 4
+    assert [x.tolist() for x, _ in loader] == [[2, 3], [6, 7], [9]]
+    assert "DistributedSampler(10, rank=1, size=2, batch=4)" in repr(loader)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "args", "options"),
+    [
+        (DataError, r"DataLoader: the dataset \(list\) is empty", ([], 1), {}),
+        (ConfigError, r"DataLoader\(batch_size=0\): the size of the global batch, 1 or more", ([1], 0), {}),
+        (ConfigError, r"DataLoader\(batch_size=None\)", ([1],), {}),
+        (
+            ConfigError,
+            r"DataLoader\(prefetch=-1\): a number of batches, 0 or more",
+            ([1], 1),
+            {"prefetch": -1},
+        ),
+        (ConfigError, r"DataLoader\(rank=0, size=None\): one of them is missing", ([1], 1), {"rank": 0}),
+        (
+            ConfigError,
+            "pass comm, or rank and size, not both",
+            ([1], 1),
+            {"comm": SimpleNamespace(rank=0, size=1), "rank": 0},
+        ),
+        (
+            ConfigError,
+            "the sampler decides batch_size, shuffle: give them to it",
+            ([1], 1),
+            {"sampler": DistributedSampler(1), "shuffle": True},
+        ),
+        (
+            ConfigError,
+            "the sampler is of 2 samples, the dataset has 1",
+            ([1],),
+            {"sampler": DistributedSampler(2)},
+        ),
+    ],
+)
+def test_bad_options(error, text, args, options):
+    with pytest.raises(error, match=text):
+        DataLoader(*args, **options)
+
+
+def test_samples_of_different_shapes():
+    loader = DataLoader(Single([np.zeros(2), np.zeros(3)]), 2)
+    with pytest.raises(
+        DataError, match=r"shapes \(2,\) and \(3,\) do not stack to a batch: pad them, or pass"
+    ):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("text", "arrays"),
+    [
+        ("needs at least one array", ()),
+        ("different numbers of samples: \\[2, 3\\]", (np.zeros(2), np.zeros(3))),
+        ("the dataset is empty", (np.zeros((0, 4)),)),
+        ("dim 0 of every array must be samples", (np.float64(3),)),
+    ],
+)
+def test_bad_arrays(text, arrays):
+    with pytest.raises(DataError, match=text):
+        ArrayDataset(*arrays)
+
+
+def test_array_dataset_by_number():
+    data = ArrayDataset([[1, 2], [3, 4]], np.array([5, 6]))
+    assert len(data) == 2
+    assert data[1][0].tolist() == [3, 4]
+    assert data[1][1] == 6

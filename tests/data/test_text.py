@@ -1,0 +1,144 @@
+"""Text in windows: every byte of the files, in order, in disjoint splits."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from fsdpx.data import DataLoader, TextDataset, stdlib_sources, text
+from fsdpx.errors import ConfigError, DataError
+
+
+def content(dataset):
+    """The bytes that the windows hold."""
+    x, y = dataset.take(np.arange(len(dataset)))
+    assert np.array_equal(x[1:, 0], y[:-1, -1])
+    return bytes(x.ravel().astype(np.uint8)) + bytes(y[-1, -1:].astype(np.uint8))
+
+
+def everything(path, split):
+    """All bytes of a split, as one window."""
+    return content(TextDataset(path, TextDataset(path, 1, split=split).nbytes - 1, split=split))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, body in {
+        "b.py": b"bbbb",
+        "a/z.py": b"zz",
+        "a/notes.md": b"nnn",
+        "c.txt": b"",
+        "d.bin": b"no",
+        ".hidden.py": b"no",
+        ".git/x.py": b"no",
+        "__pycache__/x.py": b"no",
+        "site-packages/x.py": b"no",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(body)
+    return tmp_path
+
+
+def test_windows_overlap_by_one_byte(tmp_path):
+    file = tmp_path / "t"
+    file.write_bytes(bytes(range(200, 211)))
+    data = TextDataset(file, 3, split="all")
+    assert len(data) == 3
+    x, y = data[0]
+    assert x.tolist() == [200, 201, 202]
+    assert y.tolist() == [201, 202, 203]
+    assert x.dtype == y.dtype == np.int32
+    assert data[-1][1].tolist() == [207, 208, 209]
+    assert TextDataset(str(file), 3, split="all", dtype="uint8")[0][0].dtype == np.uint8
+    with pytest.raises(IndexError, match="sample 3 of 3"):
+        data[3]
+    assert [a.shape for a in data.take(np.array([], int))] == [(0, 3), (0, 3)]
+
+
+def test_files_of_a_folder_in_order_as_one_text(folder):
+    data = TextDataset(folder, 1, split="all")
+    assert [f.relative_to(folder).as_posix() for f in data.files] == ["a/notes.md", "a/z.py", "b.py"]
+    assert content(data) == b"nnnzzbbbb"
+    assert content(TextDataset(folder, 4, split="all")) == b"nnnzzbbbb"
+    assert content(TextDataset(folder, 1, split="all", suffixes=".md")) == b"nnn"
+    assert "3 files, 9 bytes, seq_len=4, all" in repr(TextDataset(folder, 4, split="all"))
+
+
+def test_several_paths_and_a_file_once(folder):
+    data = TextDataset([folder / "b.py", folder, folder / "d.bin"], 1, split="all")
+    assert content(data) == b"bbbbnnnzzno"
+
+
+@pytest.mark.parametrize("size", [100, 70_000, 300_000, 2_000_003])
+def test_splits_are_disjoint_and_whole(tmp_path, size):
+    random = np.random.default_rng(size)
+    body = random.integers(0, 256, size, dtype=np.uint8).tobytes()
+    cuts = [0, *sorted(random.integers(0, size, 5).tolist()), size]
+    for i in range(6):
+        (tmp_path / f"{i}.txt").write_bytes(body[cuts[i] : cuts[i + 1]])
+    train, validation = everything(tmp_path, "train"), everything(tmp_path, "validation")
+    assert everything(tmp_path, "all") == body
+    assert len(train) + len(validation) == size
+    assert abs(len(validation) - 0.1 * size) <= 16
+    count = min(16, max(1, size // 65536))
+    bounds = [size * i // count for i in range(count + 1)]
+    edges = [b - (b - a) // 10 for a, b in pairwise(bounds)]
+    assert train == b"".join(body[a:e] for a, e in zip(bounds, edges, strict=False))
+    assert validation == b"".join(body[e:b] for e, b in zip(edges, bounds[1:], strict=True))
+    for seq_len in (7, 8):
+        data = TextDataset(tmp_path, seq_len, split="validation")
+        assert content(data) == validation[: len(data) * seq_len + 1]
+        assert len(data) == (len(validation) - 1) // seq_len
+
+
+def test_only_some_files_are_open_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "OPEN_FILES", 3)
+    for i in range(20):
+        (tmp_path / f"{i:02}.txt").write_bytes(bytes([i, i]))
+    data = TextDataset(tmp_path, 5, split="all")
+    assert content(data) == bytes(i // 2 for i in range(36))
+    assert data._map.cache_info().currsize == 3
+
+
+def test_the_standard_library_is_there():
+    data = TextDataset(stdlib_sources(), 128)
+    assert data.nbytes > 1_000_000
+    assert not any("site-packages" in f.parts for f in data.files)
+    loader = DataLoader(data, 8, rank=1, size=2, shuffle=True)
+    for _, (x, y) in zip(range(3), loader, strict=False):
+        assert x.shape == y.shape == (4, 128)
+        assert np.array_equal(x[:, 1:], y[:, :-1])
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 0}, r"TextDataset\(seq_len=0\): a whole number of bytes, 1 or more, is needed"),
+        ({"seq_len": 2.0}, r"TextDataset\(seq_len=2.0\)"),
+        ({"split": "test"}, r"TextDataset\(split='test'\): choose one of train, validation, all"),
+        ({"fraction": 1.0}, r"TextDataset\(fraction=1.0\): a number between 0 and 1"),
+        ({"dtype": "float32"}, r"TextDataset\(dtype=float32\): an integer format that holds 0 to 255"),
+        ({"dtype": "int8"}, r"TextDataset\(dtype=int8\)"),
+    ],
+)
+def test_bad_options(folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        TextDataset(folder, **{"seq_len": 2, **options})
+
+
+def test_bad_texts(folder, tmp_path):
+    with pytest.raises(DataError, match=r"TextDataset: .*/nowhere does not exist \(looked from "):
+        TextDataset(folder / "nowhere", 2)
+    with pytest.raises(DataError, match="no path was given"):
+        TextDataset([], 2)
+    with pytest.raises(DataError, match=r"no text in .*: no file of \.rst, \.tex that is not empty"):
+        TextDataset(folder, 2, suffixes=(".rst", ".tex"))
+    with pytest.raises(DataError, match=r"no text in .*c\.txt: no file of "):
+        TextDataset(folder / "c.txt", 2)
+    with pytest.raises(
+        DataError, match=r"seq_len 9 needs at least 10 bytes, but the all text of .* has 9: take a"
+    ):
+        TextDataset(folder, 9, split="all")
+    with pytest.raises(DataError, match=r"but the validation text of .* has 0"):
+        TextDataset(folder, 1, split="validation")

@@ -1,0 +1,104 @@
+"""Small models, batches and one way to train them, shared by the engine tests."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdpx import Trainer, nn, optim
+from fsdpx.comm import Communicator
+from fsdpx.layout.tree import chunks_of
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid")
+
+
+def mlp() -> nn.Layer:
+    return nn.Chain(nn.Linear(12, 40), nn.GELU(), nn.Linear(40, 60), nn.ReLU(), nn.Linear(60, 5))
+
+
+def gpt() -> nn.Layer:
+    return nn.GPT(31, 16, 2, 2, 8, tie=True, dropout=0.1)
+
+
+def untied() -> nn.Layer:
+    return nn.GPT(31, 16, 2, 2, 8, tie=False)
+
+
+def norms() -> nn.Layer:
+    return nn.Chain(nn.Linear(12, 24), nn.BatchNorm(24), nn.SiLU(), nn.RMSNorm(24), nn.Linear(24, 5))
+
+
+def graph() -> nn.Layer:
+    """A value that two nodes read, across units."""
+    return nn.Graph(
+        {
+            "up": (nn.Linear(12, 16), "x"),
+            "mid": (nn.Linear(16, 16), "up"),
+            "act": (nn.Tanh(), "mid"),
+            "sum": (nn.Add(), "up", "act"),
+            "out": (nn.Linear(16, 5), "sum"),
+        },
+        inputs=("x",),
+        outputs=("out",),
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    model: Callable[[], nn.Layer]
+    loss: nn.Loss
+    batch: Callable[[np.random.Generator, int], tuple[Any, Any]]
+
+
+def rows(rng: np.random.Generator, n: int) -> tuple[Any, Any]:
+    return rng.normal(size=(n, 12)), rng.normal(size=(n, 5))
+
+
+def tokens(rng: np.random.Generator, n: int) -> tuple[Any, Any]:
+    text = rng.integers(0, 31, (n, 9))
+    labels = text[:, 1:].copy()
+    labels[:, 2] = -100
+    return text[:, :-1], labels
+
+
+CASES = {
+    "mlp": Case(mlp, nn.MSE(), rows),
+    "gpt": Case(gpt, nn.CrossEntropy(), tokens),
+    "untied": Case(untied, nn.CrossEntropy(label_smoothing=0.1), tokens),
+    "norms": Case(norms, nn.MSE(), rows),
+    "graph": Case(graph, nn.MSE(), rows),
+}
+
+
+def part(comm: Communicator, n: int, chunks: int | None = None) -> slice:
+    """This rank's rows of a global batch of n."""
+    if chunks is None:
+        return slice(n * comm.rank // comm.size, n * (comm.rank + 1) // comm.size)
+    mine = chunks_of(chunks, comm.rank, comm.size)
+    return slice(mine.start * n // chunks, mine.stop * n // chunks)
+
+
+def make(comm: Communicator, case: str, strategy: Any = "fsdp", **options: Any) -> Trainer:
+    chosen = CASES[case]
+    optimizer = options.pop("optimizer", None) or optim.AdamW(lr=1e-2, eps=1e-5)
+    options = {"precision": "float64", "group_bytes": 2048, "seed": 3, **options}
+    return chosen.model().as_distributed(loss=chosen.loss, optimizer=optimizer, strategy=strategy, comm=comm, **options)
+
+
+def train(comm: Communicator, case: str, strategy: Any = "fsdp", sizes: tuple[int, ...] = (11, 11, 3), **options: Any) -> Any:
+    """Losses, parameters and trainer after one step per global batch; batches are the same at any world size."""
+    trainer = make(comm, case, strategy, **options)
+    rng = np.random.default_rng(5)
+    losses = []
+    for n in sizes:
+        x, y = CASES[case].batch(rng, n)
+        mine = part(comm, n, options.get("chunks"))
+        losses.append(trainer.step(x[mine], y[mine]))
+    return losses, trainer.parameters(), trainer
+
+
+def distance(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    """Largest difference of a tensor, relative to its largest element."""
+    assert list(a) == list(b)
+    return max(float(np.abs(a[k] - b[k]).max() / max(np.abs(a[k]).max(), 1e-30)) for k in a)

@@ -1,0 +1,95 @@
+"""chunks: one hash at any world size and placement."""
+
+from typing import Any
+
+import pytest
+from models import STRATEGIES, train
+
+from fsdpx import optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, DataError
+
+
+def run(comm: Communicator, case: str, strategy: str, **options: Any) -> tuple[list[float], str]:
+    losses, _, trainer = train(comm, case, strategy, sizes=(16,) * 5, chunks=8, clip_norm=0.2, precision="float32", **options)
+    return losses, trainer.fingerprint()
+
+
+@pytest.mark.parametrize("case", ["mlp", "gpt"])
+def test_one_hash_at_any_world_size_and_strategy(case: str) -> None:
+    seen = {
+        (tuple(losses), digest)
+        for size in (1, 2, 3, 4, 5, 8)
+        for strategy in STRATEGIES
+        for losses, digest in spawn(lambda comm, s=strategy: run(comm, case, s), size, delays=size)
+    }
+    assert len(seen) == 1
+
+
+def test_groups_and_prefetch_do_not_change_bits() -> None:
+    seen = {
+        spawn(lambda comm, g=g, a=a: run(comm, "mlp", "fsdp", group_bytes=g, ahead=a), 3)[0][1]
+        for g in (0, 1 << 20)
+        for a in (0, 2)
+    }
+    assert len(seen) == 1
+
+
+def test_lamb_sees_whole_parameters_in_one_order() -> None:
+    seen = {
+        spawn(lambda comm: run(comm, "mlp", "fsdp", optimizer=optim.LAMB(lr=1e-2)), size)[0][1] for size in (1, 2, 3, 5)
+    }
+    assert len(seen) == 1
+
+
+def test_other_chunks_are_other_bits() -> None:
+    def of(comm: Communicator, chunks: int) -> str:
+        return train(comm, "mlp", sizes=(16,), chunks=chunks, precision="float32")[2].fingerprint()
+
+    assert spawn(of, 1, 8) != spawn(of, 1, 2)
+
+
+def test_batch_must_divide() -> None:
+    with pytest.raises(DataError, match="a global batch of 15 samples cannot be cut into chunks=8 equal parts"):
+        spawn(lambda comm: train(comm, "mlp", sizes=(15,), chunks=8), 2)
+
+
+def test_parts_must_hold_whole_chunks() -> None:
+    def uneven(comm: Communicator) -> None:
+        from models import CASES, make
+        from numpy.random import default_rng
+
+        trainer = make(comm, "mlp", chunks=4)
+        x, y = CASES["mlp"].batch(default_rng(0), 8)
+        mine = slice(0, 3) if comm.rank == 0 else slice(3, 8)
+        trainer.step(x[mine], y[mine])
+
+    with pytest.raises(DataError, match=r"chunks=4 wants \[4, 4\] samples on ranks 0 to 1, they have \[3, 5\]"):
+        spawn(uneven, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"chunks": 0}, "chunks=0: a positive number"),
+        ({"chunks": 4, "microbatches": 2}, "each chunk is a microbatch, give only one of them"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        spawn(lambda comm: train(comm, "mlp", **options), 1)
+
+
+def test_batch_statistics_are_refused() -> None:
+    with pytest.raises(ConfigError, match="layer '1' takes statistics over the global batch"):
+        spawn(lambda comm: train(comm, "norms", chunks=4), 1)
+
+
+def test_accumulate_is_refused() -> None:
+    def go(comm: Communicator) -> None:
+        from models import make
+
+        make(comm, "mlp", chunks=4).accumulate(None, None)
+
+    with pytest.raises(ConfigError, match="with chunks the whole global batch goes into one step"):
+        spawn(go, 1)

@@ -1,0 +1,218 @@
+"""Bad input gets a clear error, on all ranks alike, before anyone hangs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, make, mlp
+
+from fsdpx import FakeCommunicator, Mesh, Sharding, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, DataError, FsdpxError, MeshError, NumericsError, ShapeError
+
+
+def errors(size: int, act: Callable[[Communicator], Any]) -> list[str]:
+    """What each rank says when it runs `act`."""
+
+    def run(comm: Communicator) -> str:
+        try:
+            act(comm)
+        except FsdpxError as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    return spawn(run, size, timeout=20)
+
+
+def alike(texts: list[str]) -> str:
+    assert len(set(texts)) == 1, texts
+    return texts[0]
+
+
+def test_parts_that_differ_in_features() -> None:
+    def act(comm: Communicator) -> None:
+        width = 12 if comm.rank != 1 else 13
+        trainer = nn.Chain(nn.ReLU(), nn.Tanh()).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm)
+        trainer.step(np.ones((2, width)), np.ones((2, width)))
+
+    text = alike(errors(3, act))
+    assert text.startswith("DataError: the parts of the global batch differ in more than the number of samples")
+    assert "rank 0 has float32[12], float32[12]" in text
+    assert "rank 1 has float32[13], float32[13]" in text
+
+
+def test_a_layer_that_does_not_fit() -> None:
+    def act(comm: Communicator) -> None:
+        model = nn.Chain(nn.Linear(4, 8), nn.Linear(9, 2))
+        model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm).step(np.ones((2, 4)), np.ones((2, 2)))
+
+    text = alike(errors(2, act))
+    assert text.startswith("ShapeError")
+    assert "'1'" in text
+    assert "Linear(9, 2)" in text
+    assert "'0'" in text
+
+
+def test_only_one_rank_has_a_bad_batch() -> None:
+    def act(comm: Communicator) -> None:
+        x, y = CASES["gpt"].batch(np.random.default_rng(0), 2)
+        if comm.rank == 2:
+            y = y.copy()
+            y[1, 4] = 31
+        make(comm, "gpt").step(x, y)
+
+    text = alike(errors(3, act))
+    assert text.startswith("DataError: rank 2: ")
+    assert "label 31 at position (1, 4) is out of range: it must be from 0 to 30" in text
+
+
+def test_nan_in_the_input_is_named_when_the_check_is_on() -> None:
+    def act(comm: Communicator) -> None:
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 2)
+        if comm.rank == 1:
+            x[1, 3] = np.nan
+        make(comm, "mlp", check_finite=True).step(x, y)
+
+    text = alike(errors(2, act))
+    assert text.startswith("NumericsError: rank 1: ")
+    assert "input 'x' has 1 of 24 elements NaN or Inf, the first is nan at flat index 15" in text
+
+
+class Poison(nn.Layer):
+    """Turns gradients (or outputs) into NaN on one rank."""
+
+    def __init__(self, rank: int, forward: bool) -> None:
+        self.rank, self.bad = rank, forward
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return (x * np.nan if self.bad and env.mesh.world.rank == self.rank else x), ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return (dy * np.nan if not self.bad and env.mesh.world.rank == self.rank else dy), ()
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_nan_inside_names_rank_unit_and_parameter(forward: bool) -> None:
+    def run(comm: Communicator) -> None:
+        model = nn.Chain(nn.Linear(4, 4), Poison(1, forward), nn.Linear(4, 4))
+        trainer = model.as_distributed(
+            loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm, check_finite=True, group_bytes=0
+        )
+        trainer.step(np.ones((2, 4)), np.ones((2, 4)))
+
+    with pytest.raises(NumericsError) as caught:
+        spawn(run, 2, timeout=20)
+    text = str(caught.value)
+    assert text.startswith("rank 1: ")
+    assert ("the output of '1..2'" in text or "the output of '1'" in text) if forward else "the gradient of '0.weight'" in text
+    assert any("in action" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"strategy": "zero4"}, "unknown strategy 'zero4': choose one of ddp, zero1"),
+        ({"strategy": 3}, "strategy is int: pass a name"),
+        ({"precision": "fp8"}, "unknown precision 'fp8': choose one of float64"),
+        ({"device": "tpu"}, "unknown device 'tpu': choose one of cpu"),
+        ({"microbatches": 0}, "microbatches=0: a positive number"),
+        ({"clip_norm": 0.0}, "clip_norm=0.0: a positive number"),
+        ({"group_bytes": -1}, "group_bytes=-1"),
+        ({"codec": "zip"}, "unknown codec 'zip': choose one of plain"),
+        ({"frozen": ("*.wight",)}, "frozen pattern '*.wight' matches no parameter"),
+        ({"mesh": Mesh(shard=3)}, "needs 3 ranks, but the world has 2"),
+        ({"mesh": Mesh(shard=1, tensor=2)}, "pipe and tensor must be 1"),
+        ({"strategy": "ddp", "mesh": Mesh(shard=2)}, "strategy 'ddp' wants a shard axis of width 1"),
+        ({"strategy": Sharding(replica=3, shard=1)}, "replica 3 x shard 1 = 3, but 2 ranks"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
+    said = alike(errors(2, lambda comm: make(comm, "mlp", **options)))
+    assert said.startswith(("ConfigError", "MeshError"))
+    assert text in said
+
+
+def test_unknown_backend() -> None:
+    import fsdpx
+
+    with pytest.raises(ConfigError, match="unknown backend 'smoke'"):
+        mlp().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), backend="smoke")
+    assert not fsdpx.is_initialized()
+
+
+def test_mesh_error_gives_numbers() -> None:
+    with pytest.raises(MeshError, match="needs 4 ranks, but the world has 6"):
+        make(FakeCommunicator(0, 6), "mlp", mesh=Mesh(replica=2, shard=2))
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "text"),
+    [
+        (np.ones((3, 12)), np.ones((2, 5)), "the target has 2 samples, the inputs have 3"),
+        (np.float64(1.0), np.ones((2, 5)), "input 'x' is a single number"),
+        (np.array(["a"]), np.ones((1, 5)), "a batch of dtype <U1 cannot be trained on"),
+        ((np.ones((3, 12)),) * 2, np.ones((3, 5)), None),
+        ({"z": np.ones((3, 12))}, np.ones((3, 5)), "the model's inputs are x, the batch has z"),
+        (np.ones((3, 12)), np.ones((3, 4)), "(3, 4)"),
+    ],
+)
+def test_batches_that_cannot_be_used(x: Any, y: Any, text: str | None) -> None:
+    said = alike(errors(2, lambda comm: make(comm, "mlp").step(x, y)))
+    assert said.startswith(("DataError: rank 0:", "ShapeError: rank 0:"))
+    assert text is None or text in said
+
+
+def test_a_batch_without_any_target_that_counts() -> None:
+    def act(comm: Communicator) -> None:
+        x, y = CASES["gpt"].batch(np.random.default_rng(0), 2)
+        make(comm, "gpt").step(x, np.full_like(y, -100))
+
+    assert "no target of the global batch counts for the loss" in alike(errors(2, act))
+
+
+def test_calls_out_of_order() -> None:
+    trainer = make(FakeCommunicator(), "mlp")
+    with pytest.raises(ConfigError, match="backward: call forward first"):
+        trainer.backward(np.ones((2, 5)))
+    with pytest.raises(ConfigError, match="update: there are no gradients"):
+        trainer.update()
+    with pytest.raises(ConfigError, match="gradients: there are none"):
+        trainer.gradients()
+
+
+def test_load_parameters_names_what_is_wrong() -> None:
+    trainer = make(FakeCommunicator(), "mlp")
+    good = trainer.parameters()
+    with pytest.raises(ConfigError, match=r"missing: 0\.bias"):
+        trainer.load_parameters({k: v for k, v in good.items() if k != "0.bias"})
+    with pytest.raises(ConfigError, match="not in the model: extra"):
+        trainer.load_parameters({**good, "extra": np.ones(1)})
+    with pytest.raises(ConfigError, match=r"of the wrong shape: 0\.bias is \(3,\) instead of \(40,\)"):
+        trainer.load_parameters({**good, "0.bias": np.ones(3)})
+
+
+def test_an_error_inside_a_layer_names_layer_action_and_rank() -> None:
+    class Broken(nn.Layer):
+        def forward(self, env: Any, p: Any, x: Any) -> Any:
+            if getattr(env.xp, "holds_no_data", False) or env.mesh.world.rank == 0:
+                return x, ()
+            raise RuntimeError("out of coffee")
+
+        def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+            return dy, ()
+
+    def run(comm: Communicator) -> None:
+        model = nn.Chain(nn.Linear(4, 4), Broken())
+        model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm).step(np.ones((2, 4)), np.ones((2, 4)))
+
+    with pytest.raises(RuntimeError, match="out of coffee") as caught:
+        spawn(run, 2, timeout=20)
+    notes = "\n".join(caught.value.__notes__)
+    assert "in forward of layer '1'" in notes
+    assert "on rank 1, in action F0.0 (unit '0..1')" in notes
+
+
+def test_shape_error_is_a_value_error() -> None:
+    assert issubclass(ShapeError, ValueError)
+    assert issubclass(DataError, ValueError)

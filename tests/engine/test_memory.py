@@ -1,0 +1,107 @@
+"""Memory by the arena: the ZeRO formulas, initialisation included, and a working set that is what the plan says."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpx import nn, optim, spawn
+from fsdpx.array.arena import ALIGN, Arena, Life, place
+from fsdpx.comm import Communicator
+
+N = 4
+F32 = 4
+
+
+def held(comm: Communicator, strategy: str, steps: int) -> Any:
+    model = nn.Chain(*(layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.GELU())))
+    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.Adam(lr=1e-3), strategy=strategy, comm=comm, group_bytes=0)
+    x = np.ones((2, 128), np.float32)
+    before = trainer.report().memory
+    for _ in range(steps):
+        trainer.step(x, x)
+    return before, trainer.report().memory, trainer
+
+
+@pytest.mark.parametrize(
+    ("strategy", "params", "grads"),
+    [("ddp", 1, 1), ("zero1", 1, 1), ("zero2", 1, 1 / N), ("zero3", 1 / N, 1 / N), ("fsdp", 1 / N, 1 / N)],
+)
+def test_model_states_follow_the_formulas(strategy: str, params: float, grads: float) -> None:
+    """Rajbhandari et al. 2020 in fp32: parameters, gradients and two Adam moments, each whole or 1/N."""
+    slots = 1 if strategy == "ddp" else 1 / N
+    for before, after, trainer in spawn(lambda comm: held(comm, strategy, 2), N):
+        P = trainer.engine.layout.size * F32
+        assert before.get("working set", 0) == 0, "initialisation needs no more than what stays"
+        states = sum(n for kind, n in after.items() if kind != "working set")
+        assert states == pytest.approx(P * (params + grads + 2 * slots), rel=0.01)
+        assert sum(before.values()) == states
+        page = max(s.page.size for s in trainer.engine.pages) * F32
+        full_pages, full_grads = 2 * (params < 1), 2 * (grads < 1)
+        assert after.get("working set", 0) == (full_pages + full_grads) * page, "two pages ahead, two gradients on their way"
+
+
+def test_ahead_is_paid_in_pages() -> None:
+    def run(comm: Communicator, ahead: int) -> int:
+        model = nn.Chain(*(nn.Linear(64, 64) for _ in range(8)))
+        trainer = model.as_distributed(
+            loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, group_bytes=0, ahead=ahead, precision="float64"
+        )
+        trainer.step(np.ones((2, 64)), np.ones((2, 64)))
+        return trainer.report().memory["working set"]
+
+    page = 8 * (64 * 64 + 64)
+    assert [spawn(lambda comm, a=a: run(comm, a), 2)[0] for a in (0, 1, 3)] == [2 * page, 4 * page, 8 * page]
+
+
+def test_buffers_do_not_move_once_training() -> None:
+    def run(comm: Communicator) -> Any:
+        trainer = held(comm, "fsdp", 1)[2]
+        generation, memory = trainer.engine.arena.generation, trainer.report().memory
+        for _ in range(3):
+            trainer.step(np.ones((2, 128), np.float32), np.ones((2, 128), np.float32))
+        return generation == trainer.engine.arena.generation and memory == trainer.report().memory
+
+    assert spawn(run, 2) == [True, True]
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> list[Life]:
+    made = []
+    for i in range(draw(st.integers(1, 12))):
+        start = draw(st.integers(0, 20))
+        made.append(Life(f"b{i}", start, start + draw(st.integers(0, 6)), draw(st.integers(1, 1000))))
+    return made
+
+
+@given(lives())
+@settings(max_examples=200, derandomize=True, database=None, deadline=None)
+def test_buffers_alive_together_never_overlap(wanted: list[Life]) -> None:
+    plan = place(wanted)
+    assert plan.peak <= plan.nbytes
+    for a in wanted:
+        assert plan.offsets[a.name] % ALIGN == 0
+        assert plan.offsets[a.name] + a.nbytes <= plan.nbytes
+        for b in wanted:
+            if a.name != b.name and a.start <= b.stop and b.start <= a.stop:
+                x, y = plan.offsets[a.name], plan.offsets[b.name]
+                assert x + a.nbytes <= y or y + b.nbytes <= x
+
+
+def test_a_chain_needs_two_places() -> None:
+    chain = [Life(f"p{i}", i, i + 1, 640) for i in range(10)]
+    assert place(chain).nbytes == place(chain).peak == 2 * 640
+
+
+def test_arena_counts_by_kind() -> None:
+    arena = Arena(np)
+    first = arena.keep("a", "parameters", 10, np.float32)
+    assert arena.keep("a", "parameters", 10, np.float32) is first
+    assert not first.any()
+    arena.lend(place([Life("t", 0, 1, 100)]))
+    assert arena.nbytes() == {"parameters": 40, "working set": 128}
+    assert arena.view(0, 25, np.float32).ctypes.data % ALIGN == 0
+    arena.drop("a")
+    assert arena.nbytes() == {"working set": 128}

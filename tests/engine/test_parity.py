@@ -1,0 +1,178 @@
+"""The same result as one process: every strategy, odd world sizes, short and empty parts, every kind of model."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import CASES, STRATEGIES, distance, make, part, train
+
+from fsdpx import Sharding, optim, spawn
+from fsdpx.comm import Communicator
+
+OPTIONS = {"clip_norm": 0.3}
+
+
+@lru_cache
+def reference(case: str, precision: str = "float64") -> Any:
+    return spawn(train, 1, case, "ddp", precision=precision, **options(precision))[0]
+
+
+def options(precision: str) -> dict[str, Any]:
+    """Adam divides rounding noise by itself where a gradient is zero, so fp32 is compared with momentum."""
+    return OPTIONS if precision == "float64" else {**OPTIONS, "optimizer": optim.SGD(lr=0.05, momentum=0.9)}
+
+
+def spawn(fn: Any, size: int, *args: Any, delays: int | None = None, **more: Any) -> list[Any]:
+    from fsdpx.comm.threads import spawn as start
+
+    return start(lambda comm: fn(comm, *args, **more), size, delays=delays)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_process(case: str, strategy: str, size: int) -> None:
+    losses, want, _ = reference(case)
+    for got_losses, got, trainer in spawn(train, size, case, strategy, delays=size, **OPTIONS):
+        np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
+        assert distance(want, got) < 1e-12
+        assert trainer.steps == 3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", ["mlp", "gpt"])
+def test_equals_one_process_in_float32(case: str, strategy: str) -> None:
+    losses, want, _ = reference(case, "float32")
+    for got_losses, got, _ in spawn(train, 3, case, strategy, precision="float32", **options("float32")):
+        np.testing.assert_allclose(got_losses, losses, rtol=1e-5)
+        assert distance(want, got) < 1e-5
+
+
+def accumulated(comm: Communicator, case: str, strategy: str, local: bool, **more: Any) -> Any:
+    """Every global batch in two calls, the second of another size."""
+    trainer = make(comm, case, strategy, **OPTIONS, **more)
+    rng = np.random.default_rng(5)
+    for n in (11, 11, 3):
+        x, y = CASES[case].batch(rng, n)
+        halves = ((x[: n // 3], y[: n // 3]), (x[n // 3 :], y[n // 3 :]))
+        for i, (hx, hy) in enumerate(halves):
+            mine = part(comm, len(hx))
+            if local:
+                with trainer.no_sync():
+                    trainer.accumulate(hx[mine], hy[mine])
+            elif i == 0:
+                trainer.accumulate(hx[mine], hy[mine])
+            else:
+                trainer.step(hx[mine], hy[mine])
+        if local:
+            trainer.update()
+    return trainer.parameters(), trainer
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_accumulation_equals_one_batch(size: int, strategy: str, local: bool) -> None:
+    _, want, _ = reference("mlp")
+    for got, _ in spawn(accumulated, size, "mlp", strategy, local, delays=1, microbatches=2):
+        assert distance(want, got) < 1e-12
+
+
+def test_no_sync_moves_no_gradients() -> None:
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "mlp", "zero2")
+        with trainer.no_sync():
+            trainer.accumulate(*CASES["mlp"].batch(np.random.default_rng(0), 4))
+        return {verb for axis, verb, _, _ in trainer.engine.counters if axis == "shard"}
+
+    assert spawn(run, 2) == [{"all_gather"}] * 2
+
+
+def own_loop(comm: Communicator, strategy: str) -> Any:
+    """forward, a loss of the user's own, backward, update."""
+    trainer = make(comm, "mlp", strategy, **OPTIONS)
+    rng = np.random.default_rng(5)
+    for n in (11, 11, 3):
+        x, y = CASES["mlp"].batch(rng, n)
+        mine = part(comm, n)
+        out = trainer.forward(x[mine])
+        trainer.backward(2 * (out - y[mine]) / (n * 5))
+        trainer.update()
+    return trainer.parameters()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_three_calls_equal_step(strategy: str) -> None:
+    _, want, _ = reference("mlp")
+    for got in spawn(own_loop, 3, strategy):
+        assert distance(want, got) < 1e-12
+
+
+def test_gradients_are_those_of_the_global_mean() -> None:
+    def run(comm: Communicator, strategy: str, local: bool) -> Any:
+        trainer = make(comm, "gpt", strategy, microbatches=2)
+        x, y = CASES["gpt"].batch(np.random.default_rng(1), 7)
+        mine = part(comm, 7)
+        if local:
+            with trainer.no_sync():
+                trainer.accumulate(x[mine], y[mine])
+        else:
+            trainer.accumulate(x[mine], y[mine])
+        first = trainer.gradients()
+        assert distance(first, trainer.gradients()) == 0, "reading gradients must not change them"
+        return first
+
+    want = spawn(run, 1, "ddp", False)[0]
+    for strategy in STRATEGIES:
+        for local in (False, True):
+            for got in spawn(run, 3, strategy, local):
+                assert distance(want, got) < 1e-12
+
+
+def test_initialisation_does_not_see_the_layout() -> None:
+    def run(comm: Communicator, strategy: str) -> str:
+        return make(comm, "gpt", strategy).fingerprint()
+
+    prints = {f for size in (1, 2, 3, 5) for s in STRATEGIES for f in spawn(run, size, s)}
+    assert len(prints) == 1
+
+
+def test_seed_changes_the_initialisation() -> None:
+    prints = {spawn(lambda comm, s=s: make(comm, "mlp", seed=s).fingerprint(), 1)[0] for s in (0, 1)}
+    assert len(prints) == 2
+
+
+@given(
+    size=st.integers(1, 4),
+    case=st.sampled_from(list(CASES)),
+    params=st.sampled_from(["step", "use"]),
+    grads=st.sampled_from(["step", "use"]),
+    ahead=st.integers(0, 3),
+    microbatches=st.integers(1, 3),
+    group_bytes=st.sampled_from([0, 2048, 1 << 20]),
+    shard=st.sampled_from([1, 2, 4]),
+    delays=st.integers(0, 5),
+)
+@settings(max_examples=40, derandomize=True, database=None, deadline=None)
+def test_any_placement_equals_one_process(
+    size: int,
+    case: str,
+    params: str,
+    grads: str,
+    ahead: int,
+    microbatches: int,
+    group_bytes: int,
+    shard: int,
+    delays: int,
+) -> None:
+    shard = shard if size % shard == 0 else size
+    sharding = Sharding(replica=None, shard=shard, full_params=params, full_grads=grads, ahead=ahead)
+    # batch statistics are those of a microbatch
+    microbatches = 1 if case == "norms" else microbatches
+    _, want, _ = reference(case)
+    more = {"microbatches": microbatches, "group_bytes": group_bytes, **OPTIONS}
+    for _, got, _ in spawn(train, size, case, sharding, delays=delays, **more):
+        assert distance(want, got) < 1e-12

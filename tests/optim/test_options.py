@@ -1,0 +1,106 @@
+"""Hyperparameters, schedules and arrays that cannot work are refused with a text that says what is needed."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fsdpx import optim
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.optim import Segment, Segments, schedules
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: optim.SGD(lr=-1), r"SGD\(lr=-1\): a finite number >= 0 is needed"),
+        (lambda: optim.SGD(lr="1"), r"SGD\(lr='1'\): a finite number"),
+        (lambda: optim.SGD(lr=True), r"SGD\(lr=True\): a finite number"),
+        (lambda: optim.SGD(momentum=1.0), r"SGD\(momentum=1.0\): a finite number >= 0 and < 1 is needed"),
+        (lambda: optim.SGD(nesterov=True), r"SGD\(nesterov=True\) needs a momentum above 0"),
+        (lambda: optim.Adam(eps=math.nan), r"Adam\(eps=nan\): a finite number"),
+        (
+            lambda: optim.AdamW(betas=0.9),
+            r"AdamW\(betas=0.9\): a pair of numbers is needed, like \(0.9, 0.999\)",
+        ),
+        (lambda: optim.AdamW(betas=(0.9, 1)), r"AdamW\(betas\[1\]=1\): a finite number >= 0 and < 1"),
+        (lambda: optim.AdamW(weight_decay=-0.1), r"AdamW\(weight_decay=-0.1\)"),
+        (lambda: optim.Lion(betas=(-0.1, 0.9)), r"Lion\(betas\[0\]=-0.1\)"),
+        (lambda: optim.LAMB(eps=-1.0), r"LAMB\(eps=-1.0\)"),
+        (
+            lambda: optim.AdamW(groups=["*"]),
+            r"AdamW\(groups=\['\*'\]\): a dict from name pattern to overrides",
+        ),
+        (lambda: optim.AdamW(groups={"*": 0.1}), r"AdamW: group '\*': 0.1 is no name pattern with a dict"),
+        (
+            lambda: optim.AdamW(groups={"*": {"beta": 0}}),
+            r"group '\*' sets 'beta'; a group can set lr_scale and wei",
+        ),
+        (lambda: optim.AdamW(groups={"b": {"lr_scale": -2}}), r"AdamW\(groups\['b'\]\['lr_scale'\]=-2\)"),
+        (lambda: schedules.Constant(-1), r"Constant\(lr=-1\)"),
+        (
+            lambda: schedules.Cosine(0.1, 0),
+            r"Cosine\(steps=0\): a whole number of steps, 1 or more, is needed",
+        ),
+        (lambda: schedules.Linear(0.1, 1.5), r"Linear\(steps=1.5\): a whole number of steps"),
+        (lambda: schedules.Step(0.1, 0), r"Step\(every=0\): a whole number of steps"),
+        (lambda: schedules.InverseSquareRoot(0.1, -1), r"InverseSquareRoot\(steps=-1\)"),
+        (lambda: schedules.WarmUp(0, 0.1), r"WarmUp\(steps=0\)"),
+        (lambda: schedules.WarmUp(1, "x"), r"WarmUp\(then='x'\): a finite number"),
+    ],
+)
+def test_bad_options(make, text):
+    with pytest.raises(ConfigError, match=text):
+        make()
+
+
+def test_a_schedule_that_gives_no_rate_is_named_with_its_step():
+    with pytest.raises(ConfigError, match="the learning rate of step 3 is nan"):
+        optim.rate(optim.SGD(lr=lambda step: math.nan), 3)
+    assert optim.rate(optim.SGD(lr=0.25), 7) == 0.25
+
+
+def test_arrays_that_do_not_fit():
+    held, p = Segments((Segment("w", 0, 4, 0, 4),)), np.zeros(4)
+    with pytest.raises(ConfigError, match=r"AdamW: needs the slots \['m', 'v'\], got \['m'\]"):
+        optim.AdamW().update(np, p, p, {"m": p}, lr=0.1, step=1, segments=held)
+    with pytest.raises(ShapeError, match=r"SGD: g has shape \(3,\), but its segments hold \(4,\) elements"):
+        optim.SGD().update(np, p, np.zeros(3), {}, lr=0.1, step=1, segments=held)
+    with pytest.raises(ConfigError, match="SGD: step 0 is below 1, the first"):
+        optim.SGD().update(np, p, p, {}, lr=0.1, step=0, segments=held)
+
+
+def test_schedules_by_value():
+    def rates(schedule, steps):
+        return [schedule(step) for step in steps]
+
+    assert rates(schedules.Constant(0.5), (1, 100)) == [0.5, 0.5]
+    assert rates(schedules.Linear(1.0, 4), (1, 2, 3, 5, 9)) == [1.0, 0.75, 0.5, 0.0, 0.0]
+    assert rates(schedules.Cosine(1.0, 10, 0.5), (1, 6, 11, 99)) == pytest.approx([1.0, 0.75, 0.5, 0.5])
+    assert rates(schedules.Step(1.0, 3, 0.5), (1, 3, 4, 6, 7)) == [1.0, 1.0, 0.5, 0.5, 0.25]
+    assert rates(schedules.InverseSquareRoot(1.0, 4), (1, 13)) == [1.0, 0.5]
+
+
+def test_warm_up_leads_into_its_decay():
+    noam = schedules.WarmUp(4, schedules.InverseSquareRoot(0.3, 4))
+    assert [noam(t) for t in range(1, 40)] == pytest.approx(
+        [0.3 * min(t / 4, math.sqrt(4 / t)) for t in range(1, 40)]
+    )
+    cosine = schedules.WarmUp(10, schedules.Cosine(1.0, 90))
+    assert [cosine(t) for t in (1, 5, 10, 100, 1000)] == pytest.approx([0.1, 0.5, 1.0, 0.0, 0.0])
+    assert cosine(9) < cosine(10) > cosine(11)
+    assert [schedules.WarmUp(2, 0.5)(t) for t in (1, 2, 3)] == [0.25, 0.5, 0.5]
+
+
+def test_all_are_values():
+    assert optim.AdamW() == optim.AdamW(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+    assert schedules.WarmUp(3, schedules.Cosine(0.1, 9)) == schedules.WarmUp(3, schedules.Cosine(0.1, 9))
+    with pytest.raises(AttributeError):
+        optim.AdamW().lr = 3
+
+
+def test_import_loads_no_compiler():
+    code = "import sys, fsdpx.optim, fsdpx.data; sys.exit('numba' in sys.modules or 'mpi4py' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
