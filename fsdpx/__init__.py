@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 _ROOMS = ("data", "errors", "nn", "optim", "testing")
 _FUNCTIONAL = (
-    "all_gather all_reduce all_to_all barrier broadcast finalize gather init is_initialized local_rank rank recv reduce "
-    "reduce_scatter scatter send world_size"
-).split()
+    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "finalize", "gather", "init", "is_initialized",
+    "local_rank", "rank", "recv", "reduce", "reduce_scatter", "scatter", "send", "world_size",
+)  # fmt: skip
 _HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.comm.functional") | {
     "Cast": "fsdpx.comm.codecs",
     "Codec": "fsdpx.comm.codecs",

@@ -9,7 +9,9 @@ from fsdpx.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays")
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays"
+    )
     parser.add_argument("--version", action="version", version=f"fsdpx {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
@@ -55,7 +57,9 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=int, default=None, help="samples of the global batch")
     p.add_argument("--microbatches", type=int, default=1)
     p.add_argument("--precision", default="float32")
-    p.add_argument("--group-bytes", type=int, default=None, help="group small layers up to this many bytes of parameters")
+    p.add_argument(
+        "--group-bytes", type=int, default=None, help="group small layers up to this many bytes of parameters"
+    )
     p.add_argument("--ahead", type=int, default=None, help="pages gathered ahead of use")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
 

@@ -35,7 +35,9 @@ class Sharding:
         for name in ("replica", "shard"):
             width = getattr(self, name)
             if width is not None and (not isinstance(width, int) or width < 1):
-                raise ConfigError(f"Sharding({name}={width!r}): a mesh axis is at least 1 wide, or None to fill the world")
+                raise ConfigError(
+                    f"Sharding({name}={width!r}): a mesh axis is at least 1 wide, or None to fill the world"
+                )
         for name in ("full_params", "full_grads"):
             if getattr(self, name) not in LIFETIMES:
                 raise ConfigError(f"Sharding({name}={getattr(self, name)!r}): choose one of {', '.join(LIFETIMES)}")
@@ -60,10 +62,14 @@ def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
     """
     if isinstance(strategy, str):
         if strategy not in PRESETS:
-            raise ConfigError(f"unknown strategy {strategy!r}: choose one of {', '.join(PRESETS)}, or pass fsdpx.Sharding(...)")
+            raise ConfigError(
+                f"unknown strategy {strategy!r}: choose one of {', '.join(PRESETS)}, or pass fsdpx.Sharding(...)"
+            )
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):
-        raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({', '.join(PRESETS)}) or fsdpx.Sharding(...)")
+        raise ConfigError(
+            f"strategy is {type(strategy).__name__}: pass a name ({', '.join(PRESETS)}) or fsdpx.Sharding(...)"
+        )
     replica, shard = strategy.replica, strategy.shard
     if replica is None and shard is None:
         shard = next(d for d in range(1, ranks + 1) if ranks % d == 0 and d * d >= ranks)
@@ -72,7 +78,9 @@ def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
     if replica is None:
         replica = max(ranks // shard, 1)
     if replica * shard != ranks:
-        raise ConfigError(f"replica {replica} x shard {shard} = {replica * shard}, but {ranks} ranks are to share the data")
+        raise ConfigError(
+            f"replica {replica} x shard {shard} = {replica * shard}, but {ranks} ranks are to share the data"
+        )
     return replace(strategy, replica=replica, shard=shard)
 
 
@@ -124,5 +132,7 @@ def precision(choice: "str | Precision | None") -> Precision:
     if isinstance(choice, Precision):
         return choice
     if choice not in PRECISIONS:
-        raise ConfigError(f"unknown precision {choice!r}: choose one of {', '.join(PRECISIONS)}, or pass fsdpx.Precision(...)")
+        raise ConfigError(
+            f"unknown precision {choice!r}: choose one of {', '.join(PRECISIONS)}, or pass fsdpx.Precision(...)"
+        )
     return PRECISIONS[choice]

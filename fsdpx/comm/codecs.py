@@ -23,7 +23,9 @@ class Codec(Protocol):
     calls: tuple[str, ...]
     calls_all: tuple[str, ...]
 
-    def reduce(self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str) -> Handle:
+    def reduce(
+        self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str
+    ) -> Handle:
         """Sum `grad` (n elements) over the ranks; this rank's part (`counts[rank]` elements) arrives in `out`.
 
         `out` may be the start of `grad`, which is lost in any case. memory: what `scratch` asked for.
@@ -42,11 +44,13 @@ class Codec(Protocol):
 class Plain:
     """Gradients travel as they are: one reduce-scatter, or one all-reduce; (n - n/N) or twice that per rank."""
 
-    itemsize = None
-    calls = ("reduce_scatter",)
-    calls_all = ("all_reduce",)
+    itemsize: int | None = None
+    calls: tuple[str, ...] = ("reduce_scatter",)
+    calls_all: tuple[str, ...] = ("all_reduce",)
 
-    def reduce(self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str) -> Handle:
+    def reduce(
+        self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str
+    ) -> Handle:
         return comm.reduce_scatter(grad, out, ReduceOp.SUM, counts, what=what)
 
     def reduce_all(self, comm: Communicator, grad: Any, memory: Any, *, what: str) -> Handle:
@@ -60,9 +64,9 @@ class Cast:
     """Gradients travel in 16 bits to their owner, who adds them in fp32 in rank order: (n - n/N) 2-byte elements,
     one rounding per contribution, none in the sum. For all ranks the sum is rounded once more and gathered."""
 
-    calls = ("all_to_all",)
-    calls_all = ("all_to_all", "all_gather")
-    itemsize = 2
+    itemsize: int | None = 2
+    calls: tuple[str, ...] = ("all_to_all",)
+    calls_all: tuple[str, ...] = ("all_to_all", "all_gather")
 
     def __init__(self, name: str) -> None:
         self.dtype = dtype_of(name)
@@ -73,7 +77,9 @@ class Cast:
         """What is sent (n elements) and what is received (a part from each rank, n + width at most)."""
         return 2 * (2 * size + width)
 
-    def reduce(self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str) -> Handle:
+    def reduce(
+        self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str
+    ) -> Handle:
         n, own, width = grad.size, counts[comm.rank], comm.size
         wire, parts = memory[: 2 * n].view(self.dtype), memory[2 * n : 2 * (n + own * width)].view(self.dtype)
         wire[...] = grad.astype(self.dtype)

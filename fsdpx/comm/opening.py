@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from fsdpx.comm.communicator import Communicator
@@ -66,10 +67,11 @@ def _mpi(comm: Any, settings: Any) -> Communicator:
             "install one with pip install 'fsdpx[mpich]', or use backend='local'"
         ) from error
     from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator
-    from fsdpx.launch import abort, environment
+    from fsdpx.launch import abort, environment, threads
 
     library = MPI.Get_library_version().strip("\0").split("\n")[0].replace("\t", " ")
     environment.check_size(MPI.COMM_WORLD.Get_size(), settings, f"MPI ({' '.join(library.split())})")
     made = MpiCommunicator(comm, timeout=settings.timeout or TIMEOUT)
     abort.install(made)
+    threads.share_cores(made.all_gather_object(platform.node()).count(platform.node()))
     return made

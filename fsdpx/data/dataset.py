@@ -27,9 +27,7 @@ class ArrayDataset:
             raise DataError("ArrayDataset() needs at least one array")
         self.arrays = tuple(a if hasattr(a, "shape") else np.asarray(a) for a in arrays)
         if any(a.ndim == 0 for a in self.arrays):
-            raise DataError(
-                "ArrayDataset: a single number has no samples: dim 0 of every array must be samples"
-            )
+            raise DataError("ArrayDataset: a single number has no samples: dim 0 of every array must be samples")
         counts = [a.shape[0] for a in self.arrays]
         if len(set(counts)) > 1:
             raise DataError(f"ArrayDataset: the arrays have different numbers of samples: {counts}")

@@ -1,5 +1,4 @@
-"""The loader: this rank's part of every global batch, read ahead by one thread, with an exact place to
-resume."""
+"""The loader: this rank's part of every global batch, read ahead, with an exact place to resume."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -71,9 +70,7 @@ class DataLoader:
             given = {"batch_size": batch_size, "comm": comm, "rank": rank, "size": size, "chunks": chunks}
             _demand_alone(given, shuffle, seed, drop_last)
             if sampler.n != len(dataset):
-                raise ConfigError(
-                    f"DataLoader: the sampler is of {sampler.n} samples, the dataset has {len(dataset)}"
-                )
+                raise ConfigError(f"DataLoader: the sampler is of {sampler.n} samples, the dataset has {len(dataset)}")
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
         self.collate, self.transform = collate, transform
         self._running: weakref.ref[_Iteration] | None = None
@@ -197,9 +194,7 @@ def _place(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
 
 def _size(batch_size: Any) -> int:
     if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__") or index(batch_size) < 1:
-        raise ConfigError(
-            f"DataLoader(batch_size={batch_size!r}): the size of the global batch, 1 or more, is needed"
-        )
+        raise ConfigError(f"DataLoader(batch_size={batch_size!r}): the size of the global batch, 1 or more, is needed")
     return index(batch_size)
 
 

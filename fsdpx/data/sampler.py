@@ -15,9 +15,11 @@ __all__ = ["DistributedSampler", "Share"]
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's part of one global batch. indices: its samples, int64, maybe none. rows: samples of the global
-    batch.
-    after: position in the epoch's order once this batch is done."""
+    """A rank's part of one global batch.
+
+    indices: its samples, int64, maybe none. rows: samples of the global batch. after: position in the epoch's
+    order once this batch is done.
+    """
 
     indices: np.ndarray
     rows: int
@@ -25,8 +27,7 @@ class Share:
 
 
 class DistributedSampler:
-    """The samples 0 .. n-1 in an order that (seed, epoch) fixes, cut into global batches, each shared by the
-    ranks.
+    """The samples 0 .. n-1, ordered by (seed, epoch), cut into global batches, each shared by the ranks.
 
     Step k's global batch is order[k batch : (k+1) batch]. Rank r of `size` holds elements floor(len r / size)
     to floor(len (r+1) / size) of it, so at any world size the global batches are the same and each sample
@@ -148,9 +149,7 @@ class DistributedSampler:
                 )
         missing = [name for name in ("epoch", "position") if name not in state]
         if missing:
-            raise DataError(
-                f"this is no state of a sampler: {' and '.join(missing)} missing, got {sorted(state)}"
-            )
+            raise DataError(f"this is no state of a sampler: {' and '.join(missing)} missing, got {sorted(state)}")
         epoch, position = _whole("epoch", state["epoch"], 0), _whole("position", state["position"], 0)
         if position > self.n:
             raise DataError(f"position {position} lies behind the {self.n} samples of an epoch")

@@ -18,17 +18,15 @@ __all__ = ["TextDataset", "stdlib_sources"]
 
 SKIPPED = ("__pycache__", "site-packages", "dist-packages", "node_modules")
 OPEN_FILES = 64  # memory maps kept open; each holds a file descriptor
-STRETCHES, STRETCH = (
-    16,
-    1 << 16,
-)  # the split alternates up to this often, in stretches of at least so many bytes
+STRETCHES = 16  # the split alternates at most so often,
+STRETCH = 1 << 16  # in stretches of at least so many bytes
 
 Split = Literal["train", "validation", "all"]
 Piece = tuple[Path, int, int]
 
 
 def stdlib_sources() -> Path:
-    """The folder of Python's own standard library: some 10 to 30 MB of source text on every machine."""
+    """The folder of Python's own standard library: some tens of MB of source text on every machine."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -57,18 +55,14 @@ class TextDataset:
         dtype: Any = np.int32,
     ) -> None:
         if isinstance(seq_len, bool) or not hasattr(seq_len, "__index__") or index(seq_len) < 1:
-            raise ConfigError(
-                f"TextDataset(seq_len={seq_len!r}): a whole number of bytes, 1 or more, is needed"
-            )
+            raise ConfigError(f"TextDataset(seq_len={seq_len!r}): a whole number of bytes, 1 or more, is needed")
         if split not in ("train", "validation", "all"):
             raise ConfigError(f"TextDataset(split={split!r}): choose one of train, validation, all")
         if not isinstance(fraction, int | float) or not 0 < fraction < 1:
             raise ConfigError(f"TextDataset(fraction={fraction!r}): a number between 0 and 1 is needed")
         self.seq_len, self.split, self.dtype = index(seq_len), split, np.dtype(dtype)
         if self.dtype.kind not in "iu" or self.dtype == np.int8:
-            raise ConfigError(
-                f"TextDataset(dtype={self.dtype}): an integer format that holds 0 to 255 is needed"
-            )
+            raise ConfigError(f"TextDataset(dtype={self.dtype}): an integer format that holds 0 to 255 is needed")
         roots = [Path(path)] if isinstance(path, str | os.PathLike) else [Path(p) for p in path]
         self.files = tuple(_find(roots, tuple([suffixes] if isinstance(suffixes, str) else suffixes)))
         whole = [(file, 0, os.path.getsize(file)) for file in self.files]
@@ -130,9 +124,7 @@ def _find(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:
         if not root.exists():
             raise DataError(f"TextDataset: {root} does not exist (looked from {Path.cwd()})")
         files = (
-            [root]
-            if root.is_file()
-            else sorted(_walk(root, suffixes), key=lambda f: f.relative_to(root).as_posix())
+            [root] if root.is_file() else sorted(_walk(root, suffixes), key=lambda f: f.relative_to(root).as_posix())
         )
         fresh = [f for f in files if f.resolve() not in seen and os.path.getsize(f)]
         seen.update(f.resolve() for f in fresh)

@@ -117,7 +117,9 @@ def _cut_chunks(engine: Engine, part: Part, chunks: int) -> list[Microbatch | No
     each = total // chunks
     wanted = [each * len(chunks_of(chunks, r, ranks)) for r in range(ranks)]
     if list(part.rows) != wanted:
-        raise DataError(f"chunks={chunks} wants {wanted} samples on ranks 0 to {ranks - 1}, they have {list(part.rows)}")
+        raise DataError(
+            f"chunks={chunks} wants {wanted} samples on ranks 0 to {ranks - 1}, they have {list(part.rows)}"
+        )
     mine: list[Microbatch | None] = [_microbatch(part, i * each, (i + 1) * each) for i in range(len(engine.chunks))]
     return mine + [None] * (most_chunks(chunks, ranks) - len(mine))
 
@@ -132,7 +134,9 @@ def check_chunks(chunks: int | None, microbatches: int) -> None:
     if not isinstance(chunks, int) or chunks < 1:
         raise ConfigError(f"chunks={chunks!r}: a positive number of equal parts of the global batch")
     if microbatches != 1:
-        raise ConfigError(f"chunks={chunks} and microbatches={microbatches}: each chunk is a microbatch, give only one of them")
+        raise ConfigError(
+            f"chunks={chunks} and microbatches={microbatches}: each chunk is a microbatch, give only one of them"
+        )
 
 
 def _microbatch(part: Part, start: int, stop: int) -> Microbatch:

@@ -57,9 +57,13 @@ def fit(
     as on the progress line of rank 0, by default its samples on this rank times the ranks; unit: the word for it.
     """
     if epochs < 1 or every < 1 or (patience is not None and (patience < 1 or validation is None)):
-        raise ConfigError(f"fit(epochs={epochs}, every={every}, patience={patience}): all at least 1; patience needs validation")
+        raise ConfigError(
+            f"fit(epochs={epochs}, every={every}, patience={patience}): all at least 1; patience needs validation"
+        )
     history, line = History(), _Line(trainer, progress, unit, steps)
-    size = count or (lambda x: len(next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x))
+    size = count or (
+        lambda x: len(next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x)
+    )
     first = getattr(loader, "epoch", 0)
     for epoch in range(first, first + epochs):
         if hasattr(loader, "set_epoch"):
@@ -67,7 +71,9 @@ def fit(
         for x, y in loader:
             loss = trainer.step(x, y)
             if not math.isfinite(loss):
-                raise NumericsError(f"the loss is {loss} at step {trainer.steps}: distribute(..., check_finite=True) names where it began")
+                raise NumericsError(
+                    f"the loss is {loss} at step {trainer.steps}: distribute(..., check_finite=True) names its origin"
+                )
             history.losses.append(loss)
             done = len(history.losses)
             line.step(loss, size(x) * trainer.engine.axes.data.size)

@@ -165,7 +165,8 @@ class Trade:
                 self.arrived += [(held[r][i], room[k * own : (k + 1) * own]) for k, r in enumerate(sources)]
 
     def test(self) -> bool:
-        return all([handle.test() for handle in self.handles])
+        done = [handle.test() for handle in self.handles]  # poke them all
+        return all(done)
 
     def wait(self) -> None:
         for handle in self.handles:

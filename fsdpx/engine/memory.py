@@ -16,7 +16,7 @@ __all__ = ["Room", "lives", "plan"]
 
 
 class Room:
-    """Buffers by name for one program on one rank. Names: full, grad, wire (16-bit parameters) and scratch, per page."""
+    """Buffers by name for one program on one rank: full, grad, wire (16-bit parameters) and scratch, per page."""
 
     def __init__(self, engine: Engine, program: Program) -> None:
         self.engine, self.program = engine, program
@@ -98,7 +98,8 @@ def _wires(engine: Engine, program: Program) -> list[Life]:
     """16-bit parameters on their way: from the gather to the first action that needs the page."""
     if engine.wire is None:
         return []
-    result, born = [], {}
+    result: list[Life] = []
+    born: dict[str, int] = {}
     for at, (action, slots) in enumerate(zip(program.actions, program.slots, strict=True)):
         for slot in (*slots.reads, *slots.takes):
             if slot in born:
@@ -111,12 +112,14 @@ def _wires(engine: Engine, program: Program) -> list[Life]:
 
 
 def _scratches(engine: Engine, program: Program) -> list[Life]:
-    result, born = [], {}
+    """What reduces need beside the gradient: from the reduce to its settle."""
+    result: list[Life] = []
+    born: dict[int, int] = {}
     for at, action in enumerate(program.actions):
-        if action.op == "REDUCE":
-            born[action.unit] = at
-        elif action.op == "SETTLE" and action.unit in born:
+        if action.op in ("REDUCE", "SETTLE") and action.unit is not None:
             nbytes = scratch_nbytes(engine, engine.pages[action.unit])
-            if nbytes:
+            if action.op == "REDUCE":
+                born[action.unit] = at
+            elif nbytes:
                 result.append(Life(f"scratch{action.unit}", born[action.unit], at, nbytes))
     return result

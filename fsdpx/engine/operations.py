@@ -13,13 +13,13 @@ from fsdpx.comm.steps import Finish
 from fsdpx.engine import compute
 from fsdpx.engine.engine import Engine, Microbatch, exact_sum
 from fsdpx.engine.finite import demand_finite
-from fsdpx.engine.gradients import Chunked, Pending, Plainly
+from fsdpx.engine.gradients import Gradient, Pending
 from fsdpx.engine.gradients import reduce as start_reduce
 from fsdpx.engine.memory import Room
 from fsdpx.errors import DataError
 from fsdpx.layout.pages import BLOCK
 from fsdpx.nn.layer import Env
-from fsdpx.program import Action
+from fsdpx.program import Action, StageUnit
 
 __all__ = ["OPERATIONS", "Mean", "Scale"]
 
@@ -74,41 +74,85 @@ def evaluate(engine: Engine, room: Room, action: Action, taken: Values, read: Va
 def _forward(
     engine: Engine, room: Room, action: Action, taken: Values, read: Values, keep: bool
 ) -> tuple[list[Any], Any]:
-    assert action.unit is not None
-    batch, unit = engine.batch[_mb(action)], engine.stage.units[action.unit]
+    u, batch = _unit(action), engine.batch[_mb(action)]
+    unit = engine.stage.units[u]
     if batch is None:
         return [None] * len(unit.gives), None
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
-    params = room.views.params(action.unit, pages)
-    saved = compute.forward(engine.layout.units[action.unit], _env(engine, batch), params, values, keep)
+    saved = compute.forward(engine.layout.units[u], _env(engine, batch), room.views.params(u, pages), values, keep)
     outputs = [values[v] for v in unit.gives]
     if engine.options.check_finite:
         for output in outputs:
-            demand_finite(engine, output, f"the output of {engine.layout.units[action.unit].name!r}", action)
+            demand_finite(engine, output, f"the output of {engine.layout.units[u].name!r}", action)
     return outputs, saved
 
 
 def backward(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    assert action.unit is not None
-    batch, unit = engine.batch[_mb(action)], engine.stage.units[action.unit]
-    trained = [p for p in unit.pages if engine.stage.trainable[p]]
-    gradients = [g if g is not None else room.gradient(p) for p, g in zip(trained, added, strict=False)]
-    have = added[len(trained) :]
+    """Both halves at once: node by node, so that what the second half needs lives shortest."""
+    u, batch = _unit(action), engine.batch[_mb(action)]
+    unit, pages = engine.stage.units[u], _trained(engine, u)
+    gradients, have = _gradients(room, pages, added), added[len(pages) :]
     if batch is None:
         return (*gradients, *have)
-    saved = taken[len(unit.gives)]
-    dvalues = {v: d for v, d in zip(unit.gives, taken, strict=False) if d is not None}
+    inner, dvalues = _dvalues(engine, unit, taken, have)
+    views = _gradient_views(engine, room, action, pages, gradients)
+    params, grads = room.views.params(u, read), room.views.grads(u, views)
+    compute.backward(engine.layout.units[u], _env(engine, batch), params, grads, taken[len(unit.gives)], dvalues)
+    _check_gradients(engine, action, views)
+    return (*gradients, *(dvalues.get(v) for v in inner))
+
+
+def backward_input(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    u, batch = _unit(action), engine.batch[_mb(action)]
+    unit = engine.stage.units[u]
+    if batch is None:
+        return (None, *added)
+    inner, dvalues = _dvalues(engine, unit, taken, added)
+    saved, params = taken[len(unit.gives)], room.views.params(u, read)
+    kept = compute.backward_input(engine.layout.units[u], _env(engine, batch), params, saved, dvalues)
+    return (kept, *(dvalues.get(v) for v in inner))
+
+
+def backward_params(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    u, batch = _unit(action), engine.batch[_mb(action)]
+    pages = _trained(engine, u)
+    gradients = _gradients(room, pages, added)
+    if batch is not None:
+        views = _gradient_views(engine, room, action, pages, gradients)
+        compute.backward_params(engine.layout.units[u], _env(engine, batch), room.views.grads(u, views), taken[0])
+        _check_gradients(engine, action, views)
+    return tuple(gradients)
+
+
+def _trained(engine: Engine, unit: int) -> list[int]:
+    return [p for p in engine.stage.units[unit].pages if engine.stage.trainable[p]]
+
+
+def _dvalues(engine: Engine, unit: StageUnit, taken: Values, have: Values) -> tuple[list[int], dict[int, Any]]:
+    """The unit's inner inputs, and the gradients known so far by value: of its outputs, and from other readers."""
     inner = [v for v in (*unit.takes, *unit.reads) if v not in engine.stage.inputs]
-    dvalues |= {v: d for v, d in zip(inner, have, strict=True) if d is not None}
-    views = [room.views.page(engine.layout.pages[p], g.at(_mb(action))) for p, g in zip(trained, gradients, strict=True)]
-    params, grads = room.views.params(action.unit, read), room.views.grads(action.unit, views)
-    compute.backward(engine.layout.units[action.unit], _env(engine, batch), params, grads, saved, dvalues)
+    known = dict(zip((*unit.gives, *inner), (*taken[: len(unit.gives)], *have), strict=True))
+    return inner, {v: d for v, d in known.items() if d is not None}
+
+
+def _gradients(room: Room, pages: list[int], added: Values) -> list[Gradient]:
+    return [room.gradient(p) if g is None else g for p, g in zip(pages, added, strict=False)]
+
+
+def _gradient_views(
+    engine: Engine, room: Room, action: Action, pages: list[int], gradients: list[Gradient]
+) -> list[dict[str, Any]]:
+    mb = _mb(action)
+    return [room.views.page(engine.layout.pages[p], g.at(mb)) for p, g in zip(pages, gradients, strict=True)]
+
+
+def _check_gradients(engine: Engine, action: Action, views: list[dict[str, Any]]) -> None:
+    """Not with a dynamic loss scale: it provokes overflow and handles it."""
     if engine.options.check_finite and not engine.scaler.dynamic:
         for page in views:
             for name, gradient in page.items():
                 demand_finite(engine, gradient, f"the gradient of {name!r}", action)
-    return (*gradients, *(dvalues.get(v) for v in inner))
 
 
 def loss(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -249,9 +293,12 @@ def _mb(action: Action) -> int:
     return action.mb
 
 
-def _page(action: Action) -> int:
+def _unit(action: Action) -> int:
     assert action.unit is not None
     return action.unit
+
+
+_page = _unit  # for verbs that count pages
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -264,6 +311,8 @@ OPERATIONS: dict[str, Operation] = {
     "F": forward,
     "E": evaluate,
     "B": backward,
+    "I": backward_input,
+    "W": backward_params,
     "LOSS": loss,
     "SCORE": score,
     "SEED": seed,
@@ -275,5 +324,3 @@ OPERATIONS: dict[str, Operation] = {
     "NORM": norm,
     "UPDATE": update,
 }
-
-__all__ += ["Chunked", "Plainly"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -29,28 +30,36 @@ class Report:
     seconds: float
 
     def __str__(self) -> str:
-        head = f"rank {self.rank} of {self.ranks}: {self.parameters:,} parameters in {self.units} units, {self.steps} steps"
+        model = f"{self.parameters:,} parameters in {self.units} units"
+        head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps"
         return "\n\n".join([head, self._moved(), self._held(), self._spent()])
 
     def _moved(self) -> str:
-        rows = [("moved by this rank", "calls", "bytes", "predicted per step")]
+        rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", "predicted per step")]
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
             expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
-            rows.append((f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", bytes_text(count.bytes), expected))
+            rows.append(
+                (f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", bytes_text(count.bytes), expected)
+            )
         return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _held(self) -> str:
         rows = [("memory of this rank", "bytes")]
         rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
-        rows += [("arena in all", bytes_text(sum(self.memory.values()))), ("peak of the process (RSS)", bytes_text(self.peak_rss))]
+        rows += [
+            ("arena in all", bytes_text(sum(self.memory.values()))),
+            ("peak of the process (RSS)", bytes_text(self.peak_rss)),
+        ]
         return table(rows)
 
     def _spent(self) -> str:
         rows = [("time by verb", "count", "seconds", "waited", "share")]
         total = sum(spent + waited for spent, waited, _ in self.times.values()) or 1.0
         for verb, (spent, waited, count) in sorted(self.times.items(), key=lambda item: -sum(item[1][:2])):
-            rows.append((verb, f"{count:,}", f"{spent:.3f}", f"{waited:.3f}", f"{100 * (spent + waited) / total:.1f} %"))
+            rows.append(
+                (verb, f"{count:,}", f"{spent:.3f}", f"{waited:.3f}", f"{100 * (spent + waited) / total:.1f} %")
+            )
         rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
         return table(rows)
 
@@ -78,7 +87,8 @@ def sizes_of(engine: Engine) -> Sizes:
 
     replica = engine.axes.replica
     codec, chunked = engine.codec, engine.options.chunks is not None
-    base = engine.axes.data.rank // engine.axes.shard.size * engine.axes.shard.size
+    rank, width = engine.axes.data.rank, engine.axes.shard.size
+    base = rank // width * width
     return Sizes(
         full=tuple(s.page.size for s in engine.pages),
         shard=tuple(s.mine.size for s in engine.pages),
@@ -86,11 +96,14 @@ def sizes_of(engine: Engine) -> Sizes:
         param_itemsize=(engine.wire or engine.dtype).itemsize,
         grad_itemsize=codec.itemsize or engine.dtype.itemsize,
         widths={"shard": engine.axes.shard.size, "replica": replica.size, "data": engine.axes.data.size},
-        calls=("all_to_all",) * len(engine.nodes(range(engine.axes.data.rank, engine.axes.data.rank + 1))) if chunked else codec.calls,
-        calls_all=("all_to_all",) * len(engine.nodes(range(base, base + engine.axes.shard.size))) + ("all_gather",)
-        if chunked
-        else codec.calls_all,
+        calls=_trades(engine, range(rank, rank + 1)) if chunked else codec.calls,
+        calls_all=(*_trades(engine, range(base, base + width)), "all_gather") if chunked else codec.calls_all,
     )
+
+
+def _trades(engine: Engine, ranks: range) -> tuple[str, ...]:
+    """With chunks: one exchange for each partial sum that these ranks hold."""
+    return ("all_to_all",) * len(engine.nodes(ranks))
 
 
 def peak_rss() -> int:
@@ -110,7 +123,13 @@ def bytes_text(n: float) -> str:
     raise AssertionError
 
 
-def table(rows: list[tuple[str, ...]]) -> str:
+def table(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]) for row in rows]
+    lines = [_row(row, widths) for row in rows]
     return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+
+
+def _row(cells: tuple[str, ...], widths: list[int]) -> str:
+    """The first column to the left, the others to the right."""
+    right = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return "  ".join([cells[0].ljust(widths[0]), *right])

@@ -64,7 +64,9 @@ class Trainer:
     def accumulate(self, x: Any, y: Any) -> float:
         """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone."""
         if self.engine.options.chunks is not None:
-            raise ConfigError("accumulate: with chunks the whole global batch goes into one step; chunks are its microbatches")
+            raise ConfigError(
+                "accumulate: with chunks the whole global batch goes into one step; chunks are its microbatches"
+            )
         self._load(x, y, "accumulate")
         return float(self._run("local" if self._local else "accumulate")["mean"].value)
 
@@ -126,7 +128,7 @@ class Trainer:
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """All parameters and state, full, on the host of every rank, by dotted name. Tied ones under their first name."""
+        """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name."""
         found = {}
         for state in self.engine.pages:
             found.update(self._full(state, state.master))
@@ -251,6 +253,13 @@ class Trainer:
         return self._bound(kind, microbatches).run()
 
     def _bound(self, kind: str, microbatches: int | None) -> Bound:
+        request = self._request(kind, microbatches)
+        if request not in self._programs:
+            self._programs[request] = Bound(self.engine, compile(request))
+        return self._programs[request]
+
+    def _request(self, kind: str, microbatches: int | None) -> Request:
+        """What to compile: the placement, and what earlier programs left in the store."""
         engine, store = self.engine, self.engine.store
         if microbatches is None:
             microbatches = len(engine.batch) if engine.batch else self._step_microbatches()
@@ -258,7 +267,7 @@ class Trainer:
         def pages(slot: str) -> frozenset[int]:
             return frozenset(p for p in range(len(engine.pages)) if f"{slot}{p}" in store)
 
-        request = Request(
+        return Request(
             kind,
             engine.stage,
             microbatches,
@@ -270,9 +279,6 @@ class Trainer:
             parts=pages("part"),
             weighed="weight" in store,
         )
-        if request not in self._programs:
-            self._programs[request] = Bound(engine, compile(request))
-        return self._programs[request]
 
     def _step_microbatches(self) -> int:
         chunks = self.engine.options.chunks
@@ -310,7 +316,9 @@ class Trainer:
         full = self.engine.xp.empty((state.page.size,), dtype=shard.dtype)
         own = full[state.mine.start : state.mine.stop]
         own[...] = shard[: own.size]
-        self.engine.axes.shard.all_gather(own, full, state.counts, what=f"page {self.engine.name(state.page.index)}").wait()
+        self.engine.axes.shard.all_gather(
+            own, full, state.counts, what=f"page {self.engine.name(state.page.index)}"
+        ).wait()
         return full
 
     def _full(self, state: PageState, shard: Any) -> dict[str, np.ndarray]:

@@ -47,7 +47,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batch", type=int, default=16, help="sequences of the global batch, over all ranks")
     p.add_argument("--accumulate", type=int, default=1, help="microbatches per rank and step")
     p.add_argument("--dtype", default="float32", help="float64, float32, bf16 or fp16")
-    p.add_argument("--chunks", type=int, default=None, help="equal parts of the batch for bit-identical results at any world size")
+    p.add_argument(
+        "--chunks", type=int, default=None, help="equal parts of the batch for bit-identical results at any world size"
+    )
     p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     p.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
     p.add_argument("--dropout", type=float, default=0.0)
@@ -76,12 +78,16 @@ def loaders(args: argparse.Namespace, comm: Any) -> tuple[data.DataLoader, list[
     source, seq_len = args.data or data.stdlib_sources(), SIZES[args.size].seq_len
     train = data.TextDataset(source, seq_len, split="train")
     held = data.TextDataset(source, seq_len, split="validation")
-    loader = data.DataLoader(train, args.batch, comm=comm, shuffle=True, seed=args.seed, drop_last=True, chunks=args.chunks)
+    loader = data.DataLoader(
+        train, args.batch, comm=comm, shuffle=True, seed=args.seed, drop_last=True, chunks=args.chunks
+    )
     check = data.DataLoader(held, args.batch, comm=comm, shuffle=True, seed=1, drop_last=True, chunks=args.chunks)
     with check:
         batches = [batch for batch, _ in zip(check, range(args.validation_batches), strict=False)]
     if comm.rank == 0:
-        print(f"text: {source}, {len(train) * seq_len:,} bytes to train on, {len(held) * seq_len:,} held out", flush=True)
+        print(
+            f"text: {source}, {len(train) * seq_len:,} bytes to train on, {len(held) * seq_len:,} held out", flush=True
+        )
     return loader, batches
 
 
@@ -115,7 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     loader, validation = loaders(args, comm)
     if comm.rank == 0:
         count = trainer.engine.layout.size
-        print(f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks, {args.dtype}", flush=True)
+        print(
+            f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks, {args.dtype}", flush=True
+        )
     with loader:
         history = trainer.fit(
             loader,

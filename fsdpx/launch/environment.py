@@ -24,12 +24,14 @@ class Environment:
     last (FSDPX_TIMEOUT; None: the default). launcher: what started this process as one of several ranks, in
     words, or None. expected_size: the number of ranks it says it started (FSDPX_EXPECT_SIZE goes before it),
     or None.
+    threads: BLAS threads per rank as the user set them (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS).
     """
 
     check: bool = False
     timeout: float | None = None
     launcher: str | None = None
     expected_size: int | None = None
+    threads: int | None = None
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Environment:
@@ -46,6 +48,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
         timeout=_seconds(environ, "FSDPX_TIMEOUT"),
         launcher=launcher or ("FSDPX_EXPECT_SIZE" if expected is not None else None),
         expected_size=size if expected is None else expected,
+        threads=_threads(environ),
     )
 
 
@@ -81,6 +84,15 @@ def _launcher(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
         variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
         return f"srun ({variable})", _number(environ, variable)
     return None, None
+
+
+def _threads(environ: Mapping[str, str]) -> int | None:
+    """The libraries read these themselves and forgive nonsense, so nonsense counts as not set."""
+    for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
+        text = environ.get(variable, "").strip()
+        if text.isdecimal() and int(text) > 0:
+            return int(text)
+    return None
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int | None:

@@ -17,7 +17,11 @@ def info() -> str:
     """A table of what was found. Loads MPI to ask its name, but does not initialise it."""
     rows: list[tuple[str, ...]] = [("fsdpx", __version__)]
     rows += [("Python", f"{platform.python_version()} at {sys.executable}"), ("machine", _machine())]
-    rows += [("NumPy", f"{_version('numpy')}, BLAS {_blas()}"), ("Numba", _numba()), ("ml_dtypes", _version("ml_dtypes"))]
+    rows += [
+        ("NumPy", f"{_version('numpy')}, BLAS {_blas()}"),
+        ("Numba", _numba()),
+        ("ml_dtypes", _version("ml_dtypes")),
+    ]
     rows += [("mpi4py", _version("mpi4py")), ("MPI library", _mpi()), ("launcher", _launcher())]
     rows += [("CuPy", _cupy()), ("PyTorch", _version("torch"))]
     return table([("", "found"), *rows])

@@ -45,11 +45,19 @@ def _program(run: DryRun) -> str:
 
 def _units(run: DryRun) -> str:
     layout, state = run.trainer.engine.layout, run.trainer.engine.pages
-    rows = [("unit", "layers", "parameters", "on this rank", "pages")]
+    rows: list[tuple[str, ...]] = [("unit", "layers", "parameters", "on this rank", "pages")]
     for unit in layout.units:
         own = sum(layout.pages[p].size for p in unit.pages)
         mine = sum(state[p].mine.size for p in unit.pages)
-        rows.append((f"{unit.index}  {unit.name}", str(len(unit.nodes)), f"{own:,}", f"{mine:,}", " ".join(map(str, unit.pages))))
+        rows.append(
+            (
+                f"{unit.index}  {unit.name}",
+                str(len(unit.nodes)),
+                f"{own:,}",
+                f"{mine:,}",
+                " ".join(map(str, unit.pages)),
+            )
+        )
     if len(rows) > 40:
         rows = [*rows[:20], ("...", "", "", "", ""), *rows[-19:]]
     words = [str(a) for a in run.program.actions]
@@ -61,7 +69,7 @@ def _units(run: DryRun) -> str:
 
 
 def _traffic(run: DryRun) -> str:
-    rows = [("this rank moves per step", "calls", "bytes", "from the program")]
+    rows: list[tuple[str, ...]] = [("this rank moves per step", "calls", "bytes", "from the program")]
     for (axis, call), count in sorted(run.report.traffic.items()):
         predicted = run.report.predicted.get((axis, call))
         check = f"{predicted.calls:,} calls, {bytes_text(predicted.bytes)}" if predicted else "(control)"
@@ -70,7 +78,7 @@ def _traffic(run: DryRun) -> str:
 
 
 def _memory(run: DryRun) -> str:
-    rows = [("memory of this rank", "bytes")]
+    rows: list[tuple[str, ...]] = [("memory of this rank", "bytes")]
     rows += [(kind, bytes_text(n)) for kind, n in sorted(run.report.memory.items())]
     rows += [("activations at their peak", bytes_text(run.activations))]
     rows += [("in all", bytes_text(sum(run.report.memory.values()) + run.activations))]

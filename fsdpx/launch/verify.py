@@ -46,7 +46,9 @@ def _compare(comm: Communicator, args: argparse.Namespace, strategy: str, precis
     return bool(comm.all_gather_object(verdict)[0][0])
 
 
-def _train(comm: Communicator, args: argparse.Namespace, strategy: str, precision: str) -> tuple[list[float], dict[str, Any], str]:
+def _train(
+    comm: Communicator, args: argparse.Namespace, strategy: str, precision: str
+) -> tuple[list[float], dict[str, Any], str]:
     """A small GPT with tied weights and dropout, clipped, on batches of which the last is short."""
     trainer = nn.GPT(VOCAB, 24, 2, 3, SEQ_LEN, tie=True, dropout=0.0 if args.chunks else 0.1).as_distributed(
         loss=nn.CrossEntropy(),

@@ -36,7 +36,9 @@ class Page:
     def of(cls, index: int, shapes: Sequence[tuple[str, tuple[int, ...]]], trainable: bool) -> "Page":
         sizes = [product(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
-        fields = tuple(Field(name, tuple(shape), o, n) for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False))
+        fields = tuple(
+            Field(name, tuple(shape), o, n) for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False)
+        )
         return cls(index, fields, offsets[-1], trainable)
 
     def pieces(self, shard: Range) -> list[Piece]:

@@ -57,8 +57,12 @@ def hold(page: Page, holding: Holding, arena: Arena, dtype: Any, slots: Sequence
     """Allocate what a rank keeps of a page: nothing whole unless the placement says so."""
     shards = cut(page, holding.width, holding.snap)
     mine, p = shards[holding.rank], page.index
-    full = arena.keep(f"full{p}", "parameters", page.size, dtype) if holding.params != "shard" else None
-    master = full[mine.start : mine.stop] if holding.params == "whole" else arena.keep(f"shard{p}", "parameters", mine.size, dtype)
+    full: Any = arena.keep(f"full{p}", "parameters", page.size, dtype) if holding.params != "shard" else None
+    master = (
+        full[mine.start : mine.stop]
+        if holding.params == "whole"
+        else arena.keep(f"shard{p}", "parameters", mine.size, dtype)
+    )
     state = PageState(page, shards, holding.rank, master, full)
     if page.trainable:
         if holding.whole_grads:

@@ -12,7 +12,7 @@ from fsdpx.nn.sort import Node, Sorted, specs_of
 __all__ = ["GROUP_BYTES", "Layout", "Unit", "lay_out"]
 
 GROUP_BYTES = 1 << 20
-"""Parameters of consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
+"""Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,9 @@ def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
     specs = specs_of(model)
     for pattern in frozen:
         if not any(fnmatchcase(name, pattern) for name in specs):
-            raise ConfigError(f"frozen pattern {pattern!r} matches no parameter; there are {', '.join(list(specs)[:8])} ...")
+            raise ConfigError(
+                f"frozen pattern {pattern!r} matches no parameter; there are {', '.join(list(specs)[:8])} ..."
+            )
     return {
         name: replace(spec, trainable=False) if any(fnmatchcase(name, p) for p in frozen) else spec
         for name, spec in specs.items()

@@ -27,9 +27,7 @@ class BatchNorm(Layer):
 
     collective = True
 
-    def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True
-    ) -> None:
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
         positive(self, num_features=num_features)
         fraction(self, momentum=momentum)
         self.num_features = num_features

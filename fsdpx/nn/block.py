@@ -76,9 +76,7 @@ class TransformerBlock(Container):
         self.causal = bool(causal)
         self.dropout = float(dropout)
         self.bias = bool(bias)
-        attention = MultiHeadAttention(
-            d_model, n_heads, causal, dropout, bias, init=init, out_init=out_init or init
-        )
+        attention = MultiHeadAttention(d_model, n_heads, causal, dropout, bias, init=init, out_init=out_init or init)
         branch = {"norm1": LayerNorm(d_model, bias=bias), "attn": attention}
         branch |= {"dropout": Dropout(dropout)} if dropout else {}
         second: dict[str, Layer] = {

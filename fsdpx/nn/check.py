@@ -41,6 +41,4 @@ def want_image(layer: object, x: Any, channels: int | None = None) -> None:
     """`x` must be (samples, channels, height, width)."""
     if x.ndim != 4 or channels not in (None, x.shape[1]):
         wanted = "channels" if channels is None else channels
-        raise ShapeError(
-            f"{layer!r} wants an input of shape (samples, {wanted}, height, width), got {tuple(x.shape)}"
-        )
+        raise ShapeError(f"{layer!r} wants an input of shape (samples, {wanted}, height, width), got {tuple(x.shape)}")

@@ -96,8 +96,7 @@ class Container(Layer):
         for pattern in (frozen := _patterns(frozen)):
             if not any(fnmatchcase(name, pattern) for name in free):
                 raise ConfigError(
-                    f"{type(self).__name__}: frozen={pattern!r} matches no parameter; "
-                    f"there are {', '.join(free)}"
+                    f"{type(self).__name__}: frozen={pattern!r} matches no parameter; there are {', '.join(free)}"
                 )
         for name, spec in free.items():
             if any(fnmatchcase(name, pattern) for pattern in frozen):
@@ -159,9 +158,7 @@ class Residual(Container):
 def check_name(owner: str, name: object) -> str:
     """Names become parts of dotted paths: they must be text, not empty and without dots."""
     if not isinstance(name, str) or not name or "." in name:
-        raise ConfigError(
-            f"{owner}: {name!r} is no name for a layer; use text that is not empty and has no dot"
-        )
+        raise ConfigError(f"{owner}: {name!r} is no name for a layer; use text that is not empty and has no dot")
     return name
 
 

@@ -208,7 +208,5 @@ def _window(layer: Layer, kernel: Pair, stride: Pair, padding: Pair) -> Window:
 def _pool_window(layer: Layer, kernel: Pair, stride: Pair | None, padding: Pair) -> Window:
     window = _window(layer, kernel, kernel if stride is None else stride, padding)
     if any(2 * p > k for p, k in zip(window.padding, window.kernel, strict=True)):
-        raise ConfigError(
-            f"{type(layer).__name__}: padding {padding!r} must be at most half of kernel_size {kernel!r}"
-        )
+        raise ConfigError(f"{type(layer).__name__}: padding {padding!r} must be at most half of kernel_size {kernel!r}")
     return window

@@ -55,17 +55,13 @@ def _step(name: str, node: Any) -> Step:
         raise ConfigError(f"Graph: node {name!r} must be (layer, 'source', ...), got {node!r}")
     layer = check_layer("Graph", name, node[0])
     if layer.n_inputs not in (None, len(node) - 1):
-        raise ConfigError(
-            f"Graph: node {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(node) - 1}"
-        )
+        raise ConfigError(f"Graph: node {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(node) - 1}")
     return Step(name, layer, tuple(node[1:]), outputs_of(name, layer))
 
 
 def _no_duplicates(names: list[str]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(
-            f"Graph: duplicate names {', '.join(map(repr, twice))}: nodes and inputs share one set"
-        )
+        raise ConfigError(f"Graph: duplicate names {', '.join(map(repr, twice))}: nodes and inputs share one set")
 
 
 def _known(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -81,9 +77,7 @@ def _all_used(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[st
     read = {*outputs, *(source for step in steps for source in step.sources)}
     values = [*inputs, *(value for step in steps for value in step.gives)]
     if idle := [value for value in values if value not in read]:
-        raise ConfigError(
-            f"Graph: nobody reads {', '.join(map(repr, idle))}; remove them or name them in outputs"
-        )
+        raise ConfigError(f"Graph: nobody reads {', '.join(map(repr, idle))}; remove them or name them in outputs")
 
 
 def _order(steps: Sequence[Step], inputs: Sequence[str]) -> list[Step]:

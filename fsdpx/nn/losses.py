@@ -54,17 +54,13 @@ class CrossEntropy(Loss):
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         logits, labels = y.reshape(-1, y.shape[-1]), target.reshape(-1)
-        total, weight, lse = kernels.cross_entropy(
-            env.xp, logits, labels, self.ignore_index, self.label_smoothing
-        )
+        total, weight, lse = kernels.cross_entropy(env.xp, logits, labels, self.ignore_index, self.label_smoothing)
         return total, weight, (y, labels, lse)
 
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
         y, labels, lse = saved
         logits = y.reshape(-1, y.shape[-1])
-        dy = kernels.cross_entropy_backward(
-            env.xp, logits, labels, lse, seed, self.ignore_index, self.label_smoothing
-        )
+        dy = kernels.cross_entropy_backward(env.xp, logits, labels, lse, seed, self.ignore_index, self.label_smoothing)
         return dy.reshape(y.shape)
 
     def validate(self, shape: tuple[int, ...], target: Array) -> None:

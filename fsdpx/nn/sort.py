@@ -89,9 +89,7 @@ def shapes(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", trainin
     from fsdpx.comm.mesh import alone
 
     if len(inputs) != len(model.inputs):
-        raise ShapeError(
-            f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}"
-        )
+        raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
     env = Env(xp, alone(), Random(0), training)
     real = dtype_of(dtype) if isinstance(dtype, str) else dtype
     values = list(inputs)

@@ -12,9 +12,7 @@ def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) 
     """`ties` with every alias led to its last canonical name; both must exist and have one shape."""
     for name in [*ties, *ties.values()]:
         if name not in specs:
-            raise ConfigError(
-                f"{owner}: tie names {name!r}, which is no parameter; there are {', '.join(specs)}"
-            )
+            raise ConfigError(f"{owner}: tie names {name!r}, which is no parameter; there are {', '.join(specs)}")
     resolved = {alias: _end(owner, alias, ties) for alias in ties}
     for alias, name in resolved.items():
         if specs[alias].shape != specs[name].shape:

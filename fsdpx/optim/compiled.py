@@ -5,19 +5,24 @@ tail of the loop, and so on where a parameter was cut. The numpy error model div
 """
 
 from collections.abc import Callable
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from fsdpx.array.kernels.compiled.jit import jit
 
 __all__ = ["KERNELS"]
 
 KERNELS: dict[str, Callable[..., None]] = {}
+SOURCE = blake2b(Path(__file__).read_bytes(), digest_size=8).hexdigest()
 
 
 def kernel(body: Callable[..., None]) -> Callable[..., None]:
-    KERNELS[body.__name__] = njit(nogil=True, cache=True, error_model="numpy")(body)
-    return KERNELS[body.__name__]
+    body.__qualname__ = f"{body.__name__}.{SOURCE}"  # names the cache: code of another version is never taken
+    KERNELS[body.__name__] = jit(body)
+    return body
 
 
 @kernel

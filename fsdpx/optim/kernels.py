@@ -1,5 +1,4 @@
-"""The update kernels by formula: flat arrays, in place, elementwise, one result whatever the cut and the
-version.
+"""The update kernels by formula: flat, in place, elementwise, the same bits whatever the cut and the version.
 
 Arrays are 1-D of one size; `g` counts as `g * scale` and is not changed. Numbers are rounded to the arrays'
 dtype once. On NumPy float32 and float64 the one-pass Numba version runs if Numba is installed, else the plain
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
@@ -21,8 +21,7 @@ from fsdpx.optim import plain
 __all__ = ["adam", "block_squares", "direction", "follow", "lion", "moments", "sgd", "use"]
 
 GRAIN = 1024
-"""Elements of a block of partial sums, counted from a parameter's start. Shards cut at block edges keep its
-sums."""
+"""Elements of a block of partial sums. A parameter cut at multiples of it has the blocks of the whole."""
 
 Version = Literal["default", "plain", "numba"]
 _version: ContextVar[Version] = ContextVar("version", default="default")
@@ -44,21 +43,13 @@ def use(version: Version) -> Iterator[None]:
 
 @lru_cache
 def _compiled() -> dict[str, Callable[..., None]] | None:
-    try:
-        return importlib.import_module("fsdpx.optim.compiled").KERNELS
-    except ModuleNotFoundError as error:
-        if error.name != "numba":
-            raise
+    if find_spec("numba") is None:
         return None
+    return importlib.import_module("fsdpx.optim.compiled").KERNELS
 
 
 def _compiles(array: Any, dtype: Any) -> bool:
-    return (
-        isinstance(array, np.ndarray)
-        and array.dtype == dtype
-        and array.flags.c_contiguous
-        and array.flags.aligned
-    )
+    return isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous and array.flags.aligned
 
 
 def _run(name: str, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
@@ -66,11 +57,7 @@ def _run(name: str, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]
     if arrays[0].size == 0 or getattr(xp, "holds_no_data", False):
         return
     values = tuple(dtype.type(x) for x in numbers)
-    if (
-        _version.get() != "plain"
-        and dtype in (np.float32, np.float64)
-        and all(_compiles(a, dtype) for a in arrays)
-    ):
+    if _version.get() != "plain" and dtype in (np.float32, np.float64) and all(_compiles(a, dtype) for a in arrays):
         compiled = _compiled()
         if compiled is not None:
             compiled[name](*arrays, *values)
@@ -138,8 +125,10 @@ def lion(
     weight_decay: float,
     scale: float,
 ) -> None:
-    """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g (Chen et
-    al. 2023)."""
+    """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g.
+
+    Source: Chen et al. 2023.
+    """
     _run("lion", xp, (p, g, m), (scale, 1.0 - lr * weight_decay, 1.0 - beta1, 1.0 - beta2, lr))
 
 
@@ -186,12 +175,9 @@ def _bias(beta1: float, beta2: float, step: int) -> tuple[float, float]:
     return 1.0 - beta1**step, (1.0 - beta2**step) ** 0.5
 
 
-def block_squares(xp: Any, x: Any, offset: int) -> list[float]:
-    """Sums of squares in float64 over blocks of `GRAIN` elements; x[0] is element `offset` of its
-    parameter."""
+def block_squares(xp: Any, x: Any) -> list[float]:
+    """Sums of squares in float64 over blocks of `GRAIN` elements, the last one perhaps shorter."""
     wide = xp.square(x.astype(np.float64))
-    head = min(-offset % GRAIN, wide.size)
-    body = head + (wide.size - head) // GRAIN * GRAIN
-    sums = wide[head:body].reshape(-1, GRAIN).sum(axis=1).tolist()
-    edges = [part.sum().item() for part in (wide[:head], wide[body:]) if part.size]
-    return [*edges, *sums]
+    body = wide.size // GRAIN * GRAIN
+    sums = wide[:body].reshape(-1, GRAIN).sum(axis=1).tolist()
+    return sums if body == wide.size else [*sums, wide[body:].sum().item()]

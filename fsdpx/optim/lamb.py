@@ -66,9 +66,7 @@ class LAMB:
             }
             for r in runs
         ]
-        squares = [
-            _squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, fixed, strict=True)
-        ]
+        squares = [_squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, fixed, strict=True)]
         norms = segments.square_sums([of_p for of_p, _ in squares], [of_u for _, of_u in squares])
         for run, numbers, of_p, of_u in zip(runs, fixed, *norms, strict=True):
             at = slice(run.start, run.stop)
@@ -79,16 +77,13 @@ class LAMB:
 def _squares(
     xp: Any, segment: Segment, p: Any, m: Any, v: Any, numbers: dict[str, Any]
 ) -> tuple[list[float], list[float]]:
-    """Partial sums of squares of a segment's parameter and of its direction, in pieces on the parameter's own
-    grid."""
+    """Partial sums of squares of a segment's parameter and of its direction."""
     of_p, of_u = [], []
-    start, offset = segment.start, segment.offset
-    scratch = xp.empty(min(BLOCK, segment.stop - start), p.dtype)
-    while start < segment.stop:
-        stop = min(segment.stop, start + BLOCK - offset % BLOCK)
-        at, u = slice(start, stop), scratch[: stop - start]
+    scratch = xp.empty(min(BLOCK, segment.stop - segment.start), p.dtype)
+    for start in range(segment.start, segment.stop, BLOCK):
+        at = slice(start, min(start + BLOCK, segment.stop))
+        u = scratch[: at.stop - at.start]
         kernels.direction(xp, u, p[at], m[at], v[at], **numbers)
-        of_p += kernels.block_squares(xp, p[at], offset)
-        of_u += kernels.block_squares(xp, u, offset)
-        start, offset = stop, offset + stop - start
+        of_p += kernels.block_squares(xp, p[at])
+        of_u += kernels.block_squares(xp, u)
     return of_p, of_u

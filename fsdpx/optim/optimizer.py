@@ -22,8 +22,7 @@ To add groups of your own: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}
 
 
 class Optimizer(Protocol):
-    """Updates one flat shard in place. Holds hyperparameters only; its state lies in slots that the caller
-    owns.
+    """Updates one flat shard in place. Holds hyperparameters only; the caller owns its state.
 
     slots: names of the state arrays, each as large as the shard and zero before step 1.
     """
@@ -44,8 +43,7 @@ class Optimizer(Protocol):
         segments: Segments,
         scale: float = 1.0,
     ) -> None:
-        """One step on the shard p `(n,)` with gradient g `(n,)`, which counts as g * scale and is not
-        changed.
+        """One step on the shard p `(n,)` with gradient g `(n,)`, which counts as g * scale and stays.
 
         xp: namespace of the arrays. lr: `rate(optimizer, step)`. step: 1 for the first update. segments: what
         p holds.
@@ -66,9 +64,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def demand_number(
-    owner: object, name: str, value: object, low: float = 0.0, below: float | None = None
-) -> None:
+def demand_number(owner: object, name: str, value: object, low: float = 0.0, below: float | None = None) -> None:
     """value is a finite number in [low, below)."""
     wanted = f"a finite number >= {low:g}" + ("" if below is None else f" and < {below:g}")
     if not _is_number(value) or value < low or (below is not None and value >= below):  # type: ignore[operator]
@@ -82,9 +78,7 @@ def demand_rate(owner: object, lr: object) -> None:
 
 def demand_betas(owner: object, betas: object) -> None:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ConfigError(
-            f"{type(owner).__name__}(betas={betas!r}): a pair of numbers is needed, like (0.9, 0.999)"
-        )
+        raise ConfigError(f"{type(owner).__name__}(betas={betas!r}): a pair of numbers is needed, like (0.9, 0.999)")
     for i, beta in enumerate(betas):
         demand_number(owner, f"betas[{i}]", beta, below=1.0)
 
@@ -95,22 +89,15 @@ def demand_groups(owner: object, groups: object) -> None:
         raise ConfigError(f"{who}(groups={groups!r}): a dict from name pattern to overrides is needed")
     for pattern, values in groups.items():
         if not isinstance(pattern, str) or not isinstance(values, Mapping):
-            raise ConfigError(
-                f"{who}: group {pattern!r}: {values!r} is no name pattern with a dict of overrides"
-            )
+            raise ConfigError(f"{who}: group {pattern!r}: {values!r} is no name pattern with a dict of overrides")
         for name, value in values.items():
             if name not in OVERRIDES:
-                raise ConfigError(
-                    f"{who}: group {pattern!r} sets {name!r}; a group can set {' and '.join(OVERRIDES)}"
-                )
+                raise ConfigError(f"{who}: group {pattern!r} sets {name!r}; a group can set {' and '.join(OVERRIDES)}")
             demand_number(owner, f"groups[{pattern!r}][{name!r}]", value)
 
 
-def demand_shard(
-    owner: object, p: Any, g: Any, slots: Mapping[str, Any], step: int, segments: Segments
-) -> None:
-    """All flat arrays of an update have the shard's size, and the slots are those that the optimiser asked
-    for."""
+def demand_shard(owner: object, p: Any, g: Any, slots: Mapping[str, Any], step: int, segments: Segments) -> None:
+    """All arrays of an update have the shard's size, and the slots are those asked for."""
     who = type(owner).__name__
     names = tuple(owner.slots)  # type: ignore[attr-defined]
     if sorted(slots) != sorted(names):

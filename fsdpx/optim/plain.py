@@ -26,9 +26,7 @@ def blocked(body: Body) -> Body:
         n = arrays[0].size
         size = min(n, BLOCK if xp is np else DEVICE_BLOCK)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
-        with np.errstate(
-            all="ignore"
-        ):  # as compiled; whether numbers are finite is looked at where gradients are
+        with np.errstate(all="ignore"):  # as compiled; whether numbers are finite is looked at where gradients are
             for start in range(0, n, size):
                 parts = [x[start : start + size] for x in arrays]
                 k = parts[0].size
@@ -133,17 +131,13 @@ def lion(
 
 
 @blocked
-def moments(
-    xp: Any, a: Any, b: Any, m: Any, v: Any, g: Any, scale: Any, share1: Any, beta2: Any, share2: Any
-) -> None:
+def moments(xp: Any, a: Any, b: Any, m: Any, v: Any, g: Any, scale: Any, share1: Any, beta2: Any, share2: Any) -> None:
     xp.multiply(g, scale, out=a)
     _toward(xp, m, a, b, share1)
     _square_toward(xp, v, a, b, beta2, share2)
 
 
-def _direction(
-    xp: Any, u: Any, b: Any, p: Any, m: Any, v: Any, bias1: Any, root: Any, eps: Any, decay: Any
-) -> None:
+def _direction(xp: Any, u: Any, b: Any, p: Any, m: Any, v: Any, bias1: Any, root: Any, eps: Any, decay: Any) -> None:
     xp.sqrt(v, out=b)
     b /= root
     b += eps

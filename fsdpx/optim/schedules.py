@@ -15,9 +15,7 @@ __all__ = ["Constant", "Cosine", "InverseSquareRoot", "Linear", "Step", "WarmUp"
 
 def _demand_steps(owner: object, name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(
-            f"{type(owner).__name__}({name}={value!r}): a whole number of steps, 1 or more, is needed"
-        )
+        raise ConfigError(f"{type(owner).__name__}({name}={value!r}): a whole number of steps, 1 or more, is needed")
 
 
 @dataclass(frozen=True)

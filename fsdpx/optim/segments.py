@@ -1,5 +1,4 @@
-"""Segments: which parameters a flat shard holds, and where, so that a flat update can still tell them
-apart."""
+"""Segments: which parameters a flat shard holds, and where."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +13,7 @@ from fsdpx.errors import ConfigError
 __all__ = ["Groups", "Run", "Segment", "Segments"]
 
 Groups = Mapping[str, Mapping[str, float]]
-"""Pattern (fnmatch, on dotted parameter names; the first that matches wins) -> {"weight_decay": ...,
-"lr_scale": ...}."""
+"""Name pattern (fnmatch, on dotted names; the first that matches wins) -> {"weight_decay": ..., "lr_scale": ...}."""
 
 Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
@@ -32,17 +30,13 @@ class Segment:
     size: int
 
     def __post_init__(self) -> None:
-        if not (
-            0 <= self.start <= self.stop
-            and 0 <= self.offset <= self.offset + self.stop - self.start <= self.size
-        ):
+        if not (0 <= self.start <= self.stop and 0 <= self.offset <= self.offset + self.stop - self.start <= self.size):
             raise ConfigError(f"{self!r} does not lie inside its shard and its parameter")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, stop) of the shard share these hyperparameters. weight_decay None: the optimiser's
-    own."""
+    """Elements [start, stop) of the shard share these. weight_decay None: the optimiser's own."""
 
     start: int
     stop: int
@@ -68,14 +62,10 @@ class Segments:
     def __post_init__(self) -> None:
         object.__setattr__(self, "items", tuple(self.items))
         if self.items and self.items[0].start != 0:
-            raise ConfigError(
-                f"the first segment {self.items[0].name!r} starts at {self.items[0].start}, not at 0"
-            )
+            raise ConfigError(f"the first segment {self.items[0].name!r} starts at {self.items[0].start}, not at 0")
         for a, b in pairwise(self.items):
             if a.stop != b.start:
-                raise ConfigError(
-                    f"segment {b.name!r} starts at {b.start}, but {a.name!r} before it ends at {a.stop}"
-                )
+                raise ConfigError(f"segment {b.name!r} starts at {b.start}, but {a.name!r} before it ends at {a.stop}")
 
     @cached_property
     def size(self) -> int:

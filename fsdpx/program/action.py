@@ -1,4 +1,4 @@
-"""One entry of a program: a verb, and the unit or page and the microbatch it is about. Prints as "F3.0", parses back."""
+"""One entry of a program: a verb, the unit or page and the microbatch it is about. Prints as "F3.0", parses back."""
 
 import re
 from dataclasses import dataclass

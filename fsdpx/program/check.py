@@ -23,7 +23,7 @@ def check(*programs: Program) -> None:
 def _check_slots(program: Program) -> None:
     alive = set(program.begins)
     buffers = {_buffer(slot): slot for slot in alive}
-    for at, (action, slots) in enumerate(zip(program.actions, program.slots, strict=True)):
+    for at, slots in enumerate(program.slots):
         for slot in (*slots.takes, *slots.reads):
             if slot not in alive:
                 raise _error(program.actions, at, f"needs {slot}, which is not there")
@@ -54,7 +54,10 @@ def _check_order(first: Program, other: Program, rank: int) -> None:
     ours, theirs = _collectives(first), _collectives(other)
     for at, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
-            raise ProgramError(f"collective {at} is {a} in program 0 but {b} in program {rank}\n{_lines(ours, at)}\n{_lines(theirs, at)}")
+            raise ProgramError(
+                f"collective {at} is {a} in program 0 but {b} in program {rank}\n"
+                f"{_lines(ours, at)}\n{_lines(theirs, at)}"
+            )
     if len(ours) != len(theirs):
         raise ProgramError(f"program 0 issues {len(ours)} collectives, program {rank} issues {len(theirs)}")
 

@@ -168,4 +168,3 @@ def _results(request: Request) -> tuple[str, ...]:
         case "predict" | "forward":
             return tuple(f"act{v}.{m}" for m in range(request.microbatches) for v in request.stage.outputs)
     return ()
-

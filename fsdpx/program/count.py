@@ -12,7 +12,7 @@ __all__ = ["Lifetime", "Sizes", "Traffic", "lifetimes", "peak", "traffic"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a rank's bytes depend on. full, shard: elements per page, whole and on this rank; widths: of the mesh axes."""
+    """What a rank's bytes depend on. full, shard: elements per page, whole and on this rank; widths: of mesh axes."""
 
     full: tuple[int, ...]
     shard: tuple[int, ...]

@@ -20,7 +20,7 @@ __all__ = ["SLOTS", "VERBS", "Move", "Slot", "Verb"]
 
 @dataclass(frozen=True)
 class Move:
-    """One collective of a verb: along which mesh axis, which call, and how much (`full` or `shard` of a page, or a `pair`)."""
+    """One collective of a verb: along which mesh axis, which call, how much (`full`, `shard` of a page, or a `pair`)."""
 
     axis: str
     call: str
@@ -42,7 +42,7 @@ class Verb:
 
 @dataclass(frozen=True)
 class Slot:
-    """What a kind of slot holds. Two kinds with the same `buffer` lie in the same memory and are never alive together."""
+    """What a kind of slot holds. Kinds with the same `buffer` lie in the same memory and are never alive together."""
 
     buffer: str
     memory: str  # the kind under which a report counts it
@@ -54,10 +54,16 @@ VERBS: dict[str, Verb] = {
     "LOSS": Verb(takes=("act:outputs",), adds=("dact:outputs", "weight"), gives=("loss:mb",), about=""),
     "SCORE": Verb(takes=("act:outputs",), adds=("weight",), gives=("loss:mb",), about=""),
     "SEED": Verb(takes=("seed:mb",), adds=("dact:outputs", "weight"), lane="host", about=""),
-    "MEAN": Verb(takes=("loss:all",), gives=("mean",), lane="data", moves=(Move("data", "all_gather", "pair"),), about=""),
+    "MEAN": Verb(
+        takes=("loss:all",), gives=("mean",), lane="data", moves=(Move("data", "all_gather", "pair"),), about=""
+    ),
     # parameters
     "GATHER": Verb(
-        reads=("shard:page",), gives=("full:page",), lane="shard", moves=(Move("shard", "all_gather", "full"),), about="page"
+        reads=("shard:page",),
+        gives=("full:page",),
+        lane="shard",
+        moves=(Move("shard", "all_gather", "full"),),
+        about="page",
     ),
     "FREE": Verb(takes=("full:page",), lane="host", about="page"),
     # compute
@@ -76,7 +82,14 @@ VERBS: dict[str, Verb] = {
     ),
     "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
     # update
-    "NORM": Verb(takes=("weight",), reads=("part:all",), gives=("scale",), lane="data", moves=(Move("data", "all_gather", "pair"),), about=""),
+    "NORM": Verb(
+        takes=("weight",),
+        reads=("part:all",),
+        gives=("scale",),
+        lane="data",
+        moves=(Move("data", "all_gather", "pair"),),
+        about="",
+    ),
     "UPDATE": Verb(takes=("part:page",), reads=("scale",), adds=("shard:page",), about="page"),
 }
 

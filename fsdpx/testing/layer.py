@@ -38,9 +38,7 @@ class LayerContract:
         raise TypeError(f"{type(self).__name__} must define make(), which returns the layer to be tested")
 
     def inputs(self) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} must define inputs(), which returns what the layer is tested on"
-        )
+        raise TypeError(f"{type(self).__name__} must define inputs(), which returns what the layer is tested on")
 
     def normal(self, *shape: int) -> np.ndarray:
         """Normal numbers, the same in every run."""
@@ -81,9 +79,7 @@ class LayerContract:
         twice = {name: array.copy() for name, array in before.items()}
         self._pass(layer, p, x, g=twice)
         for name in once:
-            np.testing.assert_allclose(
-                twice[name] - before[name], once[name], rtol=1e-9, atol=1e-9, err_msg=name
-            )
+            np.testing.assert_allclose(twice[name] - before[name], once[name], rtol=1e-9, atol=1e-9, err_msg=name)
 
     def test_a_frozen_parameter_is_left_alone(self) -> None:
         layer, x, p = self._setting()

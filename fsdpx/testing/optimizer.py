@@ -3,6 +3,8 @@
 class TestMine(OptimizerContract):
     def make(self, **options):
         return Mine(**options)
+
+Shards run on threads of their own, so that optimisers that need sums over whole parameters can meet.
 """
 
 import threading
@@ -22,8 +24,8 @@ TOTAL = sum(SIZES.values())
 class OptimizerContract:
     """`make(**options)` builds the optimiser under test and takes at least `lr`.
 
-    grain: shards may be cut anywhere (1), or at multiples of `grain` within each parameter, without a change
-    of bits.
+    grain: 1 if shards may be cut anywhere without a change of bits, 1024 if at multiples of that within each
+    parameter.
     grouped: whether `make` takes `groups` with "lr_scale" and "weight_decay", and `weight_decay` itself.
     """
 
@@ -110,9 +112,7 @@ class OptimizerContract:
             optimizer.update(np, q, h, others, lr=lr, step=1, segments=_segments(at.start, at.stop))
             assert np.array_equal(p[at], q), name
 
-    def _state(
-        self, dtype: str, at: slice, optimizer: Optimizer | None = None
-    ) -> tuple[Any, Any, dict[str, Any]]:
+    def _state(self, dtype: str, at: slice, optimizer: Optimizer | None = None) -> tuple[Any, Any, dict[str, Any]]:
         """The part `at` of fixed parameters and gradients, with empty slots."""
         random = np.random.default_rng(5)
         p, g = (random.standard_normal(TOTAL).astype(dtype)[at].copy() for _ in range(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdpx.comm import Communicator, Guarded, Mesh, ReduceOp, connect
+from fsdpx.comm import Communicator, Guarded, Mesh, ReduceOp, connect, functional, split_evenly
 from fsdpx.errors import CommTimeout, DesyncError
 from fsdpx.testing.communicator import CommunicatorContract
 
@@ -94,9 +96,7 @@ def test_a_wait_ends_with_the_name_of_what_it_waits_for(world):
         impatient.timeout = 0.2
         if comm.rank == 0:
             handle = impatient.recv(np.zeros(3), 0, 9, what="ACT1")
-            with pytest.raises(
-                CommTimeout, match=r"recv of ACT1 on rank 0 of \d is not complete after 0.2 s"
-            ):
+            with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of \d is not complete after 0.2 s"):
                 handle.wait()
             impatient.send(np.zeros(3), 0, 9).wait()
             handle.wait()
@@ -127,5 +127,49 @@ def test_a_mesh_of_mpi_ranks(world):
         axes.shard.all_reduce(x, ReduceOp.SUM).wait()
         assert x.tolist() == [comm.size] * 6
         axes.close()
+
+    together(world, world, body)
+
+
+def test_the_functional_api_on_mpi(world):
+    from mpi4py import MPI
+
+    def body(comm):
+        excepthook, threadhook = sys.excepthook, threading.excepthook
+        try:
+            functional.init("mpi")
+            assert (functional.rank(), functional.world_size()) == (comm.rank, comm.size)
+            assert functional.local_rank() == comm.rank
+            x = np.full((2, 3), comm.rank + 1.0)
+            assert np.all(functional.all_reduce(x, "max") == comm.size)
+            assert functional.all_gather(x).shape == (comm.size, 2, 3)
+            assert (
+                functional.reduce_scatter(np.ones((7, 2))).sum()
+                == 2 * comm.size * split_evenly(7, comm.size)[comm.rank]
+            )
+            functional.finalize()
+            functional.init(comm=MPI.COMM_WORLD)
+            assert functional.broadcast(x, root=comm.size - 1)[0, 0] == comm.size
+            functional.finalize()
+        finally:
+            sys.excepthook, threading.excepthook = excepthook, threadhook
+
+    together(world, world, body)
+
+
+def test_other_transfers_go_on_while_a_wait_lasts(world):
+    """A big reduce ends on rank 0 although rank 1 waits for a message that rank 0 sends afterwards only."""
+
+    def body(comm):
+        big, note = np.ones(300_000, np.float16), np.zeros(1)
+        handle = comm.all_reduce(big)
+        if comm.rank == 0:
+            handle.wait()
+            for other in range(1, comm.size):
+                comm.send(note, other).wait()
+        else:
+            comm.recv(note, 0).wait()
+        handle.wait()
+        assert np.all(big == comm.size)
 
     together(world, world, body)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 
-import fsdpx.array.namespace as namespace
 from fsdpx.comm.communicator import DONE
 from fsdpx.comm.staging import staged
 
@@ -58,6 +59,7 @@ class Doubling:
 
 @pytest.fixture(autouse=True)
 def _device(monkeypatch):
+    namespace = importlib.import_module("fsdpx.array.namespace")
     monkeypatch.setattr(namespace, "to_host", lambda array: array.hidden.copy())
     monkeypatch.setattr(namespace, "from_host", lambda xp, array: DeviceArray(array))
     monkeypatch.setattr(namespace, "namespace_of", lambda array: None)

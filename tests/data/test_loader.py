@@ -125,9 +125,7 @@ def test_an_error_of_the_dataset_comes_with_its_traceback_at_its_batch(prefetch)
         received.extend(iter_all(loader))
     assert [b.tolist() for b in caught.value.received] == [[0, 1, 2], [3, 4, 5]]
     assert "__getitem__" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert caught.value.__notes__ == [
-        "[loader of rank 0] while reading the global batch of samples 6 to 9 of epoch 0"
-    ]
+    assert caught.value.__notes__ == ["[loader of rank 0] while reading the global batch of samples 6 to 9 of epoch 0"]
     assert loader.state_dict()["position"] == 6
 
 
@@ -264,9 +262,7 @@ def test_bad_options(error, text, args, options):
 
 def test_samples_of_different_shapes():
     loader = DataLoader(Single([np.zeros(2), np.zeros(3)]), 2)
-    with pytest.raises(
-        DataError, match=r"shapes \(2,\) and \(3,\) do not stack to a batch: pad them, or pass"
-    ):
+    with pytest.raises(DataError, match=r"shapes \(2,\) and \(3,\) do not stack to a batch: pad them, or pass"):
         list(loader)
 
 

@@ -43,6 +43,7 @@ def test_lengths(n, size, batch, drop):
         shares = list(sampler.plan(0))
         assert sampler.steps == len(shares) == (n // batch if drop else -(-n // batch))
         assert len(sampler) == len(list(sampler)) == sum(s.indices.size for s in shares)
+        assert [s.after for s in shares] == [min((k + 1) * batch, n) for k in range(len(shares))]
         assert [s.rows for s in shares] == [min(batch, n - k * batch) for k in range(len(shares))]
 
 
@@ -183,9 +184,7 @@ def test_bad_options(error, text, args, options):
 
 def test_states_that_do_not_fit():
     sampler = DistributedSampler(10, seed=2)
-    with pytest.raises(
-        DataError, match=r"taken with n=9, but the sampler has 10: its position means other samples"
-    ):
+    with pytest.raises(DataError, match=r"taken with n=9, but the sampler has 10: its position means other samples"):
         sampler.load_state_dict({**sampler.state_dict(), "n": 9})
     with pytest.raises(DataError, match=r"taken with seed=3"):
         sampler.load_state_dict({**sampler.state_dict(), "seed": 3})

@@ -136,9 +136,7 @@ def test_bad_texts(folder, tmp_path):
         TextDataset(folder, 2, suffixes=(".rst", ".tex"))
     with pytest.raises(DataError, match=r"no text in .*c\.txt: no file of "):
         TextDataset(folder / "c.txt", 2)
-    with pytest.raises(
-        DataError, match=r"seq_len 9 needs at least 10 bytes, but the all text of .* has 9: take a"
-    ):
+    with pytest.raises(DataError, match=r"seq_len 9 needs at least 10 bytes, but the all text of .* has 9: take a"):
         TextDataset(folder, 9, split="all")
     with pytest.raises(DataError, match=r"but the validation text of .* has 0"):
         TextDataset(folder, 1, split="validation")

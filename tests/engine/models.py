@@ -86,7 +86,9 @@ def make(comm: Communicator, case: str, strategy: Any = "fsdp", **options: Any) 
     return chosen.model().as_distributed(loss=chosen.loss, optimizer=optimizer, strategy=strategy, comm=comm, **options)
 
 
-def train(comm: Communicator, case: str, strategy: Any = "fsdp", sizes: tuple[int, ...] = (11, 11, 3), **options: Any) -> Any:
+def train(
+    comm: Communicator, case: str, strategy: Any = "fsdp", sizes: tuple[int, ...] = (11, 11, 3), **options: Any
+) -> Any:
     """Losses, parameters and trainer after one step per global batch; batches are the same at any world size."""
     trainer = make(comm, case, strategy, **options)
     rng = np.random.default_rng(5)

@@ -11,7 +11,9 @@ from fsdpx.errors import ConfigError, DataError
 
 
 def run(comm: Communicator, case: str, strategy: str, **options: Any) -> tuple[list[float], str]:
-    losses, _, trainer = train(comm, case, strategy, sizes=(16,) * 5, chunks=8, clip_norm=0.2, precision="float32", **options)
+    losses, _, trainer = train(
+        comm, case, strategy, sizes=(16,) * 5, chunks=8, clip_norm=0.2, precision="float32", **options
+    )
     return losses, trainer.fingerprint()
 
 

@@ -105,7 +105,11 @@ def test_nan_inside_names_rank_unit_and_parameter(forward: bool) -> None:
         spawn(run, 2, timeout=20)
     text = str(caught.value)
     assert text.startswith("rank 1: ")
-    assert ("the output of '1..2'" in text or "the output of '1'" in text) if forward else "the gradient of '0.weight'" in text
+    assert (
+        ("the output of '1..2'" in text or "the output of '1'" in text)
+        if forward
+        else "the gradient of '0.weight'" in text
+    )
     assert any("in action" in note for note in caught.value.__notes__)
 
 

@@ -17,7 +17,9 @@ F32 = 4
 
 def held(comm: Communicator, strategy: str, steps: int) -> Any:
     model = nn.Chain(*(layer for _ in range(12) for layer in (nn.Linear(128, 128), nn.GELU())))
-    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.Adam(lr=1e-3), strategy=strategy, comm=comm, group_bytes=0)
+    trainer = model.as_distributed(
+        loss=nn.MSE(), optimizer=optim.Adam(lr=1e-3), strategy=strategy, comm=comm, group_bytes=0
+    )
     x = np.ones((2, 128), np.float32)
     before = trainer.report().memory
     for _ in range(steps):
@@ -40,7 +42,9 @@ def test_model_states_follow_the_formulas(strategy: str, params: float, grads: f
         assert sum(before.values()) == states
         page = max(s.page.size for s in trainer.engine.pages) * F32
         full_pages, full_grads = 2 * (params < 1), 2 * (grads < 1)
-        assert after.get("working set", 0) == (full_pages + full_grads) * page, "two pages ahead, two gradients on their way"
+        assert after.get("working set", 0) == (full_pages + full_grads) * page, (
+            "two pages ahead, two gradients on their way"
+        )
 
 
 def test_ahead_is_paid_in_pages() -> None:

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES, STRATEGIES, distance, make, part, train
 
-from fsdpx import Sharding, optim, spawn
+import fsdpx
+from fsdpx import Sharding, optim
 from fsdpx.comm import Communicator
 
 OPTIONS = {"clip_norm": 0.3}
@@ -26,9 +27,7 @@ def options(precision: str) -> dict[str, Any]:
 
 
 def spawn(fn: Any, size: int, *args: Any, delays: int | None = None, **more: Any) -> list[Any]:
-    from fsdpx.comm.threads import spawn as start
-
-    return start(lambda comm: fn(comm, *args, **more), size, delays=delays)
+    return fsdpx.spawn(lambda comm: fn(comm, *args, **more), size, delays=delays)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

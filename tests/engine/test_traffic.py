@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import pytest
-from models import STRATEGIES, make, part, CASES
-
 import numpy as np
+import pytest
+from models import CASES, STRATEGIES, make, part
 
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator

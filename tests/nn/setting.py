@@ -3,8 +3,8 @@
 from typing import Any
 
 import numpy as np
-from fsdpx.array.random import Random
 
+from fsdpx.array.random import Random
 from fsdpx.comm.mesh import alone
 from fsdpx.nn import Env, Layer
 from fsdpx.nn.init import values

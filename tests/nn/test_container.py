@@ -30,8 +30,7 @@ def test_children_of_a_chain_can_be_named():
 
 def test_a_tie_is_one_parameter_and_its_gradients_add_up():
     free, tied = (
-        nn.Chain(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), ties=t)
-        for t in (None, {"2.weight": "0.weight"})
+        nn.Chain(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), ties=t) for t in (None, {"2.weight": "0.weight"})
     )
     assert list(tied.specs()) == ["0.weight", "0.bias", "2.bias"]
     p = parameters(tied)
@@ -188,9 +187,7 @@ NODE = (nn.Tanh(), "x")
         (lambda: nn.Graph({"a": NODE}, inputs=("x", "y.z"), outputs="a"), "Graph: 'y.z' is no name"),
         (lambda: nn.Graph({"a": (nn.Tanh(),)}, outputs="a"), "Graph: node 'a' must be"),
         (
-            lambda: nn.Graph(
-                {"a": (nn.Add(), "x", "c"), "b": (nn.Tanh(), "a"), "c": (nn.Tanh(), "b")}, outputs="c"
-            ),
+            lambda: nn.Graph({"a": (nn.Add(), "x", "c"), "b": (nn.Tanh(), "a"), "c": (nn.Tanh(), "b")}, outputs="c"),
             "Graph: the nodes 'b' -> 'c' -> 'a' -> 'b' form a cycle",
         ),
     ],
@@ -203,9 +200,7 @@ def test_wiring_that_cannot_work(make, message):
 def test_inputs_that_do_not_fit_together():
     with pytest.raises(ShapeError, match=r"Add\(\) wants inputs of one shape, got \(2, 3\), \(2, 4\)"):
         nn.Add().forward(env(), {}, (normal(2, 3), normal(2, 4)))
-    with pytest.raises(
-        ShapeError, match=r"Concat\(\) wants inputs that differ in dim -1 only, got \(2, 3\), \(3, 3\)"
-    ):
+    with pytest.raises(ShapeError, match=r"Concat\(\) wants inputs that differ in dim -1 only, got \(2, 3\), \(3, 3\)"):
         nn.Concat().forward(env(), {}, (normal(2, 3), normal(3, 3)))
 
 

@@ -6,9 +6,9 @@ import sys
 
 import numpy as np
 import pytest
-from fsdpx.array.namespace import dtype as dtype_of
 
 from fsdpx import nn
+from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.comm.mesh import Mesh, connect
 from fsdpx.comm.threads import spawn
 from fsdpx.errors import ConfigError, DataError
@@ -63,9 +63,7 @@ def test_a_layer_that_forgets_its_gradients_is_told():
             return dy, ()
 
     layer = Forgets()
-    with pytest.raises(
-        ConfigError, match=r"Forgets\(\) has parameters \(weight\) but does not define backward_params"
-    ):
+    with pytest.raises(ConfigError, match=r"Forgets\(\) has parameters \(weight\) but does not define backward_params"):
         layer.backward(env(), {}, {"weight": np.zeros(3)}, (), np.ones((2, 3)))
 
 
@@ -134,9 +132,7 @@ def test_batch_norm_is_over_the_global_batch(counts, offset):
         lambda comm: work(connect(Mesh(), comm), slice(starts[comm.rank], starts[comm.rank + 1])), len(counts)
     )
     for i in (0, 1):
-        np.testing.assert_allclose(
-            np.concatenate([part[i] for part in parts]), whole[i], rtol=1e-9, atol=1e-9
-        )
+        np.testing.assert_allclose(np.concatenate([part[i] for part in parts]), whole[i], rtol=1e-9, atol=1e-9)
     for name in ("weight", "bias"):
         np.testing.assert_allclose(sum(part[2][name] for part in parts), whole[2][name], rtol=1e-9, atol=1e-9)
     for part in parts:
@@ -211,8 +207,6 @@ def test_as_distributed_is_distribute(monkeypatch):
 
 
 def test_importing_layers_loads_no_mpi_numba_or_cupy():
-    code = (
-        "import sys, fsdpx.nn; print([m for m in ('mpi4py', 'numba', 'cupy', 'torch') if m in sys.modules])"
-    )
+    code = "import sys, fsdpx.nn; print([m for m in ('mpi4py', 'numba', 'cupy', 'torch') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"

@@ -27,10 +27,7 @@ def test_parts_of_a_batch_add_up(loss, target, dtype):
     assert whole.dtype == dtype
     assert isinstance(total, float)
     assert isinstance(weight, float)
-    parts = [
-        loss.forward(env(), y[cut], target[cut])
-        for cut in (slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 6))
-    ]
+    parts = [loss.forward(env(), y[cut], target[cut]) for cut in (slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 6))]
     np.testing.assert_allclose(sum(part[0] for part in parts), total, rtol=1e-6)
     assert sum(part[1] for part in parts) == weight
     pieces = [loss.backward(env(), part[2], 0.25) for part in parts]

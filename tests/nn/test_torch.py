@@ -218,9 +218,7 @@ def test_parameters_begin_as_in_torch(name):
 
     layer, make = BEGINNINGS[name]
     torch.manual_seed(1)
-    theirs = {
-        n.replace("in_proj_", "qkv.").replace("out_proj", "out"): t for n, t in make().state_dict().items()
-    }
+    theirs = {n.replace("in_proj_", "qkv.").replace("out_proj", "out"): t for n, t in make().state_dict().items()}
     for key, ours in values(layer.specs(), dtype=np.float64).items():
         want = theirs[key].numpy()
         assert ours.shape == want.shape
@@ -255,6 +253,4 @@ def test_loss(name, shape):
     result = make()(ty.movedim(-1, 1) if classes else ty, tt)
     result.backward()
     np.testing.assert_allclose(total / weight, result.item(), rtol=1e-12)
-    np.testing.assert_allclose(
-        loss.backward(env(), saved, 1.0 / weight), ty.grad.numpy(), rtol=1e-10, atol=1e-14
-    )
+    np.testing.assert_allclose(loss.backward(env(), saved, 1.0 / weight), ty.grad.numpy(), rtol=1e-10, atol=1e-14)

@@ -32,9 +32,7 @@ def train(optimizer, p, g, steps=3, version="default"):
     segments = Segments((Segment("w", 0, p.size, 0, p.size),) if p.size else ())
     with kernels.use(version):
         for step in range(1, steps + 1):
-            optimizer.update(
-                np, state["p"], g / step, slots, lr=0.03 / step, step=step, segments=segments, scale=0.3
-            )
+            optimizer.update(np, state["p"], g / step, slots, lr=0.03 / step, step=step, segments=segments, scale=0.3)
     return state
 
 
@@ -107,9 +105,7 @@ def test_scratch_is_a_few_blocks(optimizer, version):
 
 def test_gradients_of_another_format_are_widened():
     p, g = np.ones(5, "float32"), np.full(5, 0.5, "float16")
-    optim.SGD().update(
-        np, p, g, {}, lr=1.0, step=1, segments=Segments((Segment("w", 0, 5, 0, 5),)), scale=1e-4
-    )
+    optim.SGD().update(np, p, g, {}, lr=1.0, step=1, segments=Segments((Segment("w", 0, 5, 0, 5),)), scale=1e-4)
     assert np.array_equal(p, np.full(5, np.float32(1) - np.float32(0.5) * np.float32(1e-4)))
 
 
@@ -128,9 +124,7 @@ def test_without_numba_the_plain_version_runs(monkeypatch):
 
 def test_unknown_version():
     with (
-        pytest.raises(
-            ConfigError, match="unknown kernel version 'fast': choose one of default, plain, numba"
-        ),
+        pytest.raises(ConfigError, match="unknown kernel version 'fast': choose one of default, plain, numba"),
         kernels.use("fast"),
     ):
         pass

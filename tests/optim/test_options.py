@@ -85,9 +85,7 @@ def test_schedules_by_value():
 
 def test_warm_up_leads_into_its_decay():
     noam = schedules.WarmUp(4, schedules.InverseSquareRoot(0.3, 4))
-    assert [noam(t) for t in range(1, 40)] == pytest.approx(
-        [0.3 * min(t / 4, math.sqrt(4 / t)) for t in range(1, 40)]
-    )
+    assert [noam(t) for t in range(1, 40)] == pytest.approx([0.3 * min(t / 4, math.sqrt(4 / t)) for t in range(1, 40)])
     cosine = schedules.WarmUp(10, schedules.Cosine(1.0, 90))
     assert [cosine(t) for t in (1, 5, 10, 100, 1000)] == pytest.approx([0.1, 0.5, 1.0, 0.0, 0.0])
     assert cosine(9) < cosine(10) > cosine(11)

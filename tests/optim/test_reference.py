@@ -23,9 +23,7 @@ SEGMENTS = Segments(tuple(Segment(name, s.start, s.stop, 0, s.stop - s.start) fo
 
 def gradients(steps=20):
     random = np.random.default_rng(11)
-    return random.standard_normal(N), random.standard_normal((steps, N)) * 10 ** random.uniform(
-        -3, 1, (steps, 1)
-    )
+    return random.standard_normal(N), random.standard_normal((steps, N)) * 10 ** random.uniform(-3, 1, (steps, 1))
 
 
 def ours(optimizer, p, gs):
@@ -58,9 +56,7 @@ def test_as_pytorch(name, options):
     for g in gs:
         theirs.grad = torch.tensor(g)
         optimizer.step()
-    assert np.allclose(
-        ours(getattr(optim, name)(**options), p, gs), theirs.detach().numpy(), rtol=1e-12, atol=1e-12
-    )
+    assert np.allclose(ours(getattr(optim, name)(**options), p, gs), theirs.detach().numpy(), rtol=1e-12, atol=1e-12)
 
 
 def test_groups_as_pytorch():

@@ -14,9 +14,7 @@ from fsdpx.optim.segments import expansion
 
 
 def segments(*names, exchange=None):
-    return Segments(
-        tuple(Segment(name, 10 * i, 10 * i + 10, 0, 10) for i, name in enumerate(names)), exchange
-    )
+    return Segments(tuple(Segment(name, 10 * i, 10 * i + 10, 0, 10) for i, name in enumerate(names)), exchange)
 
 
 def test_neighbours_with_equal_hyperparameters_are_one_run():

@@ -23,9 +23,11 @@ def mutants(program: Program) -> list[tuple[str, Program]]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_deleted_or_repeated_actions_are_rejected(name: str) -> None:
     for what, mutant in mutants(PROGRAMS[name]):
-        with pytest.raises(ProgramError):
+        try:
             check(mutant)
-            pytest.fail(f"{name} {what} was accepted")
+        except ProgramError:
+            continue
+        pytest.fail(f"{name} {what} was accepted")
 
 
 def test_message_names_the_action_and_points_at_it() -> None:

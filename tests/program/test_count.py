@@ -23,7 +23,7 @@ def test_zero2_moves_one_plus_m(m: int) -> None:
 @pytest.mark.parametrize("m", [1, 2, 3])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_fsdp_moves_three_m_less_what_paging_saves(m: int, ahead: int) -> None:
-    """The last ahead + 1 pages of a forward are the first of its backward, and the last of that the first of the next."""
+    """The last ahead + 1 pages of a forward stay for its backward, and the last of that for the next forward."""
     moved = traffic(compile(Request("step", CHAIN, m, ahead=ahead)), SIZES)
     page = [4 * (n - o) for n, o in zip(ELEMENTS, OWN, strict=True)]
     saved = m * sum(page[-(ahead + 1) :]) + (m - 1) * sum(page[: ahead + 1])

@@ -1,4 +1,4 @@
-"""Write the golden programs anew: `python tests/program/write_golden.py`. Look at `git diff tests/golden` before keeping them."""
+"""Write the golden programs anew. Look at `git diff tests/golden` before keeping them."""
 
 from pathlib import Path
 

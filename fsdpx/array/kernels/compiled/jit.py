@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 __all__ = ["REORDER", "jit"]
 
@@ -33,14 +33,16 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False) ->
 
 
 class Cache(FunctionCache):
-    """Numba's cache, besides: code compiled from other versions of these files is not found, and no disk is no error."""
+    """Numba's cache with one file per function, signature and version of the sources, and without errors from the disk.
 
-    def _index_key(self, sig: Any, codegen: Any) -> Any:
-        # Numba looks at the file of the kernel only, not at the files it takes its scalar functions from.
-        return (*super()._index_key(sig, codegen), _fingerprint())
+    Numba keeps all signatures of a function in one numbered series, in which two ranks that compile at the same time
+    can take each other's number; and it looks at the file of the kernel only, not at those it takes functions from.
+    """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
+            target_context.refresh()
+            self._open(sig, target_context.codegen())
             return super().load_overload(sig, target_context)
         except OSError as error:
             return _warn(error)
@@ -50,6 +52,16 @@ class Cache(FunctionCache):
             super().save_overload(sig, data)
         except OSError as error:
             _warn(error)
+
+    def _save_overload(self, sig: Any, data: Any) -> None:
+        self._open(sig, data.codegen)
+        super()._save_overload(sig, data)
+
+    def _open(self, sig: Any, codegen: Any) -> None:
+        """Point at the file of this signature; the compiler's lock is held."""
+        key = repr((str(sig), codegen.magic_tuple(), _fingerprint()))
+        name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+        self._cache_file = IndexDataCacheFile(self._cache_path, name, _fingerprint())
 
 
 @functools.cache

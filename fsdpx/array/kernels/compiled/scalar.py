@@ -15,7 +15,7 @@ from numba.extending import intrinsic, register_jitable
 
 from fsdpx.array.kernels.gaussian import SHIFT, TAIL32, TAIL64
 
-__all__ = ["density", "exp", "fma", "like", "order", "tail"]
+__all__ = ["density", "exp", "fma", "like", "order", "tail", "unorder"]
 
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
 EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor: |r| <= log(2) / 2, error below 1e-8
@@ -43,17 +43,6 @@ def like(typingctx: Any, x: Any, value: Any) -> Any:
         return arguments[1] if x == types.float64 else builder.fptrunc(arguments[1], arguments[0].type)
 
     return x(x, types.float64), code
-
-
-@intrinsic
-def bits(typingctx: Any, x: Any) -> Any:
-    """The bits of a float as a signed integer of its size."""
-    integer = types.int32 if x == types.float32 else types.int64
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.IntType(FLOATS[x][0]))
-
-    return integer(x), code
 
 
 def polynomial(in32: tuple[float, ...], in64: tuple[float, ...]) -> Any:
@@ -140,8 +129,31 @@ def tail(x, bell):
     return _tail_quotient(t) * inverse * bell
 
 
-@register_jitable
-def order(x):
-    """An integer that grows with x (NaN with clear sign above all): its maximum vectorises, that of floats does not."""
-    b = bits(x)
-    return b ^ ((b >> 63) & 0x7FFFFFFFFFFFFFFF) if isinstance(b, int) else b
+@intrinsic
+def order(typingctx: Any, x: Any) -> Any:
+    """An integer that grows with x: LLVM vectorises the maximum of integers, not that of floats with NaN."""
+    integer = types.int32 if x == types.float32 else types.int64
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return _flipped(builder, builder.bitcast(arguments[0], ir.IntType(FLOATS[x][0])))
+
+    return integer(x), code
+
+
+@intrinsic
+def unorder(typingctx: Any, n: Any) -> Any:
+    """The float that `order` made n of."""
+    real = types.float32 if n == types.int32 else types.float64
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FloatType() if n == types.int32 else ir.DoubleType()
+        return builder.bitcast(_flipped(builder, arguments[0]), kind)
+
+    return real(n), code
+
+
+def _flipped(builder: Any, n: Any) -> Any:
+    """All bits but the sign inverted where the sign is set; its own inverse."""
+    size = n.type.width
+    sign = builder.ashr(n, n.type(size - 1))
+    return builder.xor(n, builder.and_(sign, n.type((1 << (size - 1)) - 1)))

@@ -1,0 +1,133 @@
+"""Which kernels pay as Numba code: one table, plain against numba, per kernel and size; the reason for `kernels.NUMBA`.
+
+    python bench/kernels.py [--json PATH] [--dtype float32] [--repeat 7] [--only NAME]
+
+Times are medians after a warm-up that compiles. Run it with one BLAS thread (OPENBLAS_NUM_THREADS=1) on a quiet machine.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array import kernels
+
+ROWS = {"many 64x32": (64, 32), "tiny 2048x256": (2048, 256), "small 2048x2048": (2048, 2048)}
+HEADS = {"2x2x32x16": (2, 2, 32, 16), "tiny 8x4x256x64": (8, 4, 256, 64), "long 1x4x1024x64": (1, 4, 1024, 64)}
+
+Case = tuple[str, str, Callable[[], Any]]
+
+
+def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
+    for approximate in ("none", "tanh"):
+        mark = "" if approximate == "none" else " (tanh)"
+        yield f"gelu{mark}", size, lambda a=approximate: kernels.gelu(np, x, a)
+        yield f"gelu_backward{mark}", size, lambda a=approximate: kernels.gelu_backward(np, x, dy, a)
+    yield "sigmoid", size, lambda: kernels.sigmoid(np, x)
+    yield "silu", size, lambda: kernels.silu(np, x)
+    yield "silu_backward", size, lambda: kernels.silu_backward(np, x, dy)
+    yield "square_sum", size, lambda: kernels.square_sum(np, x.reshape(-1))
+
+
+def by_rows(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
+    y, weight, bias = kernels.softmax(np, x), x[0].copy(), x[1].copy()
+    _, mean, rstd = kernels.layer_norm(np, x, weight, bias, 1e-5)
+    gw, gb = np.zeros_like(weight), np.zeros_like(bias)
+    yield "softmax", size, lambda: kernels.softmax(np, x)
+    yield "softmax_backward", size, lambda: kernels.softmax_backward(np, y, dy)
+    yield "layer_norm", size, lambda: kernels.layer_norm(np, x, weight, bias, 1e-5)
+    yield (
+        "layer_norm_backward_input",
+        size,
+        lambda: kernels.layer_norm_backward_input(np, x, weight, mean, rstd, dy),
+    )
+    yield (
+        "layer_norm_backward_params",
+        size,
+        lambda: kernels.layer_norm_backward_params(np, x, mean, rstd, dy, gw, gb),
+    )
+    yield "rms_norm", size, lambda: kernels.rms_norm(np, x, weight, 1e-5)
+    yield "rms_norm_backward_input", size, lambda: kernels.rms_norm_backward_input(np, x, weight, rstd, dy)
+    yield "rms_norm_backward_params", size, lambda: kernels.rms_norm_backward_params(np, x, rstd, dy, gw)
+
+
+def by_classes(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
+    target = np.arange(x.shape[0]) % x.shape[1]
+    table, index = np.zeros((256, x.shape[1]), x.dtype), (np.arange(x.shape[0]) * 7) % 256
+    _, _, lse = kernels.cross_entropy(np, x, target)
+    yield "cross_entropy", size, lambda: kernels.cross_entropy(np, x, target)
+    yield "cross_entropy_backward", size, lambda: kernels.cross_entropy_backward(np, x, target, lse, 1.0)
+    yield "embedding_backward", size, lambda: kernels.embedding_backward(np, table, index, dy)
+
+
+def heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, size: str) -> Iterator[Case]:
+    scale = q.shape[-1] ** -0.5
+    o, lse = kernels.attention(np, q, k, v, True, scale)
+    yield "attention", size, lambda: kernels.attention(np, q, k, v, True, scale)
+    yield "attention_backward", size, lambda: kernels.attention_backward(np, q, k, v, o, lse, q, True, scale)
+
+
+def cases(dtype: str) -> Iterator[Case]:
+    rng = np.random.default_rng(0)
+    for size, shape in ROWS.items():
+        x, dy = (rng.normal(size=shape).astype(dtype) for _ in range(2))
+        for group in (elementwise, by_rows, by_classes):
+            yield from group(x, dy, size)
+    for size, (b, h, t, d) in HEADS.items():
+        qkv = rng.normal(size=(b, t, 3, h, d)).astype(dtype)  # views of one product, as the layer passes them
+        yield from heads(*(qkv[:, :, n].swapaxes(1, 2) for n in range(3)), size)
+
+
+def microseconds(run: Callable[[], Any], repeat: int) -> float:
+    """Median time of one call, in samples of at least 2 ms."""
+    run()
+    start = time.perf_counter()
+    run()
+    calls = max(1, int(2e-3 / max(time.perf_counter() - start, 1e-7)))
+    samples = []
+    for _ in range(repeat):
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        samples.append((time.perf_counter() - start) / calls)
+    return statistics.median(samples) * 1e6
+
+
+def measure(dtype: str, repeat: int, only: str) -> list[dict[str, Any]]:
+    rows = []
+    for name, size, run in cases(dtype):
+        if only not in name:
+            continue
+        taken = {}
+        for mode in ("plain", "numba"):
+            with kernels.use(mode):
+                taken[mode] = microseconds(run, repeat)
+        plain, numba = taken["plain"], taken["numba"]
+        chosen = kernels.chosen(name.partition(" ")[0])
+        rows.append({"kernel": name, "size": size, "plain_us": plain, "numba_us": numba, "chosen": chosen})
+        print(f"{name:28} {size:18} {plain:11.1f} {numba:11.1f} {plain / numba:8.2f}  {chosen}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the table here too")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--only", default="", help="kernels whose name contains this")
+    options = parser.parse_args()
+    print(f"{'kernel':28} {'size':18} {'plain us':>11} {'numba us':>11} {'speed-up':>8}  chosen")
+    rows = measure(options.dtype, options.repeat, options.only)
+    if options.json:
+        about = {"dtype": options.dtype, "machine": platform.machine(), "numpy": np.__version__, "rows": rows}
+        options.json.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

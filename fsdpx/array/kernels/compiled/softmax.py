@@ -1,0 +1,46 @@
+"""Softmax row by row, each row staying in cache between its passes."""
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.array.kernels.compiled.rows import dot, largest, total
+from fsdpx.array.kernels.compiled.scalar import exp
+
+__all__ = ["softmax", "softmax_backward"]
+
+
+@jit
+def _softmax_rows(x, y):
+    for i in range(x.shape[0]):
+        top = largest(x[i])
+        for j in range(x.shape[1]):
+            y[i, j] = exp(x[i, j] - top)
+        share = x.dtype.type(1) / total(y[i])
+        for j in range(x.shape[1]):
+            y[i, j] *= share
+
+
+@jit
+def _softmax_backward_rows(y, dy, dx):
+    for i in range(y.shape[0]):
+        along = dot(y[i], dy[i])
+        for j in range(y.shape[1]):
+            dx[i, j] = y[i, j] * (dy[i, j] - along)
+
+
+def _by_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
+    shape = arrays[0].shape
+    rows = [np.ascontiguousarray(a).reshape(int(np.prod(shape[:-1])), shape[-1]) for a in arrays]
+    out = np.empty_like(rows[0])
+    loop(*rows, out)
+    return out.reshape(shape)
+
+
+def softmax(xp: Any, x: np.ndarray) -> np.ndarray:
+    return _by_rows(_softmax_rows, x)
+
+
+def softmax_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    return _by_rows(_softmax_backward_rows, y, dy)
