@@ -47,14 +47,10 @@ class Backend(ABC):
     def _reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, what: str) -> Handle: ...
 
     @abstractmethod
-    def _gather(
-        self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str
-    ) -> Handle: ...
+    def _gather(self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str) -> Handle: ...
 
     @abstractmethod
-    def _scatter(
-        self, send: Array | None, recv: Array, root: int, cut: Pieces | None, what: str
-    ) -> Handle: ...
+    def _scatter(self, send: Array | None, recv: Array, root: int, cut: Pieces | None, what: str) -> Handle: ...
 
     @abstractmethod
     def _all_to_all(self, send: Array, recv: Array, sent: Pieces, received: Pieces, what: str) -> Handle: ...
@@ -82,9 +78,7 @@ class Backend(ABC):
 
     # -- the protocol --------------------------------------------------------------------------
 
-    def all_gather(
-        self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = ""
-    ) -> Handle:
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
         cut = checks.cut("all_gather", self, what, "recv", recv, "send", send, counts)
         if self.size == 1:
             return _copy(send, recv)

@@ -123,9 +123,7 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
-    def all_gather(
-        self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = ""
-    ) -> Handle:
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
         """Put every rank's `send` into every rank's `recv`, in rank order: n(N-1)/N bytes.
 
         In place when `send` is this rank's own piece of `recv`.

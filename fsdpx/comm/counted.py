@@ -35,9 +35,7 @@ class Counters:
 
     def of(self, axis: str | None = None, verb: str | None = None) -> Count:
         """The sum over what matches; None matches everything."""
-        found = [
-            count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])
-        ]
+        found = [count for key, count in self.table.items() if axis in (None, key[0]) and verb in (None, key[1])]
         return Count(sum(count.calls for count in found), sum(count.bytes for count in found))
 
     def copy(self) -> Counters:
@@ -79,9 +77,7 @@ class Counted:
     def __repr__(self) -> str:
         return f"Counted({self.comm!r}, {self.axis!r})"
 
-    def all_gather(
-        self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = ""
-    ) -> Handle:
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
         handle = self.comm.all_gather(send, recv, counts, what=what)
         return self._note(handle, "all_gather", (recv.size - send.size) * recv.dtype.itemsize)
 

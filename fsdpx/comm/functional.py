@@ -84,9 +84,7 @@ def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) ->
     guarded = environment.read().check and base.size > 1
     final: Communicator = Guarded(base) if guarded else base
     hosts = base.all_gather_object(platform.node())
-    return defaults.Default(
-        final, hosts[: base.rank].count(hosts[base.rank]), (final, *made) if guarded else made
-    )
+    return defaults.Default(final, hosts[: base.rank].count(hosts[base.rank]), (final, *made) if guarded else made)
 
 
 def is_initialized() -> bool:
@@ -132,14 +130,10 @@ def barrier() -> None:
 
 
 @overload
-def all_reduce(
-    x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Literal[False] = ...
-) -> Array: ...
+def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Literal[False] = ...) -> Array: ...
 @overload
 def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., *, async_op: Literal[True]) -> Future: ...
-def all_reduce(
-    x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False
-) -> Array | Future:
+def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False) -> Array | Future:
     """`x` reduced over all ranks, in the shape of `x`. `out` takes the result, and may be `x` itself."""
     x = _array(x)
     if out is None:
@@ -211,9 +205,7 @@ def all_to_all(x: Any) -> Array:
     """Row block r of `x` goes to rank r; row block r of the result came from there. N divides dim 0."""
     x, comm = _array(x), default()
     if x.ndim == 0 or x.shape[0] % comm.size:
-        raise ShapeError(
-            f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks"
-        )
+        raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
     out = _empty(x, x.shape)
     comm.all_to_all(_flattened(x), out.reshape(-1)).wait()
     return out

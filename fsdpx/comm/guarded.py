@@ -29,9 +29,7 @@ class Guarded:
     here. 256 bytes to each peer and call.
     """
 
-    def __init__(
-        self, comm: Communicator, timeout: float = 10.0, channel: Communicator | None = None
-    ) -> None:
+    def __init__(self, comm: Communicator, timeout: float = 10.0, channel: Communicator | None = None) -> None:
         self.comm, self.timeout = comm, timeout
         self.rank, self.size = comm.rank, comm.size
         self._channel = channel or comm.subgroup(range(comm.size))
@@ -40,9 +38,7 @@ class Guarded:
     def __repr__(self) -> str:
         return f"Guarded({self.comm!r})"
 
-    def all_gather(
-        self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = ""
-    ) -> Handle:
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
         self._agree("all_gather", what, recv, counts=_listed(counts))
         return self.comm.all_gather(send, recv, counts, what=what)
 
@@ -144,11 +140,7 @@ class Guarded:
             return
         if array is not None:
             terms = {"dtype": array.dtype, "elements": array.size} | terms
-        call = (
-            verb
-            + (f" of {what}" if what else "")
-            + "".join(f", {key} {value}" for key, value in terms.items())
-        )
+        call = verb + (f" of {what}" if what else "") + "".join(f", {key} {value}" for key, value in terms.items())
         calls = self._exchange(call)
         if any(other != calls[0] for other in calls):
             raise DesyncError(f"ranks called different collectives (call {self._calls}): {_grouped(calls)}")
@@ -187,11 +179,7 @@ def _encode(call: str) -> np.ndarray:
     """`call` in a fixed number of bytes; a long one keeps its start, and a sum of the rest."""
     data = call.encode()
     if len(data) > _WIDTH:
-        data = (
-            data[: _WIDTH - _ENDINGS - 3]
-            + b"..."
-            + blake2b(data, digest_size=_ENDINGS // 2).hexdigest().encode()
-        )
+        data = data[: _WIDTH - _ENDINGS - 3] + b"..." + blake2b(data, digest_size=_ENDINGS // 2).hexdigest().encode()
     text = np.zeros(_WIDTH, np.uint8)
     text[: len(data)] = np.frombuffer(data, np.uint8)
     return text
@@ -202,6 +190,5 @@ def _grouped(calls: list[str]) -> str:
     for rank, call in enumerate(calls):
         ranks.setdefault(call, []).append(rank)
     return "; ".join(
-        f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who))}: {call}"
-        for call, who in ranks.items()
+        f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who))}: {call}" for call, who in ranks.items()
     )

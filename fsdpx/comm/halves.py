@@ -22,9 +22,7 @@ def reduce_scatter(
     others = [other for other in range(len(cut.counts)) if other != rank]
     own = cut.part(send, rank)
     rows = np.empty((len(cut.counts), own.size), send.dtype)
-    yield exchange(
-        [(other, cut.part(send, other)) for other in others], [(other, rows[other]) for other in others]
-    )
+    yield exchange([(other, cut.part(send, other)) for other in others], [(other, rows[other]) for other in others])
     reduce_in_order([own if other == rank else rows[other] for other in range(len(rows))], op, recv)
 
 

@@ -59,13 +59,8 @@ class LocalCommunicator(Backend):
 
     def _reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
         def move(given: list[Any]) -> None:
-            results = [
-                part.copy() for _, part in given
-            ]  # recv may be the start of send: write when all is read
-            for rank, result in enumerate(results):
-                reduce_in_order([cut.part(whole, rank) for whole, _ in given], op, result)
-            for (_, part), result in zip(given, results, strict=True):
-                part[...] = result
+            for rank, (_, part) in enumerate(given):  # in place, part is the start of a send: pieces read by now
+                reduce_in_order([cut.part(whole, rank) for whole, _ in given], op, part)
 
         return self._meet("reduce_scatter", what, (send.dtype.name, cut.counts, op.name), (send, recv), move)
 
@@ -163,9 +158,7 @@ class LocalCommunicator(Backend):
         assert isinstance(transfer.event, Operation)
         return transfer.event.result
 
-    def _meet(
-        self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]
-    ) -> Transfer:
+    def _meet(self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]) -> Transfer:
         """Arrive at this communicator's next collective; the last to arrive moves the data of all."""
         self._delay()
         group, number = self._group, self._calls
@@ -232,6 +225,4 @@ def _copy_unless_same(target: Array, source: Array) -> None:
 
 def _same_size(verb: str, what: str, source: int, part: Array, dest: int, count: int) -> None:
     if part.size != count:
-        raise DesyncError(
-            f"{verb}{_of(what)}: rank {source} has a piece of {part.size}, rank {dest} counts {count}"
-        )
+        raise DesyncError(f"{verb}{_of(what)}: rank {source} has a piece of {part.size}, rank {dest} counts {count}")

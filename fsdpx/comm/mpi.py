@@ -38,9 +38,7 @@ class MpiCommunicator(Backend):
     the copy back is issued.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT) -> None:
         self._start((MPI.COMM_WORLD if comm is None else comm).Dup(), timeout, limit, Progress())
 
     def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
@@ -63,9 +61,7 @@ class MpiCommunicator(Backend):
             if not in_place:
                 own[...] = source
             parts = [(root, cut.part(target, root)) for root in range(self.size)]
-            return self._issue(
-                "all_gather", what, [self._comm.Ibcast(c, r) for r, p in parts for c in self._chunks(p)]
-            )
+            return self._issue("all_gather", what, [self._comm.Ibcast(c, r) for r, p in parts for c in self._chunks(p)])
         source = MPI.IN_PLACE if in_place else source
         if cut.even:
             request = self._comm.Iallgather(source, target)
@@ -118,9 +114,7 @@ class MpiCommunicator(Backend):
         if is_half(send.dtype):
             exchange = self._exchange("reduce", what)
             return self._steps(halves.reduce(exchange, self.rank, self.size, send, recv, op, root))
-        handle = self._issue(
-            "reduce", what, self._reduces(send, recv if self.rank == root else None, op, root)
-        )
+        handle = self._issue("reduce", what, self._reduces(send, recv if self.rank == root else None, op, root))
         return self._averaged(handle, recv, op) if self.rank == root else handle
 
     def _reduces(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
@@ -224,13 +218,8 @@ class MpiCommunicator(Backend):
             self._comm.Free()
 
     def abort(self, code: int = 1) -> None:
-        if (
-            MPI.Query_thread() < MPI.THREAD_MULTIPLE
-            and threading.current_thread() is not threading.main_thread()
-        ):
-            os._exit(
-                code
-            )  # this thread may not call MPI; the launcher ends the job when a rank exits like this
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
+            os._exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
         MPI.COMM_WORLD.Abort(code)
 
 

@@ -30,9 +30,7 @@ def world(
     if comm is not None:
         return adopt(comm, backend)
     if backend not in (None, *BACKENDS):
-        raise ConfigError(
-            f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out"
-        )
+        raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out")
     if backend == "fake":
         return FakeCommunicator(rank or 0, 1 if size is None else size)
     if rank is not None or size is not None:

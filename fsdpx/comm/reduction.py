@@ -37,9 +37,7 @@ def kind_of(dtype: np.dtype) -> str:
     """ "float", "half", "integer" or "bool"; ConfigError for a dtype that communicators do not move."""
     kind = _KINDS.get(dtype.name)
     if kind is None or not dtype.isnative:
-        raise ConfigError(
-            f"dtype {dtype.str} ({dtype.name}) cannot be communicated: use one of {', '.join(_KINDS)}"
-        )
+        raise ConfigError(f"dtype {dtype.str} ({dtype.name}) cannot be communicated: use one of {', '.join(_KINDS)}")
     return kind
 
 

@@ -54,9 +54,7 @@ class Requests:
             return
         comm = self._comm
         if not spin(self.test, comm._progress, comm.timeout):
-            raise CommTimeout(
-                f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended"
-            )
+            raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
 
     def __str__(self) -> str:
         what = f" of {self._what}" if self._what else ""

@@ -48,9 +48,7 @@ def spawn(
             failures.append((rank, error))
             world.fail(error)
 
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
-    ]
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     _join(threads, world, timeout)

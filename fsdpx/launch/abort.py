@@ -55,7 +55,7 @@ def install(comm: Communicator) -> None:
     """
     abort = Abort(comm)
     sys.excepthook = abort
-    pass
+    threading.excepthook = abort.in_thread
 
 
 def report(

@@ -61,9 +61,7 @@ def test_every_rank_hears_who_called_what(one, other, words):
 
 
 def test_a_rank_that_does_not_come_is_named():
-    messages = on_each_rank(
-        4, [lambda c: c.barrier(what="end"), lambda c: None, lambda c: c.barrier(what="end")]
-    )
+    messages = on_each_rank(4, [lambda c: c.barrier(what="end"), lambda c: None, lambda c: c.barrier(what="end")])
     assert messages[1] is None
     for rank in (0, 2, 3):
         assert "waited 0.5 s: ranks [1] did not arrive at barrier of end (call 1)" in messages[rank]

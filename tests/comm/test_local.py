@@ -73,9 +73,7 @@ def test_a_message_nobody_receives_is_named():
         if comm.rank == 0:
             comm.send(np.zeros(3), 1, 4, what="ACT2").wait()
 
-    with pytest.raises(
-        CommTimeout, match="rank 0: send of ACT2 to rank 1, tag 4: the other side has not called"
-    ):
+    with pytest.raises(CommTimeout, match="rank 0: send of ACT2 to rank 1, tag 4: the other side has not called"):
         spawn(body, 2, timeout=0.3)
 
 

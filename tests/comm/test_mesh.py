@@ -100,9 +100,7 @@ def test_calls_are_counted_by_axis():
         axes.tensor.all_reduce(np.ones(8)).wait()
         return list(counters)
 
-    assert (
-        spawn(body, 4) == [[("data", "all_reduce", 1, 2 * 6 * 8), ("shard", "all_reduce", 1, 2 * 4 * 8)]] * 4
-    )
+    assert spawn(body, 4) == [[("data", "all_reduce", 1, 2 * 6 * 8), ("shard", "all_reduce", 1, 2 * 4 * 8)]] * 4
 
 
 def test_check_guards_every_axis():

@@ -1,0 +1,276 @@
+"""What a trainer offers beside the step: parameters, evaluation, prediction, fit, reports, precision, frozen parameters."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, distance, make, mlp, part, train
+
+from fsdpx import Sharding, data, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.engine.fit import History
+from fsdpx.errors import ConfigError, NumericsError
+
+
+def test_parameters_load_at_another_world_size_and_strategy() -> None:
+    _, want, _ = spawn(lambda comm: train(comm, "norms", "fsdp"), 3)[0]
+
+    def load(comm: Communicator) -> Any:
+        trainer = make(comm, "norms", "zero1", seed=99)
+        before = trainer.parameters()
+        trainer.load_parameters(want)
+        return before, trainer.parameters(), trainer.evaluate(*CASES["norms"].batch(np.random.default_rng(2), 4))
+
+    for before, after, _ in spawn(load, 2):
+        assert distance(want, before) > 0.1
+        assert distance(want, after) == 0
+        assert "1.running_mean" in after
+
+
+def test_tied_names_load_too() -> None:
+    trainer = make(spawn(lambda comm: comm, 1)[0], "gpt")
+    full = trainer.parameters()
+    assert "head.weight" not in full
+    alias = {("head.weight" if k == "embed.weight" else k): v + 1 for k, v in full.items()}
+    trainer.load_parameters(alias)
+    np.testing.assert_array_equal(trainer.parameters()["embed.weight"], full["embed.weight"] + 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_evaluate_and_predict_change_nothing(strategy: str) -> None:
+    def run(comm: Communicator, look: bool) -> str:
+        trainer = make(comm, "gpt", strategy)
+        x, y = CASES["gpt"].batch(np.random.default_rng(0), 6)
+        mine = part(comm, 6)
+        trainer.accumulate(x[mine], y[mine])
+        if look:
+            assert trainer.evaluate(x[mine], y[mine]) == trainer.evaluate(x[mine], y[mine])
+            assert trainer.predict(x[mine]).shape == (x[mine].shape[0], 8, 31)
+        trainer.step(x[mine], y[mine])
+        return trainer.fingerprint()
+
+    assert spawn(lambda comm: run(comm, True), 2) == spawn(lambda comm: run(comm, False), 2)
+
+
+def test_evaluate_is_the_mean_over_all_ranks_and_drops_nothing() -> None:
+    def run(comm: Communicator) -> float:
+        x, y = CASES["gpt"].batch(np.random.default_rng(0), 7)
+        mine = part(comm, 7)
+        return make(comm, "gpt").evaluate(x[mine], y[mine])
+
+    one = spawn(run, 1)[0]
+    for size in (2, 3):
+        np.testing.assert_allclose(spawn(run, size), one, rtol=1e-13)
+
+
+def test_frozen_parameters_stay_and_cost_no_gradients() -> None:
+    def run(comm: Communicator, strategy: str) -> Any:
+        trainer = make(comm, "mlp", strategy, frozen=["2.*"], group_bytes=0)
+        before = trainer.parameters()
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+        trainer.step(x, y)
+        trainer.step(x, y)
+        return before, trainer.parameters(), trainer.report().memory["optimiser"]
+
+    for strategy in ("ddp", "fsdp", "zero2"):
+        for before, after, slots in spawn(lambda comm, s=strategy: run(comm, s), 2):
+            assert (before["2.weight"] == after["2.weight"]).all()
+            assert (before["0.weight"] != after["0.weight"]).any()
+            trained = sum(v.size for k, v in before.items() if not k.startswith("2."))
+            assert slots <= 2 * 8 * trained
+    assert spawn(lambda comm: run(comm, "fsdp")[1]["0.weight"].sum(), 3)[0] == pytest.approx(
+        spawn(lambda comm: run(comm, "ddp")[1]["0.weight"].sum(), 1)[0], rel=1e-12
+    )
+
+
+def test_several_inputs_and_outputs() -> None:
+    class Both(nn.Loss):
+        """Sum of two mean squared errors over the same samples."""
+
+        def forward(self, env: Any, y: Any, target: Any) -> Any:
+            a, b = y
+            total = float(((a - target) ** 2).sum() + (b**2).sum())
+            return total, float(a.size), (a, b, target)
+
+        def backward(self, env: Any, saved: Any, seed: float) -> Any:
+            a, b, target = saved
+            return 2 * seed * (a - target), 2 * seed * b
+
+        def validate(self, shape: Any, target: Any) -> None:
+            assert shape[0] == tuple(target.shape)
+
+    def run(comm: Communicator, strategy: str) -> Any:
+        model = nn.Graph(
+            {
+                "l": (nn.Linear(3, 4), "left"),
+                "r": (nn.Linear(5, 4), "right"),
+                "s": (nn.Add(), "l", "r"),
+                "t": (nn.Tanh(), "s"),
+            },
+            inputs=("left", "right"),
+            outputs=("s", "t"),
+        )
+        trainer = model.as_distributed(
+            loss=Both(), optimizer=optim.SGD(lr=0.1), strategy=strategy, comm=comm, precision="float64", group_bytes=0
+        )
+        rng = np.random.default_rng(0)
+        x, y = {"left": rng.normal(size=(6, 3)), "right": rng.normal(size=(6, 5))}, rng.normal(size=(6, 4))
+        mine = part(comm, 6)
+        loss = [trainer.step({k: v[mine] for k, v in x.items()}, y[mine]) for _ in range(3)]
+        assert len(trainer.predict({k: v[mine] for k, v in x.items()})) == 2
+        return loss, trainer.parameters()
+
+    losses, want = spawn(lambda comm: run(comm, "ddp"), 1)[0]
+    assert losses[2] < losses[0]
+    for got_losses, got in spawn(lambda comm: run(comm, "fsdp"), 3):
+        np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
+        assert distance(want, got) < 1e-12
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "hybrid"])
+def test_half_precision_is_near_and_alike(precision: str, strategy: str) -> None:
+    _, want, _ = spawn(lambda comm: train(comm, "mlp", "ddp", precision="float32", optimizer=optim.SGD(lr=0.05)), 1)[0]
+    for size in (2, 4):
+        results = spawn(
+            lambda comm: train(comm, "mlp", strategy, precision=precision, optimizer=optim.SGD(lr=0.05)), size
+        )
+        for _, got, _ in results:
+            assert distance(results[0][1], got) == 0, "every rank has the same bits"
+            assert 0 < distance(want, got) < 0.02
+
+
+def test_parameters_are_rounded_when_they_travel() -> None:
+    """bf16 parameters are used rounded on one rank as on many; the master copy stays in fp32."""
+
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "mlp", "fsdp", precision="bf16")
+        return trainer.evaluate(*CASES["mlp"].batch(np.random.default_rng(0), 4)), trainer.parameters()[
+            "0.weight"
+        ].dtype
+
+    alone, two = spawn(run, 1)[0], spawn(run, 2)[0]
+    assert alone[1] == np.float32
+    assert alone[0] == pytest.approx(two[0], rel=1e-6)
+
+
+def test_loss_scale_skips_steps_that_overflow() -> None:
+    from fsdpx import Precision
+
+    def run(comm: Communicator) -> Any:
+        # float16 holds up to 65504: a huge scale overflows on the wire, is halved, and training goes on
+        precision = Precision(params="float16", reduce="float16", loss_scale="dynamic", growth_interval=3)
+        trainer = make(comm, "mlp", "fsdp", precision=precision, optimizer=optim.SGD(lr=0.01))
+        trainer.engine.scaler.value = 2.0**22
+        before = trainer.fingerprint()
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
+        seen = []
+        for _ in range(30):
+            trainer.step(x, y)
+            seen.append((trainer.last.skipped, trainer.engine.scaler.value, trainer.fingerprint() == before))
+        return seen, trainer.steps
+
+    seen, steps = spawn(run, 2)[0]
+    assert seen[0] == (True, 2.0**21, True)
+    assert steps == sum(not skipped for skipped, _, _ in seen) > 0
+    assert max(b / a for (_, a, _), (_, b, _) in zip(seen, seen[1:], strict=False)) == 2.0, "it grows again"
+
+
+def test_clipping_counts_each_element_once() -> None:
+    def run(comm: Communicator, strategy: str) -> float:
+        trainer = make(comm, "gpt", strategy, clip_norm=1e9)
+        x, y = CASES["gpt"].batch(np.random.default_rng(0), 6)
+        mine = part(comm, 6)
+        trainer.step(x[mine], y[mine])
+        return trainer.last.norm
+
+    def by_hand(comm: Communicator) -> float:
+        trainer = make(comm, "gpt")
+        trainer.accumulate(*CASES["gpt"].batch(np.random.default_rng(0), 6))
+        return float(np.sqrt(sum((g**2).sum() for g in trainer.gradients().values())))
+
+    want = spawn(by_hand, 1)[0]
+    for size in (1, 2, 4):
+        for strategy in ("ddp", "zero1", "fsdp", "hybrid"):
+            np.testing.assert_allclose(spawn(lambda comm, s=strategy: run(comm, s), size), want, rtol=1e-12)
+
+
+def loader(comm: Communicator, n: int = 24, batch: int = 8) -> data.DataLoader:
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), n)
+    return data.DataLoader(data.ArrayDataset(x, y), batch, comm=comm, shuffle=True)
+
+
+def test_fit_counts_epochs_and_validates(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(comm: Communicator) -> History:
+        held = list(loader(comm, 8))
+        return make(comm, "mlp").fit(loader(comm), epochs=3, validation=held, every=4)
+
+    first, second = spawn(run, 2)
+    assert first.losses == second.losses
+    assert first.validation == second.validation
+    assert len(first.losses) == 9
+    assert [step for step, _ in first.validation] == [4, 8, 9]
+    assert first.epochs == 3
+    assert first.reason == "all epochs done"
+    err = capsys.readouterr().err
+    assert "step 1  loss" in err
+    assert "validation loss" in err
+    assert err.count("step 1  loss") == 1, "rank 0 only"
+
+
+def test_fit_stops_at_steps_and_for_patience_and_on_any_ranks_wish() -> None:
+    def run(comm: Communicator, **options: Any) -> History:
+        return make(comm, "mlp", optimizer=optim.SGD(lr=options.pop("lr", 0.0))).fit(
+            loader(comm), epochs=50, progress=False, **options
+        )
+
+    assert {(len(h.losses), h.reason) for h in spawn(lambda c: run(c, steps=5), 2)} == {(5, "5 steps done")}
+    held = CASES["mlp"].batch(np.random.default_rng(1), 4)
+    tired = spawn(lambda c: run(c, validation=[held], every=2, patience=3), 2)
+    assert {(len(h.losses), h.reason) for h in tired} == {(8, "no better validation loss in 3 validations")}
+    asked = spawn(lambda c: run(c, every=2, stop=lambda h: c.rank == 1 and len(h.losses) >= 4), 3)
+    assert {(len(h.losses), h.reason) for h in asked} == {(4, "stop() said so")}
+
+
+def test_fit_refuses_nonsense_and_nan() -> None:
+    def run(comm: Communicator, **options: Any) -> None:
+        with np.errstate(all="ignore"):
+            make(comm, "mlp", optimizer=optim.SGD(lr=1e200)).fit(loader(comm), progress=False, **options)
+
+    with pytest.raises(ConfigError, match="patience needs validation"):
+        spawn(lambda c: run(c, patience=2), 1)
+    with pytest.raises(NumericsError, match="check_finite=True. names its origin"):
+        spawn(lambda c: run(c, epochs=4), 2)
+
+
+def test_report_says_what_was_moved_held_and_spent() -> None:
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "mlp", "fsdp", group_bytes=0)
+        trainer.step(*CASES["mlp"].batch(np.random.default_rng(0), 4))
+        return trainer.report()
+
+    report = spawn(run, 2)[0]
+    text = str(report)
+    for word in (
+        "all-gather over shard",
+        "reduce-scatter over shard",
+        "optimiser",
+        "GATHER",
+        "UPDATE",
+        "predicted per step",
+    ):
+        assert word in text
+    assert report.times["F"][2] == 3
+    assert report.memory["optimiser"] > 0
+
+
+def test_program_is_the_step_in_words() -> None:
+    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp", Sharding(ahead=0), group_bytes=1 << 20)
+    assert str(trainer.program) == "LOAD.0 GATHER0 F0.0 LOSS.0 B0.0 REDUCE0 MEAN SETTLE0 NORM FREE0 UPDATE0"
+
+
+def test_functional_default_is_used_inside_spawn() -> None:
+    def run(comm: Communicator) -> int:
+        return mlp().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1)).engine.axes.world.size
+
+    assert spawn(run, 3) == [3, 3, 3]

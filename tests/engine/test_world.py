@@ -1,0 +1,86 @@
+"""The same promises under real MPI, at whatever number of ranks the tests are run with."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, STRATEGIES, distance, make, part, train
+
+import fsdpx
+from fsdpx import spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import DataError, DesyncError
+
+pytestmark = [pytest.mark.world, pytest.mark.mpi]
+
+
+@pytest.fixture(scope="module")
+def world() -> Communicator:
+    return fsdpx.init("mpi") if not fsdpx.is_initialized() else fsdpx.init()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_one_process(world: Communicator, case: str, strategy: str) -> None:
+    """AdamW with clipping in float64; the last batch has 3 samples, so some ranks have none."""
+    losses, want, _ = spawn(lambda comm: train(comm, case, "ddp", clip_norm=0.3), 1)[0]
+    got_losses, got, trainer = train(world, case, strategy, clip_norm=0.3, check=True)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
+    assert distance(want, got) < 1e-12
+    trainer.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_hash(world: Communicator, strategy: str) -> None:
+    """MPI ranks end with the bits of thread ranks."""
+
+    def run(comm: Communicator, how: str) -> Any:
+        losses, _, trainer = train(comm, "gpt", how, sizes=(16,) * 3, chunks=8, clip_norm=0.2, precision="float32")
+        digest = trainer.fingerprint()
+        trainer.close()
+        return losses, digest
+
+    assert run(world, strategy) == spawn(lambda comm: run(comm, "ddp"), 1)[0]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_counted_equals_predicted(world: Communicator, strategy: str) -> None:
+    trainer = make(world, "mlp", strategy, microbatches=2)
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), 10)
+    mine = part(world, 10)
+    trainer.step(x[mine], y[mine])
+    trainer.reset()
+    trainer.step(x[mine], y[mine])
+    report = trainer.report()
+    assert {k: c for k, c in report.traffic.items() if k[0] != "data"} == report.predicted
+    trainer.close()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_is_the_same_on_all_ranks(world: Communicator, precision: str) -> None:
+    losses, _, trainer = train(world, "mlp", "zero2", precision=precision)
+    assert len(set(world.all_gather_object((tuple(losses), trainer.fingerprint())))) == 1
+    trainer.close()
+
+
+def test_bad_batch_on_one_rank_is_an_error_on_all(world: Communicator) -> None:
+    trainer = make(world, "mlp")
+    width = 13 if world.rank == world.size - 1 else 12
+    with pytest.raises((DataError, ValueError)) as caught:
+        trainer.step(np.ones((2, width)), np.ones((2, 5)))
+    assert len(set(world.all_gather_object(str(caught.value)))) == 1
+    trainer.close()
+
+
+def test_ranks_that_call_different_things_are_named(world: Communicator) -> None:
+    if world.size == 1:
+        pytest.skip("one rank cannot disagree with itself")
+    trainer = make(world, "mlp", check=True)
+    axis = trainer.engine.axes.data
+    with pytest.raises(DesyncError) as caught:
+        if world.rank == 0:
+            axis.barrier(what="the odd one").wait()
+        else:
+            trainer.parameters()
+            axis.all_reduce(np.zeros(3)).wait()
+    assert "rank" in str(caught.value)
