@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 ALIGN = 64  # bytes: a cache line, and the widest vector register
 
 __all__ = ["ALIGN", "Arena", "Life", "Plan", "place"]
@@ -104,10 +106,8 @@ class Arena:
 
     def view(self, offset: int, size: int, dtype: Any) -> Any:
         """`size` elements of the slab from byte `offset`."""
-        if getattr(self.xp, "holds_no_data", False):
-            return self.xp.empty((size,), dtype=dtype)
         start = offset + (-_address(self.slab)) % ALIGN
-        nbytes = size * self.xp.dtype(dtype).itemsize
+        nbytes = size * np.dtype(dtype).itemsize
         return self.slab[start : start + nbytes].view(dtype)
 
     def nbytes(self) -> dict[str, int]:
@@ -121,4 +121,7 @@ class Arena:
 
 
 def _address(array: Any) -> int:
-    return int(array.ctypes.data if hasattr(array, "ctypes") else array.data.ptr)
+    """Of the first byte, on host or GPU; arrays without data lie nowhere."""
+    if hasattr(array, "ctypes"):
+        return int(array.ctypes.data)
+    return int(array.data.ptr) if hasattr(array, "data") else 0

@@ -14,23 +14,33 @@ from fsdpx.array.indexing import selected
 __all__ = ["Elementwise", "ShapeArray", "dtype_of_result", "elementwise", "reduced"]
 
 
+class Root:
+    """The memory that an array and all views of it would share."""
+
+    __slots__ = ("nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
 class ShapeArray:
     """An array of `shape` and `dtype` whose elements nobody asks for; as a number it is 0, as a truth False.
 
     Results have the shape and dtype that NumPy gives, and what NumPy refuses is refused with the same error type.
     """
 
-    __slots__ = ("dtype", "shape")
+    __slots__ = ("dtype", "root", "shape")
     holds_no_data = True
     __hash__ = None  # type: ignore[assignment]
     __array_ufunc__ = None  # so that `ndarray + ShapeArray` asks this class
 
-    def __init__(self, shape: int | Sequence[int], dtype: Any = np.float64) -> None:
+    def __init__(self, shape: int | Sequence[int], dtype: Any = np.float64, root: Root | None = None) -> None:
         dims = (shape,) if isinstance(shape, int | np.integer) else shape
         self.shape: tuple[int, ...] = tuple(operator.index(n) for n in dims)
         if any(n < 0 for n in self.shape):
             raise ValueError(f"negative dimensions are not allowed: {self.shape}")
         self.dtype = np.dtype(dtype)
+        self.root = root or Root(self.nbytes)
 
     @property
     def ndim(self) -> int:
@@ -50,7 +60,7 @@ class ShapeArray:
 
     @property
     def T(self) -> ShapeArray:
-        return ShapeArray(self.shape[::-1], self.dtype)
+        return ShapeArray(self.shape[::-1], self.dtype, self.root)
 
     def __repr__(self) -> str:
         return f"ShapeArray({self.shape}, {self.dtype.name})"
@@ -65,10 +75,10 @@ class ShapeArray:
 
     def reshape(self, *shape: Any) -> ShapeArray:
         wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int | np.integer) else shape
-        return ShapeArray(_filled(self, tuple(wanted)), self.dtype)
+        return ShapeArray(_filled(self, tuple(wanted)), self.dtype, self.root)
 
     def ravel(self) -> ShapeArray:
-        return ShapeArray((self.size,), self.dtype)
+        return ShapeArray((self.size,), self.dtype, self.root)
 
     flatten = ravel
 
@@ -78,7 +88,7 @@ class ShapeArray:
         order = [_dim(d, self.ndim) for d in dims] if dims else list(range(self.ndim))[::-1]
         if sorted(order) != list(range(self.ndim)):
             raise ValueError(f"axes {tuple(dims)} do not match an array of shape {self.shape}")
-        return ShapeArray([self.shape[d] for d in order], self.dtype)
+        return ShapeArray([self.shape[d] for d in order], self.dtype, self.root)
 
     def swapaxes(self, a: int, b: int) -> ShapeArray:
         order = list(range(self.ndim))
@@ -90,7 +100,7 @@ class ShapeArray:
         gone = [d for d, n in enumerate(self.shape) if n == 1] if axis is None else [_dim(axis, self.ndim)]
         if any(self.shape[d] != 1 for d in gone):
             raise ValueError(f"cannot squeeze dim {axis} of shape {self.shape}: it is not 1")
-        return ShapeArray([n for d, n in enumerate(self.shape) if d not in gone], self.dtype)
+        return ShapeArray([n for d, n in enumerate(self.shape) if d not in gone], self.dtype, self.root)
 
     def astype(self, dtype: Any, copy: bool = True) -> ShapeArray:
         return ShapeArray(self.shape, dtype)
@@ -103,7 +113,7 @@ class ShapeArray:
         nbytes, item = (self.shape[-1] if self.shape else 1) * self.itemsize, np.dtype(dtype).itemsize
         if nbytes % item or (not self.shape and item != self.itemsize):
             raise ValueError(f"{self!r} cannot be seen as {np.dtype(dtype).name}: its last dim does not divide")
-        return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype)
+        return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype, self.root)
 
     def fill(self, value: Any) -> None:
         """There is nothing to fill."""
@@ -123,7 +133,7 @@ class ShapeArray:
         return bool(self.item())
 
     def __getitem__(self, index: Any) -> ShapeArray:
-        return ShapeArray(selected(self.shape, index), self.dtype)
+        return ShapeArray(selected(self.shape, index), self.dtype, self.root if _is_basic(index) else None)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         if any(_is_mask(i) for i in (index if isinstance(index, tuple) else (index,))):
@@ -224,6 +234,11 @@ def _dim(dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise np.exceptions.AxisError(dim, ndim)
     return dim % ndim
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether an index gives a view: slices, numbers, None and Ellipsis do, arrays copy."""
+    return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in (index if isinstance(index, tuple) else (index,)))
 
 
 def _is_mask(index: Any) -> bool:

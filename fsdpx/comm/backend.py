@@ -26,7 +26,7 @@ class Backend(ABC):
     def __init__(self, rank: int, size: int, progress: Progress) -> None:
         self.rank = rank
         self.size = size
-        self._progress = progress
+        self.progress = progress
         self._internal = 0
 
     # -- what a backend adds -------------------------------------------------------------------
@@ -209,7 +209,7 @@ class Backend(ABC):
     def _ring(self, buf: Array, op: ReduceOp, what: str) -> Handle:
         return Steps(
             ring.steps(self._send, self._recv, self.rank, self.size, buf, op, self._tag(), what),
-            self._progress,
+            self.progress,
         )
 
     def _tag(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp, even_pieces
+from fsdpx.comm.steps import progress_of
 
 __all__ = ["Count", "Counted", "Counters"]
 
@@ -73,6 +74,7 @@ class Counted:
     def __init__(self, comm: Communicator, axis: str, counters: Counters) -> None:
         self.comm, self.axis, self.counters = comm, axis, counters
         self.rank, self.size = comm.rank, comm.size
+        self.progress = progress_of(comm)
 
     def __repr__(self) -> str:
         return f"Counted({self.comm!r}, {self.axis!r})"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp
-from fsdpx.comm.steps import Progress, spin
+from fsdpx.comm.steps import progress_of, spin
 from fsdpx.errors import DesyncError
 
 __all__ = ["Guarded"]
@@ -33,6 +33,7 @@ class Guarded:
         self.comm, self.timeout = comm, timeout
         self.rank, self.size = comm.rank, comm.size
         self._channel = channel or comm.subgroup(range(comm.size))
+        self.progress = progress_of(comm)
         self._calls = 0
 
     def __repr__(self) -> str:
@@ -160,7 +161,7 @@ class Guarded:
                 del recvs[other]
             return not recvs
 
-        if not spin(all_here, Progress(), self.timeout):
+        if not spin(all_here, type(self.progress)(), self.timeout):
             here = [rank for rank in range(self.size) if rank not in recvs]
             raise DesyncError(
                 f"waited {self.timeout:g} s: ranks {sorted(recvs)} did not arrive at {call} "

@@ -138,7 +138,7 @@ class LocalCommunicator(Backend):
         if color is None:
             return None
         group, ordered = groups[color]
-        return LocalCommunicator(group, ordered.index(self.rank), self._progress, self._delays)
+        return LocalCommunicator(group, ordered.index(self.rank), self.progress, self._delays)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return list(self._meet_and_wait("all_gather_object", obj, list))
@@ -174,7 +174,7 @@ class LocalCommunicator(Backend):
                 del group.operations[number]
         if last:
             self._complete(operation, move)
-        return Transfer(operation, group.world, self._progress)
+        return Transfer(operation, group.world, self.progress)
 
     def _complete(self, operation: Operation, move: Callable[[list[Any]], Any]) -> None:
         world = self._group.world
@@ -197,12 +197,12 @@ class LocalCommunicator(Backend):
             other = queue.popleft() if queue else None
             if other is None:
                 mine.setdefault(key, deque()).append(message)
-                return Transfer(message, group.world, self._progress)
+                return Transfer(message, group.world, self.progress)
         source, target = (message, other) if sending else (other, message)
         group.world.fail_on(source.difference(target))
         target.array[...] = source.array
         group.world.finish(source, target)
-        return Transfer(message, group.world, self._progress)
+        return Transfer(message, group.world, self.progress)
 
     def _delay(self) -> None:
         if self._delays is not None:

@@ -188,7 +188,7 @@ class MpiCommunicator(Backend):
         return Requests(self, verb, what, requests)
 
     def _steps(self, generator: Iterator[Handle]) -> Handle:
-        return Steps(generator, self._progress)
+        return Steps(generator, self.progress)
 
     def _averaged(self, handle: Handle, total: Array, op: ReduceOp) -> Handle:
         return Finish(handle, partial(np.divide, total, self.size, total)) if op is ReduceOp.AVG else handle
@@ -200,7 +200,7 @@ class MpiCommunicator(Backend):
         if color is None:
             return None
         group = object.__new__(MpiCommunicator)
-        group._start(cast(MPI.Intracomm, part), self.timeout, self.limit, self._progress)
+        group._start(cast(MPI.Intracomm, part), self.timeout, self.limit, self.progress)
         return group
 
     def all_gather_object(self, obj: Any) -> list[Any]:

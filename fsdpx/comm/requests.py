@@ -28,7 +28,7 @@ class Waiting(Protocol):
     rank: int
     size: int
     timeout: float
-    _progress: Progress
+    progress: Progress
 
 
 class Requests:
@@ -53,7 +53,7 @@ class Requests:
         if self.test():
             return
         comm = self._comm
-        if not spin(self.test, comm._progress, comm.timeout):
+        if not spin(self.test, comm.progress, comm.timeout):
             raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
 
     def __str__(self) -> str:

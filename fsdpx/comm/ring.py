@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp, even_pieces
 from fsdpx.comm.reduction import combine
-from fsdpx.comm.steps import Progress, Steps
+from fsdpx.comm.steps import Steps, progress_of
 
 __all__ = ["all_reduce", "steps"]
 
@@ -22,13 +22,12 @@ def all_reduce(
     *,
     tag: int = 0,
     what: str = "",
-    progress: Progress | None = None,
 ) -> Handle:
     """All-reduce `buf` in place with the sends and receives of any communicator.
 
     Every element is combined once per rank around the ring and on one rank only, so all ranks end with the
-    same bits. `tag` must differ between rings that are under way at once. The handle takes its steps when it
-    is tested or waited for, or when `progress` is poked. Scratch: n/N.
+    same bits. `tag` must differ between rings that are under way at once. The handle takes its steps when it is tested or
+    waited for, and with the communicators of fsdpx in any other wait, too. Scratch: n/N.
     """
 
     def send(array: Array, dest: int, number: int, label: str) -> Handle:
@@ -38,7 +37,7 @@ def all_reduce(
         return comm.recv(array, source, number, what=label)
 
     generator = steps(send, recv, comm.rank, comm.size, buf, ReduceOp.of(op), tag, what)
-    return Steps(generator, progress or Progress())
+    return Steps(generator, progress_of(comm))
 
 
 def steps(

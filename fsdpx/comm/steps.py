@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from fsdpx.comm.communicator import DONE, Handle
 
-__all__ = ["Finish", "Progress", "Steps", "spin"]
+__all__ = ["Finish", "Progress", "Steps", "progress_of", "spin"]
 
 _SPINS_BEFORE_YIELD = 64
 _SPINS_PER_CLOCK = 256
@@ -28,6 +28,12 @@ class Progress:
         """Take the next step of whatever can take one."""
         for steps in tuple(self.pending):
             steps.test()
+
+
+def progress_of(comm: object) -> Progress:
+    """What waits on `comm` poke; its own, unpoked one for a communicator that says nothing of it."""
+    found = getattr(comm, "progress", None)
+    return found if isinstance(found, Progress) else Progress()
 
 
 class Steps:

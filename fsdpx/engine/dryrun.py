@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpx.comm.fake import FakeCommunicator
+from fsdpx.engine.activations import activation_bytes
 from fsdpx.engine.distribute import distribute
 from fsdpx.engine.report import Report
 from fsdpx.engine.trainer import Trainer
@@ -48,9 +49,10 @@ def dry_run(
     trainer = distribute(model, comm=FakeCommunicator(rank, ranks), device="shape", **options)
     program = trainer.program
     trainer.engine.counters.clear()
-    trainer.engine.watch_activations = True
+    held: list[int] = []
+    trainer.engine.observers.append(lambda action: held.append(activation_bytes(trainer.engine)))
     trainer.step(_shapes(x), _shapes(y))
-    return DryRun(program, trainer.report(), trainer, trainer.engine.peak_activations)
+    return DryRun(program, trainer.report(), trainer, max(held))
 
 
 def _shapes(spec: Any) -> Any:

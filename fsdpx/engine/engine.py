@@ -1,6 +1,7 @@
 """The engine of one rank, as plain data: everything that the operations of a program work on."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
@@ -17,7 +18,7 @@ from fsdpx.engine.scaler import Scaler
 from fsdpx.layout.state import PageState
 from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
 from fsdpx.layout.units import Layout
-from fsdpx.program import Stage
+from fsdpx.program import Action, Stage
 
 __all__ = ["Clock", "Engine", "Microbatch", "Options"]
 
@@ -88,8 +89,7 @@ class Engine:
     steps: int = 0
     clock: Clock = field(default_factory=Clock)
     flying: list[Any] = field(default_factory=list)  # handles to poke
-    watch_activations: bool = False  # measure after every action: for dry runs
-    peak_activations: int = 0
+    observers: list[Callable[[Action], None]] = field(default_factory=list)  # called after every action
 
     @property
     def keep_full(self) -> bool:

@@ -10,7 +10,7 @@ from fsdpx.engine.memory import Room
 from fsdpx.engine.operations import OPERATIONS
 from fsdpx.program import VERBS, Program, check
 
-__all__ = ["Bound", "bind"]
+__all__ = ["Bound"]
 
 
 class Bound:
@@ -48,6 +48,8 @@ class Bound:
             if computes and engine.flying:
                 engine.flying = [handle for handle in engine.flying if not handle.test()]
             clock.add(action.op, perf_counter() - ready, ready - begin)
+            for observe in engine.observers:
+                observe(action)
         engine.flying.clear()
         return {slot: self._ready(slot, store.pop(slot)) for slot in self.program.results}
 
@@ -67,7 +69,3 @@ class Bound:
         if kind == "unit":
             return f"unit {self.engine.layout.units[action.unit].name!r}"
         return f"page {self.engine.name(action.unit)!r}" if kind == "page" else f"the {self.program.kind} program"
-
-
-def bind(engine: Engine, program: Program) -> Bound:
-    return Bound(engine, program)

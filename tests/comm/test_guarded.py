@@ -78,3 +78,19 @@ def test_agreement_goes_on_for_ever_after():
         guarded.close()
 
     spawn(body, 3)
+
+
+def test_a_guard_that_waits_moves_other_transfers_on():
+    """Rank 0 comes to the barrier when its ring has ended, and that needs steps of the ranks in the guard."""
+
+    def body(comm):
+        guarded = Guarded(comm, timeout=5)
+        x = np.ones(6)
+        handle = guarded.all_reduce(x, algorithm="ring")
+        if comm.rank == 0:
+            handle.wait()
+        guarded.barrier().wait()
+        handle.wait()
+        return x.tolist()
+
+    assert spawn(body, 3, timeout=30) == [[3.0] * 6] * 3

@@ -1,0 +1,125 @@
+"""The command line: info, show and verify say what they promise; real MPI jobs where they need one."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdpx.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+pytestmark = pytest.mark.mpi_skip
+
+
+def job(ranks: int, *arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
+    command = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", *arguments]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_info_names_what_was_found(capsys: pytest.CaptureFixture[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", "fsdpx", "info"], cwd=ROOT, capture_output=True, text=True, check=True)
+    for word in ("fsdpx", "NumPy", "BLAS", "MPI library", "Numba", "cores for this process", "launcher"):
+        assert word in done.stdout
+
+
+def test_show_counts_what_a_thousand_small_layers_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "many", "--strategy", "fsdp", "--ranks", "4"]) == 0
+    text = capsys.readouterr().out
+    gathers = re.search(r"(\d+) all-gathers in the first forward", text)
+    assert gathers
+    assert int(gathers[1]) <= 50
+    rows = re.findall(r"(all-gather|reduce-scatter) over shard +(\d+) +(\S+ \S+) +(\d+) calls, (\S+ \S+)", text)
+    assert len(rows) == 2
+    assert all(calls == predicted and size == expected for _, calls, size, predicted, expected in rows)
+
+
+def test_show_without_grouping_has_a_gather_per_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["show", "many", "--ranks", "2", "--group-bytes", "0"])
+    assert "1000 all-gathers in the first forward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid"])
+@pytest.mark.parametrize("example", ["gpt-tiny", "mlp", "digits"])
+def test_show_any_example_and_strategy(example: str, strategy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", example, "--strategy", strategy, "--ranks", "4", "--rank", "3", "--microbatches", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "program," in text
+    assert "activations at their peak" in text
+    assert "LOSS.1" in text or "lines ..." in text
+    assert not re.search(r"activations at their peak +0 B", text)
+
+
+def test_show_of_a_thousand_ranks_and_a_model_that_would_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "gpt-medium", "--ranks", "1024", "--batch", "1024", "--rank", "1023"]) == 0
+    assert "rank 1023 of 1024" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["show", "nothing"], "no example 'nothing': choose one of gpt-tiny"),
+        (["show", "--strategy", "zero9"], "unknown strategy 'zero9'"),
+        (["show", "--ranks", "2", "--rank", "2"], "fake rank 2 of 2 does not exist"),
+        (["verify", "--precision", "float8"], "choose float64, float32 or all"),
+    ],
+)
+def test_mistakes_are_explained(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_verify_under_mpiexec() -> None:
+    done = job(3, "fsdpx", "verify", "--strategy", "zero2")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(OK|DIFFERS)  zero2 (float\d\d), 3 ranks", done.stdout, re.M) == [
+        ("OK", "float64"),
+        ("OK", "float32"),
+    ]
+
+
+def test_verify_names_the_first_tensor_that_differs() -> None:
+    """A communicator that loses a little of what it sums."""
+    code = (
+        "import sys, fsdpx.comm.mpi as m, fsdpx.__main__ as f\n"
+        "whole = m.MpiCommunicator.reduce_scatter\n"
+        "def lossy(self, send, recv, *a, **k):\n"
+        "    send[: 1] += 1e-6\n"
+        "    return whole(self, send, recv, *a, **k)\n"
+        "m.MpiCommunicator.reduce_scatter = lossy\n"
+        "sys.exit(f.main(['verify', '--strategy', 'fsdp', '--precision', 'float64']))\n"
+    )
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_"))}
+    command = [str(MPIEXEC), "-n", "2", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert re.search(r"DIFFERS  fsdp float64, 2 ranks: \S.* differs by \S+ relative, more than 1e-12", done.stdout)
+
+
+def test_the_main_job_trains_and_reports() -> None:
+    arguments = ("--steps", "3", "--batch", "4", "--validate", "3", "--validation-batches", "1", "--sample", "5", "--hash")
+    data = str(Path(__file__).parents[2] / "fsdpx" / "nn")
+    done = job(2, "fsdpx.examples.gpt", "--data", data, *arguments)
+    assert done.returncode == 0, done.stderr
+    for word in ("tokens/s", "bits per byte", "peak memory per rank", "all-gather over shard", "sample:", "sha256"):
+        assert word in done.stdout, word
+    assert "step 1/3  loss" in done.stderr
+
+
+def test_an_error_before_training_is_said_once_and_ends_all_ranks() -> None:
+    done = job(3, "fsdpx.examples.gpt", "--strategy", "zero7", timeout=30)
+    assert done.returncode != 0
+    assert "unknown strategy 'zero7'" in done.stderr
