@@ -50,8 +50,12 @@ def test_a_floor_imports_only_what_is_below(floor: str) -> None:
     wrong = []
     for file in (PACKAGE / floor).rglob("*.py"):
         for name in imports(file):
-            below = any(name == f"fsdpx.{room}" or name.startswith(f"fsdpx.{room}.") for room in {floor, *ALLOWED[floor]})
-            ground = any(name == g or name.startswith(f"{g}.") for g in GROUND) or name.startswith("fsdpx.launch.environment")
+            below = any(
+                name == f"fsdpx.{room}" or name.startswith(f"fsdpx.{room}.") for room in {floor, *ALLOWED[floor]}
+            )
+            ground = any(name == g or name.startswith(f"{g}.") for g in GROUND) or name.startswith(
+                "fsdpx.launch.environment"
+            )
             door = name.removeprefix("fsdpx") == "" or name == "fsdpx.launch.environment"
             facade = floor in ("examples", "testing", "nn") and name.count(".") <= 1
             if not (below or ground or door or facade):

@@ -1,4 +1,4 @@
-"""Run the tests marked `world` under mpiexec: `mpiexec -n 3 python tests/world.py`. Rank 0 reports; others only failures."""
+"""Run the tests marked `world`: `mpiexec -n 3 python tests/world.py`. Rank 0 reports, the others only failures."""
 
 import contextlib
 import io

@@ -32,8 +32,9 @@ def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
     if arrays:
         together = arrays[-1] - arrays[0] == len(arrays) - 1
         place = place if together else 0
-        out[place:place] = np.broadcast_shapes(*(tuple(np.shape(parts[n])) if _is_number(parts[n]) else
-                                                 tuple(_shape(parts[n])) for n in arrays))
+        out[place:place] = np.broadcast_shapes(
+            *(tuple(np.shape(parts[n])) if _is_number(parts[n]) else tuple(_shape(parts[n])) for n in arrays)
+        )
     return tuple(out)
 
 

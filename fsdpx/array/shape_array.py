@@ -205,9 +205,7 @@ def reduced(name: str) -> Callable[..., Any]:
     """The shape-only form of NumPy's reduction `name`: f(x, axis=None, dtype=None, keepdims=False)."""
     function = getattr(np, name)
 
-    def reduction(
-        x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False
-    ) -> ShapeArray:
+    def reduction(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> ShapeArray:
         dims = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
         gone = {_dim(d, x.ndim) for d in dims}
         if name in ("max", "min", "argmax", "argmin") and any(x.shape[d] == 0 for d in gone):
@@ -238,7 +236,10 @@ def _dim(dim: int, ndim: int) -> int:
 
 def _is_basic(index: Any) -> bool:
     """Whether an index gives a view: slices, numbers, None and Ellipsis do, arrays copy."""
-    return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in (index if isinstance(index, tuple) else (index,)))
+    return all(
+        i is None or i is Ellipsis or isinstance(i, slice | int)
+        for i in (index if isinstance(index, tuple) else (index,))
+    )
 
 
 def _is_mask(index: Any) -> bool:

@@ -161,7 +161,7 @@ class Guarded:
                 del recvs[other]
             return not recvs
 
-        if not spin(all_here, type(self.progress)(), self.timeout):
+        if not spin(all_here, self.progress, self.timeout):
             here = [rank for rank in range(self.size) if rank not in recvs]
             raise DesyncError(
                 f"waited {self.timeout:g} s: ranks {sorted(recvs)} did not arrive at {call} "

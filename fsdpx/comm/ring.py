@@ -26,8 +26,8 @@ def all_reduce(
     """All-reduce `buf` in place with the sends and receives of any communicator.
 
     Every element is combined once per rank around the ring and on one rank only, so all ranks end with the
-    same bits. `tag` must differ between rings that are under way at once. The handle takes its steps when it is tested or
-    waited for, and with the communicators of fsdpx in any other wait, too. Scratch: n/N.
+    same bits. `tag` must differ between rings that are under way at once. The handle takes its steps when it is
+    tested or waited for, and with the communicators of fsdpx in any other wait, too. Scratch: n/N.
     """
 
     def send(array: Array, dest: int, number: int, label: str) -> Handle:

@@ -11,7 +11,7 @@ from fsdpx.nn.check import positive
 from fsdpx.nn.container import Chain
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.embedding import check_index
-from fsdpx.nn.init import Init, normal
+from fsdpx.nn.init import Init, normal, sinusoid
 from fsdpx.nn.layer import Array, Env, Layer, Spec
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
@@ -23,17 +23,21 @@ __all__ = ["GPT", "TokenEmbedding"]
 class TokenEmbedding(Layer):
     """Tokens `(samples, time <= seq_len)` -> weight[token] + position[time], `(samples, time, d_model)`."""
 
-    def __init__(self, vocab: int, d_model: int, seq_len: int, *, init: Init | None = None) -> None:
+    def __init__(
+        self, vocab: int, d_model: int, seq_len: int, *, init: Init | None = None, position_init: Init | None = None
+    ) -> None:
         positive(self, vocab=vocab, d_model=d_model, seq_len=seq_len)
         self.vocab = vocab
         self.d_model = d_model
         self.seq_len = seq_len
         self.init = init
+        self.position_init = position_init
 
     def specs(self) -> dict[str, Spec]:
-        init = self.init or normal(1.0)
-        shapes = {"weight": (self.vocab, self.d_model), "position": (self.seq_len, self.d_model)}
-        return {name: Spec(shape, init) for name, shape in shapes.items()}
+        return {
+            "weight": Spec((self.vocab, self.d_model), self.init or normal(1.0)),
+            "position": Spec((self.seq_len, self.d_model), self.position_init or normal(1.0)),
+        }
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         if x.ndim != 2 or x.shape[1] > self.seq_len:
@@ -60,7 +64,7 @@ class GPT(Chain):
 
     Children: "embed" (`embed.weight`, `embed.position`), "blocks.0" ..., "norm", "head" (Linear without
     bias); with `tie` the head's weight is the embedding's. Weights begin as in GPT-2: N(0, 0.02), those that
-    end in a residual sum N(0, 0.02 / sqrt(2 n_layers)), biases 0.
+    end in a residual sum N(0, 0.02 / sqrt(2 n_layers)), biases 0; positions begin as sinusoids of the same size.
     """
 
     def __init__(
@@ -87,7 +91,9 @@ class GPT(Chain):
         self.bias = bool(bias)
         init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
         block = TransformerBlock(d_model, n_heads, dropout=dropout, bias=bias, init=init, out_init=out_init)
-        layers: dict[str, Layer] = {"embed": TokenEmbedding(vocab, d_model, seq_len, init=init)}
+        layers: dict[str, Layer] = {
+            "embed": TokenEmbedding(vocab, d_model, seq_len, init=init, position_init=sinusoid(0.02))
+        }
         layers |= {"dropout": Dropout(dropout)} if dropout else {}
         layers["blocks"] = Chain(*[block] * n_layers)
         layers["norm"] = LayerNorm(d_model, bias=bias)

@@ -1,12 +1,13 @@
 """How parameters begin: functions of a seed, a name and a range, so any rank can fill any piece alone."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Init", "constant", "normal", "ones", "uniform", "values", "zeros"]
+__all__ = ["Init", "constant", "normal", "ones", "sinusoid", "uniform", "values", "zeros"]
 
 Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
 """`init(seed, name, start, stop, shape)`: float64 values of the flat elements [start, stop) of `name`."""
@@ -46,9 +47,24 @@ class Normal:
         return random.normal(seed, name, start, stop) * self.std
 
 
+@dataclass(frozen=True)
+class Sinusoid:
+    """Rows of sines and cosines of falling frequency, one row per position, with root mean square `std`
+    (Vaswani et al. 2017). Neighbouring positions differ by a fixed rotation, so attention finds "one back" early.
+    """
+
+    std: float = 1.0
+
+    def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        position, column = np.divmod(np.arange(start, stop), shape[-1])
+        angle = position * 10000.0 ** (-(column // 2 * 2) / shape[-1])
+        return self.std * math.sqrt(2.0) * np.where(column % 2 == 0, np.sin(angle), np.cos(angle))
+
+
 constant = Constant
 uniform = Uniform
 normal = Normal
+sinusoid = Sinusoid
 zeros = Constant(0.0)
 ones = Constant(1.0)
 

@@ -239,7 +239,7 @@ def test_fit_refuses_nonsense_and_nan() -> None:
 
     with pytest.raises(ConfigError, match="patience needs validation"):
         spawn(lambda c: run(c, patience=2), 1)
-    with pytest.raises(NumericsError, match="check_finite=True. names its origin"):
+    with pytest.raises(NumericsError, match=r"check_finite=True\) names its origin"):
         spawn(lambda c: run(c, epochs=4), 2)
 
 

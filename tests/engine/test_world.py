@@ -1,5 +1,6 @@
 """The same promises under real MPI, at whatever number of ranks the tests are run with."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -77,10 +78,16 @@ def test_ranks_that_call_different_things_are_named(world: Communicator) -> None
         pytest.skip("one rank cannot disagree with itself")
     trainer = make(world, "mlp", check=True)
     axis = trainer.engine.axes.data
-    with pytest.raises(DesyncError) as caught:
+
+    def act() -> None:
         if world.rank == 0:
             axis.barrier(what="the odd one").wait()
         else:
-            trainer.parameters()
-            axis.all_reduce(np.zeros(3)).wait()
-    assert "rank" in str(caught.value)
+            axis.all_reduce(np.zeros(3), what="REDUCE3 blocks.0").wait()
+
+    begin = time.monotonic()
+    with pytest.raises(DesyncError) as caught:
+        act()
+    assert time.monotonic() - begin < 10
+    for word in ("rank 0", "barrier", "the odd one", "all_reduce", "REDUCE3 blocks.0"):
+        assert word in str(caught.value), str(caught.value)

@@ -110,7 +110,19 @@ def test_verify_names_the_first_tensor_that_differs() -> None:
 
 
 def test_the_main_job_trains_and_reports() -> None:
-    arguments = ("--steps", "3", "--batch", "4", "--validate", "3", "--validation-batches", "1", "--sample", "5", "--hash")
+    arguments = (
+        "--steps",
+        "3",
+        "--batch",
+        "4",
+        "--validate",
+        "3",
+        "--validation-batches",
+        "1",
+        "--sample",
+        "5",
+        "--hash",
+    )
     data = str(Path(__file__).parents[2] / "fsdpx" / "nn")
     done = job(2, "fsdpx.examples.gpt", "--data", data, *arguments)
     assert done.returncode == 0, done.stderr
