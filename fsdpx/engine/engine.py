@@ -1,6 +1,5 @@
 """The engine of one rank, as plain data: everything that the operations of a program work on."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -144,8 +143,3 @@ class Engine:
         everyone[comm.rank * n : (comm.rank + 1) * n] = values
         comm.all_gather(everyone[comm.rank * n : (comm.rank + 1) * n], everyone, what=what).wait()
         return everyone.reshape(comm.size, n).tolist()
-
-
-def exact_sum(values: Any) -> float:
-    """The correctly rounded sum, whatever the order of its terms (Shewchuk 1997)."""
-    return math.fsum(values)

@@ -8,16 +8,16 @@ from typing import Any
 
 from fsdpx.array.kernels import square_sum
 from fsdpx.array.random import Random
+from fsdpx.array.sums import block_squares, exact_sum, expansion
 from fsdpx.comm.communicator import DONE
 from fsdpx.comm.steps import Finish
 from fsdpx.engine import compute
-from fsdpx.engine.engine import Engine, Microbatch, exact_sum
+from fsdpx.engine.engine import Engine, Microbatch
 from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.gradients import Gradient, Pending
 from fsdpx.engine.gradients import reduce as start_reduce
 from fsdpx.engine.memory import Room
 from fsdpx.errors import DataError
-from fsdpx.layout.pages import BLOCK
 from fsdpx.nn.layer import Env
 from fsdpx.program import Action, StageUnit
 
@@ -190,8 +190,8 @@ def seed(engine: Engine, room: Room, action: Action, taken: Values, read: Values
 def mean(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
     flat = [number for pair in taken for number in pair]
     rows = engine.sum_over_data(flat, "MEAN (loss)")
-    total = exact_sum(number for row in rows for number in row[0::2])
-    weight = exact_sum(number for row in rows for number in row[1::2])
+    total = exact_sum([number for row in rows for number in row[0::2]])
+    weight = exact_sum([number for row in rows for number in row[1::2]])
     if weight == 0 and flat and not getattr(engine.xp, "holds_no_data", False):
         raise DataError("no target of the global batch counts for the loss: it is empty, or every label is ignored")
     return (Mean(total, weight or 1.0),)
@@ -247,10 +247,10 @@ def norm(engine: Engine, room: Room, action: Action, taken: Values, read: Values
     """
     wanted = engine.options.clip_norm is not None or engine.scaler.dynamic
     blocks = wanted and engine.options.chunks is not None
-    local = exact_sum(square_sum(engine.xp, part) for part in read) if wanted and not blocks else 0.0
+    local = exact_sum([square_sum(engine.xp, part) for part in read]) if wanted and not blocks else 0.0
     rows = engine.sum_over_data([taken[0], local], "NORM (weight, squares)")
-    weight = exact_sum(row[0] for row in rows) or 1.0
-    squares = exact_sum(row[1] for row in rows[: engine.axes.shard.size])
+    weight = exact_sum([row[0] for row in rows]) or 1.0
+    squares = exact_sum([row[1] for row in rows[: engine.axes.shard.size]])
     if blocks:
         squares = _block_squares(engine, read)
     factor = 1.0 / (weight * engine.scaler.value)
@@ -270,8 +270,8 @@ def _block_squares(engine: Engine, parts: Values) -> float:
         state = engine.pages[page]
         for piece in state.page.pieces(state.mine):
             values = part[piece.start - state.mine.start : piece.stop - state.mine.start]
-            local += [square_sum(engine.xp, values[i : i + BLOCK]) for i in range(0, values.size, BLOCK)]
-    return exact_sum(v for row in engine.axes.shard.all_gather_object(local) for v in row)
+            local += block_squares(engine.xp, values)
+    return exact_sum([v for row in engine.axes.shard.all_gather_object(expansion(local)) for v in row])
 
 
 def update(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:

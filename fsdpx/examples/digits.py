@@ -32,7 +32,7 @@ def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     glyphs = np.array([[[int(bit) for bit in row] for row in text.split()] for text in FONT], np.float32)
     rng = np.random.Generator(np.random.Philox(seed))
     labels = rng.integers(0, 10, count)
-    images = rng.normal(0.0, 0.35, (count, 1, SIDE, SIDE)).astype(np.float32)
+    images = rng.normal(0.0, 0.25, (count, 1, SIDE, SIDE)).astype(np.float32)
     tops, lefts = rng.integers(0, SIDE - 6, count), rng.integers(0, SIDE - 4, count)
     for image, label, top, left in zip(images, labels, tops, lefts, strict=True):
         image[0, top : top + 6, left : left + 4] += glyphs[label]
@@ -58,11 +58,11 @@ def model() -> nn.Chain:
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fsdpx.examples.digits", description=__doc__.splitlines()[0])
     p.add_argument("--strategy", default="fsdp")
-    p.add_argument("--epochs", type=int, default=4)
+    p.add_argument("--epochs", type=int, default=10)
     p.add_argument("--batch", type=int, default=64, help="images of the global batch")
     args = p.parse_args(argv)
     comm = fsdpx.init()
-    trainer = model().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=3e-3), strategy=args.strategy)
+    trainer = model().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=4e-3), strategy=args.strategy)
     train = data.DataLoader(data.ArrayDataset(*draw(4000, seed=1)), args.batch, comm=comm, shuffle=True)
     held = draw(1000, seed=2)
     mine = slice(1000 * comm.rank // comm.size, 1000 * (comm.rank + 1) // comm.size)

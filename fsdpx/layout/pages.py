@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from fsdpx.array.sums import GRAIN
 from fsdpx.layout.ranges import Piece, Range, overlap
 
-__all__ = ["BLOCK", "Field", "Page", "cut"]
-
-BLOCK = 1024
-"""Elements of a block: the grain in which layout-free sums are taken and to which bit-exact cuts are snapped."""
+__all__ = ["Field", "Page", "cut", "product"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Page:
 
     def grid(self) -> list[int]:
         """Places where a bit-exact cut may fall: block edges, counted from each field's own start."""
-        edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, BLOCK)]
+        edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, GRAIN)]
         return edges + [self.size]
 
 

@@ -18,9 +18,8 @@ import numpy as np
 from fsdpx.errors import ConfigError
 from fsdpx.optim import plain
 
-__all__ = ["adam", "block_squares", "direction", "follow", "lion", "moments", "sgd", "use"]
+__all__ = ["adam", "direction", "follow", "lion", "moments", "sgd", "use"]
 
-GRAIN = 1024
 """Elements of a block of partial sums. A parameter cut at multiples of it has the blocks of the whole."""
 
 Version = Literal["default", "plain", "numba"]
@@ -173,11 +172,3 @@ def follow(
 
 def _bias(beta1: float, beta2: float, step: int) -> tuple[float, float]:
     return 1.0 - beta1**step, (1.0 - beta2**step) ** 0.5
-
-
-def block_squares(xp: Any, x: Any) -> list[float]:
-    """Sums of squares in float64 over blocks of `GRAIN` elements, the last one perhaps shorter."""
-    wide = xp.square(x.astype(np.float64))
-    body = wide.size // GRAIN * GRAIN
-    sums = wide[:body].reshape(-1, GRAIN).sum(axis=1).tolist()
-    return sums if body == wide.size else [*sums, wide[body:].sum().item()]

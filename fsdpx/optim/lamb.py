@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from fsdpx.array.sums import block_squares
 from fsdpx.optim import kernels
 from fsdpx.optim.optimizer import Rate, demand_betas, demand_groups, demand_number, demand_rate, demand_shard
 from fsdpx.optim.plain import BLOCK
@@ -84,6 +85,6 @@ def _squares(
         at = slice(start, min(start + BLOCK, segment.stop))
         u = scratch[: at.stop - at.start]
         kernels.direction(xp, u, p[at], m[at], v[at], **numbers)
-        of_p += kernels.block_squares(xp, p[at])
-        of_u += kernels.block_squares(xp, u)
+        of_p += block_squares(xp, p[at])
+        of_u += block_squares(xp, u)
     return of_p, of_u

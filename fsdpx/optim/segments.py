@@ -1,6 +1,5 @@
 """Segments: which parameters a flat shard holds, and where."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -8,6 +7,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from typing import Any
 
+from fsdpx.array.sums import exact_sum, expansion
 from fsdpx.errors import ConfigError
 
 __all__ = ["Groups", "Run", "Segment", "Segments"]
@@ -92,7 +92,7 @@ class Segments:
         for name, parts in (entry for row in rows for entry in row):
             for known, part in zip(gathered.get(name, ()), parts, strict=False):
                 known.extend(part)
-        return tuple([total(gathered[s.name][c]) for s in self.items] for c in range(len(columns)))
+        return tuple([exact_sum(gathered[s.name][c]) for s in self.items] for c in range(len(columns)))
 
 
 def freeze(groups: Groups) -> Frozen:
@@ -115,24 +115,3 @@ def _runs(items: tuple[Segment, ...], groups: Frozen) -> tuple[Run, ...]:
         stretch = list(same)
         merged.append(Run(stretch[0].start, stretch[-1].stop, *values))
     return tuple(run for run in merged if run.start < run.stop)
-
-
-def total(values: Sequence[float]) -> float:
-    """The correctly rounded sum of non-negative numbers, whatever their order (Shewchuk 1997)."""
-    try:
-        return math.fsum(values)
-    except OverflowError:
-        return math.inf
-
-
-def expansion(values: Sequence[float]) -> list[float]:
-    """A few numbers whose exact sum is the exact sum of `values`: what a message needs to carry, and no
-    rounding."""
-    parts: list[float] = []
-    rest = total(values)
-    while rest != 0.0:
-        parts.append(rest)
-        if not math.isfinite(rest):
-            break
-        rest = math.fsum([*values, *(-part for part in parts)])
-    return parts

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.layout.pages import BLOCK, Page, cut
+from fsdpx.array.sums import GRAIN
+from fsdpx.layout.pages import Page, cut
 from fsdpx.layout.ranges import Range, overlap
 from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of, root
 
@@ -47,7 +48,7 @@ def test_cuts_tile_the_page_without_padding(sizes: list[int], width: int, snap: 
     assert shards[-1].stop == page.size == sum(sizes)
     assert all(a.stop == b.start for a, b in zip(shards, shards[1:], strict=False))
     if snap:
-        edges = {f.offset + i for f in page.fields for i in range(0, f.size, BLOCK)} | {page.size}
+        edges = {f.offset + i for f in page.fields for i in range(0, f.size, GRAIN)} | {page.size}
         assert {s.start for s in shards} <= edges | {0}
     else:
         assert max(s.size for s in shards) - min(s.size for s in shards) <= 1

@@ -62,7 +62,17 @@ def test_gpt_begins_as_gpt_2():
             assert (array == 1).all(), name
         else:
             std = 0.02 / 4 if name.endswith(("attn.out.weight", "mlp.down.weight")) else 0.02
-            np.testing.assert_allclose(array.std(), std, rtol=0.15, err_msg=name)
+            np.testing.assert_allclose(np.sqrt((array**2).mean()), std, rtol=0.15, err_msg=name)
+
+
+def test_gpt_positions_begin_as_sinusoids():
+    """Vaswani et al. 2017, section 3.5: the inner product of two rows depends on their distance only."""
+    from fsdpx.nn.init import values
+
+    p = values(nn.GPT(50, 40, 1, 2, 30).specs(), dtype=np.float64)["embed.position"]
+    row = 0.02 * np.sqrt(2) * np.array([f(3 / 10000 ** (c / 40)) for c in range(0, 40, 2) for f in (np.sin, np.cos)])
+    np.testing.assert_allclose(p[3], row, atol=1e-15)
+    np.testing.assert_allclose((p[1:] * p[:-1]).sum(1), (p[1] * p[0]).sum(), rtol=1e-12)
 
 
 def test_ties_reach_through_containers():

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx import optim
+from fsdpx.array.sums import expansion
 from fsdpx.errors import ConfigError
 from fsdpx.optim import Run, Segment, Segments
-from fsdpx.optim.segments import expansion
 
 
 def segments(*names, exchange=None):

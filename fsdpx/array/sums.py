@@ -1,0 +1,41 @@
+"""Sums that do not see how their terms are spread over ranks: fixed blocks, added exactly."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["GRAIN", "block_squares", "exact_sum", "expansion"]
+
+GRAIN = 1024
+"""Elements of a block. Cuts of parameters at multiples of it leave the blocks whole."""
+
+
+def block_squares(xp: Any, x: Any) -> list[float]:
+    """Sums of squares in float64 over blocks of `GRAIN` elements, the last one perhaps shorter."""
+    wide = xp.square(x.astype(np.float64))
+    body = wide.size // GRAIN * GRAIN
+    sums = wide[:body].reshape(-1, GRAIN).sum(axis=1).tolist()
+    return sums if body == wide.size else [*sums, wide[body:].sum().item()]
+
+
+def exact_sum(values: Sequence[float]) -> float:
+    """The correctly rounded sum, whatever the order of the terms (Shewchuk 1997)."""
+    try:
+        return math.fsum(values)
+    except OverflowError:
+        return math.inf
+
+
+def expansion(values: Sequence[float]) -> list[float]:
+    """A few numbers whose exact sum is the exact sum of `values`: what a message needs to carry, and no
+    rounding."""
+    parts: list[float] = []
+    rest = exact_sum(values)
+    while rest != 0.0:
+        parts.append(rest)
+        if not math.isfinite(rest):
+            break
+        rest = math.fsum([*values, *(-part for part in parts)])
+    return parts

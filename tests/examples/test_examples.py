@@ -1,0 +1,65 @@
+"""What users copy runs as written, under MPI."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdpx.examples import catalog, digits, gpt
+
+ROOT = Path(__file__).parents[2]
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+pytestmark = pytest.mark.mpi_skip
+
+
+def run(ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
+    start = [str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []
+    command = [*start, sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_digits_learns_and_does_not_see_the_ranks() -> None:
+    one, two = (run(n, "fsdpx.examples.digits", "--epochs", "5") for n in (1, 2))
+    said = [re.search(r"accuracy on 1,000 new digits: (\d+\.\d) %", done.stdout) for done in (one, two)]
+    assert all(said)
+    right = [float(match[1]) for match in said if match]
+    assert right[0] > 70
+    assert abs(right[0] - right[1]) < 15
+
+
+def test_gpt_hash_is_the_same_at_any_number_of_ranks() -> None:
+    arguments = ("--data", str(ROOT / "fsdpx" / "comm"), "--steps", "2", "--batch", "8", "--chunks", "4")
+    arguments += ("--validate", "2", "--validation-batches", "1", "--hash")
+    hashes = {run(n, "fsdpx.examples.gpt", *arguments).stdout.split("sha256 ")[1] for n in (1, 3)}
+    assert len(hashes) == 1
+
+
+def test_drawn_digits_are_reproducible() -> None:
+    a, b = digits.draw(5, seed=3), digits.draw(5, seed=3)
+    np.testing.assert_array_equal(a[0], b[0])
+    assert a[0].shape == (5, 1, digits.SIDE, digits.SIDE)
+    assert set(a[1]) <= set(range(10))
+
+
+@pytest.mark.parametrize("name", catalog.CATALOG)
+def test_catalog_models_can_be_made(name: str) -> None:
+    entry = catalog.entry(name)
+    assert entry.model().specs()
+    assert entry.x(3)[0][0] == entry.y(3)[0][0] == 3
+
+
+def test_sizes_have_their_parameter_counts() -> None:
+    """12 d^2 + 13 d per block, embeddings and the last norm."""
+    for size in gpt.SIZES.values():
+        d = size.d_model
+        want = size.n_layers * (12 * d * d + 13 * d) + (gpt.VOCAB + size.seq_len) * d + 2 * d
+        specs = gpt.model(next(n for n, s in gpt.SIZES.items() if s is size)).specs()
+        assert sum(spec.size for name, spec in specs.items() if name != "head.weight") == want
