@@ -2,7 +2,8 @@
 
     python bench/kernels.py [--json PATH] [--dtype float32] [--repeat 7] [--only NAME]
 
-Times are medians after a warm-up that compiles. Run it with one BLAS thread (OPENBLAS_NUM_THREADS=1) on a quiet machine.
+Times are medians after a warm-up that compiles. Run it on a quiet machine with one BLAS thread
+(OPENBLAS_NUM_THREADS=1).
 """
 
 import argparse

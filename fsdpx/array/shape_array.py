@@ -206,7 +206,7 @@ def reduced(name: str) -> Callable[..., Any]:
     function = getattr(np, name)
 
     def reduction(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> ShapeArray:
-        dims = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
+        dims: Any = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
         gone = {_dim(d, x.ndim) for d in dims}
         if name in ("max", "min", "argmax", "argmin") and any(x.shape[d] == 0 for d in gone):
             raise ValueError(f"{name} over a dim of size 0 has no identity: shape {x.shape}")
@@ -262,6 +262,11 @@ def _binary(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable
     return forward, reflected, in_place
 
 
+def _unary(name: str) -> Callable[..., Any]:
+    function = elementwise(name)
+    return lambda self: function(self)
+
+
 OPERATORS = {
     "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "true_divide", "floordiv": "floor_divide",
     "mod": "remainder", "pow": "power", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
@@ -278,7 +283,7 @@ for _short, _name in OPERATORS.items():
 for _short, _name in COMPARISONS.items():
     setattr(ShapeArray, f"__{_short}__", _binary(_name)[0])
 for _short, _name in UNARY.items():
-    setattr(ShapeArray, f"__{_short}__", lambda self, _function=elementwise(_name): _function(self))
+    setattr(ShapeArray, f"__{_short}__", _unary(_name))
 for _name in ("sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std"):
     setattr(ShapeArray, _name, reduced(_name))
 ShapeArray.__hash__ = None  # type: ignore[assignment]

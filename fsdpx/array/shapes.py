@@ -10,16 +10,17 @@ from math import inf, nan, pi
 from typing import Any
 
 import numpy as np
-from numpy import (  # noqa: F401  (part of the namespace)
-    bool_, can_cast, dtype, finfo, float16, float32, float64, iinfo, int8, int16, int32, int64, newaxis,
-    result_type, uint8, uint16, uint32, uint64,
-)  # fmt: skip
 
 from fsdpx.array.shape_array import Elementwise, ShapeArray, dtype_of_result, elementwise, product, reduced
 
 __all__ = ["ShapeArray", "holds_no_data", "inf", "nan", "newaxis", "pi"]
 
 holds_no_data = True
+newaxis, dtype, finfo, iinfo = None, np.dtype, np.finfo, np.iinfo
+result_type, can_cast = np.result_type, np.can_cast
+bool_, float16, float32, float64 = np.bool_, np.float16, np.float32, np.float64
+int8, int16, int32, int64 = np.int8, np.int16, np.int32, np.int64
+uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
 
 Array = Any
 

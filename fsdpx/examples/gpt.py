@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--chunks", type=int, default=None, help="equal parts of the batch for bit-identical results at any world size"
     )
-    p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    p.add_argument("--lr", type=float, default=1.2e-3, help="peak learning rate")
     p.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
     p.add_argument("--dropout", type=float, default=0.0)
     p.add_argument("--seed", type=int, default=0)
@@ -69,8 +69,8 @@ def model(size: str, dropout: float = 0.0) -> nn.Layer:
 
 def optimizer(lr: float, steps: int) -> optim.AdamW:
     warm = max(min(steps // 10, 100), 1)
-    schedule = optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1), final=lr / 10))
-    return optim.AdamW(lr=schedule, betas=(0.9, 0.95), weight_decay=0.1, groups=optim.no_decay)
+    schedule = optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1), final=0.0))
+    return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)
 
 
 def loaders(args: argparse.Namespace, comm: Any) -> tuple[data.DataLoader, list[Any]]:

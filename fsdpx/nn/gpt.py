@@ -64,7 +64,7 @@ class GPT(Chain):
 
     Children: "embed" (`embed.weight`, `embed.position`), "blocks.0" ..., "norm", "head" (Linear without
     bias); with `tie` the head's weight is the embedding's. Weights begin as in GPT-2: N(0, 0.02), those that
-    end in a residual sum N(0, 0.02 / sqrt(2 n_layers)), biases 0; positions begin as sinusoids of the same size.
+    end in a residual sum N(0, 0.02 / sqrt(2 n_layers)), biases 0; positions begin as sinusoids of twice that size.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class GPT(Chain):
         init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
         block = TransformerBlock(d_model, n_heads, dropout=dropout, bias=bias, init=init, out_init=out_init)
         layers: dict[str, Layer] = {
-            "embed": TokenEmbedding(vocab, d_model, seq_len, init=init, position_init=sinusoid(0.02))
+            "embed": TokenEmbedding(vocab, d_model, seq_len, init=init, position_init=sinusoid(0.04))
         }
         layers |= {"dropout": Dropout(dropout)} if dropout else {}
         layers["blocks"] = Chain(*[block] * n_layers)

@@ -1,5 +1,6 @@
 """Scaled dot-product attention, one head after the other: no array of all heads' probabilities is ever made."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
     """
     o, lse = xp.empty(q.shape, dtype=q.dtype), xp.empty(q.shape[:3], dtype=q.dtype)
     mask = _mask(xp, q) if causal else None
-    for b, h in np.ndindex(*q.shape[:2]):
+    for b, h in _heads(xp, q):
         scores = _scores(xp, q[b, h], k[b, h], mask, scale)
         top = xp.max(scores, axis=-1, keepdims=True) if scores.size else xp.sum(scores, axis=-1, keepdims=True)
         scores = xp.exp(scores - top)
@@ -38,7 +39,7 @@ def attention_backward(
     """
     dq, dk, dv = (xp.empty(q.shape, dtype=q.dtype) for _ in range(3))
     mask = _mask(xp, q) if causal else None
-    for b, h in np.ndindex(*q.shape[:2]):
+    for b, h in _heads(xp, q):
         p = xp.exp(_scores(xp, q[b, h], k[b, h], mask, scale) - lse[b, h][:, None])
         dv[b, h] = p.T @ do[b, h]
         along = xp.sum(do[b, h] * o[b, h], axis=-1, keepdims=True)
@@ -46,6 +47,11 @@ def attention_backward(
         dq[b, h] = ds @ k[b, h]
         dk[b, h] = ds.T @ q[b, h]
     return dq, dk, dv
+
+
+def _heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
+    """Every (sample, head); of arrays without data one stands for all."""
+    return np.ndindex(*(min(n, 1) for n in q.shape[:2]) if getattr(xp, "holds_no_data", False) else q.shape[:2])
 
 
 def _scores(xp: Any, q: Any, k: Any, mask: Any, scale: float) -> Any:

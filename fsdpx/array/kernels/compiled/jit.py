@@ -24,7 +24,7 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False) ->
     """Numba's njit; compiled at the first call, and that from the cache where there is one."""
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
-    dispatcher = numba.njit(function, nogil=True, error_model="numpy", fastmath=fastmath)
+    dispatcher: Any = numba.njit(function, nogil=True, error_model="numpy", fastmath=fastmath)
     try:
         dispatcher._cache = Cache(function)
     except RuntimeError as error:

@@ -1,7 +1,7 @@
 """Scalar functions that LLVM vectorises: fused multiply-add, polynomials, exp, and Phi of the normal distribution.
 
-Every operation is spelled out (fused multiply-adds included, nothing may be reordered), so an element gets the same bits
-in the body and in the tail of a vector loop, and in a loop of any length.
+Every operation is spelled out (fused multiply-adds included, nothing may be reordered), so an element gets the same
+bits in the body and in the tail of a vector loop, and in a loop of any length.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import math
 from typing import Any
 
 from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba import extending, types
+from numba.extending import register_jitable
 
 from fsdpx.array.kernels.gaussian import SHIFT, TAIL32, TAIL64
 
 __all__ = ["density", "exp", "fma", "like", "order", "tail", "unorder"]
 
+intrinsic: Any = extending.intrinsic  # its annotations describe the code maker, not the function made
 FLOATS = {types.float32: (32, 23, 127), types.float64: (64, 52, 1023)}  # bits, bits of the mantissa, bias
 EXP32 = tuple(1.0 / math.factorial(n) for n in range(8))  # Taylor: |r| <= log(2) / 2, error below 1e-8
 EXP64 = tuple(1.0 / math.factorial(n) for n in range(14))  # error below 1e-17
