@@ -152,7 +152,8 @@ def _check_gradients(engine: Engine, action: Action, views: list[dict[str, Any]]
     if engine.options.check_finite and not engine.scaler.dynamic:
         for page in views:
             for name, gradient in page.items():
-                demand_finite(engine, gradient, f"the gradient of {name!r}", action)
+                unit = engine.layout.units[_unit(action)].name
+                demand_finite(engine, gradient, f"the gradient of {name!r} in unit {unit!r}", action)
 
 
 def loss(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:

@@ -108,7 +108,7 @@ def test_nan_inside_names_rank_unit_and_parameter(forward: bool) -> None:
     assert (
         ("the output of '1..2'" in text or "the output of '1'" in text)
         if forward
-        else "the gradient of '0.weight'" in text
+        else "the gradient of '0.weight' in unit '0'" in text
     )
     assert any("in action" in note for note in caught.value.__notes__)
 

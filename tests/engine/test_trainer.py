@@ -274,3 +274,35 @@ def test_functional_default_is_used_inside_spawn() -> None:
         return mlp().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1)).engine.axes.world.size
 
     assert spawn(run, 3) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hybrid", "fsdp"])
+def test_the_ring_is_another_way_to_the_same_sum(strategy: str) -> None:
+    _, want, _ = spawn(lambda comm: train(comm, "mlp", strategy), 4)[0]
+    for _, got, trainer in spawn(lambda comm: train(comm, "mlp", strategy, codec="ring"), 4):
+        assert distance(want, got) < 1e-12
+        assert trainer.engine.codec.algorithm == "ring"
+
+
+def test_ring_is_really_used() -> None:
+    seen: list[str] = []
+
+    def run(comm: Communicator) -> None:
+        whole = type(comm).all_reduce
+
+        class Spy:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(comm, name)
+
+            def all_reduce(self, buf: Any, op: Any = None, algorithm: str = "library", *, what: str = "") -> Any:
+                seen.append(algorithm)
+                return whole(comm, buf, op, algorithm, what=what)
+
+            def subgroup(self, ranks: Any) -> Any:
+                return self if len(ranks) == comm.size else comm.subgroup(ranks)
+
+        trainer = make(Spy(), "mlp", "ddp", codec="ring")
+        trainer.step(*CASES["mlp"].batch(np.random.default_rng(0), 4))
+
+    spawn(run, 2)
+    assert set(seen) == {"ring"}

@@ -1,0 +1,24 @@
+"""Fixtures of the array room."""
+
+import numpy as np
+import pytest
+
+from fsdpx.array import dtype as dtype_of
+from fsdpx.array import kernels
+
+
+@pytest.fixture(params=["plain", "numba"])
+def mode(request):
+    """Each test runs on both codes of a kernel."""
+    with kernels.use(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=["float64", "float32", "float16", "bf16"])
+def dtype(request) -> np.dtype:
+    return dtype_of(request.param)
+
+
+@pytest.fixture(params=[7, 0])
+def rows(request) -> int:
+    return request.param

@@ -1,0 +1,110 @@
+"""Which code runs, when Numba is loaded, and what happens without its cache."""
+
+import errno
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fsdpx.array import kernels
+from fsdpx.array.kernels import choice
+from fsdpx.errors import ConfigError
+
+
+def test_the_table_names_compiled_kernels():
+    from fsdpx.array.kernels import compiled
+
+    assert set(compiled.__all__) >= kernels.NUMBA
+    assert set(kernels.__all__) >= set(compiled.__all__)
+
+
+def test_modes():
+    assert kernels.chosen("gelu") == "numba"
+    assert kernels.chosen("erf") == "plain"
+    with kernels.use("plain"):
+        assert kernels.chosen("gelu") == "plain"
+        with kernels.use("default"):
+            assert kernels.chosen("gelu") == "numba"
+        assert kernels.chosen("gelu") == "plain"
+    with pytest.raises(ConfigError, match=r"kernels.use\('fast'\): choose one of default, plain, numba"), kernels.use("fast"):
+        pass
+
+
+def test_a_mode_ends_with_its_block():
+    with pytest.raises(ZeroDivisionError), kernels.use("plain"):
+        raise ZeroDivisionError
+    assert kernels.chosen("gelu") == "numba"
+
+
+def test_without_numba_the_plain_code_runs(monkeypatch):
+    monkeypatch.setattr(choice, "_installed", lambda: False)
+    assert kernels.chosen("gelu") == "plain"
+    np.testing.assert_array_equal(kernels.gelu(np, np.zeros(2)), 0)
+    with pytest.raises(ConfigError, match="Numba is not installed: pip install numba"), kernels.use("numba"):
+        pass
+
+
+def test_mixed_dtypes_take_the_plain_code():
+    x, w = np.ones((2, 3), np.float32), np.ones(3)
+    assert kernels.layer_norm(np, x, w, w, 1e-5)[0].dtype == np.float64
+
+
+def test_numba_is_loaded_by_the_first_kernel_that_needs_it():
+    code = """
+import sys, numpy as np
+from fsdpx.array import kernels, random, shapes
+kernels.gelu(shapes, shapes.zeros((2, 2)))
+with kernels.use("plain"):
+    kernels.gelu(np, np.ones(2))
+assert not {"numba", "cupy", "mpi4py", "ml_dtypes"} & set(sys.modules)
+kernels.gelu(np, np.ones(2))
+assert "numba" in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+@pytest.fixture
+def jit(monkeypatch):
+    from fsdpx.array.kernels.compiled import jit as module
+
+    monkeypatch.setattr(module, "_warned", False)
+    return module
+
+
+def test_no_folder_for_the_cache_warns_once(jit, monkeypatch):
+    def nowhere(function):
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr(jit, "Cache", nowhere)
+    with pytest.warns(RuntimeWarning, match="set NUMBA_CACHE_DIR to a folder that can be written") as caught:
+        first, second = jit.jit(lambda x: x + 1), jit.jit(lambda x: x + 2)
+    assert len(caught) == 1
+    assert (first(1), second(1)) == (2, 3)
+
+
+def test_a_full_disk_warns_and_the_kernel_runs(jit, monkeypatch, tmp_path):
+    def full(self, key, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jit.IndexDataCacheFile, "save", full)
+    kernel = jit.jit(_double)
+    kernel._cache._cache_path = str(tmp_path)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        assert kernel(2.0) == 4.0
+
+
+def test_each_signature_has_its_own_file_and_is_found_again(jit, tmp_path):
+    def counted():
+        kernel = jit.jit(_double)
+        kernel._cache._cache_path = str(tmp_path)
+        assert (kernel(2.0), kernel(2)) == (4.0, 4)
+        return sum(kernel.stats.cache_hits.values())
+
+    assert counted() == 0
+    assert len(list(tmp_path.glob("*.nbi"))) == 2
+    assert counted() == 2
+
+
+def _double(x):
+    return x + x

@@ -1,0 +1,93 @@
+"""Counter-based random numbers do not see how a stream is cut."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpx.array import random, shapes
+from fsdpx.array.random import Random
+
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+SIZE = 700
+
+
+@SETTINGS
+@given(st.sampled_from(["block", "uniform", "normal"]), st.integers(0, SIZE), st.integers(0, SIZE), st.integers(0, 40))
+def test_any_range_is_that_slice_of_the_whole(kind, a, b, piece):
+    start, stop = sorted((a, b))
+    make = getattr(random, kind)
+    whole = make(7, "blocks.0.weight", 0, SIZE)
+    before, random.PIECE = random.PIECE, piece + 1  # the inner cut must not show either
+    try:
+        part = make(7, "blocks.0.weight", start, stop)
+    finally:
+        random.PIECE = before
+    np.testing.assert_array_equal(part, whole[start:stop], strict=True)
+
+
+def test_far_ranges_need_no_memory():
+    far = 10**15
+    assert random.normal(0, "w", far, far + 3).shape == (3,)
+    np.testing.assert_array_equal(random.uniform(0, "w", far, far + 8)[3:], random.uniform(0, "w", far + 3, far + 8))
+
+
+def test_these_numbers_never_change():
+    # A seed is a promise: checkpoints and papers name it.
+    assert random.block(0, "a", 0, 2).tolist() == [GOLDEN_0, GOLDEN_1]
+    assert random.permutation(3, "epoch 0", 8).tolist() == GOLDEN_PERMUTATION
+
+
+GOLDEN_0, GOLDEN_1 = 0, 0
+GOLDEN_PERMUTATION: list[int] = []
+
+
+def test_streams_differ():
+    streams = [random.uniform(s, n, 0, 50) for s, n in ((0, "a"), (1, "a"), (0, "b"), (10, ""), (1, "0"))]
+    assert all(not np.any(p == q) for i, p in enumerate(streams) for q in streams[:i])
+
+
+def test_distributions():
+    n = 200_000
+    u, z = random.uniform(1, "u", 0, n), random.normal(1, "z", 0, n)
+    assert u.min() >= 0.0
+    assert u.max() < 1.0
+    np.testing.assert_allclose([u.mean(), u.var()], [1 / 2, 1 / 12], atol=3e-3)
+    np.testing.assert_allclose([z.mean(), z.var(), (z**3).mean(), (z**4).mean()], [0, 1, 0, 3], atol=4e-2)
+    assert abs(np.corrcoef(z[:-1], z[1:])[0, 1]) < 1e-2
+    assert np.isfinite(z).all()
+
+
+def test_permutation():
+    order = random.permutation(5, "epoch 0", 1000)
+    assert sorted(order.tolist()) == list(range(1000))
+    assert not np.array_equal(order, random.permutation(5, "epoch 1", 1000))
+    assert random.permutation(5, "empty", 0).size == 0
+
+
+@pytest.mark.parametrize("function", [random.block, random.uniform, random.normal])
+def test_bad_range(function):
+    with pytest.raises(ValueError, match=r"must be 0 <= start <= stop"):
+        function(0, "w", 5, 3)
+
+
+def test_layer_numbers_do_not_see_the_batch_cut():
+    whole = Random(3, "blocks.0", step=2).uniform(np, (6, 5, 2))
+    parts = [Random(3, "blocks.0", step=2, row=r).uniform(np, (2, 5, 2)) for r in (0, 2, 4)]
+    np.testing.assert_array_equal(np.concatenate(parts), whole, strict=True)
+    assert whole.dtype == np.float32
+    assert whole.max() < 1.0
+
+
+def test_layer_numbers_differ_by_path_and_step():
+    first = Random(3).at("a").at("b")
+    assert first.path == "a.b"
+    assert Random(3).at("").path == ""
+    others = [Random(3, "a.b", step=1), Random(3, "a"), Random(4, "a.b")]
+    assert all(not np.any(first.uniform(np, (9,)) == other.uniform(np, (9,))) for other in others)
+
+
+def test_shape_only():
+    made = Random(0).uniform(shapes, (10**6, 10**6))
+    assert (made.shape, made.dtype) == ((10**6, 10**6), np.float32)
+    assert Random(0).uniform(np, (0, 4)).shape == (0, 4)

@@ -1,0 +1,60 @@
+"""Kernels on shape-only arrays give the shapes and dtypes that they give on NumPy arrays."""
+
+import numpy as np
+import pytest
+
+from fsdpx.array import kernels, shapes
+from fsdpx.array.kernels import attention, embedding_backward
+from fsdpx.array.shapes import ShapeArray
+
+N, C = 6, 5
+CALLS = {
+    "gelu": lambda k, xp, x, w, t, r: k.gelu(xp, x),
+    "gelu tanh": lambda k, xp, x, w, t, r: k.gelu(xp, x, "tanh"),
+    "gelu_backward": lambda k, xp, x, w, t, r: k.gelu_backward(xp, x, x),
+    "silu": lambda k, xp, x, w, t, r: k.silu(xp, x),
+    "silu_backward": lambda k, xp, x, w, t, r: k.silu_backward(xp, x, x),
+    "sigmoid": lambda k, xp, x, w, t, r: k.sigmoid(xp, x),
+    "erf": lambda k, xp, x, w, t, r: k.erf(xp, x),
+    "softmax": lambda k, xp, x, w, t, r: k.softmax(xp, x),
+    "softmax_backward": lambda k, xp, x, w, t, r: k.softmax_backward(xp, x, x),
+    "layer_norm": lambda k, xp, x, w, t, r: k.layer_norm(xp, x, w, w, 1e-5),
+    "layer_norm_backward_input": lambda k, xp, x, w, t, r: k.layer_norm_backward_input(xp, x, w, r, r, x),
+    "layer_norm_backward_params": lambda k, xp, x, w, t, r: k.layer_norm_backward_params(xp, x, r, r, x, w, w),
+    "rms_norm": lambda k, xp, x, w, t, r: k.rms_norm(xp, x, w, 1e-5),
+    "rms_norm_backward_input": lambda k, xp, x, w, t, r: k.rms_norm_backward_input(xp, x, w, r, x),
+    "rms_norm_backward_params": lambda k, xp, x, w, t, r: k.rms_norm_backward_params(xp, x, r, x, w),
+    "cross_entropy": lambda k, xp, x, w, t, r: k.cross_entropy(xp, x, t, -100, 0.1),
+    "cross_entropy_backward": lambda k, xp, x, w, t, r: k.cross_entropy_backward(xp, x, t, r, 1.0, -100, 0.1),
+    "embedding_backward": lambda k, xp, x, w, t, r: k.embedding_backward(xp, x[:4], t, x),
+    "square_sum": lambda k, xp, x, w, t, r: k.square_sum(xp, x.reshape(-1)),
+    "attention": lambda k, xp, x, w, t, r: k.attention(xp, *[x.reshape(1, 2, 3, C)] * 3, True, 0.5),
+    "attention_backward": lambda k, xp, x, w, t, r: k.attention_backward(
+        xp, *[x.reshape(1, 2, 3, C)] * 4, r.reshape(1, 2, 3), x.reshape(1, 2, 3, C), True, 0.5
+    ),
+}  # fmt: skip
+
+
+def test_every_kernel_is_here():
+    missing = set(kernels.__all__) - {name.split()[0] for name in CALLS} - {"NUMBA", "chosen", "use"}
+    assert not missing
+
+
+def described(results):
+    results = results if isinstance(results, tuple) else (results,)
+    return [(tuple(r.shape), r.dtype) if hasattr(r, "shape") else type(r) for r in results]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_same_shapes_and_dtypes(name, dtype):
+    wide = np.float32 if dtype.itemsize == 2 else dtype
+    real = (np.ones((N, C), dtype), np.ones(C, dtype), np.ones(N, np.int64), np.ones(N, wide))
+    ghosts = [ShapeArray(a.shape, a.dtype) for a in real]
+    assert described(CALLS[name](kernels, shapes, *ghosts)) == described(CALLS[name](kernels, np, *real))
+
+
+def test_misfits_are_seen():
+    with pytest.raises(ValueError, match="2 columns meet 3 rows"):
+        attention(shapes, *(ShapeArray((1, 1, 4, d)) for d in (2, 3, 3)), True, 1.0)
+    with pytest.raises(ValueError, match=r"from shape \(6, 2\)"):
+        embedding_backward(shapes, ShapeArray((5, 3)), ShapeArray((6,), "int64"), ShapeArray((6, 2)))
