@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Random", "block", "normal", "permutation", "uniform"]
+__all__ = ["Moment", "Random", "block", "normal", "permutation", "uniform"]
 
 PIECE = 1 << 16  # elements made at a time: temporaries stay in cache and do not grow with the range
 WORDS = 4  # raw numbers per step of Philox's counter
@@ -53,28 +53,42 @@ def permutation(seed: int, name: str, n: int) -> np.ndarray:
     return np.argsort(block(seed, name, 0, n), kind="stable")
 
 
-@dataclass(frozen=True)
-class Random:
-    """The random numbers a layer sees: of one seed, layer path and step; `row` is the global index of its sample 0."""
+@dataclass
+class Moment:
+    """Where a run is: the step, and the global index of sample 0 of the microbatch. Moves on for all that share it."""
 
-    seed: int
-    path: str = ""
     step: int = 0
     row: int = 0
 
+
+@dataclass(frozen=True, init=False)
+class Random:
+    """The random numbers a layer sees: of one seed, layer path and moment."""
+
+    seed: int
+    path: str
+    moment: Moment
+
+    def __init__(self, seed: int, path: str = "", step: int = 0, row: int = 0, moment: Moment | None = None) -> None:
+        """step and row begin a moment of their own; moment is one that is shared."""
+        object.__setattr__(self, "seed", seed)
+        object.__setattr__(self, "path", path)
+        object.__setattr__(self, "moment", moment or Moment(step, row))
+
     def at(self, name: str) -> Random:
         """The numbers of child `name`; the root's path is empty."""
-        return replace(self, path=f"{self.path}.{name}" if self.path and name else self.path or name)
+        path = f"{self.path}.{name}" if self.path and name else self.path or name
+        return Random(self.seed, path, moment=self.moment)
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
         """float32 in [0, 1) on the device of `xp`; dim 0 of `shape` is samples.
 
-        Element (i, j) is number `(row + i) * prod(shape[1:]) + j` of the stream, its top 24 bits.
+        Element (i, j) is number `(moment.row + i) * prod(shape[1:]) + j` of the stream, its top 24 bits.
         """
         if getattr(xp, "holds_no_data", False):
             return xp.empty(shape, dtype=np.float32)
         width = math.prod(shape[1:])
-        name, start = f"{self.path}@{self.step}", self.row * width
+        name, start = f"{self.path}@{self.moment.step}", self.moment.row * width
 
         def piece(a: int, b: int) -> np.ndarray:
             return (block(self.seed, name, a, b) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)

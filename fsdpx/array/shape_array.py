@@ -139,7 +139,8 @@ class ShapeArray:
         if any(_is_mask(i) for i in (index if isinstance(index, tuple) else (index,))):
             return  # how many elements a mask selects depends on data
         want, got = selected(self.shape, index), np.shape(value) if not isinstance(value, ShapeArray) else value.shape
-        if np.broadcast_shapes(want, got) != want and math.prod(got) != math.prod(want):
+        more = max(0, len(got) - len(want))  # leading dims of 1 may be dropped
+        if not _broadcasts(got[more:], want) or any(n != 1 for n in got[:more]):
             raise ValueError(f"could not broadcast input array from shape {got} into shape {want}")
 
     def __matmul__(self, other: Any) -> ShapeArray:
@@ -175,7 +176,7 @@ class Elementwise:
 
 def stored(out: ShapeArray, result: ShapeArray) -> ShapeArray:
     """`out`, if NumPy would let `result` be written into it."""
-    if np.broadcast_shapes(out.shape, result.shape) != out.shape:
+    if not _broadcasts(result.shape, out.shape):
         raise ValueError(f"non-broadcastable output operand with shape {out.shape} for shape {result.shape}")
     if not np.can_cast(result.dtype, out.dtype, "same_kind"):
         raise TypeError(f"cannot cast output from {result.dtype} to {out.dtype} with casting rule 'same_kind'")
@@ -228,6 +229,12 @@ def _filled(x: ShapeArray, wanted: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x.size // known if n == -1 else n for n in wanted)
 
 
+def _broadcasts(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
+    """Whether `into` holds whole copies of `shape`."""
+    pairs = zip(reversed(shape), reversed(into), strict=False)
+    return len(shape) <= len(into) and all(n in (1, m) for n, m in pairs)
+
+
 def _dim(dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise np.exceptions.AxisError(dim, ndim)
@@ -246,9 +253,9 @@ def _is_mask(index: Any) -> bool:
     return getattr(index, "dtype", None) == np.bool_ and getattr(index, "ndim", 0) > 0
 
 
-def _binary(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def _binary(short: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """The operator, its reflected form and its in-place form."""
-    function = elementwise(name)
+    function = Elementwise(getattr(operator, f"__{short}__"))
 
     def forward(self: ShapeArray, other: Any) -> Any:
         return function(self, other)
@@ -262,28 +269,17 @@ def _binary(name: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable
     return forward, reflected, in_place
 
 
-def _unary(name: str) -> Callable[..., Any]:
-    function = elementwise(name)
+def _unary(short: str) -> Callable[..., Any]:
+    function = Elementwise(getattr(operator, f"__{short}__"))
     return lambda self: function(self)
 
 
-OPERATORS = {
-    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "true_divide", "floordiv": "floor_divide",
-    "mod": "remainder", "pow": "power", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
-    "lshift": "left_shift", "rshift": "right_shift",
-}  # fmt: skip
-COMPARISONS = {
-    "eq": "equal", "ne": "not_equal", "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
-}  # fmt: skip
-UNARY = {"neg": "negative", "pos": "positive", "abs": "absolute", "invert": "invert"}
-
-for _short, _name in OPERATORS.items():
-    for _prefix, _method in zip(("", "r", "i"), _binary(_name), strict=True):
+for _short in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split():
+    for _prefix, _method in zip(("", "r", "i"), _binary(_short), strict=True):
         setattr(ShapeArray, f"__{_prefix}{_short}__", _method)
-for _short, _name in COMPARISONS.items():
-    setattr(ShapeArray, f"__{_short}__", _binary(_name)[0])
-for _short, _name in UNARY.items():
-    setattr(ShapeArray, f"__{_short}__", _unary(_name))
-for _name in ("sum", "mean", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "std"):
+for _short in "eq ne lt le gt ge".split():
+    setattr(ShapeArray, f"__{_short}__", _binary(_short)[0])
+for _short in "neg pos abs invert".split():
+    setattr(ShapeArray, f"__{_short}__", _unary(_short))
+for _name in "sum mean max min prod any all argmax argmin var std".split():
     setattr(ShapeArray, _name, reduced(_name))
-ShapeArray.__hash__ = None  # type: ignore[assignment]

@@ -9,15 +9,16 @@ from fsdpx.nn.layer import Env
 __all__ = ["backward", "backward_input", "backward_params", "forward"]
 
 Arrays = list[dict[str, Any]]
+Envs = list[Env]
 
 
-def forward(unit: Unit, env: Env, params: Arrays, values: dict[int, Any], keep: bool) -> list[Any]:
+def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep: bool) -> list[Any]:
     """Run the nodes on `values` (value -> array, extended in place); per node what backward needs, or nothing."""
     saved = []
-    for node, p in zip(unit.nodes, params, strict=True):
+    for node, env, p in zip(unit.nodes, envs, params, strict=True):
         x = values[node.inputs[0]] if len(node.inputs) == 1 else tuple(values[v] for v in node.inputs)
         try:
-            values[node.output], kept = node.layer.forward(env.at(node.path), p, x)
+            values[node.output], kept = node.layer.forward(env, p, x)
         except Exception as error:
             error.add_note(f"in forward of layer {node.path!r} {node.layer!r}")
             raise
@@ -25,33 +26,33 @@ def forward(unit: Unit, env: Env, params: Arrays, values: dict[int, Any], keep: 
     return saved
 
 
-def backward(unit: Unit, env: Env, params: Arrays, grads: Arrays, saved: list[Any], dvalues: dict[int, Any]) -> None:
+def backward(unit: Unit, envs: Envs, params: Arrays, grads: Arrays, saved: list[Any], dvalues: dict[int, Any]) -> None:
     """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs."""
     for i in reversed(range(len(unit.nodes))):
-        kept = _node_input(unit, i, env, params[i], saved[i], dvalues)
+        kept = _node_input(unit, i, envs[i], params[i], saved[i], dvalues)
         saved[i] = None
-        _node_params(unit, i, env, grads[i], kept)
+        _node_params(unit, i, envs[i], grads[i], kept)
 
 
-def backward_input(unit: Unit, env: Env, params: Arrays, saved: list[Any], dvalues: dict[int, Any]) -> list[Any]:
+def backward_input(unit: Unit, envs: Envs, params: Arrays, saved: list[Any], dvalues: dict[int, Any]) -> list[Any]:
     """The first half only; what `backward_params` needs, per node."""
     kept: list[Any] = [None] * len(unit.nodes)
     for i in reversed(range(len(unit.nodes))):
-        kept[i] = _node_input(unit, i, env, params[i], saved[i], dvalues)
+        kept[i] = _node_input(unit, i, envs[i], params[i], saved[i], dvalues)
         saved[i] = None
     return kept
 
 
-def backward_params(unit: Unit, env: Env, grads: Arrays, kept: Sequence[Any]) -> None:
+def backward_params(unit: Unit, envs: Envs, grads: Arrays, kept: Sequence[Any]) -> None:
     """The second half only: adds into `grads`."""
     for i in reversed(range(len(unit.nodes))):
-        _node_params(unit, i, env, grads[i], kept[i])
+        _node_params(unit, i, envs[i], grads[i], kept[i])
 
 
 def _node_input(unit: Unit, i: int, env: Env, p: Mapping[str, Any], saved: Any, dvalues: dict[int, Any]) -> Any:
     node = unit.nodes[i]
     try:
-        dx, kept = node.layer.backward_input(env.at(node.path), p, saved, dvalues.pop(node.output))
+        dx, kept = node.layer.backward_input(env, p, saved, dvalues.pop(node.output))
     except Exception as error:
         error.add_note(f"in backward of layer {node.path!r} {node.layer!r}")
         raise
@@ -67,7 +68,7 @@ def _node_params(unit: Unit, i: int, env: Env, g: Mapping[str, Any], kept: Any) 
         return
     node = unit.nodes[i]
     try:
-        node.layer.backward_params(env.at(node.path), g, kept)
+        node.layer.backward_params(env, g, kept)
     except Exception as error:
         error.add_note(f"in the parameter gradients of layer {node.path!r} {node.layer!r}")
         raise

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.arena import Arena
+from fsdpx.array.random import Moment, Random
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.counted import Counters
 from fsdpx.comm.mesh import Axes
@@ -17,6 +18,7 @@ from fsdpx.engine.scaler import Scaler
 from fsdpx.layout.state import PageState
 from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
 from fsdpx.layout.units import Layout
+from fsdpx.nn.layer import Env
 from fsdpx.program import Action, Stage
 
 __all__ = ["Clock", "Engine", "Microbatch", "Options"]
@@ -85,6 +87,7 @@ class Engine:
     store: dict[str, Any] = field(default_factory=dict)
     batch: list[Microbatch | None] = field(default_factory=list)
     training: bool = True
+    moment: Moment = field(default_factory=Moment)
     steps: int = 0
     clock: Clock = field(default_factory=Clock)
     flying: list[Any] = field(default_factory=list)  # handles to poke
@@ -121,6 +124,21 @@ class Engine:
             most = max(most, len(stack.entries) + 1)
             stack.push(Node(0, c), None)
         return most
+
+    @property
+    def env(self) -> Env:
+        return self._worlds[self.training][0]
+
+    def envs(self, unit: int) -> list[Env]:
+        """One world per node, made once: what moves in them is the moment."""
+        return self._worlds[self.training][1][unit]
+
+    @cached_property
+    def _worlds(self) -> dict[bool, tuple[Env, list[list[Env]]]]:
+        random = Random(self.options.seed, moment=self.moment)
+        roots = {training: Env(self.xp, self.axes, random, training) for training in (True, False)}
+        units = self.layout.units
+        return {t: (root, [[root.at(n.path) for n in u.nodes] for u in units]) for t, root in roots.items()}
 
     def nodes(self, ranks: range) -> tuple[Node, ...]:
         """What the chunks of consecutive data ranks add up to."""

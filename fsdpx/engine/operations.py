@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdpx.array.kernels import square_sum
-from fsdpx.array.random import Random
 from fsdpx.array.sums import block_squares, exact_sum, expansion
 from fsdpx.comm.communicator import DONE
 from fsdpx.comm.steps import Finish
@@ -50,8 +49,15 @@ class Scale:
 
 
 def _env(engine: Engine, batch: Microbatch) -> Env:
-    random = Random(engine.options.seed, "", engine.steps, batch.row)
-    return Env(engine.xp, engine.axes, random, engine.training)
+    """The world as the loss sees it, at this microbatch."""
+    engine.moment.step, engine.moment.row = engine.steps, batch.row
+    return engine.env
+
+
+def _envs(engine: Engine, unit: int, batch: Microbatch) -> list[Env]:
+    """The world as each node of a unit sees it."""
+    _env(engine, batch)
+    return engine.envs(unit)
 
 
 def load(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -80,7 +86,7 @@ def _forward(
         return [None] * len(unit.gives), None
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
-    saved = compute.forward(engine.layout.units[u], _env(engine, batch), room.views.params(u, pages), values, keep)
+    saved = compute.forward(engine.layout.units[u], _envs(engine, u, batch), room.views.params(u, pages), values, keep)
     outputs = [values[v] for v in unit.gives]
     if engine.options.check_finite:
         for output in outputs:
@@ -98,7 +104,7 @@ def backward(engine: Engine, room: Room, action: Action, taken: Values, read: Va
     inner, dvalues = _dvalues(engine, unit, taken, have)
     views = _gradient_views(engine, room, action, pages, gradients)
     params, grads = room.views.params(u, read), room.views.grads(u, views)
-    compute.backward(engine.layout.units[u], _env(engine, batch), params, grads, taken[len(unit.gives)], dvalues)
+    compute.backward(engine.layout.units[u], _envs(engine, u, batch), params, grads, taken[len(unit.gives)], dvalues)
     _check_gradients(engine, action, views)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
@@ -110,7 +116,7 @@ def backward_input(engine: Engine, room: Room, action: Action, taken: Values, re
         return (None, *added)
     inner, dvalues = _dvalues(engine, unit, taken, added)
     saved, params = taken[len(unit.gives)], room.views.params(u, read)
-    kept = compute.backward_input(engine.layout.units[u], _env(engine, batch), params, saved, dvalues)
+    kept = compute.backward_input(engine.layout.units[u], _envs(engine, u, batch), params, saved, dvalues)
     return (kept, *(dvalues.get(v) for v in inner))
 
 
@@ -120,7 +126,7 @@ def backward_params(engine: Engine, room: Room, action: Action, taken: Values, r
     gradients = _gradients(room, pages, added)
     if batch is not None:
         views = _gradient_views(engine, room, action, pages, gradients)
-        compute.backward_params(engine.layout.units[u], _env(engine, batch), room.views.grads(u, views), taken[0])
+        compute.backward_params(engine.layout.units[u], _envs(engine, u, batch), room.views.grads(u, views), taken[0])
         _check_gradients(engine, action, views)
     return tuple(gradients)
 

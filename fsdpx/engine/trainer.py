@@ -51,7 +51,7 @@ class Trainer:
         self.weight = 0.0  # what the last `evaluate` averaged over
         self._model = model
         self._programs: dict[Request, Bound] = {}
-        self._fits: set[tuple[Any, ...]] = set()
+        self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._local = False
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -237,13 +237,12 @@ class Trainer:
         engine = self.engine
         from fsdpx.array.shapes import ShapeArray
 
-        key = tuple((a.shape[1:], str(a.dtype)) for a in inputs)
-        outputs = None
-        if key not in self._fits or target is not None:
+        key = tuple((a.shape, str(a.dtype)) for a in inputs)
+        shapes = self._fits.get(key)
+        if shapes is None:
             outputs = infer(self._model, [ShapeArray(a.shape, a.dtype) for a in inputs], engine.dtype)
-            self._fits.add(key)
-        if target is not None and outputs is not None:
-            shapes = [tuple(o.shape) for o in outputs]
+            shapes = self._fits[key] = [tuple(o.shape) for o in outputs]
+        if target is not None:
             engine.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
         if engine.options.check_finite:
             for name, array in zip(engine.layout.inputs, inputs, strict=True):

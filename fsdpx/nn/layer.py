@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.errors import ConfigError
@@ -60,7 +60,7 @@ class Env:
 
     def at(self, name: str) -> Env:
         """The same world one name further down: the random numbers of child `name`."""
-        return replace(self, random=self.random.at(name))
+        return Env(self.xp, self.mesh, self.random.at(name), self.training)
 
 
 class Layer(ABC):

@@ -37,7 +37,7 @@ def test_an_element_does_not_see_its_place(name, kind, mode, a, b, step):
 def test_the_same_call_gives_the_same_bits(mode, kind):
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(40, 130)).astype(kind), rng.normal(size=130).astype(kind)
-    q = rng.normal(size=(2, 2, 70, 8)).astype(kind)
+    q, k, v = rng.normal(size=(3, 2, 2, 70, 8)).astype(kind)  # three: NumPy computes a @ a.T in another way
     for run in (
         lambda a: kernels.layer_norm(np, a, w, w, 1e-5)[0],
         lambda a: kernels.softmax(np, a),
@@ -46,11 +46,11 @@ def test_the_same_call_gives_the_same_bits(mode, kind):
         moved = np.empty(x.size + 1, kind)[1:].reshape(x.shape)  # other alignment, same numbers
         moved[...] = x
         assert run(x).tobytes() == run(moved).tobytes() == run(np.asfortranarray(x).copy("C")).tobytes()
-    o = kernels.attention(np, q, q, q, True, 0.3)[0]
-    assert np.array_equal(o, kernels.attention(np, q.copy(), q.copy(), q.copy(), True, 0.3)[0])
+    o = kernels.attention(np, q, k, v, True, 0.3)[0]
+    assert np.array_equal(o, kernels.attention(np, q.copy(), k.copy(), v.copy(), True, 0.3)[0])
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("float64", 4e-15), ("float32", 1e-6)])
+@pytest.mark.parametrize(("kind", "tolerance"), [("float64", 1e-14), ("float32", 2e-6)])
 def test_gelu_keeps_its_relative_accuracy_in_the_tail(mode, kind, tolerance):
     x = np.linspace(-8, 3, 500).astype(kind)
     x = x[x != 0]
@@ -77,7 +77,8 @@ def test_large_numbers_do_not_overflow(mode):
     assert np.array_equal(kernels.softmax(np, x), [[1, 0, 0, 0]])
     assert np.array_equal(kernels.sigmoid(np, x)[0, :3], [1.0, 0.0, 0.5])
     assert np.array_equal(kernels.silu(np, x)[0, :3], np.array([1e30, 0.0, 0.0], np.float32))
-    assert np.isfinite(kernels.gelu_backward(np, np.array([-15.0, 15.0, -200.0, 200.0], np.float32), np.float32([1] * 4))).all()
+    far = np.array([-15.0, 15.0, -200.0, 200.0], np.float32)
+    np.testing.assert_allclose(kernels.gelu_backward(np, far, np.ones_like(far)), [0, 1, 0, 1], atol=1e-30)
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -5,8 +5,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from oracle import Draw, close, tensor  # noqa: E402
+
 from fsdpx.array import kernels  # noqa: E402
-from tests.array.oracle import Draw, close, tensor  # noqa: E402
 
 F = torch.nn.functional
 WIDTH = 37  # no multiple of a vector's length
