@@ -65,7 +65,7 @@ def step(comm, layers, helds, loss, optimizer, number, x, y):
     """One update on a global batch of which this rank has the samples x, y; returns the mean loss of all."""
     env = nn.Env(np, alone(), Random(0))
     kept = []
-    for layer, held in zip(layers, helds):
+    for layer, held in zip(layers, helds, strict=True):
         p = gather(comm, held)  # alive for this layer only: freed when p is bound again
         x, saved = layer.forward(env, p, x)
         kept.append(saved)
@@ -76,7 +76,7 @@ def step(comm, layers, helds, loss, optimizer, number, x, y):
     comm.all_reduce(totals).wait()
 
     parts = []
-    for layer, held, saved in zip(reversed(layers), reversed(helds), reversed(kept)):
+    for layer, held, saved in zip(reversed(layers), reversed(helds), reversed(kept), strict=True):
         p, grad = gather(comm, held), np.zeros(held.size)
         dy, rest = layer.backward_input(env, p, saved, dy)
         layer.backward_params(env, views(held, grad), rest)
@@ -84,7 +84,7 @@ def step(comm, layers, helds, loss, optimizer, number, x, y):
         comm.reduce_scatter(grad, part).wait()  # REDUCE: the sum over all ranks, each keeps its shard of it
         parts.append(part)
 
-    for held, part in zip(helds, reversed(parts)):  # UPDATE: on the shard alone; the one division is here
+    for held, part in zip(helds, reversed(parts), strict=True):  # UPDATE: on the shard alone; divides once, here
         optimizer.update(
             np, held.shard, part, held.slots,
             lr=optim.rate(optimizer, number), step=number, segments=held.segments, scale=1.0 / totals[1],

@@ -176,10 +176,10 @@ class Elementwise:
 
 def stored(out: ShapeArray, result: ShapeArray) -> ShapeArray:
     """`out`, if NumPy would let `result` be written into it."""
-    if not _broadcasts(result.shape, out.shape):
-        raise ValueError(f"non-broadcastable output operand with shape {out.shape} for shape {result.shape}")
     if not np.can_cast(result.dtype, out.dtype, "same_kind"):
         raise TypeError(f"cannot cast output from {result.dtype} to {out.dtype} with casting rule 'same_kind'")
+    if not _broadcasts(result.shape, out.shape):
+        raise ValueError(f"non-broadcastable output operand with shape {out.shape} for shape {result.shape}")
     return out
 
 

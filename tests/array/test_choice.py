@@ -95,7 +95,7 @@ def test_a_full_disk_warns_and_the_kernel_runs(jit, monkeypatch, tmp_path):
         assert kernel(2.0) == 4.0
 
 
-def test_each_signature_has_its_own_file_and_is_found_again(jit, tmp_path):
+def test_each_signature_and_version_has_its_own_file(jit, monkeypatch, tmp_path):
     def counted():
         kernel = jit.jit(_double)
         kernel._cache._cache_path = str(tmp_path)
@@ -105,6 +105,8 @@ def test_each_signature_has_its_own_file_and_is_found_again(jit, tmp_path):
     assert counted() == 0
     assert len(list(tmp_path.glob("*.nbi"))) == 2
     assert counted() == 2
+    monkeypatch.setattr(jit, "_fingerprint", lambda: "sources of another version")
+    assert counted() == 0
 
 
 def _double(x):

@@ -68,7 +68,16 @@ def test_basic_indexing(data, shape):
 @given(st.data(), hnp.array_shapes(min_dims=2, max_dims=4, min_side=2, max_side=4))
 def test_integer_array_indexing(data, shape):
     rows = data.draw(hnp.arrays(np.int64, st.sampled_from([(3,), (2, 1), ()]), elements=st.integers(0, 1)))
-    for index in ((rows,), (slice(None), rows), (rows, rows), (rows, slice(None), 1), (..., rows), (None, rows, 0)):
+    for index in (
+        (rows,),
+        (slice(None), rows),
+        (rows, rows),
+        (rows, slice(None), 1),
+        (..., rows),
+        (None, rows, 0),
+        (slice(None), rows, slice(None), rows),
+        (slice(None), 1, None, rows),
+    ):
         kept = tuple(i for i in index if i is not None and i is not ...)
         if len(kept) <= len(shape):
             want = np.ones(shape)[index].shape
@@ -146,6 +155,10 @@ def test_assignment_must_fit():
     x[0] = ShapeArray((3,))
     x[...] = 1.0
     x[x > 0] = 0.0
+    x[...] = ShapeArray((2, 1))
+    x[0] = ShapeArray((1, 1, 3))
+    with pytest.raises(ValueError, match=r"from shape \(2, 3\) into shape \(3,\)"):
+        x[0] = ShapeArray((2, 3))
     with pytest.raises(ValueError, match=r"from shape \(4,\) into shape \(3,\)"):
         x[0] = ShapeArray((4,))
 

@@ -1,0 +1,177 @@
+"""The documentation is true: its blocks run and print what it says, its links, targets and command lines exist."""
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.config import PRESETS
+from fsdpx.launch import environment
+from fsdpx.program import VERBS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "launch/README.md")]
+PAGES += sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts)
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```\n)?", re.S | re.M)
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def shell(page: Path) -> list[str]:
+    """The commands of a page's ```sh blocks, without comments."""
+    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), re.S | re.M)
+    lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=name)
+def test_blocks_run_and_print_what_follows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fsdpx.finalize()
+    scope: dict[str, Any] = {"__name__": "page"}
+    try:
+        for block in BLOCK.finditer(page.read_text()):
+            out = io.StringIO()
+            with contextlib.redirect_stdout(out):
+                exec(compile(block["code"], name(page), "exec", dont_inherit=True), scope)
+            if block["printed"] is not None:
+                assert out.getvalue() == block["printed"], block["code"]
+    finally:
+        fsdpx.finalize()
+
+
+def test_the_picture_in_the_readme_is_what_show_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    from fsdpx.__main__ import main
+
+    assert main(["show", "many", "--ranks", "4"]) == 0
+    shown = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    picture = re.search(r"^```text\n(LOAD.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)
+    assert picture
+    lines = picture[1].splitlines()
+    start = shown.index(lines[0])
+    assert shown[start : start + len(lines)] == lines
+
+
+def walk() -> Any:
+    spec = importlib.util.spec_from_file_location("walk", DOCS / "tutorial" / "walk.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["walk"] = importlib.util.module_from_spec(spec)  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(lr=0.1, momentum=0.9), optim.AdamW(lr=1e-2)], ids=["SGD", "AdamW"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_the_walk_gives_what_the_trainer_gives(ranks: int, optimizer: optim.Optimizer) -> None:
+    rng = np.random.default_rng(0)
+    layers = [nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 3)]
+    batches = [(rng.standard_normal((n, 6)), rng.integers(0, 3, n)) for n in (13, 13, 2)]  # the last leaves ranks empty
+    loss, plain = nn.CrossEntropy(), walk()
+
+    def both(comm: Communicator) -> None:
+        losses, full = plain.train(comm, layers, loss, optimizer, batches, seed=3)
+        trainer = nn.Chain(*layers).as_distributed(
+            loss=loss, optimizer=optimizer, strategy="fsdp", comm=comm, precision="float64", group_bytes=0, seed=3
+        )
+        for wanted, (x, y) in zip(losses, batches, strict=True):
+            mine = slice(len(x) * comm.rank // comm.size, len(x) * (comm.rank + 1) // comm.size)
+            assert trainer.step(x[mine], y[mine]) == pytest.approx(wanted, rel=1e-12)
+        for key, value in trainer.parameters().items():
+            np.testing.assert_allclose(value, full[key], rtol=1e-12, atol=1e-15, err_msg=key)
+
+    spawn(both, ranks)
+
+
+def test_the_walk_is_short_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len((DOCS / "tutorial" / "walk.py").read_text().splitlines()) < 120
+    walk().main()
+    assert len(capsys.readouterr().out.split()) == 5
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
+    missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    listed = set()
+    for index in DOCS.rglob("index.md"):
+        for block in re.findall(r"```{toctree}\n(.*?)```", index.read_text(), re.S):
+            entries = [line.strip() for line in block.splitlines() if line.strip() and not line.startswith(":")]
+            listed |= {(index.parent / f"{entry}.md").resolve() for entry in entries}
+    pages = {p.resolve() for p in PAGES if DOCS in p.parents} - {(DOCS / "index.md").resolve()}
+    assert listed == pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_make_targets_exist(page: Path) -> None:
+    rules = re.findall(r"^([a-z][\w%-]*(?: [\w%-]+)*):(?!=)", (ROOT / "Makefile").read_text(), re.M)
+    known = "|".join(target.replace("%", r"\d+") for rule in rules for target in rule.split())
+    code = [*re.findall(r"`make ([^`]+)`", page.read_text()), *(c[5:] for c in shell(page) if c.startswith("make "))]
+    for words in code:
+        targets = [word for word in shlex.split(words) if "=" not in word and word != "-C"]
+        assert all(re.fullmatch(known, target) for target in targets), words
+
+
+class Parsed(Exception):
+    """Command line was accepted."""
+
+
+def module_lines() -> dict[str, tuple[str, list[str]]]:
+    """Every `python -m fsdpx...` of the pages: the whole line -> module and arguments."""
+    found = {}
+    for page in PAGES:
+        code = [*shell(page), *re.findall(r"`([^`\n]*python -m fsdpx[^`\n]*)`", page.read_text())]
+        for match in (re.search(r"python -m (fsdpx[\w.]*)( .*)?$", line) for line in code):
+            if match and match[0] != "python -m fsdpx":
+                found[match[0]] = (match[1], shlex.split(match[2] or ""))
+    return found
+
+
+@pytest.mark.parametrize("line", module_lines())
+def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise Parsed
+
+    monkeypatch.setattr("fsdpx.__main__._run", stop)  # what runs after parsing
+    monkeypatch.setattr(fsdpx, "init", stop)
+    module, arguments = module_lines()[line]
+    target = importlib.import_module("fsdpx.__main__" if module == "fsdpx" else module)
+    if module == "fsdpx.examples.custom_layer":
+        assert arguments == []  # it takes none
+    else:
+        with pytest.raises(Parsed):
+            target.main(arguments)
+
+
+def test_tables_name_what_there_is() -> None:
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
+    assert re.findall(r"^\| `([A-Z]+)` \|", contributing, re.M) == list(VERBS)
+    for page in (ROOT / "README.md", DOCS / "strategies.md"):
+        assert set(re.findall(r'^\| `"(\w+)"`(?:, `"(\w+)"`)?', page.read_text(), re.M)) >= {
+            (preset, "") for preset in PRESETS if preset not in ("zero3", "fsdp")
+        }
+    variables = set(re.findall(r'"(FSDPX_\w+)"', Path(environment.__file__).read_text()))
+    assert variables == set(re.findall(r"^\| `(FSDPX_\w+?)=", (DOCS / "launching.md").read_text(), re.M))
+
+
+@pytest.mark.parametrize("script", [*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch")], ids=name)
+def test_launch_scripts_are_bash(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
