@@ -1,5 +1,6 @@
 """Softmax row by row, each row staying in cache between its passes."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def _softmax_backward_rows(y, dy, dx):
 
 def _by_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     shape = arrays[0].shape
-    rows = [np.ascontiguousarray(a).reshape(int(np.prod(shape[:-1])), shape[-1]) for a in arrays]
+    rows = [np.ascontiguousarray(a).reshape(math.prod(shape[:-1]), shape[-1]) for a in arrays]
     out = np.empty_like(rows[0])
     loop(*rows, out)
     return out.reshape(shape)
