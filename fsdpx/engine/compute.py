@@ -10,6 +10,8 @@ __all__ = ["backward", "backward_input", "backward_params", "forward"]
 
 Arrays = list[dict[str, Any]]
 Envs = list[Env]
+NOTHING = object()
+"""What is kept of a node that gets no gradient."""
 
 
 def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep: bool) -> list[Any]:
@@ -51,12 +53,16 @@ def backward_params(unit: Unit, envs: Envs, grads: Arrays, kept: Sequence[Any]) 
 
 def _node_input(unit: Unit, i: int, env: Env, p: Mapping[str, Any], saved: Any, dvalues: dict[int, Any]) -> Any:
     node = unit.nodes[i]
+    dy = dvalues.pop(node.output, None)
+    if dy is None:  # nothing that counts depends on this node
+        return NOTHING
     try:
-        dx, kept = node.layer.backward_input(env, p, saved, dvalues.pop(node.output))
+        dx, kept = node.layer.backward_input(env, p, saved, dy)
     except Exception as error:
         error.add_note(f"in backward of layer {node.path!r} {node.layer!r}")
         raise
-    for value, gradient in zip(node.inputs, (dx,) if len(node.inputs) == 1 else dx, strict=True):
+    several = dx if len(node.inputs) > 1 and dx is not None else (dx,) * len(node.inputs)
+    for value, gradient in zip(node.inputs, several, strict=True):
         if gradient is not None:
             have = dvalues.get(value)
             dvalues[value] = gradient if have is None else have + gradient
@@ -64,7 +70,7 @@ def _node_input(unit: Unit, i: int, env: Env, p: Mapping[str, Any], saved: Any, 
 
 
 def _node_params(unit: Unit, i: int, env: Env, g: Mapping[str, Any], kept: Any) -> None:
-    if not g:
+    if not g or kept is NOTHING:
         return
     node = unit.nodes[i]
     try:

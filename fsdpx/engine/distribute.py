@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from fsdpx import config
 from fsdpx.array.arena import Arena
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
-from fsdpx.comm.codecs import Codec
+from fsdpx.comm.codecs import Codec, Plain
 from fsdpx.comm.codecs import codec as codec_of
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.functional import default, init
+from fsdpx.comm.functional import default
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.mesh import Axes, Mesh, connect
 from fsdpx.comm.opening import adopt
+from fsdpx.comm.opening import world as open_world
 from fsdpx.config import Precision, Sharding
 from fsdpx.engine.batch import check_chunks
 from fsdpx.engine.engine import Engine, Options
@@ -61,7 +65,7 @@ def distribute(
 
     loss, optimizer: from `fsdpx.nn` and `fsdpx.optim`. strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or
     `fsdpx.Sharding(...)`. mesh: widths of the axes; they replace those of the strategy. comm: an mpi4py communicator
-    (duplicated) or a `Communicator`, by default that of `fsdpx.init()`; backend: what `init` is to use.
+    (duplicated) or a `Communicator`, by default that of `fsdpx.init()`; backend: "mpi" or "local" opens one anew.
     microbatches: how many pieces each rank's batch runs in. seed: of initialisation and dropout, independent of the
     layout. precision: "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`. clip_norm: largest global
     gradient norm. group_bytes: smaller layers are grouped until a unit holds that many bytes of parameters.
@@ -72,10 +76,8 @@ def distribute(
     check_finite: look for NaN and Inf in every unit.
     """
     check_chunks(chunks, microbatches)
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ConfigError(f"microbatches={microbatches!r}: a positive number")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ConfigError(f"clip_norm={clip_norm!r}: a positive number, or None")
+    _check_numbers(microbatches=microbatches, clip_norm=clip_norm, seed=seed, group_bytes=group_bytes, ahead=ahead)
+    _check_parts(model, loss, optimizer, mesh, frozen)
     formats, ordered, xp = config.precision(precision), sort(model), namespace(device)
     dtype = dtype_of(formats.compute)
     world = _world(comm, backend)
@@ -83,8 +85,15 @@ def distribute(
     axes, placement = _axes(strategy, mesh, world, guard, ahead)
     _check_model(ordered, chunks)
     layout = lay_out(ordered, dtype.itemsize, group_bytes, frozen)
-    carried = codec_of(codec, formats.reduce, formats.compute)
-    wire = dtype_of(formats.params)
+    carried = codec_of(codec, formats.sums, formats.compute)
+    if chunks is not None and not isinstance(carried, Plain):
+        raise ConfigError(
+            f"chunks={chunks}: chunks travel and are added in {formats.compute}; leave codec out, and for 16-bit "
+            "parameters say precision=fsdpx.Precision(params='bf16')"
+        )
+    options = Options(seed, clip_norm, chunks, check_finite)
+    _agree(world, placement, formats, options, layout, optimizer, loss, type(carried).__name__, microbatches, device)
+    wire = dtype_of(formats.wire)
     engine = Engine(
         xp=xp,
         layout=layout,
@@ -99,7 +108,7 @@ def distribute(
         codec=carried,
         optimizer=optimizer,
         loss=loss,
-        options=Options(seed, clip_norm, chunks, check_finite),
+        options=options,
         pages=[],
         state={},
         scaler=Scaler.of(formats),
@@ -108,10 +117,64 @@ def distribute(
     return Trainer(engine, ordered, microbatches)
 
 
+def _check_numbers(**options: Any) -> None:
+    """microbatches and seed are needed, the others may be None."""
+    wanted = {
+        "microbatches": (int, 1, "a positive number"),
+        "clip_norm": (float, None, "a positive number, or None"),
+        "seed": (int, 0, "a whole number, 0 or more"),
+        "group_bytes": (int, 0, "a number of bytes, 0 or more"),
+        "ahead": (int, 0, "a number of pages, 0 or more"),
+    }
+    for name, value in options.items():
+        kind, least, text = wanted[name]
+        if value is None and name not in ("microbatches", "seed"):
+            continue
+        number = isinstance(value, int | np.integer) or (kind is float and isinstance(value, float))
+        if isinstance(value, bool) or not number or (value < least if least is not None else not value > 0):
+            raise ConfigError(f"{name}={value!r}: {text}")
+
+
+def _check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
+    if not isinstance(model, Layer):
+        raise ConfigError(f"the model is {model!r}: a layer such as nn.Chain(...) is needed")
+    for name, value, methods in (
+        ("loss", loss, ("forward", "backward", "validate")),
+        ("optimizer", optimizer, ("update", "slots", "lr")),
+    ):
+        if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
+            hint = f"{value.__name__}(...)" if isinstance(value, type) else "one of fsdpx.nn or fsdpx.optim"
+            raise ConfigError(f"{name}={value!r}: an object is needed, {hint}")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed")
+    if isinstance(frozen, str):
+        raise ConfigError(f"frozen={frozen!r}: a list of name patterns is needed, [{frozen!r}]")
+
+
+def _agree(world: Communicator, *choices: Any) -> None:
+    """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference."""
+    names = (
+        "strategy", "precision", "options", "model", "optimizer", "loss", "codec", "microbatches", "device",
+    )  # fmt: skip
+    everyone = world.all_gather_object([_text(choice) for choice in choices])
+    for rank, texts in enumerate(everyone):
+        for name, first, theirs in zip(names, everyone[0], texts, strict=True):
+            if first != theirs:
+                raise ConfigError(f"ranks differ in {name}: rank 0 has {first}, rank {rank} has {theirs}")
+
+
+def _text(choice: Any) -> str:
+    if isinstance(choice, Layout):
+        shapes = [(p.index, f.name, f.shape) for p in choice.pages for f in p.fields]
+        return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+    text = repr(choice)
+    return type(choice).__name__ if " at 0x" in text else text
+
+
 def _world(comm: Any, backend: str | None) -> Communicator:
     if comm is not None:
         return adopt(comm, backend)
-    return default() if backend is None else init(backend)
+    return default() if backend is None else open_world(backend)
 
 
 def _axes(

@@ -15,6 +15,7 @@ from fsdpx.comm.counted import Counters
 from fsdpx.comm.mesh import Axes
 from fsdpx.config import Precision, Sharding
 from fsdpx.engine.scaler import Scaler
+from fsdpx.engine.views import Views
 from fsdpx.layout.state import PageState
 from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
 from fsdpx.layout.units import Layout
@@ -86,7 +87,9 @@ class Engine:
     segments: dict[int, Any] = field(default_factory=dict)
     store: dict[str, Any] = field(default_factory=dict)
     batch: list[Microbatch | None] = field(default_factory=list)
+    views: Views | None = None
     training: bool = True
+    rows: int = 0  # samples of the global batch since the last update
     moment: Moment = field(default_factory=Moment)
     steps: int = 0
     clock: Clock = field(default_factory=Clock)
@@ -146,6 +149,11 @@ class Engine:
         first = chunks_of(self.options.chunks, ranks[0], self.axes.data.size)
         last = chunks_of(self.options.chunks, ranks[-1], self.axes.data.size)
         return nodes_of(self.options.chunks, range(first.start, last.stop))
+
+    def forget(self) -> None:
+        """After an error: what the broken program left in slots is lost, gradients included; parameters are whole."""
+        for slot in [slot for slot in self.store if not slot.startswith("shard")]:
+            del self.store[slot]
 
     def name(self, page: int) -> str:
         """A page in words, for errors: the names it holds."""

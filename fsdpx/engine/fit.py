@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpx.comm.communicator import ReduceOp
-from fsdpx.errors import ConfigError, NumericsError
+from fsdpx.errors import ConfigError, DataError, NumericsError
 
 if TYPE_CHECKING:
     from fsdpx.engine.trainer import Trainer
@@ -28,6 +28,7 @@ class History:
     validation: list[tuple[int, float]] = field(default_factory=list)
     epochs: int = 0
     reason: str = "all epochs done"
+    seconds: float = 0.0  # in training steps and their data, validation left out
 
     @property
     def best(self) -> float:
@@ -56,40 +57,60 @@ def fit(
     `every` steps without validation); if it says yes on any rank, all ranks end together. count: what a batch counts
     as on the progress line of rank 0, by default its samples on this rank times the ranks; unit: the word for it.
     """
+    if steps is not None and steps < 1:
+        raise ConfigError(f"fit(steps={steps}): at least 1, or None for whole epochs")
     if epochs < 1 or every < 1 or (patience is not None and (patience < 1 or validation is None)):
         raise ConfigError(
             f"fit(epochs={epochs}, every={every}, patience={patience}): all at least 1; patience needs validation"
         )
     history, line = History(), _Line(trainer, progress, unit, steps)
-    size = count or (
-        lambda x: len(next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x)
-    )
     first = getattr(loader, "epoch", 0)
     for epoch in range(first, first + epochs):
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
-        for x, y in loader:
-            loss = trainer.step(x, y)
-            if not math.isfinite(loss):
-                raise NumericsError(
-                    f"the loss is {loss} at step {trainer.steps}: distribute(..., check_finite=True) names its origin"
-                )
-            history.losses.append(loss)
+        batches, before = iter(loader), len(history.losses)
+        while (batch := _next(trainer, batches, history)) is not None:
+            x, y = batch
+            _step(trainer, x, y, history)
+            line.step(history.losses[-1], (count or _samples)(x) * trainer.engine.axes.data.size)
             done = len(history.losses)
-            line.step(loss, size(x) * trainer.engine.axes.data.size)
             last = steps is not None and done >= steps
             if (done % every == 0 or last) and _end(trainer, history, validation, patience, stop, line):
-                line.close()
-                return history
+                return line.close(history)
             if last:
                 history.reason = f"{steps} steps done"
-                line.close()
-                return history
+                return line.close(history)
+        if len(history.losses) == before:
+            raise DataError(f"fit: the loader gives no batch in epoch {epoch}; a generator serves one epoch only")
         history.epochs += 1
     if validation is not None and (not history.validation or history.validation[-1][0] != len(history.losses)):
         _validate(trainer, history, validation, line)
-    line.close()
-    return history
+    return line.close(history)
+
+
+def _next(trainer: Trainer, batches: Iterator[Any], history: History) -> Any:
+    """The next batch, or None on all ranks together; DataError on all of them if only some have one."""
+    begin = perf_counter()
+    batch = next(batches, None)
+    if batch is None:
+        trainer.no_batch()
+    history.seconds += perf_counter() - begin
+    return batch
+
+
+def _step(trainer: Trainer, x: Any, y: Any, history: History) -> None:
+    begin = perf_counter()
+    loss = trainer.step(x, y)
+    history.seconds += perf_counter() - begin
+    if not math.isfinite(loss):
+        raise NumericsError(
+            f"the loss is {loss} at step {trainer.steps}: distribute(..., check_finite=True) names its origin"
+        )
+    history.losses.append(loss)
+
+
+def _samples(x: Any) -> int:
+    return len(next(iter(x.values())) if isinstance(x, dict) else x[0] if isinstance(x, tuple) else x)
 
 
 def _end(
@@ -160,9 +181,10 @@ class _Line:
         if self.on and not self.terminal:
             self._write(f"step {self.done}  validation loss {loss:.4f}")
 
-    def close(self) -> None:
+    def close(self, history: History) -> History:
         if self.on and self.terminal:
             sys.stderr.write("\n")
+        return history
 
     def _write(self, text: str) -> None:
         sys.stderr.write(f"\r\x1b[K{text}" if self.terminal else text + "\n")

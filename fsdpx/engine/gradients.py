@@ -1,14 +1,15 @@
 """Full gradients of a page while backward adds into them, and how they become this rank's reduced part."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fsdpx.comm.communicator import Communicator, Handle, split_evenly
+from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
 from fsdpx.engine.engine import Engine
 from fsdpx.layout.state import PageState
 from fsdpx.layout.tree import Node, Stack
 
-__all__ = ["Chunked", "Gradient", "Pending", "Plainly", "reduce", "scratch_nbytes"]
+__all__ = ["Chunked", "Gradient", "Pending", "Plainly", "Subtrees", "join", "reduce", "scratch_nbytes"]
 
 
 class Pending:
@@ -37,10 +38,10 @@ class Plainly:
 
 
 class Chunked:
-    """Gradients of chunks, added along the canonical tree. `buffer` has room for all partial sums alive at once."""
+    """Gradients of chunks, added along the canonical tree. leaves: buffers for all partial sums alive at once."""
 
-    def __init__(self, buffer: Any, size: int, copies: int, chunks: range, total: int) -> None:
-        self.free = [buffer[i * size : (i + 1) * size] for i in reversed(range(copies))]
+    def __init__(self, leaves: list[Any], chunks: range, total: int) -> None:
+        self.free = leaves[::-1]
         self.chunks = chunks
         self.stack: Stack[Any] = Stack(total, self._add)
         self.current: tuple[int, Any] | None = None
@@ -75,37 +76,40 @@ Gradient = Plainly | Chunked
 
 
 def reduce(engine: Engine, state: PageState, gradient: Gradient, first: bool, scratch: Any, what: str) -> Pending:
-    """Start to sum a full gradient over the data axes; the result is this rank's part.
+    """Start to sum a full gradient over the shard axis; the result is this rank's part of it.
 
     first: no part is there yet, so the sum may go straight to where the part is kept.
     """
     if isinstance(gradient, Chunked):
         return _reduce_tree(engine, state, gradient, scratch, what)
-    shard, replica, codec, full = engine.axes.shard, engine.axes.replica, engine.codec, gradient.buffer
-    own = state.mine.size
-    if shard.size == 1:
-        handle = codec.reduce_all(replica, full, scratch, what=what) if replica.size > 1 else None
-        return Pending(handle, lambda: full) if handle else Pending(_NOTHING, lambda: full)
-    out = state.part if first else full[:own]
-    handle = codec.reduce(shard, full, out, state.counts, scratch, what=what)
-
-    def finish() -> Any:
-        if replica.size > 1:
-            codec.reduce_all(replica, out, scratch, what=what).wait()
-        return out
-
-    return Pending(handle, finish)
+    full = gradient.buffer
+    if engine.axes.shard.size == 1:
+        return Pending(DONE, lambda: full)
+    out = state.part if first else full[: state.mine.size]
+    handle = engine.codec.reduce(engine.axes.shard, full, out, state.counts, scratch, what=what)
+    return Pending(handle, lambda: out)
 
 
-class _Nothing:
-    def test(self) -> bool:
-        return True
+def join(engine: Engine, state: PageState, part: Any, scratch: Any, what: str) -> Pending:
+    """Start to sum a part over the replica axis, in place."""
+    if isinstance(part, Subtrees):
+        total = _join_tree(engine, state, part, what)  # now: the memory of its entries is lent until this action
+        return Pending(DONE, lambda: total)
+    replica = engine.axes.replica
+    if replica.size == 1:
+        return Pending(DONE, lambda: part)
+    handle = engine.codec.reduce_all(replica, part, scratch, what=what)
+    if scratch.size:
+        handle.wait()  # its memory is lent for this action only
+    return Pending(handle, lambda: part)
 
-    def wait(self) -> None:
-        return None
 
+@dataclass(frozen=True)
+class Subtrees:
+    """This rank's elements of partial sums that are not one sum yet, and the scratch that is left."""
 
-_NOTHING = _Nothing()
+    entries: list[tuple[Node, Any]]
+    scratch: Any
 
 
 def _reduce_tree(engine: Engine, state: PageState, gradient: Chunked, scratch: Any, what: str) -> Pending:
@@ -114,25 +118,25 @@ def _reduce_tree(engine: Engine, state: PageState, gradient: Chunked, scratch: A
     Bytes per rank and axis: nodes x (n - n/N), where nodes is how many subtrees the rank's chunks make up: one when the
     number of ranks is a power of two that divides the number of chunks.
     """
-    axes, data = engine.axes, engine.axes.data
-    width, total = axes.shard.size, engine.options.chunks
+    shard, total = engine.axes.shard, engine.options.chunks
     assert total is not None
-    replica = data.rank // width
-    held = [engine.nodes(range(replica * width + s, replica * width + s + 1)) for s in range(width)]
-    trade = Trade(axes.shard, gradient.entries(), held, state.counts, total, scratch, what)
+    base = engine.axes.data.rank // shard.size * shard.size
+    held = [engine.nodes(range(base + s, base + s + 1)) for s in range(shard.size)]
+    trade = Trade(shard, gradient.entries(), held, state.counts, total, scratch, what)
+    return Pending(trade, lambda: Subtrees(trade.finish(), scratch[trade.used :]))
 
-    def finish() -> Any:
-        entries = trade.finish()
-        if axes.replica.size > 1:
-            groups = [engine.nodes(range(r * width, (r + 1) * width)) for r in range(axes.replica.size)]
-            counts = split_evenly(state.mine.size, axes.replica.size)
-            own = Trade(axes.replica, entries, groups, counts, total, scratch[trade.used :], what).finish()[0][1]
-            axes.replica.all_gather(own, state.part, counts, what=what).wait()
-        else:
-            state.part[...] = entries[0][1]
+
+def _join_tree(engine: Engine, state: PageState, part: Subtrees, what: str) -> Any:
+    replica, width, total = engine.axes.replica, engine.axes.shard.size, engine.options.chunks
+    assert total is not None
+    if replica.size == 1:
+        state.part[...] = part.entries[0][1]
         return state.part
-
-    return Pending(trade, finish)
+    groups = [engine.nodes(range(r * width, (r + 1) * width)) for r in range(replica.size)]
+    counts = split_evenly(state.mine.size, replica.size)
+    own = Trade(replica, part.entries, groups, counts, total, part.scratch, what).finish()[0][1]
+    replica.all_gather(own, state.part, counts, what=what).wait()
+    return state.part
 
 
 class Trade:
@@ -185,13 +189,13 @@ def _add(left: Any, right: Any) -> Any:
     return left
 
 
-def scratch_nbytes(engine: Engine, state: PageState) -> int:
-    """Memory that reducing a page needs beside the gradient itself."""
+def scratch_nbytes(engine: Engine, state: PageState) -> tuple[int, int]:
+    """Memory that reducing and joining a page need beside the gradient itself; with chunks both share the first."""
     shard, replica = engine.axes.shard.size, engine.axes.replica.size
     own = state.mine.size
     if engine.options.chunks is None:
         first = engine.codec.scratch(state.page.size, shard) if shard > 1 else 0
-        return max(first, engine.codec.scratch(own, replica) if replica > 1 else 0)
+        return first, engine.codec.scratch(own, replica) if replica > 1 else 0
     nodes = 0
     if shard > 1:
         base = engine.axes.data.rank // shard * shard
@@ -199,4 +203,4 @@ def scratch_nbytes(engine: Engine, state: PageState) -> int:
     if replica > 1:
         part = split_evenly(own, replica)[engine.axes.replica.rank]
         nodes += part * sum(len(engine.nodes(range(r * shard, (r + 1) * shard))) for r in range(replica))
-    return nodes * engine.dtype.itemsize
+    return nodes * engine.dtype.itemsize, 0

@@ -29,6 +29,9 @@ class Bound:
         """Run all actions; the values of the program's result slots are taken out of the store and returned."""
         engine = self.engine
         store, clock, room = engine.store, engine.clock, self.room
+        for handle in engine.flying:  # of a program that broke off, alike on all ranks
+            handle.wait()
+        engine.flying.clear()
         room.enter()
         for operation, action, takes, reads, adds, fills, computes in self._steps:
             begin = perf_counter()
@@ -38,7 +41,10 @@ class Bound:
                 added = tuple([store.get(slot) for slot in adds])
                 ready = perf_counter()
                 values = operation(engine, room, action, taken, read, added)
+                for observe in engine.observers:
+                    observe(action)
             except Exception as error:
+                engine.forget()
                 error.add_note(f"on rank {engine.axes.world.rank}, in action {action} ({self._about(action)})")
                 raise
             for slot, value in zip(fills, values, strict=True):
@@ -48,8 +54,6 @@ class Bound:
             if computes and engine.flying:
                 engine.flying = [handle for handle in engine.flying if not handle.test()]
             clock.add(action.op, perf_counter() - ready, ready - begin)
-            for observe in engine.observers:
-                observe(action)
         engine.flying.clear()
         return {slot: self._ready(slot, store.pop(slot)) for slot in self.program.results}
 

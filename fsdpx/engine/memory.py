@@ -21,26 +21,26 @@ class Room:
     def __init__(self, engine: Engine, program: Program) -> None:
         self.engine, self.program = engine, program
         self.plan = plan(engine, program)
-        self.generation = -1
+        self.births: Counter[str] = Counter()
 
     def enter(self) -> None:
-        """Before each run: the slab may have moved since the last one."""
-        arena = self.engine.arena
-        arena.lend(self.plan)
-        self.births: Counter[str] = Counter()
-        if self.generation != arena.generation:
-            self.generation = arena.generation
-            self.buffers: dict[str, Any] = {}
-            self.views = Views(self.engine.layout, self.engine.state)
+        """Before each run: grow the slab if need be; all views of an old one are forgotten."""
+        engine = self.engine
+        self.births.clear()
+        engine.arena.lend(self.plan)
+        if engine.views is None or engine.views.generation != engine.arena.generation:
+            engine.views = Views(engine.layout, engine.state, engine.arena.generation)
+
+    @property
+    def views(self) -> Views:
+        assert self.engine.views is not None
+        return self.engine.views
 
     def buffer(self, name: str, size: int, dtype: Any) -> Any:
         """The buffer of the next life of `name`: lives come in the order of the program."""
         life = _life(name, self.births[name])
         self.births[name] += 1
-        have = self.buffers.get(life)
-        if have is None:
-            have = self.buffers[life] = self.engine.arena.view(self.plan.offsets[life], size, dtype)
-        return have
+        return self.engine.arena.view(self.plan.offsets[life], size, dtype)
 
     def gradient(self, page: int) -> Gradient:
         """A zeroed full gradient of a page, kept or lent."""
@@ -55,11 +55,11 @@ class Room:
             buffer = self.buffer(f"grad{page}", size * copies, engine.dtype)
         if engine.options.chunks is None:
             return Plainly(buffer)
-        return Chunked(buffer, size, copies, engine.chunks, engine.options.chunks)
+        return Chunked(self.views.leaves(buffer, size), engine.chunks, engine.options.chunks)
 
-    def scratch(self, page: int) -> Any:
-        """Memory for one reduce: bytes for a codec, elements for a tree."""
-        nbytes = scratch_nbytes(self.engine, self.engine.pages[page])
+    def scratch(self, page: int, stage: int) -> Any:
+        """Memory for a reduce (stage 0) or a join (stage 1): bytes for a codec, elements for a tree."""
+        nbytes = scratch_nbytes(self.engine, self.engine.pages[page])[stage]
         dtype = np.dtype("uint8") if self.engine.options.chunks is None else self.engine.dtype
         if nbytes == 0:
             return self.engine.xp.empty((0,), dtype=dtype)
@@ -112,14 +112,18 @@ def _wires(engine: Engine, program: Program) -> list[Life]:
 
 
 def _scratches(engine: Engine, program: Program) -> list[Life]:
-    """What reduces need beside the gradient: from the reduce to its settle."""
+    """What reduces need beside the gradient: from the reduce to its settle, with chunks to the join; and joins."""
     result: list[Life] = []
     born: dict[int, int] = {}
+    end = "SETTLE" if engine.options.chunks is None else "JOIN"
     for at, action in enumerate(program.actions):
-        if action.op in ("REDUCE", "SETTLE") and action.unit is not None:
-            nbytes = scratch_nbytes(engine, engine.pages[action.unit])
-            if action.op == "REDUCE":
-                born[action.unit] = at
-            elif nbytes:
-                result.append(Life(f"scratch{action.unit}", born[action.unit], at, nbytes))
+        if action.unit is None or action.op not in ("REDUCE", "SETTLE", "JOIN"):
+            continue
+        first, second = scratch_nbytes(engine, engine.pages[action.unit])
+        if action.op == "REDUCE":
+            born[action.unit] = at
+        if action.op == end and first:
+            result.append(Life(f"scratch{action.unit}", born[action.unit], at, first))
+        if action.op == "JOIN" and second:
+            result.append(Life(f"scratch{action.unit}", at, at, second))
     return result

@@ -2,7 +2,7 @@
 those that it gives and adds into, in the order of the table: first `gives`, then `adds`."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,13 @@ from fsdpx.comm.steps import Finish
 from fsdpx.engine import compute
 from fsdpx.engine.engine import Engine, Microbatch
 from fsdpx.engine.finite import demand_finite
-from fsdpx.engine.gradients import Gradient, Pending
+from fsdpx.engine.gradients import Gradient, Pending, Subtrees
+from fsdpx.engine.gradients import join as start_join
 from fsdpx.engine.gradients import reduce as start_reduce
 from fsdpx.engine.memory import Room
 from fsdpx.errors import DataError
 from fsdpx.nn.layer import Env
+from fsdpx.optim import rate
 from fsdpx.program import Action, StageUnit
 
 __all__ = ["OPERATIONS", "Mean", "Scale"]
@@ -41,11 +43,12 @@ class Mean:
 @dataclass(frozen=True)
 class Scale:
     """What every gradient is multiplied with in the update. norm: global gradient norm before clipping, nan if it was
-    not asked for. skip: gradients overflowed, nothing is updated."""
+    not asked for. skip: gradients overflowed, nothing is updated. rate: this step's learning rate."""
 
     factor: float
     norm: float
     skip: bool
+    rate: float
 
 
 def _env(engine: Engine, batch: Microbatch) -> Env:
@@ -172,9 +175,17 @@ def loss(engine: Engine, room: Room, action: Action, taken: Values, read: Values
     y = taken[0] if len(taken) == 1 else taken
     total, share, saved = engine.loss.forward(env, y, batch.target)
     dy = engine.loss.backward(env, saved, engine.scaler.value)
-    dys = (dy,) if len(taken) == 1 else tuple(dy)
-    sums = [d if h is None else h + d for h, d in zip(have, dys, strict=True)]
-    return ((float(total), float(share)), *sums, (weight or 0.0) + float(share))
+    dys = _inner(engine, (dy,) if len(taken) == 1 else tuple(dy))
+    return ((float(total), float(share)), *_sums(have, dys), (weight or 0.0) + float(share))
+
+
+def _inner(engine: Engine, dys: Values) -> list[Any]:
+    """Gradients of the outputs that are not inputs handed through."""
+    return [d for v, d in zip(engine.stage.outputs, dys, strict=True) if v not in engine.stage.inputs]
+
+
+def _sums(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:
+    return [h if d is None else d if h is None else h + d for h, d in zip(have, dys, strict=True)]
 
 
 def score(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -189,9 +200,9 @@ def score(engine: Engine, room: Room, action: Action, taken: Values, read: Value
 def seed(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The caller's gradients are those of a mean already: their weight is 1 in all."""
     *have, weight = added
-    dys = [d * engine.scaler.value if engine.scaler.value != 1.0 else d for d in taken[0]]
-    sums = [d if h is None else h + d for h, d in zip(have, dys, strict=True)]
-    return (*sums, (weight or 0.0) + (1.0 if engine.axes.data.rank == 0 else 0.0))
+    dys = [d * engine.scaler.value if engine.scaler.value != 1.0 else d for d in _inner(engine, taken[0])]
+    one = 1.0 if engine.axes.data.rank == 0 else 0.0
+    return (*_sums(have, dys), one if weight is None else weight)
 
 
 def mean(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -233,11 +244,13 @@ def reduce(engine: Engine, room: Room, action: Action, taken: Values, read: Valu
     page = _page(action)
     state, first = engine.pages[page], f"part{page}" not in engine.store
     what = f"{action} {engine.name(page)}"
-    return (start_reduce(engine, state, taken[0], first, room.scratch(page), what),)
+    return (start_reduce(engine, state, taken[0], first, room.scratch(page, 0), what),)
 
 
 def settle(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
     total, part = taken[0], added[0]
+    if isinstance(total, Subtrees):
+        return (total,)
     if part is None:
         part = engine.pages[_page(action)].part
         if total is not part and not _same(total, part):
@@ -245,6 +258,12 @@ def settle(engine: Engine, room: Room, action: Action, taken: Values, read: Valu
     else:
         part += total
     return (part,)
+
+
+def join(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    page = _page(action)
+    what = f"{action} {engine.name(page)}"
+    return (start_join(engine, engine.pages[page], taken[0], room.scratch(page, 1), what),)
 
 
 def norm(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -267,7 +286,8 @@ def norm(engine: Engine, room: Room, action: Action, taken: Values, read: Values
     clip = engine.options.clip_norm
     if clip is not None and finite:
         factor *= min(1.0, clip / (size + 1e-6))
-    return (Scale(factor, size, skip=not finite and engine.scaler.dynamic),)
+    learning_rate = rate(engine.optimizer, engine.steps + 1)
+    return (Scale(factor, size, not finite and engine.scaler.dynamic, learning_rate),)
 
 
 def _block_squares(engine: Engine, parts: Values) -> float:
@@ -282,15 +302,19 @@ def _block_squares(engine: Engine, parts: Values) -> float:
 
 
 def update(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    from fsdpx.optim import rate
-
     page, scale = _page(action), read[0]
     state, step = engine.pages[page], engine.steps + 1
     if not scale.skip:
-        lr = rate(engine.optimizer, step)
         segments = engine.segments[page]
         engine.optimizer.update(
-            engine.xp, state.master, taken[0], state.slots, lr=lr, step=step, segments=segments, scale=scale.factor
+            engine.xp,
+            state.master,
+            taken[0],
+            state.slots,
+            lr=scale.rate,
+            step=step,
+            segments=segments,
+            scale=scale.factor,
         )
     return (state,)
 
@@ -328,6 +352,7 @@ OPERATIONS: dict[str, Operation] = {
     "FREE": free,
     "REDUCE": reduce,
     "SETTLE": settle,
+    "JOIN": join,
     "NORM": norm,
     "UPDATE": update,
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from fsdpx.engine.engine import Engine
-from fsdpx.program import Program, Sizes, Traffic, traffic
+from fsdpx.program import Calls, Program, Sizes, Traffic, traffic
 
 __all__ = ["Report", "bytes_text", "peak_rss", "report", "sizes_of", "table"]
 
@@ -89,6 +89,7 @@ def sizes_of(engine: Engine) -> Sizes:
     codec, chunked = engine.codec, engine.options.chunks is not None
     rank, width = engine.axes.data.rank, engine.axes.shard.size
     base = rank // width * width
+    groups = [range(r * width, (r + 1) * width) for r in range(replica.size)]
     return Sizes(
         full=tuple(s.page.size for s in engine.pages),
         shard=tuple(s.mine.size for s in engine.pages),
@@ -96,14 +97,18 @@ def sizes_of(engine: Engine) -> Sizes:
         param_itemsize=(engine.wire or engine.dtype).itemsize,
         grad_itemsize=codec.itemsize or engine.dtype.itemsize,
         widths={"shard": engine.axes.shard.size, "replica": replica.size, "data": engine.axes.data.size},
-        calls=_trades(engine, range(rank, rank + 1)) if chunked else codec.calls,
-        calls_all=(*_trades(engine, range(base, base + width)), "all_gather") if chunked else codec.calls_all,
+        calls=_trades(engine, [range(base + s, base + s + 1) for s in range(width)], rank - base)
+        if chunked
+        else codec.calls,
+        calls_all=(*_trades(engine, groups, replica.rank), ("all_gather", 1)) if chunked else codec.calls_all,
     )
 
 
-def _trades(engine: Engine, ranks: range) -> tuple[str, ...]:
-    """With chunks: one exchange for each partial sum that these ranks hold."""
-    return ("all_to_all",) * len(engine.nodes(ranks))
+def _trades(engine: Engine, groups: list[range], me: int) -> Calls:
+    """With chunks: as many exchanges as any group holds partial sums; each group sends its own."""
+    mine = len(engine.nodes(groups[me]))
+    rounds = max(len(engine.nodes(group)) for group in groups)
+    return tuple(("all_to_all", int(i < mine)) for i in range(rounds))
 
 
 def peak_rss() -> int:

@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 
 from fsdpx.config import Precision
+from fsdpx.errors import NumericsError
 
 __all__ = ["Scaler"]
+
+SMALLEST = 2.0**-40
 
 
 @dataclass
@@ -19,7 +22,7 @@ class Scaler:
     @classmethod
     def of(cls, precision: Precision) -> "Scaler":
         dynamic = precision.loss_scale == "dynamic"
-        value = 1.0 if precision.loss_scale == "dynamic" else float(precision.loss_scale)
+        value = precision.initial_scale if precision.loss_scale == "dynamic" else float(precision.loss_scale)
         return cls(value, dynamic, precision.growth_interval)
 
     def saw(self, finite: bool) -> None:
@@ -29,5 +32,10 @@ class Scaler:
         self.good = self.good + 1 if finite else 0
         if not finite:
             self.value /= 2
+            if self.value < SMALLEST:
+                raise NumericsError(
+                    f"gradients are NaN or Inf at every loss scale down to {self.value:g}: "
+                    "distribute(..., check_finite=True) names where they begin"
+                )
         elif self.good >= self.growth_interval:
             self.value, self.good = self.value * 2, 0

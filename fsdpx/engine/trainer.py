@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.namespace import to_host
+from fsdpx.array.namespace import from_host, to_host
 from fsdpx.comm.communicator import ReduceOp
 from fsdpx.engine import batch as batches
 from fsdpx.engine.engine import Clock, Engine
@@ -19,7 +19,7 @@ from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.fit import History, fit
 from fsdpx.engine.interpreter import Bound
 from fsdpx.engine.report import Report, report
-from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.layout.state import PageState, each_piece
 from fsdpx.nn.sort import Sorted, infer
 from fsdpx.program import Program, Request, compile
@@ -49,6 +49,8 @@ class Trainer:
         self.microbatches = microbatches
         self.last: Step | None = None
         self.weight = 0.0  # what the last `evaluate` averaged over
+        self._forwarded: tuple[list[Any], bool] = ([], True)  # batch and mode of the last `forward`
+        self._adding = ""  # what the gradients in the store came from
         self._model = model
         self._programs: dict[Request, Bound] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
@@ -58,6 +60,9 @@ class Trainer:
 
     def step(self, x: Any, y: Any) -> float:
         """Forward, backward and update on one global batch: its mean loss, equal on every rank."""
+        if self._local:
+            raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
+        self._begin("accumulate")
         self._load(x, y, "step")
         return self._update(self._run("step"))
 
@@ -67,12 +72,13 @@ class Trainer:
             raise ConfigError(
                 "accumulate: with chunks the whole global batch goes into one step; chunks are its microbatches"
             )
+        self._begin("accumulate")
         self._load(x, y, "accumulate")
         return float(self._run("local" if self._local else "accumulate")["mean"].value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, `accumulate` keeps gradients local and whole on every rank: no traffic for them, more memory."""
+        """Inside, `accumulate` and `backward` keep gradients local and whole on every rank: no traffic, more memory."""
         before, self._local = self._local, True
         try:
             yield
@@ -81,20 +87,30 @@ class Trainer:
 
     def forward(self, x: Any, training: bool = True) -> Any:
         """The model's output on this rank's samples, kept for one `backward`. A tuple if the model has several."""
+        if self.engine.options.chunks is not None:
+            raise ConfigError("forward: with chunks the engine cuts the batch itself; use step, or predict for results")
         self._discard("saved")
         self._load(x, None, "forward")
         self.engine.training = training
+        self._forwarded = (self.engine.batch, training)
         return self._outputs(self._run("forward"))
 
     def backward(self, dy: Any) -> None:
-        """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`."""
+        """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`.
+
+        Several forward and backward pairs before `update` add up.
+        """
         engine = self.engine
         if not any(slot.startswith("saved") for slot in engine.store):
             raise ConfigError("backward: call forward first; each forward serves one backward")
-        outputs = len(engine.stage.outputs)
-        given = dy if outputs > 1 else (dy,)
-        engine.store["seed.0"] = tuple(batches._array(engine, d) for d in given)
-        engine.training = True
+        self._begin("backward")
+        given = tuple(dy) if len(engine.stage.outputs) > 1 else (dy,)
+        arrays = tuple(batches.array_of(engine, d) for d in given)
+        for array, shape in zip(arrays, self._output_shapes(), strict=True):
+            if tuple(array.shape) != shape:
+                raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
+        engine.store["seed.0"] = arrays
+        engine.batch, engine.training = self._forwarded
         self._run("backward", microbatches=1)
 
     def update(self) -> float:
@@ -125,6 +141,11 @@ class Trainer:
         """Train on batches from `loader`; see `fsdpx.engine.fit.fit` for epochs, validation, patience and progress."""
         return fit(self, loader, **options)
 
+    def no_batch(self) -> None:
+        """Say that this rank has no more batches; DataError on all ranks if others go on. Collective, like `step`."""
+        if not getattr(self.engine.xp, "holds_no_data", False):
+            batches.agree(self.engine.axes.data, batches.ENDED, 0, None)
+
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, np.ndarray]:
@@ -143,7 +164,7 @@ class Trainer:
             each_piece(state, lambda name, start, stop: np.asarray(values[name]).reshape(-1)[start:stop], xp)
         for name, array in self.engine.state.items():
             if name in values:
-                array[...] = batches.from_host(xp, np.asarray(values[name]).astype(array.dtype, copy=False))
+                array[...] = from_host(xp, np.asarray(values[name]).astype(array.dtype, copy=False))
         self._discard("full")
 
     def gradients(self) -> dict[str, np.ndarray]:
@@ -152,13 +173,14 @@ class Trainer:
         if "weight" not in engine.store:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
         rows = engine.sum_over_data([engine.store["weight"]], "gradients (weight)")
-        scale = 1.0 / (math.fsum(row[0] for row in rows) * engine.scaler.value)
+        scale = 1.0 / ((math.fsum(row[0] for row in rows) or 1.0) * engine.scaler.value)
         found: dict[str, np.ndarray] = {}
         for state in engine.pages:
             p = state.page.index
             total = 0.0
             if f"part{p}" in engine.store:
                 total = self._gathered(state, engine.store[f"part{p}"])
+                engine.axes.replica.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
             if f"grad{p}" in engine.store:
                 local = engine.store[f"grad{p}"].at(0).copy()
                 engine.axes.data.all_reduce(local, ReduceOp.SUM, what="gradients").wait()
@@ -179,8 +201,8 @@ class Trainer:
 
     @property
     def program(self) -> Program:
-        """The step as a program; `print(trainer.program)` is the step in words."""
-        return self._bound("step", None).program
+        """The step as a program, begun with nothing left over; `print(trainer.program)` is the step in words."""
+        return compile(self._request("step", self._step_microbatches(), {}))
 
     @property
     def steps(self) -> int:
@@ -193,7 +215,7 @@ class Trainer:
 
     def report(self) -> Report:
         """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`."""
-        return report(self.engine, self._bound("step", None).program)
+        return report(self.engine, self.program)
 
     def reset(self) -> None:
         """Start counting anew: traffic and time."""
@@ -222,15 +244,18 @@ class Trainer:
             self._validate(inputs, target)
         except FsdpxError as problem:
             error = problem
-        if getattr(engine.xp, "holds_no_data", False):
-            everyone = (rows,) * engine.axes.data.size
-            if error is not None:
-                raise error
-        else:
+        if not getattr(engine.xp, "holds_no_data", False):
             everyone = batches.agree(engine.axes.data, features, rows, error)
-        row = sum(everyone[: engine.axes.data.rank])
+        elif error is not None:
+            raise error
+        else:
+            everyone = batches.imagined_rows(engine, rows)
+        trains = kind in ("step", "accumulate", "forward")
+        row = sum(everyone[: engine.axes.data.rank]) + (engine.rows if trains else 0)
         part = batches.Part(inputs, target, everyone, row)
-        engine.batch = batches.cut(engine, part, 1 if kind in ("forward", "predict") else self.microbatches)
+        whole = kind in ("forward", "predict") or (kind == "evaluate" and not batches.fits_chunks(engine, everyone))
+        engine.batch = batches.cut(engine, part, 1 if kind in ("forward", "predict") else self.microbatches, not whole)
+        engine.rows += sum(everyone) if trains else 0
 
     def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
         """What can be known before any communication: shapes through the whole model, labels, finite inputs."""
@@ -252,16 +277,15 @@ class Trainer:
         return self._bound(kind, microbatches).run()
 
     def _bound(self, kind: str, microbatches: int | None) -> Bound:
-        request = self._request(kind, microbatches)
+        count = len(self.engine.batch) if microbatches is None else microbatches
+        request = self._request(kind, count, self.engine.store)
         if request not in self._programs:
             self._programs[request] = Bound(self.engine, compile(request))
         return self._programs[request]
 
-    def _request(self, kind: str, microbatches: int | None) -> Request:
+    def _request(self, kind: str, microbatches: int, store: Mapping[str, Any]) -> Request:
         """What to compile: the placement, and what earlier programs left in the store."""
-        engine, store = self.engine, self.engine.store
-        if microbatches is None:
-            microbatches = len(engine.batch) if engine.batch else self._step_microbatches()
+        engine = self.engine
 
         def pages(slot: str) -> frozenset[int]:
             return frozenset(p for p in range(len(engine.pages)) if f"{slot}{p}" in store)
@@ -271,7 +295,7 @@ class Trainer:
             engine.stage,
             microbatches,
             keep_full=engine.keep_full,
-            reduce_each=engine.reduce_each,
+            reduce_each=engine.reduce_each and not (kind == "backward" and self._local),
             ahead=engine.sharding.ahead,
             resident=pages("full"),
             grads=pages("grad"),
@@ -284,13 +308,28 @@ class Trainer:
         return self.microbatches if chunks is None else batches.most_chunks(chunks, self.engine.axes.data.size)
 
     def _update(self, results: dict[str, Any]) -> float:
-        from fsdpx.optim import rate
-
         engine, scale = self.engine, results["scale"]
         loss = float(results["mean"].value) if "mean" in results else math.nan
-        self.last = Step(loss, scale.norm, rate(engine.optimizer, engine.steps + 1), scale.skip)
+        self.last = Step(loss, scale.norm, scale.rate, scale.skip)
         engine.steps += not scale.skip
+        engine.rows, self._adding = 0, ""
+        for page in engine.stage.trained:
+            engine.arena.drop(f"local{page}")
         return loss
+
+    def _begin(self, how: str) -> None:
+        """Gradients of a loss and of the caller are weighed differently and cannot be mixed in one update."""
+        if "weight" not in self.engine.store:
+            self._adding, self.engine.rows = how, 0 if how == "accumulate" else self.engine.rows
+        elif self._adding != how:
+            raise ConfigError(
+                "accumulate (or step) and backward before one update: use one of them; call update between"
+            )
+
+    def _output_shapes(self) -> list[tuple[int, ...]]:
+        batch = self._forwarded[0][0]
+        assert batch is not None
+        return self._fits[tuple((a.shape, str(a.dtype)) for a in batch.inputs)]
 
     def _outputs(self, results: dict[str, Any]) -> Any:
         values = tuple(results.values())

@@ -13,21 +13,32 @@ __all__ = ["Views"]
 class Views:
     """Caches views by buffer: buffers are the same objects in every step, so the steady state makes no views."""
 
-    def __init__(self, layout: Layout, state: Mapping[str, Any]) -> None:
+    def __init__(self, layout: Layout, state: Mapping[str, Any], generation: int) -> None:
+        self.generation = generation  # of the arena's slab
+        self._leaves: dict[int, tuple[Any, list[Any]]] = {}
         self._state = dict(state)
-        self._pages: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
         self._nodes: dict[tuple[int, ...], tuple[Any, list[dict[str, Any]]]] = {}
         self._names = [
             [[(local, layout.canonical(join(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
             for unit in layout.units
         ]
 
+    def leaves(self, buffer: Any, size: int) -> list[Any]:
+        """A buffer cut into pieces of `size` elements."""
+        cached = self._leaves.get(id(buffer))
+        if cached is None:
+            made = [buffer[i : i + size] for i in range(0, max(buffer.size, 1), max(size, 1))]
+            cached = self._leaves[id(buffer)] = (buffer, made)
+        return cached[1]
+
     def page(self, page: Page, buffer: Any) -> dict[str, Any]:
         """Parameter name -> view of its elements of `buffer`, in its shape."""
-        cached = self._pages.get(id(buffer))
+        key = (page.index, id(buffer))  # pages of one size can have one buffer in turn
+        cached = self._pages.get(key)
         if cached is None:
             made = {f.name: buffer[f.offset : f.offset + f.size].reshape(f.shape) for f in page.fields}
-            cached = self._pages[id(buffer)] = (buffer, made)  # holding the buffer keeps its id taken
+            cached = self._pages[key] = (buffer, made)  # holding the buffer keeps its id taken
         return cached[1]
 
     def params(self, unit: int, pages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -153,12 +153,11 @@ def trainer_report(trainer: fsdpx.Trainer, history: Any, args: argparse.Namespac
     if comm.rank != 0:
         return
     tokens = len(history.losses) * args.batch * SIZES[args.size].seq_len
-    inside = sum(spent + waited for spent, waited, _ in report.times.values())
     bits = history.validation[-1][1] / math.log(2)
     print(f"\n{report}\n")
     print("peak memory per rank: " + ", ".join(f"{p / 2**20:,.0f} MiB" for p in peaks))
     print(
-        f"{len(history.losses)} steps, {tokens / inside:,.0f} tokens/s, training loss {history.losses[-1]:.4f}, "
+        f"{len(history.losses)} steps, {tokens / history.seconds:,.0f} tokens/s, training loss {history.losses[-1]:.4f}, "
         f"validation loss {history.validation[-1][1]:.4f} = {bits:.3f} bits per byte"
     )
     sys.stdout.flush()

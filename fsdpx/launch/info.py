@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import subprocess
 import sys
 from typing import Any
 
@@ -53,14 +54,13 @@ def _numba() -> str:
 
 
 def _mpi() -> str:
-    try:
-        import mpi4py
-
-        mpi4py.rc.initialize = False
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        return f"none ({error}); pip install 'fsdpx[mpich]'"
-    return " ".join(MPI.Get_library_version().strip("\0").split("\n")[0].split())
+    """Asked in a process of its own: loading MPI here could start it, or spoil a later start."""
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"none ({reason}); pip install 'fsdpx[mpich]'"
+    return " ".join(done.stdout.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
 def _launcher() -> str:

@@ -5,7 +5,9 @@ import argparse
 from fsdpx import optim
 from fsdpx.engine.dryrun import DryRun, dry_run
 from fsdpx.engine.report import bytes_text, table
+from fsdpx.errors import ConfigError
 from fsdpx.examples.catalog import entry
+from fsdpx.layout.tree import chunks_of
 
 __all__ = ["show"]
 
@@ -15,7 +17,12 @@ LONG = 400  # actions; longer programs are printed with their middle left out
 def show(args: argparse.Namespace) -> str:
     example = entry(args.example)
     batch = example.batch if args.batch is None else args.batch
-    rows = batch * (args.rank + 1) // args.ranks - batch * args.rank // args.ranks
+    if args.ranks < 1 or batch < 1:
+        raise ConfigError(f"show --ranks {args.ranks} --batch {batch}: both at least 1")
+    if args.chunks is not None:
+        rows = batch // args.chunks * len(chunks_of(args.chunks, args.rank, args.ranks))
+    else:
+        rows = batch * (args.rank + 1) // args.ranks - batch * args.rank // args.ranks
     optimizer = optim.AdamW(lr=1e-3) if args.optimizer == "adamw" else optim.SGD(lr=1e-3)
     run = dry_run(
         example.model(),
@@ -27,6 +34,7 @@ def show(args: argparse.Namespace) -> str:
         optimizer=optimizer,
         strategy=args.strategy,
         microbatches=args.microbatches,
+        chunks=args.chunks,
         precision=args.precision,
         group_bytes=args.group_bytes,
         ahead=args.ahead,

@@ -90,7 +90,8 @@ def _verdict(
     pairs = [("the losses", np.array(want_losses), np.array(got_losses))]
     pairs += [(name, want[name], got[name]) for name in want]
     for name, a, b in pairs:
-        error = float(np.abs(a.astype(np.float64) - b).max() / max(np.abs(a).max(), 1e-300)) if a.size else 0.0
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        error = float(np.abs(a - b).max() / (np.abs(a).max() or 1.0)) if a.size else 0.0
         if not error <= tolerance:
             return False, f"{name} differs by {error:.2e} relative, more than {tolerance:g}"
         if error > worst:

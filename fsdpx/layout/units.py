@@ -87,13 +87,14 @@ def lay_out(model: Sorted, itemsize: int, group_bytes: int | None = None, frozen
 
 def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
     specs = specs_of(model)
+    names = {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
     for pattern in frozen:
-        if not any(fnmatchcase(name, pattern) for name in specs):
+        if not any(fnmatchcase(name, pattern) for both in names.values() for name in both):
             raise ConfigError(
                 f"frozen pattern {pattern!r} matches no parameter; there are {', '.join(list(specs)[:8])} ..."
             )
     return {
-        name: replace(spec, trainable=False) if any(fnmatchcase(name, p) for p in frozen) else spec
+        name: replace(spec, trainable=False) if any(fnmatchcase(n, p) for p in frozen for n in names[name]) else spec
         for name, spec in specs.items()
     }
 

@@ -3,11 +3,11 @@
 from fsdpx.program.action import Action, parse
 from fsdpx.program.check import check
 from fsdpx.program.compiler import KINDS, Program, Request, compile
-from fsdpx.program.count import Lifetime, Sizes, Traffic, lifetimes, peak, traffic
+from fsdpx.program.count import Calls, Lifetime, Sizes, Traffic, lifetimes, peak, traffic
 from fsdpx.program.stage import Slots, Stage, StageUnit, expand
 from fsdpx.program.verbs import SLOTS, VERBS, Move, Slot, Verb
 
 __all__ = [
-    "KINDS", "SLOTS", "VERBS", "Action", "Lifetime", "Move", "Program", "Request", "Sizes", "Slot", "Slots", "Stage",
+    "KINDS", "SLOTS", "VERBS", "Action", "Calls", "Lifetime", "Move", "Program", "Request", "Sizes", "Slot", "Slots", "Stage",
     "StageUnit", "Traffic", "Verb", "check", "compile", "expand", "lifetimes", "parse", "peak", "traffic",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fsdpx.program.action import Action
-from fsdpx.program.passes import compute_backward, compute_forward, compute_step, page, reduce
+from fsdpx.program.passes import compute_backward, compute_forward, compute_step, page, reduce, reduce_carried
 from fsdpx.program.stage import Slots, Stage, expand
 
 __all__ = ["KINDS", "Program", "Request", "compile"]
@@ -98,15 +98,16 @@ def _reduces(request: Request) -> bool:
 
 
 def _reduced(actions: list[Action], request: Request) -> list[Action]:
-    return reduce(actions, request.stage, request.reduce_each, request.ahead) if _reduces(request) else actions
+    join = request.kind == "step"
+    return reduce(actions, request.stage, request.reduce_each, request.ahead, join) if _reduces(request) else actions
 
 
 def _finish(actions: list[Action], request: Request) -> list[Action]:
     if request.kind not in ("step", "update"):
         return actions
     if request.kind == "update":
-        carried = sorted(request.grads)
-        actions = [Action("REDUCE", p) for p in carried] + [Action("SETTLE", p) for p in carried]
+        actions = reduce_carried(sorted(request.grads), request.ahead)
+        actions += [Action("JOIN", p) for p in request.stage.trained]
     resident = _resident_after(actions, request) if request.keep_full else set()
     tail = [Action("NORM")]
     for p in reversed(request.stage.trained):

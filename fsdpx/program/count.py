@@ -10,6 +10,10 @@ from fsdpx.program.verbs import SLOTS, VERBS, Move
 __all__ = ["Lifetime", "Sizes", "Traffic", "lifetimes", "peak", "traffic"]
 
 
+Calls = tuple[tuple[str, int], ...]
+"""Collectives, and how many times n - own elements each moves: once, an all-reduce twice."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a rank's bytes depend on. full, shard: elements per page, whole and on this rank; widths: of mesh axes."""
@@ -20,8 +24,8 @@ class Sizes:
     param_itemsize: int
     grad_itemsize: int
     widths: dict[str, int]
-    calls: tuple[str, ...] = ("reduce_scatter",)  # how a reduce over shards is carried, and over replicas
-    calls_all: tuple[str, ...] = ("all_reduce",)
+    calls: Calls = (("reduce_scatter", 1),)  # how a reduce over shards is carried, and over replicas
+    calls_all: Calls = (("all_reduce", 2),)
 
 
 @dataclass(frozen=True)
@@ -43,17 +47,17 @@ def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
             if move.amount == "pair" or sizes.widths[move.axis] == 1:
                 continue
             assert action.unit is not None
-            for call in _carried(move, sizes):
+            for call, times in _carried(move, sizes):
                 have = total.get((move.axis, call), Traffic())
-                moved = _elements(move, action.unit, sizes) * (2 if call == "all_reduce" else 1)
+                moved = _elements(move, action.unit, sizes) * times
                 itemsize = sizes.param_itemsize if action.op == "GATHER" else sizes.grad_itemsize
                 total[move.axis, call] = Traffic(have.calls + 1, have.bytes + moved * itemsize)
     return total
 
 
-def _carried(move: Move, sizes: Sizes) -> tuple[str, ...]:
+def _carried(move: Move, sizes: Sizes) -> Calls:
     """The collectives that a move of the table turns into."""
-    return {"reduce_scatter": sizes.calls, "all_reduce": sizes.calls_all}.get(move.call, (move.call,))
+    return {"reduce_scatter": sizes.calls, "all_reduce": sizes.calls_all}.get(move.call, ((move.call, 1),))
 
 
 def _elements(move: Move, page: int, sizes: Sizes) -> int:

@@ -81,7 +81,7 @@ def _slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[s
     if not over:
         return [kind]
     if kind in ("act", "dact"):
-        return [f"{kind}{v}.{action.mb}" for v in _values(over, action, stage)]
+        return [f"{kind}{v}.{action.mb}" for v in _values(kind, over, action, stage)]
     match over:
         case "page":
             return [f"{kind}{action.unit}"]
@@ -92,17 +92,19 @@ def _slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[s
             return [f"{kind}{p}" for p in pages if kind != "grad" or stage.trainable[p]]
         case "mb":
             return [f"{kind}.{action.mb}"]
-        case "all" if kind == "part":
+        case "all" if kind == "total":
             return [f"{kind}{p}" for p in stage.trained]
         case "all":
             return [f"{kind}.{m}" for m in range(microbatches)]
     raise AssertionError(f"the table has no word {word!r}")
 
 
-def _values(over: str, action: Action, stage: Stage) -> Iterable[int]:
+def _values(word_kind: str, over: str, action: Action, stage: Stage) -> Iterable[int]:
     match over:
         case "inputs":
             return stage.used
+        case "outputs" if word_kind == "dact":
+            return [v for v in stage.outputs if v not in stage.inputs]
         case "outputs":
             return stage.outputs
         case "last":

@@ -10,7 +10,7 @@ A slot is a named place for one value. In the table a slot is written as a kind 
     "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
     "dact:out" "dact:in" "dact:outputs"      gradients of the same
     "saved:unit"     per unit and microbatch;  "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
-    "part:all"       of every trainable page;  "scale"  one for the whole step
+    "total:all"      of every trainable page;  "scale"  one for the whole step
 """
 
 from dataclasses import dataclass
@@ -77,20 +77,27 @@ VERBS: dict[str, Verb] = {
         takes=("grad:page",),
         gives=("sum:page",),
         lane="shard",
-        moves=(Move("shard", "reduce_scatter", "full"), Move("replica", "all_reduce", "shard")),
+        moves=(Move("shard", "reduce_scatter", "full"),),
         about="page",
     ),
     "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
+    "JOIN": Verb(
+        takes=("part:page",),
+        gives=("total:page",),
+        lane="replica",
+        moves=(Move("replica", "all_reduce", "shard"),),
+        about="page",
+    ),
     # update
     "NORM": Verb(
         takes=("weight",),
-        reads=("part:all",),
+        reads=("total:all",),
         gives=("scale",),
         lane="data",
         moves=(Move("data", "all_gather", "pair"),),
         about="",
     ),
-    "UPDATE": Verb(takes=("part:page",), reads=("scale",), adds=("shard:page",), about="page"),
+    "UPDATE": Verb(takes=("total:page",), reads=("scale",), adds=("shard:page",), about="page"),
 }
 
 SLOTS: dict[str, Slot] = {
@@ -99,6 +106,7 @@ SLOTS: dict[str, Slot] = {
     "grad": Slot("grad", "gradients"),
     "sum": Slot("grad", "gradients"),
     "part": Slot("part", "gradients"),
+    "total": Slot("part", "gradients"),
     "act": Slot("act", "activations"),
     "dact": Slot("dact", "activations"),
     "saved": Slot("saved", "activations"),

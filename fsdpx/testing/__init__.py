@@ -9,7 +9,7 @@ _HOME = {
     "OptimizerContract": "fsdpx.testing.optimizer",
 }
 
-__all__ = ["CommunicatorContract", "LayerContract", "OptimizerContract"]  # noqa: F822 - served by __getattr__
+__all__ = ["CommunicatorContract", "LayerContract", "OptimizerContract"]
 
 
 def __getattr__(name: str) -> Any:

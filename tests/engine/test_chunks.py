@@ -95,3 +95,48 @@ def test_accumulate_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="with chunks the whole global batch goes into one step"):
         spawn(go, 1)
+
+
+def test_memory_does_not_grow_with_steps() -> None:
+    def go(comm: Communicator) -> list[int]:
+        from models import CASES, make, part
+        from numpy.random import default_rng
+
+        trainer = make(comm, "mlp", chunks=8, group_bytes=0)
+        x, y = CASES["mlp"].batch(default_rng(0), 8)
+        seen = []
+        for _ in range(4):
+            trainer.step(x[part(comm, 8, 8)], y[part(comm, 8, 8)])
+            views = trainer.engine.views
+            seen.append(len(views._pages) + len(views._nodes) + len(views._leaves))
+        return seen
+
+    for seen in spawn(go, 2):
+        assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize(("size", "chunks"), [(2, 3), (3, 8), (4, 7), (5, 8)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hybrid"])
+def test_counted_equals_predicted(size: int, chunks: int, strategy: str) -> None:
+    def go(comm: Communicator) -> Any:
+        from models import CASES, make, part
+        from numpy.random import default_rng
+
+        trainer, (x, y) = make(comm, "mlp", strategy, chunks=chunks), CASES["mlp"].batch(default_rng(0), 2 * chunks)
+        mine = part(comm, 2 * chunks, chunks)
+        trainer.step(x[mine], y[mine])
+        return trainer.report()
+
+    for report in spawn(go, size):
+        assert {k: c for k, c in report.traffic.items() if k[0] != "data"} == report.predicted
+
+
+def test_predict_and_evaluate_take_any_batch() -> None:
+    def go(comm: Communicator) -> Any:
+        from models import CASES, make
+        from numpy.random import default_rng
+
+        trainer, (x, y) = make(comm, "mlp", chunks=4), CASES["mlp"].batch(default_rng(0), 5)
+        return trainer.predict(x).shape, trainer.evaluate(x, y) == pytest.approx(make(comm, "mlp").evaluate(x, y))
+
+    assert spawn(go, 2) == [((5, 5), True)] * 2

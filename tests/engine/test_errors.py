@@ -220,3 +220,74 @@ def test_an_error_inside_a_layer_names_layer_action_and_rank() -> None:
 def test_shape_error_is_a_value_error() -> None:
     assert issubclass(ShapeError, ValueError)
     assert issubclass(DataError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"optimizer": optim.AdamW}, "an object is needed, AdamW(...)"),
+        ({"clip_norm": "1"}, "clip_norm='1': a positive number"),
+        ({"seed": 1.5}, "seed=1.5: a whole number"),
+        ({"seed": None}, "seed=None: a whole number"),
+        ({"group_bytes": "1MB"}, "group_bytes='1MB'"),
+        ({"microbatches": True}, "microbatches=True"),
+        ({"codec": 3}, "codec=3 is no Codec"),
+        ({"mesh": 4}, "mesh=4: fsdpx.Mesh(...) is needed"),
+        ({"frozen": "0.*"}, "a list of name patterns is needed, ['0.*']"),
+        ({"precision": []}, "unknown precision []"),
+        ({"chunks": 2, "codec": "bf16"}, "chunks travel and are added in float64; leave codec out"),
+    ],
+)
+def test_options_of_the_wrong_kind(options: dict[str, Any], text: str) -> None:
+    assert text in alike(errors(2, lambda comm: make(comm, "mlp", **options)))
+
+
+def test_a_model_that_is_no_layer() -> None:
+    import fsdpx
+
+    with pytest.raises(ConfigError, match=r"a layer such as nn\.Chain"):
+        fsdpx.distribute([nn.Linear(2, 2)], loss=nn.MSE(), optimizer=optim.SGD(lr=1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("seed", lambda r: r), ("clip_norm", lambda r: 1.0 + r), ("optimizer", lambda r: optim.SGD(lr=1.0 + r))],
+)
+def test_ranks_that_ask_for_different_things(name: str, value: Callable[[int], Any]) -> None:
+    text = alike(errors(3, lambda comm: make(comm, "mlp", **{name: value(comm.rank)})))
+    assert text.startswith(f"ConfigError: ranks differ in {'options' if name != 'optimizer' else name}: rank 0 has")
+    assert "rank 1 has" in text
+
+
+def test_loaders_of_different_length_are_named() -> None:
+    def act(comm: Communicator) -> None:
+        batch = CASES["mlp"].batch(np.random.default_rng(0), 2)
+        make(comm, "mlp").fit([batch] * (2 + comm.rank), progress=False)
+
+    text = alike(errors(2, act))
+    assert "rank 0 has no batch: its loader has come to its end" in text
+
+
+def test_fit_without_batches_ends() -> None:
+    for loader, text in (([], "the loader gives no batch in epoch 0"), (iter([]), "a generator serves one epoch only")):
+        assert text in alike(errors(1, lambda comm, x=loader: make(comm, "mlp").fit(x, epochs=10**9, progress=False)))
+    assert "fit(steps=0): at least 1" in alike(errors(1, lambda comm: make(comm, "mlp").fit([], steps=0)))
+
+
+def test_calls_that_cannot_be_mixed() -> None:
+    def run(comm: Communicator, act: str) -> None:
+        trainer = make(comm, "mlp", chunks=2 if act == "chunks" else None)
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+        if act == "step":
+            with trainer.no_sync():
+                trainer.step(x, y)
+        if act == "mix":
+            trainer.accumulate(x, y)
+            trainer.backward(np.ones_like(trainer.forward(x)))
+        trainer.forward(x)
+        trainer.backward(np.ones((4, 3)))
+
+    assert "step inside no_sync" in alike(errors(1, lambda c: run(c, "step")))
+    assert "use one of them" in alike(errors(1, lambda c: run(c, "mix")))
+    assert "forward: with chunks the engine cuts the batch itself" in alike(errors(1, lambda c: run(c, "chunks")))
+    assert "dy has shape (4, 3), the output of forward has (4, 5)" in alike(errors(1, lambda c: run(c, "shape")))

@@ -1,4 +1,4 @@
-"""The same programs on CuPy arrays with host-staged communication. Without a GPU these tests say that they did not run."""
+"""The same programs on CuPy arrays, communication staged through the host. Without a GPU these tests say so."""
 
 from typing import Any
 

@@ -60,6 +60,60 @@ def test_ahead_is_paid_in_pages() -> None:
     assert [spawn(lambda comm, a=a: run(comm, a), 2)[0] for a in (0, 1, 3)] == [2 * page, 4 * page, 8 * page]
 
 
+@pytest.mark.parametrize(
+    ("strategy", "options"), [("ddp", {"precision": "bf16"}), ("zero1", {"precision": "bf16"}), ("fsdp", {"chunks": 4})]
+)
+def test_reduces_in_flight_are_bounded(strategy: str, options: dict[str, Any]) -> None:
+    """Wire memory is that of a few pages, not of the model."""
+    from fsdpx import dry_run
+
+    model = nn.Chain(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+    batch = ((4, 256), "float32")
+    run = dry_run(
+        model,
+        batch,
+        batch,
+        ranks=4,
+        loss=nn.MSE(),
+        optimizer=optim.SGD(lr=0.1),
+        strategy=strategy,
+        group_bytes=0,
+        **options,
+    )
+    assert run.report.memory["working set"] <= 0.55 * 12 * 256 * 256 * F32
+
+
+def test_dry_run_equals_the_real_run() -> None:
+    from models import CASES, make, part
+
+    from fsdpx import dry_run
+
+    for options in ({"strategy": "fsdp"}, {"strategy": "zero2", "microbatches": 2}, {"strategy": "fsdp", "chunks": 8}):
+
+        def real(comm: Communicator, options: dict[str, Any] = options) -> Any:
+            trainer = make(comm, "mlp", **options)
+            x, y = CASES["mlp"].batch(np.random.default_rng(0), 24)
+            mine = part(comm, 24, options.get("chunks"))
+            trainer.step(x[mine], y[mine])
+            return trainer.report(), len(x[mine])
+
+        for rank, (report, rows) in enumerate(spawn(real, 3)):
+            dry = dry_run(
+                CASES["mlp"].model(),
+                ((rows, 12), "float64"),
+                ((rows, 5), "float64"),
+                ranks=3,
+                rank=rank,
+                loss=nn.MSE(),
+                optimizer=optim.AdamW(lr=1e-2),
+                precision="float64",
+                group_bytes=2048,
+                **options,
+            )
+            assert dry.report.memory == report.memory
+            assert {k: c for k, c in dry.report.traffic.items() if k[0] != "data"} == report.predicted
+
+
 def test_buffers_do_not_move_once_training() -> None:
     def run(comm: Communicator) -> Any:
         trainer = held(comm, "fsdp", 1)[2]

@@ -175,3 +175,59 @@ def test_any_placement_equals_one_process(
     more = {"microbatches": microbatches, "group_bytes": group_bytes, **OPTIONS}
     for _, got, _ in spawn(train, size, case, sharding, delays=delays, **more):
         assert distance(want, got) < 1e-12
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_dropout_does_not_see_how_a_batch_is_accumulated(strategy: str) -> None:
+    """Two calls of three and four samples draw the masks of one call with seven."""
+
+    def run(comm: Communicator, cuts: tuple[int, ...]) -> Any:
+        trainer = make(comm, "gpt", strategy)
+        x, y = CASES["gpt"].batch(np.random.default_rng(5), 7)
+        for a, b in zip(cuts, cuts[1:], strict=False):
+            hx, hy = x[a:b], y[a:b]
+            mine = part(comm, b - a)
+            (trainer.accumulate if b < 7 else trainer.step)(hx[mine], hy[mine])
+        return trainer.parameters()
+
+    want = spawn(run, 1, (0, 7))[0]
+    for size in (1, 2):
+        for got in spawn(run, size, (0, 3, 7)):
+            assert distance(want, got) < 1e-12
+
+
+def test_backward_of_an_evaluating_forward_is_its_own_gradient() -> None:
+    """BatchNorm with frozen statistics: checked against a finite difference, with an evaluation in between."""
+
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "norms", "ddp")
+        x, y = CASES["norms"].batch(np.random.default_rng(5), 8)
+        trainer.step(x, y)
+        out = trainer.forward(x, training=False)
+        trainer.evaluate(x[:3], y[:3])
+        trainer.backward(np.ones_like(out) / 8)
+        got = trainer.gradients()["0.weight"][3, 4]
+        here, eps = trainer.parameters(), 1e-6
+        sums = []
+        for sign in (1, -1):
+            moved = {k: v.copy() for k, v in here.items()}
+            moved["0.weight"][3, 4] += sign * eps
+            trainer.load_parameters(moved)
+            sums.append(trainer.predict(x).sum() / 8)
+        return got, (sums[0] - sums[1]) / (2 * eps)
+
+    got, want = spawn(run, 1)[0]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_backward_twice_adds_up() -> None:
+    def run(comm: Communicator, times: int) -> Any:
+        trainer = make(comm, "mlp", "fsdp")
+        x, _ = CASES["mlp"].batch(np.random.default_rng(5), 6)
+        mine = part(comm, 6)
+        for _ in range(times):
+            trainer.backward(np.ones_like(trainer.forward(x[mine])))
+        return trainer.gradients()
+
+    once, twice = spawn(run, 2, 1)[0], spawn(run, 2, 2)[0]
+    assert distance({k: 2 * v for k, v in once.items()}, twice) < 1e-14

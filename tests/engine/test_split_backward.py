@@ -18,7 +18,7 @@ def split(program: Program) -> Program:
         if a.op == "B":
             actions.append(Action("I", a.unit, a.mb))
             late.append(Action("W", a.unit, a.mb))
-        elif a.op in ("REDUCE", "SETTLE"):
+        elif a.op in ("REDUCE", "SETTLE", "JOIN"):
             late.append(a)
         elif a.op in ("MEAN", "LOAD", "NORM"):
             actions += [*late, a]
@@ -41,7 +41,7 @@ def test_same_bits(case: str, strategy: str) -> None:
             program = split(trainer.program)
             check(program)
             assert any(a.op == "W" for a in program.actions)
-            trainer._programs[trainer._request("step", 2)] = Bound(trainer.engine, program)
+            trainer._programs[trainer._request("step", 2, trainer.engine.store)] = Bound(trainer.engine, program)
         trainer.step(x[mine], y[mine])
         return trainer.fingerprint()
 

@@ -56,6 +56,21 @@ def test_counted_equals_the_formulas(size: int, m: int) -> None:
             assert bytes_moved == ITEM * expected(total, sum(share), saved), strategy
 
 
+@pytest.mark.parametrize("m", [1, 3])
+def test_hybrid_joins_replicas_once(m: int) -> None:
+    """The FSDP bytes over the shard axis, plus 2 (P/S)(R-1)/R over the replica axis, whatever the microbatches."""
+    for rank, (report, pages) in enumerate(spawn(lambda comm: moved(comm, "hybrid", m), 4)):
+        shards = [n * (rank % 2 + 1) // 2 - n * (rank % 2) // 2 for n, _ in pages]
+        foreign = [n - s for (n, _), s in zip(pages, shards, strict=True)]
+        saved = m * sum(foreign[-2:]) + (m - 1) * sum(foreign[:2])
+        own = [s * (rank // 2 + 1) // 2 - s * (rank // 2) // 2 for s in shards]
+        by_axis = {
+            axis: sum(c.bytes for (a, _), c in data(report).items() if a == axis) for axis in ("shard", "replica")
+        }
+        assert by_axis["shard"] == ITEM * (3 * m * sum(foreign) - saved)
+        assert by_axis["replica"] == ITEM * 2 * (sum(shards) - sum(own))
+
+
 def test_kept_gradients_move_two_m_plus_one() -> None:
     from fsdpx import Sharding
 

@@ -22,7 +22,9 @@ def run(ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess
     environ["OPENBLAS_NUM_THREADS"] = "1"  # small products on a busy machine: threads would only wait for each other
     start = [str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []
     command = [*start, sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
+    )
     assert done.returncode == 0, done.stderr
     return done
 
