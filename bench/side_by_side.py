@@ -108,9 +108,8 @@ def table(model: str, results: dict[Job, list[dict[str, Any]]]) -> list[dict[str
 
 
 def show(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        f"{'model':6} {'ranks x threads':22} {'tokens/s':>9} {'ratio':>6}  {'against':22} {'RSS MiB':>8} {'first step s':>12}"
-    ]
+    head = f"{'model':6} {'ranks x threads':22} {'tokens/s':>9} {'ratio':>6}  {'against':22}"
+    lines = [f"{head} {'RSS MiB':>8} {'first step s':>12}"]
     for r in rows:
         ratio = f"{r['ratio']:.2f}" if r["ratio"] else ""
         lines.append(

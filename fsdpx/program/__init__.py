@@ -8,6 +8,6 @@ from fsdpx.program.stage import Slots, Stage, StageUnit, expand
 from fsdpx.program.verbs import SLOTS, VERBS, Move, Slot, Verb
 
 __all__ = [
-    "KINDS", "SLOTS", "VERBS", "Action", "Calls", "Lifetime", "Move", "Program", "Request", "Sizes", "Slot", "Slots", "Stage",
-    "StageUnit", "Traffic", "Verb", "check", "compile", "expand", "lifetimes", "parse", "peak", "traffic",
+    "KINDS", "SLOTS", "VERBS", "Action", "Calls", "Lifetime", "Move", "Program", "Request", "Sizes", "Slot", "Slots",
+    "Stage", "StageUnit", "Traffic", "Verb", "check", "compile", "expand", "lifetimes", "parse", "peak", "traffic",
 ]  # fmt: skip
