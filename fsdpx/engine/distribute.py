@@ -70,10 +70,10 @@ def distribute(
     layout. precision: "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`. clip_norm: largest global
     gradient norm. group_bytes: smaller layers are grouped until a unit holds that many bytes of parameters.
     codec: how gradients travel ("plain", "ring", "bf16", "fp16" or a `Codec`). chunks: cut the global batch into that
-    many equal parts whose gradients are added in one fixed tree: bit-identical results at any number of ranks. ahead: pages
-    gathered ahead of use. frozen: name patterns of parameters that are not trained. device: "cpu", "cuda", or
-    "shape" to count without computing. check: compare every collective between ranks before it runs (default:
-    FSDPX_CHECK). check_finite: look for NaN and Inf in every unit.
+    many equal parts whose gradients are added in one fixed tree: bit-identical results at any number of ranks.
+    ahead: pages gathered ahead of use. frozen: name patterns of parameters that are not trained. device: "cpu",
+    "cuda", or "shape" to count without computing. check: compare every collective between ranks before it runs
+    (default: FSDPX_CHECK). check_finite: look for NaN and Inf in every unit.
     """
     check_chunks(chunks, microbatches)
     _check_numbers(microbatches=microbatches, clip_norm=clip_norm, seed=seed, group_bytes=group_bytes, ahead=ahead)

@@ -158,7 +158,8 @@ def trainer_report(trainer: fsdpx.Trainer, history: Any, args: argparse.Namespac
     print("peak memory per rank: " + ", ".join(f"{p / 2**20:,.0f} MiB" for p in peaks))
     print(
         f"{len(history.losses)} steps, {tokens / history.seconds:,.0f} tokens/s, "
-        f"training loss {history.losses[-1]:.4f}, validation loss {history.validation[-1][1]:.4f} = {bits:.3f} bits per byte"
+        f"training loss {history.losses[-1]:.4f}, "
+        f"validation loss {history.validation[-1][1]:.4f} = {bits:.3f} bits per byte"
     )
     sys.stdout.flush()
 

@@ -20,7 +20,7 @@ __all__ = ["SLOTS", "VERBS", "Move", "Slot", "Verb"]
 
 @dataclass(frozen=True)
 class Move:
-    """A collective of a verb: along which mesh axis, which call, how much (`full` or `shard` of a page, or a `pair`)."""
+    """A collective: along which mesh axis, which call, and how much (`full` or `shard` of a page, or a `pair`)."""
 
     axis: str
     call: str
