@@ -44,13 +44,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
     p.add_argument("--size", default="tiny", choices=SIZES, help="model size")
     p.add_argument("--steps", type=int, default=300, help="optimiser steps")
-    p.add_argument("--batch", type=int, default=16, help="sequences of the global batch, over all ranks")
+    p.add_argument("--batch", type=int, default=32, help="sequences of the global batch, over all ranks")
     p.add_argument("--accumulate", type=int, default=1, help="microbatches per rank and step")
     p.add_argument("--dtype", default="float32", help="float64, float32, bf16 or fp16")
     p.add_argument(
         "--chunks", type=int, default=None, help="equal parts of the batch for bit-identical results at any world size"
     )
-    p.add_argument("--lr", type=float, default=1.2e-3, help="peak learning rate")
+    p.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     p.add_argument("--clip", type=float, default=1.0, help="largest global gradient norm")
     p.add_argument("--dropout", type=float, default=0.0)
     p.add_argument("--seed", type=int, default=0)

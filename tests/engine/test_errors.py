@@ -140,6 +140,7 @@ def test_options_that_cannot_work(options: dict[str, Any], text: str) -> None:
 def test_unknown_backend() -> None:
     import fsdpx
 
+    fsdpx.finalize()  # other tests may have left one open
     with pytest.raises(ConfigError, match="unknown backend 'smoke'"):
         mlp().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), backend="smoke")
     assert not fsdpx.is_initialized()
