@@ -155,6 +155,14 @@ class Engine:
         for slot in [slot for slot in self.store if not slot.startswith("shard")]:
             del self.store[slot]
 
+    def drop_local(self) -> None:
+        """Give back whole gradients that `no_sync` asked for, and the views that would keep them."""
+        local = [f"local{p}" for p in self.stage.trained if f"local{p}" in self.arena.kept]
+        for name in local:
+            self.arena.drop(name)
+        if local:
+            self.views = None
+
     def name(self, page: int) -> str:
         """A page in words, for errors: the names it holds."""
         fields = self.layout.pages[page].fields

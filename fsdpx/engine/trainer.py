@@ -313,8 +313,7 @@ class Trainer:
         self.last = Step(loss, scale.norm, scale.rate, scale.skip)
         engine.steps += not scale.skip
         engine.rows, self._adding = 0, ""
-        for page in engine.stage.trained:
-            engine.arena.drop(f"local{page}")
+        engine.drop_local()
         return loss
 
     def _begin(self, how: str) -> None:

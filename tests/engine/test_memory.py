@@ -163,3 +163,28 @@ def test_arena_counts_by_kind() -> None:
     assert arena.view(0, 25, np.float32).ctypes.data % ALIGN == 0
     arena.drop("a")
     assert arena.nbytes() == {"working set": 128}
+
+
+def test_no_sync_gives_its_memory_back() -> None:
+    """Whole gradients are held while they are local, and by nobody after the update."""
+    import gc
+    import weakref
+
+    from models import CASES, make
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, "mlp", "fsdp", group_bytes=0)
+        batch = CASES["mlp"].batch(np.random.default_rng(0), 4)
+        trainer.step(*batch)
+        before = trainer.report().memory["gradients"]
+        for _ in range(2):
+            with trainer.no_sync():
+                trainer.accumulate(*batch)
+            held = weakref.ref(trainer.engine.arena.kept["local0"])
+            assert trainer.report().memory["gradients"] > before
+            trainer.update()
+            gc.collect()
+            assert held() is None
+            assert trainer.report().memory["gradients"] == before
+
+    spawn(run, 2)
