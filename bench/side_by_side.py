@@ -135,6 +135,7 @@ def main() -> int:
                 print(f"{model}, round {turn + 1} of {args.rounds}: {job.name}", file=sys.stderr, flush=True)
                 results[job].append(run(job, model, args.steps if model == "tiny" else max(args.steps // 2, 3)))
         rows += table(model, results)
+        print(show(rows), file=sys.stderr, flush=True)
     print(show(rows))
     machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}"
     Path(args.json).parent.mkdir(parents=True, exist_ok=True)
