@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fsdpx.engine.engine import Engine
-from fsdpx.program import SLOTS
+from fsdpx.program import SLOTS, kind_of
 
 __all__ = ["activation_bytes"]
 
@@ -16,7 +16,7 @@ def activation_bytes(engine: Engine) -> int:
     """
     roots: dict[int, int] = {}
     for slot, value in engine.store.items():
-        if SLOTS[slot.rstrip("0123456789.")].memory == "activations":
+        if SLOTS[kind_of(slot)].memory == "activations":
             roots.update(_roots(value))
     arena = engine.arena
     planned = {id(buffer.root) for buffer in (*arena.kept.values(), *([] if arena.slab is None else [arena.slab]))}

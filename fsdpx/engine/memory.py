@@ -10,7 +10,7 @@ from fsdpx.array.arena import Life, Plan, place
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.gradients import Chunked, Gradient, Plainly, scratch_nbytes
 from fsdpx.engine.views import Views
-from fsdpx.program import Program, lifetimes
+from fsdpx.program import Program, kind_of, lifetimes
 
 __all__ = ["Room", "lives", "plan"]
 
@@ -84,7 +84,8 @@ def lives(engine: Engine, program: Program) -> list[Life]:
     """All short-lived buffers of a program with their bytes on this rank."""
     result = []
     for life in lifetimes(program):
-        kind, page = life.name.rstrip("0123456789"), int(life.name.lstrip("abcdefghijklmnopqrstuvwxyz"))
+        kind = kind_of(life.name)
+        page = int(life.name[len(kind) :])
         state = engine.pages[page]
         if kind == "full" and state.full is None:
             result.append(Life(life.name, life.start, life.stop, state.page.size * engine.dtype.itemsize))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from fsdpx.errors import ProgramError
 from fsdpx.program.action import Action
 from fsdpx.program.compiler import Program
-from fsdpx.program.verbs import SLOTS, VERBS
+from fsdpx.program.verbs import VERBS, buffer_of
 
 __all__ = ["check"]
 
@@ -22,19 +22,19 @@ def check(*programs: Program) -> None:
 
 def _check_slots(program: Program) -> None:
     alive = set(program.begins)
-    buffers = {_buffer(slot): slot for slot in alive}
+    buffers = {buffer_of(slot): slot for slot in alive}
     for at, slots in enumerate(program.slots):
         for slot in (*slots.takes, *slots.reads):
             if slot not in alive:
                 raise _error(program.actions, at, f"needs {slot}, which is not there")
         for slot in slots.takes:
             alive.discard(slot)
-            buffers.pop(_buffer(slot), None)
+            buffers.pop(buffer_of(slot), None)
         for slot in slots.gives:
             if slot in alive:
                 raise _error(program.actions, at, f"gives {slot}, which is already there")
         for slot in (*slots.gives, *slots.adds):
-            tenant = buffers.setdefault(_buffer(slot), slot)
+            tenant = buffers.setdefault(buffer_of(slot), slot)
             if tenant != slot:
                 raise _error(program.actions, at, f"needs the memory of {slot}, where {tenant} still lies")
             alive.add(slot)
@@ -42,11 +42,6 @@ def _check_slots(program: Program) -> None:
     if left or missing:
         what = f"leaves {', '.join(left)} behind" if left else f"ends without {', '.join(missing)}"
         raise ProgramError(f"the {program.kind} program {what}\n{_lines(program.actions, len(program.actions) - 1)}")
-
-
-def _buffer(slot: str) -> str:
-    kind = slot.rstrip("0123456789.")
-    return SLOTS[kind].buffer + slot[len(kind) :]
 
 
 def _check_order(first: Program, other: Program, rank: int) -> None:

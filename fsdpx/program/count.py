@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdpx.program.compiler import Program
-from fsdpx.program.verbs import SLOTS, VERBS, Move
+from fsdpx.program.verbs import VERBS, Move, buffer_of, kind_of
 
 __all__ = ["Lifetime", "Sizes", "Traffic", "lifetimes", "peak", "traffic"]
 
@@ -85,12 +85,12 @@ def lifetimes(program: Program, buffers: Iterable[str] = ("full", "grad")) -> li
     born: dict[str, int] = {}
     lives: list[Lifetime] = []
     for at, slots in enumerate(program.slots):
-        given = {_name(s) for s in (*slots.adds, *slots.gives)}
+        given = {buffer_of(s) for s in (*slots.adds, *slots.gives)}
         for slot in (*slots.adds, *slots.gives):
-            if _kind(slot) in wanted and slot not in carried:
-                born.setdefault(_name(slot), at)
+            if kind_of(buffer_of(slot)) in wanted and slot not in carried:
+                born.setdefault(buffer_of(slot), at)
         for slot in slots.takes:
-            name = _name(slot)
+            name = buffer_of(slot)
             if name in born and name not in given:
                 lives.append(Lifetime(name, born.pop(name), at))
     return lives
@@ -100,8 +100,8 @@ def peak(lives: Iterable[Lifetime], nbytes: dict[str, int]) -> tuple[int, dict[s
     """The most bytes alive at once, and how they split by kind at that moment."""
     changes: dict[int, Counter[str]] = defaultdict(Counter)
     for life in lives:
-        changes[life.start][life.name.rstrip("0123456789.")] += nbytes[life.name]
-        changes[life.stop + 1][life.name.rstrip("0123456789.")] -= nbytes[life.name]
+        changes[life.start][kind_of(life.name)] += nbytes[life.name]
+        changes[life.stop + 1][kind_of(life.name)] -= nbytes[life.name]
     now: Counter[str] = Counter()
     best, split = 0, {}
     for at in sorted(changes):
@@ -109,12 +109,3 @@ def peak(lives: Iterable[Lifetime], nbytes: dict[str, int]) -> tuple[int, dict[s
         if now.total() > best:
             best, split = now.total(), dict(now)
     return best, split
-
-
-def _kind(slot: str) -> str:
-    return SLOTS[slot.rstrip("0123456789.")].buffer
-
-
-def _name(slot: str) -> str:
-    kind = slot.rstrip("0123456789.")
-    return SLOTS[kind].buffer + slot[len(kind) :]

@@ -15,7 +15,7 @@ A slot is a named place for one value. In the table a slot is written as a kind 
 
 from dataclasses import dataclass
 
-__all__ = ["SLOTS", "VERBS", "Move", "Slot", "Verb"]
+__all__ = ["SLOTS", "VERBS", "Move", "Slot", "Verb", "buffer_of", "kind_of"]
 
 
 @dataclass(frozen=True)
@@ -117,3 +117,14 @@ SLOTS: dict[str, Slot] = {
     "mean": Slot("mean", "control"),
     "scale": Slot("scale", "control"),
 }
+
+
+def kind_of(slot: str) -> str:
+    """The kind of a slot: "full3" and "act5.0" are a "full" and an "act"."""
+    return slot.rstrip("0123456789.")
+
+
+def buffer_of(slot: str) -> str:
+    """The memory that a slot lies in: that of "sum3" is "grad3"."""
+    kind = kind_of(slot)
+    return SLOTS[kind].buffer + slot[len(kind) :]
