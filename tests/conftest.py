@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-for folder in ("program", "engine"):
+for folder in ("program", "engine", "comm"):
     sys.path.insert(0, str(Path(__file__).parent / folder))

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
+from fsdpx.array.kernels import add_widened, store
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace_of
 from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
@@ -96,15 +95,14 @@ class Cast:
     ) -> Handle:
         n, own, width = grad.size, counts[comm.rank], comm.size
         wire, parts = memory[: 2 * n].view(self.dtype), memory[2 * n : 2 * (n + own * width)].view(self.dtype)
-        with np.errstate(over="ignore"):  # an overflow becomes Inf, which the loss scale looks for
-            wire[...] = grad.astype(self.dtype)
+        xp = namespace_of(grad)
+        store(xp, grad, wire)  # an overflow becomes Inf, which the loss scale looks for
         handle = comm.all_to_all(wire, parts, counts, [own] * width, what=what)
 
         def add() -> None:
-            out[...] = parts[:own]
-            with np.errstate(invalid="ignore"):  # Inf - Inf, from ranks that overflowed
-                for r in range(1, width):
-                    out[...] += parts[r * own : (r + 1) * own].astype(out.dtype)
+            store(xp, parts[:own], out)
+            for r in range(1, width):
+                add_widened(xp, parts[r * own : (r + 1) * own], out)
 
         return Finish(handle, add)
 
@@ -116,12 +114,11 @@ class Cast:
         total = namespace_of(grad).empty((own,), dtype=grad.dtype)
         self.reduce(comm, grad, total, counts, memory, what=what).wait()
         wire = memory[: 2 * n].view(self.dtype)
-        with np.errstate(over="ignore"):
-            wire[start : start + own] = total.astype(self.dtype)
+        store(namespace_of(grad), total, wire[start : start + own])
         handle = comm.all_gather(wire[start : start + own], wire, counts, what=what)
 
         def widen() -> None:
-            grad[...] = wire
+            store(namespace_of(grad), wire, grad)
 
         return Finish(handle, widen)
 

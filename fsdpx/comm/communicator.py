@@ -141,7 +141,8 @@ class Communicator(Protocol):
     ) -> Handle:
         """Reduce `send` over the ranks and leave each rank its own piece in `recv`: n(N-1)/N bytes.
 
-        In place when `recv` is the start of `send` (`send[:count]`); the rest of `send` is then undefined.
+        In place when `recv` is the start of `send` (`send[:count]`) or its own piece there; the rest of `send` is
+        then undefined.
         Scratch: n for 16-bit arrays, none else.
         """
         ...

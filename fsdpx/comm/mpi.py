@@ -50,6 +50,11 @@ class MpiCommunicator(Backend):
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 
+    @property
+    def raw(self) -> MPI.Intracomm:
+        """The mpi4py communicator, our duplicate."""
+        return self._comm
+
     # -- collectives -----------------------------------------------------------------------------
 
     @staged(reads=(0,), writes=(1,))
@@ -62,11 +67,18 @@ class MpiCommunicator(Backend):
                 own[...] = source
             parts = [(root, cut.part(target, root)) for root in range(self.size)]
             return self._issue("all_gather", what, [self._comm.Ibcast(c, r) for r, p in parts for c in self._chunks(p)])
-        source = MPI.IN_PLACE if in_place else source
-        if cut.even:
-            request = self._comm.Iallgather(source, target)
-        else:
-            request = self._comm.Iallgatherv(source, (target, (cut.counts, cut.displs)))
+        if not cut.even:
+            return self.all_gather_at(send, recv, cut.counts, cut.displs, what)
+        return self._issue("all_gather", what, [self._comm.Iallgather(MPI.IN_PLACE if in_place else source, target)])
+
+    def all_gather_at(
+        self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int], what: str
+    ) -> Handle:
+        """An all-gather of pieces that need not follow each other in `recv`, nor fill it; up to 2^31 elements."""
+        source, target = wire(send), wire(recv)
+        start = displs[self.rank]
+        in_place = overlay(source, target[start : start + counts[self.rank]])
+        request = self._comm.Iallgatherv(MPI.IN_PLACE if in_place else source, (target, (counts, displs)))
         return self._issue("all_gather", what, [request])
 
     @staged(reads=(0,), writes=(1,))
@@ -77,13 +89,15 @@ class MpiCommunicator(Backend):
         if send.size > self.limit:
             handle = self._long_reduce_scatter(send, recv, op, cut, what)
         else:
-            in_place = overlay(send, recv)
-            source, target = (MPI.IN_PLACE, send) if in_place else (send, recv)
+            in_place, at_home = overlay(send, recv), overlay(recv, cut.part(send, self.rank))
+            source, target = (MPI.IN_PLACE, send) if in_place or at_home else (send, recv)
             if cut.even:
                 request = self._comm.Ireduce_scatter_block(source, target, mpi_op(op, send.dtype))
             else:
                 request = self._comm.Ireduce_scatter(source, target, cut.counts, mpi_op(op, send.dtype))
             handle = self._issue("reduce_scatter", what, [request])
+            if at_home:
+                handle = Finish(handle, partial(np.copyto, recv, send[: recv.size]))
         return self._averaged(handle, recv, op)
 
     def _long_reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:

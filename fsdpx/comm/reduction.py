@@ -7,10 +7,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from fsdpx.array.kernels import add_widened, store
 from fsdpx.comm.communicator import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
-__all__ = ["combine", "is_half", "kind_of", "objection", "reduce_in_order"]
+__all__ = ["combine", "fold", "is_half", "kind_of", "objection", "reduce_in_order"]
 
 _KINDS = {
     "float64": "float",
@@ -63,9 +64,56 @@ def reduce_in_order(arrays: Sequence[Array], op: ReduceOp, out: Array) -> None:
     ufunc = combine(op)
     wide = np.dtype(np.float32) if is_half(out.dtype) else out.dtype
     with np.errstate(all="ignore"):
-        total = arrays[0].astype(wide)
+        total = np.empty(arrays[0].shape, wide)
+        _load(arrays[0], total)
         for array in arrays[1:]:
-            ufunc(total, array.astype(wide, copy=False), out=total)
+            _merge(ufunc, array, total)
         if op is ReduceOp.AVG:
             total /= len(arrays)
-        out[...] = total
+        _load(total, out)
+
+
+BLOCK = 1 << 15
+"""Elements that `fold` adds at a time: a block of sums stays in cache until it is written everywhere."""
+
+
+def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array]) -> None:
+    """Each of `outs` = arrays[0] op arrays[1] op ... in that order, 16-bit in float32, reading each array once.
+
+    An array of `outs` may be one of `arrays`, as a whole.
+    """
+    ufunc, first = combine(op), outs[0]
+    half = is_half(first.dtype)
+    pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG
+    total = np.empty(0 if pair else min(BLOCK, first.size), np.float32 if half else first.dtype)
+    with np.errstate(all="ignore"):
+        for start in range(0, first.size, BLOCK):
+            block = slice(start, min(start + BLOCK, first.size))
+            if pair:
+                sums = ufunc(arrays[0][block], arrays[1][block], out=first[block])
+            else:
+                sums = total[: block.stop - start]
+                _load(arrays[0][block], sums)
+                for array in arrays[1:]:
+                    _merge(ufunc, array[block], sums)
+                if op is ReduceOp.AVG:
+                    sums /= len(arrays)
+                _load(sums, first[block])
+            for out in outs[1:]:
+                out[block] = first[block]
+
+
+def _load(x: Array, out: Array) -> None:
+    """out = x, either of them perhaps of 16 bits."""
+    if x.dtype == out.dtype:
+        out[...] = x
+    else:
+        store(np, x, out)
+
+
+def _merge(ufunc: np.ufunc, x: Array, total: Array) -> None:
+    """total = total op x, x perhaps of 16 bits."""
+    if ufunc is np.add and x.dtype != total.dtype:
+        add_widened(np, x, total)
+    else:
+        ufunc(total, x.astype(total.dtype, copy=False), out=total)

@@ -11,23 +11,25 @@ from fsdpx.comm.communicator import DONE, Handle
 __all__ = ["Finish", "Progress", "Steps", "progress_of", "spin"]
 
 _SPINS_BEFORE_YIELD = 64
+_SPINS_BEFORE_SLEEP = 4096  # some milliseconds: who waits that long can give the core away for good
 _SPINS_PER_CLOCK = 256
+_NAP = 50e-6
 
 give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Progress:
-    """The unfinished `Steps` of one rank. Every wait pokes them, so no peer waits for a step not taken."""
+    """What one rank has to do for transfers under way. Every wait pokes it, so no peer waits for a step not taken."""
 
     __slots__ = ("pending",)
 
     def __init__(self) -> None:
-        self.pending: list[Steps] = []
+        self.pending: list[Handle] = []
 
     def poke(self) -> None:
         """Take the next step of whatever can take one."""
-        for steps in tuple(self.pending):
-            steps.test()
+        for handle in tuple(self.pending):
+            handle.test()
 
 
 def progress_of(comm: object) -> Progress:
@@ -39,13 +41,13 @@ def progress_of(comm: object) -> Progress:
 class Steps:
     """The handle of a generator that issues a transfer, yields its handle, and goes on after that."""
 
-    __slots__ = ("_current", "_done", "_error", "_generator", "_progress")
+    __slots__ = ("_current", "_done", "_error", "_generator", "_progress", "_running")
 
     def __init__(self, generator: Iterator[Handle], progress: Progress) -> None:
         self._generator = generator
         self._progress = progress
         self._current: Handle = DONE
-        self._done = False
+        self._done = self._running = False
         self._error: BaseException | None = None
         progress.pending.append(self)
         self.test()
@@ -53,6 +55,9 @@ class Steps:
     def test(self) -> bool:
         if self._error is not None:
             raise self._error
+        if self._running:  # a step that itself waits pokes all that is pending
+            return False
+        self._running = True
         try:
             while not self._done and self._current.test():
                 self._current = next(self._generator)
@@ -63,6 +68,8 @@ class Steps:
             self._error = error
             self._progress.pending.remove(self)
             raise
+        finally:
+            self._running = False
         return self._done
 
     def wait(self) -> None:
@@ -102,7 +109,9 @@ def spin(ready: Callable[[], bool], progress: Progress, timeout: float) -> bool:
         spins += 1
         if progress.pending:
             progress.poke()
-        if spins > _SPINS_BEFORE_YIELD:
+        if spins > _SPINS_BEFORE_SLEEP:
+            time.sleep(_NAP)
+        elif spins > _SPINS_BEFORE_YIELD:
             give_way()
         if spins % _SPINS_PER_CLOCK == 0:
             now = time.monotonic()

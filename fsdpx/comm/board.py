@@ -1,0 +1,77 @@
+"""The board of a group of ranks on one machine: where each rank writes how far it is, for the others to read.
+
+Rank r writes only its own part, so no lock is needed: a collective with number n is *posted* by a rank when its data
+may be read (with a few words that say where they lie), and *finished* when the rank has read what it needs. MPI's
+window fence orders the words before the number.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mpi4py import MPI
+
+from fsdpx.comm.communicator import Array
+from fsdpx.comm.host import Window
+
+__all__ = ["PAYLOAD", "SLOTS", "Board"]
+
+SLOTS = 64
+"""Collectives in flight at one time; the next one takes the place of the oldest."""
+HEAD = 8
+"""64-bit words of a record before its payload: posted, finished, and what a collective says of itself. One cache line."""
+PAYLOAD = 256
+"""Bytes of data that travel on the board itself."""
+
+
+class Board:
+    """comm: the group. words: how many words a record has beside its head."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._record = HEAD + max(PAYLOAD // 8, self.size)
+        self._window = Window(comm, SLOTS * self._record * 8)
+        self._bytes = self._window.parts
+        self._words = [memoryview(part.view(np.int64)) for part in self._bytes]
+        self._mine = self._words[self.rank]
+        comm.Barrier()  # zeros everywhere before the first number
+
+    def post(self, number: int, *words: int) -> None:
+        """Say that this rank's data of a collective may be read, and up to six words about them."""
+        at = self._at(number)
+        mine = self._mine
+        for i, word in enumerate(words):
+            mine[at + 2 + i] = word
+        self._window.fence()
+        mine[at] = number
+
+    def posted(self, rank: int, number: int) -> bool:
+        if self._words[rank][self._at(number)] < number:
+            return False
+        self._window.fence()
+        return True
+
+    def words(self, rank: int, number: int, count: int) -> list[int]:
+        """What a rank said in `post`."""
+        at = self._at(number) + 2
+        return self._words[rank][at : at + count].tolist()
+
+    def payload(self, rank: int, number: int) -> Array:
+        """The bytes of a record beside its head: written before `post`, or read after it."""
+        at = 8 * (self._at(number) + HEAD)
+        return self._bytes[rank][at : at + 8 * (self._record - HEAD)]
+
+    def finish(self, number: int) -> None:
+        """Say that this rank has read all it needs for a collective."""
+        self._window.fence()
+        self._mine[self._at(number) + 1] = number
+
+    def finished(self, rank: int, number: int) -> bool:
+        return self._words[rank][self._at(number) + 1] >= number
+
+    def close(self) -> None:
+        self._words, self._bytes = [], []
+        del self._mine
+        self._window.free()
+
+    def _at(self, number: int) -> int:
+        return number % SLOTS * self._record

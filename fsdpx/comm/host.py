@@ -1,0 +1,148 @@
+"""The ranks of one machine, and the memory they share: windows that each of them can read and write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from fsdpx.comm.communicator import Array
+
+__all__ = ["ALIGN", "Host", "Place", "free_bytes"]
+
+ALIGN = 64
+"""Bytes: parts of a window begin at cache lines."""
+SHARED = "/dev/shm"
+"""Where Linux keeps the memory that MPI libraries share; its size is a limit of its own (64 MiB in many containers)."""
+RESERVE = 4 << 20
+"""Bytes that are left for the MPI library itself."""
+
+
+class Place(NamedTuple):
+    """Where an array lies: in the part of rank `owner` (of the machine) of a window, from byte `offset`."""
+
+    window: int
+    owner: int
+    offset: int
+
+
+class Window:
+    """One allocation: a part of each rank of the machine, all mapped by all. Collective to make and to free."""
+
+    def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
+        info = MPI.Info.Create()
+        info.Set("alloc_shared_noncontig", "true")  # each part in memory next to its owner
+        self._win = MPI.Win.Allocate_shared(nbytes, 1, info, comm)
+        info.Free()
+        self._win.Lock_all(MPI.MODE_NOCHECK)
+        self.parts = [np.frombuffer(self._win.Shared_query(rank)[0], np.uint8) for rank in range(comm.size)]
+
+    def fence(self) -> None:
+        """Everything written before is seen by whoever sees what is written after."""
+        self._win.Sync()
+
+    def free(self) -> None:
+        """The memory is gone: no array of it may be used any more."""
+        self.parts = []
+        self._win.Unlock_all()
+        self._win.Free()
+
+
+class Host:
+    """The machine of this rank as `world` sees it.
+
+    world: all ranks of the job. comm: those on this machine. leader: the lowest world rank on this machine, its name.
+    """
+
+    def __init__(self, world: MPI.Intracomm, comm: MPI.Intracomm) -> None:
+        self.world, self.comm = world, comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self.leader = comm.bcast(world.Get_rank(), 0)
+        self.common: set[int] = set()  # windows of which all ranks of a group use the same part
+        self._windows: dict[int, Window] = {}
+        self._owners: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, tuple[Array, Place | None]] = {}
+        self._made = 0
+
+    def allocate(self, nbytes: int) -> Array | None:
+        """`nbytes` of memory of this rank that all ranks of its machine can reach, zeroed; ranks may differ.
+
+        None, on all ranks, if some machine has no room for what its ranks want. Collective over the world.
+        """
+        window = self.window(nbytes)
+        return None if window is None else self._windows[window].parts[self.rank]
+
+    def window(self, nbytes: int) -> int | None:
+        """The same, as the number of a window, of which `part` gives the parts."""
+        wanted = self.comm.allreduce(nbytes)
+        if not self.world.allreduce(wanted <= free_bytes(), MPI.LAND):
+            return None
+        window, number = Window(self.comm, nbytes), self._made
+        self._made += 1
+        self._windows[number] = window
+        self._owners.update({id(part): (number, owner) for owner, part in enumerate(window.parts)})
+        return number
+
+    def part(self, window: int, owner: int) -> Array:
+        """What rank `owner` of the machine brought to a window."""
+        return self._windows[window].parts[owner]
+
+    def release(self, array: Array) -> None:
+        """Free the window that `array` lies in. No view of it may be in use. Collective over the world."""
+        place = self.find(array)
+        assert place is not None, "only what was allocated is released"
+        window = self._windows.pop(place.window)
+        self.common.discard(place.window)
+        for part in window.parts:
+            del self._owners[id(part)]
+        self._places.clear()
+        window.free()
+
+    def find(self, array: Array) -> Place | None:
+        """Where an array lies, None if not in a window. Asked again for the same object, the answer is known."""
+        known = self._places.get(id(array))
+        if known is not None:
+            return known[1]
+        place = self._search(array)
+        if len(self._places) >= 4096:
+            self._places.clear()
+        self._places[id(array)] = (array, place)  # holding the array keeps its id taken
+        return place
+
+    def _search(self, array: Array) -> Place | None:
+        if not isinstance(array, np.ndarray):
+            return None
+        owner = self._owners.get(id(array)) or self._owners.get(id(array.base))
+        if owner is None:
+            return None
+        part = self._windows[owner[0]].parts[owner[1]]
+        return Place(*owner, _address(array) - _address(part))
+
+    def view(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
+        """`size` elements, from element `start` on, of the array that lies at a place."""
+        window, owner, offset = place
+        begin = offset + start * dtype.itemsize
+        return self._windows[window].parts[owner][begin : begin + size * dtype.itemsize].view(dtype)
+
+    def close(self) -> None:
+        """Free all windows. Collective over the machine."""
+        for window in self._windows.values():
+            window.free()
+        self._windows.clear()
+        self._owners.clear()
+        self._places.clear()
+
+
+def free_bytes() -> int:
+    """Room for shared memory on this machine; without a limit of its own, more than anybody wants."""
+    if not os.path.isdir(SHARED):
+        return 1 << 62
+    found = os.statvfs(SHARED)
+    return max(found.f_bavail * found.f_frsize - RESERVE, 0)
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -1,0 +1,331 @@
+"""MPI between machines, shared memory inside one: collectives on arrays that lie in windows copy nothing twice.
+
+Inside a machine a reduce reads each rank's array once, where it lies, and a gather into memory that all ranks share
+is a synchronisation. Between machines each rank moves its own slice, so all links work at once. Everything else, and
+arrays outside of windows, goes through `MpiCommunicator`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from fsdpx.comm import lanes
+from fsdpx.comm.backend import Backend
+from fsdpx.comm.board import PAYLOAD, SLOTS, Board
+from fsdpx.comm.checks import overlay
+from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp, even_pieces
+from fsdpx.comm.host import Host, Place
+from fsdpx.comm.meeting import Meeting
+from fsdpx.comm.mpi import LIMIT, TIMEOUT, MpiCommunicator
+from fsdpx.comm.reduction import fold, is_half
+from fsdpx.comm.steps import Steps, spin
+from fsdpx.errors import CommTimeout
+
+__all__ = ["NodeCommunicator", "node_of"]
+
+
+class NodeCommunicator(Backend):
+    """The ranks of `comm` (duplicated), those of one machine speaking through shared memory.
+
+    An array lies in a window if it is a view of what `share` or `share_one` gave; all ranks of a call must pass such
+    arrays, or none. Complete means what it means in MPI: the buffers may be used again. machines: number of the
+    machine of each rank, instead of what MPI says (for tests). Groups whose machines hold different numbers of ranks
+    use MPI throughout.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm | None = None,
+        timeout: float = TIMEOUT,
+        limit: int = LIMIT,
+        machines: Sequence[int] | None = None,
+    ) -> None:
+        mpi = MpiCommunicator(comm, timeout, limit)
+        rank = mpi.rank
+        here = mpi.raw.Split_type(MPI.COMM_TYPE_SHARED) if machines is None else mpi.raw.Split(machines[rank], rank)
+        self._start(mpi, Host(mpi.raw, here), owns=True)
+
+    def _start(self, mpi: MpiCommunicator, host: Host, owns: bool) -> None:
+        super().__init__(mpi.rank, mpi.size, mpi.progress)
+        self.mpi, self.host, self.timeout = mpi, host, mpi.timeout
+        self._owns = owns
+        everyone = mpi.all_gather_object((host.leader, host.rank))
+        names = list(dict.fromkeys(leader for leader, _ in everyone))
+        self.machines = [[r for r, (leader, _) in enumerate(everyone) if leader == name] for name in names]
+        self.machine = self.machines[names.index(host.leader)]
+        self.lane = self.machine.index(self.rank)
+        self.others = [index for index in range(len(self.machine)) if index != self.lane]
+        self._homes = [everyone[r][1] for r in self.machine]
+        even = len({len(m) for m in self.machines}) == 1 and len(self.machine) > 1
+        self.inside = even and len(self.machines) == 1
+        self.across = mpi.split(self.lane, self.rank) if even and not self.inside else None
+        if even:
+            local = mpi.raw.Split(names.index(host.leader), self.rank)
+            self.board = Board(local)
+            local.Free()
+        self._number = 0
+        self._latest: list[Meeting | None] = [None] * SLOTS
+        self.turn, self._tickets = 0, 0
+
+    def __repr__(self) -> str:
+        return f"NodeCommunicator(rank={self.rank}, size={self.size}, machines={len(self.machines)})"
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    @property
+    def shares(self) -> bool:
+        """Whether arrays in windows are worth it: several ranks of this group on each machine, equally many."""
+        return self.inside or self.across is not None
+
+    def share(self, nbytes: int) -> Array | None:
+        """Memory of this rank that its machine can reach, bytes, zeroed; ranks may ask for different amounts.
+
+        None, on all ranks, if a machine has no room. Collective over the communicator that was opened first.
+        """
+        return self.host.allocate(nbytes)
+
+    def share_one(self, nbytes: int) -> Array | None:
+        """The same, but one piece of memory for all ranks of this group on a machine."""
+        number = self.host.window(nbytes if self.lane == 0 else 0)
+        if number is None:
+            return None
+        self.host.common.add(number)
+        return self.host.part(number, self._homes[0])
+
+    def release(self, array: Array) -> None:
+        """Give back what `share` or `share_one` gave. Collective like they are."""
+        self.host.release(array)
+
+    # -- collectives -----------------------------------------------------------------------------
+
+    def _all_gather(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
+        if self.inside and max(cut.counts) * recv.dtype.itemsize <= PAYLOAD and isinstance(recv, np.ndarray):
+            return self._gather_on_board(send, recv, cut, what)
+        into, source = self._find(recv), self._find(send)
+        if into is not None and self._is_common(into):
+            return self._gather_common(send, recv, cut, what)
+        if self.inside and source is not None:
+            return self._gather_from(source, send, recv, cut, what)
+        if self.across is not None and into is not None:
+            return self._steps(lanes.all_gather(self, into, send, recv, cut, self._ticket(), what))
+        return self.mpi._all_gather(send, recv, cut, what)
+
+    def _gather_on_board(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
+        """A few numbers per rank travel on the board itself: one synchronisation."""
+        number, board = self._next(), self.board
+        own, nbytes = cut.part(recv, self.rank), send.size * send.dtype.itemsize
+        board.payload(self.lane, number)[:nbytes] = send.view(np.uint8)
+        board.post(number)
+        if not overlay(send, own):
+            own[...] = send
+
+        def read() -> None:
+            for other in self.others:
+                part = cut.part(recv, other)
+                part[...] = board.payload(other, number)[: part.size * part.dtype.itemsize].view(part.dtype)
+
+        return self._meet(number, "all_gather", what, read, held=False)
+
+    def _gather_common(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
+        """Into memory that all share: this rank's piece lies there, all there is to do is to say so."""
+        if self.across is not None:
+            return self._steps(lanes.all_gather_common(self, send, recv, cut, self._ticket(), what))
+        own = cut.part(recv, self.rank)
+        if not overlay(send, own):
+            own[...] = send
+        return self.sync("all_gather", what)
+
+    def _gather_from(self, place: Place, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
+        """Everybody copies the others' pieces from where they lie: n - n/N read and written."""
+        number, own = self._next(), cut.part(recv, self.rank)
+        self.board.post(number, *place)
+        if not overlay(send, own):
+            own[...] = send
+
+        def copy() -> None:
+            for other in self.others:
+                part = cut.part(recv, other)
+                part[...] = self.peer(other, number, 0, part.size, part.dtype)
+
+        return self._meet(number, "all_gather", what, copy)
+
+    def _reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
+        place = self._find_sum(send)
+        if place is None:
+            return self.mpi._reduce_scatter(send, recv, op, cut, what)
+        if self.across is not None:
+            return self._steps(lanes.reduce_scatter(self, place, send, recv, op, cut, self._ticket(), what))
+        number, own = self._next(), cut.part(send, self.rank)
+        self.board.post(number, *place)
+        # The start of `send` is others' to read until all have finished; its own piece is not.
+        aside = overlay(send, recv) and self.lane > 0
+        target = own if aside else recv
+
+        def add() -> None:
+            fold(self.sources(number, own, cut.displs[self.rank]), op, [target])
+
+        last = partial(np.copyto, recv, own) if aside else None
+        return self._meet(number, "reduce_scatter", what, add, last=last)
+
+    def _all_reduce(self, buf: Array, op: ReduceOp, what: str) -> Handle:
+        place = self._find_sum(buf)
+        if place is None:
+            return self.mpi._all_reduce(buf, op, what)
+        if self.across is not None:
+            return self._steps(lanes.all_reduce(self, place, buf, op, self._ticket(), what))
+        number, cut = self._next(), even_pieces(buf.size, self.size)
+        self.board.post(number, *place)
+
+        def add() -> None:
+            """Each rank adds one slice and writes the sum into everybody's buffer: nobody else touches that slice."""
+            slices = self.sources(number, cut.part(buf, self.rank), cut.displs[self.rank])
+            fold(slices, op, slices)
+
+        return self._meet(number, "all_reduce", what, add)
+
+    def _broadcast(self, buf: Array, root: int, what: str) -> Handle:
+        place = self._find(buf) if self.inside else None
+        if place is None:
+            return self.mpi._broadcast(buf, root, what)
+        number = self._next()
+        self.board.post(number, *place)
+
+        def copy() -> None:
+            if self.rank != root:
+                buf[...] = self.peer(root, number, 0, buf.size, buf.dtype)
+
+        return self._meet(number, "broadcast", what, copy, held=self.rank == root)
+
+    def _all_to_all(self, send: Array, recv: Array, sent: Pieces, received: Pieces, what: str) -> Handle:
+        place = self._find(send) if self.inside else None
+        if place is None:
+            return self.mpi._all_to_all(send, recv, sent, received, what)
+        number, board = self._next(), self.board
+        board.payload(self.lane, number).view(np.int64)[: self.size] = sent.displs
+        board.post(number, *place)
+
+        def copy() -> None:
+            received.part(recv, self.rank)[...] = sent.part(send, self.rank)
+            for other in self.others:
+                part, starts = received.part(recv, other), board.payload(other, number).view(np.int64)
+                part[...] = self.peer(other, number, int(starts[self.rank]), part.size, part.dtype)
+
+        return self._meet(number, "all_to_all", what, copy)
+
+    def _barrier(self, what: str) -> Handle:
+        return self.sync("barrier", what) if self.inside else self.mpi._barrier(what)
+
+    # -- left to MPI -----------------------------------------------------------------------------
+
+    def _reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, what: str) -> Handle:
+        return self.mpi._reduce(send, recv, op, root, what)
+
+    def _gather(self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str) -> Handle:
+        return self.mpi._gather(send, recv, root, cut, what)
+
+    def _scatter(self, send: Array | None, recv: Array, root: int, cut: Pieces | None, what: str) -> Handle:
+        return self.mpi._scatter(send, recv, root, cut, what)
+
+    def _send(self, buf: Array, dest: int, tag: int, what: str) -> Handle:
+        return self.mpi._send(buf, dest, tag, what)
+
+    def _recv(self, buf: Array, source: int, tag: int, what: str) -> Handle:
+        return self.mpi._recv(buf, source, tag, what)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self.mpi.all_gather_object(obj)
+
+    def abort(self, code: int = 1) -> None:
+        self.mpi.abort(code)
+
+    # -- meetings --------------------------------------------------------------------------------
+
+    def sync(self, verb: str, what: str) -> Handle:
+        """A meeting without work: complete when all have come."""
+        number = self._next()
+        self.board.post(number)
+        return self._meet(number, verb, what, held=False)
+
+    def announce(self, place: Place) -> int:
+        """Post where an array lies; the number under which the others find it."""
+        number = self._next()
+        self.board.post(number, *place)
+        return number
+
+    def meet(self, number: int, verb: str, what: str, work: Callable[[], None]) -> Handle:
+        """The meeting of an announced array: `work` when all have come, complete when all have finished."""
+        return self._meet(number, verb, what, work)
+
+    def peer(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
+        """A slice of the array that rank `index` of the machine announced."""
+        return self.host.view(self.board.words(index, number, 3), start, size, dtype)
+
+    def sources(self, number: int, own: Array, start: int) -> list[Array]:
+        """Everybody's slice that begins at `start` and is as long as `own`, in rank order."""
+        count = range(len(self.machine))
+        return [own if i == self.lane else self.peer(i, number, start, own.size, own.dtype) for i in count]
+
+    def _next(self) -> int:
+        self._number += 1
+        oldest = self._latest[self._number % SLOTS]
+        if oldest is not None and not oldest.free():
+            self._wait_free(oldest)
+        return self._number
+
+    def _wait_free(self, oldest: Meeting) -> None:
+        if not spin(oldest.free, self.progress, self.timeout):
+            raise CommTimeout(f"{oldest}: {SLOTS} calls later, not all ranks have taken part")
+
+    def _meet(self, number: int, verb: str, what: str, work: Callable[[], None] | None = None, **terms: Any) -> Meeting:
+        meeting = Meeting(self, number, verb, what, work, **terms)
+        self._latest[number % SLOTS] = meeting
+        return meeting
+
+    def _find(self, array: Array) -> Place | None:
+        return self.host.find(array) if self.shares else None
+
+    def _find_sum(self, array: Array) -> Place | None:
+        """16-bit sums are rounded once, in rank order: partial sums of a machine would be rounded before."""
+        return self._find(array) if self.inside or not is_half(array.dtype) else None
+
+    def _is_common(self, place: Place) -> bool:
+        return place.window in self.host.common
+
+    def _ticket(self) -> int:
+        self._tickets += 1
+        return self._tickets - 1
+
+    def _steps(self, generator: Iterator[Handle]) -> Handle:
+        return Steps(generator, self.progress)
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        part = self.mpi.split(color, key)
+        if part is None:
+            return None
+        assert isinstance(part, MpiCommunicator)
+        group = object.__new__(NodeCommunicator)
+        group._start(part, self.host, owns=False)
+        return group
+
+    def close(self) -> None:
+        if self.shares:
+            self.board.close()
+        if self.across is not None:
+            self.across.close()
+        if self._owns:
+            self.host.close()
+        self.mpi.close()
+
+
+def node_of(comm: Any) -> NodeCommunicator | None:
+    """The node communicator inside what counts or guards it, if there is one."""
+    while comm is not None and not isinstance(comm, NodeCommunicator):
+        comm = getattr(comm, "comm", None)
+    return comm

@@ -1,0 +1,229 @@
+"""Windows keep the contract of communicators: one machine, several of one size, and of different sizes."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from windows import ROOM, InWindows
+
+from fsdpx.comm import Communicator, ReduceOp, split_evenly
+from fsdpx.comm.communicator import even_pieces
+from fsdpx.errors import CommTimeout
+from fsdpx.testing.communicator import CommunicatorContract
+
+pytestmark = [pytest.mark.world, pytest.mark.mpi]
+
+
+def _node(machines=None, timeout=30.0):
+    from fsdpx.comm.node import NodeCommunicator
+
+    return NodeCommunicator(timeout=timeout, machines=machines)
+
+
+def _pairs(size: int) -> list[int]:
+    """Machines of two ranks each where that comes out even, taken in turn: neighbours are on different machines."""
+    return [rank % (size // 2) if size % 2 == 0 else rank // 2 for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def world():
+    comm = _node()
+    yield comm
+    comm.close()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from mpi4py import MPI
+
+    comm = _node(_pairs(MPI.COMM_WORLD.size))
+    yield comm
+    comm.close()
+
+
+@pytest.fixture(scope="module")
+def rooms(world):
+    return world.share(ROOM), world.share_one(ROOM)
+
+
+@pytest.fixture(scope="module")
+def cluster_rooms(cluster):
+    return cluster.share(ROOM), cluster.share_one(ROOM)
+
+
+def together(world, comm, body) -> None:
+    import traceback
+
+    failure = None
+    try:
+        body(comm)
+    except Exception:
+        failure = f"[rank {world.rank}]\n{traceback.format_exc()}"
+    failures = [text for text in world.all_gather_object(failure) if text]
+    assert not failures, "\n".join(failures)
+
+
+class OnNode(CommunicatorContract):
+    common = False
+
+    @pytest.fixture(autouse=True)
+    def _take(self, world, rooms):
+        self.world, self.room, self.shared = world, *rooms
+
+    def run(self, body) -> None:
+        together(self.world, self.adapt(self.world), body)
+
+    def adapt(self, world) -> Communicator:
+        return InWindows(world, self.room, self.shared if self.common and world.shares else None)
+
+
+class TestPlainArrays(OnNode):
+    """Arrays outside of windows."""
+
+    def adapt(self, world):
+        return world
+
+
+class TestInWindows(OnNode):
+    pass
+
+
+class TestInCommonMemory(OnNode):
+    common = True
+
+
+class TestOverMachines(OnNode):
+    @pytest.fixture(autouse=True)
+    def _take(self, cluster, cluster_rooms):
+        self.world, self.room, self.shared = cluster, *cluster_rooms
+
+
+class TestCommonMemoryOverMachines(TestOverMachines):
+    common = True
+
+
+def test_a_cluster_has_lanes_when_its_machines_are_alike(cluster):
+    size = cluster.size
+    assert (cluster.across is not None) == (size % 2 == 0 and size > 2)
+    assert cluster.inside == (size == 2)
+    assert cluster.shares == (size % 2 == 0)
+
+
+@pytest.mark.parametrize("common", [False, True])
+def test_many_calls_in_flight_with_ranks_out_of_step(world, common):
+    """More calls than the board has places, waited for at the end, while ranks fall behind each other."""
+    room, shared = world.share(ROOM), world.share_one(ROOM)
+
+    def body(comm):
+        if not comm.shares:
+            return
+        n, rng = 60, np.random.default_rng(comm.rank)
+        bufs = [room[i * 512 : i * 512 + 8 * n].view(np.float64) for i in range(200)]
+        fulls = [(shared if common else room)[150_000 + i * 512 :][: 8 * n].view(np.float64) for i in range(200)]
+        cut, handles = even_pieces(n, comm.size), []
+        for i, (buf, full) in enumerate(zip(bufs, fulls, strict=True)):
+            buf[:] = comm.rank + i
+            handles.append(comm.all_reduce(buf))
+            own = cut.part(full, comm.rank)
+            own[...] = 1000 * i + comm.rank
+            handles.append(comm.all_gather(own, full))
+            if rng.random() < 0.1:
+                time.sleep(0.002)
+        for handle in rng.permutation(np.array(handles, dtype=object)):
+            handle.wait()
+        for i, (buf, full) in enumerate(zip(bufs, fulls, strict=True)):
+            assert (buf == sum(range(comm.size)) + i * comm.size).all()
+            want = np.repeat([1000 * i + r for r in range(comm.size)], split_evenly(n, comm.size))
+            assert (full == want).all()
+
+    together(world, world, body)
+    world.release(shared)
+    world.release(room)
+
+
+def test_a_buffer_can_be_written_as_soon_as_the_call_is_complete(world):
+    room = world.share(ROOM)
+
+    def body(comm):
+        buf, out = room[:8000].view(np.float64), np.empty(split_evenly(1000, comm.size)[comm.rank])
+        for i in range(300):
+            buf[:] = i + comm.rank
+            if comm.rank == i % comm.size:
+                time.sleep(0.0005)
+            comm.reduce_scatter(buf, out).wait()
+            buf[:] = -1  # the others must have read by now
+            assert (out == i * comm.size + sum(range(comm.size))).all(), i
+
+    together(world, world, body)
+    world.release(room)
+
+
+def test_sums_are_in_rank_order(world):
+    room = world.share(ROOM)
+
+    def body(comm):
+        ours = [np.random.default_rng(r).standard_normal(70_000).astype(np.float32) for r in range(comm.size)]
+        want = ours[0].copy()
+        for other in ours[1:]:
+            want += other
+        buf = room[:280_000].view(np.float32)
+        buf[:] = ours[comm.rank]
+        comm.all_reduce(buf).wait()
+        if comm.shares:
+            assert buf.tobytes() == want.tobytes()
+
+    together(world, world, body)
+    world.release(room)
+
+
+def test_groups_have_boards_of_their_own(world):
+    room = world.share(ROOM)
+
+    def body(comm):
+        group = comm.split(comm.rank % 2, -comm.rank)
+        buf = room[:800].view(np.float64)
+        buf[:] = comm.rank
+        group.all_reduce(buf, ReduceOp.MAX).wait()
+        assert (buf == max(range(comm.rank % 2, comm.size, 2))).all()
+        group.close()
+
+    together(world, world, body)
+    world.release(room)
+
+
+def test_who_does_not_come_is_named():
+    from mpi4py import MPI
+
+    comm = _node(timeout=0.3)
+    room = comm.share(4096)
+
+    def body(comm):
+        buf = room[:800].view(np.float64)
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout, match=r"all_reduce of page 'w' on rank 0 .* ranks \[1\b.*window"):
+                comm.all_reduce(buf, what="page 'w'").wait()
+
+    if comm.shares:
+        body(comm)
+    MPI.COMM_WORLD.Barrier()
+
+
+def test_a_machine_without_room_is_known_to_all(world, monkeypatch):
+    from fsdpx.comm import host
+
+    if world.rank == 0:
+        monkeypatch.setattr(host, "free_bytes", lambda: 1000)
+    together(world, world, lambda comm: _none(comm.share(600 if comm.size > 1 else 1200)))
+    small = world.share(8 if world.size < 100 else 0)
+    together(world, world, lambda comm: _some(small))
+    world.release(small)
+
+
+def _none(memory):
+    assert memory is None
+
+
+def _some(memory):
+    assert memory.nbytes == 8
