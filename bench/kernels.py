@@ -1,9 +1,9 @@
 """Which kernels pay as Numba code: one table, plain against numba, per kernel and size; the reason for `kernels.NUMBA`.
 
-    python bench/kernels.py [--json PATH] [--dtype float32] [--repeat 7] [--only NAME]
+    python bench/kernels.py [--json PATH] [--dtype float32] [--repeat 7] [--only NAME] [--threads 2]
 
 Times are medians after a warm-up that compiles. Run it on a quiet machine with one BLAS thread
-(OPENBLAS_NUM_THREADS=1).
+(OPENBLAS_NUM_THREADS=1). --threads measures the compiled code again on so many threads.
 """
 
 import argparse
@@ -17,7 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array import kernels
+from fsdpx import optim
+from fsdpx.array import dtype as dtype_of
+from fsdpx.array import heap, kernels, parallel
+from fsdpx.array.random import Stretch
+from fsdpx.optim import Segment, Segments
 
 ROWS = {"many 64x32": (64, 32), "tiny 2048x256": (2048, 256), "small 2048x2048": (2048, 2048)}
 HEADS = {"2x2x32x16": (2, 2, 32, 16), "tiny 8x4x256x64": (8, 4, 256, 64), "long 1x4x1024x64": (1, 4, 1024, 64)}
@@ -34,6 +38,36 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "silu", size, lambda: kernels.silu(np, x)
     yield "silu_backward", size, lambda: kernels.silu_backward(np, x, dy)
     yield "square_sum", size, lambda: kernels.square_sum(np, x.reshape(-1))
+    yield "square_sums", size, lambda: kernels.square_sums(np, x.reshape(-1), 1024)
+    yield "drop", size, lambda: kernels.drop(np, x, Stretch(0, "a", 0, x.size), 0.1)
+    keep = dy > 0
+    yield "drop_backward", size, lambda: kernels.drop_backward(np, dy, keep, 0.1)
+
+
+def sums(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
+    bias, into, h = np.zeros_like(x[0]), x.copy(), x.copy()
+    yield "add", size, lambda: kernels.add(np, x, dy)
+    yield "add_into", size, lambda: kernels.add_into(np, into, dy)
+    yield "add_bias", size, lambda: kernels.add_bias(np, into, bias)
+    yield "bias_gelu", size, lambda: kernels.bias_gelu(np, h, bias)
+    yield "sum_rows", size, lambda: kernels.sum_rows(np, x, bias, False)
+    for name in ("float16", "bf16") if x.dtype == np.float32 else ():
+        half, wide = kernels.narrowed(np, x, dtype_of(name)), x.copy()
+        yield f"store (to {name})", size, lambda half=half: kernels.store(np, x, half)
+        yield f"store (from {name})", size, lambda half=half, wide=wide: kernels.store(np, half, wide)
+        yield f"add_widened ({name})", size, lambda half=half, wide=wide: kernels.add_widened(np, half, wide)
+
+
+def updates(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
+    p, g = x.reshape(-1).copy(), dy.reshape(-1)
+    segments = Segments((Segment("w", 0, p.size, 0, p.size),))
+    for optimizer in (optim.AdamW(), optim.SGD(momentum=0.9), optim.Lion(), optim.LAMB()):
+        slots = {name: np.zeros_like(p) for name in optimizer.slots}
+        yield (
+            f"update ({type(optimizer).__name__})",
+            size,
+            lambda o=optimizer, s=slots: o.update(np, p, g, s, lr=1e-3, step=9, segments=segments),
+        )
 
 
 def by_rows(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
@@ -78,7 +112,7 @@ def cases(dtype: str) -> Iterator[Case]:
     rng = np.random.default_rng(0)
     for size, shape in ROWS.items():
         x, dy = (rng.normal(size=shape).astype(dtype) for _ in range(2))
-        for group in (elementwise, by_rows, by_classes):
+        for group in (elementwise, sums, by_rows, by_classes, updates):
             yield from group(x, dy, size)
     for size, (b, h, t, d) in HEADS.items():
         qkv = rng.normal(size=(b, t, 3, h, d)).astype(dtype)  # views of one product, as the layer passes them
@@ -100,20 +134,32 @@ def microseconds(run: Callable[[], Any], repeat: int) -> float:
     return statistics.median(samples) * 1e6
 
 
-def measure(dtype: str, repeat: int, only: str) -> list[dict[str, Any]]:
+def measure(dtype: str, repeat: int, only: str, threads: int) -> list[dict[str, Any]]:
     rows = []
     for name, size, run in cases(dtype):
         if only not in name:
             continue
         taken = {}
         for mode in ("plain", "numba"):
-            with kernels.use(mode):
+            with kernels.use(mode), optim.kernels.use(mode):
                 taken[mode] = microseconds(run, repeat)
         plain, numba = taken["plain"], taken["numba"]
-        chosen = kernels.chosen(name.partition(" ")[0])
-        rows.append({"kernel": name, "size": size, "plain_us": plain, "numba_us": numba, "chosen": chosen})
-        print(f"{name:28} {size:18} {plain:11.1f} {numba:11.1f} {plain / numba:8.2f}  {chosen}", flush=True)
+        several = _on(threads, run, repeat)
+        known = name.partition(" ")[0]
+        chosen = "numba" if known == "update" else kernels.chosen(known)
+        row = {"kernel": name, "size": size, "plain_us": plain, "numba_us": numba, "chosen": chosen}
+        rows.append(row | {"threads": threads, "threads_us": several})
+        speed = f"{plain / numba:8.2f} {several:11.1f} {numba / several:8.2f}"
+        print(f"{name:28} {size:18} {plain:11.1f} {numba:11.1f} {speed}  {chosen}", flush=True)
     return rows
+
+
+def _on(threads: int, run: Callable[[], Any], repeat: int) -> float:
+    parallel.set_threads(threads)
+    try:
+        return microseconds(run, repeat)
+    finally:
+        parallel.set_threads(1)
 
 
 def main() -> None:
@@ -122,9 +168,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--only", default="", help="kernels whose name contains this")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the last measurement")
     options = parser.parse_args()
-    print(f"{'kernel':28} {'size':18} {'plain us':>11} {'numba us':>11} {'speed-up':>8}  chosen")
-    rows = measure(options.dtype, options.repeat, options.only)
+    heap.keep_pages()
+    heads = f"{'plain us':>11} {'numba us':>11} {'speed-up':>8} {'threads us':>11} {'speed-up':>8}"
+    print(f"{'kernel':28} {'size':18} {heads}  chosen")
+    rows = measure(options.dtype, options.repeat, options.only, options.threads)
     if options.json:
         about = {"dtype": options.dtype, "machine": platform.machine(), "numpy": np.__version__, "rows": rows}
         options.json.write_text(json.dumps(about, indent=1) + "\n")

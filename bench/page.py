@@ -1,0 +1,49 @@
+"""The tables of docs/benchmarks.md, written from the JSON files in bench/results between marks.
+
+    python bench/page.py
+
+A mark `<!-- name: table -->` is followed by that table of NAME.json, up to `<!-- end -->`; `command` and `machine` are
+what the file says of itself, and `plot x` is the plot NAME_x.png, if there is one.
+"""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from records import RESULTS, load
+
+__all__ = ["PAGE", "render"]
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+MARK = re.compile(r"(<!-- (\w+): ([\w ,.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str, folder: Path = RESULTS) -> str:
+    """`text` with every marked table as the results have it; one without results says how to get them."""
+    return MARK.sub(lambda found: f"{found[1]}{_content(found[2], found[3], folder)}{found[4]}", text)
+
+
+def _content(name: str, title: str, folder: Path) -> str:
+    if title.startswith("plot "):
+        plot = folder / f"{name}_{title.removeprefix('plot ')}.png"
+        return f"![{title}](../bench/results/{plot.name})\n" if plot.exists() else ""
+    found = load(name, folder)
+    text = _text(name, title, found) if found else f"not measured yet: python bench/{name}.py"
+    return f"```text\n{text}\n```\n" if text else ""
+
+
+def _text(name: str, title: str, found: dict[str, Any]) -> str:
+    if title in ("command", "machine"):
+        return str(found[title])
+    return dict(importlib.import_module(name).tables(found)).get(title, "")
+
+
+def main() -> int:
+    PAGE.write_text(render(PAGE.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""One job of the side-by-side benchmark: a model trained by fsdpx or by PyTorch, timed step by step.
+
+    python bench/worker.py fsdpx|torch --model tiny --strategy fsdp [--seconds 3 | --steps 8]
+
+Rank 0 prints one line of JSON: seconds of each timed step, seconds from the start of the job to the end of the first
+step, and for every rank the peak RSS of its life and the peak PSS of some steps that follow the timed ones.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from memory import PeakPss, peak_rss
+from workloads import MODELS, batch, in_fsdpx, in_torch
+
+START = float(os.environ.get("BENCH_START", time.time()))  # when the driver started this job
+SLOW, SLOWEST = 1.0, 3.0  # seconds: slow steps are warmed up once, the slowest timed only twice
+
+
+@dataclass(frozen=True)
+class Training:
+    """step: one whole step. everyone: a value of every rank, by rank."""
+
+    step: Callable[[], float]
+    everyone: Callable[[Any], list[Any]]
+    rank: int
+
+
+def by_fsdpx(args: argparse.Namespace) -> Training:
+    import fsdpx
+    from fsdpx import optim
+
+    comm = fsdpx.init(args.backend)
+    model, loss = in_fsdpx(MODELS[args.model])
+    trainer = model.as_distributed(loss=loss, optimizer=optim.AdamW(lr=3e-4), strategy=args.strategy)
+    x, y = batch(MODELS[args.model], comm.rank, comm.size)
+    return Training(lambda: trainer.step(x, y), comm.all_gather_object, comm.rank)
+
+
+def by_torch(args: argparse.Namespace) -> Training:
+    import torch
+    import torch.distributed as dist
+
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    torch.set_num_threads(args.threads)
+    if size > 1:
+        dist.init_process_group("gloo", rank=rank, world_size=size)
+    torch.manual_seed(0)
+    model, loss_of, parts = in_torch(MODELS[args.model])
+    model = spread(model, parts, args.strategy, size)
+    adamw = adamw_of(model, args.strategy)
+    x, y = (torch.from_numpy(a) for a in batch(MODELS[args.model], rank, size))
+
+    def step() -> float:
+        adamw.zero_grad()
+        loss = loss_of(model(x), y)
+        loss.backward()
+        adamw.step()
+        return float(loss.detach())
+
+    def everyone(value: Any) -> list[Any]:
+        values: list[Any] = [value] * size
+        if size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    return Training(step, everyone, rank)
+
+
+def spread(model: Any, parts: list[Any], strategy: str, size: int) -> Any:
+    """The model as PyTorch users write each strategy."""
+    import torch
+
+    if strategy == "compile":
+        return torch.compile(model)
+    if strategy in ("ddp", "zero1"):
+        return torch.nn.parallel.DistributedDataParallel(model)
+    if strategy == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (size,))
+        for part in [*parts, model]:
+            fully_shard(part, mesh=mesh)
+    return model
+
+
+def adamw_of(model: Any, strategy: str) -> Any:
+    import torch
+
+    if strategy == "zero1":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+
+def measure(training: Training, seconds: float, steps: int | None) -> dict[str, Any]:
+    """Warm up, time steps for about `seconds` (at least 3, or 2 of the slowest) or exactly `steps`, look at memory."""
+    training.step()
+    first = time.time() - START
+    alike = max(training.everyone(clocked(training.step)))  # ranks must agree on how many steps there are
+    for _ in range(2 if alike < SLOW else 0):
+        alike = max(training.everyone(clocked(training.step)))
+    count = steps or max(math.ceil(min(seconds / alike, 500)), 3 if alike < SLOWEST else 2)
+    taken = [clocked(training.step) for _ in range(count)]
+    with PeakPss() as watched:
+        for _ in range(max(math.ceil(min(1.0 / alike, 100)), 2 if alike < SLOW else 1)):
+            training.step()
+    return {
+        "seconds": taken,
+        "first": first,
+        "rss": training.everyone(peak_rss()),
+        "pss": training.everyone(watched.peak),
+    }
+
+
+def clocked(step: Callable[[], float]) -> float:
+    begin = time.perf_counter()
+    step()
+    return time.perf_counter() - begin
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("library", choices=("fsdpx", "torch"))
+    p.add_argument("--model", choices=MODELS, default="tiny")
+    p.add_argument("--strategy", default="ddp", help="fsdpx: any; torch: single, compile, ddp, zero1, fsdp")
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--seconds", type=float, default=3.0)
+    p.add_argument("--steps", type=int, help="this many timed steps, whatever they take")
+    p.add_argument("--backend", help="of fsdpx.init")
+    args = p.parse_args()
+    training = by_fsdpx(args) if args.library == "fsdpx" else by_torch(args)
+    result = measure(training, args.seconds, args.steps)
+    if training.rank == 0:
+        print(json.dumps(result), flush=True)
+    if args.library == "torch":
+        os._exit(0)  # its process group now and then aborts while the interpreter ends
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The models of the benchmarks, the same in fsdpx and in PyTorch, and their batches."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+__all__ = ["MODELS", "VOCAB", "Model", "batch", "in_fsdpx", "in_torch"]
+
+VOCAB, TIME = 256, 256
+
+
+@dataclass(frozen=True)
+class Model:
+    """rows: samples per step over all ranks. heads: of a GPT; 0: a chain of square linear layers."""
+
+    width: int
+    layers: int
+    rows: int
+    heads: int = 0
+    gelu: bool = False
+
+    @property
+    def per_step(self) -> int:
+        """What a step gets through: tokens of a GPT, samples of a chain."""
+        return self.rows * TIME if self.heads else self.rows
+
+    @property
+    def unit(self) -> str:
+        return "tokens/s" if self.heads else "samples/s"
+
+
+MODELS = {
+    "tiny": Model(256, 4, rows=8, heads=4),
+    "small": Model(512, 8, rows=8, heads=8),
+    "mlp": Model(1024, 24, rows=256, gelu=True),
+    "many": Model(32, 1000, rows=64),
+}
+
+
+def batch(model: Model, rank: int = 0, size: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's rows of the global batch."""
+    rng = np.random.default_rng(0)
+    mine = slice(model.rows * rank // size, model.rows * (rank + 1) // size)
+    if model.heads:
+        text = rng.integers(0, VOCAB, (model.rows, TIME + 1))[mine]
+        return text[:, :-1].copy(), text[:, 1:].copy()
+    x, y = (rng.normal(size=(model.rows, model.width)).astype(np.float32)[mine] for _ in range(2))
+    return x, y
+
+
+def in_fsdpx(model: Model) -> tuple[Any, Any]:
+    """The model and its loss."""
+    from fsdpx import nn
+
+    if model.heads:
+        return nn.GPT(VOCAB, model.width, model.layers, model.heads, TIME), nn.CrossEntropy()
+    linear = [nn.Linear(model.width, model.width) for _ in range(model.layers)]
+    return nn.Chain(*(part for one in linear for part in ([one, nn.GELU()] if model.gelu else [one]))), nn.MSE()
+
+
+def in_torch(model: Model) -> tuple[Any, Any, list[Any]]:
+    """The model, its loss, and the parts that `fully_shard` is told of one by one: blocks of a GPT, linear layers."""
+    from torch import nn
+
+    if model.heads:
+        gpt = _gpt(model)
+        return (
+            gpt,
+            lambda y, target: nn.functional.cross_entropy(y.reshape(-1, VOCAB), target.reshape(-1)),
+            [*gpt.blocks],
+        )
+    linear = [nn.Linear(model.width, model.width) for _ in range(model.layers)]
+    chain = nn.Sequential(*(part for one in linear for part in ([one, nn.GELU()] if model.gelu else [one])))
+    return chain, nn.functional.mse_loss, linear
+
+
+def _gpt(model: Model) -> Any:
+    import torch
+    from torch import nn
+
+    width, heads = model.width, model.heads
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: Any) -> Any:
+            n, t, _ = x.shape
+            q, k, v = (a.view(n, t, heads, -1).transpose(1, 2) for a in self.qkv(self.norm1(x)).split(width, 2))
+            o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(o.transpose(1, 2).reshape(n, t, width))
+            return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.position = nn.Embedding(VOCAB, width), nn.Embedding(TIME, width)
+            self.blocks, self.norm = nn.ModuleList(Block() for _ in range(model.layers)), nn.LayerNorm(width)
+
+        def forward(self, x: Any) -> Any:
+            h = self.embed(x) + self.position(torch.arange(x.shape[1]))
+            for block in self.blocks:
+                h = block(h)
+            return nn.functional.linear(self.norm(h), self.embed.weight)
+
+    return Gpt()
