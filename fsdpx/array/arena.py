@@ -7,13 +7,13 @@ runs, so they are packed into one slab in which buffers that are never alive tog
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 ALIGN = 64  # bytes: a cache line, and the widest vector register
 
-__all__ = ["ALIGN", "Arena", "Life", "Plan", "place"]
+__all__ = ["ALIGN", "Arena", "Life", "Memory", "Plan", "place"]
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,33 @@ def _peak(lives: list[Life]) -> int:
     return best
 
 
-class Arena:
-    """Owner of the buffers of one rank. xp: the namespace that allocates (NumPy, CuPy, or shape-only)."""
+class Memory(Protocol):
+    """Where buffers can lie that other ranks read: windows of a `NodeCommunicator`. All calls are collective."""
 
-    def __init__(self, xp: Any) -> None:
+    def share(self, nbytes: int) -> Any:
+        """This many bytes, zeroed, as an array of uint8; None on all ranks if there is no room."""
+        ...
+
+    def release(self, array: Any) -> None:
+        """Give back what `share` gave."""
+        ...
+
+
+class Arena:
+    """Owner of the buffers of one rank. xp: the namespace that allocates (NumPy, CuPy, or shape-only).
+
+    memory: shared with other ranks; the slab lies there if there is room. All ranks then lend equally large plans.
+    """
+
+    def __init__(self, xp: Any, memory: Memory | None = None) -> None:
         self.xp = xp
+        self.memory = memory
         self.kept: dict[str, Any] = {}
         self.kinds: dict[str, str] = {}
+        self.owned: dict[str, int] = {}
         self.slab: Any = None
         self.slab_nbytes = 0
+        self.slab_shared = False
         self.generation = 0  # grows when the slab moves: views made before are stale
         self.views: dict[tuple[int, int, str], Any] = {}
 
@@ -93,6 +111,12 @@ class Arena:
             self.kinds[name] = kind
         return self.kept[name]
 
+    def adopt(self, name: str, kind: str, buffer: Any, owned: int | None = None) -> None:
+        """Take `buffer`, made elsewhere, as the kept one of this name. owned: its bytes that count as this rank's."""
+        self.kept[name] = buffer
+        self.kinds[name] = kind
+        self.owned[name] = buffer.nbytes if owned is None else owned
+
     def drop(self, name: str) -> None:
         self.kept.pop(name, None)
         self.kinds.pop(name, None)
@@ -101,10 +125,20 @@ class Arena:
         """Make the slab large enough for a plan. Only between programs, when nothing lent is alive."""
         if plan.nbytes > self.slab_nbytes:
             self.views.clear()
-            self.slab = None  # free the old one first
-            self.slab = self.xp.empty((plan.nbytes + ALIGN,), dtype="uint8")
+            self._free_slab()
+            if self.memory is not None:
+                self.slab = self.memory.share(plan.nbytes + ALIGN)
+            self.slab_shared = self.slab is not None
+            if self.slab is None:
+                self.slab = self.xp.empty((plan.nbytes + ALIGN,), dtype="uint8")
             self.slab_nbytes = plan.nbytes
             self.generation += 1
+
+    def _free_slab(self) -> None:
+        """Before there is a larger one."""
+        old, self.slab = self.slab, None
+        if self.slab_shared and self.memory is not None:
+            self.memory.release(old)
 
     def view(self, offset: int, size: int, dtype: Any) -> Any:
         """`size` elements of the slab from byte `offset`; the same object each time."""
@@ -122,7 +156,7 @@ class Arena:
         """Bytes by kind; the slab counts as "working set"."""
         total: dict[str, int] = defaultdict(int)
         for name, buffer in self.kept.items():
-            total[self.kinds[name]] += buffer.nbytes
+            total[self.kinds[name]] += self.owned.get(name, buffer.nbytes)
         if self.slab_nbytes:
             total["working set"] += self.slab_nbytes
         return dict(total)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Moment", "Random", "block", "normal", "permutation", "uniform"]
+__all__ = ["Moment", "Random", "Stretch", "block", "normal", "permutation", "uniform"]
 
 PIECE = 1 << 16  # elements made at a time: temporaries stay in cache and do not grow with the range
 WORDS = 4  # raw numbers per step of Philox's counter
@@ -37,8 +37,14 @@ def uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
 def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Elements [start, stop), float64, mean 0, variance 1: element i is made of raw numbers 2i and 2i + 1.
 
-    sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958).
+    sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). NumPy and the compiled code differ in the last bits of some
+    float64, as NumPy itself does between processors.
     """
+    from fsdpx.array.kernels.choice import compiled
+
+    body = compiled("normal")
+    if body is not None:
+        return body(_checked(Stretch(seed, name, start, stop)))
 
     def piece(a: int, b: int) -> np.ndarray:
         pairs = _fraction(block(seed, name, 2 * a, 2 * b)).reshape(-1, 2)
@@ -80,20 +86,42 @@ class Random:
         path = f"{self.path}.{name}" if self.path and name else self.path or name
         return Random(self.seed, path, moment=self.moment)
 
-    def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
-        """float32 in [0, 1) on the device of `xp`; dim 0 of `shape` is samples.
-
-        Element (i, j) is number `(moment.row + i) * prod(shape[1:]) + j` of the stream, its top 24 bits.
-        """
-        if getattr(xp, "holds_no_data", False):
-            return xp.empty(shape, dtype=np.float32)
+    def stretch(self, shape: tuple[int, ...]) -> Stretch:
+        """One number for each element of an array of `shape`, dim 0 of which is samples: (i, j) sees number
+        `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
-        name, start = f"{self.path}@{self.moment.step}", self.moment.row * width
+        start = self.moment.row * width
+        return Stretch(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
+
+    def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
+        """float32 in [0, 1) on the device of `xp`; see `stretch` for which."""
+        return self.stretch(shape).fractions(xp).reshape(shape)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Numbers [start, stop) of the stream (seed, name)."""
+
+    seed: int
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def keys(self) -> tuple[np.uint64, np.uint64]:
+        """The two words of Philox's key."""
+        key = _key(self.seed, self.name)
+        return np.uint64(key & 0xFFFFFFFFFFFFFFFF), np.uint64(key >> 64)
+
+    def fractions(self, xp: Any) -> Any:
+        """float32 in [0, 1) on the device of `xp`, flat: the top 24 bits of each number."""
+        if getattr(xp, "holds_no_data", False):
+            return xp.empty((self.stop - self.start,), dtype=np.float32)
 
         def piece(a: int, b: int) -> np.ndarray:
-            return (block(self.seed, name, a, b) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+            return (block(self.seed, self.name, a, b) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
-        return xp.asarray(_in_pieces(start, start + shape[0] * width, np.float32, piece).reshape(shape))
+        return xp.asarray(_in_pieces(self.start, self.stop, np.float32, piece))
 
 
 def _key(seed: int, name: str) -> int:
@@ -105,10 +133,15 @@ def _fraction(raws: np.ndarray) -> np.ndarray:
     return (raws >> np.uint64(11)) * 2.0**-53
 
 
+def _checked(numbers: Stretch) -> Stretch:
+    if not 0 <= numbers.start <= numbers.stop:
+        raise ValueError(f"random numbers [{numbers.start}, {numbers.stop}): a range must be 0 <= start <= stop")
+    return numbers
+
+
 def _in_pieces(start: int, stop: int, dtype: Any, piece: Callable[[int, int], np.ndarray]) -> np.ndarray:
     """`piece(start, stop)`, made PIECE elements at a time."""
-    if not 0 <= start <= stop:
-        raise ValueError(f"random numbers [{start}, {stop}): a range must be 0 <= start <= stop")
+    _checked(Stretch(0, "", start, stop))
     out = np.empty(stop - start, dtype)
     for a in range(start, stop, PIECE):
         b = min(a + PIECE, stop)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+from fsdpx.array.kernels import square_sums
 
 __all__ = ["GRAIN", "block_squares", "exact_sum", "expansion"]
 
@@ -14,10 +14,8 @@ GRAIN = 1024
 
 def block_squares(xp: Any, x: Any) -> list[float]:
     """Sums of squares in float64 over blocks of `GRAIN` elements, the last one perhaps shorter."""
-    wide = xp.square(x.astype(np.float64))
-    body = wide.size // GRAIN * GRAIN
-    sums = wide[:body].reshape(-1, GRAIN).sum(axis=1).tolist()
-    return sums if body == wide.size else [*sums, wide[body:].sum().item()]
+    sums: list[float] = square_sums(xp, x, GRAIN).tolist()
+    return sums
 
 
 def exact_sum(values: Sequence[float]) -> float:

@@ -18,7 +18,7 @@ __all__ = ["PAYLOAD", "SLOTS", "Board"]
 SLOTS = 64
 """Collectives in flight at one time; the next one takes the place of the oldest."""
 HEAD = 8
-"""64-bit words of a record before its payload: posted, finished, and what a collective says of itself. One cache line."""
+"""64-bit words of a record before its payload: posted, finished, and words about the call. One cache line."""
 PAYLOAD = 256
 """Bytes of data that travel on the board itself."""
 

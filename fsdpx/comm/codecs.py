@@ -123,10 +123,10 @@ class Cast:
         return Finish(handle, widen)
 
 
-def codec(choice: "str | Codec | None", reduce: str, compute: str) -> Codec:
-    """The codec behind a name, or the one that a precision implies."""
+def codec(choice: "str | Codec | None", reduce: str, compute: str, algorithm: str = "library") -> Codec:
+    """The codec behind a name, or the one that a precision implies; all-reduces by `algorithm` if nobody says more."""
     if choice is None:
-        return Plain() if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast(reduce)
+        return Plain(algorithm) if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast(reduce)
     if isinstance(choice, str):
         if choice in ("plain", "ring"):
             return Plain("ring" if choice == "ring" else "library")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -38,7 +38,7 @@ class Window:
         self._win = MPI.Win.Allocate_shared(nbytes, 1, info, comm)
         info.Free()
         self._win.Lock_all(MPI.MODE_NOCHECK)
-        self.parts = [np.frombuffer(self._win.Shared_query(rank)[0], np.uint8) for rank in range(comm.size)]
+        self.parts = [_bytes(self._win.Shared_query(rank)[0]) for rank in range(comm.Get_size())]
 
     def fence(self) -> None:
         """Everything written before is seen by whoever sees what is written after."""
@@ -142,6 +142,10 @@ def free_bytes() -> int:
         return 1 << 62
     found = os.statvfs(SHARED)
     return max(found.f_bavail * found.f_frsize - RESERVE, 0)
+
+
+def _bytes(memory: Any) -> Array:
+    return np.frombuffer(memory, np.uint8)
 
 
 def _address(array: Array) -> int:

@@ -1,7 +1,8 @@
 """Collectives over several machines: shared memory inside each, and between them every rank moves its own lane.
 
 A lane is one rank of each machine, those with the same place there. The stages of a call wait for the machine, so
-calls in flight could reach the network in different orders on different ranks; tickets keep them in the order of issue.
+calls in flight could reach the network in different orders on different ranks; tickets keep them in the order of issue,
+and the numbers of all meetings of a call are taken when it is issued.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Turn:
         self._node, self._ticket = node, ticket
 
     def test(self) -> bool:
-        return self._node.turn == self._ticket
+        return self._node.turn >= self._ticket  # later: while somebody waits here, a poke may take the step
 
     def wait(self) -> None:
         node = self._node
@@ -46,9 +47,9 @@ def all_gather(
     node: NodeCommunicator, place: Place, send: Array, recv: Array, cut: Pieces, ticket: int, what: str
 ) -> Iterator[Handle]:
     """The own lane from the other machines, the other lanes from the neighbours' buffers; L ranks share the network."""
+    number = node.reserve()
     yield Turn(node, ticket)
     yield _lane_gather(node, send, recv, cut, what)
-    number = node.announce(place)
 
     def copy() -> None:
         for index in node.others:
@@ -56,20 +57,21 @@ def all_gather(
                 part, start = cut.part(recv, machine[index]), cut.displs[machine[index]]
                 part[...] = node.peer(index, number, start, part.size, part.dtype)
 
-    yield node.meet(number, "all_gather", what, copy)
+    yield node.meet(number, place, "all_gather", what, copy)
 
 
 def all_gather_common(
     node: NodeCommunicator, send: Array, recv: Array, cut: Pieces, ticket: int, what: str
 ) -> Iterator[Handle]:
     """Into one buffer per machine: each lane arrives there once."""
+    first, second = node.reserve(), node.reserve()
     own = cut.part(recv, node.rank)
     if not overlay(send, own):
         own[...] = send
-    yield node.sync("all_gather", what)  # nobody here reads what lay there before
+    yield node.sync(first, "all_gather", what)  # nobody here reads what lay there before
     yield Turn(node, ticket)
     yield _lane_gather(node, own, recv, cut, what)
-    yield node.sync("all_gather", what)
+    yield node.sync(second, "all_gather", what)
 
 
 def _lane_gather(node: NodeCommunicator, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
@@ -85,13 +87,13 @@ def reduce_scatter(
     lane = [machine[node.lane] for machine in node.machines]
     sums = pieces(tuple(cut.counts[r] for r in lane))
     partial = np.empty(sums.total, send.dtype)
-    number, inner = node.announce(place), ReduceOp.SUM if op is ReduceOp.AVG else op
+    number, inner = node.reserve(), ReduceOp.SUM if op is ReduceOp.AVG else op
 
     def add() -> None:
         for i, r in enumerate(lane):
             fold(node.sources(number, cut.part(send, r), cut.displs[r]), inner, [sums.part(partial, i)])
 
-    yield node.meet(number, "reduce_scatter", what, add)
+    yield node.meet(number, place, "reduce_scatter", what, add)
     yield Turn(node, ticket)
     node.turn += 1
     yield _across(node)._reduce_scatter(partial, recv, inner, sums, what)
@@ -105,25 +107,25 @@ def all_reduce(
     """A slice per rank of the machine: added inside, then over the lane, then copied by the neighbours."""
     cut = even_pieces(buf.size, len(node.machine))
     own = cut.part(buf, node.lane)
-    number, inner = node.announce(place), ReduceOp.SUM if op is ReduceOp.AVG else op
+    first, second = node.reserve(), node.reserve()
+    inner = ReduceOp.SUM if op is ReduceOp.AVG else op
 
     def add() -> None:
-        fold(node.sources(number, own, cut.displs[node.lane]), inner, [own])
+        fold(node.sources(first, own, cut.displs[node.lane]), inner, [own])
 
-    yield node.meet(number, "all_reduce", what, add)
+    yield node.meet(first, place, "all_reduce", what, add)
     yield Turn(node, ticket)
     node.turn += 1
     yield _across(node)._all_reduce(own, inner, what)
     if op is ReduceOp.AVG:
         np.divide(own, node.size, own)
-    number = node.announce(place)
 
     def copy() -> None:
         for index in node.others:
             part = cut.part(buf, index)
-            part[...] = node.peer(index, number, cut.displs[index], part.size, part.dtype)
+            part[...] = node.peer(index, second, cut.displs[index], part.size, part.dtype)
 
-    yield node.meet(number, "all_reduce", what, copy)
+    yield node.meet(second, place, "all_reduce", what, copy)
 
 
 def _across(node: NodeCommunicator) -> MpiCommunicator:

@@ -20,8 +20,8 @@ class Group(Protocol):
     timeout: float
     progress: Progress
     board: Board
-    machine: Sequence[int]
-    others: Sequence[int]
+    machine: list[int]
+    others: list[int]
 
 
 class Meeting:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -26,7 +26,7 @@ from fsdpx.comm.reduction import fold, is_half
 from fsdpx.comm.steps import Steps, spin
 from fsdpx.errors import CommTimeout
 
-__all__ = ["NodeCommunicator", "node_of"]
+__all__ = ["NodeCommunicator"]
 
 
 class NodeCommunicator(Backend):
@@ -48,7 +48,7 @@ class NodeCommunicator(Backend):
         mpi = MpiCommunicator(comm, timeout, limit)
         rank = mpi.rank
         here = mpi.raw.Split_type(MPI.COMM_TYPE_SHARED) if machines is None else mpi.raw.Split(machines[rank], rank)
-        self._start(mpi, Host(mpi.raw, here), owns=True)
+        self._start(mpi, Host(mpi.raw, cast(MPI.Intracomm, here)), owns=True)
 
     def _start(self, mpi: MpiCommunicator, host: Host, owns: bool) -> None:
         super().__init__(mpi.rank, mpi.size, mpi.progress)
@@ -66,10 +66,10 @@ class NodeCommunicator(Backend):
         self.across = mpi.split(self.lane, self.rank) if even and not self.inside else None
         if even:
             local = mpi.raw.Split(names.index(host.leader), self.rank)
-            self.board = Board(local)
+            self.board = Board(cast(MPI.Intracomm, local))
             local.Free()
         self._number = 0
-        self._latest: list[Meeting | None] = [None] * SLOTS
+        self._latest: list[Meeting | str | None] = [None] * SLOTS
         self.turn, self._tickets = 0, 0
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class NodeCommunicator(Backend):
 
     def _gather_on_board(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
         """A few numbers per rank travel on the board itself: one synchronisation."""
-        number, board = self._next(), self.board
+        number, board = self.reserve(), self.board
         own, nbytes = cut.part(recv, self.rank), send.size * send.dtype.itemsize
         board.payload(self.lane, number)[:nbytes] = send.view(np.uint8)
         board.post(number)
@@ -138,12 +138,11 @@ class NodeCommunicator(Backend):
         own = cut.part(recv, self.rank)
         if not overlay(send, own):
             own[...] = send
-        return self.sync("all_gather", what)
+        return self.sync(self.reserve(), "all_gather", what)
 
     def _gather_from(self, place: Place, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
         """Everybody copies the others' pieces from where they lie: n - n/N read and written."""
-        number, own = self._next(), cut.part(recv, self.rank)
-        self.board.post(number, *place)
+        number, own = self.reserve(), cut.part(recv, self.rank)
         if not overlay(send, own):
             own[...] = send
 
@@ -152,7 +151,7 @@ class NodeCommunicator(Backend):
                 part = cut.part(recv, other)
                 part[...] = self.peer(other, number, 0, part.size, part.dtype)
 
-        return self._meet(number, "all_gather", what, copy)
+        return self.meet(number, place, "all_gather", what, copy)
 
     def _reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
         place = self._find_sum(send)
@@ -160,8 +159,7 @@ class NodeCommunicator(Backend):
             return self.mpi._reduce_scatter(send, recv, op, cut, what)
         if self.across is not None:
             return self._steps(lanes.reduce_scatter(self, place, send, recv, op, cut, self._ticket(), what))
-        number, own = self._next(), cut.part(send, self.rank)
-        self.board.post(number, *place)
+        number, own = self.reserve(), cut.part(send, self.rank)
         # The start of `send` is others' to read until all have finished; its own piece is not.
         aside = overlay(send, recv) and self.lane > 0
         target = own if aside else recv
@@ -170,7 +168,7 @@ class NodeCommunicator(Backend):
             fold(self.sources(number, own, cut.displs[self.rank]), op, [target])
 
         last = partial(np.copyto, recv, own) if aside else None
-        return self._meet(number, "reduce_scatter", what, add, last=last)
+        return self.meet(number, place, "reduce_scatter", what, add, last=last)
 
     def _all_reduce(self, buf: Array, op: ReduceOp, what: str) -> Handle:
         place = self._find_sum(buf)
@@ -178,36 +176,33 @@ class NodeCommunicator(Backend):
             return self.mpi._all_reduce(buf, op, what)
         if self.across is not None:
             return self._steps(lanes.all_reduce(self, place, buf, op, self._ticket(), what))
-        number, cut = self._next(), even_pieces(buf.size, self.size)
-        self.board.post(number, *place)
+        number, cut = self.reserve(), even_pieces(buf.size, self.size)
 
         def add() -> None:
             """Each rank adds one slice and writes the sum into everybody's buffer: nobody else touches that slice."""
             slices = self.sources(number, cut.part(buf, self.rank), cut.displs[self.rank])
             fold(slices, op, slices)
 
-        return self._meet(number, "all_reduce", what, add)
+        return self.meet(number, place, "all_reduce", what, add)
 
     def _broadcast(self, buf: Array, root: int, what: str) -> Handle:
         place = self._find(buf) if self.inside else None
         if place is None:
             return self.mpi._broadcast(buf, root, what)
-        number = self._next()
-        self.board.post(number, *place)
+        number = self.reserve()
 
         def copy() -> None:
             if self.rank != root:
                 buf[...] = self.peer(root, number, 0, buf.size, buf.dtype)
 
-        return self._meet(number, "broadcast", what, copy, held=self.rank == root)
+        return self.meet(number, place, "broadcast", what, copy, held=self.rank == root)
 
     def _all_to_all(self, send: Array, recv: Array, sent: Pieces, received: Pieces, what: str) -> Handle:
         place = self._find(send) if self.inside else None
         if place is None:
             return self.mpi._all_to_all(send, recv, sent, received, what)
-        number, board = self._next(), self.board
+        number, board = self.reserve(), self.board
         board.payload(self.lane, number).view(np.int64)[: self.size] = sent.displs
-        board.post(number, *place)
 
         def copy() -> None:
             received.part(recv, self.rank)[...] = sent.part(send, self.rank)
@@ -215,10 +210,10 @@ class NodeCommunicator(Backend):
                 part, starts = received.part(recv, other), board.payload(other, number).view(np.int64)
                 part[...] = self.peer(other, number, int(starts[self.rank]), part.size, part.dtype)
 
-        return self._meet(number, "all_to_all", what, copy)
+        return self.meet(number, place, "all_to_all", what, copy)
 
     def _barrier(self, what: str) -> Handle:
-        return self.sync("barrier", what) if self.inside else self.mpi._barrier(what)
+        return self.sync(self.reserve(), "barrier", what) if self.inside else self.mpi._barrier(what)
 
     # -- left to MPI -----------------------------------------------------------------------------
 
@@ -245,41 +240,38 @@ class NodeCommunicator(Backend):
 
     # -- meetings --------------------------------------------------------------------------------
 
-    def sync(self, verb: str, what: str) -> Handle:
+    def reserve(self) -> int:
+        """The number of a meeting: taken when a call is issued, in one order on all ranks, however late it meets."""
+        self._number += 1
+        slot = self._number % SLOTS
+        if not self._free(slot) and not spin(partial(self._free, slot), self.progress, self.timeout):
+            raise CommTimeout(f"{self._latest[slot]}: {SLOTS} meetings later, not all ranks have taken part")
+        self._latest[slot] = "a call"
+        return self._number
+
+    def _free(self, slot: int) -> bool:
+        """Whether the place on the board can be used anew: all have read what was there."""
+        latest = self._latest[slot]
+        return latest is None or (isinstance(latest, Meeting) and latest.free())
+
+    def sync(self, number: int, verb: str, what: str) -> Handle:
         """A meeting without work: complete when all have come."""
-        number = self._next()
         self.board.post(number)
         return self._meet(number, verb, what, held=False)
 
-    def announce(self, place: Place) -> int:
-        """Post where an array lies; the number under which the others find it."""
-        number = self._next()
+    def meet(self, number: int, place: Place, verb: str, what: str, work: Callable[[], None], **terms: Any) -> Handle:
+        """Post where an array lies; `work` when all have done so, complete when all have finished theirs."""
         self.board.post(number, *place)
-        return number
-
-    def meet(self, number: int, verb: str, what: str, work: Callable[[], None]) -> Handle:
-        """The meeting of an announced array: `work` when all have come, complete when all have finished."""
-        return self._meet(number, verb, what, work)
+        return self._meet(number, verb, what, work, **terms)
 
     def peer(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
-        """A slice of the array that rank `index` of the machine announced."""
+        """A slice of the array that rank `index` of the machine posted."""
         return self.host.view(self.board.words(index, number, 3), start, size, dtype)
 
     def sources(self, number: int, own: Array, start: int) -> list[Array]:
         """Everybody's slice that begins at `start` and is as long as `own`, in rank order."""
         count = range(len(self.machine))
         return [own if i == self.lane else self.peer(i, number, start, own.size, own.dtype) for i in count]
-
-    def _next(self) -> int:
-        self._number += 1
-        oldest = self._latest[self._number % SLOTS]
-        if oldest is not None and not oldest.free():
-            self._wait_free(oldest)
-        return self._number
-
-    def _wait_free(self, oldest: Meeting) -> None:
-        if not spin(oldest.free, self.progress, self.timeout):
-            raise CommTimeout(f"{oldest}: {SLOTS} calls later, not all ranks have taken part")
 
     def _meet(self, number: int, verb: str, what: str, work: Callable[[], None] | None = None, **terms: Any) -> Meeting:
         meeting = Meeting(self, number, verb, what, work, **terms)
@@ -322,10 +314,3 @@ class NodeCommunicator(Backend):
         if self._owns:
             self.host.close()
         self.mpi.close()
-
-
-def node_of(comm: Any) -> NodeCommunicator | None:
-    """The node communicator inside what counts or guards it, if there is one."""
-    while comm is not None and not isinstance(comm, NodeCommunicator):
-        comm = getattr(comm, "comm", None)
-    return comm

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.local import single
+from fsdpx.comm.steps import PATIENT
 from fsdpx.errors import ConfigError
 
-__all__ = ["BACKENDS", "adopt", "world"]
+if TYPE_CHECKING:
+    from fsdpx.comm.node import NodeCommunicator
+    from fsdpx.launch.environment import Environment
 
-BACKENDS = ("mpi", "local", "fake")
+__all__ = ["BACKENDS", "adopt", "node_of", "world"]
+
+BACKENDS = ("node", "mpi", "local", "fake")
 
 
 def world(
@@ -20,10 +25,11 @@ def world(
 ) -> Communicator:
     """The communicator of all ranks of this job.
 
-    backend: "mpi"; "local", one rank by itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size`
-    that moves nothing; None: MPI if an MPI launcher started this process, else local. comm: an mpi4py
-    communicator (duplicated) or a `Communicator` (taken as it is) instead. With MPI, an uncaught exception
-    from now on ends all ranks. LaunchError if MPI sees another number of ranks than the launcher started.
+    backend: "node", MPI between machines and shared memory inside them; "mpi", messages only; "local", one rank
+    by itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing; None: node if an MPI
+    launcher started this process (mpi with FSDPX_NODE=0), else local. comm: an mpi4py communicator (duplicated)
+    or a `Communicator` (taken as it is) instead. With MPI, an uncaught exception from now on ends all ranks.
+    LaunchError if MPI sees another number of ranks than the launcher started.
     """
     from fsdpx.launch import environment
 
@@ -39,8 +45,11 @@ def world(
         )
     settings = environment.read()
     if backend == "local" or (backend is None and settings.launcher is None):
+        from fsdpx.launch import threads
+
+        threads.share_cores(1)
         return single()
-    return _mpi(None, settings)
+    return _mpi(None, settings, backend)
 
 
 def adopt(comm: Any, backend: str | None = None) -> Communicator:
@@ -50,13 +59,20 @@ def adopt(comm: Any, backend: str | None = None) -> Communicator:
     if type(comm).__module__.startswith("mpi4py"):
         from fsdpx.launch import environment
 
-        if backend not in (None, "mpi"):
+        if backend not in (None, "node", "mpi"):
             raise ConfigError(f"comm is an mpi4py communicator, but backend={backend!r}: leave backend out")
-        return _mpi(comm, environment.read())
+        return _mpi(comm, environment.read(), backend)
     raise ConfigError(f"comm={comm!r} is neither an mpi4py communicator nor an fsdpx Communicator")
 
 
-def _mpi(comm: Any, settings: Any) -> Communicator:
+def node_of(comm: Any) -> NodeCommunicator | None:
+    """The node communicator inside what counts or guards it, if there is one."""
+    while comm is not None and not hasattr(comm, "share_one"):
+        comm = getattr(comm, "comm", None)
+    return comm
+
+
+def _mpi(comm: Any, settings: Environment, backend: str | None) -> Communicator:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -65,11 +81,18 @@ def _mpi(comm: Any, settings: Any) -> Communicator:
             "install one with pip install 'fsdpx[mpich]', or use backend='local'"
         ) from error
     from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator
+    from fsdpx.comm.node import NodeCommunicator
     from fsdpx.launch import abort, environment, threads
 
     library = MPI.Get_library_version().strip("\0").split("\n")[0].replace("\t", " ")
     environment.check_size(MPI.COMM_WORLD.Get_size(), settings, f"MPI ({' '.join(library.split())})")
-    made = MpiCommunicator(comm, timeout=settings.timeout or TIMEOUT)
+    size = MPI.COMM_WORLD.Get_size() if comm is None else comm.Get_size()
+    made: NodeCommunicator | MpiCommunicator
+    if size > 1 and (backend == "node" or (backend is None and settings.node)):
+        made = NodeCommunicator(comm, timeout=settings.timeout or TIMEOUT)
+    else:
+        made = MpiCommunicator(comm, timeout=settings.timeout or TIMEOUT)
     abort.install(made)
-    threads.share_cores(made.all_gather_object(platform.node()).count(platform.node()))
+    ranks_here = made.all_gather_object(platform.node()).count(platform.node())
+    made.progress.patience = PATIENT if threads.share_cores(ranks_here) * ranks_here <= threads.cores() else 0
     return made

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from fsdpx.comm.communicator import DONE, Handle
 
-__all__ = ["Finish", "Progress", "Steps", "progress_of", "spin"]
+__all__ = ["PATIENT", "Finish", "Progress", "Steps", "progress_of", "spin"]
 
-_SPINS_BEFORE_YIELD = 64
+PATIENT = 2048  # about a millisecond
 _SPINS_BEFORE_SLEEP = 4096  # some milliseconds: who waits that long can give the core away for good
 _SPINS_PER_CLOCK = 256
 _NAP = 50e-6
@@ -19,11 +19,16 @@ give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Progress:
-    """What one rank has to do for transfers under way. Every wait pokes it, so no peer waits for a step not taken."""
+    """What one rank has to do for transfers under way. Every wait pokes it, so no peer waits for a step not taken.
 
-    __slots__ = ("pending",)
+    patience: how often a wait looks before it gives the core away: at once where ranks outnumber cores, much later
+    where each rank has its own and another process would keep it for milliseconds.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("patience", "pending")
+
+    def __init__(self, patience: int = 64) -> None:
+        self.patience = patience
         self.pending: list[Handle] = []
 
     def poke(self) -> None:
@@ -104,14 +109,14 @@ class Finish:
 
 def spin(ready: Callable[[], bool], progress: Progress, timeout: float) -> bool:
     """Poll `ready` until it is true; False after `timeout` seconds. Yields the core when it takes long."""
-    spins, deadline = 0, None
+    spins, deadline, patience = 0, None, progress.patience
     while not ready():
         spins += 1
         if progress.pending:
             progress.poke()
-        if spins > _SPINS_BEFORE_SLEEP:
+        if spins > patience + _SPINS_BEFORE_SLEEP:
             time.sleep(_NAP)
-        elif spins > _SPINS_BEFORE_YIELD:
+        elif spins > patience:
             give_way()
         if spins % _SPINS_PER_CLOCK == 0:
             now = time.monotonic()

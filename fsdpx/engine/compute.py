@@ -9,6 +9,7 @@ from fsdpx.nn.layer import Env
 __all__ = ["backward", "backward_input", "backward_params", "forward"]
 
 Arrays = list[dict[str, Any]]
+Grads = Sequence[Mapping[str, Any]]
 Envs = list[Env]
 NOTHING = object()
 """What is kept of a node that gets no gradient."""
@@ -18,7 +19,8 @@ def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep
     """Run the nodes on `values` (value -> array, extended in place); per node what backward needs, or nothing."""
     saved = []
     for node, env, p in zip(unit.nodes, envs, params, strict=True):
-        x = values[node.inputs[0]] if len(node.inputs) == 1 else tuple(values[v] for v in node.inputs)
+        inputs = node.inputs
+        x = values[inputs[0]] if len(inputs) == 1 else tuple(values[v] for v in inputs)
         try:
             values[node.output], kept = node.layer.forward(env, p, x)
         except Exception as error:
@@ -28,53 +30,59 @@ def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep
     return saved
 
 
-def backward(unit: Unit, envs: Envs, params: Arrays, grads: Arrays, saved: list[Any], dvalues: dict[int, Any]) -> None:
+def backward(unit: Unit, envs: Envs, params: Arrays, grads: Grads, saved: list[Any], dvalues: dict[int, Any]) -> None:
     """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs."""
-    for i in reversed(range(len(unit.nodes))):
-        kept = _node_input(unit, i, envs[i], params[i], saved[i], dvalues)
-        saved[i] = None
-        _node_params(unit, i, envs[i], grads[i], kept)
+    for i in range(len(unit.nodes) - 1, -1, -1):
+        node, held, saved[i] = unit.nodes[i], saved[i], None
+        dy = dvalues.pop(node.output, None)
+        if dy is None:  # nothing that counts depends on this node
+            continue
+        try:
+            dx = node.layer.backward(envs[i], params[i], grads[i], held, dy)
+        except Exception as error:
+            error.add_note(f"in backward of layer {node.path!r} {node.layer!r}")
+            raise
+        _spread(node.inputs, dx, dvalues)
 
 
 def backward_input(unit: Unit, envs: Envs, params: Arrays, saved: list[Any], dvalues: dict[int, Any]) -> list[Any]:
     """The first half only; what `backward_params` needs, per node."""
-    kept: list[Any] = [None] * len(unit.nodes)
-    for i in reversed(range(len(unit.nodes))):
-        kept[i] = _node_input(unit, i, envs[i], params[i], saved[i], dvalues)
-        saved[i] = None
+    kept: list[Any] = [NOTHING] * len(unit.nodes)
+    for i in range(len(unit.nodes) - 1, -1, -1):
+        node, held, saved[i] = unit.nodes[i], saved[i], None
+        dy = dvalues.pop(node.output, None)
+        if dy is None:
+            continue
+        try:
+            dx, kept[i] = node.layer.backward_input(envs[i], params[i], held, dy)
+        except Exception as error:
+            error.add_note(f"in backward of layer {node.path!r} {node.layer!r}")
+            raise
+        _spread(node.inputs, dx, dvalues)
     return kept
 
 
-def backward_params(unit: Unit, envs: Envs, grads: Arrays, kept: Sequence[Any]) -> None:
+def backward_params(unit: Unit, envs: Envs, grads: Grads, kept: Sequence[Any]) -> None:
     """The second half only: adds into `grads`."""
-    for i in reversed(range(len(unit.nodes))):
-        _node_params(unit, i, envs[i], grads[i], kept[i])
+    for i in range(len(unit.nodes) - 1, -1, -1):
+        if not grads[i] or kept[i] is NOTHING:
+            continue
+        node = unit.nodes[i]
+        try:
+            node.layer.backward_params(envs[i], grads[i], kept[i])
+        except Exception as error:
+            error.add_note(f"in the parameter gradients of layer {node.path!r} {node.layer!r}")
+            raise
 
 
-def _node_input(unit: Unit, i: int, env: Env, p: Mapping[str, Any], saved: Any, dvalues: dict[int, Any]) -> Any:
-    node = unit.nodes[i]
-    dy = dvalues.pop(node.output, None)
-    if dy is None:  # nothing that counts depends on this node
-        return NOTHING
-    try:
-        dx, kept = node.layer.backward_input(env, p, saved, dy)
-    except Exception as error:
-        error.add_note(f"in backward of layer {node.path!r} {node.layer!r}")
-        raise
-    several = dx if len(node.inputs) > 1 and dx is not None else (dx,) * len(node.inputs)
-    for value, gradient in zip(node.inputs, several, strict=True):
+def _spread(inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any]) -> None:
+    """Add a node's input gradients to those that other readers of the inputs gave."""
+    if len(inputs) == 1 and inputs[0] not in dvalues:  # nearly always
+        if dx is not None:
+            dvalues[inputs[0]] = dx
+        return
+    several = dx if len(inputs) > 1 and dx is not None else (dx,) * len(inputs)
+    for value, gradient in zip(inputs, several, strict=True):
         if gradient is not None:
             have = dvalues.get(value)
             dvalues[value] = gradient if have is None else have + gradient
-    return kept
-
-
-def _node_params(unit: Unit, i: int, env: Env, g: Mapping[str, Any], kept: Any) -> None:
-    if not g or kept is NOTHING:
-        return
-    node = unit.nodes[i]
-    try:
-        node.layer.backward_params(env, g, kept)
-    except Exception as error:
-        error.add_note(f"in the parameter gradients of layer {node.path!r} {node.layer!r}")
-        raise

@@ -11,6 +11,7 @@ import numpy as np
 
 from fsdpx import config
 from fsdpx.array.arena import Arena
+from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.comm.codecs import Codec, Plain
@@ -24,8 +25,12 @@ from fsdpx.comm.opening import world as open_world
 from fsdpx.config import Precision, Sharding
 from fsdpx.engine.batch import check_chunks
 from fsdpx.engine.engine import Engine, Options
+from fsdpx.engine.poker import Poker
 from fsdpx.engine.scaler import Scaler
 from fsdpx.engine.trainer import Trainer
+from fsdpx.engine.tuning import tune_for
+from fsdpx.engine.warm import warm
+from fsdpx.engine.windows import memory_of, share_gradients, share_parameters
 from fsdpx.errors import ConfigError
 from fsdpx.launch import environment
 from fsdpx.layout.pages import Page
@@ -60,6 +65,8 @@ def distribute(
     device: str = "cpu",
     check: bool | None = None,
     check_finite: bool = False,
+    tune: bool | None = None,
+    progress: str | None = None,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -68,12 +75,15 @@ def distribute(
     (duplicated) or a `Communicator`, by default that of `fsdpx.init()`; backend: "mpi" or "local" opens one anew.
     microbatches: how many pieces each rank's batch runs in. seed: of initialisation and dropout, independent of the
     layout. precision: "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`. clip_norm: largest global
-    gradient norm. group_bytes: smaller layers are grouped until a unit holds that many bytes of parameters.
+    gradient norm. group_bytes: smaller layers are grouped until a unit holds that many bytes of parameters (default:
+    measured, 1 MiB without tuning).
     codec: how gradients travel ("plain", "ring", "bf16", "fp16" or a `Codec`). chunks: cut the global batch into that
     many equal parts whose gradients are added in one fixed tree: bit-identical results at any number of ranks.
     ahead: pages gathered ahead of use. frozen: name patterns of parameters that are not trained. device: "cpu",
     "cuda", or "shape" to count without computing. check: compare every collective between ranks before it runs
-    (default: FSDPX_CHECK). check_finite: look for NaN and Inf in every unit.
+    (default: FSDPX_CHECK). check_finite: look for NaN and Inf in every unit. tune: choose what was not said by a
+    measurement of some 100 ms that is kept on disk (default: yes, unless FSDPX_TUNE=0). progress: "loop" moves
+    transfers on between actions, "thread" also during them (default: measured, "loop" without tuning).
     """
     check_chunks(chunks, microbatches)
     _check_numbers(microbatches=microbatches, clip_norm=clip_norm, seed=seed, group_bytes=group_bytes, ahead=ahead)
@@ -82,10 +92,11 @@ def distribute(
     dtype = dtype_of(formats.compute)
     world = _world(comm, backend)
     guard = environment.read().check and not isinstance(world, Guarded) if check is None else check
+    tuning = tune_for(world, environment.read().tune if tune is None else tune, xp)
     axes, placement = _axes(strategy, mesh, world, guard, ahead)
     _check_model(ordered, chunks)
-    layout = lay_out(ordered, dtype.itemsize, group_bytes, frozen)
-    carried = codec_of(codec, formats.sums, formats.compute)
+    layout = lay_out(ordered, dtype.itemsize, tuning.group_bytes if group_bytes is None else group_bytes, frozen)
+    carried = codec_of(codec, formats.sums, formats.compute, "library" if tuning.windows else tuning.algorithm)
     if chunks is not None and not isinstance(carried, Plain):
         raise ConfigError(
             f"chunks={chunks}: chunks travel and are added in {formats.compute}; leave codec out, and for 16-bit "
@@ -100,7 +111,7 @@ def distribute(
         stage=_stage(layout),
         axes=axes,
         counters=axes.counters,
-        arena=Arena(xp),
+        arena=Arena(xp, memory_of(world, xp) if tuning.windows else None),
         sharding=placement,
         precision=formats,
         dtype=dtype,
@@ -112,7 +123,12 @@ def distribute(
         pages=[],
         state={},
         scaler=Scaler.of(formats),
+        tuning=tuning,
+        poker=_poker(tuning.progress if progress is None else progress, ordered),
     )
+    if xp is np:
+        keep_pages()
+    warm(xp, model, loss, optimizer, dtype, dtype, norm=clip_norm is not None or engine.scaler.dynamic)
     _allocate(engine)
     return Trainer(engine, ordered, microbatches)
 
@@ -206,6 +222,13 @@ def _check_model(model: Sorted, chunks: int | None) -> None:
         )
 
 
+def _poker(progress: str, model: Sorted) -> Poker | None:
+    """Layers that call collectives themselves leave no action to a thread."""
+    if progress not in ("loop", "thread"):
+        raise ConfigError(f"progress={progress!r}: choose loop or thread")
+    return Poker() if progress == "thread" and not any(_is_collective(node.layer) for node in model.nodes) else None
+
+
 def _is_collective(layer: Layer) -> bool:
     return layer.collective or any(map(_is_collective, layer.children().values()))
 
@@ -222,13 +245,16 @@ def _stage(layout: Layout) -> Stage:
 def _allocate(engine: Engine) -> None:
     """Buffers and initial values of this rank's shards: nothing whole unless the placement keeps it whole."""
     xp, layout, arena = engine.xp, engine.layout, engine.arena
+    shared = share_parameters(engine)
+    share_gradients(engine)
     holding = Holding(
         width=engine.axes.shard.size,
         rank=engine.axes.shard.rank,
-        params="shard" if not engine.keep_full else "whole" if engine.wire is None else "apart",
+        params="shard" if not (shared or engine.keep_full) else "whole" if engine.wire is None else "apart",
         whole_grads=engine.whole_grads,
         copies=engine.copies,
         snap=engine.options.chunks is not None,
+        at_home=arena.memory is not None,
     )
     for page in layout.pages:
         state = hold(page, holding, arena, engine.dtype, engine.optimizer.slots)

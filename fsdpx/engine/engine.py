@@ -1,5 +1,6 @@
 """The engine of one rank, as plain data: everything that the operations of a program work on."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +15,9 @@ from fsdpx.comm.codecs import Codec
 from fsdpx.comm.counted import Counters
 from fsdpx.comm.mesh import Axes
 from fsdpx.config import Precision, Sharding
+from fsdpx.engine.poker import Poker
 from fsdpx.engine.scaler import Scaler
+from fsdpx.engine.tuning import Tuning
 from fsdpx.engine.views import Views
 from fsdpx.layout.state import PageState
 from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
@@ -22,7 +25,10 @@ from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Env
 from fsdpx.program import Action, Stage
 
-__all__ = ["Clock", "Engine", "Microbatch", "Options"]
+__all__ = ["PROGRESS", "Clock", "Engine", "Microbatch", "Options"]
+
+PROGRESS = "(moving transfers on)"
+"""The row of the clock beside those of the verbs."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +56,23 @@ class Options:
 
 @dataclass
 class Clock:
-    """Seconds per verb: `spent` in the action itself, `waited` for transfers that it was the first to need."""
+    """rows: by verb, the seconds spent in its actions, those waited for transfers that they were the first to need, and
+    how many there were. Moving transfers on between actions is a row of its own. flown: by mesh axis, the seconds that
+    transfers were under way, and those of them in which this rank did nothing else."""
 
-    spent: dict[str, float] = field(default_factory=dict)
-    waited: dict[str, float] = field(default_factory=dict)
-    count: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0]))
+    flown: dict[str, tuple[float, float]] = field(default_factory=dict)
     start: float = field(default_factory=perf_counter)
 
+    def land(self, axis: str, seconds: float, busy: float) -> None:
+        before = self.flown.get(axis, (0.0, 0.0))
+        self.flown[axis] = (before[0] + seconds, before[1] + busy)
+
     def add(self, op: str, spent: float, waited: float) -> None:
-        self.spent[op] = self.spent.get(op, 0.0) + spent
-        self.waited[op] = self.waited.get(op, 0.0) + waited
-        self.count[op] = self.count.get(op, 0) + 1
+        row = self.rows[op]
+        row[0] += spent
+        row[1] += waited
+        row[2] += 1
 
 
 @dataclass
@@ -84,6 +96,7 @@ class Engine:
     pages: list[PageState]
     state: dict[str, Any]
     scaler: Scaler
+    tuning: Tuning
     segments: dict[int, Any] = field(default_factory=dict)
     store: dict[str, Any] = field(default_factory=dict)
     batch: list[Microbatch | None] = field(default_factory=list)
@@ -93,7 +106,8 @@ class Engine:
     moment: Moment = field(default_factory=Moment)
     steps: int = 0
     clock: Clock = field(default_factory=Clock)
-    flying: list[Any] = field(default_factory=list)  # handles to poke
+    poker: Poker | None = None  # moves transfers on during actions, not only between them
+    flying: list[tuple[str, Any]] = field(default_factory=list)  # (mesh axis, transfer) to move on
     observers: list[Callable[[Action], None]] = field(default_factory=list)  # called after every action
 
     @property
@@ -127,6 +141,11 @@ class Engine:
             most = max(most, len(stack.entries) + 1)
             stack.push(Node(0, c), None)
         return most
+
+    @property
+    def product_threads(self) -> int:
+        """Products cut among threads end in other last bits; with chunks, bits do not tell how many there were."""
+        return self.tuning.threads if self.options.chunks is None else 1
 
     @property
     def env(self) -> Env:
@@ -165,8 +184,12 @@ class Engine:
 
     def name(self, page: int) -> str:
         """A page in words, for errors: the names it holds."""
-        fields = self.layout.pages[page].fields
-        return fields[0].name if len(fields) == 1 else f"{fields[0].name}..{fields[-1].name}"
+        return self._names[page]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        ends = [(page.fields[0].name, page.fields[-1].name) for page in self.layout.pages]
+        return [first if first == last else f"{first}..{last}" for first, last in ends]
 
     def sum_over_data(self, values: list[float], what: str) -> list[list[float]]:
         """A few float64 numbers of every data rank, in rank order, on every rank."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
@@ -13,32 +14,65 @@ __all__ = ["Chunked", "Gradient", "Pending", "Plainly", "Subtrees", "join", "red
 
 
 class Pending:
-    """A value on its way: `wait` ends the transfer and gives it."""
+    """A value on its way: `wait` ends the transfer and gives it.
 
-    __slots__ = ("finish", "handle")
+    issued, landed: when the transfer began, and when this rank saw its end. busy: seconds of the time between in which
+    this rank moved it on or waited for it; the rest was computed over.
+    """
+
+    __slots__ = ("busy", "finish", "handle", "issued", "landed")
 
     def __init__(self, handle: Handle, finish: Callable[[], Any]) -> None:
         self.handle = handle
         self.finish = finish
+        self.issued = perf_counter()
+        self.landed = 0.0
+        self.busy = 0.0
 
     def wait(self) -> Any:
+        begin = perf_counter()
         self.handle.wait()
+        self._note(begin)
         return self.finish()
+
+    def test(self) -> bool:
+        """Move the transfer on; whether it is complete."""
+        begin = perf_counter()
+        done = self.handle.test()
+        if self._note(begin) and not done:
+            self.landed = 0.0
+        return done
+
+    def _note(self, begin: float) -> bool:
+        """Whether the transfer was still under way at `begin`."""
+        flying = self.landed == 0.0
+        if flying:
+            self.landed = perf_counter()
+            self.busy += self.landed - begin
+        return flying
 
 
 class Plainly:
-    """One full gradient; microbatches add into it in the order in which they run."""
+    """One full gradient; microbatches add into it in the order in which they run.
+
+    blank: nothing has been written yet; the first action that works on it leaves no element unwritten.
+    """
 
     def __init__(self, buffer: Any) -> None:
-        buffer[...] = 0
         self.buffer = buffer
+        self.blank = True
 
     def at(self, microbatch: int) -> Any:
         return self.buffer
 
 
 class Chunked:
-    """Gradients of chunks, added along the canonical tree. leaves: buffers for all partial sums alive at once."""
+    """Gradients of chunks, added along the canonical tree. leaves: buffers for all partial sums alive at once.
+
+    blank: nothing has been written into the current leaf, as in `Plainly`.
+    """
+
+    blank = False
 
     def __init__(self, leaves: list[Any], chunks: range, total: int) -> None:
         self.free = leaves[::-1]
@@ -50,9 +84,8 @@ class Chunked:
         """The leaf of the chunk that runs as `microbatch`; the one before is complete then."""
         if self.current is None or self.current[0] != microbatch:
             self._close()
-            leaf = self.free.pop()
-            leaf[...] = 0
-            self.current = (microbatch, leaf)
+            self.current = (microbatch, self.free.pop())
+            self.blank = True
         return self.current[1]
 
     def entries(self) -> list[tuple[Node, Any]]:
@@ -85,7 +118,7 @@ def reduce(engine: Engine, state: PageState, gradient: Gradient, first: bool, sc
     full = gradient.buffer
     if engine.axes.shard.size == 1:
         return Pending(DONE, lambda: full)
-    out = state.part if first else full[: state.mine.size]
+    out = state.part if first else state.reduced(full)
     handle = engine.codec.reduce(engine.axes.shard, full, out, state.counts, scratch, what=what)
     return Pending(handle, lambda: out)
 

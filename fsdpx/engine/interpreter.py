@@ -4,7 +4,9 @@ pokes transfers between actions, keeps time, and names the action when something
 from time import perf_counter
 from typing import Any
 
-from fsdpx.engine.engine import Engine
+from fsdpx.array import blas
+from fsdpx.comm.communicator import DONE
+from fsdpx.engine.engine import PROGRESS, Engine
 from fsdpx.engine.gradients import Pending
 from fsdpx.engine.memory import Room
 from fsdpx.engine.operations import OPERATIONS
@@ -21,26 +23,32 @@ class Bound:
         self.engine, self.program = engine, program
         self.room = Room(engine, program)
         self._steps = [
-            (OPERATIONS[a.op], a, s.takes, s.reads, s.adds, (*s.gives, *s.adds), VERBS[a.op].lane == "compute")
+            (OPERATIONS[a.op], a, s.takes, s.reads, s.adds, (*s.gives, *s.adds), VERBS[a.op].lane)
             for a, s in zip(program.actions, program.slots, strict=True)
         ]
 
     def run(self) -> dict[str, Any]:
         """Run all actions; the values of the program's result slots are taken out of the store and returned."""
         engine = self.engine
-        store, clock, room = engine.store, engine.clock, self.room
-        for handle in engine.flying:  # of a program that broke off, alike on all ranks
-            handle.wait()
+        store, clock, room, poker = engine.store, engine.clock, self.room, engine.poker
+        for _, transfer in engine.flying:  # of a program that broke off, alike on all ranks
+            transfer.handle.wait()
         engine.flying.clear()
         room.enter()
-        for operation, action, takes, reads, adds, fills, computes in self._steps:
+        if blas.threads() != engine.product_threads:
+            blas.threads(engine.product_threads)
+        for operation, action, takes, reads, adds, fills, lane in self._steps:
             begin = perf_counter()
             try:
-                taken = tuple([self._ready(slot, store.pop(slot)) for slot in takes])
-                read = tuple([self._read(slot) for slot in reads])
-                added = tuple([store.get(slot) for slot in adds])
+                taken = tuple([self._ready(store.pop(slot)) for slot in takes]) if takes else ()
+                read = tuple([self._read(slot) for slot in reads]) if reads else ()
+                added = tuple([store.get(slot) for slot in adds]) if adds else ()
                 ready = perf_counter()
-                values = operation(engine, room, action, taken, read, added)
+                if poker is None or lane != "compute" or not engine.flying:
+                    values = operation(engine, room, action, taken, read, added)
+                else:
+                    with poker.during(self._poke):
+                        values = operation(engine, room, action, taken, read, added)
                 for observe in engine.observers:
                     observe(action)
             except Exception as error:
@@ -49,13 +57,25 @@ class Bound:
                 raise
             for slot, value in zip(fills, values, strict=True):
                 store[slot] = value
-                if value.__class__ is Pending:
-                    engine.flying.append(value.handle)
-            if computes and engine.flying:
-                engine.flying = [handle for handle in engine.flying if not handle.test()]
-            clock.add(action.op, perf_counter() - ready, ready - begin)
-        engine.flying.clear()
-        return {slot: self._ready(slot, store.pop(slot)) for slot in self.program.results}
+                if value.__class__ is Pending and value.handle is not DONE:
+                    engine.flying.append((lane, value))
+            end = perf_counter()
+            clock.add(action.op, end - ready, ready - begin)
+            if lane == "compute" and engine.flying:
+                self._poke()
+                clock.add(PROGRESS, perf_counter() - end, 0.0)
+        self._poke()
+        return {slot: self._ready(store.pop(slot)) for slot in self.program.results}
+
+    def _poke(self) -> None:
+        """Move all transfers on; those that are complete are noted."""
+        engine, flying = self.engine, []
+        for lane, transfer in engine.flying:
+            if transfer.test():
+                engine.clock.land(lane, transfer.landed - transfer.issued, transfer.busy)
+            else:
+                flying.append((lane, transfer))
+        engine.flying = flying
 
     def _read(self, slot: str) -> Any:
         store = self.engine.store
@@ -65,7 +85,7 @@ class Bound:
         return value
 
     @staticmethod
-    def _ready(slot: str, value: Any) -> Any:
+    def _ready(value: Any) -> Any:
         return value.wait() if value.__class__ is Pending else value
 
     def _about(self, action: Any) -> str:

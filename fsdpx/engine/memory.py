@@ -20,7 +20,7 @@ class Room:
 
     def __init__(self, engine: Engine, program: Program) -> None:
         self.engine, self.program = engine, program
-        self.plan = plan(engine, program)
+        self.plan = _agreed(engine, plan(engine, program))
         self.births: Counter[str] = Counter()
 
     def enter(self) -> None:
@@ -43,7 +43,7 @@ class Room:
         return self.engine.arena.view(self.plan.offsets[life], size, dtype)
 
     def gradient(self, page: int) -> Gradient:
-        """A zeroed full gradient of a page, kept or lent."""
+        """A blank full gradient of a page, kept or lent."""
         engine = self.engine
         state, copies = engine.pages[page], engine.copies
         size = state.page.size
@@ -62,8 +62,13 @@ class Room:
         nbytes = scratch_nbytes(self.engine, self.engine.pages[page])[stage]
         dtype = np.dtype("uint8") if self.engine.options.chunks is None else self.engine.dtype
         if nbytes == 0:
-            return self.engine.xp.empty((0,), dtype=dtype)
+            return self._nothing(dtype)
         return self.buffer(f"scratch{page}", nbytes // dtype.itemsize, dtype)
+
+    def _nothing(self, dtype: Any) -> Any:
+        """No elements, but of the slab: in windows or not, as the scratch of other ranks."""
+        arena = self.engine.arena
+        return self.engine.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view(0, 0, dtype)
 
 
 def plan(engine: Engine, program: Program) -> Plan:
@@ -74,6 +79,13 @@ def plan(engine: Engine, program: Program) -> Plan:
         named.append(replace(life, name=_life(life.name, births[life.name])))
         births[life.name] += 1
     return place(named)
+
+
+def _agreed(engine: Engine, own: Plan) -> Plan:
+    """Shared memory is made together: the slab is as large as the largest plan of all ranks."""
+    if engine.arena.memory is None:
+        return own
+    return replace(own, nbytes=max(engine.axes.world.all_gather_object(own.nbytes)))
 
 
 def _life(name: str, number: int) -> str:

@@ -4,20 +4,22 @@ those that it gives and adds into, in the order of the table: first `gives`, the
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from fsdpx.array.kernels import square_sum
+from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import block_squares, exact_sum, expansion
 from fsdpx.comm.communicator import DONE
 from fsdpx.comm.steps import Finish
 from fsdpx.engine import compute
 from fsdpx.engine.engine import Engine, Microbatch
 from fsdpx.engine.finite import demand_finite
-from fsdpx.engine.gradients import Gradient, Pending, Subtrees
+from fsdpx.engine.gradients import Gradient, Pending, Plainly, Subtrees
 from fsdpx.engine.gradients import join as start_join
 from fsdpx.engine.gradients import reduce as start_reduce
 from fsdpx.engine.memory import Room
 from fsdpx.errors import DataError
+from fsdpx.nn.gradients import Entry
 from fsdpx.nn.layer import Env
 from fsdpx.optim import rate
 from fsdpx.program import Action, StageUnit
@@ -103,12 +105,13 @@ def backward(engine: Engine, room: Room, action: Action, taken: Values, read: Va
     unit, pages = engine.stage.units[u], _trained(engine, u)
     gradients, have = _gradients(room, pages, added), added[len(pages) :]
     if batch is None:
+        _blanks_to_zero(gradients)
         return (*gradients, *have)
     inner, dvalues = _dvalues(engine, unit, taken, have)
-    views = _gradient_views(engine, room, action, pages, gradients)
-    params, grads = room.views.params(u, read), room.views.grads(u, views)
+    entries = _open(engine, room, action, pages, gradients)
+    params, grads = room.views.params(u, read), room.views.grads(u, entries)
     compute.backward(engine.layout.units[u], _envs(engine, u, batch), params, grads, taken[len(unit.gives)], dvalues)
-    _check_gradients(engine, action, views)
+    _close(engine, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
 
@@ -127,10 +130,12 @@ def backward_params(engine: Engine, room: Room, action: Action, taken: Values, r
     u, batch = _unit(action), engine.batch[_mb(action)]
     pages = _trained(engine, u)
     gradients = _gradients(room, pages, added)
-    if batch is not None:
-        views = _gradient_views(engine, room, action, pages, gradients)
-        compute.backward_params(engine.layout.units[u], _envs(engine, u, batch), room.views.grads(u, views), taken[0])
-        _check_gradients(engine, action, views)
+    if batch is None:
+        _blanks_to_zero(gradients)
+        return tuple(gradients)
+    entries = _open(engine, room, action, pages, gradients)
+    compute.backward_params(engine.layout.units[u], _envs(engine, u, batch), room.views.grads(u, entries), taken[0])
+    _close(engine, action, entries)
     return tuple(gradients)
 
 
@@ -149,20 +154,40 @@ def _gradients(room: Room, pages: list[int], added: Values) -> list[Gradient]:
     return [room.gradient(p) if g is None else g for p, g in zip(pages, added, strict=False)]
 
 
-def _gradient_views(
+def _open(
     engine: Engine, room: Room, action: Action, pages: list[int], gradients: list[Gradient]
-) -> list[dict[str, Any]]:
-    mb = _mb(action)
-    return [room.views.page(engine.layout.pages[p], g.at(mb)) for p, g in zip(pages, gradients, strict=True)]
+) -> list[dict[str, Entry]]:
+    """The gradients of each page by name; those of a buffer that is used for the first time are blank."""
+    opened = []
+    for page, gradient in zip(pages, gradients, strict=True):
+        entries = room.views.entries(engine.layout.pages[page], gradient.at(_mb(action)))
+        if gradient.blank:
+            gradient.blank = False
+            for entry in entries.values():
+                entry.blank = True
+        opened.append(entries)
+    return opened
 
 
-def _check_gradients(engine: Engine, action: Action, views: list[dict[str, Any]]) -> None:
-    """Not with a dynamic loss scale: it provokes overflow and handles it."""
+def _close(engine: Engine, action: Action, opened: list[dict[str, Entry]]) -> None:
+    """What no layer wrote is zero. Looks for NaN and Inf, but not with a dynamic loss scale: it provokes overflow."""
+    for page in opened:
+        for entry in page.values():
+            if entry.blank:
+                entry.open()
     if engine.options.check_finite and not engine.scaler.dynamic:
-        for page in views:
-            for name, gradient in page.items():
-                unit = engine.layout.units[_unit(action)].name
-                demand_finite(engine, gradient, f"the gradient of {name!r} in unit {unit!r}", action)
+        unit = engine.layout.units[_unit(action)].name
+        for page in opened:
+            for name, entry in page.items():
+                demand_finite(engine, entry.array, f"the gradient of {name!r} in unit {unit!r}", action)
+
+
+def _blanks_to_zero(gradients: list[Gradient]) -> None:
+    """A rank without samples gives zeros, if no microbatch before gave more."""
+    for gradient in gradients:
+        if isinstance(gradient, Plainly) and gradient.blank:
+            gradient.buffer[...] = 0
+            gradient.blank = False
 
 
 def loss(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -224,13 +249,10 @@ def gather(engine: Engine, room: Room, action: Action, taken: Values, read: Valu
     if engine.wire is not None:
         wire = room.buffer(f"wire{page}", state.page.size, engine.wire)
         own = wire[state.mine.start : state.mine.stop]
-        own[...] = state.master.astype(engine.wire)
+        store(engine.xp, state.master, own)
         handle = comm.all_gather(own, wire, state.counts, what=what)
 
-        def widen() -> None:
-            full[...] = wire
-
-        return (Pending(Finish(handle, widen), lambda: views),)
+        return (Pending(Finish(handle, partial(store, engine.xp, wire, full)), lambda: views),)
     if comm.size == 1:
         return (Pending(DONE, lambda: views),)
     return (Pending(comm.all_gather(state.master, full, state.counts, what=what), lambda: views),)

@@ -15,7 +15,8 @@ __all__ = ["Report", "bytes_text", "peak_rss", "report", "sizes_of", "table"]
 @dataclass(frozen=True)
 class Report:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, from the program.
-    memory: bytes by kind that the arena holds. times: verb -> (seconds, seconds waited, count)."""
+    memory: bytes by kind that the arena holds. times: verb -> (seconds, seconds waited, count). overlap: mesh axis ->
+    share of the time transfers were under way in which this rank computed."""
 
     rank: int
     ranks: int
@@ -27,6 +28,7 @@ class Report:
     memory: dict[str, int]
     peak_rss: int
     times: dict[str, tuple[float, float, int]]
+    overlap: dict[str, float]
     seconds: float
 
     def __str__(self) -> str:
@@ -61,7 +63,8 @@ class Report:
                 (verb, f"{count:,}", f"{spent:.3f}", f"{waited:.3f}", f"{100 * (spent + waited) / total:.1f} %")
             )
         rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
-        return table(rows)
+        hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
+        return table(rows) + (f"\ntransfers hidden behind computing: {hidden}" if hidden else "")
 
 
 def report(engine: Engine, program: Program) -> Report:
@@ -76,7 +79,8 @@ def report(engine: Engine, program: Program) -> Report:
         predicted=traffic(program, sizes_of(engine)),
         memory=engine.arena.nbytes(),
         peak_rss=peak_rss(),
-        times={op: (clock.spent[op], clock.waited[op], clock.count[op]) for op in clock.spent},
+        times={op: (spent, waited, int(count)) for op, (spent, waited, count) in clock.rows.items()},
+        overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.flown.items() if flown > 0},
         seconds=perf_counter() - clock.start,
     )
 

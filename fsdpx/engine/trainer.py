@@ -160,6 +160,7 @@ class Trainer:
         """Set all parameters (and state, if given) from full arrays by name; each rank takes what it owns."""
         xp = self.engine.xp
         values = self._checked(values)
+        self.engine.axes.world.barrier(what="load_parameters").wait()  # others may still read what we share with them
         for state in self.engine.pages:
             each_piece(state, lambda name, start, stop: np.asarray(values[name]).reshape(-1)[start:stop], xp)
         for name, array in self.engine.state.items():

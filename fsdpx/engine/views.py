@@ -5,6 +5,7 @@ from typing import Any
 
 from fsdpx.layout.pages import Page
 from fsdpx.layout.units import Layout
+from fsdpx.nn.gradients import Entry, Gradients
 from fsdpx.nn.layer import join
 
 __all__ = ["Views"]
@@ -18,7 +19,9 @@ class Views:
         self._leaves: dict[int, tuple[Any, list[Any]]] = {}
         self._state = dict(state)
         self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
-        self._nodes: dict[tuple[int, ...], tuple[Any, list[dict[str, Any]]]] = {}
+        self._entries: dict[tuple[int, int], tuple[Any, dict[str, Entry]]] = {}
+        self._params: dict[tuple[int, ...], tuple[Any, list[dict[str, Any]]]] = {}
+        self._grads: dict[tuple[int, ...], tuple[Any, list[Gradients]]] = {}
         self._names = [
             [[(local, layout.canonical(join(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
             for unit in layout.units
@@ -41,21 +44,35 @@ class Views:
             cached = self._pages[key] = (buffer, made)  # holding the buffer keeps its id taken
         return cached[1]
 
+    def entries(self, page: Page, buffer: Any) -> dict[str, Entry]:
+        """Parameter name -> gradient in `buffer`: for all that add into it, tied layers included, the same objects."""
+        key = (page.index, id(buffer))
+        cached = self._entries.get(key)
+        if cached is None:
+            made = {name: Entry(view) for name, view in self.page(page, buffer).items()}
+            cached = self._entries[key] = (buffer, made)
+        return cached[1]
+
     def params(self, unit: int, pages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Per node of a unit: local name -> array, non-trainable state included."""
-        return self._per_node(unit, pages, self._state)
+        key = (unit, *map(id, pages))
+        cached = self._params.get(key)
+        if cached is None:
+            made = self._per_node(unit, pages, self._state)
+            cached = self._params[key] = (tuple(pages), made)  # holding the pages keeps their ids taken
+        return cached[1]
 
-    def grads(self, unit: int, pages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def grads(self, unit: int, pages: Sequence[dict[str, Entry]]) -> list[Gradients]:
         """Per node of a unit: local name -> gradient, trainable parameters only."""
-        return self._per_node(unit, pages, {})
+        key = (unit, *map(id, pages))
+        cached = self._grads.get(key)
+        if cached is None:
+            made = [Gradients(entries) for entries in self._per_node(unit, pages, {})]
+            cached = self._grads[key] = (tuple(pages), made)
+        return cached[1]
 
     def _per_node(self, unit: int, pages: Sequence[dict[str, Any]], more: Mapping[str, Any]) -> list[dict[str, Any]]:
-        key = (unit, bool(more), *map(id, pages))
-        cached = self._nodes.get(key)
-        if cached is None:
-            known: dict[str, Any] = dict(more)
-            for views in pages:
-                known.update(views)
-            made = [{local: known[full] for local, full in names if full in known} for names in self._names[unit]]
-            cached = self._nodes[key] = (tuple(pages), made)
-        return cached[1]
+        known: dict[str, Any] = dict(more)
+        for views in pages:
+            known.update(views)
+        return [{local: known[full] for local, full in names if full in known} for names in self._names[unit]]

@@ -59,6 +59,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--sample", type=int, default=0, help="bytes of text to write at the end")
     p.add_argument("--hash", action="store_true", help="print the SHA-256 of all parameters at the end")
     p.add_argument("--device", default="cpu", help="cpu or cuda")
+    p.add_argument("--no-node", action="store_true", help="MPI messages instead of shared memory inside a machine")
+    p.add_argument("--no-tune", action="store_true", help="take defaults instead of measuring")
     return p
 
 
@@ -105,7 +107,7 @@ def generate(trainer: fsdpx.Trainer, size: Size, count: int, seed: int, prompt: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    comm = fsdpx.init()
+    comm = fsdpx.init("mpi" if args.no_node else None)
     size = SIZES[args.size]
     trainer = model(args.size, args.dropout).as_distributed(
         loss=nn.CrossEntropy(),
@@ -117,12 +119,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         clip_norm=args.clip,
         seed=args.seed,
         device=args.device,
+        tune=False if args.no_tune else None,
     )
     loader, validation = loaders(args, comm)
     if comm.rank == 0:
         count = trainer.engine.layout.size
         print(
-            f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks, {args.dtype}", flush=True
+            f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks, {args.dtype}\n"
+            f"chosen: {trainer.engine.tuning}",
+            flush=True,
         )
     with loader:
         history = trainer.fit(

@@ -20,14 +20,19 @@ _NO = ("", "0", "false", "no", "off")
 class Environment:
     """What was found.
 
-    check: exchange fingerprints before collectives (FSDPX_CHECK=1). timeout: seconds a wait for peers may
-    last (FSDPX_TIMEOUT; None: the default). launcher: what started this process as one of several ranks, in
-    words, or None. expected_size: the number of ranks it says it started (FSDPX_EXPECT_SIZE goes before it),
-    or None.
+    check: exchange fingerprints before collectives (FSDPX_CHECK=1). node: ranks of one machine speak through
+    shared memory (FSDPX_NODE=0: through MPI messages). tune: choose by measurement what was not said (FSDPX_TUNE=0:
+    take the defaults). cache: where measurements are kept (FSDPX_CACHE; else fsdpx in the user's cache).
+    timeout: seconds a wait for peers may last (FSDPX_TIMEOUT; None: the default). launcher: what started this
+    process as one of several ranks, in words, or None. expected_size: the number of ranks it says it started
+    (FSDPX_EXPECT_SIZE goes before it), or None.
     threads: BLAS threads per rank as the user set them (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS).
     """
 
     check: bool = False
+    node: bool = True
+    tune: bool = True
+    cache: Path = Path.home() / ".cache" / "fsdpx"
     timeout: float | None = None
     launcher: str | None = None
     expected_size: int | None = None
@@ -45,6 +50,9 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
     expected = _number(environ, "FSDPX_EXPECT_SIZE")
     return Environment(
         check=_switch(environ, "FSDPX_CHECK"),
+        node=_switch(environ, "FSDPX_NODE", "1"),
+        tune=_switch(environ, "FSDPX_TUNE", "1"),
+        cache=_cache(environ),
         timeout=_seconds(environ, "FSDPX_TIMEOUT"),
         launcher=launcher or ("FSDPX_EXPECT_SIZE" if expected is not None else None),
         expected_size=size if expected is None else expected,
@@ -117,8 +125,13 @@ def _seconds(environ: Mapping[str, str], variable: str) -> float | None:
     return seconds
 
 
-def _switch(environ: Mapping[str, str], variable: str) -> bool:
-    text = environ.get(variable, "").strip().lower()
+def _cache(environ: Mapping[str, str]) -> Path:
+    own, users = environ.get("FSDPX_CACHE"), environ.get("XDG_CACHE_HOME")
+    return Path(own or Path(users or "~/.cache", "fsdpx")).expanduser()
+
+
+def _switch(environ: Mapping[str, str], variable: str, default: str = "0") -> bool:
+    text = environ.get(variable, default).strip().lower()
     if text not in _YES + _NO:
         raise LaunchError(f"{variable}={text!r} is neither yes nor no: set it to 1 or 0")
     return text in _YES

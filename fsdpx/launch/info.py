@@ -7,7 +7,9 @@ import subprocess
 import sys
 from typing import Any
 
-from fsdpx.engine.report import table
+from fsdpx.array import blas
+from fsdpx.engine.report import bytes_text, table
+from fsdpx.engine.tuning import stored
 from fsdpx.launch import environment
 from fsdpx.version import __version__
 
@@ -24,8 +26,26 @@ def info() -> str:
         ("ml_dtypes", _version("ml_dtypes")),
     ]
     rows += [("mpi4py", _version("mpi4py")), ("MPI library", _mpi()), ("launcher", _launcher())]
-    rows += [("CuPy", _cupy()), ("PyTorch", _version("torch"))]
-    return table([("", "found"), *rows])
+    rows += [("CuPy", _cupy()), ("PyTorch", _version("torch")), ("shared memory", _shared())]
+    rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
+    return table([("", "found"), *rows, ("BLAS in use", blas.chosen()), *_tuned()])
+
+
+def _shared() -> str:
+    """Room for windows: what the ranks of this machine share."""
+    if not os.path.isdir("/dev/shm"):
+        return "no limit of its own"
+    found = os.statvfs("/dev/shm")
+    return f"{bytes_text(found.f_bavail * found.f_frsize)} free in /dev/shm"
+
+
+def _tuned() -> list[tuple[str, ...]]:
+    """What earlier jobs measured on this machine."""
+    rows: list[tuple[str, ...]] = []
+    for key, tuning in stored():
+        rows.append((f"tuned, {key['ranks']} ranks, {key['backend']}", str(tuning)))
+        rows += [(f"  {name}", text) for name, text in tuning.measured.items()]
+    return rows or [("tuned", f"nothing yet: the first job measures, and keeps it in {environment.read().cache}")]
 
 
 def _version(package: str) -> str:

@@ -3,23 +3,30 @@
 import os
 from typing import Any
 
+from fsdpx.array import blas, parallel
 from fsdpx.launch import environment
 
-__all__ = ["share_cores"]
+__all__ = ["cores", "share_cores"]
 
 _limits: list[Any] = []  # keeps the limits in force
 
 
 def share_cores(ranks_here: int) -> int:
-    """Limit BLAS to cores / ranks threads (at least 1), unless the user set a number of threads. Returns the number.
+    """Have kernels and BLAS use cores / ranks threads (at least 1), or what the user set. Returns the number.
 
     Without this, R ranks on a host run R x cores threads that only get in each other's way.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     asked = environment.read().threads
-    threads = asked if asked is not None else max(cores // ranks_here, 1)
+    threads = asked if asked is not None else max(cores() // ranks_here, 1)
+    parallel.set_threads(threads)
+    blas.threads(threads)
     if asked is None:
         from threadpoolctl import threadpool_limits
 
         _limits[:] = [threadpool_limits(limits=threads, user_api="blas")]
     return threads
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -20,7 +20,8 @@ class Holding:
 
     params: "shard" keeps only this rank's piece, "whole" the full buffer of which the piece is a view, "apart" both
     (when gathered parameters are rounded to another format). whole_grads: the full gradient is kept and the reduced
-    part lies at its start. copies: partial gradients alive at once. snap: cuts fall on block edges.
+    part lies in it. copies: partial gradients alive at once. snap: cuts fall on block edges. at_home: a reduced part
+    lies at its own place in the full gradient (which others may be reading elsewhere), else at the start.
     """
 
     width: int
@@ -29,6 +30,7 @@ class Holding:
     whole_grads: bool
     copies: int = 1
     snap: bool = False
+    at_home: bool = False
 
 
 @dataclass
@@ -42,6 +44,7 @@ class PageState:
     full: Any = None
     grad: Any = None
     part: Any = None
+    at_home: bool = False
     slots: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -51,6 +54,10 @@ class PageState:
     @property
     def counts(self) -> list[int]:
         return [r.size for r in self.shards]
+
+    def reduced(self, full: Any) -> Any:
+        """Where in a full gradient this rank's reduced part goes."""
+        return full[self.mine.start : self.mine.stop] if self.at_home else full[: self.mine.size]
 
 
 def hold(page: Page, holding: Holding, arena: Arena, dtype: Any, slots: Sequence[str]) -> PageState:
@@ -63,11 +70,11 @@ def hold(page: Page, holding: Holding, arena: Arena, dtype: Any, slots: Sequence
         if holding.params == "whole"
         else arena.keep(f"shard{p}", "parameters", mine.size, dtype)
     )
-    state = PageState(page, shards, holding.rank, master, full)
+    state = PageState(page, shards, holding.rank, master, full, at_home=holding.at_home)
     if page.trainable:
         if holding.whole_grads:
             state.grad = arena.keep(f"grad{p}", "gradients", page.size * holding.copies, dtype)
-            state.part = state.grad[: mine.size]
+            state.part = state.reduced(state.grad)
         else:
             state.part = arena.keep(f"part{p}", "gradients", mine.size, dtype)
         state.slots = {s: arena.keep(f"{s}{p}", "optimiser", mine.size, dtype) for s in slots}

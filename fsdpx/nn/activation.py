@@ -31,6 +31,8 @@ class GELU(Layer):
         if approximate not in ("none", "tanh"):
             raise ConfigError(f"GELU: approximate must be 'none' or 'tanh', got {approximate!r}")
         self.approximate = approximate
+        form = "" if approximate == "none" else f" {approximate}"
+        self.runs = (f"gelu{form}", f"gelu_backward{form}")
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         return kernels.gelu(env.xp, x, self.approximate), (x,)
@@ -41,6 +43,8 @@ class GELU(Layer):
 
 class SiLU(Layer):
     """x sigmoid(x), also called swish."""
+
+    runs = ("silu", "silu_backward")
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         return kernels.silu(env.xp, x), (x,)
@@ -64,6 +68,8 @@ class Tanh(Layer):
 class Sigmoid(Layer):
     """1 / (1 + exp(-x)), without overflow."""
 
+    runs = ("sigmoid",)
+
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         y = kernels.sigmoid(env.xp, x)
         return y, (y,)
@@ -75,6 +81,8 @@ class Sigmoid(Layer):
 
 class Softmax(Layer):
     """exp(x) / sum exp(x) over `dim`, which must not be the dim of samples."""
+
+    runs = ("softmax", "softmax_backward")
 
     def __init__(self, dim: int = -1) -> None:
         if dim == 0:

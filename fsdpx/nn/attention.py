@@ -44,6 +44,7 @@ class MultiHeadAttention(Layer):
         self.n_heads = n_heads
         self.causal = bool(causal)
         self.dropout = float(dropout)
+        self.runs = ("softmax", "softmax_backward", "drop_backward") if dropout else ("attention", "attention_backward")
         self.bias = bool(bias)
         self.init = init
         self.out_init = out_init
@@ -66,19 +67,32 @@ class MultiHeadAttention(Layer):
         qkv, held_qkv = self._qkv.forward(env, parts["qkv"], x)
         q, k, v = self._heads(qkv, 3)
         o, probabilities = self._attend(env, q, k, v)
-        merged = self._merge(env.xp, (o,))
+        merged = o.swapaxes(1, 2).reshape(x.shape)
         y, held_out = self._out.forward(env, parts["out"], merged)
         return y, (held_qkv, (qkv, merged, probabilities), held_out)
 
+    def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
+        held_qkv, middle, held_out = saved
+        parts, into = branches(p), branches(g)
+        dmerged = self._out.backward(env, parts["out"], into.get("out", {}), held_out, dy)
+        dqkv = self._heads_backward(env, middle, dmerged)
+        return self._qkv.backward(env, parts["qkv"], into.get("qkv", {}), held_qkv, dqkv)
+
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
-        held_qkv, (qkv, merged, probabilities), held_out = saved
+        held_qkv, middle, held_out = saved
         parts = branches(p)
         dmerged, kept_out = self._out.backward_input(env, parts["out"], held_out, dy)
-        q, k, v = self._heads(qkv, 3)
-        (o,), (do,) = self._heads(merged, 1), self._heads(dmerged, 1)
-        dqkv = self._merge(env.xp, self._attend_backward(env, q, k, v, o, do, probabilities))
+        dqkv = self._heads_backward(env, middle, dmerged)
         dx, kept_qkv = self._qkv.backward_input(env, parts["qkv"], held_qkv, dqkv)
         return dx, (kept_qkv, kept_out)
+
+    def _heads_backward(self, env: Env, saved: Any, dmerged: Array) -> Array:
+        """From the gradient of the heads' results to that of queries, keys and values, as `qkv` gave them."""
+        qkv, merged, probabilities = saved
+        q, k, v = self._heads(qkv, 3)
+        (o,), (do,) = self._heads(merged, 1), self._heads(dmerged, 1)
+        heads = self._attend_backward(env, q, k, v, o, do, probabilities)
+        return heads.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
 
     def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
         parts = branches(g)
@@ -92,14 +106,6 @@ class MultiHeadAttention(Layer):
         split = merged.reshape(samples, time, count, self.n_heads, self.d_model // self.n_heads)
         return [split[:, :, i].swapaxes(1, 2) for i in range(count)]
 
-    def _merge(self, xp: Any, heads: tuple[Array, ...]) -> Array:
-        """The inverse of `_heads`."""
-        samples, _, time, _ = heads[0].shape
-        merged = xp.empty((samples, time, len(heads) * self.d_model), dtype=heads[0].dtype)
-        for view, head in zip(self._heads(merged, len(heads)), heads, strict=True):
-            view[...] = head
-        return merged
-
     def _attend(self, env: Env, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
         """The heads' results, and (lse,) or with dropout (weights, keep)."""
         if not env.training or self.dropout == 0.0:
@@ -111,7 +117,8 @@ class MultiHeadAttention(Layer):
 
     def _attend_backward(
         self, env: Env, q: Array, k: Array, v: Array, o: Array, do: Array, probabilities: tuple[Array, ...]
-    ) -> tuple[Array, Array, Array]:
+    ) -> Array:
+        """Of q, k and v, (3, samples, heads, time, d_head)."""
         if len(probabilities) == 1:
             (lse,) = probabilities
             return kernels.attention_backward(env.xp, q, k, v, o, lse, do, self.causal, self._scale)
@@ -122,7 +129,8 @@ class MultiHeadAttention(Layer):
         dscores *= self._scale
         dscores = dscores.reshape(weights.shape)
         dv = product(env.xp, apply_mask(weights, keep, self.dropout).swapaxes(-1, -2), do)
-        return product(env.xp, dscores, k), product(env.xp, dscores.swapaxes(-1, -2), q), dv
+        dq, dk = product(env.xp, dscores, k), product(env.xp, dscores.swapaxes(-1, -2), q)
+        return env.xp.stack((dq, dk, dv))
 
     def _weights(self, xp: Any, q: Array, k: Array) -> Array:
         scores = product(xp, q, k.swapaxes(-1, -2))

@@ -1,12 +1,16 @@
 """The parts of a transformer: MLP and TransformerBlock, each one unit."""
 
+from collections.abc import Mapping
+from typing import Any
+
+from fsdpx.array import kernels
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.check import positive
 from fsdpx.nn.container import Container, Step
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.layer import Layer
+from fsdpx.nn.layer import Array, Env, Layer
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.shape import Add
@@ -19,6 +23,8 @@ class MLP(Container):
 
     d_hidden: the width between, 4 d_model if None. Parameters `up.*` and `down.*`, two Linear. `init` and
     `out_init` are those of their weights; with `init` the biases begin at 0.
+
+    The result of a GELU is not kept for backward: the pass that differentiates it makes it again.
     """
 
     unit = True
@@ -47,7 +53,50 @@ class MLP(Container):
             "activation": activation or GELU(),
             "down": Linear(hidden, d_model, bias, init=out_init or init, bias_init=bias_init),
         }
-        super().__init__(*_line(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
+        self._dropout = Dropout(dropout)
+        if isinstance(layers["activation"], GELU):
+            form = layers["activation"].approximate
+            self.runs = ("gelu_again" if form == "none" else f"gelu_again {form}",)
+        super().__init__(*_line(layers | ({"dropout": self._dropout} if dropout else {})))
+
+    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        up, gelu, down = (step.layer for step in self.steps[:3])
+        if not isinstance(gelu, GELU):
+            return super().forward(env, p, x)
+        parts = self._parts(p)
+        h, held = up.forward(env, parts["up"], x)
+        y, _ = down.forward(env, parts["down"], kernels.gelu(env.xp, h, gelu.approximate))
+        y, mask = self._dropout.forward(env.at("dropout"), {}, y)
+        return y, (held, h, mask)
+
+    def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
+        up, gelu, down = (step.layer for step in self.steps[:3])
+        if not isinstance(gelu, GELU):
+            return super().backward(env, p, g, saved, dy)
+        parts, into = self._parts(p), self._parts(g)
+        a, dh, dy = self._through_gelu(env, parts["down"], saved, dy)
+        if "down" in into:
+            down.backward_params(env, into["down"], (a, dy))
+        del a
+        return up.backward(env, parts["up"], into.get("up", {}), saved[0], dh)
+
+    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+        up, gelu, _ = (step.layer for step in self.steps[:3])
+        if not isinstance(gelu, GELU):
+            return super().backward_input(env, p, saved, dy)
+        parts, held = self._parts(p), saved[0]
+        a, dh, dy = self._through_gelu(env, parts["down"], saved, dy)
+        dx, kept = up.backward_input(env, parts["up"], held, dh)
+        return dx, (kept, (), (a, dy), ())[: len(self.steps)]
+
+    def _through_gelu(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Array, Array]:
+        """The result of the GELU, the gradient of its input, and that of the result of `down`."""
+        _, gelu, down = (step.layer for step in self.steps[:3])
+        assert isinstance(gelu, GELU)
+        _, h, mask = saved
+        dy, _ = self._dropout.backward_input(env.at("dropout"), {}, mask, dy)
+        dh, _ = down.backward_input(env, p, (h,), dy)  # a new array: it may be changed
+        return kernels.gelu_again(env.xp, h, dh, gelu.approximate), dh, dy
 
 
 class TransformerBlock(Container):

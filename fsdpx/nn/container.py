@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdpx.errors import ConfigError
+from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.layer import Array, Env, Layer, Spec, branches, prefixed
 from fsdpx.nn.shape import Add
 from fsdpx.nn.ties import resolve_ties
@@ -71,23 +72,40 @@ class Container(Layer):
             values.update(zip(step.gives, _unpack(y, len(step.gives)), strict=True))
         return _pack([values[name] for name in self.outputs]), tuple(saved)
 
+    def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> Any:
+        """Both halves step by step, so that what the second half needs lives shortest."""
+        parts, into = self._parts(p), self._parts(g)
+
+        def one(step: Step, held: Any, dy: Any) -> Any:
+            name = step.name
+            return step.layer.backward(env.at(name), parts.get(name, {}), into.get(name, {}), held, dy)
+
+        return self._backwards(one, saved, dy)
+
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Any) -> tuple[Any, Any]:
-        parts = self._parts(p)
-        grads = dict(zip(self.outputs, _unpack(dy, len(self.outputs)), strict=True))
-        kept = []
-        for step, held in zip(reversed(self.steps), reversed(saved), strict=True):
-            read = _pack([grads.pop(name) for name in step.gives])
-            dx, rest = step.layer.backward_input(env.at(step.name), parts.get(step.name, {}), held, read)
+        parts, kept = self._parts(p), []
+
+        def one(step: Step, held: Any, dy: Any) -> Any:
+            dx, rest = step.layer.backward_input(env.at(step.name), parts.get(step.name, {}), held, dy)
             kept.append(rest)
-            for name, part in zip(step.sources, _unpack(dx, len(step.sources)), strict=True):
-                grads[name] = _plus(grads.get(name), part)
-        return _pack([grads[name] for name in self.inputs]), tuple(reversed(kept))
+            return dx
+
+        return self._backwards(one, saved, dy), tuple(reversed(kept))
 
     def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
         parts = self._parts(g)
         for step, rest in zip(self.steps, kept, strict=True):
             if step.name in parts:
                 step.layer.backward_params(env.at(step.name), parts[step.name], rest)
+
+    def _backwards(self, one: Callable[[Step, Any, Any], Any], saved: Any, dy: Any) -> Any:
+        """The gradients of the inputs, with `one(step, saved, dy)` those of a step."""
+        grads = dict(zip(self.outputs, _unpack(dy, len(self.outputs)), strict=True))
+        for step, held in zip(reversed(self.steps), reversed(saved), strict=True):
+            dx = one(step, held, _pack([grads.pop(name) for name in step.gives]))
+            for name, part in zip(step.sources, _unpack(dx, len(step.sources)), strict=True):
+                grads[name] = _plus(grads.get(name), part)
+        return _pack([grads[name] for name in self.inputs])
 
     def _bind(self, ties: dict[str, str], frozen: Sequence[str]) -> tuple[dict[str, Spec], dict[str, str]]:
         specs = prefixed(self.children().items())
@@ -103,7 +121,9 @@ class Container(Layer):
                 free[name] = Spec(spec.shape, spec.init, trainable=False, state=spec.state)
         return free, ties
 
-    def _parts(self, arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+    def _parts(self, arrays: Mapping[str, Array]) -> Mapping[str, Mapping[str, Array]]:
+        if isinstance(arrays, Gradients):
+            return arrays.branches(self.ties)
         aliases = {alias: arrays[name] for alias, name in self.ties.items() if name in arrays}
         return branches({**arrays, **aliases} if aliases else arrays)
 

@@ -124,7 +124,7 @@ class Conv2d(Layer):
         x, dy = kept
         if "weight" in g:
             columns = self._columns(env.xp, x, tuple(dy.shape[2:]))
-            add_product(env.xp, self._matrix(g["weight"]), self._flat(dy), columns.T)
+            add_product(env.xp, g, "weight", self._flat(dy), columns.T)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, (0, 2, 3))
 

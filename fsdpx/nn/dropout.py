@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from fsdpx.array import kernels
+from fsdpx.array.namespace import namespace_of
 from fsdpx.nn.check import fraction
 from fsdpx.nn.layer import Array, Env, Layer
 
@@ -16,6 +18,8 @@ class Dropout(Layer):
     global batch, never on how the batch is cut among ranks.
     """
 
+    runs = ("drop", "drop_backward")
+
     def __init__(self, p: float = 0.5) -> None:
         fraction(self, p=p)
         self.p = float(p)
@@ -23,11 +27,11 @@ class Dropout(Layer):
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         if not env.training or self.p == 0.0:
             return x, ()
-        keep = keep_mask(env, x.shape, self.p)
-        return apply_mask(x, keep, self.p), (keep,)
+        y, keep = kernels.drop(env.xp, x, env.random.stretch(x.shape), self.p)
+        return y, (keep,)
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
-        return (apply_mask(dy, saved[0], self.p) if saved else dy), ()
+        return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
 
 
 def keep_mask(env: Env, shape: tuple[int, ...], drop: float) -> Array:
@@ -37,7 +41,4 @@ def keep_mask(env: Env, shape: tuple[int, ...], drop: float) -> Array:
 
 def apply_mask(x: Array, keep: Array, drop: float) -> Array:
     """`x` where kept, scaled so that its mean stays."""
-    y = x * keep
-    if drop < 1.0:
-        y *= 1.0 / (1.0 - drop)
-    return y
+    return kernels.drop_backward(namespace_of(x), x, keep, drop)

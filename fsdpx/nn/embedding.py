@@ -20,6 +20,8 @@ class Embedding(Layer):
     gradient.
     """
 
+    runs = ("embedding_backward",)
+
     def __init__(self, num_embeddings: int, embedding_dim: int, *, init: Init | None = None) -> None:
         positive(self, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.num_embeddings = num_embeddings

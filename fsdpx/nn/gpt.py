@@ -23,6 +23,8 @@ __all__ = ["GPT", "TokenEmbedding"]
 class TokenEmbedding(Layer):
     """Tokens `(samples, time <= seq_len)` -> weight[token] + position[time], `(samples, time, d_model)`."""
 
+    runs = ("embedding_backward",)
+
     def __init__(
         self, vocab: int, d_model: int, seq_len: int, *, init: Init | None = None, position_init: Init | None = None
     ) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn.describe import describe
+from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Array", "Env", "Layer", "Spec", "branches", "join", "prefixed"]
 
+NO_TIES: dict[str, str] = {}
 Array = Any
 """A NumPy, CuPy or shape-only array."""
 
@@ -78,6 +80,9 @@ class Layer(ABC):
     collective: bool = False
     """It calls collectives over `env.mesh.data`: all ranks there must run it equally often."""
 
+    runs: tuple[str, ...] = ()
+    """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""
+
     def specs(self) -> dict[str, Spec]:
         """Name -> `Spec` of every parameter, children's included with dotted names."""
         return {}
@@ -100,9 +105,10 @@ class Layer(ABC):
             raise ConfigError(f"{self!r} has parameters ({', '.join(g)}) but does not define backward_params")
 
     def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> Any:
-        """Both halves of backward: adds into `g`, returns `dx`."""
+        """Both halves of backward: adds into `g`, returns `dx`. Defined anew where they are cheaper together."""
         dx, kept = self.backward_input(env, p, saved, dy)
-        self.backward_params(env, g, kept)
+        if g:
+            self.backward_params(env, g, kept)
         return dx
 
     def as_distributed(self, **options: Any) -> Any:
@@ -125,8 +131,10 @@ def prefixed(children: Iterable[tuple[str, Layer]]) -> dict[str, Spec]:
     return {join(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
 
-def branches(arrays: Mapping[str, Array]) -> dict[str, dict[str, Array]]:
+def branches(arrays: Mapping[str, Array]) -> Mapping[str, Mapping[str, Array]]:
     """Dotted names cut at their first dot: `{"attn.qkv.weight": a}` -> `{"attn": {"qkv.weight": a}}`."""
+    if isinstance(arrays, Gradients):
+        return arrays.branches(NO_TIES)
     grouped: dict[str, dict[str, Array]] = {}
     for name, array in arrays.items():
         head, _, rest = name.partition(".")

@@ -7,7 +7,7 @@ from typing import Any
 from fsdpx.nn.check import positive, want_last
 from fsdpx.nn.init import Init, uniform
 from fsdpx.nn.layer import Array, Env, Layer, Spec
-from fsdpx.nn.numeric import add_product, add_sum, product
+from fsdpx.nn.numeric import add_linear, affine, flat, linear_backward, product
 
 __all__ = ["Linear"]
 
@@ -18,6 +18,8 @@ class Linear(Layer):
     Parameters `weight (out_features, in_features)` and `bias (out_features,)`, both from U(-k, k),
     k = 1/sqrt(in_features), as in PyTorch; `init` and `bias_init` replace that.
     """
+
+    runs = ("linear",)
 
     def __init__(
         self,
@@ -43,22 +45,23 @@ class Linear(Layer):
         return specs
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        bias = p["bias"] if self.bias else None
+        if x.ndim == 2 and x.shape[1] == self.in_features:  # a small layer feels every call
+            return affine(env.xp, x, p["weight"], bias), (x,)
         want_last(self, x, self.in_features)
-        # One flat product: a stack of matrices would be one BLAS call per sample.
-        y = product(env.xp, x.reshape(-1, self.in_features), p["weight"].T)
-        if self.bias:
-            y += p["bias"]
-        return y.reshape(*x.shape[:-1], self.out_features), (x,)
+        return affine(env.xp, flat(x), p["weight"], bias).reshape(*x.shape[:-1], self.out_features), (x,)
+
+    def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
+        (x,) = saved
+        if x.ndim == 2:
+            return linear_backward(env.xp, g, p["weight"], dy, x)
+        return linear_backward(env.xp, g, p["weight"], flat(dy), flat(x)).reshape(x.shape)
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
-        dx = product(env.xp, dy.reshape(-1, self.out_features), p["weight"])
-        return dx.reshape(x.shape), (x, dy)
+        dx = product(env.xp, flat(dy), p["weight"])
+        return dx if x.ndim == 2 else dx.reshape(x.shape), (x, dy)
 
     def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
         x, dy = kept
-        rows = dy.reshape(-1, self.out_features)
-        if "weight" in g:
-            add_product(env.xp, g["weight"], rows.T, x.reshape(-1, self.in_features))
-        if "bias" in g:
-            add_sum(env.xp, g["bias"], rows, 0)
+        add_linear(env.xp, g, flat(dy), flat(x))

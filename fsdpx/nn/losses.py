@@ -21,6 +21,9 @@ class Loss(ABC):
     The weight of a part may be 0 (no samples, or all ignored); the engine divides only over the whole batch.
     """
 
+    runs: tuple[str, ...] = ()
+    """Names of the kernels it runs: compiled before the first step."""
+
     @abstractmethod
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         """`(total, weight, saved)`."""
@@ -44,6 +47,8 @@ class CrossEntropy(Loss):
     distribution: (1 - e) onehot + e / classes (Szegedy et al. 2015), as in PyTorch. weight: positions that
     count.
     """
+
+    runs = ("cross_entropy", "cross_entropy_backward")
 
     def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         fraction(self, label_smoothing=label_smoothing)
@@ -80,6 +85,8 @@ class CrossEntropy(Loss):
 class MSE(Loss):
     """(y - target)^2, summed; weight: the number of elements."""
 
+    runs = ("square_sum",)
+
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         difference = y - target.astype(y.dtype, copy=False)
         return kernels.square_sum(env.xp, difference.reshape(-1)), float(y.size), (difference,)
@@ -93,6 +100,8 @@ class MSE(Loss):
 
 class BCEWithLogits(Loss):
     """Binary cross entropy of sigmoid(y): max(y, 0) - y t + log(1 + exp(-|y|)); weight: elements."""
+
+    runs = ("sigmoid",)
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, wanted = env.xp, target.astype(y.dtype, copy=False)

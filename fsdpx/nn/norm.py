@@ -23,6 +23,8 @@ class LayerNorm(Layer):
     shape.
     """
 
+    runs = ("layer_norm", "layer_norm_backward_input", "layer_norm_backward_params")
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -62,6 +64,8 @@ class RMSNorm(Layer):
 
     eps: None takes the machine epsilon of the dtype that is computed in, as PyTorch does.
     """
+
+    runs = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
 
     def __init__(
         self,

@@ -1,10 +1,14 @@
-"""Products and sums that accumulate 16-bit arrays in float32."""
+"""Products and sums that accumulate 16-bit arrays in float32; float32 and float64 products go to BLAS in place."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-__all__ = ["add_product", "add_sum", "is_index", "product", "wide"]
+from fsdpx.array import blas
+from fsdpx.nn.gradients import destination
+
+__all__ = ["add_linear", "add_product", "add_sum", "affine", "flat", "is_index", "linear_backward", "product", "wide"]
 
 
 def wide(dtype: Any) -> np.dtype:
@@ -17,19 +21,78 @@ def is_index(x: Any) -> bool:
     return np.dtype(x.dtype).kind in "iub"
 
 
+def flat(x: Any) -> Any:
+    """`(..., n)` as `(rows, n)`: a stack of matrices would be one BLAS call per sample."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
 def product(xp: Any, a: Any, b: Any) -> Any:
     """`a @ b` in the dtype of `a`."""
+    if _blas(xp, a, b) and a.ndim == b.ndim == 2:
+        out = np.empty((a.shape[0], b.shape[1]), a.dtype)
+        blas.gemm(out, a, b)
+        return out
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
     return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
 
 
-def add_product(xp: Any, out: Any, a: Any, b: Any) -> None:
-    """`out += a @ b` for 2-D arrays; the sum is rounded once."""
+def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
+    """`x @ weight.T + bias` of `(rows, n)` in the dtype of `x`."""
+    dtype = x.dtype
+    if xp is np and dtype is weight.dtype and dtype.char in "fd":
+        out = np.empty((x.shape[0], weight.shape[0]), dtype)
+        blas.affine(out, x, weight, bias)
+        return out
+    y = product(xp, x, weight.T)
+    if bias is not None:
+        y += bias
+    return y
+
+
+def add_linear(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
+    """The gradients of `affine`, `(rows, m)` and `(rows, n)`: dy^T x into "weight", dy's column sums into "bias"."""
+    if _blas(xp, dy, x):
+        blas.linear_gradients(destination(g, "weight"), destination(g, "bias"), dy, x)
+        return
+    add_product(xp, g, "weight", dy.T, x)
+    if "bias" in g:
+        add_sum(xp, g["bias"], dy, 0)
+
+
+def linear_backward(xp: Any, g: Mapping[str, Any], weight: Any, dy: Any, x: Any) -> Any:
+    """The gradient of x, and `add_linear`."""
+    dtype = dy.dtype
+    if xp is np and dtype is x.dtype and dtype.char in "fd":
+        dx = np.empty(x.shape, dtype)
+        blas.linear_backward(dx, destination(g, "weight"), destination(g, "bias"), dy, x, weight)
+        return dx
+    add_linear(xp, g, dy, x)
+    return product(xp, dy, weight)
+
+
+def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> None:
+    """Add `a @ b`, 2-D, to gradient `name` unless it is frozen; the sum is rounded once."""
+    into = destination(g, name)
+    if into is None:
+        return
+    out, add = into
+    out = out if out.ndim == 2 else out.reshape(a.shape[0], b.shape[1])
+    if _blas(xp, a, b):
+        blas.gemm(out, a, b, add)
+        return
     dtype = wide(a.dtype)
-    out += xp.matmul(a.astype(dtype, copy=False), b.astype(dtype, copy=False))
+    total = xp.matmul(a.astype(dtype, copy=False), b.astype(dtype, copy=False))
+    if add:
+        out += total
+    else:
+        out[...] = total
 
 
 def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
     """`out += a.sum(dim)`; the sum is rounded once."""
     out += xp.sum(a, axis=dim, dtype=wide(a.dtype))
+
+
+def _blas(xp: Any, a: Any, b: Any) -> bool:
+    return xp is np and a.dtype is b.dtype and a.dtype.char in "fd"

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from fsdpx.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.check import positive
 from fsdpx.nn.layer import Array, Env, Layer
@@ -32,6 +33,7 @@ class Flatten(Layer):
 class Add(Layer):
     """The sum of several arrays of one shape."""
 
+    runs = ("add",)
     n_inputs = None
 
     def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
@@ -40,7 +42,7 @@ class Add(Layer):
             raise ShapeError(f"{self!r} wants inputs of one shape, got {', '.join(map(str, shapes))}")
         y = x[0]
         for part in x[1:]:
-            y = y + part
+            y = kernels.add(env.xp, y, part)
         return y, (len(x),)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:

@@ -61,7 +61,7 @@ def adam(
     share1: Any,
     beta2: Any,
     share2: Any,
-    root: Any,
+    unbias: Any,
     eps: Any,
     rate: Any,
 ) -> None:
@@ -74,7 +74,7 @@ def adam(
         vi = v[i] * beta2 + (a * a) * share2
         m[i] = mi
         v[i] = vi
-        p[i] = x * keep - (mi / (np.sqrt(vi) / root + eps)) * rate
+        p[i] = x * keep - (mi / (np.sqrt(vi) * unbias + eps)) * rate
 
 
 @kernel
@@ -95,18 +95,18 @@ def moments(m: Any, v: Any, g: Any, scale: Any, share1: Any, beta2: Any, share2:
 
 
 @kernel
-def direction(u: Any, p: Any, m: Any, v: Any, bias1: Any, root: Any, eps: Any, decay: Any) -> None:
+def direction(u: Any, p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any) -> None:
     for i in range(u.size):
-        a = (m[i] / bias1) / (np.sqrt(v[i]) / root + eps)
+        a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
         if decay != 0:
             a = a + p[i] * decay
         u[i] = a
 
 
 @kernel
-def follow(p: Any, m: Any, v: Any, bias1: Any, root: Any, eps: Any, decay: Any, rate: Any) -> None:
+def follow(p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any, rate: Any) -> None:
     for i in range(p.size):
-        a = (m[i] / bias1) / (np.sqrt(v[i]) / root + eps)
+        a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
         if decay != 0:
             a = a + p[i] * decay
         p[i] = p[i] - a * rate

@@ -2,7 +2,7 @@
 
 Arrays are 1-D of one size; `g` counts as `g * scale` and is not changed. Numbers are rounded to the arrays'
 dtype once. On NumPy float32 and float64 the one-pass Numba version runs if Numba is installed, else the plain
-one: the same bits.
+one: the same bits. Threads (`array.parallel`) cut the elements among them.
 """
 
 import importlib
@@ -10,17 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
 
+from fsdpx.array.kernels.choice import installed
+from fsdpx.array.parallel import over
 from fsdpx.errors import ConfigError
 from fsdpx.optim import plain
 
 __all__ = ["adam", "direction", "follow", "lion", "moments", "sgd", "use"]
-
-"""Elements of a block of partial sums. A parameter cut at multiples of it has the blocks of the whole."""
 
 Version = Literal["default", "plain", "numba"]
 _version: ContextVar[Version] = ContextVar("version", default="default")
@@ -42,24 +41,25 @@ def use(version: Version) -> Iterator[None]:
 
 @lru_cache
 def _compiled() -> dict[str, Callable[..., None]] | None:
-    if find_spec("numba") is None:
-        return None
-    return importlib.import_module("fsdpx.optim.compiled").KERNELS
+    return importlib.import_module("fsdpx.optim.compiled").KERNELS if installed() else None
 
 
 def _compiles(array: Any, dtype: Any) -> bool:
-    return isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous and array.flags.aligned
+    if not isinstance(array, np.ndarray) or array.dtype != dtype:
+        return False
+    flags = array.flags
+    return flags.c_contiguous and flags.aligned
 
 
 def _run(name: str, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
     dtype = arrays[0].dtype
     if arrays[0].size == 0 or getattr(xp, "holds_no_data", False):
         return
-    values = tuple(dtype.type(x) for x in numbers)
-    if _version.get() != "plain" and dtype in (np.float32, np.float64) and all(_compiles(a, dtype) for a in arrays):
+    values = tuple(map(dtype.type, numbers))
+    if _version.get() != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays):
         compiled = _compiled()
         if compiled is not None:
-            compiled[name](*arrays, *values)
+            over(compiled[name], arrays, *values)
             return
     plain.KERNELS[name](xp, arrays, values)
 
@@ -108,8 +108,8 @@ def adam(
     (Loshchilov & Hutter 2019).
     """
     l2, keep = (0.0, 1.0 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
-    root, rate = (1.0 - beta2**step) ** 0.5, lr / (1.0 - beta1**step)
-    _run("adam", xp, (p, g, m, v), (scale, l2, keep, 1.0 - beta1, beta2, 1.0 - beta2, root, eps, rate))
+    unbias, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
+    _run("adam", xp, (p, g, m, v), (scale, l2, keep, 1.0 - beta1, beta2, 1.0 - beta2, unbias, eps, rate))
 
 
 def lion(
@@ -150,7 +150,7 @@ def direction(
     step: int,
 ) -> None:
     """u = m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + eps) + weight_decay p, into u."""
-    _run("direction", xp, (u, p, m, v), (*_bias(beta1, beta2, step), eps, weight_decay))
+    _run("direction", xp, (u, p, m, v), (*_unbias(beta1, beta2, step), eps, weight_decay))
 
 
 def follow(
@@ -167,8 +167,8 @@ def follow(
     rate: float,
 ) -> None:
     """p -= rate u, with the u of `direction`."""
-    _run("follow", xp, (p, m, v), (*_bias(beta1, beta2, step), eps, weight_decay, rate))
+    _run("follow", xp, (p, m, v), (*_unbias(beta1, beta2, step), eps, weight_decay, rate))
 
 
-def _bias(beta1: float, beta2: float, step: int) -> tuple[float, float]:
-    return 1.0 - beta1**step, (1.0 - beta2**step) ** 0.5
+def _unbias(beta1: float, beta2: float, step: int) -> tuple[float, float]:
+    return 1.0 / (1.0 - beta1**step), (1.0 - beta2**step) ** -0.5

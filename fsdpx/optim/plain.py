@@ -97,7 +97,7 @@ def adam(
     share1: Any,
     beta2: Any,
     share2: Any,
-    root: Any,
+    unbias: Any,
     eps: Any,
     rate: Any,
 ) -> None:
@@ -105,7 +105,7 @@ def adam(
     _toward(xp, m, a, b, share1)
     _square_toward(xp, v, a, b, beta2, share2)
     xp.sqrt(v, out=b)
-    b /= root
+    b *= unbias
     b += eps
     xp.divide(m, b, out=a)
     a *= rate
@@ -137,11 +137,13 @@ def moments(xp: Any, a: Any, b: Any, m: Any, v: Any, g: Any, scale: Any, share1:
     _square_toward(xp, v, a, b, beta2, share2)
 
 
-def _direction(xp: Any, u: Any, b: Any, p: Any, m: Any, v: Any, bias1: Any, root: Any, eps: Any, decay: Any) -> None:
+def _direction(
+    xp: Any, u: Any, b: Any, p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any
+) -> None:
     xp.sqrt(v, out=b)
-    b /= root
+    b *= unbias2
     b += eps
-    xp.divide(m, bias1, out=u)
+    xp.multiply(m, unbias1, out=u)
     u /= b
     if decay != 0:
         xp.multiply(p, decay, out=b)
@@ -150,15 +152,15 @@ def _direction(xp: Any, u: Any, b: Any, p: Any, m: Any, v: Any, bias1: Any, root
 
 @blocked
 def direction(
-    xp: Any, a: Any, b: Any, u: Any, p: Any, m: Any, v: Any, bias1: Any, root: Any, eps: Any, decay: Any
+    xp: Any, a: Any, b: Any, u: Any, p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any
 ) -> None:
-    _direction(xp, u, b, p, m, v, bias1, root, eps, decay)
+    _direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay)
 
 
 @blocked
 def follow(
-    xp: Any, a: Any, b: Any, p: Any, m: Any, v: Any, bias1: Any, root: Any, eps: Any, decay: Any, rate: Any
+    xp: Any, a: Any, b: Any, p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any, rate: Any
 ) -> None:
-    _direction(xp, a, b, p, m, v, bias1, root, eps, decay)
+    _direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay)
     a *= rate
     p -= a

@@ -1,11 +1,13 @@
 """Counter-based random numbers do not see how a stream is cut."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.array import random, shapes
+from fsdpx.array import kernels, random, shapes
 from fsdpx.array.random import Random
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=60)
@@ -52,6 +54,27 @@ def test_distributions():
     np.testing.assert_allclose([z.mean(), z.var(), (z**3).mean(), (z**4).mean()], [0, 1, 0, 3], atol=4e-2)
     assert abs(np.corrcoef(z[:-1], z[1:])[0, 1]) < 1e-2
     assert np.isfinite(z).all()
+
+
+def test_compiled_and_plain_normal_numbers_agree():
+    with kernels.use("plain"):
+        plain = random.normal(2, "w", 3, 100_003)
+    compiled = random.normal(2, "w", 3, 100_003)
+    np.testing.assert_allclose(compiled, plain, rtol=0, atol=1e-14)
+    assert (compiled.astype(np.float32) != plain.astype(np.float32)).sum() <= 1
+
+
+def test_ends_of_the_compiled_transform():
+    from fsdpx.array.kernels.compiled.normal import _transform
+
+    top = 2**64 - 1
+    fractions = [0, 1 << 11, top, 1 << 63, 1 << 62, 3 << 62, (1 << 61) - 1, 1 << 61, 7 << 61]
+    raws = np.array([(u, v) for u in fractions for v in fractions], np.uint64)
+    u, v = (raws >> np.uint64(11)).astype(np.float64).T * 2.0**-53
+    want = [math.sqrt(-2.0 * math.log(1.0 - a)) * math.cos(2.0 * math.pi * b) for a, b in zip(u, v, strict=True)]
+    got = np.empty(len(raws))
+    _transform(raws.reshape(-1), got)
+    np.testing.assert_allclose(got, want, rtol=1e-14, atol=1e-14)
 
 
 def test_permutation():

@@ -5,13 +5,28 @@ import pytest
 
 from fsdpx.array import kernels, shapes
 from fsdpx.array.kernels import attention, embedding_backward
+from fsdpx.array.random import Stretch
 from fsdpx.array.shapes import ShapeArray
 
 N, C = 6, 5
+NUMBERS = Stretch(0, "d", 0, N * C)
 CALLS = {
+    "add": lambda k, xp, x, w, t, r: k.add(xp, x, x),
+    "add_into": lambda k, xp, x, w, t, r: k.add_into(xp, x, x),
+    "add_bias": lambda k, xp, x, w, t, r: k.add_bias(xp, x, w),
+    "bias_gelu": lambda k, xp, x, w, t, r: k.bias_gelu(xp, x, w),
+    "sum_rows": lambda k, xp, x, w, t, r: k.sum_rows(xp, x, w, False),
+    "drop": lambda k, xp, x, w, t, r: k.drop(xp, x, NUMBERS, 0.5),
+    "drop_backward": lambda k, xp, x, w, t, r: k.drop_backward(xp, x, x > 0, 0.5),
+    "widened": lambda k, xp, x, w, t, r: k.widened(xp, x),
+    "narrowed": lambda k, xp, x, w, t, r: k.narrowed(xp, x, np.dtype("float16")),
+    "store": lambda k, xp, x, w, t, r: k.store(xp, x, xp.empty_like(x)),
+    "add_widened": lambda k, xp, x, w, t, r: k.add_widened(xp, x, xp.empty_like(x)),
+    "square_sums": lambda k, xp, x, w, t, r: k.square_sums(xp, x.reshape(-1), 4),
     "gelu": lambda k, xp, x, w, t, r: k.gelu(xp, x),
     "gelu tanh": lambda k, xp, x, w, t, r: k.gelu(xp, x, "tanh"),
     "gelu_backward": lambda k, xp, x, w, t, r: k.gelu_backward(xp, x, x),
+    "gelu_again": lambda k, xp, x, w, t, r: k.gelu_again(xp, x, xp.empty_like(x)),
     "silu": lambda k, xp, x, w, t, r: k.silu(xp, x),
     "silu_backward": lambda k, xp, x, w, t, r: k.silu_backward(xp, x, x),
     "sigmoid": lambda k, xp, x, w, t, r: k.sigmoid(xp, x),

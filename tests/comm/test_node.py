@@ -112,8 +112,10 @@ def test_a_cluster_has_lanes_when_its_machines_are_alike(cluster):
 
 
 @pytest.mark.parametrize("common", [False, True])
-def test_many_calls_in_flight_with_ranks_out_of_step(world, common):
+@pytest.mark.parametrize("machines", ["one", "several"])
+def test_many_calls_in_flight_with_ranks_out_of_step(world, cluster, machines, common):
     """More calls than the board has places, waited for at the end, while ranks fall behind each other."""
+    world = world if machines == "one" else cluster
     room, shared = world.share(ROOM), world.share_one(ROOM)
 
     def body(comm):

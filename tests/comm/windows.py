@@ -64,7 +64,9 @@ class InWindows:
         into = self._inside(recv) if self.shared is None else self._common(recv)
         start = sum(counts[: self.rank]) if counts else recv.size * self.rank // self.size
         own = into[start : start + send.size]
-        if self.shared is None and self.used % 128 and (own.size, own.dtype) == (send.size, send.dtype):  # now and then in place
+        if (
+            self.shared is None and self.used % 128 and (own.size, own.dtype) == (send.size, send.dtype)
+        ):  # now and then in place
             own[...] = send
         else:
             own = self._inside(send)

@@ -1,23 +1,26 @@
 """The same promises under real MPI, at whatever number of ranks the tests are run with."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from models import CASES, STRATEGIES, distance, make, part, train
 
-import fsdpx
 from fsdpx import spawn
 from fsdpx.comm import Communicator
+from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import DataError, DesyncError
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 
-@pytest.fixture(scope="module")
-def world() -> Communicator:
-    return fsdpx.init("mpi") if not fsdpx.is_initialized() else fsdpx.init()
+@pytest.fixture(scope="module", params=["node", "mpi"])
+def world(request: Any) -> Iterator[Communicator]:
+    comm = open_world(request.param)
+    yield comm
+    comm.close()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

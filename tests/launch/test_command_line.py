@@ -94,12 +94,12 @@ def test_verify_under_mpiexec() -> None:
 def test_verify_names_the_first_tensor_that_differs() -> None:
     """A communicator that loses a little of what it sums."""
     code = (
-        "import sys, fsdpx.comm.mpi as m, fsdpx.__main__ as f\n"
-        "whole = m.MpiCommunicator.reduce_scatter\n"
+        "import sys, fsdpx.comm.node as m, fsdpx.__main__ as f\n"
+        "whole = m.NodeCommunicator.reduce_scatter\n"
         "def lossy(self, send, recv, *a, **k):\n"
         "    send[: 1] += 1e-6\n"
         "    return whole(self, send, recv, *a, **k)\n"
-        "m.MpiCommunicator.reduce_scatter = lossy\n"
+        "m.NodeCommunicator.reduce_scatter = lossy\n"
         "sys.exit(f.main(['verify', '--strategy', 'fsdp', '--precision', 'float64']))\n"
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_"))}

@@ -5,10 +5,14 @@ float32 and rounded once. Rows may be 0. Nothing is compiled, and Numba is not i
 """
 
 from fsdpx.array.kernels.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
+from fsdpx.array.kernels.addition import add, add_bias, add_into, bias_gelu, sum_rows
+from fsdpx.array.kernels.again import gelu_again
 from fsdpx.array.kernels.attention import attention, attention_backward
 from fsdpx.array.kernels.choice import NUMBA, chosen, use
+from fsdpx.array.kernels.dropout import drop, drop_backward
 from fsdpx.array.kernels.embedding import embedding_backward
 from fsdpx.array.kernels.gaussian import erf
+from fsdpx.array.kernels.half import add_widened, narrowed, store, widened
 from fsdpx.array.kernels.loss import cross_entropy, cross_entropy_backward
 from fsdpx.array.kernels.norm import (
     layer_norm,
@@ -18,23 +22,32 @@ from fsdpx.array.kernels.norm import (
     rms_norm_backward_input,
     rms_norm_backward_params,
 )
-from fsdpx.array.kernels.reduction import square_sum
+from fsdpx.array.kernels.reduction import square_sum, square_sums
 from fsdpx.array.kernels.softmax import softmax, softmax_backward
 
 __all__ = [
     "NUMBA",
+    "add",
+    "add_bias",
+    "add_into",
+    "add_widened",
     "attention",
     "attention_backward",
+    "bias_gelu",
     "chosen",
     "cross_entropy",
     "cross_entropy_backward",
+    "drop",
+    "drop_backward",
     "embedding_backward",
     "erf",
     "gelu",
+    "gelu_again",
     "gelu_backward",
     "layer_norm",
     "layer_norm_backward_input",
     "layer_norm_backward_params",
+    "narrowed",
     "rms_norm",
     "rms_norm_backward_input",
     "rms_norm_backward_params",
@@ -44,5 +57,9 @@ __all__ = [
     "softmax",
     "softmax_backward",
     "square_sum",
+    "square_sums",
+    "store",
+    "sum_rows",
     "use",
+    "widened",
 ]

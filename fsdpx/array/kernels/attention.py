@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdpx.array.kernels.choice import kernel
 
-__all__ = ["attention", "attention_backward"]
+__all__ = ["attention", "attention_backward", "merged", "time_first"]
 
 
 @kernel()
@@ -15,9 +15,10 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
     """softmax(scale q k^T) v per head (Vaswani et al. 2017); causal: a position sees itself and what came before.
 
     q, k, v: (B, H, T, D), any strides. Returns o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of
-    exponentials, which is all that backward needs (Rabe and Staats 2021). Peak: one head's T x T.
+    exponentials, which is all that backward needs (Rabe and Staats 2021). In memory o has time before heads, so that
+    putting the heads side by side again is a view. Peak: one head's T x T; compiled, 64 rows of it.
     """
-    o, lse = xp.empty(q.shape, dtype=q.dtype), xp.empty(q.shape[:3], dtype=q.dtype)
+    o, lse = time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     mask = _mask(xp, q) if causal else None
     for b, h in _heads(xp, q):
         scores = _scores(xp, q[b, h], k[b, h], mask, scale)
@@ -29,15 +30,16 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
     return o, lse
 
 
-@kernel(narrow=3)
-def attention_backward(
-    xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float
-) -> tuple[Any, Any, Any]:
-    """dq, dk, dv of `attention`, probabilities made again from lse (Dao et al. 2022).
+@kernel()
+def attention_backward(xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float) -> Any:
+    """dq, dk, dv of `attention` as one array (3, B, H, T, D), probabilities made again from lse (Dao et al. 2022).
+
+    In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product.
 
     With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q.
     """
-    dq, dk, dv = (xp.empty(q.shape, dtype=q.dtype) for _ in range(3))
+    d = merged(xp, q)
+    dq, dk, dv = d[0], d[1], d[2]
     mask = _mask(xp, q) if causal else None
     for b, h in _heads(xp, q):
         p = xp.exp(_scores(xp, q[b, h], k[b, h], mask, scale) - lse[b, h][:, None])
@@ -46,7 +48,19 @@ def attention_backward(
         ds = p * (do[b, h] @ v[b, h].T - along) * scale
         dq[b, h] = ds @ k[b, h]
         dk[b, h] = ds.T @ q[b, h]
-    return dq, dk, dv
+    return d
+
+
+def time_first(xp: Any, q: Any) -> Any:
+    """Empty, of q's shape (B, H, T, D) and (B, T, H, D) in memory."""
+    b, h, t, d = q.shape
+    return xp.empty((b, t, h, d), dtype=q.dtype).swapaxes(1, 2)
+
+
+def merged(xp: Any, q: Any) -> Any:
+    """Empty, three arrays of q's shape in one: (3, B, H, T, D), and (B, T, 3, H, D) in memory."""
+    b, h, t, d = q.shape
+    return xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
 
 
 def _heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from fsdpx.array.kernels.choice import kernel
 __all__ = ["ERF", "SHIFT", "TAIL32", "TAIL64", "density", "erf", "integral", "tail"]
 
 SHIFT = 4.0
+LIMIT = 40.0  # density(LIMIT) is 0
 TAIL64 = (
     0.7552851304157514, -0.607896641971893, 0.3871374007422266, -0.1865218579595787, 0.06039657489036092,
     -0.007540188968891619, -0.0034796923566515025, 0.0016308184854735856, 0.00013334420916014778,
@@ -44,8 +45,11 @@ def polynomial(x: Any, coefficients: tuple[float, ...]) -> Any:
 
 
 def density(xp: Any, x: Any) -> Any:
-    """exp(-x^2 / 2), without its constant."""
-    return xp.exp(x * x * -0.5)
+    """exp(-x^2 / 2), without its constant, as exp of a square without rounding times exp of a small rest (Cody 1969):
+    in the tail the rounding of x^2 would count."""
+    x = xp.clip(x, -LIMIT, LIMIT)
+    near = xp.rint(x * 16.0) * 0.0625
+    return xp.exp(near * near * -0.5) * xp.exp((x - near) * (x + near) * -0.5)
 
 
 def tail(xp: Any, x: Any, bell: Any) -> Any:

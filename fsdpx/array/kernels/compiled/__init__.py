@@ -1,8 +1,12 @@
 """Kernels as Numba code, for NumPy arrays of float32 and float64; same names and signatures as the plain ones."""
 
 from fsdpx.array.kernels.compiled.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
+from fsdpx.array.kernels.compiled.addition import add, add_bias, add_into, bias_gelu, sum_rows
+from fsdpx.array.kernels.compiled.again import gelu_again
 from fsdpx.array.kernels.compiled.attention import attention, attention_backward
+from fsdpx.array.kernels.compiled.dropout import drop, drop_backward
 from fsdpx.array.kernels.compiled.embedding import embedding_backward
+from fsdpx.array.kernels.compiled.half import add_widened, store
 from fsdpx.array.kernels.compiled.loss import cross_entropy, cross_entropy_backward
 from fsdpx.array.kernels.compiled.norm import (
     layer_norm,
@@ -12,20 +16,30 @@ from fsdpx.array.kernels.compiled.norm import (
     rms_norm_backward_input,
     rms_norm_backward_params,
 )
-from fsdpx.array.kernels.compiled.reduction import square_sum
+from fsdpx.array.kernels.compiled.normal import normal
+from fsdpx.array.kernels.compiled.reduction import square_sum, square_sums
 from fsdpx.array.kernels.compiled.softmax import softmax, softmax_backward
 
 __all__ = [
+    "add",
+    "add_bias",
+    "add_into",
+    "add_widened",
     "attention",
     "attention_backward",
+    "bias_gelu",
     "cross_entropy",
     "cross_entropy_backward",
+    "drop",
+    "drop_backward",
     "embedding_backward",
     "gelu",
+    "gelu_again",
     "gelu_backward",
     "layer_norm",
     "layer_norm_backward_input",
     "layer_norm_backward_params",
+    "normal",
     "rms_norm",
     "rms_norm_backward_input",
     "rms_norm_backward_params",
@@ -35,4 +49,7 @@ __all__ = [
     "softmax",
     "softmax_backward",
     "square_sum",
+    "square_sums",
+    "store",
+    "sum_rows",
 ]

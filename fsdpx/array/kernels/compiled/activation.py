@@ -7,71 +7,102 @@ from numba.extending import register_jitable
 
 from fsdpx.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
 from fsdpx.array.kernels.compiled.jit import jit
-from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail
+from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
+from fsdpx.array.parallel import over
 
-__all__ = ["gelu", "gelu_backward", "sigmoid", "silu", "silu_backward"]
+__all__ = [
+    "argument_of",
+    "gelu",
+    "gelu_backward",
+    "gelu_of",
+    "gelu_tanh_of",
+    "integral_of",
+    "sigmoid",
+    "sigmoid_of",
+    "silu",
+    "silu_backward",
+]
 
 
 @register_jitable
-def _sigmoid(x):
+def sigmoid_of(x):
     e = exp(-abs(x))
     one = like(x, 1.0)
     return (e if x < 0 else one) / (one + e)
 
 
 @register_jitable
-def _integral(x, bell):
+def integral_of(x, bell):
     below = tail(x, bell)
     return below if x < 0 else like(x, 1.0) - below
 
 
 @register_jitable
-def _argument(x):
+def argument_of(x):
     return x * (x * x * like(x, CUBIC) + like(x, 1.0)) * like(x, SLOPE)
+
+
+@register_jitable
+def gelu_of(x):
+    """One element of `gelu`."""
+    return x * integral_of(x, density(x))
+
+
+@register_jitable
+def gelu_tanh_of(x):
+    """One element of `gelu` with approximate="tanh"."""
+    return x * sigmoid_of(argument_of(x))
 
 
 @jit
 def _sigmoid_loop(x, y):
+    widest()
     for i in range(x.size):
-        y[i] = _sigmoid(x[i])
+        y[i] = sigmoid_of(x[i])
 
 
 @jit
 def _silu_loop(x, y):
+    widest()
     for i in range(x.size):
-        y[i] = x[i] * _sigmoid(x[i])
+        y[i] = x[i] * sigmoid_of(x[i])
 
 
 @jit
 def _silu_backward_loop(x, dy, dx):
+    widest()
     for i in range(x.size):
-        s = _sigmoid(x[i])
+        s = sigmoid_of(x[i])
         dx[i] = dy[i] * (s + x[i] * s * (like(s, 1.0) - s))
 
 
 @jit
 def _gelu_loop(x, y):
+    widest()
     for i in range(x.size):
-        y[i] = x[i] * _integral(x[i], density(x[i]))
+        y[i] = gelu_of(x[i])
 
 
 @jit
 def _gelu_backward_loop(x, dy, dx):
+    widest()
     for i in range(x.size):
         bell = density(x[i])
-        dx[i] = dy[i] * (_integral(x[i], bell) + x[i] * bell * like(bell, DENSITY))
+        dx[i] = dy[i] * (integral_of(x[i], bell) + x[i] * bell * like(bell, DENSITY))
 
 
 @jit
 def _gelu_tanh_loop(x, y):
+    widest()
     for i in range(x.size):
-        y[i] = x[i] * _sigmoid(_argument(x[i]))
+        y[i] = gelu_tanh_of(x[i])
 
 
 @jit
 def _gelu_tanh_backward_loop(x, dy, dx):
+    widest()
     for i in range(x.size):
-        s = _sigmoid(_argument(x[i]))
+        s = sigmoid_of(argument_of(x[i]))
         slope = (x[i] * x[i] * like(s, 3.0 * CUBIC) + like(s, 1.0)) * like(s, SLOPE)
         dx[i] = dy[i] * (s + x[i] * s * (like(s, 1.0) - s) * slope)
 
@@ -80,7 +111,7 @@ def _over(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     """Run `loop(*flat arrays, flat result)`."""
     flat = [np.ascontiguousarray(a).reshape(-1) for a in arrays]
     out = np.empty_like(flat[0])
-    loop(*flat, out)
+    over(loop, (*flat, out))
     return out.reshape(arrays[0].shape)
 
 

@@ -1,11 +1,20 @@
-"""Attention in blocks of rows: BLAS for the products, one compiled pass over a block of scores between them."""
+"""Attention in blocks of rows, one compiled function for all heads: tiles by BLAS, one pass over a tile between them.
+
+No more than a block of rows x time is alive per thread (Dao et al. 2022, with whole rows instead of an online softmax).
+"""
 
 from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled.jit import jit
-from fsdpx.array.kernels.compiled.rows import largest, total
+from fsdpx.array import blas, parallel
+from fsdpx.array.kernels.attention import attention as plain
+from fsdpx.array.kernels.attention import attention_backward as plain_backward
+from fsdpx.array.kernels.attention import merged, time_first
+from fsdpx.array.kernels.compiled.fixed import fixed
+from fsdpx.array.kernels.compiled.jit import REORDER, jit
+from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas, flush, restore
+from fsdpx.array.kernels.compiled.rows import dot, largest
 from fsdpx.array.kernels.compiled.scalar import exp
 
 __all__ = ["attention", "attention_backward"]
@@ -13,93 +22,137 @@ __all__ = ["attention", "attention_backward"]
 BLOCK = 64  # rows of scores alive at a time; with `causal` the keys behind a block are never computed
 
 
-@jit
-def _exponentials(s, scale, hidden, lse, share):
-    """Rows of scores to exp(scale s - max), 0 where hidden; 1 / sum and log sum exp of each row.
-
-    hidden: the first row sees all but `hidden` columns, each next row one more; < 0: all rows see all.
-    """
-    rows, keys = s.shape
-    for i in range(rows):
-        seen = min(keys, max(keys - hidden + i, 0)) if hidden >= 0 else keys
-        for j in range(seen):
-            s[i, j] *= scale
-        top = largest(s[i, :seen])
-        for j in range(seen):
-            s[i, j] = exp(s[i, j] - top)
-        s[i, seen:] = 0
-        summed = total(s[i, :seen])
-        share[i] = s.dtype.type(1) / summed
-        lse[i] = top + np.log(summed)
+@jit(fastmath=REORDER)
+def _exponentials(x, top):
+    """x to exp(x - top) in place; their sum."""
+    result = x.dtype.type(0)
+    for j in range(x.size):
+        e = exp(x[j] - top)
+        x[j] = e
+        result += e
+    return result
 
 
 @jit
-def _gradients(s, dp, scale, hidden, lse, along):
-    """Scores to probabilities p, and dp to p (dp - along) scale, both in place; `hidden` as above."""
-    rows, keys = s.shape
-    for i in range(rows):
-        seen = min(keys, max(keys - hidden + i, 0)) if hidden >= 0 else keys
-        for j in range(seen):
-            p = exp(s[i, j] * scale - lse[i])
-            s[i, j] = p
-            dp[i, j] = p * (dp[i, j] - along[i]) * scale
-        s[i, seen:] = 0
-        dp[i, seen:] = 0
+def _slopes(s, dp, scale, lse, along):
+    """A row of scores to probabilities p, and of dp to p (dp - along) scale, both in place."""
+    for j in range(s.size):
+        p = exp(s[j] - lse)
+        s[j] = p
+        dp[j] = p * (dp[j] - along) * scale
 
 
-def _blocks(time: int, causal: bool) -> list[tuple[slice, slice, int]]:
-    """(rows, keys they may see, keys hidden from the first of them or -1)."""
-    cuts = [(start, min(start + BLOCK, time)) for start in range(0, time, BLOCK)]
-    if causal:
-        return [(slice(a, b), slice(0, b), b - a - 1) for a, b in cuts]
-    return [(slice(a, b), slice(0, time), -1) for a, b in cuts]
+@jit
+def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
+    """o and lse of the pairs (sample, head) from `first` to `last`."""
+    heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
+    one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
+    ldq, ldk, ldv, ldo = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, o.strides[2] // size
+    before = flush(one)
+    for pair in range(first, last):
+        b, h = pair // heads, pair % heads
+        kp, vp = k[b, h].ctypes.data, v[b, h].ctypes.data
+        for start in range(0, time, BLOCK):
+            stop = min(start + BLOCK, time)
+            rows, keys = stop - start, stop if causal else time
+            s = scratch[: rows * keys].reshape(rows, keys)
+            sp, qp, op = s.ctypes.data, q[b, h, start:].ctypes.data, o[b, h, start:].ctypes.data
+            cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
+            for i in range(rows):
+                seen = start + i + 1 if causal else keys
+                top = largest(s[i, :seen])
+                total = _exponentials(s[i, :seen], top)
+                s[i, seen:] = 0
+                lse[b, h, start + i] = top + np.log(total)
+                s[i, :seen] *= one / total
+            cblas(at, PLAIN, PLAIN, rows, width, keys, one, sp, keys, vp, ldv, zero, op, ldo)
+    restore(one, before)
 
 
-def _flat_last(x: np.ndarray) -> np.ndarray:
-    """x, copied only if its last dim is not contiguous: BLAS takes any distance between rows."""
-    return x if x.strides[-1] == x.itemsize else np.ascontiguousarray(x)
+@jit
+def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, causal, first, last):
+    """dq, dk and dv of the pairs from `first` to `last`: the last block of rows sees all keys, so it goes first and
+    writes dk and dv, to which the others add."""
+    heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
+    one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
+    ldq, ldk, ldv, ldd = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, do.strides[2] // size
+    ldg = dq.strides[2] // size
+    before = flush(one)
+    for pair in range(first, last):
+        b, h = pair // heads, pair % heads
+        kp, vp = k[b, h].ctypes.data, v[b, h].ctypes.data
+        dkp, dvp = dk[b, h].ctypes.data, dv[b, h].ctypes.data
+        beta = zero
+        for start in range((time - 1) // BLOCK * BLOCK, -1, -BLOCK):
+            stop = min(start + BLOCK, time)
+            rows, keys = stop - start, stop if causal else time
+            s = scratch[0, : rows * keys].reshape(rows, keys)
+            dp = scratch[1, : rows * keys].reshape(rows, keys)
+            sp, dpp = s.ctypes.data, dp.ctypes.data
+            qp, dop, dqp = q[b, h, start:].ctypes.data, do[b, h, start:].ctypes.data, dq[b, h, start:].ctypes.data
+            cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
+            cblas(at, PLAIN, TURNED, rows, keys, width, one, dop, ldd, vp, ldv, zero, dpp, keys)
+            for i in range(rows):
+                seen, row = start + i + 1 if causal else keys, start + i
+                _slopes(s[i, :seen], dp[i, :seen], scale, lse[b, h, row], dot(do[b, h, row], o[b, h, row]))
+                s[i, seen:] = 0
+                dp[i, seen:] = 0
+            cblas(at, TURNED, PLAIN, keys, width, rows, one, dpp, keys, qp, ldq, beta, dkp, ldg)
+            cblas(at, TURNED, PLAIN, keys, width, rows, one, sp, keys, dop, ldd, beta, dvp, ldg)
+            cblas(at, PLAIN, PLAIN, rows, width, keys, one, dpp, keys, kp, ldk, zero, dqp, ldg)
+            beta = one
+    restore(one, before)
 
 
-def _like_time_first(x: np.ndarray) -> np.ndarray:
-    """Empty (B, H, T, D) with time before heads in memory, so that joining the heads again is a view."""
-    b, h, t, d = x.shape
-    return np.empty((b, t, h, d), x.dtype).transpose(0, 2, 1, 3)
+FORWARD = "i A4r A4r A4r A4 C3 C1 C1r b i i"
+BACKWARD = "i A4r A4r A4r A4r C3r A4r A4 A4 A4 C2 C1r b i i"
 
 
 def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    q, k, v = _flat_last(q), _flat_last(k), _flat_last(v)
-    o, lse = _like_time_first(q), np.empty(q.shape[:3], q.dtype)
-    factor, blocks = q.dtype.type(scale), _blocks(q.shape[2], causal)
-    scratch, share = np.empty(BLOCK * q.shape[2], q.dtype), np.empty(BLOCK, q.dtype)
-    for b, h in np.ndindex(*q.shape[:2]):
-        for rows, keys, hidden in blocks:
-            count, width = rows.stop - rows.start, keys.stop
-            s = scratch[: count * width].reshape(count, width)
-            np.matmul(q[b, h, rows], k[b, h, keys].T, out=s)
-            _exponentials(s, factor, hidden, lse[b, h, rows], share)
-            np.multiply(s @ v[b, h, keys], share[:count, None], out=o[b, h, rows])
+    at = blas.pointer(q.dtype)
+    if not at:
+        return plain.__wrapped__(xp, q, k, v, causal, scale)  # type: ignore[attr-defined]
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    samples, heads, time, _ = q.shape
+    o, lse = time_first(np, q), np.empty(q.shape[:3], q.dtype)
+    factor = np.array([scale], q.dtype)
+
+    def some(first: int, last: int) -> None:
+        scratch = np.empty(BLOCK * time, q.dtype)
+        fixed(_forward, FORWARD)(at, q, k, v, o, lse, scratch, factor, causal, first, last)
+
+    parallel.run(some, _pieces(samples * heads))
     return o, lse
 
 
 def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    q, k, v, do, lse = _flat_last(q), _flat_last(k), _flat_last(v), _flat_last(do), np.ascontiguousarray(lse)
-    dq, dk, dv = (_like_time_first(q) for _ in range(3))
-    along = np.ascontiguousarray(np.einsum("bhtd,bhtd->bht", do, o))
-    factor, blocks = q.dtype.type(scale), _blocks(q.shape[2], causal)
-    scratch = np.empty((2, BLOCK * q.shape[2]), q.dtype)
-    sums = np.empty((2, *q.shape[2:]), q.dtype)
-    for b, h in np.ndindex(*q.shape[:2]):
-        sums[...] = 0
-        for rows, keys, hidden in blocks:
-            count, width = rows.stop - rows.start, keys.stop
-            s, dp = (part[: count * width].reshape(count, width) for part in scratch)
-            np.matmul(q[b, h, rows], k[b, h, keys].T, out=s)
-            np.matmul(do[b, h, rows], v[b, h, keys].T, out=dp)
-            _gradients(s, dp, factor, hidden, lse[b, h, rows], along[b, h, rows])
-            sums[0, keys] += dp.T @ q[b, h, rows]
-            sums[1, keys] += s.T @ do[b, h, rows]
-            dq[b, h, rows] = dp @ k[b, h, keys]
-        dk[b, h], dv[b, h] = sums
-    return dq, dk, dv
+) -> np.ndarray:
+    at = blas.pointer(q.dtype)
+    if not at:
+        return plain_backward.__wrapped__(xp, q, k, v, o, lse, do, causal, scale)  # type: ignore
+    q, k, v, o, do, lse = _rows(q), _rows(k), _rows(v), _rows(o), _rows(do), np.ascontiguousarray(lse)
+    samples, heads, time, _ = q.shape
+    d = merged(np, q)
+    factor = np.array([scale], q.dtype)
+
+    def some(first: int, last: int) -> None:
+        scratch = np.empty((2, BLOCK * time), q.dtype)
+        run = fixed(_backward, BACKWARD)
+        run(at, q, k, v, o, lse, do, d[0], d[1], d[2], scratch, factor, causal, first, last)
+
+    parallel.run(some, _pieces(samples * heads))
+    return d
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    """x as BLAS reads it: rows of elements side by side, any distance between them."""
+    step, width, size = x.strides[2], x.shape[3], x.itemsize
+    fits = x.strides[3] == size and step % size == 0 and step >= width * size
+    return x if fits else np.ascontiguousarray(x)
+
+
+def _pieces(pairs: int) -> list[tuple[int, int]]:
+    """The pairs, dealt out in runs to the threads; each pair is computed alike wherever it runs."""
+    count = max(1, min(pairs, 4 * parallel.threads())) if parallel.threads() > 1 else 1
+    return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]

@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.rows import square_distance, total
+from fsdpx.array.parallel import over, over_columns
 
 __all__ = [
     "layer_norm",
@@ -20,7 +22,7 @@ BLOCK = 32  # rows added up before they are added to the total: rounding grows w
 
 
 @jit
-def _forward(x, weight, bias, eps, centred, y, mean, rstd):
+def _forward(x, y, mean, rstd, weight, bias, eps, centred):
     one, width = x.dtype.type(1), x.dtype.type(x.shape[1])
     for i in range(x.shape[0]):
         if centred:
@@ -44,7 +46,7 @@ def _along(x, weight, mean, rstd, dy):
 
 
 @jit
-def _backward_input(x, weight, centred, mean, rstd, dy, dx):
+def _backward_input(x, mean, rstd, dy, dx, weight, centred):
     width = x.dtype.type(x.shape[1])
     for i in range(x.shape[0]):
         m, r = mean[i], rstd[i]
@@ -56,44 +58,54 @@ def _backward_input(x, weight, centred, mean, rstd, dy, dx):
 
 
 @jit
-def _backward_params(x, mean, rstd, dy, gw, gb):
-    block_w, block_b = np.empty_like(gw), np.empty_like(gb)
-    for start in range(0, x.shape[0], BLOCK):
+def _backward_params(start, stop, x, dy, mean, rstd, gw, gb):
+    size = stop - start
+    block_w, block_b = np.empty(size, x.dtype), np.empty(size, x.dtype)
+    for first in range(0, x.shape[0], BLOCK):
         block_w[:] = 0
         block_b[:] = 0
-        for i in range(start, min(start + BLOCK, x.shape[0])):
-            m, r = mean[i], rstd[i]
-            for j in range(x.shape[1]):
-                block_w[j] += dy[i, j] * ((x[i, j] - m) * r)
-                block_b[j] += dy[i, j]
-        for j in range(x.shape[1]):
-            gw[j] += block_w[j]
-            gb[j] += block_b[j]
+        for i in range(first, min(first + BLOCK, x.shape[0])):
+            m, r, row, drow = mean[i], rstd[i], x[i, start:stop], dy[i, start:stop]
+            for j in range(size):
+                block_w[j] += drow[j] * ((row[j] - m) * r)
+                block_b[j] += drow[j]
+        into_w, into_b = gw[start:stop], gb[start:stop]
+        for j in range(size):
+            into_w[j] += block_w[j]
+            into_b[j] += block_b[j]
 
 
 def _or(weight: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
     """A missing weight as an array that changes nothing: one compiled form serves all."""
-    return np.full(x.shape[1], default, x.dtype) if weight is None else np.ascontiguousarray(weight)
+    return np.full(x.shape[1], default, x.dtype) if weight is None else owned(weight)
 
 
 def _normalise(x: np.ndarray, weight: Any, bias: Any, eps: float, centred: bool) -> tuple[np.ndarray, ...]:
     x = np.ascontiguousarray(x)
     y, mean, rstd = np.empty_like(x), np.zeros(x.shape[0], x.dtype), np.empty(x.shape[0], x.dtype)
-    _forward(x, _or(weight, 1.0, x), _or(bias, 0.0, x), x.dtype.type(eps), centred, y, mean, rstd)
+    over(_forward, (x, y, mean, rstd), _or(weight, 1.0, x), _or(bias, 0.0, x), x.dtype.type(eps), centred)
     return y, mean, rstd
 
 
 def _gradient(x: Any, weight: Any, centred: bool, mean: Any, rstd: Any, dy: Any) -> np.ndarray:
     x, dy = np.ascontiguousarray(x), np.ascontiguousarray(dy)
     dx = np.empty_like(x)
-    _backward_input(x, _or(weight, 1.0, x), centred, mean, rstd, dy, dx)
+    over(_backward_input, (x, mean, rstd, dy, dx), _or(weight, 1.0, x), centred)
     return dx
 
 
-def _sums(x: Any, mean: Any, rstd: Any, dy: Any) -> tuple[np.ndarray, np.ndarray]:
-    gw, gb = np.zeros(x.shape[1], x.dtype), np.zeros(x.shape[1], x.dtype)
-    _backward_params(np.ascontiguousarray(x), mean, rstd, np.ascontiguousarray(dy), gw, gb)
-    return gw, gb
+def _add_sums(x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
+    """Straight into gw and gb where the loop can write there."""
+    x, dy = np.ascontiguousarray(x), np.ascontiguousarray(dy)
+    sums = [g if _direct(g, x) else np.zeros(x.shape[1], x.dtype) for g in (gw, gb)]
+    over_columns(_backward_params, x, dy, mean, rstd, *sums)
+    for g, total_g in zip((gw, gb), sums, strict=True):
+        if g is not None and g is not total_g:
+            g += total_g
+
+
+def _direct(g: Any, x: np.ndarray) -> bool:
+    return g is not None and g.dtype == x.dtype and g.flags.c_contiguous
 
 
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[np.ndarray, ...]:
@@ -105,11 +117,7 @@ def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any
 
 
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    sum_w, sum_b = _sums(x, mean, rstd, dy)
-    if gw is not None:
-        gw += sum_w
-    if gb is not None:
-        gb += sum_b
+    _add_sums(x, mean, rstd, dy, gw, gb)
 
 
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[np.ndarray, ...]:
@@ -122,4 +130,4 @@ def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) ->
 
 
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
-    gw += _sums(x, np.zeros_like(rstd), rstd, dy)[0]
+    _add_sums(x, np.zeros_like(rstd), rstd, dy, gw, None)

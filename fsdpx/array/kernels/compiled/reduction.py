@@ -1,12 +1,14 @@
-"""Sums of whole flat arrays in one pass."""
+"""Sums of squares of flat arrays in one pass: by fixed blocks, so that threads do not show."""
 
 from typing import Any
 
 import numpy as np
 
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
+from fsdpx.array.kernels.reduction import BLOCK
+from fsdpx.array.parallel import GRAIN, cuts, run
 
-__all__ = ["square_sum"]
+__all__ = ["square_sum", "square_sums"]
 
 
 @jit(fastmath=REORDER)
@@ -18,5 +20,21 @@ def _square_sum(x):
     return result
 
 
+@jit
+def _square_sums(x, sums, grain):
+    for n in range(sums.size):
+        sums[n] = _square_sum(x[n * grain : min((n + 1) * grain, x.size)])
+
+
 def square_sum(xp: Any, flat: np.ndarray) -> float:
-    return float(_square_sum(np.ascontiguousarray(flat)))
+    if flat.size <= BLOCK:
+        return float(_square_sum(np.ascontiguousarray(flat)))
+    return float(np.sum(square_sums(xp, flat, BLOCK)))
+
+
+def square_sums(xp: Any, flat: np.ndarray, grain: int) -> np.ndarray:
+    flat = np.ascontiguousarray(flat)
+    sums = np.empty(-(-flat.size // grain))
+    blocks = cuts(sums.size, max(GRAIN // grain, 1), line=8)
+    run(_square_sums, [(flat[a * grain : b * grain], sums[a:b], grain) for a, b in blocks])
+    return sums

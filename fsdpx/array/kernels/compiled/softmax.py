@@ -7,13 +7,15 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.rows import dot, largest, total
-from fsdpx.array.kernels.compiled.scalar import exp
+from fsdpx.array.kernels.compiled.scalar import exp, widest
+from fsdpx.array.parallel import over
 
 __all__ = ["softmax", "softmax_backward"]
 
 
 @jit
 def _softmax_rows(x, y):
+    widest()
     for i in range(x.shape[0]):
         top = largest(x[i])
         for j in range(x.shape[1]):
@@ -25,6 +27,7 @@ def _softmax_rows(x, y):
 
 @jit
 def _softmax_backward_rows(y, dy, dx):
+    widest()
     for i in range(y.shape[0]):
         along = dot(y[i], dy[i])
         for j in range(y.shape[1]):
@@ -35,7 +38,7 @@ def _by_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     shape = arrays[0].shape
     rows = [np.ascontiguousarray(a).reshape(math.prod(shape[:-1]), shape[-1]) for a in arrays]
     out = np.empty_like(rows[0])
-    loop(*rows, out)
+    over(loop, (*rows, out))
     return out.reshape(shape)
 
 

@@ -1,0 +1,17 @@
+"""Matrix products by the best BLAS library that is here, straight into the arrays where they are wanted."""
+
+from fsdpx.array.blas.choice import available, choose, chosen, measure, pointer, threads
+from fsdpx.array.blas.products import affine, gemm, linear_backward, linear_gradients
+
+__all__ = [
+    "affine",
+    "available",
+    "choose",
+    "chosen",
+    "gemm",
+    "linear_backward",
+    "linear_gradients",
+    "measure",
+    "pointer",
+    "threads",
+]

@@ -1,0 +1,112 @@
+"""The BLAS libraries of this machine that can be called by address: where they are, and how each is made ready."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["Library", "found", "preferred"]
+
+SEQUENTIAL = 1  # of MKL_Set_Threading_Layer: no OpenMP runtime comes into the process
+AUTO, STRICT = 2, 0x10000  # of MKL_CBWR_Set
+AVX512 = 11  # the first of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch names
+
+
+@dataclass(frozen=True)
+class Library:
+    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes. single: have it use one thread from now on."""
+
+    name: str
+    path: str
+    version: str
+    sgemm: int
+    dgemm: int
+    single: Callable[[], None]
+
+
+@cache
+def found() -> dict[str, Library]:
+    """All that could be loaded, by name."""
+    makers: tuple[tuple[Callable[[], Iterator[Path]], Callable[[Path], Library]], ...] = (
+        (_mkl_files, _mkl),
+        (_openblas_files, _openblas),
+    )
+    libraries: dict[str, Library] = {}
+    for files, make in makers:
+        for path in files():
+            try:
+                library = make(path)
+            except (OSError, AttributeError):  # cannot be loaded here, or is not what its name says
+                continue
+            libraries.setdefault(library.name, library)
+    return libraries
+
+
+def preferred() -> str | None:
+    """What runs without anybody's choice: MKL on Intel's processors, else NumPy's own OpenBLAS; None if neither is."""
+    names = list(found())
+    if "mkl" in names and ("openblas" not in names or _intel()):
+        return "mkl"
+    return "openblas" if "openblas" in names else None
+
+
+def _mkl_files() -> Iterator[Path]:
+    """The `mkl` wheel puts its libraries beside Python's own."""
+    for prefix in dict.fromkeys((sys.prefix, sys.base_prefix)):
+        yield from sorted(Path(prefix, "lib").glob("libmkl_rt.so*"), reverse=True)
+
+
+def _openblas_files() -> Iterator[Path]:
+    package = Path(np.__file__).parent
+    for folder in (package.parent / "numpy.libs", package / ".dylibs"):
+        yield from sorted(folder.glob("libscipy_openblas64_*"))
+
+
+def _mkl(path: Path) -> Library:
+    """MKL computes in the calling thread only, and with the same bits in every run.
+
+    Its documentation promises the same bits for every alignment only to STRICT, which slows small products by a fifth;
+    with AVX-512 the bits were the same at all alignments without it.
+    """
+    library = _load(path)
+    if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
+        raise OSError(f"{path} was started with another threading layer")
+    library.MKL_CBWR_Set(AUTO if library.MKL_CBWR_Get_Auto_Branch() >= AVX512 else AUTO | STRICT)
+    text = ctypes.create_string_buffer(200)
+    library.MKL_Get_Version_String(text, len(text))
+    sgemm, dgemm = _address(library.cblas_sgemm_64), _address(library.cblas_dgemm_64)
+    return Library("mkl", str(path), text.value.decode(), sgemm, dgemm, lambda: None)
+
+
+def _openblas(path: Path) -> Library:
+    library = _load(path)
+    library.scipy_openblas_get_config64_.restype = ctypes.c_char_p
+    version = library.scipy_openblas_get_config64_().decode().strip()
+    sgemm, dgemm = _address(library.scipy_cblas_sgemm64_), _address(library.scipy_cblas_dgemm64_)
+    set_threads = library.scipy_openblas_set_num_threads64_
+    return Library("openblas", str(path), version, sgemm, dgemm, lambda: set_threads(1))
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Its names stay its own (RTLD_LOCAL): other copies of BLAS in the process must not find them."""
+    return ctypes.CDLL(str(path), mode=getattr(ctypes, "RTLD_LOCAL", ctypes.DEFAULT_MODE))
+
+
+def _address(function: object) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]
+    assert address is not None
+    return address
+
+
+def _intel() -> bool:
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return "Intel" in platform.processor()

@@ -1,0 +1,127 @@
+"""Products of 2-D NumPy arrays, written or added in place.
+
+A small layer spends as long here in Python as in BLAS: nothing is looked up or made that a call can do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array import kernels, parallel
+from fsdpx.array.blas import choice
+from fsdpx.array.blas.choice import ADDRESSES
+
+__all__ = ["affine", "gemm", "linear_backward", "linear_gradients"]
+
+Array = np.ndarray
+Sum = tuple[Array, bool]
+"""Where a gradient goes, and whether it is added to what is there."""
+WORTH = 1 << 24
+"""Multiplications of a product that is worth cutting: 0.2 ms, seven times what waking a thread takes."""
+LINE = 64  # cuts fall on multiples of it: whole tiles of the library's inner kernel, and no shared cache lines
+
+
+def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
+    """out = a @ b, or out += a @ b: `(m, k)` and `(k, n)` into `(m, n)`.
+
+    float32 and float64 arrays with unit stride in one of their dims (views and transposes are) go to BLAS as they are;
+    all others to `numpy.matmul`.
+    """
+    if choice.cut > 1 and (pieces := _pieces(out, a, b)):
+        parallel.run(_whole, [(*piece, accumulate) for piece in pieces])
+    else:
+        _whole(out, a, b, accumulate)
+
+
+def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
+    """out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)`; out and bias are contiguous."""
+    dtype = out.dtype
+    at = ADDRESSES[dtype.char]
+    fits = at and dtype is x.dtype is weight.dtype and (choice.cut == 1 or not _large(out, x))
+    if fits and COMPILED["affine"](at, out, x, weight, NO_VECTOR[dtype.char] if bias is None else bias):
+        return
+    gemm(out, x, weight.T)
+    if bias is not None:
+        kernels.add_bias(np, out, bias)
+
+
+def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) -> None:
+    """dy.T @ x into `weight` and the column sums of dy into `bias`; None is left out."""
+    at = ADDRESSES[dy.dtype.char]
+    if at and dy.dtype is x.dtype and dy.flags.c_contiguous and (choice.cut == 1 or not _large(dy, x)):
+        dweight, add_weight = weight or (NO_MATRIX[dy.dtype.char], False)
+        dbias, add_bias = bias or (NO_VECTOR[dy.dtype.char], False)
+        if COMPILED["linear_gradients"](at, dweight, dbias, dy, x, add_weight, add_bias):
+            return
+    if weight is not None:
+        gemm(weight[0], dy.T, x, weight[1])
+    if bias is not None:
+        kernels.sum_rows(np, dy, *bias)
+
+
+def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, x: Array, by: Array) -> None:
+    """dx = dy @ by, and `linear_gradients`, in one call."""
+    dtype = dy.dtype
+    at = ADDRESSES[dtype.char]
+    if at and dtype is x.dtype is by.dtype and dy.flags.c_contiguous and (choice.cut == 1 or not _large(dy, x)):
+        dweight, add_weight = weight or (NO_MATRIX[dtype.char], False)
+        dbias, add_bias = bias or (NO_VECTOR[dtype.char], False)
+        if COMPILED["linear_backward"](at, dx, dweight, dbias, dy, x, by, add_weight, add_bias):
+            return
+    gemm(dx, dy, by)
+    linear_gradients(weight, bias, dy, x)
+
+
+def _whole(out: Array, a: Array, b: Array, accumulate: bool) -> None:
+    at = ADDRESSES[out.dtype.char]
+    if at and out.dtype is a.dtype is b.dtype and COMPILED["gemm"](at, out, a, b, accumulate):
+        return
+    if accumulate:
+        out += np.matmul(a, b)
+    else:
+        np.matmul(a, b, out=out)
+
+
+def _large(a: Array, b: Array) -> bool:
+    """Whether it pays to cut a product whose three sizes are those of a and the columns of b."""
+    return a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
+
+
+def _pieces(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
+    """The product in as many pieces as there are threads, cut along the longer dim of `out`; none if it is small.
+
+    Where a product is cut shows in its last bits: a library may add long sums in an order that depends on the shape.
+    """
+    (m, n), count = out.shape, choice.cut
+    if not _large(a, b) or max(m, n) < count * LINE:
+        return []
+    edges = [max(m, n) * i // count // LINE * LINE for i in range(count)] + [max(m, n)]
+    parts = [slice(start, stop) for start, stop in pairwise(edges)]
+    return [(out[p], a[p], b) if m >= n else (out[:, p], a, b[:, p]) for p in parts]
+
+
+class Compiled(dict[str, Callable[..., Any]]):
+    """Name -> compiled function, made when it is first called."""
+
+    def __missing__(self, name: str) -> Callable[..., Any]:
+        from fsdpx.array.kernels.compiled import product
+        from fsdpx.array.kernels.compiled.fixed import fixed
+
+        self[name] = fixed(getattr(product, name), ARGUMENTS[name])
+        return self[name]
+
+
+COMPILED = Compiled()
+ARGUMENTS = {
+    "gemm": "i A2 A2r A2r b",
+    "affine": "i C2 A2r A2r C1r",
+    "linear_gradients": "i A2 C1 C2r A2r b b",
+    "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
+}
+"""What the compiled functions take, see `fixed`."""
+NO_VECTOR = {char: np.empty(0, char) for char in "fd"}
+NO_MATRIX = {char: np.empty((0, 0), char) for char in "fd"}

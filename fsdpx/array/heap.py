@@ -1,0 +1,23 @@
+"""Memory that a step frees stays with the process for the next step: no page is faulted in again."""
+
+import ctypes
+import sys
+
+__all__ = ["keep_pages"]
+
+TRIM_THRESHOLD, MMAP_MAX = -1, -4  # of mallopt, see <malloc.h>
+NEVER = -1
+
+
+def keep_pages() -> bool:
+    """Ask the C library to keep freed memory, instead of giving arrays of more than 128 KiB back to the system at once.
+
+    A page that comes back costs a fault and is zeroed by the kernel: at 4 KiB pages about as long as filling it. The
+    price: the process keeps its peak. Linux with glibc; elsewhere nothing happens, and the result is False.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):  # musl knows mallopt by name only
+        return False
+    return bool(library.mallopt(MMAP_MAX, 0)) and bool(library.mallopt(TRIM_THRESHOLD, NEVER))

@@ -1,0 +1,130 @@
+"""Sums of arrays in one pass; columns are added in fixed blocks of rows and cut among threads."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.kernels import addition as plain
+from fsdpx.array.kernels.activation import exact
+from fsdpx.array.kernels.compiled.activation import gelu_of, gelu_tanh_of
+from fsdpx.array.kernels.compiled.arrays import owned
+from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.array.kernels.compiled.scalar import widest
+from fsdpx.array.parallel import over, over_columns
+
+__all__ = ["add", "add_bias", "add_into", "bias_gelu", "column_sums", "sum_rows"]
+
+BLOCK = 32  # rows added up before they are added to the total: rounding grows with rows / BLOCK + BLOCK
+
+
+@jit
+def _add(a, b, out):
+    for i in range(a.size):
+        out[i] = a[i] + b[i]
+
+
+@jit
+def _add_into(a, b):
+    for i in range(a.size):
+        a[i] += b[i]
+
+
+@jit
+def _add_bias(y, bias):
+    for i in range(y.shape[0]):
+        for j in range(y.shape[1]):
+            y[i, j] += bias[j]
+
+
+@jit
+def _bias_gelu(h, y, bias):
+    widest()
+    for i in range(h.shape[0]):
+        for j in range(h.shape[1]):
+            x = h[i, j] + bias[j]
+            h[i, j] = x
+            y[i, j] = gelu_of(x)
+
+
+@jit
+def _bias_gelu_tanh(h, y, bias):
+    widest()
+    for i in range(h.shape[0]):
+        for j in range(h.shape[1]):
+            x = h[i, j] + bias[j]
+            h[i, j] = x
+            y[i, j] = gelu_tanh_of(x)
+
+
+@jit
+def column_sums(start, stop, rows, out, accumulate):
+    into, block = out[start:stop], np.empty(stop - start, rows.dtype)
+    if not accumulate:
+        into[:] = 0
+    for first in range(0, rows.shape[0], BLOCK):
+        block[:] = 0
+        last = min(first + BLOCK, rows.shape[0])
+        whole = first + (last - first) // 4 * 4
+        for i in range(first, whole, 4):
+            a, b, c, d = rows[i, start:stop], rows[i + 1, start:stop], rows[i + 2, start:stop], rows[i + 3, start:stop]
+            for j in range(block.size):
+                block[j] += (a[j] + b[j]) + (c[j] + d[j])
+        for i in range(whole, last):
+            row = rows[i, start:stop]
+            for j in range(block.size):
+                block[j] += row[j]
+        for j in range(block.size):
+            into[j] += block[j]
+
+
+def _flat(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).reshape(-1)
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    if a.shape != b.shape:
+        return a + b
+    out = np.empty(a.shape, a.dtype)
+    over(_add, (_flat(a), _flat(b), out.reshape(-1)))
+    return out
+
+
+def add_into(xp: Any, a: np.ndarray, b: np.ndarray) -> None:
+    if a.shape != b.shape or not a.flags.c_contiguous:
+        a += b
+        return
+    over(_add_into, (a.reshape(-1), _flat(b)))
+
+
+def add_bias(xp: Any, y: np.ndarray, bias: np.ndarray) -> None:
+    if y.flags.c_contiguous and bias.shape == y.shape[-1:]:
+        over(_add_bias, (_rows(y),), owned(bias))
+    else:
+        y += bias
+
+
+def bias_gelu(xp: Any, h: np.ndarray, bias: np.ndarray | None, approximate: str = "none") -> np.ndarray:
+    if bias is None or bias.shape != h.shape[-1:] or not h.flags.c_contiguous:
+        return plain.bias_gelu.__wrapped__(xp, h, bias, approximate)  # type: ignore[attr-defined]
+    y = np.empty(h.shape, h.dtype)
+    loop = _bias_gelu if exact(approximate) else _bias_gelu_tanh
+    over(loop, (_rows(h), _rows(y)), owned(bias))
+    return y
+
+
+def sum_rows(xp: Any, rows: np.ndarray, out: np.ndarray, accumulate: bool = True) -> None:
+    rows = np.ascontiguousarray(rows)
+    if out.flags.c_contiguous:
+        over_columns(column_sums, rows, out, accumulate)
+        return
+    total = np.empty(rows.shape[1], rows.dtype)
+    over_columns(column_sums, rows, total, False)
+    if accumulate:
+        out += total
+    else:
+        out[...] = total

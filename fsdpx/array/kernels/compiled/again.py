@@ -1,0 +1,45 @@
+"""GELU and its gradient in one pass: both need the same exponential."""
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
+from fsdpx.array.kernels.compiled.activation import argument_of, integral_of, sigmoid_of
+from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.array.kernels.compiled.scalar import density, like, widest
+from fsdpx.array.parallel import over
+
+__all__ = ["gelu_again"]
+
+
+@jit
+def _again(x, dy, y):
+    widest()
+    for i in range(x.size):
+        bell = density(x[i])
+        below = integral_of(x[i], bell)
+        y[i] = x[i] * below
+        dy[i] = dy[i] * (below + x[i] * bell * like(bell, DENSITY))
+
+
+@jit
+def _again_tanh(x, dy, y):
+    widest()
+    for i in range(x.size):
+        s = sigmoid_of(argument_of(x[i]))
+        slope = (x[i] * x[i] * like(s, 3.0 * CUBIC) + like(s, 1.0)) * like(s, SLOPE)
+        y[i] = x[i] * s
+        dy[i] = dy[i] * (s + x[i] * s * (like(s, 1.0) - s) * slope)
+
+
+def gelu_again(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
+    if not dy.flags.c_contiguous or dy.dtype != x.dtype:
+        flat = np.array(dy, x.dtype, order="C")
+        y = gelu_again(xp, x, flat, approximate)
+        dy[...] = flat
+        return y
+    x = np.ascontiguousarray(x)
+    y = np.empty_like(x)
+    over(_again if exact(approximate) else _again_tanh, (x.reshape(-1), dy.reshape(-1), y.reshape(-1)))
+    return y

@@ -1,0 +1,38 @@
+"""Compiled once, for fixed kinds of arrays: not again for every layout that comes along."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, cast
+
+import numba
+
+__all__ = ["fixed"]
+
+_functions: dict[Any, Callable[..., Any]] = {}
+_lock = threading.Lock()
+
+
+def fixed(function: Any, arguments: str) -> Callable[..., Any]:
+    """`function` in float32 and float64. arguments: `i` an int64, `b` a truth value, `A2` an array of two dims in any
+    layout, `C2` one in C order; a final r: it is only read, so it may be read-only and lie at any byte."""
+    made = _functions.get(function)
+    if made is None:
+        with _lock:  # thread ranks: none may close a function that another one is compiling
+            made = _functions.get(function) or _functions.setdefault(function, _compiled(function, arguments))
+    return made
+
+
+def _compiled(function: Any, arguments: str) -> Callable[..., Any]:
+    for real in (numba.float32, numba.float64):
+        function.compile(tuple(_type(real, kind) for kind in arguments.split()))
+    function.disable_compile()
+    return function
+
+
+def _type(real: Any, kind: str) -> Any:
+    if kind in ("i", "b"):
+        return numba.int64 if kind == "i" else numba.boolean
+    read, array = kind.endswith("r"), cast(Any, numba.types.Array)
+    return array(real, int(kind[1]), kind[0], readonly=read, aligned=not read)

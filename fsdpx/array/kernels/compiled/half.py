@@ -1,0 +1,143 @@
+"""Casts between float32 and the 16-bit formats on their bits, rounded to nearest, ties to even; sums in float32.
+
+Loads and stores are uint32 and uint16 views, so nothing depends on what the processor or Numba know of 16-bit floats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import extending, types
+
+from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.array.parallel import over
+
+__all__ = ["add_widened", "store"]
+
+intrinsic: Any = extending.intrinsic
+WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
+INFINITE = 0x7F800000
+SIGN, REST = 0x80000000, 0x7FFFFFFF
+
+
+@intrinsic
+def to_bfloat16(typingctx: Any, x: Any) -> Any:
+    """The upper half, plus one if the lower half is more than a tie, or a tie and the upper half is odd."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        n = builder.bitcast(arguments[0], WORD)
+        upper = builder.lshr(n, WORD(16))
+        odd = builder.and_(upper, WORD(1))
+        rounded = builder.lshr(builder.add(n, builder.add(odd, WORD(0x7FFF))), WORD(16))
+        nan = builder.icmp_unsigned(">", builder.and_(n, WORD(REST)), WORD(INFINITE))
+        return builder.trunc(builder.select(nan, builder.or_(upper, WORD(0x40)), rounded), HALF)
+
+    return types.uint16(types.float32), code
+
+
+@intrinsic
+def from_bfloat16(typingctx: Any, h: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.shl(builder.zext(arguments[0], WORD), WORD(16)), REAL)
+
+    return types.float32(types.uint16), code
+
+
+@intrinsic
+def to_float16(typingctx: Any, x: Any) -> Any:
+    """Three cases by magnitude: too large (or NaN), normal, and subnormal, which adding 0.5 rounds at the right bit."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        n = builder.bitcast(arguments[0], WORD)
+        sign = builder.lshr(builder.and_(n, WORD(SIGN)), WORD(16))
+        size = builder.and_(n, WORD(REST))
+        odd = builder.and_(builder.lshr(size, WORD(13)), WORD(1))
+        lowered = builder.sub(builder.add(size, builder.add(odd, WORD(0xFFF))), WORD(112 << 23))
+        half = ir.Constant(REAL, 0.5)
+        summed = builder.bitcast(builder.fadd(builder.bitcast(size, REAL), half), WORD)
+        small = builder.sub(summed, builder.bitcast(half, WORD))
+        nan = builder.icmp_unsigned(">", size, WORD(INFINITE))
+        result = builder.select(
+            builder.icmp_unsigned("<", size, WORD(113 << 23)), small, builder.lshr(lowered, WORD(13))
+        )
+        large = builder.icmp_unsigned(">=", size, WORD(143 << 23))
+        result = builder.select(large, builder.select(nan, WORD(0x7E00), WORD(0x7C00)), result)
+        return builder.trunc(builder.or_(result, sign), HALF)
+
+    return types.uint16(types.float32), code
+
+
+@intrinsic
+def from_float16(typingctx: Any, h: Any) -> Any:
+    """Exponent and mantissa moved up; the exponents of Inf and NaN, and of 0 and subnormals, are put right."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        n = builder.zext(arguments[0], WORD)
+        sign = builder.shl(builder.and_(n, WORD(0x8000)), WORD(16))
+        size = builder.shl(builder.and_(n, WORD(0x7FFF)), WORD(13))
+        normal = builder.add(size, WORD(112 << 23))
+        top = builder.icmp_unsigned(">=", size, WORD(0x7C00 << 13))
+        result = builder.select(top, builder.add(normal, WORD(112 << 23)), normal)
+        least = ir.Constant(REAL, 2.0**-14)
+        raised = builder.bitcast(builder.add(normal, WORD(1 << 23)), REAL)
+        small = builder.bitcast(builder.fsub(raised, least), WORD)
+        result = builder.select(builder.icmp_unsigned("<", size, WORD(1 << 23)), small, result)
+        return builder.bitcast(builder.or_(result, sign), REAL)
+
+    return types.float32(types.uint16), code
+
+
+@jit
+def _narrow_bfloat16(x, out):
+    for i in range(x.size):
+        out[i] = to_bfloat16(x[i])
+
+
+@jit
+def _narrow_float16(x, out):
+    for i in range(x.size):
+        out[i] = to_float16(x[i])
+
+
+@jit
+def _widen_bfloat16(x, out):
+    for i in range(x.size):
+        out[i] = from_bfloat16(x[i])
+
+
+@jit
+def _widen_float16(x, out):
+    for i in range(x.size):
+        out[i] = from_float16(x[i])
+
+
+@jit
+def _add_bfloat16(x, out):
+    for i in range(x.size):
+        out[i] += from_bfloat16(x[i])
+
+
+@jit
+def _add_float16(x, out):
+    for i in range(x.size):
+        out[i] += from_float16(x[i])
+
+
+NARROW = {"float16": _narrow_float16, "bfloat16": _narrow_bfloat16}
+WIDEN = {"float16": _widen_float16, "bfloat16": _widen_bfloat16}
+ADD = {"float16": _add_float16, "bfloat16": _add_bfloat16}
+
+
+def store(x: np.ndarray, out: np.ndarray) -> None:
+    """out = x for contiguous arrays, one of float32 and one of 16 bits."""
+    if x.dtype.itemsize == 2:
+        over(WIDEN[x.dtype.name], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
+    else:
+        over(NARROW[out.dtype.name], (x.reshape(-1), out.reshape(-1).view(np.uint16)))
+
+
+def add_widened(x: np.ndarray, out: np.ndarray) -> None:
+    """out += x for contiguous arrays, x of 16 bits and out of float32."""
+    over(ADD[x.dtype.name], (x.reshape(-1).view(np.uint16), out.reshape(-1)))

@@ -1,0 +1,153 @@
+"""Calls of cblas gemm by address, and what is fused with them: biases forward, their gradients backward.
+
+The address is an argument: it differs between processes, and compiled code is kept on disk.
+"""
+
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba import extending, types
+from numba.core import cgutils
+from numba.extending import register_jitable
+
+from fsdpx.array.kernels.compiled.addition import column_sums
+from fsdpx.array.kernels.compiled.jit import jit
+
+__all__ = ["affine", "cblas", "flush", "gemm", "linear_backward", "linear_gradients", "multiply", "restore"]
+
+intrinsic: Any = extending.intrinsic
+ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+FLUSH_TO_ZERO, DENORMALS_ARE_ZERO = 0x8000, 0x0040  # of the control register MXCSR
+
+
+@intrinsic
+def cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alpha: Any, a: Any, lda: Any, b: Any,
+          ldb: Any, beta: Any, c: Any, ldc: Any) -> Any:  # fmt: skip
+    """cblas_?gemm(row major, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) at address `at`; sizes are int64."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        enum, size, real = ir.IntType(32), ir.IntType(64), arguments[6].type
+        kinds = [enum, enum, enum, size, size, size, real, size, size, size, size, real, size, size]
+        function = builder.inttoptr(arguments[0], ir.FunctionType(ir.VoidType(), kinds).as_pointer())
+        flags = [builder.trunc(flag, enum) for flag in arguments[1:3]]
+        builder.call(function, [enum(ROW_MAJOR), *flags, *arguments[3:]])
+        return context.get_dummy_value()
+
+    return types.void(at, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), code
+
+
+@intrinsic
+def flush(typingctx: Any, like: Any) -> Any:
+    """From now on this thread takes float32 denormals for 0; gives what `restore` needs.
+
+    A product with many of them (vanishing gradients, the far tail of a softmax) takes up to a hundred times as long.
+    Float64 stays as it is: there they are out of reach of what is trained. So do processors other than x86.
+    """
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        before, place = _control(builder, "st") if X86 and like == types.float32 else (ir.IntType(32)(0), None)
+        if place is not None:
+            builder.store(builder.or_(before, before.type(FLUSH_TO_ZERO | DENORMALS_ARE_ZERO)), place)
+            _control(builder, "ld", place)
+        return before
+
+    return types.int32(like), code
+
+
+@intrinsic
+def restore(typingctx: Any, like: Any, before: Any) -> Any:
+    """Undo `flush`."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        if X86 and like == types.float32:
+            place = cgutils.alloca_once_value(builder, arguments[1])
+            _control(builder, "ld", place)
+        return context.get_dummy_value()
+
+    return types.void(like, types.int32), code
+
+
+def _control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
+    """Store or load the control register of the vector unit; its value and where that lies."""
+    place = cgutils.alloca_once(builder, ir.IntType(32)) if place is None else place
+    pointer = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{way}mxcsr")
+    builder.call(function, [builder.bitcast(place, pointer)])
+    return builder.load(place), place
+
+
+@register_jitable
+def _order(x):
+    """How cblas is to read x, and the distance of its rows (columns): 0 if neither dim has unit stride."""
+    size, rows, columns = x.itemsize, x.shape[0], x.shape[1]
+    down, across = x.strides[0], x.strides[1]
+    if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
+        return PLAIN, max(down // size, columns, 1)
+    if (down == size or rows == 1) and across % size == 0 and (across >= rows * size or columns == 1):
+        return TURNED, max(across // size, rows, 1)
+    return PLAIN, 0
+
+
+@register_jitable
+def multiply(at, out, a, b, alpha, beta):
+    """out = alpha a b + beta out, 2-D; False and nothing done if their shapes or strides are not for BLAS."""
+    m, n, k = out.shape[0], out.shape[1], a.shape[1]
+    if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
+        return False
+    ta, lda = _order(a)
+    tb, ldb = _order(b)
+    to, ldc = _order(out)
+    if lda == 0 or ldb == 0 or ldc == 0:
+        return False
+    before = flush(alpha)
+    if to == PLAIN:
+        cblas(at, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
+    else:  # out^T = b^T a^T
+        ta, tb = PLAIN + TURNED - ta, PLAIN + TURNED - tb
+        cblas(at, tb, ta, n, m, k, alpha, b.ctypes.data, ldb, a.ctypes.data, lda, beta, out.ctypes.data, ldc)
+    restore(alpha, before)
+    return True
+
+
+@jit
+def gemm(at, out, a, b, accumulate):
+    one = out.dtype.type(1)
+    return multiply(at, out, a, b, one, one if accumulate else out.dtype.type(0))
+
+
+@jit
+def affine(at, out, x, weight, bias):
+    """out = x weight^T + bias (none if it is empty)."""
+    one, zero = out.dtype.type(1), out.dtype.type(0)
+    if bias.size not in (0, out.shape[1]) or not multiply(at, out, x, weight.T, one, zero):
+        return False
+    if bias.size:
+        for i in range(out.shape[0]):
+            for j in range(bias.size):
+                out[i, j] += bias[j]
+    return True
+
+
+@jit
+def linear_gradients(at, dweight, dbias, dy, x, accumulate_weight, accumulate_bias):
+    """dweight (+)= dy^T x and dbias (+)= the column sums of dy; an empty one is left out."""
+    one, zero = dy.dtype.type(1), dy.dtype.type(0)
+    if dbias.size not in (0, dy.shape[1]):
+        return False
+    if dweight.size and not multiply(at, dweight, dy.T, x, one, one if accumulate_weight else zero):
+        return False
+    if dbias.size:
+        column_sums(0, dbias.size, dy, dbias, accumulate_bias)
+    return True
+
+
+@jit
+def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias):
+    """dx = dy weight, and `linear_gradients`."""
+    one, zero = dy.dtype.type(1), dy.dtype.type(0)
+    if not multiply(at, dx, dy, weight, one, zero):
+        return False
+    return linear_gradients(at, dweight, dbias, dy, x, add_weight, add_bias)

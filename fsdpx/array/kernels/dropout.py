@@ -1,0 +1,41 @@
+"""Dropout: a mask from a stream of counter-based random numbers, made and applied in one pass."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.kernels.choice import kernel
+from fsdpx.array.random import Stretch
+
+__all__ = ["drop", "drop_backward", "keep_mask"]
+
+
+def keep_mask(xp: Any, numbers: Stretch, shape: tuple[int, ...], p: float) -> Any:
+    """True, with probability 1 - p, where an element is kept: where its random number is p or more."""
+    return numbers.fractions(xp).reshape(shape) >= p
+
+
+@kernel()
+def drop(xp: Any, x: Any, numbers: Stretch, p: float) -> tuple[Any, Any]:
+    """x / (1 - p) where kept, else 0, and the mask; element i sees the i-th number."""
+    keep = keep_mask(xp, numbers, x.shape, p)
+    return drop_backward.__wrapped__(xp, x, keep, p), keep  # type: ignore[attr-defined]
+
+
+@kernel()
+def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
+    """dy / (1 - p) where kept, else 0: also forward, once the mask is known."""
+    dx = dy * keep
+    dx *= scale(p)
+    return dx
+
+
+def scale(p: float) -> float:
+    """What keeps the mean; nothing is left to scale at p = 1."""
+    return 1.0 / (1.0 - p) if p < 1.0 else 1.0
+
+
+def threshold(p: float) -> int:
+    """The least 24-bit number that means "kept": `number 2^-24 >= p` in float32."""
+    return math.ceil(float(np.float32(p)) * 2.0**24)

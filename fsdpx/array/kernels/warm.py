@@ -1,0 +1,95 @@
+"""Kernels made ready before they are timed: compiled, or loaded from the cache, by a call on a few numbers each."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array import blas, kernels
+from fsdpx.array.kernels import choice
+from fsdpx.array.random import Stretch, normal
+
+__all__ = ["SAMPLES", "warm"]
+
+Sample = Callable[[Any, Any], Any]  # rows (2, 3) and columns (3,) of the dtype that is computed in
+
+TARGET, NUMBERS = np.zeros(2, np.int64), Stretch(0, "", 0, 6)
+
+SAMPLES: dict[str, Sample] = {
+    "add": lambda x, w: kernels.add(np, x, x),
+    "add_bias": lambda x, w: kernels.add_bias(np, x, w),
+    "add_into": lambda x, w: kernels.add_into(np, x, x.copy()),
+    "attention": lambda x, w: _attention(x),
+    "attention_backward": lambda x, w: kernels.attention_backward(np, *_heads(x), True, 1.0),
+    "bias_gelu": lambda x, w: kernels.bias_gelu(np, x, w),
+    "bias_gelu tanh": lambda x, w: kernels.bias_gelu(np, x, w, "tanh"),
+    "cross_entropy": lambda x, w: kernels.cross_entropy(np, x, TARGET),
+    "cross_entropy_backward": lambda x, w: kernels.cross_entropy_backward(np, x, TARGET, w[:2], 1.0),
+    "drop": lambda x, w: kernels.drop(np, x, NUMBERS, 0.5),
+    "drop_backward": lambda x, w: kernels.drop_backward(np, x, x > 0, 0.5),
+    "embedding_backward": lambda x, w: kernels.embedding_backward(np, x, TARGET, x.copy()),
+    "gelu": lambda x, w: kernels.gelu(np, x),
+    "gelu_backward": lambda x, w: kernels.gelu_backward(np, x, x),
+    "gelu tanh": lambda x, w: kernels.gelu(np, x, "tanh"),
+    "gelu_backward tanh": lambda x, w: kernels.gelu_backward(np, x, x, "tanh"),
+    "gelu_again": lambda x, w: kernels.gelu_again(np, x, x.copy()),
+    "gelu_again tanh": lambda x, w: kernels.gelu_again(np, x, x.copy(), "tanh"),
+    "layer_norm": lambda x, w: kernels.layer_norm(np, x, w, w, 1e-5),
+    "layer_norm_backward_input": lambda x, w: kernels.layer_norm_backward_input(np, x, w, w[:2], w[:2], x),
+    "layer_norm_backward_params": lambda x, w: kernels.layer_norm_backward_params(np, x, w[:2], w[:2], x, w, w.copy()),
+    "linear": lambda x, w: _linear(x, w),
+    "normal": lambda x, w: normal(0, "", 0, 6),
+    "rms_norm": lambda x, w: kernels.rms_norm(np, x, w, 1e-5),
+    "rms_norm_backward_input": lambda x, w: kernels.rms_norm_backward_input(np, x, w, w[:2], x),
+    "rms_norm_backward_params": lambda x, w: kernels.rms_norm_backward_params(np, x, w[:2], x, w),
+    "sigmoid": lambda x, w: kernels.sigmoid(np, x),
+    "silu": lambda x, w: kernels.silu(np, x),
+    "silu_backward": lambda x, w: kernels.silu_backward(np, x, x),
+    "softmax": lambda x, w: kernels.softmax(np, x),
+    "softmax_backward": lambda x, w: kernels.softmax_backward(np, x, x),
+    "square_sum": lambda x, w: kernels.square_sum(np, w),
+    "square_sums": lambda x, w: kernels.square_sums(np, w, 2),
+    "sum_rows": lambda x, w: kernels.sum_rows(np, x, w),
+    "float16": lambda x, w: _through(x, "float16"),
+    "bfloat16": lambda x, w: _through(x, "bf16"),
+}
+
+
+def warm(names: Iterable[str], dtype: Any) -> None:
+    """Make the kernels of these names ready for `dtype`; 16-bit floats are computed in float32. Unknown names, and
+    kernels that run as plain code, cost nothing."""
+    half_float = np.dtype(dtype).itemsize == 2
+    wide = np.dtype(np.float32 if half_float else dtype)
+    wanted = [*names, *([np.dtype(dtype).name] if half_float else [])]
+    for name in dict.fromkeys(wanted):
+        known = name.partition(" ")[0]
+        if name in SAMPLES and (known not in choice.NUMBA or choice.chosen(known) == "numba"):
+            SAMPLES[name](np.zeros((2, 3), wide), np.ones(3, wide))
+
+
+def _heads(x: Any) -> tuple[Any, ...]:
+    """q, k, v, o, lse and the gradient of o: views as the layer passes them."""
+    q, k, v = np.zeros((1, 2, 3, 1, 4), x.dtype).transpose(2, 0, 3, 1, 4)
+    o, lse = kernels.attention(np, q, k, v, True, 1.0)
+    return q, k, v, o, lse, o.copy()
+
+
+def _attention(x: Any) -> None:
+    _heads(x)
+
+
+def _linear(x: Any, w: Any) -> None:
+    """The products of a Linear, which are no kernels: they run by the BLAS that was chosen."""
+    weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
+    blas.affine(y, x, weight, w)
+    blas.gemm(y, x, weight)
+    blas.linear_gradients((weight, False), (w.copy(), False), y, x)
+    blas.linear_backward(np.empty_like(x), (weight, False), (w.copy(), False), y, x, weight.copy())
+
+
+def _through(x: Any, name: str) -> None:
+    from fsdpx.array.namespace import dtype
+
+    h = kernels.narrowed(np, x, dtype(name))
+    kernels.store(np, h, x)
+    kernels.add_widened(np, h, x)

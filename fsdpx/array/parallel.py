@@ -1,0 +1,166 @@
+"""The threads of this process for kernels: pieces of one call, worked through by the caller and a few helpers.
+
+Kernels cut their arrays by rows, columns or elements, so that no number depends on which thread made it or on how many
+there are. Numba's own `prange` is not used: its default layer ("workqueue") ends the process when two threads call it
+at once, as thread ranks do, and it would tie the cut to the number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from fsdpx.errors import ConfigError
+
+__all__ = ["GRAIN", "WORTH", "cuts", "over", "over_columns", "run", "set_threads", "threads"]
+
+GRAIN = 1 << 16
+"""Elements of a piece, at least."""
+WORTH = 1 << 18
+"""Elements of a call that is worth cutting: a pass over so many takes 80 us, waking a thread and its answer 30 us."""
+PER_THREAD = 4  # pieces per thread: a helper that wakes late, or shares its core, holds nobody up for long
+LINE = 64  # cuts fall on multiples of this many elements, so that two threads never write one cache line
+
+_threads = 1
+_started = 0
+_lock = threading.Lock()
+_calls: SimpleQueue[_Job] = SimpleQueue()
+
+
+def threads() -> int:
+    """How many threads work on one kernel."""
+    return _threads
+
+
+def set_threads(n: int) -> None:
+    """From now on `n` threads, the calling one included, work on each kernel of this process."""
+    global _threads
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise ConfigError(f"set_threads({n!r}): a number of threads, 1 or more, is needed")
+    _threads = n
+
+
+def cuts(size: int, grain: int = GRAIN, line: int = LINE) -> list[tuple[int, int]]:
+    """[0, size) as pieces (start, stop) of at least `grain`, cut at multiples of `line`; one piece at one thread."""
+    count = min(size // max(grain, 1), _threads * PER_THREAD) if _threads > 1 else 1
+    if count < 2:
+        return [(0, size)]
+    step = -(-size // (count * line)) * line
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def over(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work: int = 0) -> None:
+    """`function(*arrays, *rest)`, with the arrays cut along dim 0 where that pays.
+
+    work: elements of the whole call, that of the first array if 0.
+    """
+    size = arrays[0].shape[0]
+    elements = work or arrays[0].size
+    if _threads == 1 or elements < WORTH or size < 2:
+        function(*arrays, *rest)
+        return
+    width = max(elements // size, 1)
+    line = LINE if width == 1 else 1
+    run(function, [(*(a[start:stop] for a in arrays), *rest) for start, stop in cuts(size, GRAIN // width, line)])
+
+
+def over_columns(function: Callable[..., Any], rows: Any, *rest: Any) -> None:
+    """`function(start, stop, rows, *rest)` for columns [start, stop) of rows (n, columns), all of them together.
+
+    For sums over rows: each column is added in the order of the rows, whatever the cut.
+    """
+    size = rows.shape[1]
+    if _threads == 1 or rows.size < WORTH or size < 2 * LINE:
+        function(0, size, rows, *rest)
+        return
+    step = -(-size // (_threads * LINE)) * LINE
+    run(function, [(start, min(start + step, size), rows, *rest) for start in range(0, size, step)])
+
+
+def run(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
+    """`function(*piece)` for every piece, in any order and on any thread; returns when all are done.
+
+    Worth it for compiled functions that let go of the GIL. All pieces are run even if one raises; the first error is
+    raised at the end. Any thread may call this at any time, from within a piece too: the caller works on its own
+    pieces, so it never waits for a helper that is busy elsewhere.
+    """
+    helpers = min(_threads, len(pieces)) - 1
+    if helpers < 1:
+        for piece in pieces:
+            function(*piece)
+        return
+    _start(helpers)
+    job = _Job(function, pieces)
+    for _ in range(helpers):
+        _calls.put(job)
+    errors = list(job.work())
+    errors += [job.finished.get() for _ in range(len(pieces) - len(errors))]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+class _Job:
+    """One call. A deque gives each piece to one thread only; who has finished a piece says so."""
+
+    __slots__ = ("finished", "function", "pieces")
+
+    def __init__(self, function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
+        self.function = function
+        self.pieces = deque(pieces)
+        self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def work(self) -> list[BaseException | None]:
+        """Run pieces until none is left: an error or None for each."""
+        results: list[BaseException | None] = []
+        while True:
+            try:
+                piece = self.pieces.popleft()
+            except IndexError:
+                return results
+            results.append(self._one(piece))
+
+    def help(self) -> None:
+        while True:
+            try:
+                piece = self.pieces.popleft()
+            except IndexError:
+                return
+            self.finished.put(self._one(piece))
+
+    def _one(self, piece: tuple[Any, ...]) -> BaseException | None:
+        try:
+            self.function(*piece)
+        except BaseException as error:
+            return error
+        return None
+
+
+def _start(helpers: int) -> None:
+    """Have at least so many helpers; they sleep between calls and end with the process."""
+    global _started
+    if _started >= helpers:
+        return
+    with _lock:
+        for n in range(_started, helpers):
+            threading.Thread(target=_help, args=(_calls,), name=f"fsdpx kernel {n + 1}", daemon=True).start()
+        _started = max(_started, helpers)
+
+
+def _help(calls: SimpleQueue[_Job]) -> None:
+    while True:
+        calls.get().help()
+
+
+def _after_fork() -> None:
+    """A child has none of its parent's threads, and perhaps a lock that one of them held."""
+    global _started, _lock, _calls
+    _started, _lock, _calls = 0, threading.Lock(), SimpleQueue()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

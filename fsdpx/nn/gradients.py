@@ -1,0 +1,87 @@
+"""Gradients as layers get them: arrays to add into, zeroed when they are first looked at and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["Entry", "Gradients", "destination"]
+
+Array = Any
+
+
+class Entry:
+    """One parameter's gradient. blank: nobody has written it yet, and what is in the array means nothing."""
+
+    __slots__ = ("array", "blank")
+
+    def __init__(self, array: Array, blank: bool = False) -> None:
+        self.array = array
+        self.blank = blank
+
+    def open(self) -> Array:
+        """The array as a sum to add to: a blank one is zero."""
+        if self.blank:
+            self.array[...] = 0
+            self.blank = False
+        return self.array
+
+
+class Gradients(Mapping[str, Array]):
+    """Name -> gradient: `g["weight"] += d` is right for every layer; `destination` saves the zeros and the addition.
+
+    Tied parameters are one `Entry` under several names.
+    """
+
+    __slots__ = ("_branches", "entries")
+
+    def __init__(self, entries: Mapping[str, Entry]) -> None:
+        self.entries = entries
+        self._branches: tuple[Mapping[str, str], dict[str, Gradients]] | None = None
+
+    def __getitem__(self, name: str) -> Array:
+        return self.entries[name].open()
+
+    def __setitem__(self, name: str, array: Array) -> None:
+        """The second half of `g[name] += d`."""
+        entry = self.entries[name]
+        if array is not entry.array:
+            entry.array[...] = array
+            entry.blank = False
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def branches(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
+        """By the first part of the names, as `fsdpx.nn.layer.branches`; aliases: further name -> name. Made once."""
+        if self._branches is None or self._branches[0] is not aliases:
+            self._branches = (aliases, self._grouped(aliases))
+        return self._branches[1]
+
+    def _grouped(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
+        known = {alias: self.entries[name] for alias, name in aliases.items() if name in self.entries}
+        grouped: dict[str, dict[str, Entry]] = {}
+        for name, entry in {**self.entries, **known}.items():
+            head, _, rest = name.partition(".")
+            grouped.setdefault(head, {})[rest] = entry
+        return {head: Gradients(entries) for head, entries in grouped.items()}
+
+
+def destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
+    """Where a gradient is to be written, and whether it must be added to what is there; None if it is frozen.
+
+    The caller must fill the whole array.
+    """
+    if type(g) is not Gradients:
+        return (g[name], True) if name in g else None
+    entry = g.entries.get(name)
+    if entry is None:
+        return None
+    add, entry.blank = not entry.blank, False
+    return entry.array, add

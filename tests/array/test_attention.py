@@ -1,0 +1,87 @@
+"""Compiled attention: random shapes, special values, any number of threads, and denormals."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpx.array import blas, kernels, parallel
+
+pytestmark = pytest.mark.skipif(blas.chosen() == "numpy", reason="compiled attention needs a BLAS to call")
+
+
+def reference(q, k, v, do, causal: bool, scale: float) -> list[np.ndarray]:
+    """o, dq, dk, dv in float64."""
+    q, k, v, do = (a.astype("f8") for a in (q, k, v, do))
+    s = scale * q @ k.swapaxes(-1, -2)
+    if causal:
+        s = np.where(np.tri(s.shape[-1], dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True, initial=-np.inf))
+    p /= p.sum(-1, keepdims=True)
+    o = p @ v
+    ds = p * (do @ v.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True)) * scale
+    return [o, ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do]
+
+
+def heads(seed: int, *shape: int) -> list[np.ndarray]:
+    """q, k, v as a layer passes them, and the gradient of o."""
+    rng = np.random.default_rng(seed)
+    b, h, t, d = shape
+    qkv = rng.standard_normal((b, t, 3, h, d)).astype("f4").transpose(2, 0, 3, 1, 4)
+    return [*qkv, rng.standard_normal((b, t, h, d)).astype("f4").swapaxes(1, 2)]
+
+
+def run(q, k, v, do, causal: bool, scale: float) -> list[np.ndarray]:
+    with kernels.use("numba"):
+        o, lse = kernels.attention(np, q, k, v, causal, scale)
+        return [o, *kernels.attention_backward(np, q, k, v, o, lse, do, causal, scale)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 63, 64, 65, 127, 130, 200]),
+    st.integers(1, 40),
+    st.booleans(),
+    st.integers(0, 99),
+)
+def test_random_shapes(b, h, t, d, causal, seed) -> None:
+    """Relative to the largest element of a result: its elements are sums of terms of about that size."""
+    q, k, v, do = heads(seed, b, h, t, d)
+    for got, want in zip(run(q, k, v, do, causal, 0.3), reference(q, k, v, do, causal, 0.3), strict=True):
+        assert np.abs(got - want).max() <= 2e-6 * max(1.0, np.abs(want).max())
+
+
+def test_large_scores_do_not_overflow() -> None:
+    q, k, v, do = heads(1, 1, 2, 70, 8)
+    results = run(q * 1e3, k * 1e3, v, do, True, 1.0)
+    assert all(np.isfinite(r).all() for r in results)
+    np.testing.assert_allclose(results[0], reference(q * 1e3, k * 1e3, v, do, True, 1.0)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_nan_stays_in_its_rows() -> None:
+    q, k, v, do = (a.copy() for a in heads(1, 1, 1, 130, 8))
+    q[0, 0, 100] = np.nan
+    o = run(q, k, v, do, True, 0.3)[0]
+    assert np.isnan(o[0, 0, 100]).all()
+    assert np.isfinite(np.delete(o, 100, 2)).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_number_of_threads_does_not_show(causal: bool) -> None:
+    arrays = heads(2, 2, 3, 130, 16)
+    before = parallel.threads()
+    seen = set()
+    try:
+        for count in (1, 2, 3):
+            parallel.set_threads(count)
+            seen.add(b"".join(a.tobytes() for a in run(*arrays, causal, 0.25)))
+    finally:
+        parallel.set_threads(before)
+    assert len(seen) == 1
+
+
+def test_the_mode_of_the_processor_comes_back() -> None:
+    run(*heads(3, 1, 1, 70, 4), True, 1.0)
+    assert (np.full(4, 1e-40, "f4") * np.float32(1)).all()

@@ -1,0 +1,188 @@
+"""Products by BLAS: every layout, every library, in place, and the same bits wherever arrays lie."""
+
+import platform
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpx.array import blas, parallel
+from fsdpx.errors import ConfigError
+
+LIBRARIES = list(blas.available())
+SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 63, 64, 65, 130]))
+LAYOUTS = ("rows", "columns", "wide rows", "wide columns", "every second", "backwards")
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(request: pytest.FixtureRequest) -> Iterator[str]:
+    blas.choose(request.param)
+    yield request.param
+    blas.choose(None)
+
+
+def lay(values: np.ndarray, layout: str) -> np.ndarray:
+    """The same values with other strides."""
+    m, n = values.shape
+    made = {
+        "rows": lambda: np.empty((m, n), values.dtype),
+        "columns": lambda: np.empty((n, m), values.dtype).T,
+        "wide rows": lambda: np.empty((m, n + 3), values.dtype)[:, 1 : n + 1],
+        "wide columns": lambda: np.empty((n, m + 5), values.dtype)[:, 2 : m + 2].T,
+        "every second": lambda: np.empty((m, 2 * n), values.dtype)[:, ::2],
+        "backwards": lambda: np.empty((m, n), values.dtype)[::-1],
+    }[layout]()
+    made[...] = values
+    return made
+
+
+def error(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> float:
+    """Largest error, relative to the sum of the terms' sizes: what rounding is proportional to."""
+    return float(np.max(np.abs(got - want) / np.maximum(bound, 1e-300), initial=0.0))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("accumulate", [False, True])
+@settings(max_examples=40, deadline=None)
+@given(SIZES, SIZES, SIZES, st.tuples(*[st.sampled_from(LAYOUTS)] * 3), st.integers(0, 99))
+def test_gemm_is_the_product(dtype, accumulate, m, n, k, layouts, seed) -> None:
+    rng = np.random.default_rng(seed)
+    a, b, c = (rng.standard_normal(s).astype(dtype) for s in ((m, k), (k, n), (m, n)))
+    before = c if accumulate else np.zeros_like(c)
+    want = a.astype("f8") @ b.astype("f8") + before
+    bound = np.abs(a).astype("f8") @ np.abs(b).astype("f8") + np.abs(before)
+    for name in LIBRARIES:
+        blas.choose(name)
+        out = lay(c if accumulate else np.full_like(c, np.nan), layouts[0])
+        blas.gemm(out, lay(a, layouts[1]), lay(b, layouts[2]), accumulate)
+        assert error(out, want, bound) < (1e-6 if dtype is np.float32 else 1e-14), name
+    blas.choose(None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(SIZES, SIZES, SIZES, st.booleans(), st.tuples(st.booleans(), st.booleans()), st.integers(0, 99))
+def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> None:
+    rng = np.random.default_rng(seed)
+    x, weight, bias, dy = (rng.standard_normal(s).astype("f4") for s in ((m, k), (n, k), (n,), (m, n)))
+    wide = [a.astype("f8") for a in (x, weight, bias, dy)]
+    for name in LIBRARIES:
+        blas.choose(name)
+        out = np.full((m, n), np.nan, "f4")
+        blas.affine(out, x, weight, bias if biased else None)
+        bound = np.abs(wide[0]) @ np.abs(wide[1]).T + np.abs(wide[2])
+        assert error(out, wide[0] @ wide[1].T + (wide[2] if biased else 0), bound) < 1e-6, name
+        dweight = np.ones((n, k), "f4") if adds[0] else np.full((n, k), np.nan, "f4")
+        dbias = np.ones(n, "f4") if adds[1] else np.full(n, np.nan, "f4")
+        blas.linear_gradients((dweight, adds[0]), (dbias, adds[1]) if biased else None, dy, x)
+        assert error(dweight, wide[3].T @ wide[0] + adds[0], np.abs(wide[3]).T @ np.abs(wide[0]) + 1) < 1e-6, name
+        if biased:
+            assert error(dbias, wide[3].sum(0) + adds[1], np.abs(wide[3]).sum(0) + 1) < 1e-6, name
+    blas.choose(None)
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 32), (64, 48, 33), (64, 256, 64), (256, 512, 384)])
+def test_the_same_bits_at_every_alignment(library: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(0)
+    a, b = rng.standard_normal((m, k)).astype("f4"), rng.standard_normal((k, n)).astype("f4")
+
+    def at(offset: int, values: np.ndarray) -> np.ndarray:
+        room = np.empty(values.size + 32, "f4")
+        start = (-room.ctypes.data // 4) % 16 + offset
+        moved = room[start : start + values.size].reshape(values.shape)
+        moved[...] = values
+        return moved
+
+    seen = set()
+    for offset in range(16):
+        out = at(offset * 7 % 16, np.zeros((m, n), "f4"))
+        blas.gemm(out, at(offset, a), at(offset * 3 % 16, b))
+        seen.add(out.tobytes())
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("shape", [(700, 200, 130), (200, 700, 130), (64, 4200, 64)])
+def test_cut_among_threads(library: str, shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    rng = np.random.default_rng(0)
+    x, weight, bias = (rng.standard_normal(s).astype("f4") for s in ((m, k), (n, k), (n,)))
+    before = blas.threads(), parallel.threads()
+    blas.threads(3)
+    parallel.set_threads(3)
+    try:
+        y, dweight, dbias = np.empty((m, n), "f4"), np.empty((n, k), "f4"), np.empty(n, "f4")
+        blas.affine(y, x, weight, bias)
+        blas.linear_gradients((dweight, False), (dbias, False), y, x)
+        blas.gemm(y, x, weight.T, True)
+    finally:
+        blas.threads(before[0])
+        parallel.set_threads(before[1])
+    product = x.astype("f8") @ weight.astype("f8").T
+    size = np.abs(x).astype("f8") @ np.abs(weight).astype("f8").T
+    assert error(y, 2 * product + bias, 2 * size + np.abs(bias)) < 1e-6
+    forward = product + bias
+    assert error(dweight, forward.T @ x, np.abs(forward).T @ np.abs(x)) < 1e-5
+    assert error(dbias, forward.sum(0), np.abs(forward).sum(0)) < 1e-5
+
+
+def test_infinity_and_nan_pass_through(library: str) -> None:
+    a = np.array([[np.inf, 1.0], [np.nan, 2.0], [3.0, 4.0]], "f4")
+    out = np.empty((3, 2), "f4")
+    with np.errstate(invalid="ignore"):  # NumPy's own products may warn
+        blas.gemm(out, a, np.ones((2, 2), "f4"))
+    np.testing.assert_array_equal(out, [[np.inf] * 2, [np.nan] * 2, [7.0] * 2])
+
+
+def test_denormals_count_as_zero_in_float32_products_only() -> None:
+    if blas.chosen() == "numpy":
+        pytest.skip("NumPy's own products keep denormals")
+    tiny, one = np.full((2, 2), 1e-40, "f4"), np.eye(2, dtype="f4")
+    out = np.empty((2, 2), "f4")
+    blas.gemm(out, tiny, one)
+    assert not out.any() or platform.machine() not in ("x86_64", "AMD64")
+    assert (tiny * np.float32(1)).all(), "the mode of the processor came out of the product"
+    out64 = np.empty((2, 2))
+    blas.gemm(out64, np.full((2, 2), 1e-310), np.eye(2))
+    assert out64.all()
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (np.arange(6).reshape(2, 3), np.arange(6).reshape(3, 2)),
+        (np.ones((2, 3), "f2"), np.ones((3, 2), "f2")),
+        (np.ones((2, 3), "f4"), np.ones((3, 2), "f8")),
+    ],
+)
+def test_what_blas_does_not_know_goes_to_numpy(a: np.ndarray, b: np.ndarray) -> None:
+    out = np.zeros((2, 2), np.result_type(a, b))
+    blas.gemm(out, a, b)
+    np.testing.assert_array_equal(out, a @ b)
+    blas.gemm(out, a, b, True)
+    np.testing.assert_array_equal(out, 2 * (a @ b))
+
+
+def test_what_is_read_may_be_read_only(library: str) -> None:
+    a = np.frombuffer(np.ones((3, 3), "f4").tobytes(), "f4").reshape(3, 3)
+    out = np.empty((3, 3), "f4")
+    blas.affine(out, a, a, a[0])
+    np.testing.assert_array_equal(out, np.full((3, 3), 4.0))
+
+
+def test_shapes_that_do_not_fit_are_refused(library: str) -> None:
+    with pytest.raises(ValueError, match="matmul"):
+        blas.gemm(np.empty((2, 2), "f4"), np.ones((2, 3), "f4"), np.ones((2, 2), "f4"))
+
+
+def test_choice() -> None:
+    assert "numpy" in blas.available()
+    assert blas.chosen() in blas.available()
+    with pytest.raises(ConfigError, match="choose one of"):
+        blas.choose("atlas")
+    before = blas.chosen()
+    rates = blas.measure()
+    assert list(rates) == list(blas.available())
+    assert all(rate > 0 for rate in rates.values())
+    assert blas.chosen() == before

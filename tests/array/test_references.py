@@ -1,0 +1,243 @@
+"""Kernels in float32 against float64, to 1e-6 of the terms that make an element.
+
+Relative to the sum of the magnitudes of an element's terms, not to the element: where terms cancel (a mean that is
+subtracted, a gradient near its zero) no float32 code has digits left, whatever the size of the result. An exponential
+counts its exponent as a term as well, since that is rounded too. GELU and SiLU forward are held to the element itself.
+"""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpx.array import kernels
+from fsdpx.array.kernels.activation import CUBIC, SLOPE
+
+TOLERANCE = 1e-6
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=30)
+ROWS = st.sampled_from([0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 130])
+COLUMNS = st.integers(1, 140)
+SCALE = st.sampled_from([1e-3, 1.0, 5.0])
+EPS = 1e-5
+
+erf = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def below(x):
+    return 0.5 * erf(-x / math.sqrt(2.0))
+
+
+def bell(x):
+    return np.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+
+
+def logistic(x):
+    return np.exp(-np.logaddexp(0.0, -x))
+
+
+def gelu(x, dy):
+    want = x * below(x)
+    return [(kernels.gelu, (x,), want, np.abs(want))]
+
+
+def gelu_backward(x, dy):
+    want = dy * (below(x) + x * bell(x))
+    return [(kernels.gelu_backward, (x, dy), want, np.abs(dy) * (below(x) + np.abs(x) * bell(x)))]
+
+
+def gelu_tanh(x, dy):
+    u = x * (1.0 + CUBIC * x * x) * SLOPE
+    s, slope = logistic(u), (1.0 + 3.0 * CUBIC * x * x) * SLOPE
+    spread = 1.0 + np.abs(u) * (1.0 - s)
+    want = dy * (s + x * s * (1.0 - s) * slope)
+    return [
+        (lambda xp, a: kernels.gelu(xp, a, "tanh"), (x,), x * s, np.abs(x) * s * spread),
+        (
+            lambda xp, a, b: kernels.gelu_backward(xp, a, b, "tanh"),
+            (x, dy),
+            want,
+            np.abs(dy) * s * (spread + np.abs(x) * slope * (1.0 + np.abs(u))),
+        ),
+    ]
+
+
+def silu(x, dy):
+    s = logistic(x)
+    return [
+        (kernels.sigmoid, (x,), s, s),
+        (kernels.silu, (x,), x * s, np.abs(x) * s),
+        (
+            kernels.silu_backward,
+            (x, dy),
+            dy * (s + x * s * (1 - s)),
+            np.abs(dy) * (s + np.abs(x) * s * (1 - s)) * (1 + np.abs(x)),
+        ),
+    ]
+
+
+def softmax(x, dy):
+    top = x.max(axis=1, keepdims=True)
+    y = np.exp(x - top)
+    y /= y.sum(axis=1, keepdims=True)
+    y32 = y.astype(np.float32).astype(np.float64)
+    along = np.sum(y32 * dy, axis=1, keepdims=True)
+    size = y32 * (np.abs(dy) + np.sum(y32 * np.abs(dy), axis=1, keepdims=True))
+    return [
+        (kernels.softmax, (x,), y, y * (1.0 + np.abs(x - top))),
+        (kernels.softmax_backward, (y32, dy), y32 * (dy - along), size),
+    ]
+
+
+def layer_norm(x, dy):
+    w, b = np.linspace(-1, 2, x.shape[1]).astype(np.float32).astype(np.float64), np.ones(x.shape[1])
+    mean, rstd = x.mean(axis=1), 1.0 / np.sqrt(x.var(axis=1) + EPS)
+    mean32, rstd32 = (a.astype(np.float32).astype(np.float64) for a in (mean, rstd))
+    m, r = mean32[:, None], rstd32[:, None]
+    n, h = (x - m) * r, dy * w
+    size_n = (np.abs(x) + np.abs(x).mean(axis=1, keepdims=True)) * r
+    dx = (h - h.mean(axis=1, keepdims=True) - n * (h * n).mean(axis=1, keepdims=True)) * r
+    size_h = np.abs(h) + np.abs(h).mean(axis=1, keepdims=True)
+    size_dx = (size_h + size_n * (np.abs(h) * size_n).mean(axis=1, keepdims=True)) * r
+    y = (x - mean[:, None]) * rstd[:, None] * w + b
+    gw, gb = np.zeros(x.shape[1]), np.ones(x.shape[1])
+
+    def params(xp, *arrays):
+        sums = [a.astype(arrays[0].dtype) for a in (gw, gb)]
+        kernels.layer_norm_backward_params(xp, *arrays, *sums)
+        return np.stack(sums)
+
+    want = np.stack([np.sum(dy * n, axis=0), 1.0 + np.sum(dy, axis=0)])
+    size = np.stack([np.sum(np.abs(dy) * size_n, axis=0), 1.0 + np.sum(np.abs(dy), axis=0)])
+    return [
+        (lambda xp, *a: kernels.layer_norm(xp, *a, EPS)[0], (x, w, b), y, size_n * np.abs(w) + np.abs(b)),
+        (kernels.layer_norm_backward_input, (x, w, mean32, rstd32, dy), dx, size_dx),
+        (params, (x, mean32, rstd32, dy), want, size),
+    ]
+
+
+def rms_norm(x, dy):
+    w = np.linspace(-1, 2, x.shape[1]).astype(np.float32).astype(np.float64)
+    rstd = 1.0 / np.sqrt((x * x).mean(axis=1) + EPS)
+    r = rstd.astype(np.float32).astype(np.float64)
+    n, h = x * r[:, None], dy * w
+    dx = (h - n * (h * n).mean(axis=1, keepdims=True)) * r[:, None]
+    size = (np.abs(h) + np.abs(n) * np.abs(h * n).mean(axis=1, keepdims=True)) * r[:, None]
+    y = x * rstd[:, None] * w
+    return [
+        (lambda xp, *a: kernels.rms_norm(xp, *a, EPS)[0], (x, w), y, np.abs(y)),
+        (kernels.rms_norm_backward_input, (x, w, r, dy), dx, size),
+    ]
+
+
+def cross_entropy(x, dy):
+    target = (np.arange(x.shape[0]) * 7) % x.shape[1]
+    top = x.max(axis=1)
+    lse = np.log(np.exp(x - top[:, None]).sum(axis=1)) + top
+    lse32 = lse.astype(np.float32).astype(np.float64)
+    picked = np.take_along_axis(x, target[:, None], axis=1)[:, 0]
+    p, hit = np.exp(x - lse32[:, None]), np.arange(x.shape[1]) == target[:, None]
+    size = p * (1.0 + np.abs(x - lse32[:, None])) + hit
+    return [
+        (lambda xp, a: np.float64(kernels.cross_entropy(xp, a, target)[0]), (x,), (lse - picked).sum(),
+         (np.abs(lse) + np.abs(picked) + 1.0).sum()),
+        (lambda xp, a, b: kernels.cross_entropy_backward(xp, a, target, b, 0.5), (x, lse32), (p - hit) / 2, size / 2),
+    ]  # fmt: skip
+
+
+def sums(x, dy):
+    w = dy[0] if len(dy) else np.ones(x.shape[1])
+
+    def bias_gelu(xp, h, bias):
+        h = h.copy()
+        return np.stack([kernels.bias_gelu(xp, h, bias), h])
+
+    def add_into(xp, a, b):
+        a = a.copy()
+        kernels.add_into(xp, a, b)
+        return a
+
+    def rows(accumulate):
+        def run(xp, a, b):
+            b = b.copy()
+            kernels.sum_rows(xp, a, b, accumulate)
+            return b
+
+        return run
+
+    def add_bias(xp, y, bias):
+        y = y.copy()
+        kernels.add_bias(xp, y, bias)
+        return y
+
+    h = (x.astype(np.float32) + w.astype(np.float32)).astype(np.float64)
+    total, size = x.sum(axis=0), np.abs(x).sum(axis=0)
+    return [
+        (kernels.add, (x, dy), x + dy, np.abs(x) + np.abs(dy)),
+        (add_into, (x, dy), x + dy, np.abs(x) + np.abs(dy)),
+        (add_bias, (x, w), x + w, np.abs(x) + np.abs(w)),
+        (bias_gelu, (x, w), np.stack([h * below(h), h]), np.abs(np.stack([h * below(h), h]))),
+        (rows(True), (x, w), total + w, size + np.abs(w)),
+        (rows(False), (x, w), total, size),
+        (lambda xp, a: np.float64(kernels.square_sum(xp, a.reshape(-1))), (x,), (x * x).sum(), (x * x).sum()),
+        (lambda xp, a: kernels.square_sums(xp, a.reshape(-1), 16), (x,), blocks(x), blocks(x)),
+    ]
+
+
+def blocks(x):
+    flat = np.square(x.reshape(-1))
+    return np.array([flat[at : at + 16].sum() for at in range(0, flat.size, 16)])
+
+
+@pytest.mark.parametrize(
+    "cases", [gelu, gelu_backward, gelu_tanh, silu, softmax, layer_norm, rms_norm, cross_entropy, sums],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+@SETTINGS
+@given(rows=ROWS, columns=COLUMNS, scale=SCALE, mode=st.sampled_from(["plain", "numba"]), seed=st.integers(0, 9))
+def test_float32_against_float64(cases, rows, columns, scale, mode, seed):
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=(rows, columns)) * scale).astype(np.float32).astype(np.float64)
+    dy = rng.normal(size=(rows, columns)).astype(np.float32).astype(np.float64)
+    for run, arrays, want, size in cases(x, dy):
+        with kernels.use(mode):
+            got = run(np, *(a.astype(np.float32) for a in arrays))
+        assert got.shape == np.shape(want)
+        assert got.dtype in (np.float32, np.float64)
+        error = np.abs(got.astype(np.float64) - want)
+        assert (error <= TOLERANCE * np.asarray(size) + 1e-42).all(), (run, (error / (size + 1e-42)).max())
+
+
+SPECIAL = np.array([0.0, -0.0, 1e-45, -1e-45, 1e-38, 1e38, -1e38, 3e38, np.inf, -np.inf, np.nan, 1.0], np.float32)
+
+
+def test_special_values_of_elementwise_kernels(mode):
+    with np.errstate(all="ignore"):
+        got = kernels.gelu(np, SPECIAL)
+        np.testing.assert_array_equal(got[[0, 1, 5, 6, 7, 8]], np.float32([0, 0, 1e38, 0, 3e38, np.inf]))
+        assert np.isnan(got[10])
+        assert got[11] == np.float32(0.8413447)
+        slope = kernels.gelu_backward(np, SPECIAL[:8], np.ones(8, np.float32))
+        np.testing.assert_allclose(slope, [0.5, 0.5, 0.5, 0.5, 0.5, 1, 0, 1], atol=1e-30, rtol=1e-7)
+        np.testing.assert_array_equal(kernels.sigmoid(np, SPECIAL[[0, 5, 6, 8, 9]]), [0.5, 1, 0, 1, 0])
+        np.testing.assert_array_equal(kernels.add(np, SPECIAL, SPECIAL[::-1]), SPECIAL + SPECIAL[::-1])
+
+
+def test_rows_without_anything_finite(mode):
+    x = np.array([[-np.inf, -np.inf], [-np.inf, 2.0], [np.inf, 1.0]], np.float32)
+    with np.errstate(all="ignore"):
+        y = kernels.softmax(np, x)
+    assert np.isnan(y[0]).all()
+    assert y[1].tolist() == [0.0, 1.0]
+    assert np.isnan(y[2, 0])
+    total, weight, lse = kernels.cross_entropy(np, x[1:2], np.array([1]))
+    assert (total, weight, lse.tolist()) == (0.0, 1.0, [2.0])
+
+
+def test_huge_logits(mode):
+    x = np.array([[1e38, -1e38, 0.0], [-1e38, -1e38, -1e38]], np.float32)
+    total, _, lse = kernels.cross_entropy(np, x, np.array([0, 2]))
+    np.testing.assert_allclose(lse, x.max(axis=1))
+    assert total == 0.0 or abs(total) < 2.0
+    assert np.isfinite(kernels.cross_entropy_backward(np, x, np.array([0, 2]), lse, 1.0)).all()

@@ -1,0 +1,95 @@
+"""After `warm` a kernel neither compiles nor loads anything; what cannot be compiled or kept is said once."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fsdpx.array import kernels
+from fsdpx.array.kernels.warm import SAMPLES, warm
+
+COUNT = """
+import sys
+import numpy as np
+from fsdpx.array import kernels
+from fsdpx.array.kernels.warm import warm
+
+def ready():
+    from numba.core.dispatcher import Dispatcher
+    modules = [m for n, m in sys.modules.items() if n.startswith(("fsdpx.array.kernels.compiled", "fsdpx.optim"))]
+    made = [f for m in modules for f in vars(m).values() if isinstance(f, Dispatcher)]
+    return {(f.__name__, str(s)) for f in made for s in f.signatures}
+"""
+
+
+def test_every_compiled_kernel_has_a_sample():
+    named = {name.partition(" ")[0] for name in SAMPLES}
+    assert set(kernels.NUMBA) - named <= {"store", "add_widened"}  # those are samples by format
+    assert {"float16", "bfloat16"} <= named
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_warm_runs_every_sample(mode, dtype):
+    warm(SAMPLES, np.dtype(dtype))
+
+
+def test_unknown_names_cost_nothing():
+    warm(["no such kernel"], np.float32)
+
+
+def test_a_warm_kernel_compiles_and_loads_nothing():
+    code = (
+        COUNT
+        + """
+warm(["gelu", "layer_norm", "cross_entropy", "bfloat16"], np.float32)
+before = ready()
+x, w = np.ones((5, 4), np.float32), np.ones(4, np.float32)
+kernels.gelu(np, x)
+kernels.layer_norm(np, x, w, None, 1e-5)
+kernels.cross_entropy(np, x, np.zeros(5, np.int32))
+assert ready() == before, ready() ^ before
+kernels.silu(np, x)
+assert ready() != before
+"""
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
+
+
+def test_a_step_finds_all_kernels_warm():
+    code = (
+        COUNT
+        + """
+from fsdpx import nn, optim
+from fsdpx.engine.warm import warm as warm_all
+block = nn.TransformerBlock(8, 2, dropout=0.1)
+model = nn.Chain(nn.Embedding(5, 8), block, nn.RMSNorm(8), nn.Linear(8, 8), nn.GELU("tanh"), nn.SiLU(), nn.Linear(8, 5))
+loss, optimizer = nn.CrossEntropy(), optim.LAMB()
+trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, backend="fake")
+warm_all(np, model, loss, optimizer, np.dtype("float32"), np.dtype("float32"), True)
+before = ready()
+x = np.zeros((3, 4), int)
+trainer.step(x, x)
+assert ready() == before, ready() ^ before
+"""
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=180)
+
+
+def test_a_read_only_cache_is_said_once_and_kernels_run():
+    code = """
+import errno, warnings
+import numpy as np
+from numba.core import caching
+def read_only(self):
+    raise OSError(errno.EROFS, "Read-only file system")
+caching._CacheLocator.ensure_cache_path = read_only
+from fsdpx.array import kernels
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert kernels.square_sum(np, np.ones(3, np.float32)) == 3.0
+    assert kernels.sigmoid(np, np.zeros(3, np.float32)).tolist() == [0.5] * 3
+said = [str(c.message) for c in caught]
+assert len(said) == 1 and "set NUMBA_CACHE_DIR to a folder that can be written" in said[0], said
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=180)

@@ -1,0 +1,160 @@
+"""Training through windows: the same bits and bytes as through messages, and what happens where windows do not fit."""
+
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, STRATEGIES, distance, make, part, train
+
+import fsdpx
+from fsdpx import spawn
+from fsdpx.comm import Communicator, Mesh
+from fsdpx.comm.opening import node_of
+from fsdpx.comm.opening import world as open_world
+from fsdpx.engine.windows import memory_of
+
+pytestmark = [pytest.mark.world, pytest.mark.mpi]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Communicator]:
+    comm = open_world("node")
+    yield comm
+    comm.close()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Communicator]:
+    """Machines of two ranks where that comes out even, else of different sizes; neighbours on different machines."""
+    from mpi4py import MPI
+
+    from fsdpx.comm.node import NodeCommunicator
+
+    size = MPI.COMM_WORLD.size
+    comm = NodeCommunicator(timeout=60, machines=[r % (size // 2) if size % 2 == 0 else r // 2 for r in range(size)])
+    yield comm
+    comm.close()
+
+
+def _alone(case: str, **options: Any) -> tuple[list[float], dict[str, np.ndarray], str]:
+    losses, got, trainer = spawn(lambda comm: train(comm, case, "ddp", **options), 1)[0]
+    return losses, got, trainer.fingerprint()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_several_machines_equal_one_process(cluster: Communicator, strategy: str) -> None:
+    losses, want, _ = _alone("gpt", clip_norm=0.3)
+    got_losses, got, trainer = train(cluster, "gpt", strategy, clip_norm=0.3, check=True)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
+    assert distance(want, got) < 1e-12
+    trainer.close()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_hash_over_machines(cluster: Communicator, strategy: str) -> None:
+    options = {"sizes": (16,) * 2, "chunks": 8, "clip_norm": 0.2, "precision": "float32"}
+    _, _, want = _alone("mlp", **options)
+    _, _, trainer = train(cluster, "mlp", strategy, **options)
+    assert trainer.fingerprint() == want
+    trainer.close()
+
+
+def test_hybrid_shards_inside_machines_and_joins_between_them(cluster: Communicator) -> None:
+    if cluster.size != 4:
+        pytest.skip("four ranks make two machines of two")
+    _, want, _ = _alone("mlp", clip_norm=0.3)
+    for mesh in (Mesh(replica=2, shard=2), Mesh(replica=4, shard=1), Mesh(replica=1, shard=4)):
+        _, got, trainer = train(cluster, "mlp", fsdpx.Sharding(replica=mesh.replica, shard=mesh.shard), clip_norm=0.3)
+        assert distance(want, got) < 1e-12
+        trainer.close()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_a_thread_that_moves_transfers_changes_nothing(world: Communicator, strategy: str) -> None:
+    options = {"chunks": 8, "sizes": (16,) * 3, "precision": "float32"}
+    _, _, want = train(world, "gpt", strategy, **options)
+    _, _, got = train(world, "gpt", strategy, progress="thread", **options)
+    assert got.engine.poker is not None
+    assert want.fingerprint() == got.fingerprint()
+    want.close()
+    got.close()
+
+
+def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicator) -> None:
+    """Shards lie in memory that all read: a rank that updates early must not change what others still compute with."""
+
+    def run(delay: float) -> str:
+        trainer = make(world, "mlp", "fsdp", group_bytes=0, clip_norm=None)
+        for step in range(6):
+            x, y = CASES["mlp"].batch(np.random.default_rng(step), 4 * world.size)
+            mine = part(world, len(x))
+            if world.rank == step % world.size:
+                time.sleep(delay)
+            trainer.step(x[mine], y[mine])
+            if step % 2:
+                trainer.predict(x[mine])
+            if step == 3:
+                trainer.load_parameters(trainer.parameters())
+        digest = trainer.fingerprint()
+        trainer.close()
+        return digest
+
+    assert run(0.0) == run(0.02)
+
+
+def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None:
+    trainer = make(world, "mlp", "fsdp")
+    sizes = world.all_gather_object(trainer.report().memory["parameters"])
+    itemsize = trainer.engine.dtype.itemsize
+    if world.size > 1:
+        assert sum(sizes) <= trainer.engine.layout.size * itemsize
+        assert all(state.full is not None for state in trainer.engine.pages)
+    trainer.close()
+
+
+def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdpx.comm import host
+
+    _, want, first = train(world, "mlp", "zero2", precision="float32")
+    monkeypatch.setattr(host, "free_bytes", lambda: 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, got, trainer = train(world, "mlp", "zero2", precision="float32")
+    assert not trainer.engine.arena.slab_shared
+    assert distance(want, got) < 1e-5
+    texts = [str(w.message) for w in said if "shared memory" in str(w.message)]
+    if world.size > 1:
+        assert len(texts) == (1 if world.rank == 0 else 0)
+        assert all("/dev/shm" in text and "--shm-size" in text and "same results" in text for text in texts)
+    first.close()
+    trainer.close()
+
+
+def test_messages_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPX_NODE", "0")
+    from mpi4py import MPI
+
+    comm = open_world(comm=MPI.COMM_WORLD)
+    assert node_of(comm) is None
+    assert memory_of(comm, np) is None
+    monkeypatch.setenv("FSDPX_NODE", "1")
+    other = open_world(comm=MPI.COMM_WORLD)
+    assert (node_of(other) is not None) == (MPI.COMM_WORLD.size > 1)
+    comm.close()
+    other.close()
+
+
+def test_tuning_is_agreed_on(world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    from fsdpx.engine.tuning import stored, tune_for
+
+    monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
+    found = tune_for(world, True, np)
+    assert len(set(map(str, world.all_gather_object(found)))) == 1
+    world.barrier().wait()
+    assert [tuning for _, tuning in stored()] == [found]
+    if world.size > 1:
+        assert {"latency", "reduce-scatter of 4 MiB", "all-reduce of 4 MiB"} <= set(found.measured)
+    world.barrier().wait()
