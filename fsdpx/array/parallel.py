@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
+from fsdpx.array.denormals import flush_for_good
 from fsdpx.errors import ConfigError
 
 __all__ = ["GRAIN", "WORTH", "cuts", "over", "over_columns", "run", "set_threads", "threads"]
@@ -152,6 +153,7 @@ def _start(helpers: int) -> None:
 
 
 def _help(calls: SimpleQueue[_Job]) -> None:
+    flush_for_good()  # as the thread that calls, inside a step
     while True:
         calls.get().help()
 

@@ -5,6 +5,7 @@ from time import perf_counter
 from typing import Any
 
 from fsdpx.array import blas
+from fsdpx.array.denormals import flushed
 from fsdpx.comm.communicator import DONE
 from fsdpx.engine.engine import PROGRESS, Engine
 from fsdpx.engine.gradients import Pending
@@ -29,6 +30,10 @@ class Bound:
 
     def run(self) -> dict[str, Any]:
         """Run all actions; the values of the program's result slots are taken out of the store and returned."""
+        with flushed():
+            return self._run()
+
+    def _run(self) -> dict[str, Any]:
         engine = self.engine
         store, clock, room, poker = engine.store, engine.clock, self.room, engine.poker
         for _, transfer in engine.flying:  # of a program that broke off, alike on all ranks

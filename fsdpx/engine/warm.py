@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.denormals import flushed
 from fsdpx.array.kernels.warm import warm as warm_kernels
 from fsdpx.nn.layer import Layer
 from fsdpx.optim.segments import Segment, Segments
@@ -16,10 +17,11 @@ def warm(xp: Any, model: Layer, loss: Any, optimizer: Any, dtype: Any, master: A
     gradient's norm is wanted. Nothing to do on other devices than the CPU."""
     if xp is not np:
         return
-    warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add"], dtype)
-    if norm:
-        warm_kernels(["square_sum", "square_sums"], master)
-    _warm_optimizer(optimizer, np.dtype(master))
+    with flushed():
+        warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add"], dtype)
+        if norm:
+            warm_kernels(["square_sum", "square_sums"], master)
+        _warm_optimizer(optimizer, np.dtype(master))
 
 
 def _kernels(layer: Layer) -> dict[str, None]:

@@ -13,7 +13,7 @@ from fsdpx.array.kernels.attention import attention_backward as plain_backward
 from fsdpx.array.kernels.attention import merged, time_first
 from fsdpx.array.kernels.compiled.fixed import fixed
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
-from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas, flush, restore
+from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.rows import dot, largest
 from fsdpx.array.kernels.compiled.scalar import exp
 
@@ -48,7 +48,6 @@ def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
     one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
     ldq, ldk, ldv, ldo = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, o.strides[2] // size
-    before = flush(one)
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
         kp, vp = k[b, h].ctypes.data, v[b, h].ctypes.data
@@ -66,7 +65,6 @@ def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
                 lse[b, h, start + i] = top + np.log(total)
                 s[i, :seen] *= one / total
             cblas(at, PLAIN, PLAIN, rows, width, keys, one, sp, keys, vp, ldv, zero, op, ldo)
-    restore(one, before)
 
 
 @jit
@@ -77,7 +75,6 @@ def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, causal, firs
     one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
     ldq, ldk, ldv, ldd = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, do.strides[2] // size
     ldg = dq.strides[2] // size
-    before = flush(one)
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
         kp, vp = k[b, h].ctypes.data, v[b, h].ctypes.data
@@ -101,7 +98,6 @@ def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, causal, firs
             cblas(at, TURNED, PLAIN, keys, width, rows, one, sp, keys, dop, ldd, beta, dvp, ldg)
             cblas(at, PLAIN, PLAIN, rows, width, keys, one, dpp, keys, kp, ldk, zero, dqp, ldg)
             beta = one
-    restore(one, before)
 
 
 FORWARD = "i A4r A4r A4r A4 C3 C1 C1r b i i"

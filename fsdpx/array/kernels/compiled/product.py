@@ -3,23 +3,19 @@
 The address is an argument: it differs between processes, and compiled code is kept on disk.
 """
 
-import platform
 from typing import Any
 
 from llvmlite import ir
 from numba import extending, types
-from numba.core import cgutils
 from numba.extending import register_jitable
 
 from fsdpx.array.kernels.compiled.addition import column_sums
 from fsdpx.array.kernels.compiled.jit import jit
 
-__all__ = ["affine", "cblas", "flush", "gemm", "linear_backward", "linear_gradients", "multiply", "restore"]
+__all__ = ["affine", "cblas", "gemm", "linear_backward", "linear_gradients", "multiply"]
 
 intrinsic: Any = extending.intrinsic
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
-X86 = platform.machine().lower() in ("x86_64", "amd64")
-FLUSH_TO_ZERO, DENORMALS_ARE_ZERO = 0x8000, 0x0040  # of the control register MXCSR
 
 
 @intrinsic
@@ -36,47 +32,6 @@ def cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alp
         return context.get_dummy_value()
 
     return types.void(at, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc), code
-
-
-@intrinsic
-def flush(typingctx: Any, like: Any) -> Any:
-    """From now on this thread takes float32 denormals for 0; gives what `restore` needs.
-
-    A product with many of them (vanishing gradients, the far tail of a softmax) takes up to a hundred times as long.
-    Float64 stays as it is: there they are out of reach of what is trained. So do processors other than x86.
-    """
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        before, place = _control(builder, "st") if X86 and like == types.float32 else (ir.IntType(32)(0), None)
-        if place is not None:
-            builder.store(builder.or_(before, before.type(FLUSH_TO_ZERO | DENORMALS_ARE_ZERO)), place)
-            _control(builder, "ld", place)
-        return before
-
-    return types.int32(like), code
-
-
-@intrinsic
-def restore(typingctx: Any, like: Any, before: Any) -> Any:
-    """Undo `flush`."""
-
-    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if X86 and like == types.float32:
-            place = cgutils.alloca_once_value(builder, arguments[1])
-            _control(builder, "ld", place)
-        return context.get_dummy_value()
-
-    return types.void(like, types.int32), code
-
-
-def _control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
-    """Store or load the control register of the vector unit; its value and where that lies."""
-    place = cgutils.alloca_once(builder, ir.IntType(32)) if place is None else place
-    pointer = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [pointer])
-    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{way}mxcsr")
-    builder.call(function, [builder.bitcast(place, pointer)])
-    return builder.load(place), place
 
 
 @register_jitable
@@ -102,13 +57,11 @@ def multiply(at, out, a, b, alpha, beta):
     to, ldc = _order(out)
     if lda == 0 or ldb == 0 or ldc == 0:
         return False
-    before = flush(alpha)
     if to == PLAIN:
         cblas(at, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
     else:  # out^T = b^T a^T
         ta, tb = PLAIN + TURNED - ta, PLAIN + TURNED - tb
         cblas(at, tb, ta, n, m, k, alpha, b.ctypes.data, ldb, a.ctypes.data, lda, beta, out.ctypes.data, ldc)
-    restore(alpha, before)
     return True
 
 
