@@ -86,9 +86,10 @@ def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array]) -> None:
     half = is_half(first.dtype)
     pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG
     total = np.empty(0 if pair else min(BLOCK, first.size), np.float32 if half else first.dtype)
+    step = max(first.size, 1) if pair and len(outs) == 1 else BLOCK
     with np.errstate(all="ignore"):
-        for start in range(0, first.size, BLOCK):
-            block = slice(start, min(start + BLOCK, first.size))
+        for start in range(0, first.size, step):
+            block = slice(start, min(start + step, first.size))
             if pair:
                 sums = ufunc(arrays[0][block], arrays[1][block], out=first[block])
             else:

@@ -15,9 +15,10 @@ __all__ = ["memory_of", "share_gradients", "share_parameters"]
 
 
 def memory_of(world: Communicator, xp: Any) -> Memory | None:
-    """Memory that ranks share, if some do and arrays are NumPy's."""
+    """Memory that ranks share, if arrays are NumPy's and some machine has several ranks: alike on all ranks."""
     node = node_of(world)
-    return node if xp.__name__ == "numpy" and node is not None and node.host.size > 1 else None
+    shared = xp.__name__ == "numpy" and node is not None and max(map(len, node.machines)) > 1
+    return node if shared else None
 
 
 def share_parameters(engine: Engine) -> bool:
