@@ -78,7 +78,7 @@ class Memory(Protocol):
     """Where buffers can lie that other ranks read: windows of a `NodeCommunicator`. All calls are collective."""
 
     def share(self, nbytes: int) -> Any:
-        """This many bytes, zeroed, as an array of uint8; None on all ranks if there is no room."""
+        """This many bytes as an array of uint8; None on all ranks if there is no room."""
         ...
 
     def release(self, array: Any) -> None:
@@ -98,6 +98,7 @@ class Arena:
         self.kept: dict[str, Any] = {}
         self.kinds: dict[str, str] = {}
         self.owned: dict[str, int] = {}
+        self.blocks: list[Any] = []  # of shared memory, in which kept buffers lie
         self.slab: Any = None
         self.slab_nbytes = 0
         self.slab_shared = False
@@ -139,6 +140,15 @@ class Arena:
         old, self.slab = self.slab, None
         if self.slab_shared and self.memory is not None:
             self.memory.release(old)
+
+    def close(self) -> None:
+        """Forget all buffers and give shared memory back: no view of it may be used any more."""
+        for known in (self.kept, self.kinds, self.owned, self.views):
+            known.clear()
+        self._free_slab()
+        self.slab_nbytes, self.slab_shared = 0, False
+        while self.blocks and self.memory is not None:
+            self.memory.release(self.blocks.pop())
 
     def view(self, offset: int, size: int, dtype: Any) -> Any:
         """`size` elements of the slab from byte `offset`; the same object each time."""

@@ -33,7 +33,8 @@ class Board:
         self._bytes = self._window.parts
         self._words = [memoryview(part.view(np.int64)) for part in self._bytes]
         self._mine = self._words[self.rank]
-        comm.Barrier()  # zeros everywhere before the first number
+        self._bytes[self.rank][:] = 0  # a library may hand out memory that was used before
+        comm.Barrier()
 
     def post(self, number: int, *words: int) -> None:
         """Say that this rank's data of a collective may be read, and up to six words about them."""

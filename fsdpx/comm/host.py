@@ -62,18 +62,18 @@ class Host:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.leader = comm.bcast(world.Get_rank(), 0)
         self.common: set[int] = set()  # windows of which all ranks of a group use the same part
-        self._windows: dict[int, Window] = {}
+        self.windows: dict[int, Window] = {}
         self._owners: dict[int, tuple[int, int]] = {}
         self._places: dict[int, tuple[Array, Place | None]] = {}
         self._made = 0
 
     def allocate(self, nbytes: int) -> Array | None:
-        """`nbytes` of memory of this rank that all ranks of its machine can reach, zeroed; ranks may differ.
+        """`nbytes` of memory of this rank that all ranks of its machine can reach; ranks may differ.
 
         None, on all ranks, if some machine has no room for what its ranks want. Collective over the world.
         """
         window = self.window(nbytes)
-        return None if window is None else self._windows[window].parts[self.rank]
+        return None if window is None else self.windows[window].parts[self.rank]
 
     def window(self, nbytes: int) -> int | None:
         """The same, as the number of a window, of which `part` gives the parts."""
@@ -82,19 +82,19 @@ class Host:
             return None
         window, number = Window(self.comm, nbytes), self._made
         self._made += 1
-        self._windows[number] = window
+        self.windows[number] = window
         self._owners.update({id(part): (number, owner) for owner, part in enumerate(window.parts)})
         return number
 
     def part(self, window: int, owner: int) -> Array:
         """What rank `owner` of the machine brought to a window."""
-        return self._windows[window].parts[owner]
+        return self.windows[window].parts[owner]
 
     def release(self, array: Array) -> None:
         """Free the window that `array` lies in. No view of it may be in use. Collective over the world."""
         place = self.find(array)
         assert place is not None, "only what was allocated is released"
-        window = self._windows.pop(place.window)
+        window = self.windows.pop(place.window)
         self.common.discard(place.window)
         for part in window.parts:
             del self._owners[id(part)]
@@ -118,20 +118,20 @@ class Host:
         owner = self._owners.get(id(array)) or self._owners.get(id(array.base))
         if owner is None:
             return None
-        part = self._windows[owner[0]].parts[owner[1]]
+        part = self.windows[owner[0]].parts[owner[1]]
         return Place(*owner, _address(array) - _address(part))
 
     def view(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
         """`size` elements, from element `start` on, of the array that lies at a place."""
         window, owner, offset = place
         begin = offset + start * dtype.itemsize
-        return self._windows[window].parts[owner][begin : begin + size * dtype.itemsize].view(dtype)
+        return self.windows[window].parts[owner][begin : begin + size * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
         """Free all windows. Collective over the machine."""
-        for window in self._windows.values():
+        for window in self.windows.values():
             window.free()
-        self._windows.clear()
+        self.windows.clear()
         self._owners.clear()
         self._places.clear()
 

@@ -83,7 +83,7 @@ class NodeCommunicator(Backend):
         return self.inside or self.across is not None
 
     def share(self, nbytes: int) -> Array | None:
-        """Memory of this rank that its machine can reach, bytes, zeroed; ranks may ask for different amounts.
+        """Memory of this rank that its machine can reach, as bytes; ranks may ask for different amounts.
 
         None, on all ranks, if a machine has no room. Collective over the communicator that was opened first.
         """

@@ -174,6 +174,13 @@ class Engine:
         for slot in [slot for slot in self.store if not slot.startswith("shard")]:
             del self.store[slot]
 
+    def clear(self) -> None:
+        """Let go of every buffer."""
+        self.store.clear()
+        self.pages.clear()
+        self.flying.clear()
+        self.views = None
+
     def drop_local(self) -> None:
         """Give back whole gradients that `no_sync` asked for, and the views that would keep them."""
         local = [f"local{p}" for p in self.stage.trained if f"local{p}" in self.arena.kept]

@@ -55,6 +55,7 @@ class Trainer:
         self._programs: dict[Request, Bound] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._local = False
+        self._closed = False
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -150,6 +151,7 @@ class Trainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name."""
+        self._open("parameters")
         found = {}
         for state in self.engine.pages:
             found.update(self._full(state, state.master))
@@ -158,6 +160,7 @@ class Trainer:
 
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         """Set all parameters (and state, if given) from full arrays by name; each rank takes what it owns."""
+        self._open("load_parameters")
         xp = self.engine.xp
         values = self._checked(values)
         self.engine.axes.world.barrier(what="load_parameters").wait()  # others may still read what we share with them
@@ -224,13 +227,26 @@ class Trainer:
         self.engine.clock = Clock()
 
     def close(self) -> None:
-        """Free the communicators that were made for this trainer. Collective."""
-        self.engine.axes.close()
+        """Free the memory shared with other ranks and the communicators that were made for this trainer. Collective.
+
+        The trainer cannot be used any more; take what `parameters()` returns before.
+        """
+        if not self._closed:
+            self._closed = True
+            self._programs.clear()
+            self.engine.clear()
+            self.engine.arena.close()
+            self.engine.axes.close()
+
+    def _open(self, what: str) -> None:
+        if self._closed:
+            raise ConfigError(f"{what}: this trainer is closed")
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _load(self, x: Any, y: Any, kind: str) -> None:
         """Put a checked and agreed batch before the engine, cut into microbatches; training on unless told else."""
+        self._open(kind)
         engine = self.engine
         engine.training = True
         error: FsdpxError | None = None

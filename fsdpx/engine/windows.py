@@ -38,6 +38,7 @@ def share_parameters(engine: Engine) -> bool:
     if block is None:
         _say(engine, "full parameters")
         return False
+    engine.arena.blocks.append(block)
     for page, buffer in enumerate(_cut(engine, block, sizes)):
         engine.arena.adopt(f"full{page}", "parameters", buffer, buffer.nbytes // len(node.machine))
     return True
@@ -53,6 +54,7 @@ def share_gradients(engine: Engine) -> None:
     block = memory.share(_nbytes(engine, sizes))
     if block is None:
         return _say(engine, "gradients")
+    engine.arena.blocks.append(block)
     for page, buffer in zip(pages, _cut(engine, block, sizes), strict=True):
         engine.arena.adopt(f"grad{page.index}", "gradients", buffer)
 

@@ -15,6 +15,7 @@ from fsdpx.comm import Communicator, Mesh
 from fsdpx.comm.opening import node_of
 from fsdpx.comm.opening import world as open_world
 from fsdpx.engine.windows import memory_of
+from fsdpx.errors import ConfigError
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
@@ -158,3 +159,20 @@ def test_tuning_is_agreed_on(world: Communicator, monkeypatch: pytest.MonkeyPatc
     if world.size > 1:
         assert {"latency", "reduce-scatter of 4 MiB", "all-reduce of 4 MiB"} <= set(found.measured)
     world.barrier().wait()
+
+
+def test_a_closed_trainer_gives_its_memory_back(world: Communicator) -> None:
+    node = node_of(world)
+    assert node is not None
+    before = len(node.host.windows)
+    trainer = make(world, "mlp", "zero1")
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
+    trainer.step(x[part(world, 8)], y[part(world, 8)])
+    if world.size > 1:
+        assert len(node.host.windows) > before
+    trainer.close()
+    trainer.close()
+    assert len(node.host.windows) == before
+    for method in (trainer.parameters, lambda: trainer.step(x, y), lambda: trainer.load_parameters({})):
+        with pytest.raises(ConfigError, match=r"this trainer is closed"):
+            method()
