@@ -71,6 +71,7 @@ def _verify(p: argparse.ArgumentParser) -> None:
     p.add_argument("--microbatches", type=int, default=2)
     p.add_argument("--chunks", type=int, default=None, help="ask for bit-identical results; needs batches that divide")
     p.add_argument("--steps", type=int, default=6)
+    p.add_argument("--no-node", action="store_true", help="MPI messages instead of shared memory inside a machine")
 
 
 if __name__ == "__main__":

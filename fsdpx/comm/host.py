@@ -64,7 +64,8 @@ class Host:
         self.common: set[int] = set()  # windows of which all ranks of a group use the same part
         self.windows: dict[int, Window] = {}
         self._owners: dict[int, tuple[int, int]] = {}
-        self._places: dict[int, tuple[Array, Place | None]] = {}
+        self._places: dict[int, tuple[Array, Place]] = {}
+        self._views: dict[tuple[int, ...], Array] = {}
         self._made = 0
 
     def allocate(self, nbytes: int) -> Array | None:
@@ -99,6 +100,7 @@ class Host:
         for part in window.parts:
             del self._owners[id(part)]
         self._places.clear()
+        self._views.clear()
         window.free()
 
     def find(self, array: Array) -> Place | None:
@@ -107,9 +109,10 @@ class Host:
         if known is not None:
             return known[1]
         place = self._search(array)
-        if len(self._places) >= 4096:
-            self._places.clear()
-        self._places[id(array)] = (array, place)  # holding the array keeps its id taken
+        if place is not None:  # others are not held: they may be large, and finding that they lie nowhere is fast
+            if len(self._places) >= 4096:
+                self._places.clear()
+            self._places[id(array)] = (array, place)  # holding the view keeps its id taken
         return place
 
     def _search(self, array: Array) -> Place | None:
@@ -123,9 +126,16 @@ class Host:
 
     def view(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
         """`size` elements, from element `start` on, of the array that lies at a place."""
-        window, owner, offset = place
-        begin = offset + start * dtype.itemsize
-        return self.windows[window].parts[owner][begin : begin + size * dtype.itemsize].view(dtype)
+        key = (*place, start, size, dtype.num)
+        made = self._views.get(key)
+        if made is None:
+            if len(self._views) >= 4096:
+                self._views.clear()
+            window, owner, offset = place
+            begin = offset + start * dtype.itemsize
+            made = self.windows[window].parts[owner][begin : begin + size * dtype.itemsize].view(dtype)
+            self._views[key] = made
+        return made
 
     def close(self) -> None:
         """Free all windows. Collective over the machine."""
@@ -134,6 +144,7 @@ class Host:
         self.windows.clear()
         self._owners.clear()
         self._places.clear()
+        self._views.clear()
 
 
 def free_bytes() -> int:

@@ -11,6 +11,9 @@ from fsdpx.errors import CommTimeout
 
 __all__ = ["Meeting"]
 
+GLANCES = 32
+"""Looks at the board before a wait moves other transfers on, too: most ranks come together."""
+
 
 class Group(Protocol):
     """Who meets: a communicator, as far as a meeting looks. machine: its ranks on this machine, in order."""
@@ -68,7 +71,7 @@ class Meeting:
 
     def wait(self) -> None:
         group = self._group
-        if self.test() or spin(self.test, group.progress, group.timeout):
+        if any(self.test() for _ in range(GLANCES)) or spin(self.test, group.progress, group.timeout):
             return
         late = [group.machine[index] for index in self._missing]
         raise CommTimeout(

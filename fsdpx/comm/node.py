@@ -26,7 +26,10 @@ from fsdpx.comm.reduction import fold, is_half
 from fsdpx.comm.steps import Steps, spin
 from fsdpx.errors import CommTimeout
 
-__all__ = ["NodeCommunicator"]
+__all__ = ["SMALL", "NodeCommunicator"]
+
+SMALL = 8 << 10
+"""Bytes up to which sums travel as messages."""
 
 
 class NodeCommunicator(Backend):
@@ -107,8 +110,8 @@ class NodeCommunicator(Backend):
         if self.inside and max(cut.counts) * recv.dtype.itemsize <= PAYLOAD and isinstance(recv, np.ndarray):
             return self._gather_on_board(send, recv, cut, what)
         into, source = self._find(recv), self._find(send)
-        if into is not None and self._is_common(into):
-            return self._gather_common(send, recv, cut, what)
+        if into is not None and into.window in self.host.common:
+            return self._gather_common(into, source, send, recv, cut, what)
         if self.inside and source is not None:
             return self._gather_from(source, send, recv, cut, what)
         if self.across is not None and into is not None:
@@ -131,13 +134,15 @@ class NodeCommunicator(Backend):
 
         return self._meet(number, "all_gather", what, read, held=False)
 
-    def _gather_common(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
+    def _gather_common(
+        self, into: Place, source: Place | None, send: Array, recv: Array, cut: Pieces, what: str
+    ) -> Handle:
         """Into memory that all share: this rank's piece lies there, all there is to do is to say so."""
         if self.across is not None:
             return self._steps(lanes.all_gather_common(self, send, recv, cut, self._ticket(), what))
-        own = cut.part(recv, self.rank)
-        if not overlay(send, own):
-            own[...] = send
+        start = cut.displs[self.rank] * recv.dtype.itemsize
+        if source != (into.window, into.owner, into.offset + start):
+            cut.part(recv, self.rank)[...] = send
         return self.sync(self.reserve(), "all_gather", what)
 
     def _gather_from(self, place: Place, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
@@ -282,11 +287,11 @@ class NodeCommunicator(Backend):
         return self.host.find(array) if self.shares else None
 
     def _find_sum(self, array: Array) -> Place | None:
-        """16-bit sums are rounded once, in rank order: partial sums of a machine would be rounded before."""
-        return self._find(array) if self.inside or not is_half(array.dtype) else None
-
-    def _is_common(self, place: Place) -> bool:
-        return place.window in self.host.common
+        """Few bytes are faster as messages: MPI libraries need no Python. 16-bit sums are rounded once, in rank order:
+        partial sums of a machine would be rounded before."""
+        if array.nbytes <= SMALL or not (self.inside or not is_half(array.dtype)):
+            return None
+        return self._find(array)
 
     def _ticket(self) -> int:
         self._tickets += 1

@@ -83,13 +83,15 @@ def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array]) -> None:
     An array of `outs` may be one of `arrays`, as a whole.
     """
     ufunc, first = combine(op), outs[0]
-    half = is_half(first.dtype)
+    half = first.dtype.itemsize == 2
     pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG
+    if pair and (len(outs) == 1 or first.size <= BLOCK):
+        _pair(ufunc, arrays, outs)
+        return
     total = np.empty(0 if pair else min(BLOCK, first.size), np.float32 if half else first.dtype)
-    step = max(first.size, 1) if pair and len(outs) == 1 else BLOCK
     with np.errstate(all="ignore"):
-        for start in range(0, first.size, step):
-            block = slice(start, min(start + step, first.size))
+        for start in range(0, first.size, BLOCK):
+            block = slice(start, min(start + BLOCK, first.size))
             if pair:
                 sums = ufunc(arrays[0][block], arrays[1][block], out=first[block])
             else:
@@ -102,6 +104,14 @@ def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array]) -> None:
                 _load(sums, first[block])
             for out in outs[1:]:
                 out[block] = first[block]
+
+
+def _pair(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
+    """Two arrays at once: most calls, and the small ones are many."""
+    with np.errstate(all="ignore"):
+        ufunc(arrays[0], arrays[1], out=outs[0])
+    for out in outs[1:]:
+        out[...] = outs[0]
 
 
 def _load(x: Array, out: Array) -> None:

@@ -23,7 +23,7 @@ FULL_BATCH, LAST_BATCH = 13, 3  # the last batch leaves ranks without samples
 
 def verify(args: argparse.Namespace) -> int:
     """0 if all is well, 1 if a tensor differs."""
-    comm = fsdpx.init()
+    comm = fsdpx.init("mpi" if args.no_node else None)
     strategies = list(PRESETS) if args.strategy == "all" else [args.strategy]
     formats = list(TOLERANCE) if args.precision == "all" else [args.precision]
     if not set(formats) <= set(TOLERANCE):
@@ -64,7 +64,9 @@ def _train(
     )
     losses = [trainer.step(x, y) for x, y in _batches(comm, args.steps, args.chunks)]
     text = f", chunks {args.chunks}, sha256 {trainer.fingerprint()[:16]}" if args.chunks else ""
-    return losses, trainer.parameters(), text
+    parameters = trainer.parameters()
+    trainer.close()
+    return losses, parameters, text
 
 
 def _batches(comm: Communicator, steps: int, chunks: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -27,6 +27,14 @@ def _pairs(size: int) -> list[int]:
     return [rank % (size // 2) if size % 2 == 0 else rank // 2 for rank in range(size)]
 
 
+@pytest.fixture(autouse=True)
+def _all_through_windows(monkeypatch):
+    """Small arrays, too."""
+    from fsdpx.comm import node
+
+    monkeypatch.setattr(node, "SMALL", -1)
+
+
 @pytest.fixture(scope="module")
 def world():
     comm = _node()
