@@ -2,7 +2,7 @@
 
     python bench/gpu.py
 
-One process; both devices take turns. Arrays are CuPy's (`pip install 'fsdpx[cuda12]'`); a step ends when its loss is on the host.
+One process; both devices take turns. Arrays are CuPy's (extra `cuda12`); a step ends when its loss is on the host.
 """
 
 import statistics

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdpx.engine.lines import Line, Stacks
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Env
 
@@ -15,10 +16,21 @@ NOTHING = object()
 """What is kept of a node that gets no gradient."""
 
 
-def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep: bool) -> list[Any]:
-    """Run the nodes on `values` (value -> array, extended in place); per node what backward needs, or nothing."""
-    saved = []
-    for node, env, p in zip(unit.nodes, envs, params, strict=True):
+def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep: bool, stacks: Stacks) -> list[Any]:
+    """Run the nodes on `values` (value -> array, extended in place); per node what backward needs, or nothing.
+
+    stacks: of the parameters of lines; what a line needs stands at its first node.
+    """
+    saved: list[Any] = []
+    for i, (node, env, p) in enumerate(zip(unit.nodes, envs, params, strict=True)):
+        if i < len(saved):  # done as part of a line
+            continue
+        if (stop := unit.lines.get(i)) is not None:
+            line = stacks.forward(params, i, stop, values[node.inputs[0]])
+            if line is not None:
+                values[unit.nodes[stop - 1].output] = line.out[-1]
+                saved += [line if keep else None, *[None] * (stop - i - 1)]
+                continue
         inputs = node.inputs
         x = values[inputs[0]] if len(inputs) == 1 else tuple(values[v] for v in inputs)
         try:
@@ -30,9 +42,20 @@ def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep
     return saved
 
 
-def backward(unit: Unit, envs: Envs, params: Arrays, grads: Grads, saved: list[Any], dvalues: dict[int, Any]) -> None:
+def backward(
+    unit: Unit,
+    envs: Envs,
+    params: Arrays,
+    grads: Grads,
+    saved: list[Any],
+    dvalues: dict[int, Any],
+    stacks: Stacks,
+) -> None:
     """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs."""
+    starts = {stop - 1: start for start, stop in unit.lines.items()}
     for i in range(len(unit.nodes) - 1, -1, -1):
+        if i in starts and isinstance(saved[starts[i]], Line):
+            _line_backward(unit, params, grads, saved, dvalues, stacks, starts[i])
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
         if dy is None:  # nothing that counts depends on this node
@@ -48,6 +71,9 @@ def backward(unit: Unit, envs: Envs, params: Arrays, grads: Grads, saved: list[A
 def backward_input(unit: Unit, envs: Envs, params: Arrays, saved: list[Any], dvalues: dict[int, Any]) -> list[Any]:
     """The first half only; what `backward_params` needs, per node."""
     kept: list[Any] = [NOTHING] * len(unit.nodes)
+    for start, stop in unit.lines.items():
+        if isinstance(saved[start], Line):
+            saved[start:stop] = saved[start].saved()
     for i in range(len(unit.nodes) - 1, -1, -1):
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
@@ -73,6 +99,27 @@ def backward_params(unit: Unit, envs: Envs, grads: Grads, kept: Sequence[Any]) -
         except Exception as error:
             error.add_note(f"in the parameter gradients of layer {node.path!r} {node.layer!r}")
             raise
+
+
+def _line_backward(
+    unit: Unit,
+    params: Arrays,
+    grads: Grads,
+    saved: list[Any],
+    dvalues: dict[int, Any],
+    stacks: Stacks,
+    start: int,
+) -> None:
+    """Through a whole line, which leaves its nodes nothing to do; or give each what it needs to do it itself."""
+    stop = unit.lines[start]
+    last, held = unit.nodes[stop - 1].output, saved[start]
+    dx = stacks.backward(params, grads, start, stop, held, dvalues[last]) if last in dvalues else None
+    if dx is None:
+        saved[start:stop] = held.saved()
+        return
+    del dvalues[last]
+    saved[start] = None
+    _spread(unit.nodes[start].inputs, dx, dvalues)
 
 
 def _spread(inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any]) -> None:

@@ -128,7 +128,8 @@ def distribute(
     )
     if xp is np:
         keep_pages()
-    warm(xp, model, loss, optimizer, dtype, dtype, norm=clip_norm is not None or engine.scaler.dynamic)
+    norm, lines = clip_norm is not None or engine.scaler.dynamic, any(unit.lines for unit in layout.units)
+    warm(xp, model, loss, optimizer, dtype, dtype, norm, lines)
     _allocate(engine)
     return Trainer(engine, ordered, microbatches)
 

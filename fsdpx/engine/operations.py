@@ -91,7 +91,9 @@ def _forward(
         return [None] * len(unit.gives), None
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
-    saved = compute.forward(engine.layout.units[u], _envs(engine, u, batch), room.views.params(u, pages), values, keep)
+    params = room.views.params(u, pages)
+    envs, stacks = _envs(engine, u, batch), room.views.stacks
+    saved = compute.forward(engine.layout.units[u], envs, params, values, keep, stacks)
     outputs = [values[v] for v in unit.gives]
     if engine.options.check_finite:
         for output in outputs:
@@ -110,7 +112,8 @@ def backward(engine: Engine, room: Room, action: Action, taken: Values, read: Va
     inner, dvalues = _dvalues(engine, unit, taken, have)
     entries = _open(engine, room, action, pages, gradients)
     params, grads = room.views.params(u, read), room.views.grads(u, entries)
-    compute.backward(engine.layout.units[u], _envs(engine, u, batch), params, grads, taken[len(unit.gives)], dvalues)
+    saved, envs, stacks = taken[len(unit.gives)], _envs(engine, u, batch), room.views.stacks
+    compute.backward(engine.layout.units[u], envs, params, grads, saved, dvalues, stacks)
     _close(engine, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdpx.engine.lines import Stacks
 from fsdpx.layout.pages import Page
 from fsdpx.layout.units import Layout
 from fsdpx.nn.gradients import Entry, Gradients
@@ -16,6 +17,7 @@ class Views:
 
     def __init__(self, layout: Layout, state: Mapping[str, Any], generation: int) -> None:
         self.generation = generation  # of the arena's slab
+        self.stacks = Stacks()
         self._leaves: dict[int, tuple[Any, list[Any]]] = {}
         self._state = dict(state)
         self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}

@@ -12,13 +12,17 @@ from fsdpx.optim.segments import Segment, Segments
 __all__ = ["warm"]
 
 
-def warm(xp: Any, model: Layer, loss: Any, optimizer: Any, dtype: Any, master: Any, norm: bool) -> None:
+def warm(
+    xp: Any, model: Layer, loss: Any, optimizer: Any, dtype: Any, master: Any, norm: bool, lines: bool = False
+) -> None:
     """Run each kernel once on a few numbers. dtype: of what is computed; master: of what is updated; norm: the
-    gradient's norm is wanted. Nothing to do on other devices than the CPU."""
+    gradient's norm is wanted; lines: the model has some. Nothing to do on other devices than the CPU."""
     if xp is not np:
         return
     with flushed():
         warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add"], dtype)
+        if lines:
+            warm_kernels(["line"], dtype)
         if norm:
             warm_kernels(["square_sum", "square_sums"], master)
         _warm_optimizer(optimizer, np.dtype(master))

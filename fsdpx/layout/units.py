@@ -3,16 +3,21 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page, product
-from fsdpx.nn.layer import Spec, join
+from fsdpx.nn.layer import Layer, Spec, join
+from fsdpx.nn.linear import Linear
 from fsdpx.nn.sort import Node, Sorted, specs_of
 
 __all__ = ["GROUP_BYTES", "Layout", "Unit", "lay_out"]
 
 GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
+
+LEAST, NARROW = 4, 128
+"""Layers of a line, at least; and their width, at most: products of larger ones take longer than Python."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +30,34 @@ class Unit:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
+    @cached_property
+    def lines(self) -> dict[int, int]:
+        """First node -> one past the last of lines: small square linear layers, each reading only the one before."""
+        found, start = {}, 0
+        for i in range(1, len(self.nodes) + 1):
+            if i == len(self.nodes) or not self._follows(i):
+                if i - start >= LEAST:
+                    found[start] = i
+                start = i
+        return found
+
+    def _follows(self, i: int) -> bool:
+        before, node = self.nodes[i - 1], self.nodes[i]
+        alone = node.inputs == (before.output,) and before.output not in self.outputs
+        reads = sum(before.output in n.inputs for n in self.nodes)
+        return alone and reads == 1 and _small(before.layer) == _small(node.layer) != 0
+
     @property
     def name(self) -> str:
         first, last = self.nodes[0].path, self.nodes[-1].path
         return first if first == last else f"{first}..{last}"
+
+
+def _small(layer: Layer) -> int:
+    """The width of a linear layer that can stand in a line, else 0."""
+    if type(layer) is not Linear or not layer.bias or layer.in_features != layer.out_features:
+        return 0
+    return layer.in_features if layer.in_features <= NARROW else 0
 
 
 @dataclass(frozen=True)

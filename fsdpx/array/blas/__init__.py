@@ -1,7 +1,7 @@
 """Matrix products by the best BLAS library that is here, straight into the arrays where they are wanted."""
 
 from fsdpx.array.blas.choice import available, choose, chosen, measure, pointer, threads
-from fsdpx.array.blas.products import affine, gemm, linear_backward, linear_gradients
+from fsdpx.array.blas.products import affine, gemm, line, line_backward, linear_backward, linear_gradients
 
 __all__ = [
     "affine",
@@ -9,6 +9,8 @@ __all__ = [
     "choose",
     "chosen",
     "gemm",
+    "line",
+    "line_backward",
     "linear_backward",
     "linear_gradients",
     "measure",

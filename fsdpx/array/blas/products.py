@@ -15,7 +15,7 @@ from fsdpx.array import kernels, parallel
 from fsdpx.array.blas import choice
 from fsdpx.array.blas.choice import ADDRESSES
 
-__all__ = ["affine", "gemm", "linear_backward", "linear_gradients"]
+__all__ = ["affine", "gemm", "line", "line_backward", "linear_backward", "linear_gradients"]
 
 Array = np.ndarray
 Sum = tuple[Array, bool]
@@ -76,6 +76,40 @@ def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, 
     linear_gradients(weight, bias, dy, x)
 
 
+def line(out: Array, x: Array, weights: Array, biases: Array) -> bool:
+    """out[i] = out[i - 1] @ weights[i].T + biases[i] with out[-1] = x, in one call; False if it is not for BLAS.
+
+    weights (layers, width, width), biases (layers, width), out (layers, rows, width).
+    """
+    at = ADDRESSES[x.dtype.char]
+    return bool(at) and not _cut(x, weights[0]) and bool(COMPILED["line"](at, out, x, weights, biases))
+
+
+def line_backward(
+    dx: Array,
+    x: Array,
+    out: Array,
+    dy: Array,
+    weights: Array,
+    biases: Array,
+    dweights: Array,
+    dbiases: Array,
+    accumulate: bool,
+) -> bool:
+    """Gradients of `line`: that of x in dx[0] (dx: two arrays like x), those of parameters written or added.
+
+    False, and nothing is done, if it is not for BLAS.
+    """
+    at = ADDRESSES[x.dtype.char]
+    if not at or _cut(x, weights[0]):
+        return False
+    return bool(COMPILED["line_backward"](at, dx, x, out, dy, weights, biases, dweights, dbiases, accumulate))
+
+
+def _cut(a: Array, b: Array) -> bool:
+    return choice.cut > 1 and _large(a, b)
+
+
 def _whole(out: Array, a: Array, b: Array, accumulate: bool) -> None:
     at = ADDRESSES[out.dtype.char]
     if at and out.dtype is a.dtype is b.dtype and COMPILED["gemm"](at, out, a, b, accumulate):
@@ -121,6 +155,8 @@ ARGUMENTS = {
     "affine": "i C2 A2r A2r C1r",
     "linear_gradients": "i A2 C1 C2r A2r b b",
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
+    "line": "i C3 C2r A3r A2r",
+    "line_backward": "i C3 C2r C3r C2r A3r A2r A3 A2 b",
 }
 """What the compiled functions take, see `fixed`."""
 NO_VECTOR = {char: np.empty(0, char) for char in "fd"}

@@ -38,6 +38,7 @@ SAMPLES: dict[str, Sample] = {
     "layer_norm_backward_input": lambda x, w: kernels.layer_norm_backward_input(np, x, w, w[:2], w[:2], x),
     "layer_norm_backward_params": lambda x, w: kernels.layer_norm_backward_params(np, x, w[:2], w[:2], x, w, w.copy()),
     "linear": lambda x, w: _linear(x, w),
+    "line": lambda x, w: _line(x),
     "normal": lambda x, w: normal(0, "", 0, 6),
     "rms_norm": lambda x, w: kernels.rms_norm(np, x, w, 1e-5),
     "rms_norm_backward_input": lambda x, w: kernels.rms_norm_backward_input(np, x, w, w[:2], x),
@@ -76,6 +77,13 @@ def _heads(x: Any) -> tuple[Any, ...]:
 
 def _attention(x: Any) -> None:
     _heads(x)
+
+
+def _line(x: Any) -> None:
+    out, dx = np.empty((2, *x.shape), x.dtype), np.empty((2, *x.shape), x.dtype)
+    weights, biases = np.zeros((2, 3, 3), x.dtype), np.zeros((2, 3), x.dtype)
+    blas.line(out, x, weights, biases)
+    blas.line_backward(dx, x, out, x, weights, biases, weights.copy(), biases.copy(), False)
 
 
 def _linear(x: Any, w: Any) -> None:

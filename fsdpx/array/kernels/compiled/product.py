@@ -12,7 +12,7 @@ from numba.extending import register_jitable
 from fsdpx.array.kernels.compiled.addition import column_sums
 from fsdpx.array.kernels.compiled.jit import jit
 
-__all__ = ["affine", "cblas", "gemm", "linear_backward", "linear_gradients", "multiply"]
+__all__ = ["affine", "cblas", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "multiply"]
 
 intrinsic: Any = extending.intrinsic
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
@@ -104,3 +104,41 @@ def linear_backward(at, dx, dweight, dbias, dy, x, weight, add_weight, add_bias)
     if not multiply(at, dx, dy, weight, one, zero):
         return False
     return linear_gradients(at, dweight, dbias, dy, x, add_weight, add_bias)
+
+
+@register_jitable
+def _onward(at, out, x, weight, bias):
+    fits = multiply(at, out, x, weight.T, out.dtype.type(1), out.dtype.type(0))
+    for i in range(out.shape[0]):
+        for j in range(bias.size):
+            out[i, j] += bias[j]
+    return fits
+
+
+@jit
+def line(at, out, x, weights, biases):
+    """out[i] = out[i - 1] weights[i]^T + biases[i], out[-1] being x."""
+    fits = _onward(at, out[0], x, weights[0], biases[0])
+    for i in range(1, out.shape[0]):
+        fits = fits and _onward(at, out[i], out[i - 1], weights[i], biases[i])
+    return fits
+
+
+@register_jitable
+def _back(at, dx, dy, x, weight, dweight, dbias, accumulate):
+    one, zero = dx.dtype.type(1), dx.dtype.type(0)
+    fits = multiply(at, dx, dy, weight, one, zero)
+    fits = fits and multiply(at, dweight, dy.T, x, one, one if accumulate else zero)
+    column_sums(0, dbias.size, dy, dbias, accumulate)
+    return fits
+
+
+@jit
+def line_backward(at, dx, x, out, dy, weights, biases, dweights, dbiases, accumulate):
+    """Gradients of `line`, of at least two layers; that of x ends in dx[0]. dx: (2, rows, width), taken in turn."""
+    last = out.shape[0] - 1
+    fits = _back(at, dx[last % 2], dy, out[last - 1], weights[last], dweights[last], dbiases[last], accumulate)
+    for i in range(last - 1, 0, -1):
+        into, given = dx[i % 2], dx[(i + 1) % 2]
+        fits = fits and _back(at, into, given, out[i - 1], weights[i], dweights[i], dbiases[i], accumulate)
+    return fits and _back(at, dx[0], dx[1], x, weights[0], dweights[0], dbiases[0], accumulate)
