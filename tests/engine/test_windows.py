@@ -163,13 +163,13 @@ def test_tuning_is_agreed_on(world: Communicator, monkeypatch: pytest.MonkeyPatc
 
 def test_a_closed_trainer_gives_its_memory_back(world: Communicator) -> None:
     node = node_of(world)
-    assert node is not None
+    if node is None:
+        pytest.skip("one rank shares nothing")
     before = len(node.host.windows)
     trainer = make(world, "mlp", "zero1")
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
     trainer.step(x[part(world, 8)], y[part(world, 8)])
-    if world.size > 1:
-        assert len(node.host.windows) > before
+    assert len(node.host.windows) > before
     trainer.close()
     trainer.close()
     assert len(node.host.windows) == before
