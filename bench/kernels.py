@@ -47,7 +47,6 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
 def sums(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     bias, into, h = np.zeros_like(x[0]), x.copy(), x.copy()
     yield "add", size, lambda: kernels.add(np, x, dy)
-    yield "add_into", size, lambda: kernels.add_into(np, into, dy)
     yield "add_bias", size, lambda: kernels.add_bias(np, into, bias)
     yield "bias_gelu", size, lambda: kernels.bias_gelu(np, h, bias)
     yield "sum_rows", size, lambda: kernels.sum_rows(np, x, bias, False)

@@ -6,13 +6,14 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.attention import MultiHeadAttention
-from fsdpx.nn.check import positive
+from fsdpx.nn.check import positive, want_last
 from fsdpx.nn.container import Container, Step
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Env, Layer
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
+from fsdpx.nn.numeric import flat, product
 from fsdpx.nn.shape import Add
 
 __all__ = ["MLP", "TransformerBlock"]
@@ -56,18 +57,21 @@ class MLP(Container):
         self._dropout = Dropout(dropout)
         if isinstance(layers["activation"], GELU):
             form = layers["activation"].approximate
-            self.runs = ("gelu_again" if form == "none" else f"gelu_again {form}",)
+            self.runs = tuple(name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_again"))
         super().__init__(*_line(layers | ({"dropout": self._dropout} if dropout else {})))
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         up, gelu, down = (step.layer for step in self.steps[:3])
         if not isinstance(gelu, GELU):
             return super().forward(env, p, x)
-        parts = self._parts(p)
-        h, held = up.forward(env, parts["up"], x)
-        y, _ = down.forward(env, parts["down"], kernels.gelu(env.xp, h, gelu.approximate))
+        assert isinstance(up, Linear)
+        want_last(up, x, up.in_features)
+        parts, shape = self._parts(p), (*x.shape[:-1], up.out_features)
+        h = product(env.xp, flat(x), parts["up"]["weight"].T)
+        a = kernels.bias_gelu(env.xp, h, parts["up"].get("bias"), gelu.approximate)
+        y, _ = down.forward(env, parts["down"], a.reshape(shape))
         y, mask = self._dropout.forward(env.at("dropout"), {}, y)
-        return y, (held, h, mask)
+        return y, ((x,), h.reshape(shape), mask)
 
     def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
         up, gelu, down = (step.layer for step in self.steps[:3])

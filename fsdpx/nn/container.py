@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from fsdpx.errors import ConfigError
@@ -24,6 +25,18 @@ class Step:
     layer: Layer
     sources: tuple[str, ...]
     gives: tuple[str, ...]
+
+
+class Again:
+    """Stands in what a step keeps for the result of another, cheap step of `owner`, which backward makes again.
+
+    y: that result while forward runs, so that no other array takes its id.
+    """
+
+    __slots__ = ("owner", "step", "y")
+
+    def __init__(self, owner: Container, step: int, y: Any) -> None:
+        self.owner, self.step, self.y = owner, step, y
 
 
 class Container(Layer):
@@ -62,14 +75,19 @@ class Container(Layer):
     def forward(self, env: Env, p: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
         parts = self._parts(p)
         values = dict(zip(self.inputs, _unpack(x, len(self.inputs)), strict=True))
-        saved = []
+        saved: list[Any] = []
+        made: dict[int, Again] = {}
         for step, last in zip(self.steps, self._last, strict=True):
             read = _pack([values[source] for source in step.sources])
             y, held = step.layer.forward(env.at(step.name), parts.get(step.name, {}), read)
-            saved.append(held)
+            saved.append(_mapped(held, lambda part: made.get(id(part), part)) if made else held)
+            if step.layer.cheap:  # what it keeps itself is what makes it again
+                made[id(y)] = Again(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
             values.update(zip(step.gives, _unpack(y, len(step.gives)), strict=True))
+        for again in made.values():
+            again.y = None
         return _pack([values[name] for name in self.outputs]), tuple(saved)
 
     def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> Any:
@@ -80,7 +98,7 @@ class Container(Layer):
             name = step.name
             return step.layer.backward(env.at(name), parts.get(name, {}), into.get(name, {}), held, dy)
 
-        return self._backwards(one, saved, dy)
+        return self._backwards(env, parts, one, saved, dy)
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Any) -> tuple[Any, Any]:
         parts, kept = self._parts(p), []
@@ -90,7 +108,7 @@ class Container(Layer):
             kept.append(rest)
             return dx
 
-        return self._backwards(one, saved, dy), tuple(reversed(kept))
+        return self._backwards(env, parts, one, saved, dy), tuple(reversed(kept))
 
     def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
         parts = self._parts(g)
@@ -98,14 +116,25 @@ class Container(Layer):
             if step.name in parts:
                 step.layer.backward_params(env.at(step.name), parts[step.name], rest)
 
-    def _backwards(self, one: Callable[[Step, Any, Any], Any], saved: Any, dy: Any) -> Any:
+    def _backwards(
+        self, env: Env, parts: Mapping[str, Any], one: Callable[[Step, Any, Any], Any], saved: Any, dy: Any
+    ) -> Any:
         """The gradients of the inputs, with `one(step, saved, dy)` those of a step."""
+        whole = partial(self._whole, env, parts, saved)
         grads = dict(zip(self.outputs, _unpack(dy, len(self.outputs)), strict=True))
         for step, held in zip(reversed(self.steps), reversed(saved), strict=True):
-            dx = one(step, held, _pack([grads.pop(name) for name in step.gives]))
+            dx = one(step, _mapped(held, whole), _pack([grads.pop(name) for name in step.gives]))
             for name, part in zip(step.sources, _unpack(dx, len(step.sources)), strict=True):
                 grads[name] = _plus(grads.get(name), part)
         return _pack([grads[name] for name in self.inputs])
+
+    def _whole(self, env: Env, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
+        """What stands for a result of a cheap step as that result. (A closure that calls itself would be a cycle, and
+        keep all of `saved` until the collector comes.)"""
+        if not isinstance(part, Again) or part.owner is not self:
+            return part
+        step, whole = self.steps[part.step], partial(self._whole, env, parts, saved)
+        return step.layer.again(env.at(step.name), parts.get(step.name, {}), _mapped(saved[part.step], whole))
 
     def _bind(self, ties: dict[str, str], frozen: Sequence[str]) -> tuple[dict[str, Spec], dict[str, str]]:
         specs = prefixed(self.children().items())
@@ -232,6 +261,11 @@ def _last_reads(steps: Sequence[Step], outputs: Sequence[str]) -> list[list[str]
         seen.update(fresh)
         last.append(fresh)
     return last[::-1]
+
+
+def _mapped(held: Any, function: Callable[[Any], Any]) -> Any:
+    """What a layer keeps, with `function` of everything that is no tuple."""
+    return tuple([_mapped(part, function) for part in held]) if type(held) is tuple else function(held)
 
 
 def _pack(values: list[Any]) -> Any:

@@ -77,6 +77,8 @@ class Layer(ABC):
     """How many arrays `forward` takes (a tuple when not 1); None: any number."""
     n_outputs: int = 1
     """How many arrays `forward` gives; only containers give more than one."""
+    cheap: bool = False
+    """Its result costs no more than a pass over memory: a container keeps what `again` needs instead of it."""
     collective: bool = False
     """It calls collectives over `env.mesh.data`: all ranks there must run it equally often."""
 
@@ -90,6 +92,10 @@ class Layer(ABC):
     def children(self) -> dict[str, Layer]:
         """Name -> layer inside this one."""
         return {}
+
+    def again(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
+        """The result of `forward`, from what it saved; for layers that are `cheap`."""
+        raise ConfigError(f"{self!r} is cheap but does not define again")
 
     @abstractmethod
     def forward(self, env: Env, p: Mapping[str, Array], x: Any) -> tuple[Any, Any]:

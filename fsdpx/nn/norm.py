@@ -23,6 +23,7 @@ class LayerNorm(Layer):
     shape.
     """
 
+    cheap = True
     runs = ("layer_norm", "layer_norm_backward_input", "layer_norm_backward_params")
 
     def __init__(
@@ -48,6 +49,9 @@ class LayerNorm(Layer):
         y, mean, rstd = kernels.layer_norm(env.xp, rows, _flat(p, "weight"), _flat(p, "bias"), self.eps)
         return y.reshape(x.shape), (x, mean, rstd)
 
+    def again(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
+        return self.forward(env, p, saved[0])[0]
+
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd = saved
         rows, drows = _rows(self, x, self._shape), _rows(self, dy, self._shape)
@@ -67,6 +71,8 @@ class RMSNorm(Layer):
 
     runs = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
 
+    cheap = True
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -85,6 +91,9 @@ class RMSNorm(Layer):
         eps = float(np.finfo(wide(x.dtype)).eps) if self.eps is None else self.eps
         y, rstd = kernels.rms_norm(env.xp, _rows(self, x, self._shape), _flat(p, "weight"), eps)
         return y.reshape(x.shape), (x, rstd)
+
+    def again(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
+        return self.forward(env, p, saved[0])[0]
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
         x, rstd = saved

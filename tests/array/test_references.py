@@ -153,11 +153,6 @@ def sums(x, dy):
         h = h.copy()
         return np.stack([kernels.bias_gelu(xp, h, bias), h])
 
-    def add_into(xp, a, b):
-        a = a.copy()
-        kernels.add_into(xp, a, b)
-        return a
-
     def rows(accumulate):
         def run(xp, a, b):
             b = b.copy()
@@ -175,7 +170,6 @@ def sums(x, dy):
     total, size = x.sum(axis=0), np.abs(x).sum(axis=0)
     return [
         (kernels.add, (x, dy), x + dy, np.abs(x) + np.abs(dy)),
-        (add_into, (x, dy), x + dy, np.abs(x) + np.abs(dy)),
         (add_bias, (x, w), x + w, np.abs(x) + np.abs(w)),
         (bias_gelu, (x, w), np.stack([h * below(h), h]), np.abs(np.stack([h * below(h), h]))),
         (rows(True), (x, w), total + w, size + np.abs(w)),

@@ -12,7 +12,6 @@ N, C = 6, 5
 NUMBERS = Stretch(0, "d", 0, N * C)
 CALLS = {
     "add": lambda k, xp, x, w, t, r: k.add(xp, x, x),
-    "add_into": lambda k, xp, x, w, t, r: k.add_into(xp, x, x),
     "add_bias": lambda k, xp, x, w, t, r: k.add_bias(xp, x, w),
     "bias_gelu": lambda k, xp, x, w, t, r: k.bias_gelu(xp, x, w),
     "sum_rows": lambda k, xp, x, w, t, r: k.sum_rows(xp, x, w, False),

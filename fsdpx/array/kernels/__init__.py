@@ -5,7 +5,7 @@ float32 and rounded once. Rows may be 0. Nothing is compiled, and Numba is not i
 """
 
 from fsdpx.array.kernels.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
-from fsdpx.array.kernels.addition import add, add_bias, add_into, bias_gelu, sum_rows
+from fsdpx.array.kernels.addition import add, add_bias, bias_gelu, sum_rows
 from fsdpx.array.kernels.again import gelu_again
 from fsdpx.array.kernels.attention import attention, attention_backward
 from fsdpx.array.kernels.choice import NUMBA, chosen, use
@@ -29,7 +29,6 @@ __all__ = [
     "NUMBA",
     "add",
     "add_bias",
-    "add_into",
     "add_widened",
     "attention",
     "attention_backward",

@@ -7,19 +7,13 @@ import numpy as np
 from fsdpx.array.kernels.activation import gelu
 from fsdpx.array.kernels.choice import kernel
 
-__all__ = ["add", "add_bias", "add_into", "bias_gelu", "sum_rows"]
+__all__ = ["add", "add_bias", "bias_gelu", "sum_rows"]
 
 
 @kernel(halves=False)
 def add(xp: Any, a: Any, b: Any) -> Any:
     """a + b for two arrays of one shape."""
     return a + b
-
-
-@kernel(halves=False)
-def add_into(xp: Any, a: Any, b: Any) -> None:
-    """a += b for two arrays of one shape."""
-    a += b
 
 
 @kernel(halves=False)

@@ -23,7 +23,7 @@ __all__ = ["NUMBA", "Mode", "chosen", "compiled", "installed", "kernel", "use"]
 Mode = Literal["default", "plain", "numba"]
 
 NUMBA = frozenset({
-    "add", "add_bias", "add_into", "add_widened", "attention", "attention_backward", "bias_gelu", "cross_entropy",
+    "add", "add_bias", "add_widened", "attention", "attention_backward", "bias_gelu", "cross_entropy",
     "cross_entropy_backward", "drop", "drop_backward", "embedding_backward", "gelu", "gelu_again", "gelu_backward",
     "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "normal", "rms_norm",
     "rms_norm_backward_input", "rms_norm_backward_params", "sigmoid", "silu", "silu_backward", "softmax",

@@ -18,7 +18,6 @@ TARGET, NUMBERS = np.zeros(2, np.int64), Stretch(0, "", 0, 6)
 SAMPLES: dict[str, Sample] = {
     "add": lambda x, w: kernels.add(np, x, x),
     "add_bias": lambda x, w: kernels.add_bias(np, x, w),
-    "add_into": lambda x, w: kernels.add_into(np, x, x.copy()),
     "attention": lambda x, w: _attention(x),
     "attention_backward": lambda x, w: kernels.attention_backward(np, *_heads(x), True, 1.0),
     "bias_gelu": lambda x, w: kernels.bias_gelu(np, x, w),

@@ -1,7 +1,7 @@
 """Kernels as Numba code, for NumPy arrays of float32 and float64; same names and signatures as the plain ones."""
 
 from fsdpx.array.kernels.compiled.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
-from fsdpx.array.kernels.compiled.addition import add, add_bias, add_into, bias_gelu, sum_rows
+from fsdpx.array.kernels.compiled.addition import add, add_bias, bias_gelu, sum_rows
 from fsdpx.array.kernels.compiled.again import gelu_again
 from fsdpx.array.kernels.compiled.attention import attention, attention_backward
 from fsdpx.array.kernels.compiled.dropout import drop, drop_backward
@@ -23,7 +23,6 @@ from fsdpx.array.kernels.compiled.softmax import softmax, softmax_backward
 __all__ = [
     "add",
     "add_bias",
-    "add_into",
     "add_widened",
     "attention",
     "attention_backward",

@@ -13,7 +13,7 @@ from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over, over_columns
 
-__all__ = ["add", "add_bias", "add_into", "bias_gelu", "column_sums", "sum_rows"]
+__all__ = ["add", "add_bias", "bias_gelu", "column_sums", "sum_rows"]
 
 BLOCK = 32  # rows added up before they are added to the total: rounding grows with rows / BLOCK + BLOCK
 
@@ -22,12 +22,6 @@ BLOCK = 32  # rows added up before they are added to the total: rounding grows w
 def _add(a, b, out):
     for i in range(a.size):
         out[i] = a[i] + b[i]
-
-
-@jit
-def _add_into(a, b):
-    for i in range(a.size):
-        a[i] += b[i]
 
 
 @jit
@@ -92,13 +86,6 @@ def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     out = np.empty(a.shape, a.dtype)
     over(_add, (_flat(a), _flat(b), out.reshape(-1)))
     return out
-
-
-def add_into(xp: Any, a: np.ndarray, b: np.ndarray) -> None:
-    if a.shape != b.shape or not a.flags.c_contiguous:
-        a += b
-        return
-    over(_add_into, (a.reshape(-1), _flat(b)))
 
 
 def add_bias(xp: Any, y: np.ndarray, bias: np.ndarray) -> None:

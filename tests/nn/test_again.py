@@ -1,0 +1,83 @@
+"""Results of cheap layers are not kept for backward but made again: the same bits, less memory, nothing left behind."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdpx import nn
+from fsdpx.array.random import Random
+from fsdpx.comm.mesh import alone
+from fsdpx.errors import ConfigError
+from fsdpx.nn.container import Again
+from fsdpx.nn.layer import Env, Layer
+
+
+def env() -> Env:
+    return Env(np, alone(), Random(0), True)
+
+
+MODELS = {
+    "block": nn.TransformerBlock(16, 2, dropout=0.1),
+    "norms in a row": nn.Residual(nn.Chain(nn.LayerNorm(16), nn.RMSNorm(16), nn.Linear(16, 16), nn.RMSNorm(16))),
+    "containers in containers": nn.Residual(nn.Chain(nn.TransformerBlock(16, 2), nn.TransformerBlock(16, 2))),
+    "given out": nn.Residual(nn.LayerNorm(16)),
+}
+
+
+def run(layer: Layer) -> tuple[Any, Any, dict[str, Any]]:
+    rng = np.random.default_rng(1)
+    p = {name: rng.standard_normal(spec.shape).astype(np.float32) for name, spec in layer.specs().items()}
+    g = {name: np.zeros_like(array) for name, array in p.items()}
+    x, dy = rng.standard_normal((2, 3, 5, 16)).astype(np.float32)
+    y, saved = layer.forward(env(), p, x)
+    dx = layer.backward(env(), p, g, saved, dy)
+    return saved, (y, dx), g
+
+
+def arrays(held: Any) -> Iterator[Any]:
+    if isinstance(held, tuple):
+        for part in held:
+            yield from arrays(part)
+    else:
+        yield held
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_bits_with_less_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved, results, g = run(MODELS[name])
+    monkeypatch.setattr(nn.LayerNorm, "cheap", False)
+    monkeypatch.setattr(nn.RMSNorm, "cheap", False)
+    more, want, want_g = run(MODELS[name])
+    for got, wanted in zip([*results, *g.values()], [*want, *want_g.values()], strict=True):
+        assert got.tobytes() == wanted.tobytes()
+    kept, whole = ({id(a): a.nbytes for a in arrays(s) if isinstance(a, np.ndarray)} for s in (saved, more))
+    if name != "given out":
+        assert sum(kept.values()) < sum(whole.values())
+        assert any(isinstance(part, Again) for part in arrays(saved))
+
+
+def test_nothing_is_left_behind() -> None:
+    """No cycle keeps activations alive until the collector comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        saved, _, _ = run(MODELS["block"])
+        watched = [weakref.ref(a) for a in arrays(saved) if isinstance(a, np.ndarray)]
+        assert watched
+        del saved
+        assert not any(ref() is not None for ref in watched)
+    finally:
+        gc.enable()
+
+
+def test_a_cheap_layer_must_say_how() -> None:
+    class Forgetful(nn.Tanh):
+        cheap = True
+
+    layer = nn.Residual(nn.Chain(Forgetful(), nn.Linear(16, 16)))
+    with pytest.raises(ConfigError, match=r"Forgetful\(\) is cheap but does not define again"):
+        run(layer)
