@@ -49,6 +49,7 @@ def by_torch(args: argparse.Namespace) -> Training:
 
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     torch.set_num_threads(args.threads)
+    torch.set_flush_denormal(args.flush)
     if size > 1:
         dist.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(0)
@@ -136,6 +137,7 @@ def main() -> int:
     p.add_argument("--seconds", type=float, default=3.0)
     p.add_argument("--steps", type=int, help="this many timed steps, whatever they take")
     p.add_argument("--backend", help="of fsdpx.init")
+    p.add_argument("--flush", action="store_true", help="have PyTorch take denormals for 0, which it does not by default")
     args = p.parse_args()
     training = by_fsdpx(args) if args.library == "fsdpx" else by_torch(args)
     result = measure(training, args.seconds, args.steps)
