@@ -137,7 +137,7 @@ def main() -> int:
     p.add_argument("--seconds", type=float, default=3.0)
     p.add_argument("--steps", type=int, help="this many timed steps, whatever they take")
     p.add_argument("--backend", help="of fsdpx.init")
-    p.add_argument("--flush", action="store_true", help="have PyTorch take denormals for 0, which it does not by default")
+    p.add_argument("--flush", action="store_true", help="have PyTorch take denormals for 0")
     args = p.parse_args()
     training = by_fsdpx(args) if args.library == "fsdpx" else by_torch(args)
     result = measure(training, args.seconds, args.steps)

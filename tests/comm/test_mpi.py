@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from ranks import together
 
 from fsdpx.comm import Communicator, Guarded, Mesh, ReduceOp, connect, functional, split_evenly
 from fsdpx.errors import CommTimeout, DesyncError
@@ -39,16 +39,6 @@ class OnEveryRank(CommunicatorContract):
 
     def adapt(self, world: Communicator) -> Communicator:
         return world
-
-
-def together(world: Communicator, comm: Communicator, body: Callable[[Communicator], Any]) -> None:
-    failure = None
-    try:
-        body(comm)
-    except Exception:
-        failure = f"[rank {world.rank}]\n{traceback.format_exc()}"
-    failures = [text for text in world.all_gather_object(failure) if text]
-    assert not failures, "\n".join(failures)
 
 
 class TestContract(OnEveryRank):

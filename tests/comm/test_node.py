@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 import pytest
+from ranks import together
 from windows import ROOM, InWindows
 
 from fsdpx.comm import Communicator, ReduceOp, split_evenly
@@ -59,18 +60,6 @@ def rooms(world):
 @pytest.fixture(scope="module")
 def cluster_rooms(cluster):
     return cluster.share(ROOM), cluster.share_one(ROOM)
-
-
-def together(world, comm, body) -> None:
-    import traceback
-
-    failure = None
-    try:
-        body(comm)
-    except Exception:
-        failure = f"[rank {world.rank}]\n{traceback.format_exc()}"
-    failures = [text for text in world.all_gather_object(failure) if text]
-    assert not failures, "\n".join(failures)
 
 
 class OnNode(CommunicatorContract):

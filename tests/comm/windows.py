@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fsdpx.comm.communicator import ReduceOp
-from fsdpx.comm.steps import progress_of
+from fsdpx.comm.steps import Finish, progress_of
 
 ROOM = 1 << 20
 
 
-class Back:
-    """A handle that copies results back out when it is complete."""
-
-    def __init__(self, handle: Any, pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        self.handle, self.pairs = handle, pairs
-
-    def test(self) -> bool:
-        if not self.handle.test():
-            return False
-        self._end()
-        return True
-
-    def wait(self) -> None:
-        self.handle.wait()
-        self._end()
-
-    def _end(self) -> None:
-        for outside, inside in self.pairs:
-            outside[...] = inside
-        self.pairs = []
+def back(handle: Any, outside: np.ndarray, inside: np.ndarray) -> Finish:
+    """The handle of a call that is complete when its result has been copied out."""
+    return Finish(handle, partial(np.copyto, outside, inside))
 
 
 class InWindows:
@@ -70,7 +54,7 @@ class InWindows:
             own[...] = send
         else:
             own = self._inside(send)
-        return Back(self.comm.all_gather(own, into, counts, what=what), [(recv, into)])
+        return back(self.comm.all_gather(own, into, counts, what=what), recv, into)
 
     def reduce_scatter(self, send, recv, op=ReduceOp.SUM, counts=None, *, what=""):
         if not _flat(send, recv):
@@ -82,21 +66,21 @@ class InWindows:
             out = given[recv.size * self.rank : recv.size * (self.rank + 1)]
         else:
             out = self._inside(recv)
-        return Back(self.comm.reduce_scatter(given, out, op, counts, what=what), [(recv, out)])
+        return back(self.comm.reduce_scatter(given, out, op, counts, what=what), recv, out)
 
     def all_reduce(self, buf, op=ReduceOp.SUM, algorithm="library", *, what=""):
         if not _flat(buf):
             return self.comm.all_reduce(buf, op, algorithm, what=what)
         inside = self._inside(buf)
-        return Back(self.comm.all_reduce(inside, op, algorithm, what=what), [(buf, inside)])
+        return back(self.comm.all_reduce(inside, op, algorithm, what=what), buf, inside)
 
     def broadcast(self, buf, root, *, what=""):
         inside = self._inside(buf)
-        return Back(self.comm.broadcast(inside, root, what=what), [(buf, inside)])
+        return back(self.comm.broadcast(inside, root, what=what), buf, inside)
 
     def all_to_all(self, send, recv, send_counts=None, recv_counts=None, *, what=""):
         given, into = self._inside(send), self._inside(recv)
-        return Back(self.comm.all_to_all(given, into, send_counts, recv_counts, what=what), [(recv, into)])
+        return back(self.comm.all_to_all(given, into, send_counts, recv_counts, what=what), recv, into)
 
 
 def _flat(*arrays: np.ndarray) -> bool:
