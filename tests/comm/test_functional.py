@@ -14,6 +14,7 @@ from fsdpx.errors import ConfigError, ShapeError
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_open():
+    functional.finalize()
     yield
     functional.finalize()
 
