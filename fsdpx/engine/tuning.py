@@ -38,8 +38,8 @@ SMALL, LARGE = 4 << 10, 4 << 20
 """Bytes of the collectives that are timed."""
 SHARE = 0.1
 """Latency may take this share of the time of a collective."""
-LEAST, MOST = 256 << 10, 16 << 20
-"""Bounds of `group_bytes`: smaller units only add Python, larger ones only memory."""
+LEAST, MOST = 256 << 10, 4 << 20
+"""Bounds of `group_bytes`: smaller units only add Python, larger ones memory, and leave less to overlap."""
 
 
 @dataclass(frozen=True)
