@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from fsdpx.array import blas
-from fsdpx.engine.report import bytes_text, table
+from fsdpx.engine.report import bytes_text
 from fsdpx.engine.tuning import stored
 from fsdpx.launch import environment
 from fsdpx.version import __version__
@@ -18,7 +18,7 @@ __all__ = ["info"]
 
 def info() -> str:
     """A table of what was found. Loads MPI to ask its name, but does not initialise it."""
-    rows: list[tuple[str, ...]] = [("fsdpx", __version__)]
+    rows: list[tuple[str, str]] = [("fsdpx", __version__)]
     rows += [("Python", f"{platform.python_version()} at {sys.executable}"), ("machine", _machine())]
     rows += [
         ("NumPy", f"{_version('numpy')}, BLAS {_blas()}"),
@@ -28,7 +28,9 @@ def info() -> str:
     rows += [("mpi4py", _version("mpi4py")), ("MPI library", _mpi()), ("launcher", _launcher())]
     rows += [("CuPy", _cupy()), ("PyTorch", _version("torch")), ("shared memory", _shared())]
     rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
-    return table([("", "found"), *rows, ("BLAS in use", blas.chosen()), *_tuned()])
+    rows += [("BLAS in use", blas.chosen()), *_tuned()]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
 
 
 def _shared() -> str:
@@ -39,9 +41,9 @@ def _shared() -> str:
     return f"{bytes_text(found.f_bavail * found.f_frsize)} free in /dev/shm"
 
 
-def _tuned() -> list[tuple[str, ...]]:
+def _tuned() -> list[tuple[str, str]]:
     """What earlier jobs measured on this machine."""
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, str]] = []
     for key, tuning in stored():
         rows.append((f"tuned, {key['ranks']} ranks, {key['backend']}", str(tuning)))
         rows += [(f"  {name}", text) for name, text in tuning.measured.items()]
