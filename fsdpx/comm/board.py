@@ -24,7 +24,7 @@ PAYLOAD = 256
 
 
 class Board:
-    """comm: the group. words: how many words a record has beside its head."""
+    """comm: the group; all of it on one machine. Collective to make and to close."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from fsdpx.comm.checks import address
 from fsdpx.comm.communicator import Array
 
-__all__ = ["ALIGN", "Host", "Place", "free_bytes"]
+__all__ = ["Host", "Place", "Window", "free_bytes"]
 
-ALIGN = 64
-"""Bytes: parts of a window begin at cache lines."""
 SHARED = "/dev/shm"
 """Where Linux keeps the memory that MPI libraries share; its size is a limit of its own (64 MiB in many containers)."""
 RESERVE = 4 << 20
@@ -122,7 +121,7 @@ class Host:
         if owner is None:
             return None
         part = self.windows[owner[0]].parts[owner[1]]
-        return Place(*owner, _address(array) - _address(part))
+        return Place(*owner, address(array) - address(part))
 
     def view(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
         """`size` elements, from element `start` on, of the array that lies at a place."""
@@ -157,7 +156,3 @@ def free_bytes() -> int:
 
 def _bytes(memory: Any) -> Array:
     return np.frombuffer(memory, np.uint8)
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
