@@ -91,8 +91,9 @@ def test_verify_under_mpiexec() -> None:
     ]
 
 
-def test_verify_names_the_first_tensor_that_differs() -> None:
-    """A communicator that loses a little of what it sums."""
+@pytest.mark.parametrize("messages", [False, True])
+def test_verify_names_the_first_tensor_that_differs(messages: bool) -> None:
+    """A communicator that loses a little of what it sums; with --no-node it is another one that sums."""
     code = (
         "import sys, fsdpx.comm.node as m, fsdpx.__main__ as f\n"
         "whole = m.NodeCommunicator.reduce_scatter\n"
@@ -100,11 +101,14 @@ def test_verify_names_the_first_tensor_that_differs() -> None:
         "    send[: 1] += 1e-6\n"
         "    return whole(self, send, recv, *a, **k)\n"
         "m.NodeCommunicator.reduce_scatter = lossy\n"
-        "sys.exit(f.main(['verify', '--strategy', 'fsdp', '--precision', 'float64']))\n"
+        "sys.exit(f.main(['verify', '--strategy', 'fsdp', '--precision', 'float64', *sys.argv[1:]]))\n"
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_"))}
-    command = [str(MPIEXEC), "-n", "2", sys.executable, "-c", code]
+    command = [str(MPIEXEC), "-n", "2", sys.executable, "-c", code, *(["--no-node"] if messages else [])]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    if messages:
+        assert done.returncode == 0, done.stdout + done.stderr
+        return
     assert done.returncode != 0
     assert re.search(r"DIFFERS  fsdp float64, 2 ranks: \S.* differs by \S+ relative, more than 1e-12", done.stdout)
 
