@@ -3,6 +3,7 @@
 import contextlib
 import io
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from mpi4py import MPI
 
 rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 folder = str(Path(__file__).parent)
-arguments = ["--with-mpi", "-m", "world", "-p", "no:cacheprovider", folder, *sys.argv[1:]]
 said = io.StringIO()
-with contextlib.redirect_stdout(said) if rank else contextlib.nullcontext():
-    status = int(pytest.main(arguments))
+# a folder of its own for each rank: in a common one they remove each other's
+with tempfile.TemporaryDirectory() as own, contextlib.redirect_stdout(said) if rank else contextlib.nullcontext():
+    options = ["--with-mpi", "-m", "world", "-p", "no:cacheprovider", "--basetemp", f"{own}/tests"]
+    status = int(pytest.main([*options, folder, *sys.argv[1:]]))
 if rank and status:
     print(f"[rank {rank} of {size}]\n{said.getvalue()}", flush=True)
 sys.exit(max(MPI.COMM_WORLD.allgather(status)))

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from fsdpx.comm.node import NodeCommunicator
 
 __all__ = ["Tuning", "stored", "tune_for"]
+
+T = TypeVar("T")
 
 CLEARLY = 1.25
 """A BLAS library must be this much faster than the usual one to be taken."""
@@ -110,9 +112,11 @@ def _measure(world: Communicator) -> Tuning:
     library = best if rates[best] > CLEARLY * rates[usual] else usual
     measured = {"GFLOP/s per thread": ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())}
     if world.size == 1:
-        return _from_rank_0(world, Tuning(library, parallel.threads(), measured=measured))
+        return _of_rank_0(world, Tuning(library, parallel.threads(), measured=measured))
     node = node_of(world)
-    messages, windowed = _through_messages(world), _through_windows(world) if node and node.shares else {}
+    # ranks measure different times, and what follows is collective: rank 0's decide for all
+    messages = _of_rank_0(world, _through_messages(world))
+    windowed = _of_rank_0(world, _through_windows(world)) if node and node.shares else {}
     windows = bool(windowed) and windowed["reduce"] < messages["library"]
     used = windowed if windows else messages
     latency, seconds = used["latency"], used["reduce" if windows else "library"]
@@ -127,7 +131,7 @@ def _measure(world: Communicator) -> Tuning:
         ),
         "all-reduce of 4 MiB": f"library {1e3 * messages['all']:.2f} ms, ring {1e3 * messages['ring']:.2f} ms",
     }
-    return _from_rank_0(
+    return _of_rank_0(
         world,
         Tuning(
             library,
@@ -222,8 +226,9 @@ def _least(world: Communicator, call: Callable[[], None], times: int) -> float:
     return best
 
 
-def _from_rank_0(world: Communicator, own: Tuning) -> Tuning:
-    return own if world.size == 1 else world.all_gather_object(own)[0]
+def _of_rank_0(world: Communicator, own: T) -> T:
+    found: T = own if world.size == 1 else world.all_gather_object(own)[0]
+    return found
 
 
 # -- keeping -------------------------------------------------------------------------------------------------------

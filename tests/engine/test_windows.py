@@ -161,6 +161,21 @@ def test_tuning_is_agreed_on(world: Communicator, monkeypatch: pytest.MonkeyPatc
     world.barrier().wait()
 
 
+def test_ranks_that_measure_differently_choose_the_same(
+    world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """What each rank found by itself would send some of them into a collective call and others not."""
+    from fsdpx.engine import tuning
+
+    monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
+    slow = world.rank % 2 == 1
+    messages = dict.fromkeys(("latency", "library", "all", "ring"), 1.0 if slow else 1e-9)
+    monkeypatch.setattr(tuning, "_through_messages", lambda world: messages)
+    found = tuning.tune_for(world, True, np)
+    assert len(set(map(str, world.all_gather_object(found)))) == 1
+    assert found.windows == (world.size == 1)
+
+
 def test_a_closed_trainer_gives_its_memory_back(world: Communicator) -> None:
     node = node_of(world)
     if node is None:
