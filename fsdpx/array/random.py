@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-__all__ = ["Moment", "Random", "Stretch", "block", "normal", "permutation", "uniform"]
+__all__ = ["Moment", "Random", "Stretch", "Window", "block", "normal", "permutation", "uniform"]
 
 PIECE = 1 << 16  # elements made at a time: temporaries stay in cache and do not grow with the range
+RUN = 1024  # from this many numbers side by side on, others between two runs are left out instead of thrown away
 WORDS = 4  # raw numbers per step of Philox's counter
 
 
@@ -93,6 +94,15 @@ class Random:
         start = self.moment.row * width
         return Stretch(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
 
+    def window(self, shape: tuple[int, ...], cuts: Mapping[int, tuple[int, int]]) -> Window:
+        """One number for each element of an array of `shape` that is a part of a larger one, the numbers `stretch`
+        has for the whole. cuts: dim, not 0 -> (where the part begins in it, its size in the whole)."""
+        starts, whole = [0] * len(shape), list(shape)
+        for dim, (start, total) in cuts.items():
+            starts[dim], whole[dim] = start, total
+        starts[0] = self.moment.row
+        return Window(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
+
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
         """float32 in [0, 1) on the device of `xp`; see `stretch` for which."""
         return self.stretch(shape).fractions(xp).reshape(shape)
@@ -122,6 +132,45 @@ class Stretch:
             return (block(self.seed, self.name, a, b) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
         return xp.asarray(_in_pieces(self.start, self.stop, np.float32, piece))
+
+
+@dataclass(frozen=True)
+class Window:
+    """Numbers of the stream (seed, name) for a part of `shape` of an array whose samples have the shape `whole[1:]`.
+
+    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the whole, counted in C order.
+    """
+
+    seed: int
+    name: str
+    shape: tuple[int, ...]
+    starts: tuple[int, ...]
+    whole: tuple[int, ...]
+
+    def fractions(self, xp: Any) -> Any:
+        """float32 in [0, 1) on the device of `xp`, in `shape`: as `Stretch` gives them for the whole."""
+        if getattr(xp, "holds_no_data", False):
+            return xp.empty(self.shape, dtype=np.float32)
+        out, lead = np.empty(self.shape, np.float32), self._lead()
+        size = math.prod(self.whole[lead + 1 :])
+        beyond = tuple(slice(a, a + n) for a, n in zip(self.starts[lead + 1 :], self.shape[lead + 1 :], strict=True))
+        for place in np.ndindex(*self.shape[:lead]):
+            row = 0
+            for dim, index in enumerate((*place, 0)):
+                row = row * self.whole[dim] + self.starts[dim] + index
+            numbers = Stretch(self.seed, self.name, row * size, (row + self.shape[lead]) * size).fractions(np)
+            out[place] = numbers.reshape(self.shape[lead], *self.whole[lead + 1 :])[(slice(None), *beyond)]
+        return xp.asarray(out)
+
+    def _lead(self) -> int:
+        """The dim over which numbers are made in one go: those before it are counted through, and of those behind it
+        all numbers are made and what lies outside thrown away."""
+        cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
+        if not cut:
+            return 0
+        if math.prod(self.shape[cut[-1] :]) >= RUN:
+            return cut[-1]
+        return cut[0] if len(cut) > 1 else cut[0] - 1
 
 
 def _key(seed: int, name: str) -> int:

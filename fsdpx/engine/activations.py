@@ -1,12 +1,16 @@
 """How much memory activations take: the distinct arrays that are alive in slots between actions."""
 
-from collections.abc import Iterable
-from typing import Any
+from __future__ import annotations
 
-from fsdpx.engine.engine import Engine
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
 from fsdpx.program import SLOTS, kind_of
 
-__all__ = ["activation_bytes"]
+if TYPE_CHECKING:
+    from fsdpx.engine.engine import Engine
+
+__all__ = ["activation_bytes", "roots"]
 
 
 def activation_bytes(engine: Engine) -> int:
@@ -14,21 +18,22 @@ def activation_bytes(engine: Engine) -> int:
 
     Parameters that a layer keeps for backward are not counted: the arena counts them.
     """
-    roots: dict[int, int] = {}
+    found: dict[int, int] = {}
     for slot, value in engine.store.items():
         if SLOTS[kind_of(slot)].memory == "activations":
-            roots.update(_roots(value))
+            found.update(roots(value))
     arena = engine.arena
     planned = {id(buffer.root) for buffer in (*arena.kept.values(), *([] if arena.slab is None else [arena.slab]))}
-    return sum(nbytes for key, nbytes in roots.items() if key not in planned)
+    return sum(nbytes for key, nbytes in found.items() if key not in planned)
 
 
-def _roots(value: Any) -> Iterable[tuple[int, int]]:
+def roots(value: Any) -> Iterable[tuple[int, int]]:
+    """(identity, bytes) of the memory of every shape-only array in tuples, lists and dicts."""
     if getattr(value, "holds_no_data", False):
         yield id(value.root), value.root.nbytes
     elif isinstance(value, dict):
         for one in value.values():
-            yield from _roots(one)
+            yield from roots(one)
     elif isinstance(value, tuple | list):
         for one in value:
-            yield from _roots(one)
+            yield from roots(one)

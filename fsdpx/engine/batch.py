@@ -1,19 +1,21 @@
 """A rank's part of the global batch: checked, agreed on with the other ranks, and cut into microbatches."""
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from fsdpx.array.namespace import from_host
+from fsdpx.array.namespace import from_host, to_host
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.mesh import Axes
 from fsdpx.engine.engine import Engine, Microbatch
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.layout.tree import chunks_of
 
-__all__ = ["ENDED", "Part", "agree", "array_of", "cut", "fits_chunks", "imagined_rows", "inputs_of", "target_of"]
+__all__ = ["ENDED", "Part", "agree", "array_of", "cut", "digest_of", "fits_chunks", "imagined_rows", "inputs_of", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -75,25 +77,40 @@ def array_of(engine: Engine, value: Any) -> Any:
 
 
 ENDED = "no batch: its loader has come to its end"
+DIGEST = " holding "
 
 
-def agree(comm: Communicator, features: str, rows: int, error: FsdpxError | None) -> tuple[int, ...]:
-    """Tell each other whether the batch is good: the rows of every rank, or the same error on all of them.
+def agree(axes: Axes, features: str, rows: int, error: FsdpxError | None) -> tuple[int, ...]:
+    """Tell each other whether the batch is good: the rows of every data rank, or the same error on all of them.
 
-    Costs one all-gather of 24 bytes; texts travel only when something is wrong. features ENDED: this rank has no batch.
+    Ranks of one data rank must agree in all of `features`, the others up to DIGEST. Costs one all-gather of 32 bytes;
+    texts travel only when something is wrong. features ENDED: this rank has no batch.
     """
-    digest = int.from_bytes(hashlib.blake2b(features.encode(), digest_size=7).digest(), "big")
-    table = np.zeros((comm.size, 3), np.int64)
-    table[comm.rank] = (error is None, rows, digest)
+    comm = axes.world
+    kind, _, digest = features.partition(DIGEST)
+    table = np.zeros((comm.size, 4), np.int64)
+    table[comm.rank] = (error is None, rows, _number(kind), _number(digest))
     if comm.size > 1:
         flat = table.reshape(-1)
-        comm.all_gather(flat[3 * comm.rank : 3 * comm.rank + 3], flat, what="the batch").wait()
-    if table[:, 0].all() and (table[:, 2] == digest).all():
-        return tuple(table[:, 1].tolist())
-    raise _disagreement(comm, features, error)
+        comm.all_gather(flat[4 * comm.rank : 4 * comm.rank + 4], flat, what="the batch").wait()
+    lines = [_data_rank(axes, rank) for rank in range(comm.size)]
+    first = [lines.index(line) for line in range(axes.data.size)]
+    same = all((table[rank] == table[first[line]]).all() for rank, line in enumerate(lines))
+    if table[:, 0].all() and (table[:, 2] == table[0, 2]).all() and same:
+        return tuple(table[first, 1].tolist())
+    raise _disagreement(comm, kind, error, lines)
 
 
-def _disagreement(comm: Communicator, features: str, error: FsdpxError | None) -> FsdpxError:
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _data_rank(axes: Axes, rank: int) -> int:
+    place = axes.mesh.coordinates(rank)
+    return place.replica * axes.shard.size + place.shard
+
+
+def _disagreement(comm: Communicator, features: str, error: FsdpxError | None, lines: list[int]) -> FsdpxError:
     """The same error on every rank, naming the ranks."""
     reports = comm.all_gather_object((type(error), str(error)) if error else features)
     for rank, report in enumerate(reports):
@@ -101,13 +118,24 @@ def _disagreement(comm: Communicator, features: str, error: FsdpxError | None) -
             kind, text = report
             made: FsdpxError = kind(text if text.startswith(f"rank {rank}: ") else f"rank {rank}: {text}")
             return made
-    lines = "; ".join(f"rank {r} has {report}" for r, report in enumerate(reports))
-    return DataError(f"the parts of the global batch differ in more than the number of samples: {lines}")
+    if len(set(reports)) == 1:
+        return DataError(
+            "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "
+            f"rank, as a DataLoader(comm=trainer.data) does. The data ranks of ranks 0 to {comm.size - 1} are {lines}"
+        )
+    lines_of = "; ".join(f"rank {r} has {report}" for r, report in enumerate(reports))
+    return DataError(f"the parts of the global batch differ in more than the number of samples: {lines_of}")
 
 
 def features_of(arrays: Sequence[Any]) -> str:
     """What must be alike on all ranks: everything but the number of samples."""
     return ", ".join(f"{a.dtype}{list(a.shape[1:])}" for a in arrays)
+
+
+def digest_of(arrays: Sequence[Any]) -> str:
+    """Tells batches apart by what is in them."""
+    sums = [zlib.crc32(np.ascontiguousarray(to_host(a)).view(np.uint8).reshape(-1)) for a in arrays if a.size]
+    return DIGEST + " ".join(map(str, sums))
 
 
 def cut(engine: Engine, part: Part, microbatches: int, chunked: bool = True) -> list[Microbatch | None]:

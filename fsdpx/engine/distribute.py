@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +23,13 @@ from fsdpx.comm.mesh import Axes, Mesh, connect
 from fsdpx.comm.opening import adopt
 from fsdpx.comm.opening import world as open_world
 from fsdpx.config import Precision, Sharding
-from fsdpx.engine.batch import check_chunks
+from fsdpx.engine.batch import check_chunks, most_chunks
 from fsdpx.engine.engine import Engine, Options
+from fsdpx.engine.pipe import Pipe
 from fsdpx.engine.poker import Poker
+from fsdpx.engine.recompute import recompute as recomputed
 from fsdpx.engine.scaler import Scaler
+from fsdpx.engine.ties import connect_ties
 from fsdpx.engine.trainer import Trainer
 from fsdpx.engine.tuning import tune_for
 from fsdpx.engine.warm import warm
@@ -34,12 +37,13 @@ from fsdpx.engine.windows import memory_of, share_gradients, share_parameters
 from fsdpx.errors import ConfigError
 from fsdpx.launch import environment
 from fsdpx.layout.pages import Page
+from fsdpx.layout.stages import cut_stages
 from fsdpx.layout.state import Holding, PageState, hold, initialise, state_arrays
-from fsdpx.layout.units import Layout, lay_out
+from fsdpx.layout.units import Layout, Spread, lay_out
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import Sorted, sort
 from fsdpx.optim import Segment, Segments
-from fsdpx.program import Stage
+from fsdpx.program import Stage, pipeline
 
 __all__ = ["distribute"]
 
@@ -53,7 +57,7 @@ def distribute(
     mesh: Mesh | None = None,
     comm: Any = None,
     backend: str | None = None,
-    microbatches: int = 1,
+    microbatches: int | None = None,
     seed: int = 0,
     precision: str | Precision | None = None,
     clip_norm: float | None = None,
@@ -67,13 +71,19 @@ def distribute(
     check_finite: bool = False,
     tune: bool | None = None,
     progress: str | None = None,
+    schedule: str | Callable[..., Any] = "1f1b",
+    stages: Sequence[str] | Sequence[int] | None = None,
+    costs: Mapping[str, float] | None = None,
+    recompute: Any = None,
+    tensor_plan: Mapping[str, Any] | None = None,
+    sequence: str | None = None,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
     loss, optimizer: from `fsdpx.nn` and `fsdpx.optim`. strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or
     `fsdpx.Sharding(...)`. mesh: widths of the axes; they replace those of the strategy. comm: an mpi4py communicator
     (duplicated) or a `Communicator`, by default that of `fsdpx.init()`; backend: "mpi" or "local" opens one anew.
-    microbatches: how many pieces each rank's batch runs in. seed: of initialisation and dropout, independent of the
+    microbatches: how many pieces each rank's batch runs in (default 1, in a pipe 4 per rank of it). seed: of initialisation and dropout, independent of the
     layout. precision: "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`. clip_norm: largest global
     gradient norm. group_bytes: smaller layers are grouped until a unit holds that many bytes of parameters (default:
     measured, 1 MiB without tuning).
@@ -84,31 +94,61 @@ def distribute(
     (default: FSDPX_CHECK). check_finite: look for NaN and Inf in every unit. tune: choose what was not said by a
     measurement of some 100 ms that is kept on disk (default: yes, unless FSDPX_TUNE=0). progress: "loop" moves
     transfers on between actions, "thread" also during them (default: measured, "loop" without tuning).
+
+    With a pipe axis: schedule is "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", a function or a text file
+    (docs/schedules.md); stages: where the model is cut, as the paths of the first layers or the numbers of layers of
+    all stages; costs: path pattern -> cost of a layer, for the automatic cut. With a tensor axis: tensor_plan says how
+    layers are cut, by path pattern (default: the model's own); sequence: "parallel" for norms and dropout on parts of
+    the sequence, "ulysses" or "ring" for whole parameters and sequences cut from end to end (docs/tensor.md).
+    recompute: units that run forward again instead of keeping what backward needs: "all", every k-th, as many as it
+    takes to stay within "512MiB", or "attention" alone.
     """
-    check_chunks(chunks, microbatches)
-    _check_numbers(microbatches=microbatches, clip_norm=clip_norm, seed=seed, group_bytes=group_bytes, ahead=ahead)
+    check_chunks(chunks, 1 if microbatches is None else microbatches)
+    _check_numbers(microbatches=1 if microbatches is None else microbatches, clip_norm=clip_norm, seed=seed, group_bytes=group_bytes, ahead=ahead)
     _check_parts(model, loss, optimizer, mesh, frozen)
-    formats, ordered, xp = config.precision(precision), sort(model), namespace(device)
+    formats, xp, again = config.precision(precision), namespace(device), recomputed(recompute)
     dtype = dtype_of(formats.compute)
     world = _world(comm, backend)
     guard = environment.read().check and not isinstance(world, Guarded) if check is None else check
     tuning = tune_for(world, environment.read().tune if tune is None else tune, xp)
     axes, placement = _axes(strategy, mesh, world, guard, ahead)
+    _check_options(axes, optimizer, schedule=schedule, stages=stages, costs=costs, plan=tensor_plan, sequence=sequence)
+    whole_loss, alone = loss, sort(model)
+    partial, output_dim = frozenset[str](), None
+    if axes.tensor.size > 1:
+        from fsdpx.nn.plan import parallelise
+
+        model, loss, output_dim, partial = parallelise(model, loss, axes.tensor.size, tensor_plan, sequence)
+    ordered = sort(model)
     _check_model(ordered, chunks)
-    layout = lay_out(ordered, dtype.itemsize, tuning.group_bytes if group_bytes is None else group_bytes, frozen)
+    if microbatches is None:
+        microbatches = 1 if axes.pipe.size == 1 or chunks is not None else 4 * axes.pipe.size
+    pipe = Pipe(schedule, axes.pipe.size, _per_rank(stages, axes.pipe.size))
+    plan = pipe.plan(microbatches if chunks is None else most_chunks(chunks, axes.data.size))
+    spread = Spread(
+        cut_stages(ordered, plan.stages, stages, costs),
+        plan.home,
+        axes.tensor.rank,
+        axes.tensor.size,
+        partial,
+        apart=chunks is not None,
+    )
+    group = tuning.group_bytes if group_bytes is None else group_bytes
+    layout = lay_out(ordered, dtype.itemsize, group, frozen, spread)
     carried = codec_of(codec, formats.sums, formats.compute, "library" if tuning.windows else tuning.algorithm)
     if chunks is not None and not isinstance(carried, Plain):
         raise ConfigError(
             f"chunks={chunks}: chunks travel and are added in {formats.compute}; leave codec out, and for 16-bit "
             "parameters say precision=fsdpx.Precision(params='bf16')"
         )
-    options = Options(seed, clip_norm, chunks, check_finite)
+    options = Options(seed, clip_norm, chunks, check_finite, _words(schedule), repr(recompute))
     _agree(world, placement, formats, options, layout, optimizer, loss, type(carried).__name__, microbatches, device)
     wire = dtype_of(formats.wire)
     engine = Engine(
         xp=xp,
+        model=ordered,
         layout=layout,
-        stage=_stage(layout),
+        stages=_stages(layout),
         axes=axes,
         counters=axes.counters,
         arena=Arena(xp, memory_of(world, xp) if tuning.windows else None),
@@ -120,18 +160,45 @@ def distribute(
         optimizer=optimizer,
         loss=loss,
         options=options,
-        pages=[],
+        pages={},
         state={},
         scaler=Scaler.of(formats),
         tuning=tuning,
-        poker=_poker(tuning.progress if progress is None else progress, ordered),
+        pipe=pipe,
+        recompute=again,
+        output_dim=output_dim,
+        poker=_poker(tuning.progress if progress is None else progress, ordered, axes),
     )
     if xp is np:
         keep_pages()
     norm, lines = clip_norm is not None or engine.scaler.dynamic, any(unit.lines for unit in layout.units)
     warm(xp, model, loss, optimizer, dtype, dtype, norm, lines)
     _allocate(engine)
-    return Trainer(engine, ordered, microbatches)
+    engine.ties = connect_ties(engine)
+    return Trainer(engine, alone, whole_loss, microbatches)
+
+
+def _check_options(axes: Axes, optimizer: Any, **given: Any) -> None:
+    """What only makes sense with a pipe or a tensor axis."""
+    for name, axis in (("stages", "pipe"), ("costs", "pipe"), ("plan", "tensor"), ("sequence", "tensor")):
+        if given[name] is not None and axes.mesh.width(axis) == 1:
+            option = "tensor_plan" if name == "plan" else name
+            raise ConfigError(f"{option}={given[name]!r}: the mesh has no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
+    if given["stages"] is not None and given["costs"] is not None:
+        raise ConfigError("stages and costs: the first cuts by hand, the second automatically; give only one of them")
+
+
+def _per_rank(stages: Any, ranks: int) -> int | None:
+    """How many stages each rank gets, if it was said."""
+    if stages is None:
+        return None
+    if len(stages) == 0 or len(stages) % ranks:
+        raise ConfigError(f"stages={list(stages)}: {len(stages)} stages cannot be dealt out to {ranks} ranks of the pipe")
+    return len(stages) // ranks
+
+
+def _words(schedule: Any) -> str:
+    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
 
 
 def _check_numbers(**options: Any) -> None:
@@ -201,8 +268,6 @@ def _axes(
         placement = config.sharding(strategy, world.size)
         mesh = Mesh(replica=placement.replica, shard=placement.shard)
     mesh = mesh.resolve(world.size)
-    if mesh.pipe != 1 or mesh.tensor != 1:
-        raise ConfigError(f"mesh {mesh}: this version runs replica and shard axes; pipe and tensor must be 1")
     named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
     if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
         raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
@@ -223,23 +288,27 @@ def _check_model(model: Sorted, chunks: int | None) -> None:
         )
 
 
-def _poker(progress: str, model: Sorted) -> Poker | None:
+def _poker(progress: str, model: Sorted, axes: Axes) -> Poker | None:
     """Layers that call collectives themselves leave no action to a thread."""
     if progress not in ("loop", "thread"):
         raise ConfigError(f"progress={progress!r}: choose loop or thread")
-    return Poker() if progress == "thread" and not any(_is_collective(node.layer) for node in model.nodes) else None
+    busy = axes.tensor.size > 1 or any(_is_collective(node.layer) for node in model.nodes)
+    return Poker() if progress == "thread" and not busy else None
 
 
 def _is_collective(layer: Layer) -> bool:
     return layer.collective or any(map(_is_collective, layer.children().values()))
 
 
-def _stage(layout: Layout) -> Stage:
-    return Stage.of(
-        ((u.pages, u.inputs, u.outputs) for u in layout.units),
-        (page.trainable for page in layout.pages),
+def _stages(layout: Layout) -> tuple[Stage, ...]:
+    return pipeline(
+        [(u.pages, u.inputs, u.outputs) for u in layout.units],
+        [page.trainable for page in layout.pages],
         range(len(layout.inputs)),
         layout.outputs,
+        [unit.stage for unit in layout.units],
+        layout.spread.home,
+        layout.twins,
     )
 
 
@@ -257,10 +326,10 @@ def _allocate(engine: Engine) -> None:
         snap=engine.options.chunks is not None,
         at_home=arena.memory is not None,
     )
-    for page in layout.pages:
+    for page in (layout.pages[p] for p in engine.stage.pages):
         state = hold(page, holding, arena, engine.dtype, engine.optimizer.slots)
-        initialise(state, layout.specs, engine.options.seed, xp)
-        engine.pages.append(state)
+        initialise(state, layout, engine.options.seed, xp)
+        engine.pages[page.index] = state
         engine.store[f"shard{page.index}"] = state
         if page.trainable:
             engine.segments[page.index] = _segments(engine, page, state)
@@ -272,6 +341,6 @@ def _segments(engine: Engine, page: Page, state: PageState) -> Segments:
     items = []
     for piece in page.pieces(state.mine):
         f, start = page.fields[piece.have], state.mine.start
-        items.append(Segment(f.name, piece.start - start, piece.stop - start, piece.start - f.offset, f.size))
+        items.append(Segment(f.source, piece.start - start, piece.stop - start, piece.start - f.offset, f.size))
     shard = engine.axes.shard
     return Segments(tuple(items), shard.all_gather_object if shard.size > 1 else None)

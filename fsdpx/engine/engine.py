@@ -13,16 +13,21 @@ from fsdpx.array.arena import Arena
 from fsdpx.array.random import Moment, Random
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.counted import Counters
-from fsdpx.comm.mesh import Axes
+from fsdpx.comm.fake import FakeCommunicator
+from fsdpx.comm.mesh import Axes, connect
 from fsdpx.config import Precision, Sharding
+from fsdpx.engine.pipe import Pipe
 from fsdpx.engine.poker import Poker
+from fsdpx.engine.recompute import Recompute
 from fsdpx.engine.scaler import Scaler
+from fsdpx.engine.ties import Tie
 from fsdpx.engine.tuning import Tuning
 from fsdpx.engine.views import Views
 from fsdpx.layout.state import PageState
 from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
 from fsdpx.layout.units import Layout
-from fsdpx.nn.layer import Env
+from fsdpx.nn.layer import Env, join
+from fsdpx.nn.sort import Sorted, shapes
 from fsdpx.program import Action, Stage
 
 __all__ = ["PROGRESS", "Clock", "Engine", "Microbatch", "Options"]
@@ -45,13 +50,16 @@ class Options:
     """What a step may be asked for beside its placement.
 
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
-    added in one fixed tree. check_finite: look for NaN and Inf in every unit.
+    added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule, recompute: in words, for ranks
+    to agree on.
     """
 
     seed: int = 0
     clip_norm: float | None = None
     chunks: int | None = None
     check_finite: bool = False
+    schedule: str | None = None
+    recompute: str | None = None
 
 
 @dataclass
@@ -77,11 +85,16 @@ class Clock:
 
 @dataclass
 class Engine:
-    """store: slot -> value, between actions and between programs. steps: updates made so far."""
+    """store: slot -> value, between actions and between programs. steps: updates made so far.
+
+    stages: what each rank of the pipe sees. model: sorted, as this line of the tensor axis runs it. output_dim: dim of
+    the model's output that is cut over the tensor axis. ties: gradients to be added up with other ranks, by page.
+    """
 
     xp: Any
+    model: Sorted
     layout: Layout
-    stage: Stage
+    stages: tuple[Stage, ...]
     axes: Axes
     counters: Counters
     arena: Arena
@@ -93,22 +106,32 @@ class Engine:
     optimizer: Any
     loss: Any
     options: Options
-    pages: list[PageState]
+    pages: dict[int, PageState]
     state: dict[str, Any]
     scaler: Scaler
     tuning: Tuning
+    pipe: Pipe
+    recompute: Recompute
+    output_dim: int | None = None
+    ties: dict[int, Tie] = field(default_factory=dict)
     segments: dict[int, Any] = field(default_factory=dict)
     store: dict[str, Any] = field(default_factory=dict)
     batch: list[Microbatch | None] = field(default_factory=list)
     views: Views | None = None
     training: bool = True
+    adding: str = ""  # what the gradients in the store came from: "accumulate" or "backward"
     rows: int = 0  # samples of the global batch since the last update
     moment: Moment = field(default_factory=Moment)
     steps: int = 0
     clock: Clock = field(default_factory=Clock)
     poker: Poker | None = None  # moves transfers on during actions, not only between them
     flying: list[tuple[str, Any]] = field(default_factory=list)  # (mesh axis, transfer) to move on
+    sends: list[Any] = field(default_factory=list)  # messages of this program that nobody here waits for
     observers: list[Callable[[Action], None]] = field(default_factory=list)  # called after every action
+
+    @cached_property
+    def stage(self) -> Stage:
+        return self.stages[self.axes.pipe.rank]
 
     @property
     def keep_full(self) -> bool:
@@ -149,18 +172,20 @@ class Engine:
 
     @property
     def env(self) -> Env:
-        return self._worlds[self.training][0]
+        return self._worlds[self.training, False][0]
 
-    def envs(self, unit: int) -> list[Env]:
-        """One world per node, made once: what moves in them is the moment."""
-        return self._worlds[self.training][1][unit]
+    def envs(self, unit: int, again: bool = False) -> list[Env]:
+        """One world per node, made once: what moves in them is the moment. again: this is a recompute."""
+        return self._worlds[self.training, again][1][unit]
 
     @cached_property
-    def _worlds(self) -> dict[bool, tuple[Env, list[list[Env]]]]:
-        random = Random(self.options.seed, moment=self.moment)
-        roots = {training: Env(self.xp, self.axes, random, training) for training in (True, False)}
-        units = self.layout.units
-        return {t: (root, [[root.at(n.path) for n in u.nodes] for u in units]) for t, root in roots.items()}
+    def _worlds(self) -> dict[tuple[bool, bool], tuple[Env, list[list[Env]]]]:
+        random, cores = Random(self.options.seed, moment=self.moment), self.recompute.cores
+        made = {}
+        for training, again in ((True, False), (False, False), (True, True)):
+            root = Env(self.xp, self.axes, random, training, recompute=cores, again=again)
+            made[training, again] = (root, [[root.at(n.path) for n in u.nodes] for u in self.layout.units])
+        return made
 
     def nodes(self, ranks: range) -> tuple[Node, ...]:
         """What the chunks of consecutive data ranks add up to."""
@@ -171,6 +196,7 @@ class Engine:
 
     def forget(self) -> None:
         """After an error: what the broken program left in slots is lost, gradients included; parameters are whole."""
+        self.adding = ""
         for slot in [slot for slot in self.store if not slot.startswith("shard")]:
             del self.store[slot]
 
@@ -179,6 +205,7 @@ class Engine:
         self.store.clear()
         self.pages.clear()
         self.flying.clear()
+        self.sends.clear()
         self.views = None
 
     def drop_local(self) -> None:
@@ -189,6 +216,18 @@ class Engine:
         if local:
             self.views = None
 
+    @property
+    def pipe_home(self) -> int:
+        """The rank of the pipe where the outputs are."""
+        return self.layout.spread.home[-1]
+
+    @cached_property
+    def state_home(self) -> dict[str, int]:
+        """The rank of the pipe that moves each running statistic."""
+        spread, layout = self.layout.spread, self.layout
+        names = ((join(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
+        return {layout.canonical(name): spread.rank_of(i) for name, i in names if layout.canonical(name) in layout.state}
+
     def name(self, page: int) -> str:
         """A page in words, for errors: the names it holds."""
         return self._names[page]
@@ -198,12 +237,36 @@ class Engine:
         ends = [(page.fields[0].name, page.fields[-1].name) for page in self.layout.pages]
         return [first if first == last else f"{first}..{last}" for first, last in ends]
 
-    def sum_over_data(self, values: list[float], what: str) -> list[list[float]]:
-        """A few float64 numbers of every data rank, in rank order, on every rank."""
-        comm, n = self.axes.data, len(values)
+    def everyone(self, values: list[float], what: str) -> list[list[float]]:
+        """A few float64 numbers of every rank, in rank order, on every rank."""
+        comm, n = self.axes.world, len(values)
         if comm.size == 1:
             return [values]
-        everyone = np.zeros(n * comm.size)
-        everyone[comm.rank * n : (comm.rank + 1) * n] = values
-        comm.all_gather(everyone[comm.rank * n : (comm.rank + 1) * n], everyone, what=what).wait()
-        return everyone.reshape(comm.size, n).tolist()
+        table = np.zeros(n * comm.size)
+        table[comm.rank * n : (comm.rank + 1) * n] = values
+        comm.all_gather(table[comm.rank * n : (comm.rank + 1) * n], table, what=what).wait()
+        return table.reshape(comm.size, n).tolist()
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether the loss found here counts: ranks of one tensor line find the same, unless each finds a part."""
+        return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
+
+    def message(self, value: int, batch: Microbatch) -> Any:
+        """Shape and dtype of a value of a microbatch, as a shape-only array."""
+        key = tuple((tuple(a.shape), str(a.dtype)) for a in batch.inputs)
+        if key not in self._shapes:
+            from fsdpx.array.shapes import ShapeArray
+
+            inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
+            self._shapes[key] = shapes(self.model, inputs, self.dtype, axes=self.imagined)
+        return self._shapes[key][value]
+
+    @cached_property
+    def _shapes(self) -> dict[Any, list[Any]]:
+        return {}
+
+    @cached_property
+    def imagined(self) -> Axes:
+        """These axes without anybody else on them: layers can be asked for shapes."""
+        return connect(self.axes.mesh, FakeCommunicator(self.axes.world.rank, self.axes.world.size))

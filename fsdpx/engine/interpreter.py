@@ -11,7 +11,7 @@ from fsdpx.engine.engine import PROGRESS, Engine
 from fsdpx.engine.gradients import Pending
 from fsdpx.engine.memory import Room
 from fsdpx.engine.operations import OPERATIONS
-from fsdpx.program import VERBS, Program, check
+from fsdpx.program import VERBS, Request, check, compile
 
 __all__ = ["Bound"]
 
@@ -19,8 +19,10 @@ __all__ = ["Bound"]
 class Bound:
     """A program with its memory on one rank, ready to run any number of times."""
 
-    def __init__(self, engine: Engine, program: Program) -> None:
+    def __init__(self, engine: Engine, request: Request) -> None:
+        program = compile(request)
         check(program)
+        engine.pipe.prove(request, engine.stages)
         self.engine, self.program = engine, program
         self.room = Room(engine, program)
         self._steps = [
@@ -39,6 +41,7 @@ class Bound:
         for _, transfer in engine.flying:  # of a program that broke off, alike on all ranks
             transfer.handle.wait()
         engine.flying.clear()
+        engine.sends.clear()
         room.enter()
         if blas.threads() != engine.product_threads:
             blas.threads(engine.product_threads)
@@ -47,7 +50,7 @@ class Bound:
             try:
                 taken = tuple([self._ready(store.pop(slot)) for slot in takes]) if takes else ()
                 read = tuple([self._read(slot) for slot in reads]) if reads else ()
-                added = tuple([store.get(slot) for slot in adds]) if adds else ()
+                added = tuple([self._ready(store.get(slot)) for slot in adds]) if adds else ()
                 ready = perf_counter()
                 if poker is None or lane != "compute" or not engine.flying:
                     values = operation(engine, room, action, taken, read, added)
@@ -69,6 +72,9 @@ class Bound:
             if lane == "compute" and engine.flying:
                 self._poke()
                 clock.add(PROGRESS, perf_counter() - end, 0.0)
+        for transfer in engine.sends:
+            transfer.wait()
+        engine.sends.clear()
         self._poke()
         return {slot: self._ready(store.pop(slot)) for slot in self.program.results}
 
@@ -95,6 +101,9 @@ class Bound:
 
     def _about(self, action: Any) -> str:
         kind = VERBS[action.op].about
+        if kind == "edge":
+            edge = self.engine.stage.edges[action.unit]
+            return f"from rank {edge.sender} to rank {edge.receiver} of the pipe"
         if kind == "unit":
             return f"unit {self.engine.layout.units[action.unit].name!r}"
         return f"page {self.engine.name(action.unit)!r}" if kind == "page" else f"the {self.program.kind} program"

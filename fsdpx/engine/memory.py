@@ -65,6 +65,11 @@ class Room:
             return self._nothing(dtype)
         return self.buffer(f"scratch{page}", nbytes // dtype.itemsize, dtype)
 
+    def tie(self, page: int) -> Any:
+        """Memory for the gradients of all copies of a page."""
+        elements = _tied_elements(self.engine, page)
+        return self.buffer(f"tie{page}", elements, self.engine.dtype)
+
     def _nothing(self, dtype: Any) -> Any:
         """No elements, but of the slab: in windows or not, as the scratch of other ranks."""
         arena = self.engine.arena
@@ -107,6 +112,12 @@ def lives(engine: Engine, program: Program) -> list[Life]:
     return result + _wires(engine, program) + _scratches(engine, program)
 
 
+def _tied_elements(engine: Engine, page: int) -> int:
+    tie = engine.ties[page]
+    one = next(p for p in tie.pages if p in engine.pages)
+    return tie.elements(engine.pages[one].mine.size)
+
+
 def _wires(engine: Engine, program: Program) -> list[Life]:
     """16-bit parameters on their way: from the gather to the first action that needs the page."""
     if engine.wire is None:
@@ -130,6 +141,9 @@ def _scratches(engine: Engine, program: Program) -> list[Life]:
     born: dict[int, int] = {}
     end = "SETTLE" if engine.options.chunks is None else "JOIN"
     for at, action in enumerate(program.actions):
+        if action.unit is not None and action.op == "TIE":
+            elements = _tied_elements(engine, action.unit)
+            result += [Life(f"tie{action.unit}", at, at, elements * engine.dtype.itemsize)] if elements else []
         if action.unit is None or action.op not in ("REDUCE", "SETTLE", "JOIN"):
             continue
         first, second = scratch_nbytes(engine, engine.pages[action.unit])

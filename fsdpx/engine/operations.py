@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import block_squares, exact_sum, expansion
 from fsdpx.comm.communicator import DONE
@@ -18,11 +20,13 @@ from fsdpx.engine.gradients import Gradient, Pending, Plainly, Subtrees
 from fsdpx.engine.gradients import join as start_join
 from fsdpx.engine.gradients import reduce as start_reduce
 from fsdpx.engine.memory import Room
-from fsdpx.errors import DataError
+from fsdpx.engine.pipe import tag
+from fsdpx.engine.ties import add_together
+from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn.gradients import Entry
 from fsdpx.nn.layer import Env
 from fsdpx.optim import rate
-from fsdpx.program import Action, StageUnit
+from fsdpx.program import Action, Edge, StageUnit
 
 __all__ = ["OPERATIONS", "Mean", "Scale"]
 
@@ -59,10 +63,10 @@ def _env(engine: Engine, batch: Microbatch) -> Env:
     return engine.env
 
 
-def _envs(engine: Engine, unit: int, batch: Microbatch) -> list[Env]:
+def _envs(engine: Engine, unit: int, batch: Microbatch, again: bool = False) -> list[Env]:
     """The world as each node of a unit sees it."""
     _env(engine, batch)
-    return engine.envs(unit)
+    return engine.envs(unit, again)
 
 
 def load(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -99,6 +103,70 @@ def _forward(
         for output in outputs:
             demand_finite(engine, output, f"the output of {engine.layout.units[u].name!r}", action)
     return outputs, saved
+
+
+def checkpoint(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """A forward that keeps what it read: (value, array) pairs."""
+    outputs, _ = _forward(engine, room, action, taken, read, keep=False)
+    if engine.batch[_mb(action)] is None:
+        return (*outputs, None)
+    unit = engine.stage.units[_unit(action)]
+    return (*outputs, dict(zip((*unit.takes, *unit.reads), (*taken, *read[len(unit.pages) :]), strict=True)))
+
+
+def again(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    u, batch = _unit(action), engine.batch[_mb(action)]
+    if batch is None:
+        return (None,)
+    envs, params = _envs(engine, u, batch, again=True), room.views.params(u, read)
+    return (compute.forward(engine.layout.units[u], envs, params, dict(taken[0]), True, room.views.stacks),)
+
+
+def send(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    edge, batch, (value,) = engine.stage.edges[_unit(action)], engine.batch[_mb(action)], (*taken, *read)
+    if batch is None:
+        return ()
+    expected, xp = engine.message(edge.value, batch), engine.xp
+    if edge.gradient and not _differentiable(expected):
+        return ()
+    if value is None:  # nothing that counts depends on it here
+        value = xp.zeros(expected.shape, dtype=expected.dtype)
+    if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
+        raise ShapeError(
+            f"{action}: value {edge.value} is {value.dtype}{list(value.shape)}, rank {edge.receiver} of the pipe expects "
+            f"{expected.dtype}{list(expected.shape)}: dim 0 must be samples, and shapes may depend on shapes only"
+        )
+    flat = xp.ascontiguousarray(value).reshape(-1)
+    handle = engine.axes.pipe.send(flat, edge.receiver, _tag(engine, edge, action), what=_what(engine, edge, action))
+    pending = Pending(handle, lambda: flat)  # which keeps the array until it is sent
+    engine.flying.append(("pipe", pending))
+    engine.sends.append(pending)
+    return ()
+
+
+def recv(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    edge, batch = engine.stage.edges[_unit(action)], engine.batch[_mb(action)]
+    if batch is None:
+        return (None,)
+    expected = engine.message(edge.value, batch)
+    if edge.gradient and not _differentiable(expected):
+        return (None,)
+    flat = engine.xp.empty((expected.size,), dtype=expected.dtype)
+    handle = engine.axes.pipe.recv(flat, edge.sender, _tag(engine, edge, action), what=_what(engine, edge, action))
+    return (Pending(handle, lambda: flat.reshape(expected.shape)),)
+
+
+def _differentiable(value: Any) -> bool:
+    return np.dtype(value.dtype).kind not in "iub"
+
+
+def _tag(engine: Engine, edge: Edge, action: Action) -> int:
+    return tag(engine.stage, edge, _mb(action), len(engine.batch))
+
+
+def _what(engine: Engine, edge: Edge, action: Action) -> str:
+    node = engine.model.nodes[edge.value - len(engine.model.inputs)]
+    return f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"
 
 
 def backward(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -229,13 +297,14 @@ def seed(engine: Engine, room: Room, action: Action, taken: Values, read: Values
     """The caller's gradients are those of a mean already: their weight is 1 in all."""
     *have, weight = added
     dys = [d * engine.scaler.value if engine.scaler.value != 1.0 else d for d in _inner(engine, taken[0])]
-    one = 1.0 if engine.axes.data.rank == 0 else 0.0
+    one = 1.0 if engine.axes.data.rank == 0 and engine.axes.tensor.rank == 0 else 0.0
     return (*_sums(have, dys), one if weight is None else weight)
 
 
 def mean(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    flat = [number for pair in taken for number in pair]
-    rows = engine.sum_over_data(flat, "MEAN (loss)")
+    pairs = taken or ((0.0, 0.0),) * len(engine.batch)  # the loss is somebody else's
+    flat = [number if engine.counts_loss else 0.0 for pair in pairs for number in pair]
+    rows = engine.everyone(flat, "MEAN (loss)")
     total = exact_sum([number for row in rows for number in row[0::2]])
     weight = exact_sum([number for row in rows for number in row[1::2]])
     if weight == 0 and flat and not getattr(engine.xp, "holds_no_data", False):
@@ -291,19 +360,27 @@ def join(engine: Engine, room: Room, action: Action, taken: Values, read: Values
     return (start_join(engine, engine.pages[page], taken[0], room.scratch(page, 1), what),)
 
 
+def tie(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    page = _page(action)
+    add_together(engine, engine.ties[page], added, partial(room.tie, page), f"{action} {engine.name(page)}")
+    return added
+
+
 def norm(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """One scale for all updates: 1 / (weight x loss scale), times clip / norm where the norm is larger.
 
-    Each logical element counts once: a sum over the shards of one replica.
+    Each logical element counts once: in one replica, on the rank of the tensor axis that has it, not in copies.
     """
     wanted = engine.options.clip_norm is not None or engine.scaler.dynamic
     blocks = wanted and engine.options.chunks is not None
-    local = exact_sum([square_sum(engine.xp, part) for part in read]) if wanted and not blocks else 0.0
-    rows = engine.sum_over_data([taken[0], local], "NORM (weight, squares)")
+    mine = _once(engine, read) if wanted else []
+    local = exact_sum([square_sum(engine.xp, part) for part in mine]) if not blocks else 0.0
+    weight_here = taken[0] if taken and engine.counts_loss else 0.0
+    rows = engine.everyone([weight_here, local], "NORM (weight, squares)")
     weight = exact_sum([row[0] for row in rows]) or 1.0
-    squares = exact_sum([row[1] for row in rows[: engine.axes.shard.size]])
+    squares = exact_sum([row[1] for row in rows])
     if blocks:
-        squares = _block_squares(engine, read)
+        squares = _block_squares(engine, mine)
     factor = 1.0 / (weight * engine.scaler.value)
     size = math.sqrt(squares) * factor if wanted else math.nan
     finite = math.isfinite(squares)
@@ -315,15 +392,29 @@ def norm(engine: Engine, room: Room, action: Action, taken: Values, read: Values
     return (Scale(factor, size, not finite and engine.scaler.dynamic, learning_rate),)
 
 
-def _block_squares(engine: Engine, parts: Values) -> float:
-    """Sum of squares over fixed blocks of each parameter, all blocks of all ranks added exactly: no layout is seen."""
-    local = []
-    for page, part in zip(engine.stage.trained, parts, strict=True):
+def _once(engine: Engine, totals: Values) -> list[Any]:
+    """What of this rank's gradients counts for the norm, parameter by parameter where ranks hold the same."""
+    if engine.axes.replica.rank > 0:
+        return []
+    found: list[Any] = []
+    for page, total in zip(engine.stage.trained, totals, strict=True):
+        if page in engine.layout.copies:
+            continue
+        if engine.options.chunks is None and engine.axes.tensor.size == 1:
+            found.append(total)
+            continue
         state = engine.pages[page]
         for piece in state.page.pieces(state.mine):
-            values = part[piece.start - state.mine.start : piece.stop - state.mine.start]
-            local += block_squares(engine.xp, values)
-    return exact_sum([v for row in engine.axes.shard.all_gather_object(expansion(local)) for v in row])
+            spec = engine.layout.specs[state.page.fields[piece.have].source]
+            if engine.axes.tensor.rank == 0 or spec.cut is not None:
+                found.append(total[piece.start - state.mine.start : piece.stop - state.mine.start])
+    return found
+
+
+def _block_squares(engine: Engine, parts: list[Any]) -> float:
+    """Sum of squares over fixed blocks of each parameter, all blocks of all ranks added exactly: no layout is seen."""
+    local = [square for part in parts for square in block_squares(engine.xp, part)]
+    return exact_sum([v for row in engine.axes.world.all_gather_object(expansion(local)) for v in row])
 
 
 def update(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -364,8 +455,12 @@ def _same(a: Any, b: Any) -> bool:
 
 OPERATIONS: dict[str, Operation] = {
     "LOAD": load,
+    "SEND": send,
+    "RECV": recv,
     "F": forward,
     "E": evaluate,
+    "C": checkpoint,
+    "R": again,
     "B": backward,
     "I": backward_input,
     "W": backward_params,
@@ -378,6 +473,7 @@ OPERATIONS: dict[str, Operation] = {
     "REDUCE": reduce,
     "SETTLE": settle,
     "JOIN": join,
+    "TIE": tie,
     "NORM": norm,
     "UPDATE": update,
 }

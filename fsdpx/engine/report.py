@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
+import numpy as np
+
+from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
+from fsdpx.engine.ties import Tie
 from fsdpx.program import Calls, Program, Sizes, Traffic, traffic
 
 __all__ = ["Report", "bytes_text", "peak_rss", "report", "sizes_of", "table"]
@@ -87,25 +91,49 @@ def report(engine: Engine, program: Program) -> Report:
 
 def sizes_of(engine: Engine) -> Sizes:
     """What predictions need to know of this rank's placement."""
-    from fsdpx.comm.communicator import split_evenly
-
     replica = engine.axes.replica
     codec, chunked = engine.codec, engine.options.chunks is not None
     rank, width = engine.axes.data.rank, engine.axes.shard.size
     base = rank // width * width
     groups = [range(r * width, (r + 1) * width) for r in range(replica.size)]
     return Sizes(
-        full=tuple(s.page.size for s in engine.pages),
-        shard=tuple(s.mine.size for s in engine.pages),
-        replica_own=tuple(split_evenly(s.mine.size, replica.size)[replica.rank] for s in engine.pages),
+        full={p: s.page.size for p, s in engine.pages.items()},
+        shard={p: s.mine.size for p, s in engine.pages.items()},
+        replica_own={p: split_evenly(s.mine.size, replica.size)[replica.rank] for p, s in engine.pages.items()},
         param_itemsize=(engine.wire or engine.dtype).itemsize,
         grad_itemsize=codec.itemsize or engine.dtype.itemsize,
-        widths={"shard": engine.axes.shard.size, "replica": replica.size, "data": engine.axes.data.size},
+        tie_itemsize=engine.dtype.itemsize,
+        widths={"shard": engine.axes.shard.size, "replica": replica.size},
+        ties={p: tuple(_tied(engine, tie)) for p, tie in engine.ties.items()},
+        edges=_edges(engine),
         calls=_trades(engine, [range(base + s, base + s + 1) for s in range(width)], rank - base)
         if chunked
         else codec.calls,
         calls_all=(*_trades(engine, groups, replica.rank), ("all_gather", 1)) if chunked else codec.calls_all,
     )
+
+
+def _tied(engine: Engine, tie: Tie) -> Iterator[tuple[str, str, int]]:
+    """(axis, collective, elements) of a tie: see `add_together`."""
+    here = [p for p in tie.pages if p in engine.pages]
+    n = engine.pages[here[0]].mine.size
+    if tie.partial:
+        tensor = engine.axes.tensor
+        for _ in here:
+            yield "tensor", "all_reduce", 2 * (n - split_evenly(n, tensor.size)[tensor.rank])
+    if tie.comm is not None:
+        yield "peers", "all_gather", n * (len(tie.pages) - len(here))
+
+
+def _edges(engine: Engine) -> dict[tuple[int, int], int]:
+    """(edge, microbatch) -> bytes, as the last batch was."""
+    found = {}
+    for edge in engine.stage.edges:
+        for mb, batch in enumerate(engine.batch):
+            value = None if batch is None else engine.message(edge.value, batch)
+            travels = value is not None and not (edge.gradient and np.dtype(value.dtype).kind in "iub")
+            found[edge.number, mb] = value.size * value.dtype.itemsize if travels else 0
+    return found
 
 
 def _trades(engine: Engine, groups: list[range], me: int) -> Calls:

@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import from_host, to_host
-from fsdpx.comm.communicator import ReduceOp
+from fsdpx.comm.communicator import Communicator
 from fsdpx.engine import batch as batches
 from fsdpx.engine.engine import Clock, Engine
 from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.fit import History, fit
 from fsdpx.engine.interpreter import Bound
+from fsdpx.engine.outputs import cut_output, whole_outputs
 from fsdpx.engine.report import Report, report
+from fsdpx.engine.whole import put, whole_gradients, whole_parameters, whole_state
 from fsdpx.errors import ConfigError, DataError, FsdpxError
-from fsdpx.layout.state import PageState, each_piece
 from fsdpx.nn.sort import Sorted, infer
-from fsdpx.program import Program, Request, compile
+from fsdpx.program import Program, Request, compile, one_by_one
 
 __all__ = ["Trainer"]
 
@@ -44,14 +45,15 @@ class Trainer:
     data-rank's part of the global batch, dim 0 is samples, and parts may differ in size.
     """
 
-    def __init__(self, engine: Engine, model: Sorted, microbatches: int) -> None:
+    def __init__(self, engine: Engine, model: Sorted, loss: Any, microbatches: int) -> None:
+        """model, loss: as one process has them, to check batches against."""
         self.engine = engine
         self.microbatches = microbatches
         self.last: Step | None = None
         self.weight = 0.0  # what the last `evaluate` averaged over
         self._forwarded: tuple[list[Any], bool] = ([], True)  # batch and mode of the last `forward`
-        self._adding = ""  # what the gradients in the store came from
-        self._model = model
+        self._shown: list[tuple[int, ...]] = []  # shapes of its outputs
+        self._model, self._loss = model, loss
         self._programs: dict[Request, Bound] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._local = False
@@ -94,7 +96,9 @@ class Trainer:
         self._load(x, None, "forward")
         self.engine.training = training
         self._forwarded = (self.engine.batch, training)
-        return self._outputs(self._run("forward"))
+        outputs = self._outputs(self._run("forward"))
+        self._shown = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        return outputs
 
     def backward(self, dy: Any) -> None:
         """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`.
@@ -107,16 +111,17 @@ class Trainer:
         self._begin("backward")
         given = tuple(dy) if len(engine.stage.outputs) > 1 else (dy,)
         arrays = tuple(batches.array_of(engine, d) for d in given)
-        for array, shape in zip(arrays, self._output_shapes(), strict=True):
+        for array, shape in zip(arrays, self._shown, strict=True):
             if tuple(array.shape) != shape:
                 raise DataError(f"backward: dy has shape {tuple(array.shape)}, the output of forward has {shape}")
-        engine.store["seed.0"] = arrays
+        if engine.stage.scores:
+            engine.store["seed.0"] = tuple(cut_output(engine, array) for array in arrays)
         engine.batch, engine.training = self._forwarded
         self._run("backward", microbatches=1)
 
     def update(self) -> float:
         """Reduce what is still local, then update; the global gradient norm if clipping asks for one, else nan."""
-        if "weight" not in self.engine.store:
+        if not self.engine.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
         self._update(self._run("update"))
         assert self.last is not None
@@ -145,17 +150,14 @@ class Trainer:
     def no_batch(self) -> None:
         """Say that this rank has no more batches; DataError on all ranks if others go on. Collective, like `step`."""
         if not getattr(self.engine.xp, "holds_no_data", False):
-            batches.agree(self.engine.axes.data, batches.ENDED, 0, None)
+            batches.agree(self.engine.axes, batches.ENDED, 0, None)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name."""
         self._open("parameters")
-        found = {}
-        for state in self.engine.pages:
-            found.update(self._full(state, state.master))
-        found.update({name: to_host(array).copy() for name, array in self.engine.state.items()})
+        found = whole_parameters(self.engine) | whole_state(self.engine)
         return {name: found[name] for name in self.engine.layout.specs}
 
     def load_parameters(self, values: Mapping[str, Any]) -> None:
@@ -164,8 +166,7 @@ class Trainer:
         xp = self.engine.xp
         values = self._checked(values)
         self.engine.axes.world.barrier(what="load_parameters").wait()  # others may still read what we share with them
-        for state in self.engine.pages:
-            each_piece(state, lambda name, start, stop: np.asarray(values[name]).reshape(-1)[start:stop], xp)
+        put(self.engine, values)
         for name, array in self.engine.state.items():
             if name in values:
                 array[...] = from_host(xp, np.asarray(values[name]).astype(array.dtype, copy=False))
@@ -174,24 +175,13 @@ class Trainer:
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the global mean loss gathered so far by `accumulate` or `backward`, full, on every rank."""
         engine = self.engine
-        if "weight" not in engine.store:
+        if not engine.adding:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
-        rows = engine.sum_over_data([engine.store["weight"]], "gradients (weight)")
-        scale = 1.0 / ((math.fsum(row[0] for row in rows) or 1.0) * engine.scaler.value)
-        found: dict[str, np.ndarray] = {}
-        for state in engine.pages:
-            p = state.page.index
-            total = 0.0
-            if f"part{p}" in engine.store:
-                total = self._gathered(state, engine.store[f"part{p}"])
-                engine.axes.replica.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
-            if f"grad{p}" in engine.store:
-                local = engine.store[f"grad{p}"].at(0).copy()
-                engine.axes.data.all_reduce(local, ReduceOp.SUM, what="gradients").wait()
-                total = total + local
-            if state.page.trainable:
-                found.update(_named(state, to_host(total * scale)))
-        return {name: found[name] for name in engine.layout.specs if name in found}
+        here = engine.store.get("weight", 0.0) if engine.counts_loss else 0.0
+        weight = math.fsum(row[0] for row in engine.everyone([here], "gradients (weight)"))
+        scale = 1.0 / ((weight or 1.0) * engine.scaler.value)
+        found = whole_gradients(engine)
+        return {name: found[name] * scale for name in engine.layout.specs if name in found}
 
     def fingerprint(self) -> str:
         """SHA-256 over names, formats, shapes and bytes of all parameters: equal if and only if all bits are."""
@@ -207,6 +197,14 @@ class Trainer:
     def program(self) -> Program:
         """The step as a program, begun with nothing left over; `print(trainer.program)` is the step in words."""
         return compile(self._request("step", self._step_microbatches(), {}))
+
+    @property
+    def data(self) -> Communicator:
+        """The ranks that hold different samples: give this to `data.DataLoader` and `data.DistributedSampler`.
+
+        Ranks of one pipe or tensor line share a rank here, and train on the same samples.
+        """
+        return self.engine.axes.data
 
     @property
     def steps(self) -> int:
@@ -236,6 +234,9 @@ class Trainer:
             self._programs.clear()
             self.engine.clear()
             self.engine.arena.close()
+            for tie in self.engine.ties.values():
+                if tie.comm is not None:
+                    tie.comm.close()
             self.engine.axes.close()
 
     def _open(self, what: str) -> None:
@@ -257,12 +258,15 @@ class Trainer:
             rows = int(inputs[0].shape[0])
             if kind in ("step", "accumulate", "evaluate"):
                 target = batches.target_of(engine, y, rows)
-            features = batches.features_of([*inputs, *([] if target is None else [target])])
+            arrays = [*inputs, *([] if target is None else [target])]
+            features = batches.features_of(arrays)
+            if engine.axes.data.size < engine.axes.world.size:  # several ranks work on the same samples
+                features += batches.digest_of(arrays)
             self._validate(inputs, target)
         except FsdpxError as problem:
             error = problem
         if not getattr(engine.xp, "holds_no_data", False):
-            everyone = batches.agree(engine.axes.data, features, rows, error)
+            everyone = batches.agree(engine.axes, features, rows, error)
         elif error is not None:
             raise error
         else:
@@ -285,7 +289,7 @@ class Trainer:
             outputs = infer(self._model, [ShapeArray(a.shape, a.dtype) for a in inputs], engine.dtype)
             shapes = self._fits[key] = [tuple(o.shape) for o in outputs]
         if target is not None:
-            engine.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
+            self._loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
         if engine.options.check_finite:
             for name, array in zip(engine.layout.inputs, inputs, strict=True):
                 demand_finite(engine, array, f"input {name!r}")
@@ -297,7 +301,7 @@ class Trainer:
         count = len(self.engine.batch) if microbatches is None else microbatches
         request = self._request(kind, count, self.engine.store)
         if request not in self._programs:
-            self._programs[request] = Bound(self.engine, compile(request))
+            self._programs[request] = Bound(self.engine, request)
         return self._programs[request]
 
     def _request(self, kind: str, microbatches: int, store: Mapping[str, Any]) -> Request:
@@ -305,7 +309,10 @@ class Trainer:
         engine = self.engine
 
         def pages(slot: str) -> frozenset[int]:
-            return frozenset(p for p in range(len(engine.pages)) if f"{slot}{p}" in store)
+            return frozenset(p for p in engine.pages if f"{slot}{p}" in store)
+
+        steps = kind in ("step", "accumulate", "local")
+        order = engine.pipe.order(microbatches, engine.axes.pipe.rank) if steps else None
 
         return Request(
             kind,
@@ -318,6 +325,11 @@ class Trainer:
             grads=pages("grad"),
             parts=pages("part"),
             weighed="weight" in store,
+            order=order,
+            recompute=engine.recompute.units(engine, order or one_by_one(microbatches), engine.batch)
+            if steps
+            else frozenset(),
+            peers=tuple(engine.ties),
         )
 
     def _step_microbatches(self) -> int:
@@ -329,26 +341,22 @@ class Trainer:
         loss = float(results["mean"].value) if "mean" in results else math.nan
         self.last = Step(loss, scale.norm, scale.rate, scale.skip)
         engine.steps += not scale.skip
-        engine.rows, self._adding = 0, ""
+        engine.rows, engine.adding = 0, ""
         engine.drop_local()
         return loss
 
     def _begin(self, how: str) -> None:
         """Gradients of a loss and of the caller are weighed differently and cannot be mixed in one update."""
-        if "weight" not in self.engine.store:
-            self._adding, self.engine.rows = how, 0 if how == "accumulate" else self.engine.rows
-        elif self._adding != how:
+        engine = self.engine
+        if not engine.adding:
+            engine.adding, engine.rows = how, 0 if how == "accumulate" else engine.rows
+        elif engine.adding != how:
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between"
             )
 
-    def _output_shapes(self) -> list[tuple[int, ...]]:
-        batch = self._forwarded[0][0]
-        assert batch is not None
-        return self._fits[tuple((a.shape, str(a.dtype)) for a in batch.inputs)]
-
     def _outputs(self, results: dict[str, Any]) -> Any:
-        values = tuple(results.values())
+        values = whole_outputs(self.engine, tuple(results.values()))
         return values[0] if len(values) == 1 else values
 
     @contextmanager
@@ -366,18 +374,6 @@ class Trainer:
         for slot in [slot for slot in store if slot.startswith(kind)]:
             del store[slot]
 
-    def _gathered(self, state: PageState, shard: Any) -> Any:
-        full = self.engine.xp.empty((state.page.size,), dtype=shard.dtype)
-        own = full[state.mine.start : state.mine.stop]
-        own[...] = shard[: own.size]
-        self.engine.axes.shard.all_gather(
-            own, full, state.counts, what=f"page {self.engine.name(state.page.index)}"
-        ).wait()
-        return full
-
-    def _full(self, state: PageState, shard: Any) -> dict[str, np.ndarray]:
-        return _named(state, to_host(self._gathered(state, shard)))
-
     def _checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
         layout = self.engine.layout
         given = {layout.canonical(name): value for name, value in values.items()}
@@ -394,6 +390,3 @@ class Trainer:
                 raise ConfigError(f"load_parameters: {what}: {', '.join(names[:5])}{more}")
         return given
 
-
-def _named(state: PageState, flat: np.ndarray) -> dict[str, np.ndarray]:
-    return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape).copy() for f in state.page.fields}

@@ -25,7 +25,7 @@ class Views:
         self._params: dict[tuple[int, ...], tuple[Any, list[dict[str, Any]]]] = {}
         self._grads: dict[tuple[int, ...], tuple[Any, list[Gradients]]] = {}
         self._names = [
-            [[(local, layout.canonical(join(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
+            [[(local, layout.held(join(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
             for unit in layout.units
         ]
 

@@ -33,14 +33,15 @@ def share_parameters(engine: Engine) -> bool:
     if not all(engine.axes.world.all_gather_object(fits)):
         return False
     assert node is not None
-    sizes = [page.size for page in engine.layout.pages]
+    pages = [engine.layout.pages[p] for p in engine.stage.pages]
+    sizes = [page.size for page in pages]
     block = node.share_one(_nbytes(engine, sizes))
     if block is None:
         _say(engine, "full parameters")
         return False
     engine.arena.blocks.append(block)
-    for page, buffer in enumerate(_cut(engine, block, sizes)):
-        engine.arena.adopt(f"full{page}", "parameters", buffer, buffer.nbytes // len(node.machine))
+    for page, buffer in zip(pages, _cut(engine, block, sizes), strict=True):
+        engine.arena.adopt(f"full{page.index}", "parameters", buffer, buffer.nbytes // len(node.machine))
     return True
 
 
@@ -49,7 +50,7 @@ def share_gradients(engine: Engine) -> None:
     memory = engine.arena.memory
     if memory is None or not engine.whole_grads:
         return
-    pages = [page for page in engine.layout.pages if page.trainable]
+    pages = [engine.layout.pages[p] for p in engine.stage.trained]
     sizes = [page.size * engine.copies for page in pages]
     block = memory.share(_nbytes(engine, sizes))
     if block is None:

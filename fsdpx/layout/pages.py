@@ -1,7 +1,7 @@
 """Pages: parameters that lie in one flat array and are gathered and reduced together."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -13,31 +13,50 @@ __all__ = ["Field", "Page", "cut", "product"]
 
 @dataclass(frozen=True)
 class Field:
-    """One parameter's place in a page: elements [offset, offset + size) hold it in C order."""
+    """One parameter's place in a page: elements [offset, offset + size) hold it in C order.
+
+    shape: of what this rank's line of the tensor axis holds of it. source: the parameter whose values these are; another
+    name than `name` for one that is tied to a layer on another rank.
+    """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     size: int
+    source: str
 
 
 @dataclass(frozen=True)
 class Page:
-    """A flat array of `size` elements that holds `fields` without gaps."""
+    """A flat array of `size` elements that holds `fields` without gaps.
+
+    partial: each rank of the tensor axis finds only a part of its gradient.
+    """
 
     index: int
     fields: tuple[Field, ...]
     size: int
     trainable: bool
+    partial: bool = False
 
     @classmethod
-    def of(cls, index: int, shapes: Sequence[tuple[str, tuple[int, ...]]], trainable: bool) -> "Page":
+    def of(
+        cls,
+        index: int,
+        shapes: Sequence[tuple[str, tuple[int, ...]]],
+        trainable: bool,
+        partial: bool = False,
+        sources: Mapping[str, str] | None = None,
+    ) -> "Page":
+        """sources: name -> source, where they differ."""
         sizes = [product(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
+        known = sources or {}
         fields = tuple(
-            Field(name, tuple(shape), o, n) for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False)
+            Field(name, tuple(shape), o, n, known.get(name, name))
+            for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False)
         )
-        return cls(index, fields, offsets[-1], trainable)
+        return cls(index, fields, offsets[-1], trainable, partial)
 
     def pieces(self, shard: Range) -> list[Piece]:
         """Which fields (piece.have) a shard of this page holds, in page coordinates."""

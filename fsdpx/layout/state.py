@@ -1,8 +1,10 @@
 """The train state of one rank: for every page its piece of parameters, gradients and optimiser slots, as plain data."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from fsdpx.array.arena import Arena
 from fsdpx.array.namespace import from_host
@@ -12,6 +14,10 @@ from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Spec
 
 __all__ = ["Holding", "PageState", "each_piece", "hold", "initialise", "state_arrays"]
+
+
+BLOCK = 1 << 20
+"""Elements of a whole parameter that are made at once when only columns of it are kept."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +87,47 @@ def hold(page: Page, holding: Holding, arena: Arena, dtype: Any, slots: Sequence
     return state
 
 
-def initialise(state: PageState, specs: Mapping[str, Spec], seed: int, xp: Any) -> None:
-    """Fill this rank's shard by (seed, name, global range): no rank computes a value that it does not own."""
-    each_piece(state, lambda name, start, stop: specs[name].init(seed, name, start, stop, specs[name].shape), xp)
+def initialise(state: PageState, layout: Layout, seed: int, xp: Any) -> None:
+    """Fill this rank's shard by (seed, name, global range): the values do not see the layout."""
+    spread = layout.spread
+
+    def values(name: str, start: int, stop: int) -> Any:
+        spec = layout.specs[name]
+        if spec.cut is None or spread.width == 1:
+            return spec.init(seed, name, start, stop, spec.shape)
+        runs = list(spec.cut.runs(spec.shape, spread.rank, spread.width, start, stop))
+        return np.concatenate([part for some in _near(runs) for part in _of_runs(spec, seed, name, some)])
+
+    each_piece(state, values, xp)
+
+
+Runs = list[tuple[int, int]]
+
+
+def _near(runs: Runs) -> Iterator[Runs]:
+    """Runs in groups that lie within BLOCK elements: fewer calls than one per row."""
+    group: Runs = []
+    for run in runs:
+        if group and run[1] - group[0][0] > BLOCK:
+            yield group
+            group = []
+        group.append(run)
+    if group:
+        yield group
+
+
+def _of_runs(spec: Spec, seed: int, name: str, runs: Runs) -> list[Any]:
+    first, last = runs[0][0], runs[-1][1]
+    made = spec.init(seed, name, first, last, spec.shape)
+    return [made[a - first : b - first] for a, b in runs]
 
 
 def each_piece(state: PageState, values: Callable[[str, int, int], Any], xp: Any) -> None:
-    """Set the shard from `values(parameter name, first element, one past the last)`."""
+    """Set the shard from `values(parameter name, first element, one past the last)`, of what its line of the tensor
+    axis holds of the parameter."""
     for piece in state.page.pieces(state.mine):
         f = state.page.fields[piece.have]
-        host = values(f.name, piece.start - f.offset, piece.stop - f.offset)
+        host = values(f.source, piece.start - f.offset, piece.stop - f.offset)
         target = state.master[piece.start - state.mine.start : piece.stop - state.mine.start]
         target[...] = from_host(xp, host.astype(target.dtype, copy=False))
 

@@ -1,5 +1,6 @@
 """Units: what is computed, gathered and reduced together, and the pages that hold their parameters."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from fsdpx.nn.layer import Layer, Spec, join
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.sort import Node, Sorted, specs_of
 
-__all__ = ["GROUP_BYTES", "Layout", "Unit", "lay_out"]
+__all__ = ["GROUP_BYTES", "Layout", "Spread", "Unit", "lay_out"]
 
 GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
@@ -21,14 +22,44 @@ LEAST, NARROW = 4, 128
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How a model lies over the pipe and tensor axes; by default on one rank of each.
+
+    starts: the first node of each stage. home: the rank of each stage on the pipe. rank, width: this rank's place on
+    the tensor axis. partial: parameters whose gradients each tensor rank finds a part of. apart: layers with a tied
+    parameter get a copy each wherever they are, not only on other ranks: its gradients are added in one order then,
+    however the model is cut.
+    """
+
+    starts: tuple[int, ...] = (0,)
+    home: tuple[int, ...] = (0,)
+    rank: int = 0
+    width: int = 1
+    partial: frozenset[str] = frozenset()
+    apart: bool = False
+
+    def stage(self, node: int) -> int:
+        return bisect_right(self.starts, node) - 1
+
+    def rank_of(self, node: int) -> int:
+        """The rank of the pipe that runs a node."""
+        return self.home[self.stage(node)]
+
+    def shape(self, spec: Spec) -> tuple[int, ...]:
+        """What of a parameter lies on this line of the tensor axis."""
+        return spec.shape if spec.cut is None else tuple(spec.cut.local(spec.shape, self.rank, self.width))
+
+
+@dataclass(frozen=True)
 class Unit:
-    """Consecutive nodes that run as one action. Values are numbered as in `Sorted`."""
+    """Consecutive nodes that run as one action. Values are numbered as in `Sorted`. stage: of the pipe."""
 
     index: int
     nodes: tuple[Node, ...]
     pages: tuple[int, ...]  # own pages first, then those of tied parameters
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    stage: int = 0
 
     @cached_property
     def lines(self) -> dict[int, int]:
@@ -62,56 +93,103 @@ def _small(layer: Layer) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The model as data: units in execution order, their pages, and replicated non-trainable state."""
+    """The model as data: units in execution order, their pages, and replicated non-trainable state.
+
+    specs: canonical name -> spec, whole. ties: alias -> the name under which the pages hold it. twins: pages with copies
+    of one parameter, the one of its first user first.
+    """
 
     units: tuple[Unit, ...]
     pages: tuple[Page, ...]
-    specs: dict[str, Spec]  # canonical name -> spec, parameters and state
-    ties: dict[str, str]  # alias -> canonical name
+    specs: dict[str, Spec]
+    ties: dict[str, str]
+    aliases: dict[str, str]  # alias -> canonical name, of the model
     inputs: tuple[str, ...]
     outputs: tuple[int, ...]
+    spread: Spread
+    twins: tuple[tuple[int, ...], ...] = ()
 
     def canonical(self, name: str) -> str:
+        return self.aliases.get(name, name)
+
+    def held(self, name: str) -> str:
+        """The name under which the pages of a layer hold its parameter."""
         return self.ties.get(name, name)
 
     @property
     def state(self) -> dict[str, Spec]:
         return {name: spec for name, spec in self.specs.items() if spec.state}
 
-    @property
-    def home(self) -> dict[str, tuple[int, int]]:
-        """Parameter name -> (page, field within it)."""
-        return {f.name: (page.index, i) for page in self.pages for i, f in enumerate(page.fields)}
+    @cached_property
+    def copies(self) -> frozenset[int]:
+        """Pages whose parameters an earlier page holds as well."""
+        return frozenset(p for group in self.twins for p in group[1:])
 
     @property
     def size(self) -> int:
-        """Elements of all parameters, each counted once."""
-        return sum(page.size for page in self.pages)
+        """Elements of all parameters, whole, each counted once."""
+        return sum(spec.size for spec in self.specs.values() if not spec.state)
 
 
-def lay_out(model: Sorted, itemsize: int, group_bytes: int | None = None, frozen: Sequence[str] = ()) -> Layout:
+def lay_out(
+    model: Sorted,
+    itemsize: int,
+    group_bytes: int | None = None,
+    frozen: Sequence[str] = (),
+    spread: Spread | None = None,
+) -> Layout:
     """Group the nodes of a sorted model into units of at least `group_bytes` of own parameters and lay out their pages.
 
     frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own.
     """
-    limit = GROUP_BYTES if group_bytes is None else group_bytes
+    limit, spread = GROUP_BYTES if group_bytes is None else group_bytes, spread or Spread()
     if limit < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
     specs = _specs(model, frozen)
-    owned = _owned(model, specs)
-    groups = _groups([sum(_size(specs[n]) for n in names) * itemsize for names in owned], limit)
+    ties, copies = _ties(model, spread)
+    held = specs | {alias: specs[name] for alias, name in copies.items()}
+    owned = _owned(model, ties, held)
+    sizes = [sum(product(spread.shape(held[n])) for n in names) * itemsize for names in owned]
+    ends = [*spread.starts[1:], len(owned)]
+    groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], limit, a)]
+    alone = {*copies, *copies.values()}
     pages: list[Page] = []
-    home: dict[str, int] = {}
     for group in groups:
         names = [name for i in group for name in owned[i]]
-        for trainable in (True, False):
-            chosen = [(n, specs[n].shape) for n in names if specs[n].trainable is trainable]
-            if chosen:
-                pages.append(Page.of(len(pages), chosen, trainable))
-                home.update((n, pages[-1].index) for n, _ in chosen)
+        for chosen in _together(names, held, spread, copies, alone):
+            shapes = [(n, spread.shape(held[n])) for n in chosen]
+            first, partial = chosen[0], copies.get(chosen[0], chosen[0]) in spread.partial
+            pages.append(Page.of(len(pages), shapes, held[first].trainable, partial, copies))
+    home = {f.name: page.index for page in pages for f in page.fields}
+    twins: dict[str, list[int]] = {}
+    for alias, name in copies.items():
+        twins.setdefault(name, [home[name]]).append(home[alias])
     last_use = _last_uses(model)
-    units = tuple(_unit(k, group, model, home, last_use) for k, group in enumerate(groups))
-    return Layout(units, tuple(pages), specs, dict(model.ties), model.inputs, model.outputs)
+    units = tuple(_unit(k, group, model, ties, home, last_use, spread) for k, group in enumerate(groups))
+    groups_of = tuple(tuple(sorted(group)) for group in twins.values())
+    return Layout(units, tuple(pages), specs, ties, dict(model.ties), model.inputs, model.outputs, spread, groups_of)
+
+
+def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]]:
+    """Aliases that share the page of their parameter, and those that get a copy of it: alias -> name each."""
+    user = {join(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
+    shared, copies = {}, {}
+    for alias, name in model.ties.items():
+        far = alias in user and spread.rank_of(user[alias]) != spread.rank_of(user[name])
+        (copies if far or spread.apart else shared)[alias] = name
+    return shared, copies
+
+
+def _together(
+    names: Sequence[str], specs: dict[str, Spec], spread: Spread, copies: dict[str, str], alone: set[str]
+) -> list[list[str]]:
+    """The parameters of a unit by page: those that are updated, summed and tied alike."""
+    pages: dict[tuple[bool, bool, str], list[str]] = {}
+    for name in names:
+        partial = copies.get(name, name) in spread.partial
+        key = (not specs[name].trainable, partial, name if name in alone else "")
+        pages.setdefault(key, []).append(name)
+    return [pages[key] for key in sorted(pages)]
 
 
 def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
@@ -128,24 +206,25 @@ def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
     }
 
 
-def _owned(model: Sorted, specs: dict[str, Spec]) -> list[list[str]]:
+def _owned(model: Sorted, ties: dict[str, str], specs: dict[str, Spec]) -> list[list[str]]:
     """For each node the parameters that it is the first to use; state is no parameter."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
-        names = [model.ties.get(full, full) for full in (join(node.path, local) for local in node.layer.specs())]
+        names = [ties.get(full, full) for full in (join(node.path, local) for local in node.layer.specs())]
         fresh = [n for n in dict.fromkeys(names) if n not in seen and not specs[n].state]
         seen.update(fresh)
         owned.append(fresh)
     return owned
 
 
-def _groups(weights: list[int], limit: int) -> list[list[int]]:
-    """Consecutive runs that reach `limit`; what is left at the end joins the last run if it is too small alone."""
+def _groups(weights: list[int], limit: int, start: int) -> list[list[int]]:
+    """Consecutive runs that reach `limit`, counted from node `start`; what is left at the end joins the last run if it
+    is too small alone."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0
-    for i, weight in enumerate(weights):
+    for i, weight in enumerate(weights, start):
         current.append(i)
         total += weight
         if total >= max(limit, 1):
@@ -158,21 +237,25 @@ def _groups(weights: list[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def _size(spec: Spec) -> int:
-    return product(spec.shape)
-
-
 def _last_uses(model: Sorted) -> dict[int, int]:
     """Value -> position of the last node that reads it; model outputs are read after all nodes."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
 
-def _unit(index: int, group: list[int], model: Sorted, home: dict[str, int], last_use: dict[int, int]) -> Unit:
+def _unit(
+    index: int,
+    group: list[int],
+    model: Sorted,
+    ties: dict[str, str],
+    home: dict[str, int],
+    last_use: dict[int, int],
+    spread: Spread,
+) -> Unit:
     nodes = [model.nodes[i] for i in group]
     inside = {node.output for node in nodes}
     inputs = dict.fromkeys(v for node in nodes for v in node.inputs if v not in inside)
     outputs = tuple(node.output for node in nodes if last_use[node.output] > group[-1])
-    names = [model.ties.get(f, f) for node in nodes for f in (join(node.path, n) for n in node.layer.specs())]
+    names = [ties.get(f, f) for node in nodes for f in (join(node.path, n) for n in node.layer.specs())]
     pages = dict.fromkeys(home[n] for n in names if n in home)
-    return Unit(index, tuple(nodes), tuple(pages), tuple(inputs), outputs)
+    return Unit(index, tuple(nodes), tuple(pages), tuple(inputs), outputs, spread.stage(group[0]))

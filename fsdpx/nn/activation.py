@@ -15,6 +15,8 @@ Params = Mapping[str, Array]
 class ReLU(Layer):
     """max(x, 0); the gradient at 0 is 0."""
 
+    acts_on = "element"
+
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         y = env.xp.maximum(x, 0)
         # The result, not the input: the next layer holds it anyway.
@@ -26,6 +28,8 @@ class ReLU(Layer):
 
 class GELU(Layer):
     """x Phi(x) (Hendrycks and Gimpel 2016); `approximate="tanh"` is their formula with tanh."""
+
+    acts_on = "element"
 
     def __init__(self, approximate: str = "none") -> None:
         if approximate not in ("none", "tanh"):
@@ -44,6 +48,7 @@ class GELU(Layer):
 class SiLU(Layer):
     """x sigmoid(x), also called swish."""
 
+    acts_on = "element"
     runs = ("silu", "silu_backward")
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
@@ -55,6 +60,8 @@ class SiLU(Layer):
 
 class Tanh(Layer):
     """The hyperbolic tangent."""
+
+    acts_on = "element"
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         y = env.xp.tanh(x)
@@ -68,6 +75,7 @@ class Tanh(Layer):
 class Sigmoid(Layer):
     """1 / (1 + exp(-x)), without overflow."""
 
+    acts_on = "element"
     runs = ("sigmoid",)
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
@@ -88,6 +96,7 @@ class Softmax(Layer):
         if dim == 0:
             raise ConfigError("Softmax: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
+        self.acts_on = "position" if dim == -1 else "sample"
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         y = self._by_rows(env, kernels.softmax, x)

@@ -1,19 +1,23 @@
 """Multi-head attention with one fused product for queries, keys and values."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping
-from typing import Any
+from copy import copy
+from typing import Any, Protocol
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.check import fraction, positive
+from fsdpx.nn.cut import share
 from fsdpx.nn.dropout import apply_mask, keep_mask
 from fsdpx.nn.init import Init, uniform, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Spec, branches, prefixed
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.numeric import product
 
-__all__ = ["MultiHeadAttention"]
+__all__ = ["Core", "Heads", "MultiHeadAttention", "scores_of", "split_heads"]
 
 
 class MultiHeadAttention(Layer):
@@ -23,6 +27,8 @@ class MultiHeadAttention(Layer):
     `qkv.bias`, `out.weight (d_model, d_model)`, `out.bias`. Begins as PyTorch's: qkv from Xavier's uniform,
     biases 0. causal: a position sees itself and what came before. dropout: on the attention weights; it needs
     them whole, samples x heads x time x time, where otherwise the kernel decides what it keeps.
+
+    With "attention" in `env.recompute` only queries, keys and values are kept for backward, and the rest is made again.
     """
 
     def __init__(
@@ -42,6 +48,7 @@ class MultiHeadAttention(Layer):
             raise ConfigError(f"MultiHeadAttention: d_model {d_model} is not a multiple of n_heads {n_heads}")
         self.d_model = d_model
         self.n_heads = n_heads
+        self.d_head = d_model // n_heads
         self.causal = bool(causal)
         self.dropout = float(dropout)
         self.runs = ("softmax", "softmax_backward", "drop_backward") if dropout else ("attention", "attention_backward")
@@ -49,9 +56,15 @@ class MultiHeadAttention(Layer):
         self.init = init
         self.out_init = out_init
         xavier = uniform(math.sqrt(6.0 / (4 * d_model)))
-        self._qkv = Linear(d_model, 3 * d_model, bias, init=init or xavier, bias_init=zeros)
-        self._out = Linear(d_model, d_model, bias, init=out_init, bias_init=zeros)
-        self._scale = 1.0 / math.sqrt(d_model // n_heads)
+        self._qkv: Layer = Linear(d_model, 3 * d_model, bias, init=init or xavier, bias_init=zeros)
+        self._out: Layer = Linear(d_model, d_model, bias, init=out_init, bias_init=zeros)
+        self._core: Core = Heads(n_heads, self.d_head, self.causal, self.dropout)
+
+    def rebuilt(self, qkv: Layer | None = None, out: Layer | None = None, core: Core | None = None) -> MultiHeadAttention:
+        """The same attention with other projections, or another way from queries, keys and values to the result."""
+        new = copy(self)
+        new._qkv, new._out, new._core = qkv or self._qkv, out or self._out, core or self._core
+        return new
 
     def children(self) -> dict[str, Layer]:
         return {"qkv": self._qkv, "out": self._out}
@@ -65,34 +78,26 @@ class MultiHeadAttention(Layer):
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
         parts = branches(p)
         qkv, held_qkv = self._qkv.forward(env, parts["qkv"], x)
-        q, k, v = self._heads(qkv, 3)
-        o, probabilities = self._attend(env, q, k, v)
-        merged = o.swapaxes(1, 2).reshape(x.shape)
+        merged, kept = self._core.forward(env, qkv)
         y, held_out = self._out.forward(env, parts["out"], merged)
-        return y, (held_qkv, (qkv, merged, probabilities), held_out)
+        if "attention" in env.recompute:
+            return y, (held_qkv, (qkv,))
+        return y, (held_qkv, kept, held_out)
 
     def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
-        held_qkv, middle, held_out = saved
+        held_qkv, kept, held_out = self._whole(env, saved)
         parts, into = branches(p), branches(g)
         dmerged = self._out.backward(env, parts["out"], into.get("out", {}), held_out, dy)
-        dqkv = self._heads_backward(env, middle, dmerged)
+        dqkv = self._core.backward(env, kept, dmerged)
         return self._qkv.backward(env, parts["qkv"], into.get("qkv", {}), held_qkv, dqkv)
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
-        held_qkv, middle, held_out = saved
+        held_qkv, kept, held_out = self._whole(env, saved)
         parts = branches(p)
         dmerged, kept_out = self._out.backward_input(env, parts["out"], held_out, dy)
-        dqkv = self._heads_backward(env, middle, dmerged)
+        dqkv = self._core.backward(env, kept, dmerged)
         dx, kept_qkv = self._qkv.backward_input(env, parts["qkv"], held_qkv, dqkv)
         return dx, (kept_qkv, kept_out)
-
-    def _heads_backward(self, env: Env, saved: Any, dmerged: Array) -> Array:
-        """From the gradient of the heads' results to that of queries, keys and values, as `qkv` gave them."""
-        qkv, merged, probabilities = saved
-        q, k, v = self._heads(qkv, 3)
-        (o,), (do,) = self._heads(merged, 1), self._heads(dmerged, 1)
-        heads = self._attend_backward(env, q, k, v, o, do, probabilities)
-        return heads.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
 
     def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
         parts = branches(g)
@@ -100,42 +105,94 @@ class MultiHeadAttention(Layer):
             if name in parts:
                 layer.backward_params(env, parts[name], rest)
 
-    def _heads(self, merged: Array, count: int) -> list[Array]:
-        """`count` views (samples, heads, time, d_head) of (samples, time, count d_model)."""
-        samples, time, _ = merged.shape
-        split = merged.reshape(samples, time, count, self.n_heads, self.d_model // self.n_heads)
-        return [split[:, :, i].swapaxes(1, 2) for i in range(count)]
+    def _whole(self, env: Env, saved: Any) -> Any:
+        """What forward kept, with what it left out made again."""
+        if len(saved) == 3:
+            return saved
+        held_qkv, (qkv,) = saved
+        merged, kept = self._core.forward(env, qkv)
+        return held_qkv, kept, (merged,)  # a projection keeps its input and nothing else
 
-    def _attend(self, env: Env, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
-        """The heads' results, and (lse,) or with dropout (weights, keep)."""
+
+class Core(Protocol):
+    """From queries, keys and values, side by side as the projection gave them, to the heads' results side by side."""
+
+    def forward(self, env: Env, qkv: Array) -> tuple[Array, Any]:
+        """`(samples, time, 3 width)` -> `(samples, time, width)`, and a tuple of what backward needs."""
+        ...
+
+    def backward(self, env: Env, kept: Any, dmerged: Array) -> Array:
+        """The gradient of `qkv`."""
+        ...
+
+
+class Heads:
+    """Attention of the heads that are here, each over the whole time.
+
+    A part of the heads is what falls to this rank of `env.mesh.tensor`, and drops what one rank alone would drop.
+    """
+
+    def __init__(self, n_heads: int, d_head: int, causal: bool, dropout: float) -> None:
+        self.n_heads, self.d_head, self.causal, self.dropout = n_heads, d_head, causal, dropout
+        self.scale = 1.0 / math.sqrt(d_head)
+
+    def forward(self, env: Env, qkv: Array) -> tuple[Array, Any]:
+        q, k, v = split_heads(qkv, 3, self.d_head)
         if not env.training or self.dropout == 0.0:
-            o, lse = kernels.attention(env.xp, q, k, v, self.causal, self._scale)
-            return o, (lse,)
-        weights = self._weights(env.xp, q, k)
-        keep = keep_mask(env.at("dropout"), weights.shape, self.dropout)
-        return product(env.xp, apply_mask(weights, keep, self.dropout), v), (weights, keep)
+            o, lse = kernels.attention(env.xp, q, k, v, self.causal, self.scale)
+            rest: tuple[Array, ...] = (lse,)
+        else:
+            keep = self._keep(env, (*q.shape[:3], k.shape[2]))
+            weights = self._weights(env.xp, q, k)
+            o, rest = product(env.xp, apply_mask(weights, keep, self.dropout), v), (weights, keep)
+        merged = o.swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
+        return merged, (qkv, merged, rest)
 
-    def _attend_backward(
-        self, env: Env, q: Array, k: Array, v: Array, o: Array, do: Array, probabilities: tuple[Array, ...]
-    ) -> Array:
+    def backward(self, env: Env, kept: Any, dmerged: Array) -> Array:
+        qkv, merged, rest = kept
+        q, k, v = split_heads(qkv, 3, self.d_head)
+        (o,), (do,) = split_heads(merged, 1, self.d_head), split_heads(dmerged, 1, self.d_head)
+        if len(rest) == 1:
+            heads = kernels.attention_backward(env.xp, q, k, v, o, rest[0], do, self.causal, self.scale)
+        else:
+            heads = self._dropped_backward(env.xp, q, k, v, do, *rest)
+        return heads.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
+
+    def _dropped_backward(self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array) -> Array:
         """Of q, k and v, (3, samples, heads, time, d_head)."""
-        if len(probabilities) == 1:
-            (lse,) = probabilities
-            return kernels.attention_backward(env.xp, q, k, v, o, lse, do, self.causal, self._scale)
-        weights, keep = probabilities
-        dweights = apply_mask(product(env.xp, do, v.swapaxes(-1, -2)), keep, self.dropout)
+        dweights = apply_mask(product(xp, do, v.swapaxes(-1, -2)), keep, self.dropout)
         rows = (-1, weights.shape[-1])
-        dscores = kernels.softmax_backward(env.xp, weights.reshape(rows), dweights.reshape(rows))
-        dscores *= self._scale
+        dscores = kernels.softmax_backward(xp, weights.reshape(rows), dweights.reshape(rows))
+        dscores *= self.scale
         dscores = dscores.reshape(weights.shape)
-        dv = product(env.xp, apply_mask(weights, keep, self.dropout).swapaxes(-1, -2), do)
-        dq, dk = product(env.xp, dscores, k), product(env.xp, dscores.swapaxes(-1, -2), q)
-        return env.xp.stack((dq, dk, dv))
+        dv = product(xp, apply_mask(weights, keep, self.dropout).swapaxes(-1, -2), do)
+        dq, dk = product(xp, dscores, k), product(xp, dscores.swapaxes(-1, -2), q)
+        return xp.stack((dq, dk, dv))
 
     def _weights(self, xp: Any, q: Array, k: Array) -> Array:
-        scores = product(xp, q, k.swapaxes(-1, -2))
-        scores *= self._scale
-        if self.causal:
-            time = xp.arange(scores.shape[-1])
-            scores = xp.where(time[None, :] <= time[:, None], scores, xp.full_like(scores, -math.inf))
+        scores = scores_of(xp, q, k, self.causal, self.scale)
         return kernels.softmax(xp, scores.reshape(-1, scores.shape[-1])).reshape(scores.shape)
+
+    def _keep(self, env: Env, shape: tuple[int, ...]) -> Array:
+        if shape[1] == self.n_heads:
+            return keep_mask(env.at("dropout"), shape, self.dropout)
+        start, stop = share(self.n_heads, env.mesh.tensor.rank, env.mesh.tensor.size)
+        assert stop - start == shape[1], f"{shape[1]} heads, not those of [{start}, {stop})"
+        return keep_mask(env.at("dropout"), shape, self.dropout, {1: (start, self.n_heads)})
+
+
+def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
+    """`count` views (samples, heads, time, d_head) of (samples, time, count heads d_head)."""
+    samples, time, width = merged.shape
+    split = merged.reshape(samples, time, count, width // (count * d_head), d_head)
+    return [split[:, :, i].swapaxes(1, 2) for i in range(count)]
+
+
+def scores_of(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
+    """scale q k^T; with `causal` -inf where a position may not look."""
+    scores = product(xp, q, k.swapaxes(-1, -2))
+    scores *= scale
+    if causal:
+        time = xp.arange(scores.shape[-1])
+        scores = xp.where(time[None, :] <= time[:, None], scores, xp.full_like(scores, -math.inf))
+    return scores

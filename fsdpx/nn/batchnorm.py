@@ -22,7 +22,7 @@ class BatchNorm(Layer):
     global batch: two sums over all data ranks in forward (first the mean, then the squares about it, so that
     nothing cancels) and one in backward, 8 (num_features + 1), 8 num_features and 16 num_features bytes.
     Ranks may hold different numbers of samples, or none. State `running_mean`, `running_var` (unbiased) moves
-    by `momentum` per forward when training and is what evaluation uses.
+    by `momentum` per forward when training, not when a forward is made again, and is what evaluation uses.
     """
 
     collective = True
@@ -47,7 +47,8 @@ class BatchNorm(Layer):
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
         if env.training:
             mean, var, count = self._statistics(env, x)
-            self._move(p, mean, var, count)
+            if not env.again:
+                self._move(p, mean, var, count)
         else:
             mean, var, count = p["running_mean"], p["running_var"], 0.0
         rstd = 1.0 / env.xp.sqrt(var.astype(np.float64) + self.eps)

@@ -6,14 +6,14 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.nn.activation import GELU
 from fsdpx.nn.attention import MultiHeadAttention
-from fsdpx.nn.check import positive, want_last
+from fsdpx.nn.check import positive
 from fsdpx.nn.container import Container, Step
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Env, Layer
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
-from fsdpx.nn.numeric import flat, product
+from fsdpx.nn.numeric import flat
 from fsdpx.nn.shape import Add
 
 __all__ = ["MLP", "TransformerBlock"]
@@ -54,53 +54,59 @@ class MLP(Container):
             "activation": activation or GELU(),
             "down": Linear(hidden, d_model, bias, init=out_init or init, bias_init=bias_init),
         }
-        self._dropout = Dropout(dropout)
         if isinstance(layers["activation"], GELU):
             form = layers["activation"].approximate
             self.runs = tuple(name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_again"))
-        super().__init__(*_line(layers | ({"dropout": self._dropout} if dropout else {})))
+        super().__init__(*_line(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
-        up, gelu, down = (step.layer for step in self.steps[:3])
+        up, gelu, down = self._layers()
         if not isinstance(gelu, GELU):
             return super().forward(env, p, x)
-        assert isinstance(up, Linear)
-        want_last(up, x, up.in_features)
-        parts, shape = self._parts(p), (*x.shape[:-1], up.out_features)
-        h = product(env.xp, flat(x), parts["up"]["weight"].T)
-        a = kernels.bias_gelu(env.xp, h, parts["up"].get("bias"), gelu.approximate)
-        y, _ = down.forward(env, parts["down"], a.reshape(shape))
-        y, mask = self._dropout.forward(env.at("dropout"), {}, y)
-        return y, ((x,), h.reshape(shape), mask)
+        parts = self._parts(p)
+        h = up.bare(env, parts["up"], x)
+        a = kernels.bias_gelu(env.xp, flat(h), parts["up"].get("bias"), gelu.approximate)
+        y, _ = down.forward(env, parts["down"], a.reshape(h.shape))
+        mask: tuple[Array, ...] = ()
+        for step in self.steps[3:]:
+            y, mask = step.layer.forward(env.at(step.name), {}, y)
+        return y, ((x,), h, mask)
 
     def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
-        up, gelu, down = (step.layer for step in self.steps[:3])
+        up, gelu, down = self._layers()
         if not isinstance(gelu, GELU):
             return super().backward(env, p, g, saved, dy)
         parts, into = self._parts(p), self._parts(g)
-        a, dh, dy = self._through_gelu(env, parts["down"], saved, dy)
+        dh, kept_down = self._through_gelu(env, parts["down"], saved, dy)
         if "down" in into:
-            down.backward_params(env, into["down"], (a, dy))
-        del a
+            down.backward_params(env, into["down"], kept_down)
+        del kept_down
         return up.backward(env, parts["up"], into.get("up", {}), saved[0], dh)
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
-        up, gelu, _ = (step.layer for step in self.steps[:3])
+        up, gelu, _ = self._layers()
         if not isinstance(gelu, GELU):
             return super().backward_input(env, p, saved, dy)
         parts, held = self._parts(p), saved[0]
-        a, dh, dy = self._through_gelu(env, parts["down"], saved, dy)
-        dx, kept = up.backward_input(env, parts["up"], held, dh)
-        return dx, (kept, (), (a, dy), ())[: len(self.steps)]
+        dh, kept_down = self._through_gelu(env, parts["down"], saved, dy)
+        dx, kept_up = up.backward_input(env, parts["up"], held, dh)
+        return dx, (kept_up, (), kept_down, ())[: len(self.steps)]
 
-    def _through_gelu(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Array, Array]:
-        """The result of the GELU, the gradient of its input, and that of the result of `down`."""
-        _, gelu, down = (step.layer for step in self.steps[:3])
+    def _layers(self) -> tuple[Any, Layer, Layer]:
+        """Up (a Linear, or one that is cut), activation and down."""
+        up, activation, down = (step.layer for step in self.steps[:3])
+        return up, activation, down
+
+    def _through_gelu(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+        """The gradient of the input of the GELU, and what `down` keeps for its second half."""
+        _, gelu, down = self._layers()
         assert isinstance(gelu, GELU)
         _, h, mask = saved
-        dy, _ = self._dropout.backward_input(env.at("dropout"), {}, mask, dy)
-        dh, _ = down.backward_input(env, p, (h,), dy)  # a new array: it may be changed
-        return kernels.gelu_again(env.xp, h, dh, gelu.approximate), dh, dy
+        for step in self.steps[3:]:
+            dy, _ = step.layer.backward_input(env.at(step.name), {}, mask, dy)
+        dh, kept = down.backward_input(env, p, (h,), dy)  # a new array: it may be changed
+        a = kernels.gelu_again(env.xp, h, dh, gelu.approximate)
+        return dh, (a, *kept[1:])  # h stood for the input of `down`, which it keeps first
 
 
 class TransformerBlock(Container):

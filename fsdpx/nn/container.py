@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -71,6 +72,22 @@ class Container(Layer):
 
     def children(self) -> dict[str, Layer]:
         return {step.name: step.layer for step in self.steps}
+
+    def rewired(self, steps: Sequence[Step], outputs: Sequence[str] | None = None) -> Container:
+        """The same container with other steps; inputs, names, ties and what is frozen stay.
+
+        The parameters must be the same ones; how they lie over the tensor axis may differ.
+        """
+        new = copy(self)
+        new.steps = tuple(steps)
+        new.outputs = self.outputs if outputs is None else tuple(outputs)
+        new.collective = any(step.layer.collective for step in new.steps)
+        new._last = _last_reads(new.steps, new.outputs)
+        fresh = prefixed(new.children().items())
+        assert fresh.keys() == self._specs.keys() | self.ties.keys(), "rewired: other parameters"
+        assert all(fresh[name].shape == spec.shape for name, spec in self._specs.items()), "rewired: other shapes"
+        new._specs = {name: replace(fresh[name], trainable=spec.trainable) for name, spec in self._specs.items()}
+        return new
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
         parts = self._parts(p)
@@ -147,7 +164,7 @@ class Container(Layer):
                 )
         for name, spec in free.items():
             if any(fnmatchcase(name, pattern) for pattern in frozen):
-                free[name] = Spec(spec.shape, spec.init, trainable=False, state=spec.state)
+                free[name] = replace(spec, trainable=False)
         return free, ties
 
     def _parts(self, arrays: Mapping[str, Array]) -> Mapping[str, Mapping[str, Array]]:

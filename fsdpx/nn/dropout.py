@@ -6,9 +6,10 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.nn.check import fraction
+from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Array, Env, Layer
 
-__all__ = ["Dropout", "apply_mask", "keep_mask"]
+__all__ = ["CutDropout", "Dropout", "apply_mask", "keep_mask"]
 
 
 class Dropout(Layer):
@@ -34,8 +35,47 @@ class Dropout(Layer):
         return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
 
 
-def keep_mask(env: Env, shape: tuple[int, ...], drop: float) -> Array:
-    """True where an element is kept; dim 0 of `shape` is samples."""
+class CutDropout(Layer):
+    """`Dropout` of an array that is cut over the tensor axis along `dim`: drops what one rank alone would drop.
+
+    total: the size of the whole of `dim`, dealt out in multiples of `grain`; None: equal parts.
+    """
+
+    runs = ("drop", "drop_backward")
+
+    def __init__(self, p: float = 0.5, dim: int = 1, total: int | None = None, grain: int = 1) -> None:
+        fraction(self, p=p)
+        self.p = float(p)
+        self.dim = dim
+        self.total = total
+        self.grain = grain
+
+    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        if not env.training or self.p == 0.0:
+            return x, ()
+        if env.mesh.tensor.size == 1:
+            y, keep = kernels.drop(env.xp, x, env.random.stretch(x.shape), self.p)
+            return y, (keep,)
+        keep = keep_mask(env, x.shape, self.p, self._place(env, x))
+        return apply_mask(x, keep, self.p), (keep,)
+
+    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+        return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
+
+    def _place(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
+        comm, dim = env.mesh.tensor, self.dim % x.ndim
+        if self.total is None:
+            return {dim: (comm.rank * x.shape[dim], comm.size * x.shape[dim])}
+        start, _ = share(self.total // self.grain, comm.rank, comm.size)
+        return {dim: (start * self.grain, self.total)}
+
+
+def keep_mask(
+    env: Env, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
+) -> Array:
+    """True where an element is kept; dim 0 of `shape` is samples. cuts: as `Random.window` has it."""
+    if cuts:
+        return env.random.window(tuple(shape), cuts).fractions(env.xp) >= drop
     return env.random.uniform(env.xp, tuple(shape)) >= drop
 
 

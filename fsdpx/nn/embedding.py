@@ -20,6 +20,7 @@ class Embedding(Layer):
     gradient.
     """
 
+    acts_on = "position"
     runs = ("embedding_backward",)
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, init: Init | None = None) -> None:

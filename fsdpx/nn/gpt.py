@@ -17,7 +17,7 @@ from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import add_sum
 
-__all__ = ["GPT", "TokenEmbedding"]
+__all__ = ["GPT", "TokenEmbedding", "want_tokens"]
 
 
 class TokenEmbedding(Layer):
@@ -42,9 +42,7 @@ class TokenEmbedding(Layer):
         }
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
-        if x.ndim != 2 or x.shape[1] > self.seq_len:
-            wanted = f"(samples, time <= {self.seq_len})"
-            raise ShapeError(f"{self!r} wants tokens of shape {wanted}, got {tuple(x.shape)}")
+        want_tokens(self, x, self.seq_len)
         check_index(self, x, self.vocab)
         y = p["weight"][x]
         y += p["position"][: x.shape[1]]
@@ -59,6 +57,13 @@ class TokenEmbedding(Layer):
             kernels.embedding_backward(env.xp, g["weight"], x.reshape(-1), dy.reshape(-1, self.d_model))
         if "position" in g:
             add_sum(env.xp, g["position"][: x.shape[1]], dy, 0)
+
+
+def want_tokens(layer: Layer, x: Array, seq_len: int) -> None:
+    """`x` must be (samples, time) with a time of at most `seq_len`."""
+    if x.ndim != 2 or x.shape[1] > seq_len:
+        wanted = f"(samples, time <= {seq_len})"
+        raise ShapeError(f"{layer!r} wants tokens of shape {wanted}, got {tuple(x.shape)}")
 
 
 class GPT(Chain):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.errors import ConfigError
+from fsdpx.nn.cut import Cut
 from fsdpx.nn.describe import describe
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
@@ -28,14 +29,16 @@ Array = Any
 class Spec:
     """One parameter of a layer.
 
-    shape: as PyTorch has it. init: see `fsdpx.nn.init`. trainable: it gets a gradient and is updated.
-    state: it is written by `forward` itself when training (running statistics); never trainable.
+    shape: as PyTorch has it, of the whole parameter. init: see `fsdpx.nn.init`. trainable: it gets a gradient and is
+    updated. state: it is written by `forward` itself when training (running statistics); never trainable.
+    cut: how it lies over the tensor axis; None: whole on every rank. It is created, saved and compared whole.
     """
 
     shape: tuple[int, ...]
     init: Init = zeros
     trainable: bool = True
     state: bool = False
+    cut: Cut | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
@@ -52,17 +55,20 @@ class Env:
 
     xp: the array namespace (numpy, cupy or `fsdpx.array.shapes`). mesh: the connected axes, for layers that
     sum over ranks. random: counter-based numbers of this layer, step and global row. training: dropout drops,
-    statistics move.
+    statistics move. recompute: names of what layers do not keep for backward but make again ("attention").
+    again: this forward repeats an earlier one for backward, so state must not move a second time.
     """
 
     xp: Any
     mesh: Axes
     random: Random
     training: bool = True
+    recompute: frozenset[str] = frozenset()
+    again: bool = False
 
     def at(self, name: str) -> Env:
         """The same world one name further down: the random numbers of child `name`."""
-        return Env(self.xp, self.mesh, self.random.at(name), self.training)
+        return Env(self.xp, self.mesh, self.random.at(name), self.training, self.recompute, self.again)
 
 
 class Layer(ABC):
@@ -81,6 +87,10 @@ class Layer(ABC):
     """Its result costs no more than a pass over memory: a container keeps what `again` needs instead of it."""
     collective: bool = False
     """It calls collectives over `env.mesh.data`: all ranks there must run it equally often."""
+
+    acts_on: str = "sample"
+    """The least it treats by itself: "sample" (dim 0), "position" (dims 0 and 1) or "element". Layers that act on
+    positions can be run on a part of a sequence, those that act on elements also on a part of the features."""
 
     runs: tuple[str, ...] = ()
     """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""

@@ -19,6 +19,7 @@ class Linear(Layer):
     k = 1/sqrt(in_features), as in PyTorch; `init` and `bias_init` replace that.
     """
 
+    acts_on = "position"
     runs = ("linear",)
 
     def __init__(
@@ -43,6 +44,11 @@ class Linear(Layer):
         if self.bias:
             specs["bias"] = Spec((self.out_features,), self.bias_init or default)
         return specs
+
+    def bare(self, env: Env, p: Mapping[str, Array], x: Array) -> Array:
+        """The product without the bias."""
+        want_last(self, x, self.in_features)
+        return product(env.xp, flat(x), p["weight"].T).reshape(*x.shape[:-1], self.out_features)
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         bias = p["bias"] if self.bias else None

@@ -23,6 +23,8 @@ class Loss(ABC):
 
     runs: tuple[str, ...] = ()
     """Names of the kernels it runs: compiled before the first step."""
+    partial: bool = False
+    """(total, weight) is this rank's part only: the whole is the sum over the tensor axis."""
 
     @abstractmethod
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:

@@ -38,6 +38,7 @@ class LayerNorm(Layer):
         self.elementwise_affine = bool(elementwise_affine)
         self.bias = bool(bias)
         self._shape = _dims(self, normalized_shape)
+        self.acts_on = "position" if len(self._shape) == 1 else "sample"
 
     def specs(self) -> dict[str, Spec]:
         if not self.elementwise_affine:
@@ -83,6 +84,7 @@ class RMSNorm(Layer):
         self.eps = None if eps is None else float(eps)
         self.elementwise_affine = bool(elementwise_affine)
         self._shape = _dims(self, normalized_shape)
+        self.acts_on = "position" if len(self._shape) == 1 else "sample"
 
     def specs(self) -> dict[str, Spec]:
         return {"weight": Spec(self._shape, ones)} if self.elementwise_affine else {}

@@ -33,6 +33,7 @@ class Flatten(Layer):
 class Add(Layer):
     """The sum of several arrays of one shape."""
 
+    acts_on = "element"
     runs = ("add",)
     n_inputs = None
 
@@ -58,6 +59,7 @@ class Concat(Layer):
         if dim == 0:
             raise ConfigError("Concat: dim 0 is samples; choose a dim that lies within one sample")
         self.dim = dim
+        self.acts_on = "sample" if dim == 1 else "position"
 
     def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
         others = {part.shape[: self.dim] + part.shape[self.dim :][1:] for part in x}

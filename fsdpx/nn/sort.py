@@ -1,12 +1,17 @@
 """A model sorted into the list of its leaves: what the program is compiled from."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from fsdpx.errors import ShapeError
 from fsdpx.nn.container import Container, input_names
 from fsdpx.nn.layer import Env, Layer, Spec, join
+
+if TYPE_CHECKING:
+    from fsdpx.comm.mesh import Axes
 
 __all__ = ["Node", "Sorted", "infer", "shapes", "sort", "specs_of"]
 
@@ -66,22 +71,26 @@ def specs_of(model: Sorted) -> dict[str, Spec]:
         for name, spec in node.layer.specs().items():
             full = join(node.path, name)
             if full not in model.ties:
-                trainable = spec.trainable and full not in model.frozen
-                specs[full] = Spec(spec.shape, spec.init, trainable, spec.state)
+                specs[full] = replace(spec, trainable=spec.trainable and full not in model.frozen)
     return specs
 
 
-def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32") -> list[Any]:
+def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: Axes | None = None) -> list[Any]:
     """Shape-only outputs for shape-only `inputs`; parameters have `dtype`.
+
+    axes: where this rank stands, for models that are cut over a tensor axis; `FakeCommunicator` will do. Outputs are
+    then what this rank holds.
 
     Raises ShapeError with the path of the layer that does not fit, what it got and from where, and what it
     wants.
     """
-    values = shapes(model, inputs, dtype)
+    values = shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 
 
-def shapes(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", training: bool = True) -> list[Any]:
+def shapes(
+    model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", training: bool = True, axes: Axes | None = None
+) -> list[Any]:
     """Like `infer`, but all values in their numbering."""
     from fsdpx.array import shapes as xp
     from fsdpx.array.namespace import dtype as dtype_of
@@ -90,17 +99,23 @@ def shapes(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", trainin
 
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
-    env = Env(xp, alone(), Random(0), training)
+    axes = axes or alone()
+    env = Env(xp, axes, Random(0), training)
     real = dtype_of(dtype) if isinstance(dtype, str) else dtype
     values = list(inputs)
     for node in model.nodes:
-        p = {name: xp.ShapeArray(spec.shape, real) for name, spec in node.layer.specs().items()}
+        p = {name: xp.ShapeArray(_here(spec, axes), real) for name, spec in node.layer.specs().items()}
         x = tuple(values[i] for i in node.inputs)
         try:
             values.append(node.layer.forward(env.at(node.path), p, x[0] if len(x) == 1 else x)[0])
         except (ValueError, IndexError) as error:
             raise ShapeError(_misfit(model, node, values, error)) from error
     return values
+
+
+def _here(spec: Spec, axes: Axes) -> tuple[int, ...]:
+    """The shape of what this rank holds of a parameter."""
+    return spec.cut.local(spec.shape, axes.tensor.rank, axes.tensor.size) if spec.cut else spec.shape
 
 
 def _misfit(model: Sorted, node: Node, values: Sequence[Any], error: Exception) -> str:

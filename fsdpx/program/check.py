@@ -1,13 +1,15 @@
 """check: proves, before the first byte moves, that a program reads only what is there and leaves nothing behind."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from fsdpx.errors import ProgramError
 from fsdpx.program.action import Action
 from fsdpx.program.compiler import Program
+from fsdpx.program.stage import Edge
 from fsdpx.program.verbs import VERBS, buffer_of
 
-__all__ = ["check"]
+__all__ = ["check", "check_pipe"]
 
 
 def check(*programs: Program) -> None:
@@ -55,6 +57,87 @@ def _check_order(first: Program, other: Program, rank: int) -> None:
             )
     if len(ours) != len(theirs):
         raise ProgramError(f"program 0 issues {len(ours)} collectives, program {rank} issues {len(theirs)}")
+
+
+def check_pipe(programs: Sequence[Program]) -> None:
+    """Raise ProgramError unless the programs of all ranks of a pipe, run together, come to their end.
+
+    programs: by rank of the pipe. Sends and receives are issued at once; who first needs what was received waits for it,
+    and verbs of the whole world wait for each other.
+    """
+    at, sent, due = [0] * len(programs), set[Action](), [dict[str, Action]() for _ in programs]
+    moving = True
+    while moving:
+        moving = False
+        for rank, program in enumerate(programs):
+            while at[rank] < len(program.actions) and not _waits(program, at[rank], due[rank], sent):
+                action = program.actions[at[rank]]
+                if VERBS[action.op].lane == "world":
+                    break
+                _issue(program, at[rank], due[rank], sent)
+                at[rank] += 1
+                moving = True
+        here = {_next(program, i) for program, i in zip(programs, at, strict=True)}
+        if not moving and len(here) == 1 and None not in here and VERBS[next(iter(here)).op].lane == "world":
+            at = [i + 1 for i in at]
+            moving = True
+    stuck = [rank for rank, program in enumerate(programs) if at[rank] < len(program.actions)]
+    if stuck:
+        raise ProgramError("\n".join(["the ranks of the pipe wait for each other", *_stuck(programs, at, due, sent)]))
+    _check_pairs(programs, sent)
+
+
+def _waits(program: Program, at: int, due: dict[str, Action], sent: set[Action]) -> Action | None:
+    """The message that an action cannot do without, if it was not sent yet."""
+    slots = program.slots[at]
+    return next((due[s] for s in (*slots.takes, *slots.reads, *slots.adds) if s in due and due[s] not in sent), None)
+
+
+def _issue(program: Program, at: int, due: dict[str, Action], sent: set[Action]) -> None:
+    action, slots = program.actions[at], program.slots[at]
+    for slot in slots.takes:
+        due.pop(slot, None)
+    if action.op == "SEND":
+        sent.add(action)
+    if action.op == "RECV":
+        due[slots.gives[0]] = Action("SEND", action.unit, action.mb)
+
+
+def _next(program: Program, at: int) -> Action | None:
+    return program.actions[at] if at < len(program.actions) else None
+
+
+def _stuck(programs: Sequence[Program], at: list[int], due: list[dict[str, Action]], sent: set[Action]) -> list[str]:
+    lines = []
+    for rank, program in enumerate(programs):
+        if at[rank] == len(program.actions):
+            lines.append(f"rank {rank} of the pipe is done")
+            continue
+        message = _waits(program, at[rank], due[rank], sent)
+        why = f"waits for {message} of rank {_edge(program, message).sender}" if message else "waits for all ranks"
+        lines += [f"rank {rank} of the pipe, at {program.actions[at[rank]]}, {why}", _lines(program.actions, at[rank])]
+    return lines
+
+
+def _edge(program: Program, message: Action) -> Edge:
+    assert message.unit is not None
+    return program.stage.edges[message.unit]
+
+
+def _check_pairs(programs: Sequence[Program], sent: set[Action]) -> None:
+    """Every message is sent by its sender and received by its receiver, once."""
+    received = Counter(a for program in programs for a in program.actions if a.op == "RECV")
+    for rank, program in enumerate(programs):
+        for at, action in enumerate(program.actions):
+            if action.op not in ("SEND", "RECV"):
+                continue
+            edge = _edge(program, action)
+            if rank != (edge.sender if action.op == "SEND" else edge.receiver):
+                raise _error(program.actions, at, f"stands on rank {rank} of the pipe, where it does not belong")
+            if action.op == "SEND" and received[Action("RECV", action.unit, action.mb)] != 1:
+                raise _error(program.actions, at, f"is not received once by rank {edge.receiver} of the pipe")
+            if action.op == "RECV" and Action("SEND", action.unit, action.mb) not in sent:
+                raise _error(program.actions, at, f"is not sent by rank {edge.sender} of the pipe")
 
 
 def _collectives(program: Program) -> list[Action]:

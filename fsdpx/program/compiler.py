@@ -1,11 +1,12 @@
 """compile: from the choices of a step to its program, and the program itself as a value."""
 
 import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from fsdpx.program.action import Action
-from fsdpx.program.passes import compute_backward, compute_forward, compute_step, page, reduce, reduce_carried
+from fsdpx.program.passes import compute, compute_backward, one_by_one, page, recompute, reduce, reduce_carried
 from fsdpx.program.stage import Slots, Stage, expand
 
 __all__ = ["KINDS", "Program", "Request", "compile"]
@@ -30,6 +31,8 @@ class Request:
     reduce_each: reduce every microbatch's gradients at once, else when all are added up. ahead: see Sharding.
     resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
+    order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
+    run forward again before their backward. peers: pages whose gradients other ranks have a part of.
     """
 
     kind: str
@@ -42,6 +45,9 @@ class Request:
     grads: frozenset[int] = frozenset()
     parts: frozenset[int] = frozenset()
     weighed: bool = False
+    order: tuple[Action, ...] | None = None
+    recompute: frozenset[int] = frozenset()
+    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,21 +77,28 @@ def compile(request: Request) -> Program:
 
 
 def _compute(request: Request) -> list[Action]:
-    stage, m = request.stage, request.microbatches
+    stage, m = request.stage, range(request.microbatches)
     match request.kind:
         case "step" | "accumulate" | "local":
-            return [*compute_step(stage, m), Action("MEAN")]
+            order = request.order or one_by_one(len(m))
+            return recompute([*compute(order, stage, "LOSS"), Action("MEAN")], request.recompute)
         case "evaluate":
-            return [*compute_forward(stage, m, "E", "SCORE"), Action("MEAN")]
+            return [*compute(_through("E", stage, m), stage, "SCORE"), Action("MEAN")]
         case "predict":
-            return compute_forward(stage, m, "E", None)
+            return compute(_through("E", stage, m), stage, None)
         case "forward":
-            return compute_forward(stage, m, "F", None)
+            return compute(_through("F", stage, m), stage, None)
         case "backward":
-            return compute_backward(stage, m)
+            return compute_backward(_through("B", stage, m), stage)
         case "update":
             return []
     raise AssertionError(f"no kind of program {request.kind!r}")
+
+
+def _through(op: str, stage: Stage, microbatches: Iterable[int]) -> list[Action]:
+    """Each microbatch through all stages of this rank, one after the other."""
+    numbers = [number for number, _ in stage.parts]
+    return [Action(op, s, m) for m in microbatches for s in (reversed(numbers) if op == "B" else numbers)]
 
 
 def _paged(actions: list[Action], request: Request) -> list[Action]:
@@ -109,7 +122,7 @@ def _finish(actions: list[Action], request: Request) -> list[Action]:
         actions = reduce_carried(sorted(request.grads), request.ahead)
         actions += [Action("JOIN", p) for p in request.stage.trained]
     resident = _resident_after(actions, request) if request.keep_full else set()
-    tail = [Action("NORM")]
+    tail = [*(Action("TIE", p) for p in request.peers), Action("NORM")]
     for p in reversed(request.stage.trained):
         tail += [Action("FREE", p)] if p in resident else []
         tail += [Action("UPDATE", p)]
@@ -126,25 +139,26 @@ def _resident_after(actions: list[Action], request: Request) -> set[int]:
 
 def _begins(request: Request) -> frozenset[str]:
     stage = request.stage
-    slots = {f"shard{p}" for p in range(len(stage.trainable))}
+    slots = {f"shard{p}" for p in stage.pages}
     slots |= {f"full{p}" for p in request.resident} | {f"grad{p}" for p in request.grads}
     slots |= {f"part{p}" for p in request.parts} | ({"weight"} if request.weighed else set())
     if request.kind == "backward":
-        slots |= {f"saved{u}.{m}" for u in range(len(stage.units)) for m in range(request.microbatches)}
-        slots |= {f"seed.{m}" for m in range(request.microbatches)}
+        slots |= {f"saved{u}.{m}" for u in stage.here for m in range(request.microbatches)}
+        slots |= {f"seed.{m}" for m in range(request.microbatches)} if stage.scores else set()
     return frozenset(slots)
 
 
 def _ends(request: Request) -> frozenset[str]:
     """What must be left, from the meaning of the kind alone: not from the list that `compile` made."""
     stage, m = request.stage, range(request.microbatches)
-    slots = {f"shard{p}" for p in range(len(stage.trainable))}
+    slots = {f"shard{p}" for p in stage.pages}
     if request.keep_full:
-        frozen = {p for p, trained in enumerate(stage.trainable) if not trained}
-        touched = set(range(len(stage.trainable))) if request.kind != "update" else set(request.resident)
+        frozen = {p for p in stage.pages if not stage.trainable[p]}
+        touched = set(stage.pages) if request.kind != "update" else set(request.resident)
         slots |= {f"full{p}" for p in (touched & frozen if request.kind in ("step", "update") else touched)}
     if request.kind in ("accumulate", "local", "backward"):
-        slots |= {f"{'part' if _reduces(request) else 'grad'}{p}" for p in stage.trained} | {"weight"}
+        slots |= {f"{'part' if _reduces(request) else 'grad'}{p}" for p in stage.trained}
+        slots |= {"weight"} if stage.scores else set()
     if not _reduces(request) and request.kind != "update":
         slots |= {f"grad{p}" for p in request.grads}
     if request.kind not in ("step", "update"):
@@ -152,7 +166,7 @@ def _ends(request: Request) -> frozenset[str]:
     if request.weighed and request.kind not in ("step", "update"):
         slots |= {"weight"}
     if request.kind == "forward":
-        slots |= {f"saved{u}.{i}" for u in range(len(stage.units)) for i in m}
+        slots |= {f"saved{u}.{i}" for u in stage.here for i in m}
     return frozenset(slots | set(_results(request)))
 
 
@@ -167,5 +181,6 @@ def _results(request: Request) -> tuple[str, ...]:
         case "update":
             return ("scale",)
         case "predict" | "forward":
-            return tuple(f"act{v}.{m}" for m in range(request.microbatches) for v in request.stage.outputs)
+            outputs = request.stage.outputs if request.stage.scores else ()
+            return tuple(f"act{v}.{m}" for m in range(request.microbatches) for v in outputs)
     return ()

@@ -1,9 +1,10 @@
 """count: bytes, calls and peak memory of a program, read off the table of verbs before anything runs."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
+from fsdpx.program.action import Action
 from fsdpx.program.compiler import Program
 from fsdpx.program.verbs import VERBS, Move, buffer_of, kind_of
 
@@ -18,14 +19,17 @@ Calls = tuple[tuple[str, int], ...]
 class Sizes:
     """What a rank's bytes depend on. full, shard: elements per page, whole and on this rank; widths: of mesh axes."""
 
-    full: tuple[int, ...]
-    shard: tuple[int, ...]
-    replica_own: tuple[int, ...]  # elements of the shard that this replica would own in an all-reduce
+    full: Mapping[int, int]
+    shard: Mapping[int, int]
+    replica_own: Mapping[int, int]  # elements of the shard that this replica would own in an all-reduce
     param_itemsize: int
     grad_itemsize: int
     widths: dict[str, int]
     calls: Calls = (("reduce_scatter", 1),)  # how a reduce over shards is carried, and over replicas
     calls_all: Calls = (("all_reduce", 2),)
+    ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
+    tie_itemsize: int = 4
+    edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,34 @@ class Traffic:
 def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
     """Per mesh axis and collective, on this rank; per page n elements, own elements o on the axis:
 
-    all-gather and reduce-scatter n - o, all-reduce 2 (n - o). Control messages ("pair") are a few bytes and left out.
+    all-gather and reduce-scatter n - o, all-reduce 2 (n - o); a message between stages its own. Control messages
+    ("pair") are a few bytes and left out, and so is what layers move themselves along the tensor axis.
     """
     total: dict[tuple[str, str], Traffic] = {}
     for action in program.actions:
-        for move in VERBS[action.op].moves:
-            if move.amount == "pair" or sizes.widths[move.axis] == 1:
-                continue
-            assert action.unit is not None
-            for call, times in _carried(move, sizes):
-                have = total.get((move.axis, call), Traffic())
-                moved = _elements(move, action.unit, sizes) * times
-                itemsize = sizes.param_itemsize if action.op == "GATHER" else sizes.grad_itemsize
-                total[move.axis, call] = Traffic(have.calls + 1, have.bytes + moved * itemsize)
+        for axis, call, nbytes in _moved(action, sizes):
+            have = total.get((axis, call), Traffic())
+            total[axis, call] = Traffic(have.calls + 1, have.bytes + nbytes)
     return total
+
+
+def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
+    """(axis, collective, bytes) of an action."""
+    for move in VERBS[action.op].moves:
+        if move.amount == "pair":
+            continue
+        assert action.unit is not None
+        if move.amount == "edge":
+            nbytes = sizes.edges.get((action.unit, action.mb or 0), 0)
+            if nbytes:
+                yield move.axis, move.call, nbytes
+        elif move.axis == "peers":
+            for axis, call, elements in sizes.ties[action.unit]:
+                yield axis, call, elements * sizes.tie_itemsize
+        elif sizes.widths[move.axis] > 1:
+            itemsize = sizes.param_itemsize if action.op == "GATHER" else sizes.grad_itemsize
+            for call, times in _carried(move, sizes):
+                yield move.axis, call, _elements(move, action.unit, sizes) * times * itemsize
 
 
 def _carried(move: Move, sizes: Sizes) -> Calls:

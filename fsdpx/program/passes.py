@@ -1,48 +1,98 @@
 """Passes: each turns one list of actions into a longer one.
 
-compute_*  the bare order of forwards and backwards;
+compute    the order of stages expanded to units, tied to the neighbours by RECV and SEND;
+recompute  forwards that keep little, and run again before their backward;
 page       parameters as pages: GATHER before use, at most `ahead` pages early, FREE after;
 reduce     REDUCE over shards once a page's gradients are complete, SETTLE where memory or order wants the end of it,
            JOIN over replicas after the last one.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from fsdpx.program.action import Action
-from fsdpx.program.stage import Stage, expand
+from fsdpx.program.stage import Edge, Stage, StageUnit, expand
 from fsdpx.program.verbs import VERBS
 
-__all__ = ["compute_backward", "compute_forward", "compute_step", "page", "reduce", "reduce_carried"]
+__all__ = ["compute", "compute_backward", "one_by_one", "page", "recompute", "reduce", "reduce_carried"]
 
 Actions = list[Action]
 
 
-def compute_step(stage: Stage, microbatches: int) -> Actions:
-    """Microbatches one after the other: all forwards, the loss, all backwards."""
-    units = range(len(stage.units))
-    actions: Actions = []
-    for m in range(microbatches):
-        actions += [Action("LOAD", None, m), *(Action("F", u, m) for u in units), Action("LOSS", None, m)]
-        actions += [Action("B", u, m) for u in reversed(units)]
-    return actions
+def one_by_one(microbatches: int) -> tuple[Action, ...]:
+    """The order of a step without a pipe: microbatches one after the other, forward and backward of the one stage."""
+    return tuple(Action(op, 0, m) for m in range(microbatches) for op in "FB")
 
 
-def compute_forward(stage: Stage, microbatches: int, verb: str, end: str | None) -> Actions:
-    """Forwards only, with F (keeps what backward needs) or E (keeps nothing), each microbatch closed by `end`."""
-    actions: Actions = []
-    for m in range(microbatches):
-        actions += [Action("LOAD", None, m), *(Action(verb, u, m) for u in range(len(stage.units)))]
-        actions += [Action(end, None, m)] if end else []
-    return actions
+def compute(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
+    """From stages to units. order: F, E, B, I and W of this rank's stages, Action.unit being the stage's number. end:
+    the verb that closes each microbatch's forward where the loss is (LOSS, SCORE), if any.
+
+    What a stage needs from others is asked for one step before, so that it can arrive meanwhile; what it makes for
+    others is sent as soon as it is there.
+    """
+    units, steps = dict(stage.parts), [_Step(action, stage) for action in order]
+    loaded: set[int | None] = set()
+    result: Actions = []
+    for i, step in enumerate(steps):
+        result += step.recvs if i == 0 or not step.early(steps[i - 1]) else []
+        result += steps[i + 1].recvs if i + 1 < len(steps) and steps[i + 1].early(step) else []
+        if step.forward and stage.used and step.mb not in loaded:
+            loaded.add(step.mb)
+            result.append(Action("LOAD", None, step.mb))
+        result += step.before
+        for u in units[step.stage] if step.forward else reversed(units[step.stage]):
+            result += [Action(step.op, u, step.mb), *step.after.get(u, [])]
+        if step.forward and end and stage.scores and step.stage == stage.parts[-1][0]:
+            result.append(Action(end, None, step.mb))
+    return result
 
 
-def compute_backward(stage: Stage, microbatches: int) -> Actions:
+class _Step:
+    """One entry of an order: what it receives, and what it sends before its units and after which of them."""
+
+    def __init__(self, action: Action, stage: Stage) -> None:
+        assert action.unit is not None
+        self.op, self.stage, self.mb = action.op, action.unit, action.mb
+        self.forward, self.after = action.op in "FE", dict[int, Actions]()
+        mine = [e for e in stage.edges if e.gradient is not self.forward and action.op != "W"]
+        self.recvs = [self._move("RECV", e) for e in mine if (e.receiver, e.target) == (stage.rank, self.stage)]
+        self.before: Actions = []
+        units = dict(stage.parts)[self.stage]
+        for edge in mine:
+            if (edge.sender, edge.source) == (stage.rank, self.stage):
+                at = [u for u in units if edge.value in self._sends_after(stage.units[u])]
+                (self.after.setdefault(at[0], []) if at else self.before).append(self._move("SEND", edge))
+
+    def _move(self, op: str, edge: Edge) -> Action:
+        return Action(op, edge.number, self.mb)
+
+    def _sends_after(self, unit: StageUnit) -> tuple[int, ...]:
+        """Forward: what the unit gives. Backward: what it adds a gradient to; the first unit is the last to do so."""
+        return unit.gives if self.forward else unit.takes + unit.reads
+
+    def early(self, before: "_Step") -> bool:
+        """Whether the step before can run while what this one needs arrives: gradients that pass a rank twice are not
+        in each other's way then."""
+        return self.forward or before.mb != self.mb
+
+
+def recompute(actions: Actions, units: Collection[int]) -> Actions:
+    """Forwards of some units keep only what they read (C); right before their backward they run again (R)."""
+    result: Actions = []
+    for action in actions:
+        chosen = action.unit in units
+        if chosen and action.op in ("B", "I"):
+            result.append(Action("R", action.unit, action.mb))
+        result.append(Action("C", action.unit, action.mb) if chosen and action.op == "F" else action)
+    return result
+
+
+def compute_backward(order: Sequence[Action], stage: Stage) -> Actions:
     """Backwards of forwards that were run before, from gradients that the caller brings."""
-    actions: Actions = []
-    for m in range(microbatches):
-        actions += [Action("SEED", None, m), *(Action("B", u, m) for u in reversed(range(len(stage.units))))]
-    return actions
+    actions = compute(order, stage, None)
+    seeds = [Action("SEED", None, m) for m in sorted({a.mb for a in order if a.mb is not None})]
+    return [*seeds, *actions] if stage.scores else actions
 
 
 def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:

@@ -1,13 +1,13 @@
 """What a program knows of the model: units, pages and values as numbers, and how a word of the table becomes slots."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from fsdpx.program.action import Action
 from fsdpx.program.verbs import VERBS
 
-__all__ = ["Slots", "Stage", "StageUnit", "expand"]
+__all__ = ["Edge", "Slots", "Stage", "StageUnit", "expand", "readers"]
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,40 @@ class StageUnit:
 
 
 @dataclass(frozen=True)
+class Edge:
+    """A value on its way from one stage to another, on another rank of the pipe; or its gradient on the way back.
+
+    source, target: stages. sender, receiver: ranks of the pipe.
+    """
+
+    number: int
+    value: int
+    source: int
+    target: int
+    sender: int
+    receiver: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
 class Stage:
-    """units in execution order; trainable: one flag per page; inputs and outputs: values that enter and leave."""
+    """What one rank of the pipe sees of the model; without a pipe, all of it.
+
+    units: of the whole model, in execution order; takes and reads are told for the units of this rank. trainable: one
+    flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages, each as its number
+    and its units. edges: what travels between all ranks. twins: pages that hold the same parameter for units that are
+    apart. rank: of the pipe. scores: the loss is computed here.
+    """
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    parts: tuple[tuple[int, tuple[int, ...]], ...]
+    edges: tuple[Edge, ...] = ()
+    twins: tuple[tuple[int, ...], ...] = ()
+    rank: int = 0
+    scores: bool = True
 
     @classmethod
     def of(
@@ -36,25 +63,59 @@ class Stage:
         trainable: Iterable[bool],
         inputs: Iterable[int],
         outputs: Iterable[int],
+        twins: tuple[tuple[int, ...], ...] = (),
     ) -> "Stage":
-        """From (pages, values read, values given) per unit; who reads a value last follows."""
+        """A model on one rank, from (pages, values read, values given) per unit; who reads a value last follows."""
         rows, outputs = list(units), tuple(outputs)
-        last = {v: k for k, (_, read, _) in enumerate(rows) for v in read} | dict.fromkeys(outputs, len(rows))
-        made = (
-            StageUnit(pages, tuple(v for v in read if last[v] == k), tuple(v for v in read if last[v] != k), given)
-            for k, (pages, read, given) in enumerate(rows)
-        )
-        return cls(tuple(made), tuple(trainable), tuple(inputs), outputs)
+        here = range(len(rows))
+        made, parts = readers(rows, here, outputs), ((0, tuple(here)),)
+        return cls(made, tuple(trainable), tuple(inputs), outputs, parts, twins=twins)
+
+    @cached_property
+    def here(self) -> tuple[int, ...]:
+        """The units of this rank, in execution order."""
+        return tuple(sorted(u for _, units in self.parts for u in units))
+
+    @cached_property
+    def pages(self) -> tuple[int, ...]:
+        """The pages of this rank."""
+        return tuple(sorted({p for u in self.here for p in self.units[u].pages}))
 
     @cached_property
     def trained(self) -> tuple[int, ...]:
-        return tuple(p for p, flag in enumerate(self.trainable) if flag)
+        return tuple(p for p in self.pages if self.trainable[p])
 
     @cached_property
     def used(self) -> tuple[int, ...]:
-        """The inputs that some unit reads."""
-        read = {v for u in self.units for v in u.takes + u.reads} | set(self.outputs)
+        """The inputs that some unit of this rank reads, or the loss."""
+        read = {v for u in self.here for v in self.units[u].takes + self.units[u].reads}
+        read |= set(self.outputs) if self.scores else set()
         return tuple(v for v in self.inputs if v in read)
+
+    @cached_property
+    def _read_here(self) -> frozenset[int]:
+        read = {v for u in self.here for v in self.units[u].takes + self.units[u].reads}
+        return frozenset(read | (set(self.outputs) if self.scores else set()))
+
+    def sends_last(self, edge: Edge) -> bool:
+        """Whether nobody on this rank needs a value any more once it is sent."""
+        return edge.gradient or edge.value not in self._read_here
+
+
+def readers(
+    rows: Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
+    here: Iterable[int],
+    outputs: Sequence[int],
+) -> tuple[StageUnit, ...]:
+    """(pages, values read, values given) per unit -> units. Of those `here`, the last reader of a value takes it, unless
+    it is one of `outputs`, which the loss takes; the others take nothing."""
+    mine = set(here)
+    last = {v: k for k, (_, read, _) in enumerate(rows) if k in mine for v in read} | dict.fromkeys(outputs, len(rows))
+    made = []
+    for k, (pages, read, given) in enumerate(rows):
+        takes = tuple(v for v in read if k in mine and last[v] == k)
+        made.append(StageUnit(pages, takes, tuple(v for v in read if v not in takes), given))
+    return tuple(made)
 
 
 @dataclass(frozen=True)
@@ -80,6 +141,8 @@ def _slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[s
     kind, _, over = word.partition(":")
     if not over:
         return [kind]
+    if kind == "edge":
+        return _of_edge(over, action, stage)
     if kind in ("act", "dact"):
         return [f"{kind}{v}.{action.mb}" for v in _values(kind, over, action, stage)]
     match over:
@@ -95,8 +158,19 @@ def _slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[s
         case "all" if kind == "total":
             return [f"{kind}{p}" for p in stage.trained]
         case "all":
-            return [f"{kind}.{m}" for m in range(microbatches)]
+            return [f"{kind}.{m}" for m in range(microbatches)] if stage.scores else []
+        case "scored":
+            return [kind] if stage.scores else []
+        case "twins":
+            same = next((group for group in stage.twins if action.unit in group), (action.unit,))
+            return [f"{kind}{p}" for p in same if p in stage.trained]
     raise AssertionError(f"the table has no word {word!r}")
+
+
+def _of_edge(over: str, action: Action, stage: Stage) -> list[str]:
+    edge = stage.edges[_unit(action)]
+    wanted = {"arrives": True, "last": stage.sends_last(edge), "kept": not stage.sends_last(edge)}[over]
+    return [f"{'dact' if edge.gradient else 'act'}{edge.value}.{action.mb}"] if wanted else []
 
 
 def _values(word_kind: str, over: str, action: Action, stage: Stage) -> Iterable[int]:

@@ -10,7 +10,9 @@ A slot is a named place for one value. In the table a slot is written as a kind 
     "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
     "dact:out" "dact:in" "dact:outputs"      gradients of the same
     "saved:unit"     per unit and microbatch;  "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
-    "total:all"      of every trainable page;  "scale"  one for the whole step
+    "total:all"      of every trainable page;  "total:twins"  of the pages of this rank that hold one parameter
+    "edge:last" "edge:kept" "edge:arrives"     what travels: an activation, or its gradient on the way back
+    "weight:scored"  where the loss is computed;  "scale"  one for the whole step
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,10 @@ __all__ = ["SLOTS", "VERBS", "Move", "Slot", "Verb", "buffer_of", "kind_of"]
 
 @dataclass(frozen=True)
 class Move:
-    """A collective: along which mesh axis, which call, and how much (`full` or `shard` of a page, or a `pair`)."""
+    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a `pair` of numbers, or an `edge`.
+
+    Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on.
+    """
 
     axis: str
     call: str
@@ -37,7 +42,7 @@ class Verb:
     gives: tuple[str, ...] = ()
     lane: str = "compute"
     moves: tuple[Move, ...] = ()
-    about: str = "unit"  # what Action.unit counts: "unit", "page" or nothing
+    about: str = "unit"  # what Action.unit counts: "unit", "page", "edge" or nothing
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,13 @@ VERBS: dict[str, Verb] = {
     "SCORE": Verb(takes=("act:outputs",), adds=("weight",), gives=("loss:mb",), about=""),
     "SEED": Verb(takes=("seed:mb",), adds=("dact:outputs", "weight"), lane="host", about=""),
     "MEAN": Verb(
-        takes=("loss:all",), gives=("mean",), lane="data", moves=(Move("data", "all_gather", "pair"),), about=""
+        takes=("loss:all",), gives=("mean",), lane="world", moves=(Move("world", "all_gather", "pair"),), about=""
     ),
+    # from stage to stage
+    "SEND": Verb(
+        takes=("edge:last",), reads=("edge:kept",), lane="pipe", moves=(Move("pipe", "send", "edge"),), about="edge"
+    ),
+    "RECV": Verb(gives=("edge:arrives",), lane="pipe", moves=(Move("pipe", "recv", "edge"),), about="edge"),
     # parameters
     "GATHER": Verb(
         reads=("shard:page",),
@@ -69,6 +79,8 @@ VERBS: dict[str, Verb] = {
     # compute
     "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), gives=("act:out", "saved:unit")),
     "E": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), gives=("act:out",)),
+    "C": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), gives=("act:out", "held:unit")),
+    "R": Verb(takes=("held:unit",), reads=("full:pages",), gives=("saved:unit",)),
     "B": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages",), adds=("grad:pages", "dact:in")),
     "I": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages",), adds=("dact:in",), gives=("kept:unit",)),
     "W": Verb(takes=("kept:unit",), adds=("grad:pages",)),
@@ -88,13 +100,14 @@ VERBS: dict[str, Verb] = {
         moves=(Move("replica", "all_reduce", "shard"),),
         about="page",
     ),
+    "TIE": Verb(adds=("total:twins",), lane="peers", moves=(Move("peers", "all_gather", "shard"),), about="page"),
     # update
     "NORM": Verb(
-        takes=("weight",),
+        takes=("weight:scored",),
         reads=("total:all",),
         gives=("scale",),
-        lane="data",
-        moves=(Move("data", "all_gather", "pair"),),
+        lane="world",
+        moves=(Move("world", "all_gather", "pair"),),
         about="",
     ),
     "UPDATE": Verb(takes=("total:page",), reads=("scale",), adds=("shard:page",), about="page"),
@@ -110,6 +123,7 @@ SLOTS: dict[str, Slot] = {
     "act": Slot("act", "activations"),
     "dact": Slot("dact", "activations"),
     "saved": Slot("saved", "activations"),
+    "held": Slot("held", "activations"),
     "kept": Slot("kept", "activations"),
     "seed": Slot("seed", "activations"),
     "loss": Slot("loss", "control"),

@@ -25,6 +25,11 @@ def untied() -> nn.Layer:
     return nn.GPT(31, 16, 2, 2, 8, tie=False)
 
 
+def deep() -> nn.Layer:
+    """Layers enough for eight stages."""
+    return nn.GPT(31, 16, 6, 2, 8, tie=True, dropout=0.1)
+
+
 def norms() -> nn.Layer:
     return nn.Chain(nn.Linear(12, 24), nn.BatchNorm(24), nn.SiLU(), nn.RMSNorm(24), nn.Linear(24, 5))
 
@@ -66,6 +71,7 @@ CASES = {
     "mlp": Case(mlp, nn.MSE(), rows),
     "gpt": Case(gpt, nn.CrossEntropy(), tokens),
     "untied": Case(untied, nn.CrossEntropy(label_smoothing=0.1), tokens),
+    "deep": Case(deep, nn.CrossEntropy(), tokens),
     "norms": Case(norms, nn.MSE(), rows),
     "graph": Case(graph, nn.MSE(), rows),
 }

@@ -1,0 +1,58 @@
+"""The pipe of a trainer: its schedule for any number of microbatches, and the proof that all ranks' programs fit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdpx.comm.checks import TAGS
+from fsdpx.errors import ConfigError
+from fsdpx.program import Action, Edge, Request, Stage, check_pipe, compile
+from fsdpx.program.schedules import Plan, schedule
+
+__all__ = ["Pipe", "tag"]
+
+
+@dataclass
+class Pipe:
+    """choice: name, function or file of the schedule. width: ranks of the pipe. per_rank: stages on each."""
+
+    choice: str | Callable[..., Any]
+    width: int = 1
+    per_rank: int | None = None
+    _plans: dict[int, Plan] = field(default_factory=dict)
+    _proved: set[Request] = field(default_factory=set)
+
+    def plan(self, microbatches: int) -> Plan:
+        """Who does what when; ConfigError if the schedule needs more microbatches."""
+        if microbatches not in self._plans:
+            self._plans[microbatches] = schedule(self.choice, self.width, microbatches, self.per_rank)
+        return self._plans[microbatches]
+
+    def order(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
+        """Forwards and backwards of one rank; None without a pipe: one microbatch after the other."""
+        return None if self.width == 1 else self.plan(microbatches).ranks[rank]
+
+    def prove(self, request: Request, stages: tuple[Stage, ...]) -> None:
+        """Compile what all ranks of the pipe run for a request like this one, and see that it comes to its end."""
+        bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), weighed=False)
+        if self.width == 1 or bare in self._proved:
+            return
+        self._proved.add(bare)
+        programs = []
+        for rank, stage in enumerate(stages):
+            order = None if request.order is None else self.order(request.microbatches, rank)
+            programs.append(compile(replace(bare, stage=stage, order=order)))
+        check_pipe(programs)
+        last = max((tag(stages[0], e, request.microbatches - 1, request.microbatches) for e in stages[0].edges), default=0)
+        if last >= TAGS:
+            raise ConfigError(
+                f"{request.microbatches} microbatches and {len(stages[0].edges)} values between stages need more than "
+                f"{TAGS} different messages between two ranks: use fewer microbatches"
+            )
+
+
+def tag(stage: Stage, edge: Edge, mb: int, microbatches: int) -> int:
+    """A number of its own for each message between two ranks: they may be received in any order."""
+    pair = (edge.sender, edge.receiver)
+    before = sum((e.sender, e.receiver) == pair for e in stage.edges[: edge.number])
+    return before * microbatches + mb

@@ -1,0 +1,89 @@
+"""Gradients of one parameter that several ranks found apart: copies of a tied parameter on other ranks of the pipe, and
+parts that the ranks of the tensor axis found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.counted import Counted
+
+if TYPE_CHECKING:
+    from fsdpx.engine.engine import Engine
+
+__all__ = ["Tie", "add_together", "connect_ties"]
+
+
+@dataclass(frozen=True)
+class Tie:
+    """pages: with copies of one parameter, its first user's first; or a lone page. ranks: of the pipe, of each page.
+    comm: the ranks of the pipe that have one, if several. partial: the tensor axis is summed over, too."""
+
+    pages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    comm: Communicator | None
+    partial: bool
+
+    @property
+    def order(self) -> list[int]:
+        """Positions in `pages` by rank: how they lie when all ranks' are gathered."""
+        return sorted(range(len(self.pages)), key=lambda i: self.ranks[i])
+
+    @property
+    def held(self) -> list[int]:
+        """How many of the pages each rank has, in rank order."""
+        return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
+
+    def elements(self, one: int) -> int:
+        """Room for all ranks' gradients, when a page has `one` element here."""
+        return one * len(self.pages) if self.comm is not None else 0
+
+
+def connect_ties(engine: Engine) -> dict[int, Tie]:
+    """The ties of this rank by their first page, in the order in which all ranks add them up. Collective."""
+    layout, axes, place = engine.layout, engine.axes, engine.axes.coordinates
+    home = {p: stage.rank for stage in reversed(engine.stages) for p in stage.pages}
+    ties: dict[int, Tie] = {}
+    for pages in layout.twins:
+        ranks = tuple(home[p] for p in pages)
+        comm = None
+        if len(set(ranks)) > 1:
+            line = (place.replica * axes.shard.size + place.shard) * axes.tensor.size + place.tensor
+            part = axes.world.comm.split(line if place.pipe in ranks else None, place.pipe)
+            comm = None if part is None else Counted(part, "peers", axes.counters)
+        if place.pipe in ranks and layout.pages[pages[0]].trainable:
+            ties[pages[0]] = Tie(pages, ranks, comm, layout.pages[pages[0]].partial and axes.tensor.size > 1)
+    tied = {p for pages in layout.twins for p in pages}
+    for p in engine.stage.trained:
+        if layout.pages[p].partial and axes.tensor.size > 1 and p not in tied:
+            ties[p] = Tie((p,), (place.pipe,), None, True)
+    return dict(sorted(ties.items()))
+
+
+def add_together(engine: Engine, tie: Tie, totals: Sequence[Any], room: Callable[[], Any], what: str) -> None:
+    """Sum in place, into all of this rank's `totals`. Bytes per page of n elements here, T tensor ranks, k copies of
+    which this rank has some: 2 n (T - 1)/T over the tensor axis, n (k - own) among the ranks that have copies."""
+    if tie.partial:
+        for total in totals:
+            engine.axes.tensor.all_reduce(total, what=what).wait()
+    found = list(totals) if tie.comm is None else _gathered(tie, tie.comm, totals, room(), what)
+    total = found[-1]
+    for other in reversed(found[:-1]):  # as in one process, where backward comes to later layers first
+        total += other
+    for mine in totals:
+        if mine is not total:
+            mine[...] = total
+
+
+def _gathered(tie: Tie, comm: Communicator, totals: Sequence[Any], every: Any, what: str) -> list[Any]:
+    """The gradients of all copies, in the order of `tie.pages`."""
+    n, held = totals[0].size, tie.held
+    first = n * sum(held[: comm.rank])
+    own = every[first : first + n * held[comm.rank]]
+    for i, total in enumerate(totals):
+        own[i * n : (i + 1) * n] = total
+    comm.all_gather(own, every, [n * k for k in held], what=what).wait()
+    place = {page: i for i, page in enumerate(tie.order)}
+    return [every[place[i] * n : (place[i] + 1) * n] for i in range(len(tie.pages))]

@@ -1,0 +1,104 @@
+"""Where a model is cut into the stages of a pipe: by hand, or so that the dearest stage costs as little as possible."""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from fsdpx.errors import ConfigError
+from fsdpx.layout.pages import product
+from fsdpx.nn.embedding import Embedding
+from fsdpx.nn.gpt import TokenEmbedding
+from fsdpx.nn.sort import Node, Sorted
+
+__all__ = ["Costs", "balanced", "cut_stages"]
+
+Costs = Mapping[str, float]
+"""Pattern of layer paths (fnmatch; the first that matches wins) -> cost of one sample, in any unit."""
+
+
+def cut_stages(
+    model: Sorted, count: int, stages: Sequence[str] | Sequence[int] | None = None, costs: Costs | None = None
+) -> tuple[int, ...]:
+    """The number of the first node of each of `count` stages.
+
+    stages: the path of the first layer of each stage, or how many layers each stage has. costs: for the automatic cut;
+    a layer that no pattern matches costs as much as it has parameters to multiply with.
+    """
+    nodes = model.nodes
+    if count > len(nodes):
+        raise ConfigError(
+            f"{count} stages, but the model has only {len(nodes)} layers to cut between ({_names(nodes)}): "
+            "use fewer stages"
+        )
+    if stages is None:
+        return balanced([_cost(node, costs or {}) for node in nodes], count)
+    if len(stages) != count:
+        raise ConfigError(f"stages={list(stages)}: {len(stages)} stages are named, the pipe has {count}")
+    numbers = all(isinstance(s, int) and not isinstance(s, bool) for s in stages)
+    starts = _by_number(nodes, stages) if numbers else _by_name(nodes, stages)
+    if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
+        raise ConfigError(
+            f"stages={list(stages)}: stages follow each other, and the first begins at {nodes[0].path!r}; "
+            f"the layers are, in this order, {_names(nodes)}"
+        )
+    return starts
+
+
+def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:
+    """Where each of `count` runs begins, none empty, so that the dearest run is as cheap as can be.
+
+    Bisection over the dearest run's cost; runs are filled from the left (the classic chains-on-chains partition,
+    Pinar and Aykanat 2004).
+    """
+    low, high = max(costs), max(sum(costs), max(costs))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_filled(costs, middle, count)) <= count else (middle, high)
+    starts = _filled(costs, high, count)
+    while len(starts) < count:  # cheap models leave runs over: the longest one is split
+        ends = [*starts[1:], len(costs)]
+        i = max((i for i in range(len(starts)) if ends[i] - starts[i] > 1), key=lambda i: sum(costs[starts[i] : ends[i]]))
+        starts.insert(i + 1, (starts[i] + ends[i] + 1) // 2)
+    return tuple(starts)
+
+
+def _filled(costs: Sequence[float], limit: float, count: int) -> list[int]:
+    """Runs of at most `limit`, filled from the left."""
+    starts, total = [0], 0.0
+    for i, cost in enumerate(costs):
+        if total + cost > limit * (1 + 1e-12) and i > starts[-1]:
+            starts.append(i)
+            total = 0.0
+        total += cost
+    return starts
+
+
+def _cost(node: Node, costs: Costs) -> float:
+    for pattern, cost in costs.items():
+        if fnmatchcase(node.path, pattern):
+            if not cost >= 0:
+                raise ConfigError(f"costs: {pattern!r} is {cost!r}, a number of at least 0 is needed")
+            return float(cost)
+    if isinstance(node.layer, Embedding | TokenEmbedding):
+        return 0.0
+    return float(sum(product(spec.shape) for spec in node.layer.specs().values() if len(spec.shape) > 1))
+
+
+def _by_number(nodes: Sequence[Node], counts: Sequence[int]) -> tuple[int, ...]:
+    if any(n < 1 for n in counts) or sum(counts) != len(nodes):
+        raise ConfigError(
+            f"stages={list(counts)}: each stage has at least one layer, all together {len(nodes)}: {_names(nodes)}"
+        )
+    return tuple(sum(counts[:i]) for i in range(len(counts)))
+
+
+def _by_name(nodes: Sequence[Node], names: Sequence[str]) -> tuple[int, ...]:
+    paths = [node.path for node in nodes]
+    unknown = [name for name in names if name not in paths]
+    if unknown:
+        raise ConfigError(f"stages: there is no layer {unknown[0]!r} to begin a stage with; there are {_names(nodes)}")
+    return tuple(paths.index(name) for name in names)
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    shown = [repr(node.path) for node in nodes[:12]]
+    return ", ".join(shown + ([f"... {nodes[-1].path!r}"] if len(nodes) > 12 else []))

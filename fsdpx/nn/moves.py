@@ -1,0 +1,218 @@
+"""Moves between ranks in adjoint pairs: copy/sum, gather/scatter_sum, cut/join, and exchange with itself.
+
+An array over an axis of N ranks is one of three things:
+
+    replicated   every rank holds the same value, which counts once
+    cut          every rank holds a part along one dim, and together they are one value
+    each         every rank holds a value of its own
+
+    move          from         to           forward                adjoint
+    copy          replicated   each         nothing                sum
+    sum           each         replicated   all-reduce             copy
+    gather        cut          each         all-gather             scatter_sum
+    scatter_sum   each         cut          reduce-scatter         gather
+    cut           replicated   cut          take a slice           join
+    join          cut          replicated   all-gather             cut
+    exchange      cut          cut          all-to-all             exchange back
+
+With the inner product of a replicated value counted once and the others summed over ranks, <F x, y> = <x, F* y>.
+Bytes that one rank sends, n = bytes of the full array: all-reduce 2n(N-1)/N, all-gather and reduce-scatter n(N-1)/N,
+all-to-all n(N-1)/N^2. On an axis of width 1 nothing is moved and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fsdpx.comm.communicator import Communicator, Handle
+from fsdpx.errors import ShapeError
+from fsdpx.nn.cut import share
+
+__all__ = [
+    "Pending",
+    "copy",
+    "cut",
+    "exchange",
+    "gather",
+    "join",
+    "part",
+    "scatter_sum",
+    "start_gather",
+    "start_scatter_sum",
+    "start_sum",
+    "sum",
+    "want_even",
+]
+
+Array = Any
+Shape = tuple[int, ...]
+
+
+class Pending:
+    """A move that was issued: `wait()` gives its result."""
+
+    __slots__ = ("_finish", "_handle")
+
+    def __init__(self, handle: Handle | None, finish: Any) -> None:
+        self._handle, self._finish = handle, finish
+
+    def wait(self) -> Array:
+        if self._handle is not None:
+            self._handle.wait()
+        return self._finish()
+
+
+def copy(xp: Any, comm: Communicator, x: Array) -> Array:
+    """Every rank goes on with the replicated `x`, each in its own way."""
+    return x
+
+
+def sum(xp: Any, comm: Communicator, x: Array, *, fresh: bool = False, what: str = "") -> Array:
+    """The sum over the ranks, on every rank. fresh: `x` may be overwritten with it."""
+    return start_sum(xp, comm, x, fresh=fresh, what=what).wait()
+
+
+def start_sum(xp: Any, comm: Communicator, x: Array, *, fresh: bool = False, what: str = "") -> Pending:
+    """`sum`, issued and not waited for."""
+    if comm.size == 1:
+        return Pending(None, lambda: x)
+    flat = _flat(xp, x)
+    if not fresh:
+        flat = flat.copy()
+    return Pending(comm.all_reduce(flat, what=what), lambda: flat.reshape(x.shape))
+
+
+def gather(xp: Any, comm: Communicator, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
+    """The parts of all ranks put together along `dim`. total: the size of the whole; None: `comm.size` equal parts."""
+    return start_gather(xp, comm, x, dim, total, what=what).wait()
+
+
+def start_gather(
+    xp: Any, comm: Communicator, x: Array, dim: int, total: int | None = None, *, what: str = ""
+) -> Pending:
+    """`gather`, issued and not waited for."""
+    if comm.size == 1:
+        return Pending(None, lambda: x)
+    dim = dim % x.ndim
+    shapes = _part_shapes(x.shape, dim, x.shape[dim] * comm.size if total is None else total, comm)
+    assert tuple(x.shape) == shapes[comm.rank], f"{what}: a part of shape {tuple(x.shape)}, not {shapes[comm.rank]}"
+    counts = [math.prod(shape) for shape in shapes]
+    flat = xp.empty((_added(counts),), dtype=x.dtype)
+    handle = comm.all_gather(_flat(xp, x), flat, counts, what=what)
+    return Pending(handle, lambda: _joined(xp, flat, shapes, dim))
+
+
+def scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = "") -> Array:
+    """This rank's part, along `dim`, of the sum over the ranks. even: the size of `dim` must be a multiple of N."""
+    return start_scatter_sum(xp, comm, x, dim, even=even, what=what).wait()
+
+
+def start_scatter_sum(
+    xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = ""
+) -> Pending:
+    """`scatter_sum`, issued and not waited for."""
+    if comm.size == 1:
+        return Pending(None, lambda: x)
+    dim = dim % x.ndim
+    if even:
+        want_even(x.shape, dim, comm.size, what)
+    shapes = _part_shapes(x.shape, dim, x.shape[dim], comm)
+    counts = [math.prod(shape) for shape in shapes]
+    mine = xp.empty((counts[comm.rank],), dtype=x.dtype)
+    handle = comm.reduce_scatter(_dealt(xp, x, shapes, dim), mine, counts=counts, what=what)
+    return Pending(handle, lambda: mine.reshape(shapes[comm.rank]))
+
+
+def cut(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = "") -> Array:
+    """This rank's part of the replicated `x` along `dim`, a view. even: as in `scatter_sum`."""
+    if even:
+        want_even(x.shape, dim % x.ndim, comm.size, what)
+    return part(x, dim, *share(x.shape[dim], comm.rank, comm.size))
+
+
+def join(xp: Any, comm: Communicator, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
+    """The whole of the parts, replicated: moves data as `gather`, but what follows is the same on every rank."""
+    return gather(xp, comm, x, dim, total, what=what)
+
+
+def exchange(
+    xp: Any, comm: Communicator, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
+) -> Array:
+    """From cut along `merge` to cut along `split`: dim `split` of `x` is dealt out, dim `merge` put together.
+
+    total: the size of the whole of `merge`; None: equal parts. Its adjoint swaps `split` and `merge`.
+    """
+    if comm.size == 1:
+        return x
+    split, merge = split % x.ndim, merge % x.ndim
+    out = _part_shapes(x.shape, split, x.shape[split], comm)
+    whole = x.shape[merge] * comm.size if total is None else total
+    into = _part_shapes(out[comm.rank], merge, whole, comm)
+    sent, received = ([math.prod(shape) for shape in shapes] for shapes in (out, into))
+    flat = xp.empty((_added(received),), dtype=x.dtype)
+    comm.all_to_all(_dealt(xp, x, out, split), flat, sent, received, what=what).wait()
+    return _joined(xp, flat, into, merge)
+
+
+def part(x: Array, dim: int, start: int, stop: int) -> Array:
+    """[start, stop) of `dim`, a view."""
+    return x[(*(slice(None),) * (dim % x.ndim), slice(start, stop))]
+
+
+def want_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> None:
+    """The size of `dim` must be a multiple of the axis; ShapeError names both."""
+    if shape[dim] % width:
+        raise ShapeError(
+            f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not a "
+            f"multiple of the {width} ranks it is cut over: choose a sequence length that is, or mesh tensor=1"
+        )
+
+
+def _part_shapes(shape: Sequence[int], dim: int, total: int, comm: Communicator) -> list[Shape]:
+    """The shape of every rank's part of `total` along `dim`."""
+    shapes = []
+    for rank in range(comm.size):
+        start, stop = share(total, rank, comm.size)
+        shapes.append((*shape[:dim], stop - start, *shape[dim + 1 :]))
+    return shapes
+
+
+def _dealt(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
+    """The parts of `x` along `dim`, one after the other and flat; no copy where they lie so already."""
+    if math.prod(x.shape[:dim]) == 1:
+        return _flat(xp, x)
+    flat = xp.empty((x.size,), dtype=x.dtype)
+    at = start = 0
+    for shape in shapes:
+        size = math.prod(shape)
+        flat[at : at + size].reshape(shape)[...] = part(x, dim, start, start + shape[dim])
+        at, start = at + size, start + shape[dim]
+    return flat
+
+
+def _joined(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
+    """The inverse of `_dealt`."""
+    first = shapes[0]
+    whole = (*first[:dim], _added([shape[dim] for shape in shapes]), *first[dim + 1 :])
+    if math.prod(first[:dim]) == 1:
+        return flat.reshape(whole)
+    y = xp.empty(whole, dtype=flat.dtype)
+    at = start = 0
+    for shape in shapes:
+        size = math.prod(shape)
+        part(y, dim, start, start + shape[dim])[...] = flat[at : at + size].reshape(shape)
+        at, start = at + size, start + shape[dim]
+    return y
+
+
+def _added(counts: Sequence[int]) -> int:
+    total = 0  # the builtin's name is taken by the move
+    for count in counts:
+        total += count
+    return total
+
+
+def _flat(xp: Any, x: Array) -> Array:
+    return xp.ascontiguousarray(x).reshape(-1)

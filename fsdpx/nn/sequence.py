@@ -1,0 +1,115 @@
+"""Whole arrays in and out of the region where they are cut over the tensor axis, and the loss of a part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fsdpx.errors import DataError
+from fsdpx.nn import moves
+from fsdpx.nn.layer import Array, Env, Layer
+from fsdpx.nn.losses import Loss
+from fsdpx.nn.numeric import is_index
+from fsdpx.nn.tensor import named
+
+__all__ = ["Enter", "Framed", "Leave", "SequenceLoss"]
+
+Params = Mapping[str, Array]
+
+
+class Enter(Layer):
+    """A whole array to this rank's part of dim 1, the sequence, which must be a multiple of the axis.
+
+    Backward puts the gradient together: n(N-1)/N bytes, n = bytes of the array. Whole numbers have none.
+    """
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        y = moves.cut(env.xp, env.mesh.tensor, x, 1, even=True, what=named(env, "sequence"))
+        return y, (is_index(x),)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array | None, Any]:
+        if saved[0] or dy is None:
+            return None, ()
+        return moves.join(env.xp, env.mesh.tensor, dy, 1, what=named(env, "gradient")), ()
+
+
+class Leave(Layer):
+    """This rank's part of the last dim to the whole array, `total` wide, on every rank: n(N-1)/N bytes."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        return moves.join(env.xp, env.mesh.tensor, x, -1, self.total, what=named(env, "output")), ()
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return moves.cut(env.xp, env.mesh.tensor, dy, -1), ()
+
+
+class Framed(Layer):
+    """A model that is one layer, between an `Enter` and a `Leave`, each None if there is nothing to do.
+
+    A chain would give the parameters longer names.
+    """
+
+    def __init__(self, layer: Layer, enter: Enter | None = None, leave: Leave | None = None) -> None:
+        self.layer, self.enter, self.leave = layer, enter, leave
+        self.collective = layer.collective
+
+    def specs(self) -> dict[str, Any]:
+        return self.layer.specs()
+
+    def children(self) -> dict[str, Layer]:
+        return {"": self.layer}
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        entered: tuple[Any, ...] = ()
+        if self.enter:
+            x, entered = self.enter.forward(env, {}, x)
+        y, held = self.layer.forward(env, p, x)
+        return (self.leave.forward(env, {}, y)[0] if self.leave else y), (entered, held)
+
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Any:
+        entered, held = saved
+        dx = self.layer.backward(env, p, g, held, self._inside(env, dy))
+        return self._outside(env, entered, dx)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        entered, held = saved
+        dx, kept = self.layer.backward_input(env, p, held, self._inside(env, dy))
+        return self._outside(env, entered, dx), kept
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        self.layer.backward_params(env, g, kept)
+
+    def _inside(self, env: Env, dy: Array) -> Array:
+        return self.leave.backward_input(env, {}, (), dy)[0] if self.leave else dy
+
+    def _outside(self, env: Env, entered: Any, dx: Any) -> Any:
+        return self.enter.backward_input(env, {}, entered, dx)[0] if self.enter else dx
+
+
+class SequenceLoss(Loss):
+    """`loss` of an output that is cut along dim 1 over the `width` ranks of the tensor axis; the target is whole.
+
+    `total` and `weight` are those of this rank's part. Communicates nothing.
+    """
+
+    partial = True
+
+    def __init__(self, loss: Loss, width: int) -> None:
+        self.loss = loss
+        self.width = width
+        self.runs = loss.runs
+
+    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+        assert env.mesh.tensor.size == self.width, f"a tensor axis of {env.mesh.tensor.size}, not {self.width}"
+        return self.loss.forward(env, y, moves.cut(env.xp, env.mesh.tensor, target, 1, even=True, what="target"))
+
+    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        return self.loss.backward(env, saved, seed)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        if len(shape) < 2:
+            raise DataError(f"{self!r}: an output of shape {tuple(shape)} has no dim 1 to be cut along")
+        self.loss.validate((shape[0], shape[1] * self.width, *shape[2:]), target)

@@ -1,0 +1,269 @@
+"""Pipeline schedules as data: for each rank of the pipe, the order of forwards and backwards of its stages.
+
+A step is an Action whose unit is a stage: F3.0 is the forward of stage 3 for microbatch 0, B both halves of its
+backward, I the gradient of its input, W the gradient of its parameters. A schedule is a function of the number of
+ranks, of microbatches and of stages per rank. Messages and collectives are not its business: passes add those.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdpx.errors import ConfigError, ProgramError
+from fsdpx.program.action import Action, parse
+from fsdpx.program.validate import validate
+
+__all__ = [
+    "SCHEDULES", "Plan", "Schedule", "gpipe", "in_flight", "interleaved", "one_f_one_b", "schedule", "validate",
+    "zb_h1", "zb_h2", "zbv",
+]  # fmt: skip
+
+Actions = list[Action]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a schedule gives. ranks: one list of actions per rank of the pipe. home: the rank of each stage."""
+
+    name: str
+    ranks: tuple[tuple[Action, ...], ...]
+    home: tuple[int, ...]
+    stages: int
+    microbatches: int
+
+    @classmethod
+    def of(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> "Plan":
+        """From lists of actions, or their text, per rank. A stage is at home where its first F stands.
+
+        Raises ProgramError for text that is no action, and for stages without any F.
+        """
+        ranks = tuple(_row(name, rank, row) for rank, row in enumerate(rows))
+        home: dict[int, int] = {}
+        for rank, row in enumerate(ranks):
+            for action in row:
+                if action.op == "F" and action.unit is not None:
+                    home.setdefault(action.unit, rank)
+        stages = max(home, default=0) + 1
+        lost = [str(stage) for stage in range(stages) if stage not in home]
+        if lost:
+            raise ProgramError(f"schedule {name!r}: no rank has an F of stage {', '.join(lost)}")
+        return cls(name, ranks, tuple(home[stage] for stage in range(stages)), stages, microbatches)
+
+    def __str__(self) -> str:
+        """One line per rank: what a text file of this schedule says."""
+        return "\n".join(" ".join(map(str, row)) for row in self.ranks)
+
+
+def _row(name: str, rank: int, row: str | Sequence[Action | str]) -> tuple[Action, ...]:
+    words = [row] if isinstance(row, str) else row
+    try:
+        return tuple(a for word in words for a in ([word] if isinstance(word, Action) else parse(word)))
+    except ProgramError as error:
+        raise ProgramError(f"schedule {name!r}, rank {rank}: {error}") from None
+
+
+Schedule = Callable[..., Any]
+"""(ranks, microbatches, per_rank) -> Plan, or lists of actions or of their text, one per rank."""
+
+
+def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
+    """All forwards, then all backwards: Huang et al., "GPipe" (NeurIPS 2019).
+
+    Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time.
+    """
+    _check_numbers("gpipe", ranks, microbatches, per_rank, 1)
+    return _one_stage_each("gpipe", ranks, microbatches, lambda rank: microbatches)
+
+
+def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
+    """One forward, one backward: Narayanan et al., PipeDream-flush (ICML 2021), the default of Megatron-LM.
+
+    The bubble of gpipe, with at most P - r microbatches in flight on rank r.
+    """
+    _check_numbers("1f1b", ranks, microbatches, per_rank, 1)
+    return _one_stage_each("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
+
+
+def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> Plan:
+    """1F1B over v stages per rank, stage s on rank s % P: Narayanan et al. (SC 2021), section 2.2.
+
+    Microbatches go through the stages of a rank in rounds of P; a last round may be shorter.
+    Bubble (P - 1) / (v m + P - 1) for m a multiple of P; v times the messages of 1F1B and one more lap.
+    """
+    _check_numbers("interleaved", ranks, microbatches, per_rank, 2, more=True)
+    # whole rounds, then without the microbatches that there are not: what is left of an order that runs, runs too
+    rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
+    rows = []
+    for rank in range(ranks):
+        stages = range(rank, ranks * per_rank, ranks)
+        forwards = [Action("F", s, m) for group in rounds for s in stages for m in group]
+        backwards = [Action("B", s, m) for group in rounds for s in reversed(stages) for m in group]
+        both = _alternate(forwards, backwards, warm=2 * (ranks - rank - 1) + (per_rank - 1) * ranks)
+        rows.append([action for action in both if action.mb in range(microbatches)])
+    return Plan.of("interleaved", rows, microbatches)
+
+
+def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
+    """1F1B with backward in halves, the second late enough to fill the end: ZB-H1, Qi et al. (ICLR 2024), section 2.1.
+
+    At most P - r microbatches wait for I on rank r, as in 1F1B, and r more for W: P in all on every rank.
+    Time lost (P - 1)(TF + TI - TW), for m >= P and TW <= TF.
+    """
+    _check_numbers("zb-h1", ranks, microbatches, per_rank, 1)
+    return _one_stage_each("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
+
+
+def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
+    """As zb_h1 with twice the warm-up, which fills the start as well: ZB-H2 of Qi et al. (ICLR 2024), section 2.2.
+
+    At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more for W: 2P - 1 in all on every rank.
+    Time lost (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF.
+    """
+    _check_numbers("zb-h2", ranks, microbatches, per_rank, 1)
+    return _one_stage_each("zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank)
+
+
+def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> Plan:
+    """Two stages per rank along a V, stage s on rank s going down and on rank 2P - 1 - s coming back: ZB-V, Qi et al.,
+    "Pipeline Parallelism with Controllable Memory" (NeurIPS 2024).
+
+    No time lost where TF = TI = TW, for m >= 2P - 1. At most 2P pairs of stage and microbatch in flight on each rank:
+    two stages of half the size each, so the memory of 1F1B on its first rank.
+    """
+    _check_numbers("zbv", ranks, microbatches, per_rank, 2)
+    whole = max(microbatches, 2 * ranks - 1)  # with fewer, what is left of the order for that many
+    rows = []
+    for rank in range(ranks):
+        after = ranks - rank
+        # small letters: the stage going down; capitals: the one coming back; each is the next microbatch of its kind
+        start = "f" * (2 * after - 1) + "Ff" * rank + "FIW" * after
+        end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
+        all_of_them = _spelled(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)
+        rows.append([action for action in all_of_them if action.mb in range(microbatches)])
+    return Plan.of("zbv", rows, microbatches)
+
+
+def _spelled(letters: str, down: int, back: int) -> Actions:
+    """What letters stand for, each the next microbatch of its kind, however many microbatches there are."""
+    count = {letter: itertools.count() for letter in "fiwFIW"}
+    return [Action(x.upper(), down if x.islower() else back, next(count[x])) for x in letters]
+
+
+def _one_stage_each(
+    name: str, ranks: int, microbatches: int, warm: Callable[[int], int], late: Callable[[int], int] | None = None
+) -> Plan:
+    """Stage r on rank r. warm: forwards of a rank before it alternates. late: by how many microbatches W follows I."""
+    rows = []
+    for rank in range(ranks):
+        forwards, backwards, weights = (
+            [Action(op, rank, m) for m in range(microbatches)] for op in ("F", "B" if late is None else "I", "W")
+        )
+        rows.append(_alternate(forwards, backwards, warm(rank), weights if late else [], late(rank) if late else 0))
+    return Plan.of(name, rows, microbatches)
+
+
+def _alternate(
+    forwards: Actions, backwards: Actions, warm: int, weights: Sequence[Action] = (), late: int = 0
+) -> Actions:
+    """`warm` forwards, then one forward and one backward in turn; the nth of `weights` after backward n + late."""
+    actions = forwards[:warm]
+    for n, backward in enumerate(backwards):
+        actions += [*forwards[warm + n : warm + n + 1], backward]
+        actions += weights[n - late : n - late + 1] if n >= late else []
+    return actions + list(weights[max(len(backwards) - late, 0) :])
+
+
+def _check_numbers(name: str, ranks: int, microbatches: int, per_rank: int, takes: int, more: bool = False) -> None:
+    if ranks < 1 or microbatches < 1:
+        raise ConfigError(f"schedule {name!r}: ranks={ranks} and microbatches={microbatches} must both be at least 1")
+    if per_rank < takes or (per_rank > takes and not more):
+        wanted = f"{takes} stage{'s' * (takes > 1)}{' or more' * more}"
+        raise ConfigError(
+            f"schedule {name!r} puts {wanted} on each rank, not per_rank={per_rank}, which makes "
+            f"{ranks * per_rank} stages on {ranks} ranks; 'interleaved' takes 2 or more per rank, 'zbv' 2, the others 1"
+        )
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Plan]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zbv": zbv,
+}
+
+
+def schedule(choice: str | Path | Schedule, ranks: int, microbatches: int, per_rank: int | None = None) -> Plan:
+    """The plan of a schedule, validated.
+
+    choice: a name in SCHEDULES; a function (ranks, microbatches, per_rank) that returns a Plan or, for each rank, a
+    list of actions or their text; or the path of a text file with one line per rank, its actions separated by blanks,
+    where # begins a comment. per_rank: stages per rank; by default what the schedule prefers (1; interleaved, zbv 2).
+
+    Raises ConfigError for numbers that do not fit the schedule, ProgramError for one that cannot run.
+    """
+    if callable(choice):
+        return _from_function(choice, ranks, microbatches, per_rank)
+    if isinstance(choice, str) and choice in SCHEDULES:
+        return _from_function(SCHEDULES[choice], ranks, microbatches, per_rank)
+    if not Path(choice).is_file():
+        names = ", ".join(map(repr, SCHEDULES))
+        raise ConfigError(f"schedule={str(choice)!r} is none of {names}, no function, and no text file of that name")
+    return _own(Path(choice).name, _lines(Path(choice)), ranks, microbatches, per_rank)
+
+
+def _from_function(function: Schedule, ranks: int, microbatches: int, per_rank: int | None) -> Plan:
+    parameter = inspect.signature(function).parameters.get("per_rank")
+    default = parameter.default if parameter and isinstance(parameter.default, int) else 1
+    made = function(ranks, microbatches, default if per_rank is None else per_rank)
+    return _own(getattr(function, "__name__", "schedule"), made, ranks, microbatches, per_rank)
+
+
+def _lines(file: Path) -> list[str]:
+    lines = (line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line]
+
+
+def _own(
+    name: str,
+    made: "Plan | Iterable[str | Sequence[Action | str]]",
+    ranks: int,
+    microbatches: int,
+    per_rank: int | None,
+) -> Plan:
+    plan = made if isinstance(made, Plan) else Plan.of(name, made, microbatches)
+    if len(plan.ranks) != ranks:
+        raise ConfigError(f"schedule {plan.name!r} is for {len(plan.ranks)} ranks, but the pipe has {ranks}")
+    if plan.microbatches != microbatches:
+        raise ConfigError(
+            f"schedule {plan.name!r} is for {plan.microbatches} microbatches, but microbatches={microbatches}"
+        )
+    if per_rank is not None and plan.stages != ranks * per_rank:
+        more = "more" if plan.stages > ranks * per_rank else "fewer"
+        raise ConfigError(
+            f"schedule {plan.name!r} has {plan.stages} stages on {ranks} ranks, {more} than the {ranks * per_rank} of "
+            f"per_rank={per_rank}"
+        )
+    validate(plan)
+    return plan
+
+
+def in_flight(plan: Plan, until: str = "W") -> tuple[int, ...]:
+    """Per rank, the most pairs of stage and microbatch whose F has run and whose last user of activations has not.
+
+    until: "W" counts until B or W, "I" until B or I. After I only what the gradient of the parameters needs is kept, so
+    the activation memory of Qi et al. is I-pairs times M_B plus the rest of the W-pairs times M_W.
+    """
+    return tuple(_most(row, until) for row in plan.ranks)
+
+
+def _most(row: Sequence[Action], until: str) -> int:
+    now = most = 0
+    for action in row:
+        now += (action.op == "F") - (action.op in ("B", until))
+        most = max(most, now)
+    return most

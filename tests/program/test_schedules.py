@@ -1,0 +1,199 @@
+"""Every schedule can run at every size, and nothing that cannot run passes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpx.errors import ConfigError, ProgramError
+from fsdpx.program.action import Action, parse
+from fsdpx.program.schedules import SCHEDULES, Plan, gpipe, in_flight, interleaved, schedule
+from fsdpx.program.validate import validate
+
+PROPERTY = settings(derandomize=True, database=None, deadline=None)
+PREFERRED = {"interleaved": 2, "zbv": 2}
+
+
+@st.composite
+def plans(draw: st.DrawFn, least: int = 1) -> Plan:
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    per_rank = draw(st.integers(2, 4)) if name == "interleaved" else PREFERRED.get(name, 1)
+    return SCHEDULES[name](draw(st.integers(least, 6)), draw(st.integers(least, 12)), per_rank)
+
+
+@PROPERTY
+@given(plans())
+def test_every_schedule_is_valid(plan: Plan) -> None:
+    validate(plan)
+    assert Plan.of(plan.name, str(plan).splitlines(), plan.microbatches) == plan
+    per_rank = plan.stages // len(plan.ranks)
+    assert [plan.home.count(rank) for rank in range(len(plan.ranks))] == [per_rank] * len(plan.ranks)
+
+
+def with_row(plan: Plan, rank: int, row: list[Action]) -> Plan:
+    return replace(plan, ranks=tuple(tuple(row) if r == rank else old for r, old in enumerate(plan.ranks)))
+
+
+@PROPERTY
+@given(plans(), st.data())
+def test_a_dropped_or_repeated_step_is_rejected(plan: Plan, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, len(plan.ranks) - 1))
+    row = list(plan.ranks[rank])
+    at = data.draw(st.integers(0, len(row) - 1))
+    with pytest.raises(ProgramError, match=rf"schedule '{plan.name}': .*\n(.*\n)* *\^"):
+        validate(with_row(plan, rank, row[:at] + row[at + 1 :]))
+    again = data.draw(st.integers(0, len(row)))
+    with pytest.raises(ProgramError, match=rf"stage {row[at].unit}"):
+        validate(with_row(plan, rank, row[:again] + [row[at]] + row[again:]))
+
+
+@PROPERTY
+@given(plans(least=2), st.data())
+def test_a_step_on_another_rank_is_rejected(plan: Plan, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, len(plan.ranks) - 1))
+    row = list(plan.ranks[rank])
+    step = row.pop(data.draw(st.integers(0, len(row) - 1)))
+    other = (rank + 1) % len(plan.ranks)
+    moved = with_row(with_row(plan, rank, row), other, [*plan.ranks[other], step])
+    with pytest.raises(ProgramError, match=rf"{step} stands on rank {other}, but stage {step.unit} is on rank {rank}|has no|before"):
+        validate(moved)
+
+
+@PROPERTY
+@given(plans(least=2), st.data())
+def test_swapped_dependent_steps_are_rejected(plan: Plan, data: st.DataObject) -> None:
+    """Dependent: of one stage and microbatch, or both adding to the gradients of one stage."""
+    rank = data.draw(st.integers(0, len(plan.ranks) - 1))
+    row = list(plan.ranks[rank])
+    pairs = [
+        (i, j) for i, a in enumerate(row) for j, b in enumerate(row[i + 1 :], i + 1)
+        if a.unit == b.unit and (a.mb == b.mb or (a.op in "BW" and b.op in "BW"))
+    ]  # fmt: skip
+    i, j = data.draw(st.sampled_from(pairs))
+    row[i], row[j] = row[j], row[i]
+    with pytest.raises(ProgramError, match=r"comes before|order of the microbatches|wait for each other"):
+        validate(with_row(plan, rank, row))
+
+
+@PROPERTY
+@given(st.integers(1, 8), st.integers(1, 16))
+def test_activations_in_flight(ranks: int, m: int) -> None:
+    assert in_flight(schedule("gpipe", ranks, m)) == (m,) * ranks
+    assert in_flight(schedule("1f1b", ranks, m)) == tuple(min(ranks - r, m) for r in range(ranks))
+    h1, h2, v = (schedule(name, ranks, m) for name in ("zb-h1", "zb-h2", "zbv"))
+    assert in_flight(h1) == (min(ranks, m),) * ranks
+    assert in_flight(h1, until="I") == tuple(min(ranks - r, m) for r in range(ranks))
+    assert in_flight(h2) == (min(2 * ranks - 1, m),) * ranks
+    assert in_flight(h2, until="I") == tuple(min(2 * (ranks - r) - 1, m) for r in range(ranks))
+    assert max(in_flight(v)) <= 2 * ranks
+    if m >= 2 * ranks - 1:
+        assert in_flight(v) == (2 * ranks,) * ranks
+
+
+def test_interleaved_in_flight_is_that_of_the_paper() -> None:
+    """Megatron's warm-up, 2 (P - r - 1) + (v - 1) P forwards, and the one before the first backward."""
+    assert in_flight(interleaved(4, 16, 3)) == tuple(2 * (4 - r - 1) + 2 * 4 + 1 for r in range(4))
+
+
+def test_stages_of_zbv_lie_along_a_v() -> None:
+    assert schedule("zbv", 3, 4).home == (0, 1, 2, 2, 1, 0)
+    assert schedule("interleaved", 3, 4).home == (0, 1, 2, 0, 1, 2)
+
+
+def test_1f1b_as_text() -> None:
+    assert str(schedule("1f1b", 2, 3)) == "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2\nF1.0 B1.0 F1.1 B1.1 F1.2 B1.2"
+
+
+def test_half_backwards_may_mix_with_whole_ones() -> None:
+    schedule(lambda ranks, m, per_rank: ["F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 F1.1 I1.0 W1.0 B1.1"], 2, 2)
+
+
+BAD: dict[str, tuple[list[str], str]] = {
+    "deadlock": (
+        ["B0.0 F0.0", "F1.0 B1.0"],
+        "B0.0 comes before the forward of stage 0, microbatch 0\nrank 0  B0.0 F0.0\n        ^\nrank 1  F1.0 B1.0",
+    ),
+    "cycle": (
+        ["F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"],
+        "ranks wait for each other: rank 0 at B0.0 for B1.0 or I1.0 of rank 1; rank 1 at F1.1 for F0.1 of rank 0\n"
+        "rank 0  F0.0 B0.0 F0.1 B0.1\n             ^\nrank 1  F1.0 F1.1 B1.0 B1.1",
+    ),
+    "both": (
+        ["F0.0 I0.0 B0.0 W0.0"],
+        "B0.0 comes twice: the gradient of the input of stage 0, microbatch 0, was already made\n"
+        "rank 0  F0.0 I0.0 B0.0 W0.0\n                  ^",
+    ),
+    "half": (["F0.0 I0.0"], "rank 0 has no W of stage 0, microbatch 0 of 1\nrank 0  F0.0 I0.0\n                  ^"),
+    "order": (
+        ["F0.0 F0.1 B0.1 B0.0"],
+        "B0.0 adds to the gradients of stage 0 after B0.1; they are added in the order of the microbatches, so that every "
+        "schedule gives the same bits\nrank 0  F0.0 F0.1 B0.1 B0.0\n                       ^",
+    ),
+    "elsewhere": (["F0.0 B0.0 B1.0", "F1.0"], "B1.0 stands on rank 0, but stage 1 is on rank 1\n"),
+    "verb": (["F0.0 GATHER0 B0.0"], "GATHER0 is no step of a schedule: expected F, B, I or W, a stage and .microbatch"),
+    "text": (["F0.0", "F1.0 b1.0"], "rank 1: 'b1.0' is no action: expected a verb in capitals"),
+    "stage": (["F0.0 B0.0 F2.0 B2.0"], "no rank has an F of stage 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_message_says_what_is_wrong_and_where(name: str) -> None:
+    rows, wanted = BAD[name]
+    microbatches = 2 if name in ("order", "cycle") else 1
+    with pytest.raises(ProgramError) as caught:
+        schedule(lambda ranks, m, per_rank: rows, len(rows), microbatches)
+    assert str(caught.value).startswith("schedule '<lambda>'")
+    assert wanted in str(caught.value)
+
+
+def test_a_microbatch_too_many_is_named() -> None:
+    with pytest.raises(ProgramError, match="B0.1 does not exist: there are stages 0 to 0 and microbatches 0 to 0"):
+        schedule(lambda ranks, m, per_rank: ["F0.0 B0.0 B0.1"], 1, 1)
+
+
+def test_a_text_file_is_a_schedule(tmp_path: Path) -> None:
+    file = tmp_path / "mine.txt"
+    file.write_text("# two ranks\nF0.0 F0.1 B0.0 B0.1  # the first\n\nF1.0 B1.0 F1.1 B1.1\n")
+    plan = schedule(file, 2, 2)
+    assert plan == schedule(str(file), 2, 2) == Plan.of("mine.txt", str(plan).splitlines(), 2)
+    assert plan.ranks == schedule("1f1b", 2, 2).ranks
+    with pytest.raises(ConfigError, match="'mine.txt' is for 2 ranks, but the pipe has 3"):
+        schedule(file, 3, 2)
+    with pytest.raises(ProgramError, match=r"rank 0 has no F of stage 0, microbatch 2 of 3"):
+        schedule(file, 2, 3)
+
+
+def test_a_function_may_return_a_plan_actions_or_text() -> None:
+    makers: list[Callable[..., object]] = [
+        gpipe,
+        lambda ranks, m, per_rank: [list(row) for row in gpipe(ranks, m).ranks],
+        lambda ranks, m, per_rank: [[str(a) for a in row] for row in gpipe(ranks, m).ranks],
+        lambda ranks, m, per_rank: str(gpipe(ranks, m)).splitlines(),
+    ]
+    assert {schedule(maker, 3, 4).ranks for maker in makers} == {gpipe(3, 4).ranks}
+    assert schedule(interleaved, 2, 4).stages == 4  # per_rank as the function prefers
+    assert schedule(lambda ranks, m, per_rank: zigzag(per_rank), 1, 1, per_rank=3).stages == 3
+
+
+def zigzag(stages: int) -> list[tuple[Action, ...]]:
+    return [parse(" ".join([f"F{s}.0" for s in range(stages)] + [f"B{s}.0" for s in reversed(range(stages))]))]
+
+
+def test_numbers_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match="schedule '1f1b' puts 1 stage on each rank, not per_rank=3, which makes 12 stages"):
+        schedule("1f1b", 4, 8, per_rank=3)
+    with pytest.raises(ConfigError, match="'zbv' puts 2 stages on each rank, not per_rank=1"):
+        schedule("zbv", 4, 8, per_rank=1)
+    with pytest.raises(ConfigError, match="'interleaved' puts 2 stages or more on each rank, not per_rank=1"):
+        schedule("interleaved", 4, 8, per_rank=1)
+    with pytest.raises(ConfigError, match="'gpipe': ranks=2 and microbatches=0 must both be at least 1"):
+        schedule("gpipe", 2, 0)
+    with pytest.raises(ConfigError, match="has 3 stages on 1 ranks, more than the 2 of per_rank=2"):
+        schedule(lambda ranks, m, per_rank: zigzag(3), 1, 1, per_rank=2)
+    with pytest.raises(ConfigError, match="is for 4 microbatches, but microbatches=2"):
+        schedule(lambda ranks, m, per_rank: gpipe(ranks, 4), 2, 2)
+    with pytest.raises(ConfigError, match="schedule='1f2b' is none of 'gpipe', '1f1b', .*, no function, and no text file"):
+        schedule("1f2b", 2, 2)

@@ -1,0 +1,259 @@
+"""Simulated times equal the published figures and the closed formulas; programs take the time of their schedule."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+from cases import CHAIN, STAGES, requests
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpx.errors import ConfigError, ProgramError
+from fsdpx.program import Program, Request, compile, parse, pipeline
+from fsdpx.program.machine import Machine, Overlap, memory, overlap, peak_memory, simulate_programs
+from fsdpx.program.schedules import Plan, in_flight, schedule
+from fsdpx.program.simulate import Costs, Event, bubble, by_rank, simulate
+
+PROPERTY = settings(derandomize=True, database=None, deadline=None)
+EQUAL = Costs(1, 1, 1)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of tables 9 and 5 of Qi et al. (ICLR 2024): milliseconds per microbatch and stage, and bubbles."""
+
+    ranks: int
+    microbatches: int
+    forward: float
+    backward_input: float
+    backward_params: float
+    communication: float
+    bubbles: dict[str, float]
+    per_rank: int  # stages of "interleaved": one transformer layer each
+    interleaved_here: float  # where every message takes its time
+
+    def costs(self, per_rank: int = 1) -> Costs:
+        parts = (self.forward, self.backward_input, self.backward_params)
+        return Costs(*(time / per_rank for time in parts), self.communication)
+
+
+PUBLISHED = [
+    Published(8, 24, 18.522, 18.086, 9.337, 0.601,
+              {"1f1b": 0.2431, "zb-h1": 0.1585, "zb-h2": 0.1083, "interleaved": 0.1055}, 3, 0.1090),
+    Published(8, 24, 29.718, 29.444, 19.927, 0.527,
+              {"1f1b": 0.2347, "zb-h1": 0.1323, "zb-h2": 0.0698, "interleaved": 0.0808}, 4, 0.0827),
+    Published(16, 48, 11.347, 11.248, 8.132, 0.377,
+              {"1f1b": 0.2552, "zb-h1": 0.1397, "zb-h2": 0.0672, "interleaved": 0.1104}, 3, 0.1136),
+    Published(32, 96, 10.419, 10.207, 7.715, 0.408,
+              {"1f1b": 0.2646, "zb-h1": 0.1421, "zb-h2": 0.0641, "interleaved": 0.1493}, 2, 0.1528),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.ranks}x{row.microbatches}-{row.forward}")
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])
+def test_published_bubbles(name: str, row: Published) -> None:
+    plan, costs = schedule(name, row.ranks, row.microbatches), row.costs()
+    assert round(bubble(simulate(plan, costs), plan, costs), 4) == row.bubbles[name]
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.ranks}x{row.microbatches}-{row.forward}")
+def test_published_bubbles_of_interleaved_leave_out_a_message_per_microbatch(row: Published) -> None:
+    """The published figure is P messages shorter: see docs/schedules.md."""
+    plan, costs = schedule("interleaved", row.ranks, row.microbatches, row.per_rank), row.costs(row.per_rank)
+    events = simulate(plan, costs)
+    assert round(bubble(events, plan, costs), 4) == row.interleaved_here
+    span = max(line[-1].end - line[0].start for line in by_rank(events).values()) - row.ranks * row.communication
+    work = row.microbatches * (row.forward + row.backward_input + row.backward_params)
+    assert round((span - work) / span, 4) == pytest.approx(row.bubbles["interleaved"], abs=1e-9)
+
+
+def lost(plan: Plan, costs: Costs) -> float:
+    """The span less the work, in the unit of the costs."""
+    spans = [row[-1].end - row[0].start for row in by_rank(simulate(plan, costs)).values()]
+    return max(spans) - max(sum(map(costs.of, row)) for row in plan.ranks)
+
+
+SIZES = {"ranks": st.integers(1, 6), "m": st.integers(1, 14)}
+TIME = st.integers(1, 9)
+
+
+@PROPERTY
+@given(**SIZES, f=TIME, i=TIME, w=TIME)
+def test_gpipe_and_1f1b_lose_the_ramp(ranks: int, m: int, f: int, i: int, w: int) -> None:
+    costs = Costs(f, i, w)
+    for name in ("gpipe", "1f1b"):
+        plan = schedule(name, ranks, m)
+        assert lost(plan, costs) == (ranks - 1) * (f + i + w)
+        assert bubble(simulate(plan, costs), plan, costs) == pytest.approx((ranks - 1) / (m + ranks - 1))
+
+
+@PROPERTY
+@given(ranks=st.integers(1, 6), rounds=st.integers(1, 4), v=st.integers(2, 4))
+def test_interleaving_divides_the_ramp(ranks: int, rounds: int, v: int) -> None:
+    m = rounds * ranks
+    plan = schedule("interleaved", ranks, m, v)
+    assert bubble(simulate(plan, EQUAL), plan, EQUAL) == pytest.approx((ranks - 1) / (v * m + ranks - 1))
+
+
+@PROPERTY
+@given(**SIZES, f=TIME, i=TIME, w=TIME)
+def test_half_backwards_fill_the_ramp(ranks: int, m: int, f: int, i: int, w: int) -> None:
+    """Table 2 of Qi et al., where there are microbatches enough; for W longer than F more is lost."""
+    w = min(w, f)
+    costs = Costs(f, i, w)
+    assert lost(schedule("zb-h1", ranks, m + ranks), costs) == (ranks - 1) * (f + i - w)
+    assert lost(schedule("zb-h2", ranks, m + 2 * ranks - 2), costs) == (ranks - 1) * max(f + i - 2 * w, 0)
+
+
+@PROPERTY
+@given(**SIZES)
+def test_zbv_loses_nothing_for_equal_times(ranks: int, m: int) -> None:
+    assert lost(schedule("zbv", ranks, m + 2 * ranks - 2), EQUAL) == 0
+
+
+@PROPERTY
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"]),
+    ranks=st.integers(1, 5), m=st.integers(1, 8), costs=st.builds(Costs, TIME, TIME, TIME, st.floats(0, 3)),
+)  # fmt: skip
+def test_no_action_starts_before_what_it_needs(name: str, ranks: int, m: int, costs: Costs) -> None:
+    plan = schedule(name, ranks, m)
+    events = simulate(plan, costs)
+    assert [e.action for e in events] == [a for row in plan.ranks for a in row]
+    ends = {(e.action.op.replace("B", "I"), e.action.unit, e.action.mb): e for e in events}
+    for row in by_rank(events).values():
+        assert all(a.end <= b.start for a, b in zip(row, row[1:], strict=False))
+    for event in events:
+        assert event.end == event.start + costs.of(event.action)
+        stage, mb = event.action.unit, event.action.mb
+        assert stage is not None
+        before = {"F": ("F", stage - 1, mb), "W": ("I", stage, mb)}.get(event.action.op, ("I", stage + 1, mb))
+        if before in ends:
+            way = costs.communication if ends[before].rank != event.rank else 0
+            assert event.start >= ends[before].end + way
+
+
+def test_costs_per_stage() -> None:
+    plan = schedule("1f1b", 2, 1)
+    assert [e.end for e in simulate(plan, Costs([1, 2], [3, 4], 5))] == [1, 20, 3, 12]
+    with pytest.raises(ConfigError, match=r"Costs\(backward_input=...\) has 3 numbers, the schedule has 2 stages"):
+        simulate(plan, Costs(1, [1, 2, 3], 1))
+    with pytest.raises(ConfigError, match=r"Costs\(forward=-1\): a time is at least 0"):
+        Costs(-1, 1, 1)
+
+
+def test_a_plan_that_waits_for_ever_is_named() -> None:
+    plan = Plan.of("mine", ["F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"], 2)
+    with pytest.raises(ProgramError, match=r"schedule 'mine': rank 0 waits forever at B0\.0; see validate"):
+        simulate(plan, EQUAL)
+
+
+# compiled programs
+
+
+def compiled(plan: Plan, keep_full: bool = True) -> list[Program]:
+    """A chain with one unit per stage."""
+    units = [((u,), (u,), (u + 1,)) for u in range(plan.stages)]
+    stages = pipeline(units, [True] * plan.stages, [0], [plan.stages], range(plan.stages), plan.home)
+    return [
+        compile(Request("step", stage, plan.microbatches, keep_full=keep_full, reduce_each=False, order=row))
+        for stage, row in zip(stages, plan.ranks, strict=True)
+    ]
+
+
+def speeds(costs: Costs, **others: float) -> Machine:
+    def seconds(rank: int, action: object) -> float:
+        op = str(getattr(action, "op", ""))
+        return costs.of(action) if op in ("F", "B", "I", "W") else others.get(op, 0.0)  # type: ignore[arg-type]
+
+    return Machine(seconds)
+
+
+@PROPERTY
+@given(
+    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"]),
+    ranks=st.integers(1, 4), m=st.integers(1, 6), costs=st.builds(Costs, TIME, TIME, TIME, st.just(0.5)),
+)  # fmt: skip
+def test_programs_take_the_time_of_their_schedule(name: str, ranks: int, m: int, costs: Costs) -> None:
+    plan = schedule(name, ranks, m)
+    programs = compiled(plan)
+    events = simulate_programs(programs, speeds(costs, SEND=costs.communication))
+    assert [e.action for e in events] == [a for p in programs for a in p.actions]
+    assert [e for e in events if e.action.op in ("F", "B", "I", "W")] == simulate(plan, costs)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2"])
+def test_saved_activations_peak_at_what_is_in_flight(name: str) -> None:
+    plan = schedule(name, 3, 7)
+    programs = compiled(plan)
+    events = simulate_programs(programs, speeds(EQUAL))
+    assert peak_memory(programs, events, lambda slot: 10, ("saved",)) == [10 * n for n in in_flight(plan, until="I")]
+    most = max(in_flight(plan))  # while I runs, what it reads and what it leaves are both there
+    assert 10 * most <= max(peak_memory(programs, events, lambda slot: 10, ("saved", "kept"))) <= 10 * (most + 1)
+
+
+def test_memory_over_time_begins_and_ends_empty() -> None:
+    program = compile(requests("step", CHAIN, 1, "fsdp"))
+    (curve,) = memory([program], simulate_programs([program], Machine({("F", None): 1, ("B", None): 2})), lambda slot: 1)
+    times = [time for time, _ in curve]
+    assert times == sorted(set(times))
+    assert curve[-1][1] == 0
+    assert max(now for _, now in curve) == 1 + len(CHAIN.units) + 1  # all saved, and a gradient on each side of B3
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("placement", ["ddp", "fsdp"])
+def test_one_program_without_moves_takes_the_sum(name: str, placement: str) -> None:
+    program = compile(requests("step", STAGES[name], 2, placement))
+    seconds = {("F", None): 1.0, ("F", 1): 3.0, ("B", None): 2.0, ("UPDATE", None): 0.5}
+    events = simulate_programs([program], Machine(seconds))
+    total = sum(seconds.get((a.op, a.unit), seconds.get((a.op, None), 0.0)) for a in program.actions)
+    assert max(e.end for e in events) == pytest.approx(total)
+
+
+def test_gathers_run_beside_the_computing() -> None:
+    """Four units, pages one ahead: only the first gather has nothing to hide behind."""
+    program = compile(requests("predict", CHAIN, 1, "fsdp"))
+    assert [a.op + str(a.unit) for a in program.actions if a.op in "GATHER E"][:3] == ["GATHER0", "GATHER1", "E0"]
+    events = simulate_programs([program], Machine({("GATHER", None): 1, ("E", None): 1}))
+    assert max(e.end for e in events) == 5
+    assert overlap(events) == {0: Overlap(4, 3)}
+    slow = simulate_programs([program], Machine({("GATHER", None): 2, ("E", None): 1}))
+    assert max(e.end for e in slow) == 9  # one at a time on their lane
+    assert overlap(slow)[0].share == 3 / 8
+
+
+def test_a_link_carries_one_message_at_a_time() -> None:
+    plan = schedule("gpipe", 2, 3)
+    events = simulate_programs(compiled(plan), speeds(EQUAL, SEND=5))
+    sends = [e for e in events if e.action.op == "SEND" and e.rank == 0]
+    assert [(e.start, e.end) for e in sends] == [(1, 6), (6, 11), (11, 16)]
+    assert [e.start for e in events if e.action.op == "F" and e.rank == 1] == [6, 11, 16]
+    received = [e.end for e in events if e.action.op == "RECV" and e.rank == 1]
+    assert received == [6, 11, 16]
+
+
+def test_the_norm_waits_for_all_ranks() -> None:
+    programs = compiled(schedule("1f1b", 2, 2))
+    events = simulate_programs(programs, speeds(EQUAL, UPDATE=1))
+    backwards = [max(e.end for e in events if e.rank == rank and e.action.op == "B") for rank in (0, 1)]
+    assert backwards == [9, 7]
+    assert [e.start for e in events if e.action.op == "UPDATE"] == [9, 9]
+
+
+def test_programs_that_wait_for_each_other_are_named() -> None:
+    first, second = compiled(schedule("1f1b", 2, 1))
+    silent = replace(first, actions=tuple(a for a in first.actions if a.op != "SEND"))
+    with pytest.raises(ProgramError, match=r"wait for each other\nrank 0 at B0\.0 for .*\nrank 1 at F1\.0 for act1\.0"):
+        simulate_programs([silent, second], Machine({}))
+
+
+def test_overlap_counts_no_second_twice() -> None:
+    def event(text: str, start: float, end: float) -> Event:
+        return Event(0, parse(text)[0], start, end)
+
+    measured = [event("GATHER0", 0, 4), event("REDUCE1", 2, 6), event("F0.0", 1, 3), event("B0.0", 3, 5), event("NORM", 0, 9)]
+    assert overlap(measured) == {0: Overlap(6, 4)}
+    assert overlap([event("F0.0", 0, 1)])[0].share == 1
+
+
