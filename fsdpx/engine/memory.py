@@ -68,6 +68,8 @@ class Room:
     def tie(self, page: int) -> Any:
         """Memory for the gradients of all copies of a page."""
         elements = _tied_elements(self.engine, page)
+        if elements == 0:
+            return self._nothing(self.engine.dtype)
         return self.buffer(f"tie{page}", elements, self.engine.dtype)
 
     def _nothing(self, dtype: Any) -> Any:

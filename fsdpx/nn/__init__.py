@@ -6,17 +6,24 @@ from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.batchnorm import BatchNorm
 from fsdpx.nn.block import MLP, TransformerBlock
 from fsdpx.nn.container import Chain, Container, Residual
+from fsdpx.nn.context import PartTokenEmbedding
 from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
-from fsdpx.nn.dropout import Dropout
+from fsdpx.nn.cut import Cut
+from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding
 from fsdpx.nn.gpt import GPT, TokenEmbedding
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.layer import Env, Layer, Spec
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
+from fsdpx.nn.marks import Column, Own, Row, Vocab
 from fsdpx.nn.norm import LayerNorm, RMSNorm
+from fsdpx.nn.plan import Planned, parallelise
+from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
 from fsdpx.nn.shape import Add, Concat, Flatten
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
+from fsdpx.nn.tensor import ColumnLinear, RowLinear
+from fsdpx.nn.vocabulary import VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 
 __all__ = [
     "GELU",
@@ -28,25 +35,38 @@ __all__ = [
     "BCEWithLogits",
     "BatchNorm",
     "Chain",
+    "Column",
+    "ColumnLinear",
     "Concat",
     "Container",
     "Conv2d",
     "CrossEntropy",
+    "Cut",
+    "CutDropout",
     "Dropout",
     "Embedding",
+    "Enter",
     "Env",
     "Flatten",
+    "Framed",
     "Graph",
     "Layer",
     "LayerNorm",
+    "Leave",
     "Linear",
     "Loss",
     "MaxPool2d",
     "MultiHeadAttention",
     "Node",
+    "Own",
+    "PartTokenEmbedding",
+    "Planned",
     "RMSNorm",
     "ReLU",
     "Residual",
+    "Row",
+    "RowLinear",
+    "SequenceLoss",
     "SiLU",
     "Sigmoid",
     "Softmax",
@@ -55,8 +75,13 @@ __all__ = [
     "Tanh",
     "TokenEmbedding",
     "TransformerBlock",
+    "Vocab",
+    "VocabCrossEntropy",
+    "VocabEmbedding",
+    "VocabTokenEmbedding",
     "infer",
     "init",
+    "parallelise",
     "shapes",
     "sort",
     "specs_of",

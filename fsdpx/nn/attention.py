@@ -60,7 +60,9 @@ class MultiHeadAttention(Layer):
         self._out: Layer = Linear(d_model, d_model, bias, init=out_init, bias_init=zeros)
         self._core: Core = Heads(n_heads, self.d_head, self.causal, self.dropout)
 
-    def rebuilt(self, qkv: Layer | None = None, out: Layer | None = None, core: Core | None = None) -> MultiHeadAttention:
+    def rebuilt(
+        self, qkv: Layer | None = None, out: Layer | None = None, core: Core | None = None
+    ) -> MultiHeadAttention:
         """The same attention with other projections, or another way from queries, keys and values to the result."""
         new = copy(self)
         new._qkv, new._out, new._core = qkv or self._qkv, out or self._out, core or self._core

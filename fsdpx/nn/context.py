@@ -1,7 +1,7 @@
 """Context parallelism: attention over a sequence that is cut over the tensor axis, and the positions of its tokens.
 
-Parameters are whole on every rank, activations cut along dim 1 from the embedding to the loss. Bytes that one rank sends
-per attention, n = bytes of one whole activation (samples, time, d_model), N = width of the axis:
+Parameters are whole on every rank, activations cut along dim 1 from the embedding to the loss. Bytes that one rank
+sends per attention, n = bytes of one whole activation (samples, time, d_model), N = width of the axis:
 
                forward                              backward
     Ulysses    4 n(N-1)/N^2: all-to-all of q, k, v   4 n(N-1)/N^2
@@ -112,9 +112,9 @@ class Ring:
     """Attention by keys and values that go round the ranks while each keeps its queries (Liu et al. 2023).
 
     The results of the blocks are added by an online softmax (Milakov and Gimelshein 2018), so that no rank ever holds
-    keys, values or scores of more than a part of the time: memory is O(time / N). With `causal` a rank has nothing to do
-    for blocks that lie after its own; rank 0 waits while the last one works. Dropout's numbers are made twice instead of
-    being kept. Keys and values of the next block travel while this one is computed.
+    keys, values or scores of more than a part of the time: memory is O(time / N). With `causal` a rank has nothing to
+    do for blocks that lie after its own; rank 0 waits while the last one works. Dropout's numbers are made twice instead
+    of being kept. Keys and values of the next block travel while this one is computed.
     """
 
     def __init__(self, heads: Heads) -> None:

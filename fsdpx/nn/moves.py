@@ -165,8 +165,8 @@ def want_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> Non
     """The size of `dim` must be a multiple of the axis; ShapeError names both."""
     if shape[dim] % width:
         raise ShapeError(
-            f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not a "
-            f"multiple of the {width} ranks it is cut over: choose a sequence length that is, or mesh tensor=1"
+            f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not "
+            f"a multiple of the {width} ranks it is cut over: choose a sequence length that is, or mesh tensor=1"
         )
 
 

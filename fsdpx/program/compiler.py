@@ -177,7 +177,7 @@ def _results(request: Request) -> tuple[str, ...]:
         case "accumulate" | "local":
             return ("mean",)
         case "evaluate":
-            return ("mean", "weight")
+            return ("mean", "weight") if request.stage.scores else ("mean",)
         case "update":
             return ("scale",)
         case "predict" | "forward":

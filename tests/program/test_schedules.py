@@ -58,7 +58,8 @@ def test_a_step_on_another_rank_is_rejected(plan: Plan, data: st.DataObject) -> 
     step = row.pop(data.draw(st.integers(0, len(row) - 1)))
     other = (rank + 1) % len(plan.ranks)
     moved = with_row(with_row(plan, rank, row), other, [*plan.ranks[other], step])
-    with pytest.raises(ProgramError, match=rf"{step} stands on rank {other}, but stage {step.unit} is on rank {rank}|has no|before"):
+    wrong = rf"{step} stands on rank {other}, but stage {step.unit} is on rank {rank}|has no|before"
+    with pytest.raises(ProgramError, match=wrong):
         validate(moved)
 
 
@@ -129,8 +130,8 @@ BAD: dict[str, tuple[list[str], str]] = {
     "half": (["F0.0 I0.0"], "rank 0 has no W of stage 0, microbatch 0 of 1\nrank 0  F0.0 I0.0\n                  ^"),
     "order": (
         ["F0.0 F0.1 B0.1 B0.0"],
-        "B0.0 adds to the gradients of stage 0 after B0.1; they are added in the order of the microbatches, so that every "
-        "schedule gives the same bits\nrank 0  F0.0 F0.1 B0.1 B0.0\n                       ^",
+        "B0.0 adds to the gradients of stage 0 after B0.1; they are added in the order of the microbatches, so that "
+        "every schedule gives the same bits\nrank 0  F0.0 F0.1 B0.1 B0.0\n                       ^",
     ),
     "elsewhere": (["F0.0 B0.0 B1.0", "F1.0"], "B1.0 stands on rank 0, but stage 1 is on rank 1\n"),
     "verb": (["F0.0 GATHER0 B0.0"], "GATHER0 is no step of a schedule: expected F, B, I or W, a stage and .microbatch"),
@@ -150,7 +151,7 @@ def test_the_message_says_what_is_wrong_and_where(name: str) -> None:
 
 
 def test_a_microbatch_too_many_is_named() -> None:
-    with pytest.raises(ProgramError, match="B0.1 does not exist: there are stages 0 to 0 and microbatches 0 to 0"):
+    with pytest.raises(ProgramError, match=r"B0\.1 does not exist: there are stages 0 to 0 and microbatches 0 to 0"):
         schedule(lambda ranks, m, per_rank: ["F0.0 B0.0 B0.1"], 1, 1)
 
 
@@ -160,7 +161,7 @@ def test_a_text_file_is_a_schedule(tmp_path: Path) -> None:
     plan = schedule(file, 2, 2)
     assert plan == schedule(str(file), 2, 2) == Plan.of("mine.txt", str(plan).splitlines(), 2)
     assert plan.ranks == schedule("1f1b", 2, 2).ranks
-    with pytest.raises(ConfigError, match="'mine.txt' is for 2 ranks, but the pipe has 3"):
+    with pytest.raises(ConfigError, match=r"'mine\.txt' is for 2 ranks, but the pipe has 3"):
         schedule(file, 3, 2)
     with pytest.raises(ProgramError, match=r"rank 0 has no F of stage 0, microbatch 2 of 3"):
         schedule(file, 2, 3)
@@ -183,7 +184,9 @@ def zigzag(stages: int) -> list[tuple[Action, ...]]:
 
 
 def test_numbers_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match="schedule '1f1b' puts 1 stage on each rank, not per_rank=3, which makes 12 stages"):
+    with pytest.raises(
+        ConfigError, match="schedule '1f1b' puts 1 stage on each rank, not per_rank=3, which makes 12 stages"
+    ):
         schedule("1f1b", 4, 8, per_rank=3)
     with pytest.raises(ConfigError, match="'zbv' puts 2 stages on each rank, not per_rank=1"):
         schedule("zbv", 4, 8, per_rank=1)
@@ -195,5 +198,7 @@ def test_numbers_that_do_not_fit() -> None:
         schedule(lambda ranks, m, per_rank: zigzag(3), 1, 1, per_rank=2)
     with pytest.raises(ConfigError, match="is for 4 microbatches, but microbatches=2"):
         schedule(lambda ranks, m, per_rank: gpipe(ranks, 4), 2, 2)
-    with pytest.raises(ConfigError, match="schedule='1f2b' is none of 'gpipe', '1f1b', .*, no function, and no text file"):
+    with pytest.raises(
+        ConfigError, match=r"schedule='1f2b' is none of 'gpipe', '1f1b', .*, no function, and no text file"
+    ):
         schedule("1f2b", 2, 2)

@@ -1,6 +1,5 @@
 """Simulated times equal the published figures and the closed formulas; programs take the time of their schedule."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -194,7 +193,9 @@ def test_saved_activations_peak_at_what_is_in_flight(name: str) -> None:
 
 def test_memory_over_time_begins_and_ends_empty() -> None:
     program = compile(requests("step", CHAIN, 1, "fsdp"))
-    (curve,) = memory([program], simulate_programs([program], Machine({("F", None): 1, ("B", None): 2})), lambda slot: 1)
+    (curve,) = memory(
+        [program], simulate_programs([program], Machine({("F", None): 1, ("B", None): 2})), lambda slot: 1
+    )
     times = [time for time, _ in curve]
     assert times == sorted(set(times))
     assert curve[-1][1] == 0
@@ -252,8 +253,12 @@ def test_overlap_counts_no_second_twice() -> None:
     def event(text: str, start: float, end: float) -> Event:
         return Event(0, parse(text)[0], start, end)
 
-    measured = [event("GATHER0", 0, 4), event("REDUCE1", 2, 6), event("F0.0", 1, 3), event("B0.0", 3, 5), event("NORM", 0, 9)]
+    measured = [
+        event("GATHER0", 0, 4),
+        event("REDUCE1", 2, 6),
+        event("F0.0", 1, 3),
+        event("B0.0", 3, 5),
+        event("NORM", 0, 9),
+    ]
     assert overlap(measured) == {0: Overlap(6, 4)}
     assert overlap([event("F0.0", 0, 1)])[0].share == 1
-
-
