@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -16,7 +17,7 @@ from fsdpx.errors import MeshError
 __all__ = ["AXES", "Axes", "Coordinates", "Mesh", "alone", "connect"]
 
 AXES = ("pipe", "replica", "shard", "tensor")
-"""From the slowest to the fastest in rank order: tensor neighbours are neighbours on the machine."""
+"""From the slowest to the fastest in rank order: tensor neighbours are neighbours on the machine. `Mesh.order` is free."""
 
 
 class Coordinates(NamedTuple):
@@ -30,12 +31,17 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """Widths of the four axes; one of them may be None and is then as wide as fills the world."""
+    """Widths of the four axes; one of them may be None and is then as wide as fills the world.
+
+    order: the axes from the slowest to the fastest in rank order. Ranks are numbered machine by machine as a rule, so
+    that the last axis stays inside a machine.
+    """
 
     replica: int | None = 1
     shard: int | None = None
     pipe: int | None = 1
     tensor: int | None = 1
+    order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
         for axis, width in zip(AXES, self._widths(), strict=True):
@@ -43,6 +49,9 @@ class Mesh:
                 raise MeshError(
                     f"mesh axis {axis}={width!r} must be an integer of at least 1, or None to fill the world"
                 )
+        if sorted(self.order) != sorted(AXES):
+            raise MeshError(f"mesh order={self.order!r}: each of {', '.join(AXES)} once, the slowest first")
+        object.__setattr__(self, "order", tuple(self.order))
         if self._widths().count(None) > 1:
             raise MeshError(f"{self}: only one axis can fill the world, give numbers for the others")
 
@@ -79,27 +88,26 @@ class Mesh:
             needs = f"a multiple of {known} ranks" if is_open else f"{known} ranks"
             raise MeshError(f"mesh {self} needs {needs}, but the world has {world_size}")
         widths = dict(zip(AXES, (rest if width is None else width for width in self._widths()), strict=True))
-        return Mesh(**widths)
+        return Mesh(**widths, order=self.order)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands; the last axis of `AXES` varies fastest."""
+        """Where `rank` stands; the last axis of `order` varies fastest."""
         if not 0 <= rank < self.size:
             raise MeshError(f"rank {rank} is not on mesh {self} of {self.size} ranks")
-        place = []
-        for width in reversed(self.shape):
-            rank, index = divmod(rank, width)
-            place.append(index)
-        return Coordinates(*reversed(place))
+        place = {}
+        for axis in reversed(self.order):
+            rank, place[axis] = divmod(rank, self.width(axis))
+        return Coordinates(**place)
 
     def rank(self, coordinates: Coordinates) -> int:
         """Which rank stands there."""
         rank = 0
-        for index, width in zip(coordinates, self.shape, strict=True):
-            rank = rank * width + index
+        for axis in self.order:
+            rank = rank * self.width(axis) + getattr(coordinates, axis)
         return rank
 
     def line(self, coordinates: Coordinates, axes: tuple[str, ...]) -> list[int]:
-        """The ranks that differ from `coordinates` along `axes` only, in rank order."""
+        """The ranks that differ from `coordinates` along `axes` only, in the order of their coordinates."""
         spans = [
             range(width) if axis in axes else (index,)
             for axis, width, index in zip(AXES, self.shape, coordinates, strict=True)
@@ -124,6 +132,12 @@ class Axes:
     tensor: Communicator
     counters: Counters
     made: tuple[Communicator, ...] = ()
+
+    def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
+        """One more communicator, of ranks of the world, counted under `name`. All ranks call this, each with its own
+        group; the caller closes it."""
+        assert isinstance(self.world, Counted)
+        return Counted(self.world.comm.subgroup(ranks), name, self.counters)
 
     def close(self) -> None:
         """Free the communicators that `connect` made; the one it was given stays open. Collective."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -114,11 +115,12 @@ def distribute(
     axes, placement = _axes(strategy, mesh, world, guard, ahead)
     _check_options(axes, optimizer, schedule=schedule, stages=stages, costs=costs, plan=tensor_plan, sequence=sequence)
     whole_loss, alone = loss, sort(model)
-    partial, output_dim = frozenset[str](), None
+    parts, output_dim = frozenset[str](), None
     if axes.tensor.size > 1:
         from fsdpx.nn.plan import parallelise
 
-        model, loss, output_dim, partial = parallelise(model, loss, axes.tensor.size, tensor_plan, sequence)
+        planned = parallelise(model, loss, axes.tensor.size, tensor_plan, sequence)
+        model, loss, output_dim, parts = planned.model, planned.loss, planned.output_dim, planned.partial
     ordered = sort(model)
     _check_model(ordered, chunks)
     if microbatches is None:
@@ -130,7 +132,7 @@ def distribute(
         plan.home,
         axes.tensor.rank,
         axes.tensor.size,
-        partial,
+        parts,
         apart=chunks is not None,
     )
     group = tuning.group_bytes if group_bytes is None else group_bytes
@@ -142,7 +144,10 @@ def distribute(
             "parameters say precision=fsdpx.Precision(params='bf16')"
         )
     options = Options(seed, clip_norm, chunks, check_finite, _words(schedule), repr(recompute))
-    _agree(world, placement, formats, options, layout, optimizer, loss, type(carried).__name__, microbatches, device)
+    _agree(
+        world, axes.mesh, placement, formats, options, layout, optimizer, loss, type(carried).__name__, microbatches,
+        device,
+    )  # fmt: skip
     wire = dtype_of(formats.wire)
     engine = Engine(
         xp=xp,
@@ -238,7 +243,7 @@ def _check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) 
 def _agree(world: Communicator, *choices: Any) -> None:
     """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference."""
     names = (
-        "strategy", "precision", "options", "model", "optimizer", "loss", "codec", "microbatches", "device",
+        "mesh", "strategy", "precision", "options", "model", "optimizer", "loss", "codec", "microbatches", "device",
     )  # fmt: skip
     everyone = world.all_gather_object([_text(choice) for choice in choices])
     for rank, texts in enumerate(everyone):
@@ -249,7 +254,7 @@ def _agree(world: Communicator, *choices: Any) -> None:
 
 def _text(choice: Any) -> str:
     if isinstance(choice, Layout):
-        shapes = [(p.index, f.name, f.shape) for p in choice.pages for f in p.fields]
+        shapes = [(p.index, f.name, choice.specs[f.source].shape) for p in choice.pages for f in p.fields]
         return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
     text = repr(choice)
     return type(choice).__name__ if " at 0x" in text else text
@@ -264,10 +269,7 @@ def _world(comm: Any, backend: str | None) -> Communicator:
 def _axes(
     strategy: str | Sharding, mesh: Mesh | None, world: Communicator, check: bool, ahead: int | None
 ) -> tuple[Axes, Sharding]:
-    if mesh is None:
-        placement = config.sharding(strategy, world.size)
-        mesh = Mesh(replica=placement.replica, shard=placement.shard)
-    mesh = mesh.resolve(world.size)
+    mesh = _filled(strategy, mesh or Mesh(), world.size)
     named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
     if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
         raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
@@ -277,6 +279,15 @@ def _axes(
         lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=lifetimes.ahead if ahead is None else ahead
     )
     return connect(mesh, world, check=check), placement
+
+
+def _filled(strategy: str | Sharding, mesh: Mesh, ranks: int) -> Mesh:
+    """The mesh with all widths; where it does not say how the data axis is cut, the strategy does."""
+    beside = (mesh.pipe or 1) * (mesh.tensor or 1)
+    if mesh.shard is None and mesh.replica == 1 and ranks % beside == 0:
+        placement = config.sharding(strategy, ranks // beside)
+        mesh = replace(mesh, replica=placement.replica, shard=placement.shard)
+    return mesh.resolve(ranks)
 
 
 def _check_model(model: Sorted, chunks: int | None) -> None:
@@ -342,5 +353,13 @@ def _segments(engine: Engine, page: Page, state: PageState) -> Segments:
     for piece in page.pieces(state.mine):
         f, start = page.fields[piece.have], state.mine.start
         items.append(Segment(f.source, piece.start - start, piece.stop - start, piece.start - f.offset, f.size))
-    shard = engine.axes.shard
-    return Segments(tuple(items), shard.all_gather_object if shard.size > 1 else None)
+    alone = engine.axes.shard.size == engine.axes.tensor.size == 1
+    return Segments(tuple(items), None if alone else partial(_exchange, engine))
+
+
+def _exchange(engine: Engine, mine: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
+    """Sums over parameters of all ranks that hold a part of them; what the tensor axis holds twice counts once."""
+    layout, tensor = engine.layout, engine.axes.tensor
+    counted = [entry for entry in mine if tensor.rank == 0 or layout.specs[entry[0]].cut is not None]
+    rows = engine.axes.shard.all_gather_object(counted)
+    return [row for line in tensor.all_gather_object(rows) for row in line] if tensor.size > 1 else rows

@@ -84,7 +84,7 @@ def _within(budget: int, engine: Engine, order: Sequence[Action], batches: Seque
 
 def _alive(engine: Engine, order: Sequence[Action]) -> dict[int, int]:
     """Unit -> the most microbatches whose forward is done and whose backward is not."""
-    most = {}
+    most: dict[int, int] = {}
     for stage, units in engine.stage.parts:
         now = best = 0
         for action in order:

@@ -130,9 +130,10 @@ def _edges(engine: Engine) -> dict[tuple[int, int], int]:
     found = {}
     for edge in engine.stage.edges:
         for mb, batch in enumerate(engine.batch):
-            value = None if batch is None else engine.message(edge.value, batch)
-            travels = value is not None and not (edge.gradient and np.dtype(value.dtype).kind in "iub")
-            found[edge.number, mb] = value.size * value.dtype.itemsize if travels else 0
+            if batch is not None:
+                value = engine.message(edge.value, batch)
+                stays = edge.gradient and np.dtype(value.dtype).kind in "iub"  # whole numbers have no gradient
+                found[edge.number, mb] = 0 if stays else value.size * value.dtype.itemsize
     return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.counted import Counted
+from fsdpx.comm.mesh import Axes
 
 if TYPE_CHECKING:
     from fsdpx.engine.engine import Engine
@@ -48,11 +48,7 @@ def connect_ties(engine: Engine) -> dict[int, Tie]:
     ties: dict[int, Tie] = {}
     for pages in layout.twins:
         ranks = tuple(home[p] for p in pages)
-        comm = None
-        if len(set(ranks)) > 1:
-            line = (place.replica * axes.shard.size + place.shard) * axes.tensor.size + place.tensor
-            part = axes.world.comm.split(line if place.pipe in ranks else None, place.pipe)
-            comm = None if part is None else Counted(part, "peers", axes.counters)
+        comm = _peers(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
         if place.pipe in ranks and layout.pages[pages[0]].trainable:
             ties[pages[0]] = Tie(pages, ranks, comm, layout.pages[pages[0]].partial and axes.tensor.size > 1)
     tied = {p for pages in layout.twins for p in pages}
@@ -60,6 +56,13 @@ def connect_ties(engine: Engine) -> dict[int, Tie]:
         if layout.pages[p].partial and axes.tensor.size > 1 and p not in tied:
             ties[p] = Tie((p,), (place.pipe,), None, True)
     return dict(sorted(ties.items()))
+
+
+def _peers(axes: Axes, ranks: Sequence[int]) -> Communicator:
+    """The ranks of this line of the pipe that stand at `ranks`; alone, where this one does not. Collective."""
+    place = axes.coordinates
+    line = [axes.mesh.rank(place._replace(pipe=rank)) for rank in ranks]
+    return axes.subgroup("peers", line if place.pipe in ranks else [axes.world.rank])
 
 
 def add_together(engine: Engine, tie: Tie, totals: Sequence[Any], room: Callable[[], Any], what: str) -> None:

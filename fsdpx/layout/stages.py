@@ -33,8 +33,8 @@ def cut_stages(
         return balanced([_cost(node, costs or {}) for node in nodes], count)
     if len(stages) != count:
         raise ConfigError(f"stages={list(stages)}: {len(stages)} stages are named, the pipe has {count}")
-    numbers = all(isinstance(s, int) and not isinstance(s, bool) for s in stages)
-    starts = _by_number(nodes, stages) if numbers else _by_name(nodes, stages)
+    counts = [s for s in stages if isinstance(s, int) and not isinstance(s, bool)]
+    starts = _by_number(nodes, counts) if len(counts) == len(stages) else _by_name(nodes, list(map(str, stages)))
     if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
         raise ConfigError(
             f"stages={list(stages)}: stages follow each other, and the first begins at {nodes[0].path!r}; "

@@ -149,7 +149,7 @@ def lay_out(
     ties, copies = _ties(model, spread)
     held = specs | {alias: specs[name] for alias, name in copies.items()}
     owned = _owned(model, ties, held)
-    sizes = [sum(product(spread.shape(held[n])) for n in names) * itemsize for names in owned]
+    sizes = [sum(_share(held[n], spread) for n in names) * itemsize for names in owned]
     ends = [*spread.starts[1:], len(owned)]
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], limit, a)]
     alone = {*copies, *copies.values()}
@@ -170,10 +170,16 @@ def lay_out(
     return Layout(units, tuple(pages), specs, ties, dict(model.ties), model.inputs, model.outputs, spread, groups_of)
 
 
+def _share(spec: Spec, spread: Spread) -> int:
+    """Elements of a parameter on each rank of the tensor axis, alike on all of them."""
+    return spec.size if spec.cut is None else -(-spec.size // spread.width)
+
+
 def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]]:
     """Aliases that share the page of their parameter, and those that get a copy of it: alias -> name each."""
     user = {join(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
-    shared, copies = {}, {}
+    shared: dict[str, str] = {}
+    copies: dict[str, str] = {}
     for alias, name in model.ties.items():
         far = alias in user and spread.rank_of(user[alias]) != spread.rank_of(user[name])
         (copies if far or spread.apart else shared)[alias] = name

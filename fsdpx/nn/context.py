@@ -113,8 +113,8 @@ class Ring:
 
     The results of the blocks are added by an online softmax (Milakov and Gimelshein 2018), so that no rank ever holds
     keys, values or scores of more than a part of the time: memory is O(time / N). With `causal` a rank has nothing to
-    do for blocks that lie after its own; rank 0 waits while the last one works. Dropout's numbers are made twice instead
-    of being kept. Keys and values of the next block travel while this one is computed.
+    do for blocks that lie after its own; rank 0 waits while the last one works. Dropout's numbers are made twice
+    instead of being kept. Keys and values of the next block travel while this one is computed.
     """
 
     def __init__(self, heads: Heads) -> None:

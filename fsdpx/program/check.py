@@ -77,8 +77,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
                 _issue(program, at[rank], due[rank], sent)
                 at[rank] += 1
                 moving = True
-        here = {_next(program, i) for program, i in zip(programs, at, strict=True)}
-        if not moving and len(here) == 1 and None not in here and VERBS[next(iter(here)).op].lane == "world":
+        if not moving and _all_meet(programs, at):
             at = [i + 1 for i in at]
             moving = True
     stuck = [rank for rank, program in enumerate(programs) if at[rank] < len(program.actions)]
@@ -103,8 +102,12 @@ def _issue(program: Program, at: int, due: dict[str, Action], sent: set[Action])
         due[slots.gives[0]] = Action("SEND", action.unit, action.mb)
 
 
-def _next(program: Program, at: int) -> Action | None:
-    return program.actions[at] if at < len(program.actions) else None
+def _all_meet(programs: Sequence[Program], at: Sequence[int]) -> bool:
+    """Whether all have come to the same action of the whole world."""
+    if any(i == len(program.actions) for program, i in zip(programs, at, strict=True)):
+        return False
+    here = {program.actions[i] for program, i in zip(programs, at, strict=True)}
+    return len(here) == 1 and VERBS[here.pop().op].lane == "world"
 
 
 def _stuck(programs: Sequence[Program], at: list[int], due: list[dict[str, Action]], sent: set[Action]) -> list[str]:

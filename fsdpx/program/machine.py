@@ -94,7 +94,7 @@ def _barriers(program: Program) -> Iterator[Key | None]:
         if VERBS[action.op].lane not in BARRIERS:
             yield None
             continue
-        twins = next((group for group in getattr(program.stage, "twins", ()) if action.unit in group), action.unit)
+        twins = next((group for group in program.stage.twins if action.unit in group), action.unit)
         times[action.op, twins] += 1
         yield action.op, twins, times[action.op, twins]
 

@@ -91,7 +91,7 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> Plan:
     """1F1B over v stages per rank, stage s on rank s % P: Narayanan et al. (SC 2021), section 2.2.
 
     Microbatches go through the stages of a rank in rounds of P; a last round may be shorter.
-    Bubble (P - 1) / (v m + P - 1) for m a multiple of P; v times the messages of 1F1B and one more lap.
+    Bubble (P - 1) / (v m + P - 1) for m a multiple of P; (v P - 1) / (P - 1) times the messages of 1F1B.
     """
     _check_numbers("interleaved", ranks, microbatches, per_rank, 2, more=True)
     # whole rounds, then without the microbatches that there are not: what is left of an order that runs, runs too

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.errors import ConfigError, ProgramError
-from fsdpx.program import Program, Request, compile, parse, pipeline
+from fsdpx.program import Action, Program, Request, compile, parse, pipeline
 from fsdpx.program.machine import Machine, Overlap, memory, overlap, peak_memory, simulate_programs
 from fsdpx.program.schedules import Plan, in_flight, schedule
 from fsdpx.program.simulate import Costs, Event, bubble, by_rank, simulate
@@ -87,11 +87,12 @@ def test_gpipe_and_1f1b_lose_the_ramp(ranks: int, m: int, f: int, i: int, w: int
 
 
 @PROPERTY
-@given(ranks=st.integers(1, 6), rounds=st.integers(1, 4), v=st.integers(2, 4))
-def test_interleaving_divides_the_ramp(ranks: int, rounds: int, v: int) -> None:
-    m = rounds * ranks
+@given(ranks=st.integers(1, 6), rounds=st.integers(1, 4), v=st.integers(2, 4), f=TIME, i=TIME, w=TIME)
+def test_interleaving_divides_the_ramp(ranks: int, rounds: int, v: int, f: int, i: int, w: int) -> None:
+    m, costs = rounds * ranks, Costs(f, i, w)
     plan = schedule("interleaved", ranks, m, v)
-    assert bubble(simulate(plan, EQUAL), plan, EQUAL) == pytest.approx((ranks - 1) / (v * m + ranks - 1))
+    assert lost(plan, costs) == (ranks - 1) * (f + i + w)
+    assert bubble(simulate(plan, costs), plan, costs) == pytest.approx((ranks - 1) / (v * m + ranks - 1))
 
 
 @PROPERTY
@@ -161,9 +162,8 @@ def compiled(plan: Plan, keep_full: bool = True) -> list[Program]:
 
 
 def speeds(costs: Costs, **others: float) -> Machine:
-    def seconds(rank: int, action: object) -> float:
-        op = str(getattr(action, "op", ""))
-        return costs.of(action) if op in ("F", "B", "I", "W") else others.get(op, 0.0)  # type: ignore[arg-type]
+    def seconds(rank: int, action: Action) -> float:
+        return costs.of(action) if action.op in ("F", "B", "I", "W") else others.get(action.op, 0.0)
 
     return Machine(seconds)
 
@@ -262,3 +262,17 @@ def test_overlap_counts_no_second_twice() -> None:
     ]
     assert overlap(measured) == {0: Overlap(6, 4)}
     assert overlap([event("F0.0", 0, 1)])[0].share == 1
+
+
+def test_pages_that_are_one_parameter_wait_for_each_other() -> None:
+    """The last unit has a twin of the first one's page; the ranks of both add up before they update."""
+    plan = schedule("1f1b", 3, 1)
+    units = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,))]
+    stages = pipeline(units, [True] * 3, [0], [3], range(3), plan.home, twins=((0, 2),))
+    programs = [
+        compile(Request("step", stage, order=row, peers=tuple(p for p in (0, 2) if p in stage.pages)))
+        for stage, row in zip(stages, plan.ranks, strict=True)
+    ]
+    events = simulate_programs(programs, speeds(EQUAL))
+    ties = [e for e in events if e.action.op == "TIE"]
+    assert [(e.rank, e.start, e.end) for e in ties] == [(0, 9, 9), (2, 5, 9)]

@@ -1,0 +1,109 @@
+"""What a user says about how layers are cut: marks, and the layers that their name patterns match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from fsdpx.errors import ConfigError
+from fsdpx.nn.attention import MultiHeadAttention
+from fsdpx.nn.block import MLP
+from fsdpx.nn.gpt import GPT
+from fsdpx.nn.layer import Layer, join
+
+__all__ = ["Column", "Mark", "Own", "Row", "Vocab", "matched", "paths"]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A Linear becomes a `ColumnLinear`; activations behind it are cut along the features until a Row closes them.
+
+    gather_output: they are put together at once. blocks, grain: as `Cut` has them, for results that consist of equal
+    blocks, or of features that must stay together.
+    """
+
+    gather_output: bool = False
+    blocks: int = 1
+    grain: int = 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A Linear that reads features that are cut becomes a `RowLinear`."""
+
+
+@dataclass(frozen=True)
+class Vocab:
+    """An Embedding or TokenEmbedding is cut by rows; a Linear that ends the model gives logits cut by classes, for
+    `CrossEntropy`; for another loss they are put together."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """As the layer itself knows: MultiHeadAttention by heads, MLP by hidden features, and both wherever they lie
+    inside; in a GPT the embedding and the head by vocabulary too."""
+
+
+KNOWING = (MultiHeadAttention, MLP, GPT)
+Mark = Column | Row | Vocab | Own
+
+
+def matched(model: Layer, plan: Mapping[str, Any] | None) -> tuple[dict[str, Mark], set[str]]:
+    """Path -> mark of the layers that are named, and the paths of those that follow their own plan.
+
+    plan: pattern (fnmatch on dotted paths, where `*` also matches dots; the first that matches wins) -> mark, a class
+    or an instance; None: everything follows its own plan.
+    """
+    patterns = {pattern: _mark(pattern, mark) for pattern, mark in (plan or {}).items()}
+    layers = dict(paths(model))
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in layers):
+            raise ConfigError(
+                f"tensor_plan: {pattern!r} matches no layer; there are {', '.join(repr(p) for p in layers)}"
+            )
+    marks: dict[str, Mark] = {}
+    for path in layers:
+        found = next((mark for pattern, mark in patterns.items() if fnmatchcase(path, pattern)), None)
+        if found is not None:
+            marks[path] = found
+    own = _own(model, "", marks, plan is None)
+    return marks, own
+
+
+def paths(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
+    """Every layer with its dotted path, the model itself with an empty one."""
+    yield path, layer
+    for name, child in layer.children().items():
+        yield from paths(child, join(path, name))
+
+
+def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> set[str]:
+    """The paths at and below `path` that follow their own plan; what that says of a GPT's ends goes into `marks`."""
+    if isinstance(marks.get(path), Own):
+        if not inside and not any(isinstance(found, KNOWING) for _, found in paths(layer)):
+            raise ConfigError(
+                f"tensor_plan: {path!r} {layer!r} has no plan of its own, only attention, MLP and GPT have: choose "
+                "nn.Column, nn.Row or nn.Vocab"
+            )
+        inside = True
+        del marks[path]
+    if inside and isinstance(layer, GPT):
+        for end in ("embed", "head"):
+            if isinstance(marks.get(join(path, end), Own()), Own):
+                marks[join(path, end)] = Vocab()
+    found = {path} if inside else set()
+    for name, child in layer.children().items():
+        found |= _own(child, join(path, name), marks, inside)
+    return found
+
+
+def _mark(pattern: str, mark: Any) -> Mark:
+    made = mark() if isinstance(mark, type) and issubclass(mark, Mark) else mark
+    if not isinstance(made, Mark):
+        raise ConfigError(
+            f"tensor_plan[{pattern!r}] = {mark!r}: choose nn.Column, nn.Row, nn.Vocab or nn.Own, or one of these "
+            "with options"
+        )
+    return made

@@ -1,0 +1,117 @@
+"""One process and thread ranks of a tensor axis run the same model on the same batch, and are compared."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdpx import nn, spawn
+from fsdpx.array.random import Random
+from fsdpx.comm import Axes, Counters, Mesh, alone, connect
+from fsdpx.nn.init import values
+from fsdpx.nn.layer import Env
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
+class Run:
+    """What one rank got."""
+
+    y: np.ndarray
+    total: float
+    weight: float
+    dx: Any
+    g: Arrays
+    forward: Counters
+    backward: Counters
+
+
+def environment(axes: Axes | None = None, **options: Any) -> Env:
+    return Env(np, axes or alone(), Random(5, step=2), **options)
+
+
+def full(model: nn.Layer, dtype: Any = np.float64) -> Arrays:
+    """Whole parameters, moved away from zeros and ones, where a forgotten factor would not show."""
+    rng = np.random.default_rng(1)
+    return {
+        name: (a + 0.1 * rng.standard_normal(a.shape)).astype(dtype) for name, a in values(model.specs(), 3, dtype).items()
+    }
+
+
+def local(model: nn.Layer, p: Arrays, rank: int, width: int) -> Arrays:
+    return {n: s.cut.take(p[n], rank, width).copy() if s.cut else p[n].copy() for n, s in model.specs().items()}
+
+
+def once(model: nn.Layer, loss: nn.Loss, p: Arrays, x: Any, target: Any, env: Env, split: bool = False) -> Run:
+    g = {name: np.zeros_like(p[name]) for name, spec in model.specs().items() if spec.trainable}
+    counters = env.mesh.counters
+    begin = counters.copy()
+    y, saved = model.forward(env, p, x)
+    middle = counters.copy()
+    total, weight, held = loss.forward(env, y, target)
+    dy = loss.backward(env, held, 0.7)
+    before = counters.copy()
+    if split:
+        dx, kept = model.backward_input(env, p, saved, dy)
+        model.backward_params(env, g, kept)
+    else:
+        dx = model.backward(env, p, g, saved, dy)
+    return Run(y, total, weight, dx, g, middle.since(begin), counters.since(before))
+
+
+def on_axis(width: int, body: Callable[[Axes], Any]) -> list[Any]:
+    """`body` on `width` thread ranks of a tensor axis."""
+    return spawn(lambda comm: body(connect(Mesh(shard=1, tensor=width), comm)), width)
+
+
+def assembled(planned: nn.Planned, runs: list[Run], name: str) -> np.ndarray:
+    """A gradient as the engine puts it together."""
+    spec = planned.model.specs()[name]
+    if spec.cut is None:
+        if name in planned.partial:
+            return sum(run.g[name] for run in runs)
+        for run in runs[1:]:
+            np.testing.assert_array_equal(run.g[name], runs[0].g[name], err_msg=f"{name} differs between ranks")
+        return runs[0].g[name]
+    whole = np.full(spec.shape, np.nan)
+    for rank, run in enumerate(runs):
+        spec.cut.put(whole, run.g[name], rank, len(runs))
+    return whole
+
+
+def compare(
+    model: nn.Layer,
+    loss: nn.Loss,
+    x: Any,
+    target: Any,
+    width: int,
+    split: bool = False,
+    options: dict[str, Any] | None = None,
+    **planning: Any,
+) -> tuple[nn.Planned, list[Run]]:
+    """Output, loss and gradients are those of one process, to 1e-12."""
+    p, options = full(model), options or {}
+    want = once(model, loss, p, x, target, environment(**options), split)
+    planned = nn.parallelise(model, loss, width, **planning)
+
+    def body(axes: Axes) -> Run:
+        mine = local(planned.model, p, axes.tensor.rank, width)
+        return once(planned.model, planned.loss, mine, x, target, environment(axes, **options), split)
+
+    runs = on_axis(width, body)
+    add = sum if planned.loss.partial else max
+    assert add(run.weight for run in runs) == want.weight
+    np.testing.assert_allclose(add(run.total for run in runs), want.total, rtol=1e-12)
+    dim = planned.output_dim
+    y = runs[-1].y if dim is None else np.concatenate([run.y for run in runs], dim)
+    np.testing.assert_allclose(y, want.y, rtol=1e-12, atol=1e-12)
+    for run in runs:
+        if want.dx is not None:
+            np.testing.assert_allclose(run.dx, want.dx, rtol=1e-12, atol=1e-12)
+    assert runs[0].g.keys() == want.g.keys()
+    for name, array in want.g.items():
+        got = assembled(planned, runs, name)
+        np.testing.assert_allclose(got, array, rtol=1e-12, atol=1e-12, err_msg=name)
+    return planned, runs

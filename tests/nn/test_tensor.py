@@ -1,0 +1,308 @@
+"""Cuts, layers that are cut over a tensor axis, and random numbers of a part: the same as one process."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpx import FakeCommunicator, nn
+from fsdpx.array import shapes
+from fsdpx.array.random import Random
+from fsdpx.comm import Axes, Mesh, connect
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.nn.layer import Env
+from tests.nn.ranks import assembled, compare, environment, full, local, on_axis, once
+
+steady = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+rng = np.random.default_rng(0)
+
+
+@st.composite
+def cuts(draw):
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dim, blocks, grain = draw(st.integers(0, len(shape) - 1)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    shape[dim] *= blocks * grain
+    return nn.Cut(dim, blocks, grain), tuple(shape)
+
+
+@steady
+@given(where=cuts(), width=st.integers(1, 5))
+def test_the_pieces_of_a_cut_make_the_whole(where, width):
+    cut, shape = where
+    array = np.arange(math.prod(shape)).reshape(shape)
+    again = np.full(shape, -1)
+    for rank in range(width):
+        piece = cut.take(array, rank, width)
+        assert piece.shape == cut.local(shape, rank, width)
+        cut.put(again, piece, rank, width)
+    np.testing.assert_array_equal(again, array)
+
+
+@steady
+@given(where=cuts(), width=st.integers(1, 4), rank=st.integers(0, 3), ends=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_runs_are_where_the_elements_come_from(where, width, rank, ends):
+    (cut, shape), rank = where, min(rank, width - 1)
+    array = np.arange(math.prod(shape)).reshape(shape)
+    flat = cut.take(array, rank, width).reshape(-1)
+    start, stop = sorted(int(e * flat.size) for e in ends)
+    runs = list(cut.runs(shape, rank, width, start, stop))
+    got = [i for a, b in runs for i in range(a, b)]
+    np.testing.assert_array_equal(got, flat[start:stop])
+    assert all(a < b for a, b in runs)
+    assert all(before[1] != after[0] for before, after in zip(runs, runs[1:], strict=False)), "runs that touch"
+
+
+def test_a_cut_of_heads():
+    cut = nn.Cut(0, blocks=3, grain=4)
+    assert cut.ranges((36, 5), 0, 2) == [(0, 4), (12, 16), (24, 28)]
+    assert cut.ranges((36, 5), 1, 2) == [(4, 12), (16, 24), (28, 36)]
+    assert cut.local((36, 5), 1, 2) == (24, 5)
+    with pytest.raises(ConfigError, match="35 is not 3 blocks of multiples of 4"):
+        cut.local((35, 5), 0, 2)
+
+
+@steady
+@given(
+    shape=st.tuples(*[st.integers(1, 5)] * 4),
+    row=st.integers(0, 3),
+    dims=st.sets(st.integers(1, 3), min_size=1),
+    data=st.data(),
+)
+def test_random_numbers_of_a_part_are_those_of_the_whole(shape, row, dims, data):
+    whole = Random(7, "layer", step=3).uniform(np, (row + shape[0], *shape[1:]))
+    places, index = {}, [slice(row, None), slice(None), slice(None), slice(None)]
+    for dim in dims:
+        start = data.draw(st.integers(0, shape[dim] - 1))
+        stop = data.draw(st.integers(start, shape[dim]))
+        places[dim], index[dim] = (start, shape[dim]), slice(start, stop)
+    want = whole[tuple(index)]
+    got = Random(7, "layer", step=3, row=row).window(want.shape, places).fractions(np)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("cuts", [{1: (3, 9)}, {2: (1000, 3000)}, {1: (2, 6), 2: (1000, 3000)}])
+def test_random_numbers_of_long_parts(cuts):
+    shape = [2, 4, 1500]
+    totals, index = list(shape), [slice(None)] * 3
+    for dim, (start, total) in cuts.items():
+        totals[dim], index[dim] = total, slice(start, start + shape[dim])
+    random = Random(7, "layer", row=2)
+    want = random.uniform(np, tuple(totals))[tuple(index)]
+    np.testing.assert_array_equal(random.window(tuple(shape), cuts).fractions(np), want)
+    assert random.window(tuple(shape), cuts).fractions(shapes).shape == tuple(shape)
+
+
+PAIR = {"0": nn.Column, "2": nn.Row}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_a_column_and_a_row(width, sequence, split):
+    x, target = rng.standard_normal((2, 12, 5)), rng.standard_normal((2, 12, 6))
+    model = nn.Chain(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6))
+    planned, runs = compare(model, nn.MSE(), x, target, width, split, plan=PAIR, sequence=sequence)
+    if width > 1:
+        assert planned.output_dim == (1 if sequence else None)
+        assert planned.partial == ({"2.bias"} if sequence else set())
+        assert runs[0].g["0.weight"].shape == (7 // width, 5)
+    model = nn.Chain(nn.Linear(5, 7, bias=False), nn.Dropout(0.3), nn.Linear(7, 6, bias=False))
+    compare(model, nn.MSE(), x, target, width, split, plan=PAIR, sequence=sequence)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_layers_of_two_dims(width):
+    x, target = rng.standard_normal((5, 4)), rng.standard_normal((5, 3))
+    model = nn.Chain(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 3))
+    compare(model, nn.MSE(), x, target, width, plan={"0": nn.Column(grain=2), "3": nn.Row})
+    compare(model, nn.MSE(), x, target, width, plan={"0": nn.Column(gather_output=True)})
+    compare(model, nn.MSE(), x[:0], target[:0], width, plan={"0": nn.Column, "3": nn.Row})
+
+
+@pytest.mark.parametrize("frozen", [["0.weight"], ["0.*"], ["2.weight"], ["2.*"], ["0.bias", "2.bias"]])
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+@pytest.mark.parametrize("split", [False, True])
+def test_frozen_parameters(frozen, sequence, split):
+    x, target = rng.standard_normal((2, 4, 5)), rng.standard_normal((2, 4, 6))
+    model = nn.Chain(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), frozen=frozen)
+    planned, runs = compare(model, nn.MSE(), x, target, 2, split, plan=PAIR, sequence=sequence)
+    assert not any(name in runs[0].g for name, spec in model.specs().items() if not spec.trainable)
+    assert all(planned.model.specs()[name].trainable for name in planned.partial)
+
+
+LAYERS = {
+    "attention": nn.MultiHeadAttention(12, 3),
+    "attention to all, with dropout": nn.MultiHeadAttention(12, 4, causal=False, dropout=0.4, bias=False),
+    "mlp": nn.MLP(12, 7, dropout=0.3),
+    "mlp with another activation": nn.MLP(12, 9, dropout=0.3, activation=nn.SiLU()),
+    "block": nn.TransformerBlock(12, 6, 10),
+    "block with dropout": nn.TransformerBlock(12, 4, dropout=0.2, causal=False),
+    "residual": nn.Residual(nn.Chain(nn.RMSNorm(12), nn.MLP(12, 5))),
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_know_their_plan(name, width, sequence, split):
+    x, target = rng.standard_normal((2, 12, 12)), rng.standard_normal((2, 12, 12))
+    compare(LAYERS[name], nn.MSE(), x, target, width, split, sequence=sequence)
+
+
+def test_the_two_forms_of_backward_give_the_same_bits():
+    """Over ranks, too; and the sum of the input's gradient overlaps with the weight's."""
+    x, target = rng.standard_normal((2, 4, 12)), rng.standard_normal((2, 4, 12))
+    for sequence in (None, "parallel"):
+        both = [
+            compare(LAYERS["block with dropout"], nn.MSE(), x, target, 2, split, sequence=sequence)[1]
+            for split in (False, True)
+        ]
+        for fused, halves in zip(*both, strict=True):
+            assert fused.dx.tobytes() == halves.dx.tobytes()
+            for name, array in fused.g.items():
+                assert array.tobytes() == halves.g[name].tobytes(), name
+
+
+def test_evaluation_drops_nothing():
+    x, target = rng.standard_normal((2, 4, 12)), rng.standard_normal((2, 4, 12))
+    compare(LAYERS["block with dropout"], nn.MSE(), x, target, 2, sequence="parallel", options={"training": False})
+
+
+@pytest.mark.parametrize("classes", [5, 8])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+def test_cross_entropy_of_cut_logits(width, dtype, smoothing, classes):
+    y, target = (50 * rng.standard_normal((3, 4, classes))).astype(dtype), rng.integers(0, classes, (3, 4))
+    target[0, 1:3] = 7 + classes
+    whole, cut = nn.CrossEntropy(7 + classes, smoothing), nn.VocabCrossEntropy(classes, 7 + classes, smoothing)
+    total, weight, held = whole.forward(environment(), y, target)
+    dy = whole.backward(environment(), held, 0.3)
+    lies, tolerance = nn.Cut(2), 1e-12 if dtype is np.float64 else 1e-5
+
+    def body(axes: Axes):
+        env, mine = environment(axes), lies.take(y, axes.tensor.rank, width)
+        total, weight, held = cut.forward(env, mine, target)
+        before = axes.counters.copy()
+        gradient = cut.backward(env, held, 0.3)
+        assert not axes.counters.since(before).table, "backward communicated"
+        return total, weight, gradient
+
+    totals, weights, gradients = zip(*on_axis(width, body), strict=True)
+    assert set(weights) == {weight}
+    assert len(set(totals)) == 1
+    assert totals[0] == pytest.approx(total, rel=tolerance)
+    np.testing.assert_allclose(np.concatenate(gradients, 2), dy, rtol=tolerance, atol=tolerance)
+    assert gradients[0].dtype == dtype
+
+
+def test_cut_logits_are_checked_against_all_classes():
+    loss = nn.VocabCrossEntropy(9)
+    loss.validate((2, 3, 4), np.full((2, 3), 8))
+    with pytest.raises(DataError, match=r"label 9 at position \(0, 1\) is out of range: it must be from 0 to 8"):
+        loss.validate((2, 3, 4), np.array([[0, 9, 1], [0, 0, 0]]))
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_embeddings_cut_by_rows(width, split):
+    x, target = rng.integers(0, 7, (3, 6)), rng.standard_normal((3, 6, 4))
+    for sequence in (None, "parallel"):
+        for layer in (nn.Embedding(7, 4), nn.TokenEmbedding(7, 4, 8)):
+            planned, _ = compare(layer, nn.MSE(), x, target, width, split, plan={"": nn.Vocab}, sequence=sequence)
+    if width > 1:
+        assert planned.partial == {"position"}
+
+
+def test_an_index_beyond_the_whole_table_is_refused():
+    with pytest.raises(DataError, match=r"index 7 is out of range: it must be from 0 to 6"):
+        layer = nn.VocabEmbedding(7, 4)
+        layer.forward(environment(), full(layer), np.array([[1, 7]]))
+
+
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+def test_sixteen_bits(sequence):
+    """Partial results are rounded before they are added: near, and of the right dtype."""
+    import ml_dtypes
+
+    bf16 = ml_dtypes.bfloat16
+    model = nn.GPT(11, 8, 1, 2, 6)
+    x, target = rng.integers(0, 11, (2, 6)), rng.integers(0, 11, (2, 6))
+    p = full(model)
+    want = once(model, nn.CrossEntropy(), p, x, target, environment())
+    planned = nn.parallelise(model, nn.CrossEntropy(), 2, sequence=sequence)
+
+    def body(axes: Axes):
+        mine = {n: a.astype(bf16) for n, a in local(planned.model, p, axes.tensor.rank, 2).items()}
+        return once(planned.model, planned.loss, mine, x, target, environment(axes))
+
+    runs = on_axis(2, body)
+    assert runs[0].y.dtype == bf16
+    assert runs[0].total == pytest.approx(want.total, rel=0.02)
+    for name, array in want.g.items():
+        got = assembled_wide(planned, runs, name)
+        np.testing.assert_allclose(got, array, atol=0.05 * np.abs(array).max() + 1e-3, err_msg=name)
+
+
+def assembled_wide(planned, runs, name):
+    for run in runs:
+        run.g[name] = run.g[name].astype(np.float32)
+    return assembled(planned, runs, name)
+
+
+def elements(counters, verb):
+    return counters.of("tensor", verb).bytes // 8
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_bytes_of_a_block(width):
+    """Shoeybi et al. 2019: two all-reduces of b s h forward and two backward; Korthikanti et al. 2022: an all-gather
+    and a reduce-scatter in place of each, and the inputs gathered once more in backward instead of being kept."""
+    b, s, h = 2, 12, 12
+    x, target = rng.standard_normal((b, s, h)), rng.standard_normal((b, s, h))
+    one = b * s * h * (width - 1) // width  # what one all-gather or reduce-scatter of (b, s, h) moves
+    _, runs = compare(nn.TransformerBlock(h, 6), nn.MSE(), x, target, width)
+    for run in runs:
+        for counted in (run.forward, run.backward):
+            assert {verb: calls for _, verb, calls, _ in counted} == {"all_reduce": 2}
+            assert elements(counted, "all_reduce") == 2 * 2 * one
+    # alone, the block also cuts its input, whose gradient is joined: one more all-gather in backward
+    _, runs = compare(nn.TransformerBlock(h, 6), nn.MSE(), x, target, width, sequence="parallel")
+    for run in runs:
+        assert {verb: calls for _, verb, calls, _ in run.forward} == {"all_gather": 2, "reduce_scatter": 2}
+        assert elements(run.forward, "all_gather") == elements(run.forward, "reduce_scatter") == 2 * one
+        assert {verb: calls for _, verb, calls, _ in run.backward} == {"all_gather": 2 + 2 + 1, "reduce_scatter": 2}
+        assert elements(run.backward, "reduce_scatter") == 2 * one
+        assert elements(run.backward, "all_gather") == (2 + 2 + 1) * one
+
+
+@pytest.mark.parametrize("sequence", [None, "parallel", "ulysses", "ring"])
+def test_any_rank_of_any_axis_without_data(sequence):
+    """Shapes alone, parameters included, on an axis that does not exist."""
+    width, rank = 8, 5
+    planned = nn.parallelise(nn.GPT(1003, 144, 2, 9, 64, dropout=0.1), nn.CrossEntropy(), width, sequence=sequence)
+    axes = connect(Mesh(shard=1, tensor=width), FakeCommunicator(rank, width))
+    model = nn.sort(planned.model)
+    (y,) = nn.infer(model, [shapes.ShapeArray((2, 64), np.int64)], "bf16", axes=axes)
+    classes = 1003 * 6 // 8 - 1003 * 5 // 8
+    assert y.shape == ((2, 8, 1003) if sequence in ("ulysses", "ring") else (2, 64, classes))
+    env = Env(shapes, axes, Random(0))
+    p = {
+        name: shapes.ShapeArray(spec.cut.local(spec.shape, rank, width) if spec.cut else spec.shape, np.float32)
+        for name, spec in nn.specs_of(model).items()
+    }
+    x = shapes.ShapeArray((2, 64), np.int64)
+    y, saved = planned.model.forward(env, p, x)
+    total, weight, held = planned.loss.forward(env, y, x)
+    assert planned.model.backward(env, p, dict(p), saved, planned.loss.backward(env, held, 1.0)) is None
+
+
+def test_parameters_begin_as_those_of_the_whole_layer():
+    model = nn.GPT(11, 12, 2, 3, 6)
+    for sequence in (None, "parallel", "ring"):
+        planned = nn.parallelise(model, nn.CrossEntropy(), 3, sequence=sequence)
+        for (name, spec), (same, other) in zip(model.specs().items(), planned.model.specs().items(), strict=True):
+            assert (name, spec.shape, spec.init, spec.trainable) == (same, other.shape, other.init, other.trainable)
