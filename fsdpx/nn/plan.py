@@ -265,7 +265,12 @@ class Rewriter:
         assert isinstance(mark, Column | Vocab)
         self._not_features(linear, path, kind)
         options = mark if isinstance(mark, Column) else Column()
-        count = linear.out_features // (options.blocks * options.grain)
+        count, rest = divmod(linear.out_features, options.blocks * options.grain)
+        if rest:
+            raise ConfigError(
+                f"{path!r} {linear!r}: its {linear.out_features} results are not {options.blocks} blocks of multiples of "
+                f"{options.grain}"
+            )
         self._enough(path, count, "results" if options.grain == 1 else f"runs of {options.grain} results")
         new_column = _column(linear, isinstance(kind, Part), options.blocks, options.grain, options.gather_output)
         if options.gather_output:

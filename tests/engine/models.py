@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,11 @@ def untied() -> nn.Layer:
 def deep() -> nn.Layer:
     """Layers enough for eight stages."""
     return nn.GPT(31, 16, 6, 2, 8, tie=True, dropout=0.1)
+
+
+def wide() -> nn.Layer:
+    """Heads, vocabulary and features that no width divides evenly."""
+    return nn.GPT(31, 20, 2, 5, 12, tie=True, dropout=0.1)
 
 
 def norms() -> nn.Layer:
@@ -60,8 +66,8 @@ def rows(rng: np.random.Generator, n: int) -> tuple[Any, Any]:
     return rng.normal(size=(n, 12)), rng.normal(size=(n, 5))
 
 
-def tokens(rng: np.random.Generator, n: int) -> tuple[Any, Any]:
-    text = rng.integers(0, 31, (n, 9))
+def tokens(rng: np.random.Generator, n: int, time: int = 8) -> tuple[Any, Any]:
+    text = rng.integers(0, 31, (n, time + 1))
     labels = text[:, 1:].copy()
     labels[:, 2] = -100
     return text[:, :-1], labels
@@ -72,6 +78,7 @@ CASES = {
     "gpt": Case(gpt, nn.CrossEntropy(), tokens),
     "untied": Case(untied, nn.CrossEntropy(label_smoothing=0.1), tokens),
     "deep": Case(deep, nn.CrossEntropy(), tokens),
+    "wide": Case(wide, nn.CrossEntropy(label_smoothing=0.1), partial(tokens, time=12)),
     "norms": Case(norms, nn.MSE(), rows),
     "graph": Case(graph, nn.MSE(), rows),
 }

@@ -36,7 +36,8 @@ def full(model: nn.Layer, dtype: Any = np.float64) -> Arrays:
     """Whole parameters, moved away from zeros and ones, where a forgotten factor would not show."""
     rng = np.random.default_rng(1)
     return {
-        name: (a + 0.1 * rng.standard_normal(a.shape)).astype(dtype) for name, a in values(model.specs(), 3, dtype).items()
+        name: (a + 0.1 * rng.standard_normal(a.shape)).astype(dtype)
+        for name, a in values(model.specs(), 3, dtype).items()
     }
 
 

@@ -74,6 +74,46 @@ def test_nothing_is_left_behind() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("split", [False, True])
+def test_attention_made_again_in_backward(dropout: float, split: bool) -> None:
+    """Only queries, keys and values are kept, of everything that attention makes."""
+    layer = nn.MultiHeadAttention(16, 2, dropout=dropout)
+    kept, again = (attention(layer, names, split) for names in (frozenset[str](), frozenset({"attention"})))
+    for got, wanted in zip(again[1:], kept[1:], strict=True):
+        assert got.tobytes() == wanted.tobytes()
+    shapes = [a.shape for a in arrays(again[0])]
+    assert shapes == [(3, 5, 16), (3, 5, 48)]
+    assert len(list(arrays(kept[0]))) > len(shapes)
+
+
+def attention(layer: Layer, recompute: frozenset[str], split: bool) -> list[Any]:
+    rng = np.random.default_rng(1)
+    p = {name: rng.standard_normal(spec.shape) for name, spec in layer.specs().items()}
+    g = {name: np.zeros_like(array) for name, array in p.items()}
+    x, dy = rng.standard_normal((2, 3, 5, 16))
+    world = Env(np, alone(), Random(0), True, recompute).at("attn")
+    assert world.recompute == recompute
+    y, saved = layer.forward(world, p, x)
+    if split:
+        dx, rest = layer.backward_input(world, p, saved, dy)
+        layer.backward_params(world, g, rest)
+    else:
+        dx = layer.backward(world, p, g, saved, dy)
+    return [saved, y, dx, *g.values()]
+
+
+def test_statistics_do_not_move_when_a_forward_is_made_again() -> None:
+    layer, x = nn.BatchNorm(3), np.random.default_rng(1).standard_normal((4, 3))
+    p = {name: np.ones(3) for name in layer.specs()}
+    first, _ = layer.forward(env(), p, x)
+    moved = p["running_mean"].copy()
+    assert not np.array_equal(moved, np.ones(3))
+    second, _ = layer.forward(Env(np, alone(), Random(0), True, again=True).at("norm"), p, x)
+    assert first.tobytes() == second.tobytes()
+    np.testing.assert_array_equal(p["running_mean"], moved)
+
+
 def test_a_cheap_layer_must_say_how() -> None:
     class Forgetful(nn.Tanh):
         cheap = True

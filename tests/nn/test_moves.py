@@ -130,5 +130,7 @@ def test_shapes_without_data():
 @pytest.mark.parametrize("move", [moves.cut, moves.scatter_sum])
 def test_a_sequence_must_divide_evenly(move):
     x = shapes.ShapeArray((2, 7, 5), np.float32)
-    with pytest.raises(ShapeError, match=r"h.0 input: dim 1 of an array .* is 7, which is not a multiple of the 3 ranks"):
+    with pytest.raises(
+        ShapeError, match=r"h.0 input: dim 1 of an array .* is 7, which is not a multiple of the 3 ranks"
+    ):
         move(shapes, FakeCommunicator(1, 3), x, 1, even=True, what="h.0 input")

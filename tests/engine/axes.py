@@ -1,0 +1,43 @@
+"""One way to train a case on a mesh of any axes, and to compare it with one process."""
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from models import CASES, distance, make, part
+
+import fsdpx
+from fsdpx import Mesh
+from fsdpx.comm import Communicator
+from fsdpx.engine.trainer import Trainer
+
+OPTIONS = {"clip_norm": 0.3, "group_bytes": 600}
+
+Trained = tuple[list[float], dict[str, np.ndarray], Trainer]
+
+
+def train(
+    comm: Communicator, case: str, mesh: Mesh, strategy: Any, sizes: tuple[int, ...] = (11, 11, 3), **options: Any
+) -> Trained:
+    """As `models.train`, but every data rank brings its part, whatever the other axes."""
+    trainer = make(comm, case, strategy, mesh=mesh, **{**OPTIONS, **options})
+    rng, losses = np.random.default_rng(5), []
+    for n in sizes:
+        x, y = CASES[case].batch(rng, n)
+        mine = part(trainer.data, n, options.get("chunks"))
+        losses.append(trainer.step(x[mine], y[mine]))
+    return losses, trainer.parameters(), trainer
+
+
+@lru_cache
+def reference(case: str) -> Trained:
+    return fsdpx.spawn(lambda comm: train(comm, case, Mesh(shard=1), "ddp"), 1)[0]
+
+
+def compare(case: str, mesh: Mesh, strategy: Any, delays: int | None = None, **options: Any) -> None:
+    """Losses and parameters equal those of one process, on every rank."""
+    losses, want, _ = reference(case)
+    ranks = fsdpx.spawn(lambda comm: train(comm, case, mesh, strategy, **options), mesh.size, delays=delays)
+    for got_losses, got, _ in ranks:
+        np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
+        assert distance(want, got) < 1e-12

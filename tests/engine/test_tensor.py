@@ -1,0 +1,130 @@
+"""Tensor, sequence and context parallelism in the engine, alone and with the other axes: the result of one process."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import compare, train
+
+import fsdpx
+from fsdpx import Mesh, nn, optim
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, DataError
+
+SEQUENCES = (None, "parallel", "ulysses", "ring")
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_every_width_equals_one_process(sequence: str | None, width: int) -> None:
+    compare("wide", Mesh(shard=1, tensor=width), "ddp", delays=width, sequence=sequence)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_three_dimensions_equal_one_process(sequence: str | None, strategy: str) -> None:
+    widths = {"replica": 2, "shard": 1} if strategy == "ddp" else {"shard": 2}
+    compare("wide", Mesh(pipe=2, tensor=2, **widths), strategy, sequence=sequence, microbatches=3)
+
+
+def test_the_order_of_the_axes_is_a_choice() -> None:
+    order = ("tensor", "shard", "replica", "pipe")
+    compare("wide", Mesh(shard=2, pipe=2, tensor=2, order=order), "fsdp", microbatches=2)
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None) -> None:
+    def run(comm: Communicator, mesh: Mesh) -> Any:
+        trainer = train(comm, "wide", mesh, "ddp", sequence=sequence if mesh.tensor > 1 else None)[2]
+        x = np.random.default_rng(0).integers(0, 31, (3, 12))
+        out = trainer.forward(x)
+        trainer.backward(np.sin(out) / 3)
+        gradients = trainer.gradients()
+        trainer.update()
+        return out, gradients, trainer.predict(x), trainer.evaluate(x, x)
+
+    (want,) = fsdpx.spawn(run, 1, Mesh(shard=1))
+    for got in fsdpx.spawn(run, 4, Mesh(shard=1, tensor=2, pipe=2)):
+        np.testing.assert_allclose(got[0], want[0], rtol=1e-9, atol=1e-12)
+        for name in want[1]:
+            np.testing.assert_allclose(got[1][name], want[1][name], rtol=1e-9, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(got[2], want[2], rtol=1e-8, atol=1e-11)
+        np.testing.assert_allclose(got[3], want[3], rtol=1e-10)
+
+
+def test_norms_of_whole_parameters_see_no_cut() -> None:
+    """LAMB scales each parameter by its own norm."""
+    lamb = {"optimizer": optim.LAMB(lr=0.01)}
+    (want,) = fsdpx.spawn(lambda comm: train(comm, "wide", Mesh(shard=1), "ddp", **lamb)[1], 1)
+    for got in fsdpx.spawn(lambda comm: train(comm, "wide", Mesh(shard=2, tensor=2, pipe=2), "fsdp", **lamb)[1], 8):
+        for name in want:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-10, atol=1e-12, err_msg=name)
+
+
+def test_parameters_are_loaded_whole() -> None:
+    def run(comm: Communicator) -> float:
+        trainer = train(comm, "wide", Mesh(shard=1, tensor=2, pipe=2), "ddp")[2]
+        values = trainer.parameters()
+        moved = {name: value + 1.0 for name, value in values.items()}
+        trainer.load_parameters(moved)
+        again = trainer.parameters()
+        return max(float(np.abs(again[name] - moved[name]).max()) for name in moved)
+
+    assert set(fsdpx.spawn(run, 4)) == {0.0}
+
+
+def test_initialisation_does_not_see_the_axes() -> None:
+    def run(comm: Communicator, mesh: Mesh) -> str:
+        return train(comm, "wide", mesh, "ddp" if mesh.shard == 1 else "fsdp", sizes=())[2].fingerprint()
+
+    meshes = [Mesh(shard=1), Mesh(shard=1, tensor=3), Mesh(shard=2, tensor=2), Mesh(shard=1, pipe=2, tensor=2)]
+    assert len({f for mesh in meshes for f in fsdpx.spawn(run, mesh.size, mesh)}) == 1
+
+
+def test_a_plan_for_a_model_of_ones_own() -> None:
+    def run(comm: Communicator, mesh: Mesh, plan: Any) -> Any:
+        model = nn.Chain(
+            {"up": nn.Linear(12, 30), "act": nn.GELU(), "down": nn.Linear(30, 12), "out": nn.Linear(12, 5)}
+        )
+        trainer = model.as_distributed(
+            loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2, eps=1e-5), strategy="ddp", mesh=mesh, comm=comm,
+            precision="float64", tensor_plan=plan,
+        )  # fmt: skip
+        rng = np.random.default_rng(0)
+        losses = [trainer.step(rng.normal(size=(6, 12)), rng.normal(size=(6, 5))) for _ in range(3)]
+        return losses, trainer.report().traffic
+
+    plan = {"up": nn.Column, "down": nn.Row}
+    ((want, _),) = fsdpx.spawn(run, 1, Mesh(shard=1), None)
+    for got, traffic in fsdpx.spawn(run, 4, Mesh(shard=1, tensor=4), plan):
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+        assert ("tensor", "all_reduce") in traffic
+
+
+def test_ranks_of_a_line_must_have_the_same_samples() -> None:
+    def run(comm: Communicator) -> str:
+        trainer = train(comm, "wide", Mesh(shard=1, tensor=2), "ddp", sizes=())[2]
+        x = np.random.default_rng(comm.rank).integers(0, 31, (3, 12))
+        with pytest.raises(DataError) as caught:
+            trainer.step(x, x)
+        return str(caught.value)
+
+    texts = fsdpx.spawn(run, 2)
+    assert len(set(texts)) == 1
+    assert "ranks of one line of the pipe or tensor axis have different samples" in texts[0]
+    assert "trainer.data" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"sequence": "ring"}, r"sequence='ring': the mesh has no tensor axis; say mesh=fsdpx.Mesh\(tensor=2, ...\)"),
+        ({"tensor_plan": {"0": nn.Column}}, "tensor_plan=.*: the mesh has no tensor axis"),
+        ({"stages": ["0", "2"]}, "stages=.*: the mesh has no pipe axis"),
+        ({"recompute": "some"}, "recompute='some': choose 'all', 'attention', a number k"),
+        ({"recompute": 0}, "recompute=0: choose"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        fsdpx.spawn(lambda comm: train(comm, "wide", Mesh(shard=1), "ddp", **options), 1)

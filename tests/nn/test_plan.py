@@ -1,0 +1,266 @@
+"""Models rewritten for a tensor axis, by their own plan and by the user's; what cannot be cut is named."""
+
+import numpy as np
+import pytest
+
+from fsdpx import nn
+from fsdpx.errors import ConfigError, DataError, ShapeError
+from fsdpx.nn.plan import parallelise
+from tests.nn.ranks import compare, environment, full, local, on_axis
+
+rng = np.random.default_rng(0)
+
+
+def tokens(vocab, *shape):
+    return rng.integers(0, vocab, shape), rng.integers(0, vocab, shape)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_gpt(width, sequence, split):
+    """Heads and vocabulary that do not divide evenly, dropout everywhere, positions that do not count, smoothing."""
+    x, target = tokens(23, 3, 12)
+    target[0, :5] = -100
+    loss = nn.CrossEntropy(label_smoothing=0.1)
+    planned, runs = compare(nn.GPT(23, 20, 2, 5, 12, dropout=0.2), loss, x, target, width, split, sequence=sequence)
+    if width > 1:
+        assert planned.output_dim == -1
+        assert runs[0].y.shape == (3, 12, 23 // width)
+        assert isinstance(planned.loss, nn.VocabCrossEntropy)
+        partial = {n for n in planned.model.specs() if "norm" in n or n.endswith(("out.bias", "down.bias", "position"))}
+        assert planned.partial == (partial if sequence else set())
+
+
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+def test_gpt_without_ties_frozen_in_part_and_shorter_than_its_positions(sequence):
+    x, target = tokens(11, 2, 6)
+    model = nn.GPT(11, 12, 1, 3, 10, tie=False, bias=False, frozen=["embed.*", "*norm1*"])
+    planned, runs = compare(model, nn.CrossEntropy(), x, target, 3, sequence=sequence)
+    assert "embed.weight" not in runs[0].g
+    assert not any("norm1" in name or "embed" in name for name in planned.partial)
+
+
+def test_one_rank_gets_the_model_itself():
+    model, loss = nn.GPT(11, 12, 1, 3, 6), nn.CrossEntropy()
+    assert parallelise(model, loss, 1, sequence="parallel") == nn.Planned(model, loss, None, frozenset())
+
+
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_another_loss_gets_whole_logits(width, sequence):
+    x, target = rng.integers(0, 11, (2, 6)), rng.standard_normal((2, 6, 11))
+    planned, runs = compare(nn.GPT(11, 12, 1, 3, 6), nn.MSE(), x, target, width, sequence=sequence)
+    assert planned.output_dim is None
+    assert runs[0].y.shape == (2, 6, 11)
+    compare(nn.Linear(5, 7), nn.MSE(), rng.standard_normal((2, 6, 5)), rng.standard_normal((2, 6, 7)), width,
+            plan={"": nn.Vocab}, sequence=sequence)  # fmt: skip
+
+
+def encoder():
+    """Attention and an MLP inside a user's own containers, a tie, and a branch."""
+    body = nn.Graph(
+        {
+            "norm": (nn.RMSNorm(12), "x"),
+            "left": (nn.MultiHeadAttention(12, 3, causal=False, dropout=0.2), "norm"),
+            "up": (nn.Linear(12, 10), "norm"),
+            "gate": (nn.Linear(12, 10), "norm"),
+            "act": (nn.SiLU(), "gate"),
+            "sum": (nn.Add(), "up", "act"),
+            "drop": (nn.Dropout(0.3), "sum"),
+            "right": (nn.Linear(10, 12), "drop"),
+            "y": (nn.Add(), "x", "left", "right"),
+        },
+        outputs=("y",),
+    )
+    layers = {
+        "embed": nn.Embedding(9, 12),
+        "body": nn.Residual(body),
+        "norm": nn.LayerNorm(12),
+        "head": nn.Linear(12, 9),
+    }
+    return nn.Chain(layers, ties={"head.weight": "embed.weight"})
+
+
+PLAN = {
+    "embed": nn.Vocab,
+    "head": nn.Vocab,
+    "*.left": nn.Own,
+    "*.up": nn.Column,
+    "*.gate": nn.Column(),
+    "*.right": nn.Row,
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_plan_of_the_user(width, sequence, split):
+    x, target = tokens(9, 2, 6)
+    planned, _ = compare(encoder(), nn.CrossEntropy(), x, target, width, split, plan=PLAN, sequence=sequence)
+    cut = {name for name, spec in planned.model.specs().items() if spec.cut}
+    assert {"embed.weight", "head.bias", "body.body.gate.bias", "body.body.right.weight"} <= cut
+    if sequence:
+        assert planned.partial == {"body.body.norm.weight", "body.body.left.out.bias", "body.body.right.bias",
+                                   "norm.weight", "norm.bias"}  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence", [None, "parallel"])
+def test_only_what_is_named_is_cut(sequence):
+    x, target = tokens(9, 2, 6)
+    plan = {"body.body.left": nn.Own}
+    planned, runs = compare(encoder(), nn.CrossEntropy(), x, target, 3, plan=plan, sequence=sequence)
+    assert {n for n, s in planned.model.specs().items() if s.cut} == {
+        f"body.body.left.{n}" for n in ("qkv.weight", "qkv.bias", "out.weight")
+    }
+    if sequence:  # the head is whole: the loss sees a part of the sequence
+        assert planned.output_dim == 1
+        assert planned.loss.partial
+        assert "embed.weight" in planned.partial
+        assert runs[0].weight == 2 * 6 / 3
+
+
+def test_parts_named_one_by_one():
+    plan = {"0.attn.qkv": nn.Column, "0.attn.out": nn.Row, "*.up": nn.Column, "*.down": nn.Row}
+    x, target = rng.standard_normal((2, 4, 8)), rng.standard_normal((2, 4, 8))
+    planned, _ = compare(nn.Chain(nn.TransformerBlock(8, 2)), nn.MSE(), x, target, 2, plan=plan)
+    own, _ = compare(nn.Chain(nn.TransformerBlock(8, 2)), nn.MSE(), x, target, 2)
+    assert planned.model.specs() == own.model.specs()
+
+
+@pytest.mark.parametrize("loss", [nn.MSE(), nn.BCEWithLogits()])
+def test_losses_of_a_part_of_the_sequence(loss):
+    x, target = rng.standard_normal((2, 6, 8)), rng.random((2, 6, 8))
+    planned, _ = compare(nn.TransformerBlock(8, 4), loss, x, target, 3, sequence="parallel")
+    assert isinstance(planned.loss, nn.SequenceLoss)
+    planned.loss.validate((2, 2, 8), target)
+    with pytest.raises(DataError, match=r"wants a target of the output's shape: \(2, 9, 8\), got \(2, 6, 8\)"):
+        planned.loss.validate((2, 3, 8), target)
+
+
+def test_models_of_a_user_can_say_what_they_act_on():
+    class Gain(nn.Layer):
+        """y = gain * x."""
+
+        acts_on = "position"
+
+        def specs(self):
+            return {"gain": nn.Spec((8,), nn.init.ones)}
+
+        def forward(self, env, p, x):
+            return x * p["gain"], (x,)
+
+        def backward_input(self, env, p, saved, dy):
+            return dy * p["gain"], (*saved, dy)
+
+        def backward_params(self, env, g, kept):
+            if "gain" in g:
+                g["gain"] += (kept[0] * kept[1]).sum(axis=(0, 1))
+
+    x, target = rng.standard_normal((2, 6, 8)), rng.standard_normal((2, 6, 8))
+    planned, _ = compare(nn.Chain(Gain(), nn.MLP(8)), nn.MSE(), x, target, 2, sequence="parallel")
+    assert "0.gain" in planned.partial
+    Gain.acts_on = "sample"
+    with pytest.raises(ConfigError, match=r"'0' Gain\(\) reads a part of the sequence, but acts on each sample"):
+        parallelise(nn.Chain(Gain(), nn.MLP(8)), nn.MSE(), 2, sequence="parallel")
+
+
+def linears(*sizes):
+    return nn.Chain(*[nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)])
+
+
+GPT = nn.GPT(11, 12, 1, 3, 6)
+WRONG = {
+    "nothing to cut": (linears(4, 5, 6), {}, r"nothing to cut in Chain.*tensor_plan=\{\"0\": nn.Column"),
+    "no such layer": (linears(4, 5), {"plan": {"7*": nn.Row}}, r"'7\*' matches no layer; there are '', '0'"),
+    "no such mark": (linears(4, 5), {"plan": {"0": "column"}}, r"tensor_plan\['0'\] = 'column': choose nn.Column, nn.Row"),
+    "not closed": (linears(4, 5, 6), {"plan": {"1": nn.Column}}, r"'1' is a Column that nobody closes"),
+    "read whole": (linears(4, 5, 6), {"plan": {"0": nn.Column}}, r"'1' Linear\(5, 6\) reads features that '0' cut"),
+    "read by a Column": (
+        linears(4, 5, 6),
+        {"plan": {"*[01]": nn.Column}},
+        r"'1' Linear\(5, 6\) reads features that '0' cut: close them with a Row",
+    ),
+    "read by a norm": (
+        nn.Chain(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 4)),
+        {"plan": {"0": nn.Column, "2": nn.Row}},
+        r"'1' LayerNorm\(6\) reads features that '0' cut, but acts on each position as a whole",
+    ),
+    "a Row alone": (linears(4, 5, 6), {"plan": {"1": nn.Row}}, r"'1' Linear\(5, 6\) is a Row, but reads a whole input"),
+    "a Row of blocks": (
+        linears(4, 12, 6),
+        {"plan": {"0": nn.Column(blocks=3), "1": nn.Row}},
+        r"'1' Linear\(12, 6\) cannot close features that '0' cut: they are 12 in 3 blocks",
+    ),
+    "half of a sum": (
+        nn.Residual(nn.Linear(4, 4)),
+        {"plan": {"body": nn.Column}},
+        r"'add' Add\(\) reads a whole input, features that 'body' cut together",
+    ),
+    "uneven blocks": (
+        linears(4, 16),
+        {"plan": {"0": nn.Column(blocks=3)}},
+        r"'0' Linear\(4, 16\): its 16 results are not 3 blocks of multiples of 1",
+    ),
+    "too few features": (
+        linears(4, 3, 4),
+        {"plan": {"0": nn.Column, "1": nn.Row}},
+        r"'0' has 3 results, fewer than the 4 ranks of the tensor axis: use Mesh\(tensor=3\) or less",
+    ),
+    "too few heads": (GPT, {}, r"'blocks.0.attn' has 3 heads, fewer than the 4 ranks .* use Mesh\(tensor=3\)"),
+    "too few heads for ulysses": (GPT, {"sequence": "ulysses"}, r"'blocks.0.attn' has 3 heads.*or sequence=\"ring\""),
+    "too few words": (nn.GPT(3, 12, 1, 4, 6), {}, r"'embed' has 3 tokens in its vocabulary, fewer than the 4"),
+    "not a Linear": (nn.Chain(nn.Tanh()), {"plan": {"0": nn.Column}}, r"'0' Tanh\(\) cannot be cut as Column"),
+    "Own of a leaf": (linears(4, 5), {"plan": {"0": nn.Own}}, r"'0' Linear\(4, 5\) has no plan of its own"),
+    "a block as a Column": (
+        nn.Chain(nn.TransformerBlock(8, 4)),
+        {"plan": {"0": nn.Column}},
+        r"'0' is a TransformerBlock, which cannot be a Column: name the Linear layers inside, or give it nn.Own",
+    ),
+    "half of attention": (
+        nn.Chain(nn.MultiHeadAttention(8, 4)),
+        {"plan": {"0.qkv": nn.Column}},
+        r"'0': 'qkv' must be a Column and 'out' the Row that closes it, but the plan says Column and nothing",
+    ),
+    "a tie cut in half": (
+        encoder(),
+        {"plan": {"embed": nn.Vocab, "*.left": nn.Own}},
+        r"'head.weight' is tied to 'embed.weight', but one lies .* as None and the other as Cut\(dim=0",
+    ),
+    "a plan with context": (GPT, {"plan": {"*": nn.Own}, "sequence": "ring"}, "leaves parameters whole: it takes no"),
+    "no such sequence": (GPT, {"sequence": "cut"}, r"sequence='cut': choose one of None, 'parallel', 'ulysses', 'ring'"),
+    "attention to a part": (
+        nn.Chain(nn.MultiHeadAttention(8, 4), nn.MLP(8)),
+        {"plan": {"1": nn.Own}, "sequence": "parallel"},
+        r"'0': attention needs the whole sequence.*tensor_plan=\{'0': nn.Own\}",
+    ),
+    "batch statistics of a part": (
+        nn.Chain(nn.BatchNorm(8), nn.MLP(8)),
+        {"sequence": "parallel"},
+        r"'0' BatchNorm\(8\) reads a part of the sequence, but acts on each sample as a whole",
+    ),
+    "several outputs": (
+        nn.Graph({"a": (nn.MLP(8), "x"), "b": (nn.MLP(8), "x")}, outputs=("a", "b")),
+        {"sequence": "parallel"},
+        "a model with several outputs must give them whole",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_cut_is_named(name):
+    model, options, message = WRONG[name]
+    with pytest.raises(ConfigError, match=message):
+        parallelise(model, nn.CrossEntropy(), 4 if name not in ("a tie cut in half",) else 3, **options)
+
+
+def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent():
+    planned = parallelise(GPT, nn.CrossEntropy(), 2, sequence="parallel")
+
+    def body(axes):
+        p = local(planned.model, full(GPT), axes.tensor.rank, 2)
+        with pytest.raises(ShapeError, match=r"embed embedding: dim 1 .* is 5, which is not a multiple of the 2 ranks"):
+            planned.model.forward(environment(axes), p, np.zeros((2, 5), int))
+        return axes.counters.of("tensor").calls
+
+    assert on_axis(2, body) == [0, 0]
