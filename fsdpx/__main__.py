@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from fsdpx.errors import FsdpxError
+from fsdpx.launch.mesh import add_options
 from fsdpx.version import __version__
 
 
@@ -52,10 +53,11 @@ def _alone() -> bool:
 def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("example", nargs="?", default="gpt-tiny", help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits")
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
-    p.add_argument("--ranks", type=int, default=4, help="number of ranks")
+    add_options(p)
+    p.add_argument("--ranks", type=int, default=None, help="number of ranks (default: those of the mesh, or 4)")
     p.add_argument("--rank", type=int, default=0, help="the rank to look at")
     p.add_argument("--batch", type=int, default=None, help="samples of the global batch")
-    p.add_argument("--microbatches", type=int, default=1)
+    p.add_argument("--microbatches", type=int, default=None, help="default: 1, in a pipe 4 per rank of it")
     p.add_argument("--chunks", type=int, default=None)
     p.add_argument("--precision", default="float32")
     p.add_argument(
@@ -63,12 +65,15 @@ def _show(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--ahead", type=int, default=None, help="pages gathered ahead of use")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
+    p.add_argument("--grid", action="store_true", help="the schedule of all ranks of the pipe, and its bubble")
+    p.add_argument("--png", default=None, help="draw the schedule into this file")
 
 
 def _verify(p: argparse.ArgumentParser) -> None:
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid, or `all`")
     p.add_argument("--precision", default="all", help="float64, float32, or `all`: both")
-    p.add_argument("--microbatches", type=int, default=2)
+    add_options(p, also=", or `all`")
+    p.add_argument("--microbatches", type=int, default=None, help="default: 2, in a pipe 2 per rank of it")
     p.add_argument("--chunks", type=int, default=None, help="ask for bit-identical results; needs batches that divide")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--no-node", action="store_true", help="MPI messages instead of shared memory inside a machine")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.counted import Counted, Counters
@@ -17,7 +17,8 @@ from fsdpx.errors import MeshError
 __all__ = ["AXES", "Axes", "Coordinates", "Mesh", "alone", "connect"]
 
 AXES = ("pipe", "replica", "shard", "tensor")
-"""From the slowest to the fastest in rank order: tensor neighbours are neighbours on the machine. `Mesh.order` is free."""
+"""From the slowest to the fastest in rank order: tensor neighbours are neighbours on the machine. `Mesh.order` is
+free."""
 
 
 class Coordinates(NamedTuple):
@@ -54,6 +55,23 @@ class Mesh:
         object.__setattr__(self, "order", tuple(self.order))
         if self._widths().count(None) > 1:
             raise MeshError(f"{self}: only one axis can fill the world, give numbers for the others")
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """From what a command line says, `pipe=2,tensor=2`. Axes that it does not name are as by default: 1 wide, and
+        `shard` fills the world. MeshError for anything else.
+        """
+        widths: dict[str, Any] = {}
+        for word in text.split(","):
+            axis, _, width = (part.strip() for part in word.partition("="))
+            if axis not in AXES:
+                raise MeshError(f"--mesh {text}: the axes are {', '.join(AXES)}, for example pipe=2,tensor=2")
+            if axis in widths:
+                raise MeshError(f"--mesh {text}: {axis} is named twice")
+            if not width.isdecimal() or int(width) < 1:
+                raise MeshError(f"--mesh {text}: {axis}={width} must be a number of ranks, at least 1")
+            widths[axis] = int(width)
+        return cls(**widths)
 
     def __str__(self) -> str:
         return " x ".join(f"{axis}={width}" for axis, width in zip(AXES, self._widths(), strict=True))

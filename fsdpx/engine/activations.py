@@ -21,7 +21,7 @@ def activation_bytes(engine: Engine) -> int:
     found: dict[int, int] = {}
     for slot, value in engine.store.items():
         if SLOTS[kind_of(slot)].memory == "activations":
-            found.update(roots(value))
+            found.update(roots(value.finish() if hasattr(value, "finish") else value))  # on its way, or there
     arena = engine.arena
     planned = {id(buffer.root) for buffer in (*arena.kept.values(), *([] if arena.slab is None else [arena.slab]))}
     return sum(nbytes for key, nbytes in found.items() if key not in planned)

@@ -113,10 +113,10 @@ def distribute(
     guard = environment.read().check and not isinstance(world, Guarded) if check is None else check
     tuning = tune_for(world, environment.read().tune if tune is None else tune, xp)
     axes, placement = _axes(strategy, mesh, world, guard, ahead)
-    _check_options(axes, optimizer, schedule=schedule, stages=stages, costs=costs, plan=tensor_plan, sequence=sequence)
+    _check_options(mesh, stages, costs, tensor_plan, sequence)
     whole_loss, alone = loss, sort(model)
     parts, output_dim = frozenset[str](), None
-    if axes.tensor.size > 1:
+    if axes.tensor.size > 1 or tensor_plan is not None or sequence is not None:
         from fsdpx.nn.plan import parallelise
 
         planned = parallelise(model, loss, axes.tensor.size, tensor_plan, sequence)
@@ -183,13 +183,17 @@ def distribute(
     return Trainer(engine, alone, whole_loss, microbatches)
 
 
-def _check_options(axes: Axes, optimizer: Any, **given: Any) -> None:
-    """What only makes sense with a pipe or a tensor axis."""
-    for name, axis in (("stages", "pipe"), ("costs", "pipe"), ("plan", "tensor"), ("sequence", "tensor")):
-        if given[name] is not None and axes.mesh.width(axis) == 1:
-            option = "tensor_plan" if name == "plan" else name
-            raise ConfigError(f"{option}={given[name]!r}: the mesh has no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
-    if given["stages"] is not None and given["costs"] is not None:
+def _check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
+    """What says nothing without a mesh. On an axis that is one rank wide it says nothing either, but may stand there."""
+    for name, given, axis in (
+        ("stages", stages, "pipe"),
+        ("costs", costs, "pipe"),
+        ("tensor_plan", plan, "tensor"),
+        ("sequence", sequence, "tensor"),
+    ):
+        if given is not None and mesh is None:
+            raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
+    if stages is not None and costs is not None:
         raise ConfigError("stages and costs: the first cuts by hand, the second automatically; give only one of them")
 
 
@@ -320,6 +324,7 @@ def _stages(layout: Layout) -> tuple[Stage, ...]:
         [unit.stage for unit in layout.units],
         layout.spread.home,
         layout.twins,
+        [page.index for page in layout.pages if page.partial],
     )
 
 

@@ -28,7 +28,7 @@ from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
 from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Env, join
 from fsdpx.nn.sort import Sorted, shapes
-from fsdpx.program import Action, Stage
+from fsdpx.program import Action, Program, Stage
 
 __all__ = ["PROGRESS", "Clock", "Engine", "Microbatch", "Options"]
 
@@ -68,6 +68,7 @@ class Clock:
     how many there were. Moving transfers on between actions is a row of its own. flown: by mesh axis, the seconds that
     transfers were under way, and those of them in which this rank did nothing else."""
 
+    timeline: list[tuple[Action, float, float]] | None = None  # (action, start, end) of all, while somebody wants it
     rows: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0]))
     flown: dict[str, tuple[float, float]] = field(default_factory=dict)
     start: float = field(default_factory=perf_counter)
@@ -124,6 +125,7 @@ class Engine:
     moment: Moment = field(default_factory=Moment)
     steps: int = 0
     clock: Clock = field(default_factory=Clock)
+    ran: Program | None = None  # the last one
     poker: Poker | None = None  # moves transfers on during actions, not only between them
     flying: list[tuple[str, Any]] = field(default_factory=list)  # (mesh axis, transfer) to move on
     sends: list[Any] = field(default_factory=list)  # messages of this program that nobody here waits for

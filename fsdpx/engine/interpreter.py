@@ -42,6 +42,7 @@ class Bound:
             transfer.handle.wait()
         engine.flying.clear()
         engine.sends.clear()
+        engine.ran = self.program
         room.enter()
         if blas.threads() != engine.product_threads:
             blas.threads(engine.product_threads)
@@ -57,8 +58,6 @@ class Bound:
                 else:
                     with poker.during(self._poke):
                         values = operation(engine, room, action, taken, read, added)
-                for observe in engine.observers:
-                    observe(action)
             except Exception as error:
                 engine.forget()
                 error.add_note(f"on rank {engine.axes.world.rank}, in action {action} ({self._about(action)})")
@@ -67,8 +66,12 @@ class Bound:
                 store[slot] = value
                 if value.__class__ is Pending and value.handle is not DONE:
                     engine.flying.append((lane, value))
+            for observe in engine.observers:
+                observe(action)
             end = perf_counter()
             clock.add(action.op, end - ready, ready - begin)
+            if clock.timeline is not None:
+                clock.timeline.append((action, ready, end))
             if lane == "compute" and engine.flying:
                 self._poke()
                 clock.add(PROGRESS, perf_counter() - end, 0.0)

@@ -362,8 +362,8 @@ def join(engine: Engine, room: Room, action: Action, taken: Values, read: Values
 
 def tie(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
     page = _page(action)
-    add_together(engine, engine.ties[page], added, partial(room.tie, page), f"{action} {engine.name(page)}")
-    return added
+    add_together(engine, engine.ties[page], taken, partial(room.tie, page), f"{action} {engine.name(page)}")
+    return taken
 
 
 def norm(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:

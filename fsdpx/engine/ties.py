@@ -42,20 +42,20 @@ class Tie:
 
 
 def connect_ties(engine: Engine) -> dict[int, Tie]:
-    """The ties of this rank by their first page, in the order in which all ranks add them up. Collective."""
+    """The ties of this rank by their first page. Collective."""
     layout, axes, place = engine.layout, engine.axes, engine.axes.coordinates
     home = {p: stage.rank for stage in reversed(engine.stages) for p in stage.pages}
     ties: dict[int, Tie] = {}
     for pages in layout.twins:
         ranks = tuple(home[p] for p in pages)
         comm = _peers(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
-        if place.pipe in ranks and layout.pages[pages[0]].trainable:
-            ties[pages[0]] = Tie(pages, ranks, comm, layout.pages[pages[0]].partial and axes.tensor.size > 1)
-    tied = {p for pages in layout.twins for p in pages}
-    for p in engine.stage.trained:
-        if layout.pages[p].partial and axes.tensor.size > 1 and p not in tied:
-            ties[p] = Tie((p,), (place.pipe,), None, True)
-    return dict(sorted(ties.items()))
+        if pages[0] in engine.stage.ties:
+            ties[pages[0]] = Tie(pages, ranks, comm, layout.pages[pages[0]].partial)
+        elif comm is not None:
+            comm.close()
+    for p in engine.stage.ties.keys() - ties.keys():
+        ties[p] = Tie((p,), (place.pipe,), None, True)
+    return ties
 
 
 def _peers(axes: Axes, ranks: Sequence[int]) -> Communicator:

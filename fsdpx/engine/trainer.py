@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.namespace import from_host, to_host
+from fsdpx.array.namespace import from_host
 from fsdpx.comm.communicator import Communicator
 from fsdpx.engine import batch as batches
 from fsdpx.engine.engine import Clock, Engine
 from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.fit import History, fit
 from fsdpx.engine.interpreter import Bound
+from fsdpx.engine.measure import Measured, measure
 from fsdpx.engine.outputs import cut_output, whole_outputs
 from fsdpx.engine.report import Report, report
 from fsdpx.engine.whole import put, whole_gradients, whole_parameters, whole_state
@@ -219,6 +220,10 @@ class Trainer:
         """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`."""
         return report(self.engine, self.program)
 
+    def measure(self, x: Any, y: Any, steps: int = 5) -> Measured:
+        """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.engine.measure`."""
+        return measure(self, x, y, steps)
+
     def reset(self) -> None:
         """Start counting anew: traffic and time."""
         self.engine.counters.clear()
@@ -329,7 +334,6 @@ class Trainer:
             recompute=engine.recompute.units(engine, order or one_by_one(microbatches), engine.batch)
             if steps
             else frozenset(),
-            peers=tuple(engine.ties),
         )
 
     def _step_microbatches(self) -> int:

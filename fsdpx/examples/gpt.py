@@ -1,6 +1,7 @@
 """A byte-level GPT on real text: the main job.
 
     mpiexec -n 4 python -m fsdpx.examples.gpt --strategy fsdp --size tiny --steps 300
+    mpiexec -n 4 python -m fsdpx.examples.gpt --mesh pipe=2,tensor=2 --sequence parallel --recompute all
 
 By default the text is the sources of Python's own standard library, which every machine has.
 """
@@ -42,10 +43,18 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m fsdpx.examples.gpt", description=__doc__.splitlines()[0])
     p.add_argument("--data", default=None, help="a file or folder of text (default: Python's standard library)")
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
+    p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
+    p.add_argument(
+        "--schedule", default="1f1b", help="of the pipe: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zbv, or a file"
+    )
+    p.add_argument("--sequence", default=None, help="over the tensor axis: parallel, ulysses or ring")
+    p.add_argument("--recompute", default=None, help="all, attention, k (every k-th unit), or bytes such as 512MiB")
     p.add_argument("--size", default="tiny", choices=SIZES, help="model size")
     p.add_argument("--steps", type=int, default=300, help="optimiser steps")
-    p.add_argument("--batch", type=int, default=32, help="sequences of the global batch, over all ranks")
-    p.add_argument("--accumulate", type=int, default=1, help="microbatches per rank and step")
+    p.add_argument("--batch", type=int, default=32, help="sequences of the global batch, over all data ranks")
+    p.add_argument(
+        "--microbatches", "--accumulate", type=int, help="per data rank and step (default: 1, in a pipe 4 per rank)"
+    )
     p.add_argument("--dtype", default="float32", help="float64, float32, bf16 or fp16")
     p.add_argument(
         "--chunks", type=int, default=None, help="equal parts of the batch for bit-identical results at any world size"
@@ -75,8 +84,12 @@ def optimizer(lr: float, steps: int) -> optim.AdamW:
     return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)
 
 
-def loaders(args: argparse.Namespace, comm: Any) -> tuple[data.DataLoader, list[Any]]:
-    """Batches of the training split, and a few fixed batches of the validation split."""
+def loaders(args: argparse.Namespace, comm: Any, speaks: bool) -> tuple[data.DataLoader, list[Any]]:
+    """Batches of the training split, and a few fixed batches of the validation split.
+
+    comm: the data ranks, `trainer.data`: ranks of one line of the pipe or tensor axis bring the same samples. speaks:
+    this rank prints.
+    """
     source, seq_len = args.data or data.stdlib_sources(), SIZES[args.size].seq_len
     train = data.TextDataset(source, seq_len, split="train")
     held = data.TextDataset(source, seq_len, split="validation")
@@ -86,7 +99,7 @@ def loaders(args: argparse.Namespace, comm: Any) -> tuple[data.DataLoader, list[
     check = data.DataLoader(held, args.batch, comm=comm, shuffle=True, seed=1, drop_last=True, chunks=args.chunks)
     with check:
         batches = [batch for batch, _ in zip(check, range(args.validation_batches), strict=False)]
-    if comm.rank == 0:
+    if speaks:
         print(
             f"text: {source}, {len(train) * seq_len:,} bytes to train on, {len(held) * seq_len:,} held out", flush=True
         )
@@ -94,12 +107,17 @@ def loaders(args: argparse.Namespace, comm: Any) -> tuple[data.DataLoader, list[
 
 
 def generate(trainer: fsdpx.Trainer, size: Size, count: int, seed: int, prompt: bytes = b"\ndef ") -> bytes:
-    """Text from the model, one byte at a time; all ranks call this and get the same bytes."""
+    """Text from the model, one byte at a time; all ranks call this and get the same bytes.
+
+    Ranks that share a sequence take equal parts of it, so it is filled up behind its end, where attention, which is
+    causal, does not look.
+    """
     text = list(prompt)
-    rng = np.random.Generator(np.random.Philox(seed))
+    rng, parts = np.random.Generator(np.random.Philox(seed)), trainer.engine.axes.tensor.size
     for _ in range(count):
-        context = np.array([text[-size.seq_len :]])
-        logits = np.asarray(trainer.predict(context))[0, -1].astype(np.float64)
+        context = text[-size.seq_len :]
+        filled = np.array([context + [0] * (-len(context) % parts)])
+        logits = np.asarray(trainer.predict(filled))[0, len(context) - 1].astype(np.float64)
         p = np.exp((logits - logits.max()) / 0.8)
         text.append(int(rng.choice(VOCAB, p=p / p.sum())))
     return bytes(text)
@@ -113,7 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         loss=nn.CrossEntropy(),
         optimizer=optimizer(args.lr, args.steps),
         strategy=args.strategy,
-        microbatches=args.accumulate,
+        mesh=None if args.mesh is None else fsdpx.Mesh.parse(args.mesh),
+        schedule=args.schedule,
+        sequence=args.sequence,
+        recompute=int(args.recompute) if args.recompute and args.recompute.isdecimal() else args.recompute,
+        microbatches=args.microbatches,
         precision=args.dtype,
         chunks=args.chunks,
         clip_norm=args.clip,
@@ -121,11 +143,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=args.device,
         tune=False if args.no_tune else None,
     )
-    loader, validation = loaders(args, comm)
+    loader, validation = loaders(args, trainer.data, speaks=comm.rank == 0)
     if comm.rank == 0:
-        count = trainer.engine.layout.size
+        count, on = trainer.engine.layout.size, f" ({trainer.engine.axes.mesh})" if args.mesh else ""
         print(
-            f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks, {args.dtype}\n"
+            f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks{on}, {args.dtype}\n"
             f"chosen: {trainer.engine.tuning}",
             flush=True,
         )

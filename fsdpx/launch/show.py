@@ -3,44 +3,74 @@
 import argparse
 
 from fsdpx import optim
+from fsdpx.comm.mesh import Mesh
 from fsdpx.engine.dryrun import DryRun, dry_run
 from fsdpx.engine.report import bytes_text, table
 from fsdpx.errors import ConfigError
 from fsdpx.examples.catalog import entry
+from fsdpx.launch.mesh import check, fill, recompute, words
 from fsdpx.layout.tree import chunks_of
+from fsdpx.program import Costs, Plan, bubble, grid, in_flight, simulate
 
 __all__ = ["show"]
 
 LONG = 400  # actions; longer programs are printed with their middle left out
+WIDE = 250  # characters of a line of the grid
+UNIT = Costs(forward=1, backward_input=1, backward_params=1)
+OF_LAYERS = ("tensor", "data")  # axes that layers speak over by themselves: no verb of the program does
 
 
 def show(args: argparse.Namespace) -> str:
     example = entry(args.example)
-    batch = example.batch if args.batch is None else args.batch
-    if args.ranks < 1 or batch < 1:
-        raise ConfigError(f"show --ranks {args.ranks} --batch {batch}: both at least 1")
-    if args.chunks is not None:
-        rows = batch // args.chunks * len(chunks_of(args.chunks, args.rank, args.ranks))
-    else:
-        rows = batch * (args.rank + 1) // args.ranks - batch * args.rank // args.ranks
-    optimizer = optim.AdamW(lr=1e-3) if args.optimizer == "adamw" else optim.SGD(lr=1e-3)
+    mesh = None if args.mesh is None else Mesh.parse(args.mesh)
+    check(mesh, args.schedule, args.sequence)
+    ranks, batch = _ranks(args, mesh), example.batch if args.batch is None else args.batch
+    if ranks < 1 or batch < 1:
+        raise ConfigError(f"show --ranks {ranks} --batch {batch}: both at least 1")
+    full = fill(mesh or Mesh(), args.strategy, ranks)
+    rows = _rows(full, args.rank, batch, args.chunks) if 0 <= args.rank < ranks else 1  # else the dry run complains
     run = dry_run(
         example.model(),
         example.x(rows),
         example.y(rows),
-        ranks=args.ranks,
+        ranks=ranks,
         rank=args.rank,
         loss=example.loss,
-        optimizer=optimizer,
+        optimizer=optim.AdamW(lr=1e-3) if args.optimizer == "adamw" else optim.SGD(lr=1e-3),
         strategy=args.strategy,
+        mesh=full,
         microbatches=args.microbatches,
         chunks=args.chunks,
         precision=args.precision,
         group_bytes=args.group_bytes,
         ahead=args.ahead,
+        schedule=args.schedule or "1f1b",
+        sequence=args.sequence,
+        recompute=recompute(args.recompute),
     )
-    head = f"{args.example}: {example.about}; {args.strategy}, rank {args.rank} of {args.ranks}, batch {batch}"
-    return "\n\n".join([head, _program(run), _units(run), _traffic(run), _memory(run)])
+    where = "" if mesh is None else f" on {words(full)}"
+    head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {args.rank} of {ranks}, batch {batch}"
+    parts = [head, _program(run), _units(run), _traffic(run), _memory(run)]
+    plan = run.trainer.engine.pipe.plan(run.program.microbatches)
+    parts += [_schedule(plan)] if args.grid else []
+    parts += [_drawing(plan, args.png)] if args.png else []
+    return "\n\n".join(parts)
+
+
+def _ranks(args: argparse.Namespace, mesh: Mesh | None) -> int:
+    """As many as were asked for; else as many as the mesh has, its open axis 1 wide."""
+    if args.ranks is not None:
+        return int(args.ranks)
+    return 4 if mesh is None else (mesh.pipe or 1) * (mesh.replica or 1) * (mesh.shard or 1) * (mesh.tensor or 1)
+
+
+def _rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
+    """Samples of the global batch that come to this rank: those of its data rank."""
+    place, size = mesh.coordinates(rank), mesh.width("data")
+    line = place.replica * mesh.width("shard") + place.shard
+    if chunks is not None:
+        return batch // chunks * len(chunks_of(chunks, line, size))
+    return batch * (line + 1) // size - batch * line // size
 
 
 def _program(run: DryRun) -> str:
@@ -52,36 +82,44 @@ def _program(run: DryRun) -> str:
 
 
 def _units(run: DryRun) -> str:
+    """Of all stages; what other ranks of the pipe hold has no "on this rank"."""
     layout, state = run.trainer.engine.layout, run.trainer.engine.pages
-    rows: list[tuple[str, ...]] = [("unit", "layers", "parameters", "on this rank", "pages")]
+    pipe = run.trainer.engine.axes.pipe.size > 1
+    rows: list[tuple[str, ...]] = [("unit", *["stage"] * pipe, "layers", "parameters", "on this rank", "pages")]
     for unit in layout.units:
-        own = sum(layout.pages[p].size for p in unit.pages)
-        mine = sum(state[p].mine.size for p in unit.pages)
+        here = [p for p in unit.pages if p in state]
         rows.append(
             (
                 f"{unit.index}  {unit.name}",
+                *[str(unit.stage)] * pipe,
                 str(len(unit.nodes)),
-                f"{own:,}",
-                f"{mine:,}",
+                f"{sum(layout.pages[p].size for p in unit.pages):,}",
+                f"{sum(state[p].mine.size for p in here):,}" if here or not pipe else "",
                 " ".join(map(str, unit.pages)),
             )
         )
     if len(rows) > 40:
-        rows = [*rows[:20], ("...", "", "", "", ""), *rows[-19:]]
-    words = [str(a) for a in run.program.actions]
-    loss = next(i for i, w in enumerate(words) if w.startswith("LOSS"))
-    gathers = sum(w.startswith("GATHER") for w in words[:loss])
-    if run.trainer.engine.axes.shard.size == 1:
-        gathers = 0
-    return table(rows) + f"\n{len(layout.units)} units; {gathers} all-gathers in the first forward"
+        rows = [*rows[:20], ("...", *[""] * (len(rows[0]) - 1)), *rows[-19:]]
+    return table(rows) + f"\n{len(layout.units)} units; {_gathers(run)} all-gathers in the first forward"
+
+
+def _gathers(run: DryRun) -> int:
+    """Before the first loss, or on the other ranks of the pipe before the first backward."""
+    words = [str(action) for action in run.program.actions]
+    end = next(i for i, word in enumerate(words) if word.startswith(("LOSS", "B", "I")))
+    moves = run.trainer.engine.axes.shard.size > 1
+    return sum(word.startswith("GATHER") for word in words[:end]) if moves else 0
 
 
 def _traffic(run: DryRun) -> str:
     rows: list[tuple[str, ...]] = [("this rank moves per step", "calls", "bytes", "from the program")]
     for (axis, call), count in sorted(run.report.traffic.items()):
         predicted = run.report.predicted.get((axis, call))
-        check = f"{predicted.calls:,} calls, {bytes_text(predicted.bytes)}" if predicted else "(control)"
-        rows.append((f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", bytes_text(count.bytes), check))
+        check = f"{predicted.calls:,} calls, {bytes_text(predicted.bytes)}" if predicted else ""
+        layers = axis in OF_LAYERS and (predicted is None or predicted.calls < count.calls)
+        more = "(in layers)" if layers else "" if predicted else "(control)"
+        words = " ".join(filter(None, (check, more)))
+        rows.append((f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", bytes_text(count.bytes), words))
     return table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")])
 
 
@@ -91,3 +129,19 @@ def _memory(run: DryRun) -> str:
     rows += [("activations at their peak", bytes_text(run.activations))]
     rows += [("in all", bytes_text(sum(run.report.memory.values()) + run.activations))]
     return table(rows)
+
+
+def _schedule(plan: Plan) -> str:
+    """The order of forwards and backwards on all ranks of the pipe, in time steps that F, I and W each take."""
+    idle = bubble(simulate(plan, UNIT), plan, UNIT)
+    pairs = ", ".join(map(str, in_flight(plan)))
+    head = f"schedule {plan.name}: {plan.stages} stages, {plan.microbatches} microbatches; F, I and W as long as a step"
+    found = f"bubble {idle:.1%} (simulated, messages take no time); in flight by rank: {pairs}"
+    return f"{head}\n{grid(plan, WIDE)}\n{found}"
+
+
+def _drawing(plan: Plan, path: str) -> str:
+    from fsdpx.launch.draw import draw
+
+    title = f"{plan.name}, {len(plan.ranks)} ranks, {plan.microbatches} microbatches"
+    return f"drawn: {draw(simulate(plan, UNIT), path, title)}"

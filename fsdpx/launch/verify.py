@@ -2,6 +2,9 @@
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,71 +13,172 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import single
+from fsdpx.comm.mesh import Mesh
 from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError
+from fsdpx.launch.mesh import check, fill, recompute, words
 from fsdpx.layout.tree import chunks_of
+from fsdpx.program import SCHEDULES
 
-__all__ = ["verify"]
+__all__ = ["verify", "verify_on"]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
+SEQUENCES = (None, "parallel", "ulysses", "ring")
 VOCAB, SEQ_LEN = 61, 12
 FULL_BATCH, LAST_BATCH = 13, 3  # the last batch leaves ranks without samples
+
+Found = tuple[list[float], dict[str, Any], str]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT that can be cut: layers enough for the stages, heads and a sequence for the tensor axis."""
+
+    width: int = 24
+    layers: int = 2
+    heads: int = 3
+    seq_len: int = SEQ_LEN
+
+    @classmethod
+    def on(cls, mesh: Mesh | None) -> "Size":
+        if mesh is None:
+            return cls()
+        pipe, tensor = mesh.width("pipe"), mesh.width("tensor")
+        heads = max(4, tensor)
+        return cls(6 * heads, max(4, 2 * pipe), heads, -(-SEQ_LEN // tensor) * tensor)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training to compare. mesh: None leaves it to the strategy. again: what is recomputed, as it was said."""
+
+    strategy: str
+    precision: str
+    mesh: Mesh | None = None
+    schedule: str | None = None
+    sequence: str | None = None
+    again: str | None = None
+    chunks: int | None = None
+    microbatches: int | None = None
+    steps: int = 6
+
+    @property
+    def tolerance(self) -> float:
+        """With chunks no bit may differ, but for sums that the tensor axis cuts."""
+        exact = self.chunks is not None and (self.mesh is None or self.mesh.width("tensor") == 1)
+        return 0.0 if exact else TOLERANCE[self.precision]
+
+    @property
+    def alone(self) -> "Case":
+        """The same in one process."""
+        return Case("ddp", self.precision, chunks=self.chunks, steps=self.steps)
+
+    def __str__(self) -> str:
+        """Beside strategy, precision and ranks."""
+        parts = [] if self.mesh is None else [words(self.mesh)]
+        parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width("pipe") > 1 else []
+        parts += [] if self.sequence is None else [f"sequence {self.sequence}"]
+        parts += [] if self.again is None else [f"recompute {self.again}"]
+        return "".join(f", {part}" for part in parts)
 
 
 def verify(args: argparse.Namespace) -> int:
     """0 if all is well, 1 if a tensor differs."""
-    comm = fsdpx.init("mpi" if args.no_node else None)
+    return verify_on(fsdpx.init("mpi" if args.no_node else None), args)
+
+
+def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
+    """The same on the ranks of `comm`. Collective."""
+    good = True
+    for case in cases(args, comm.size):
+        good &= _compare(comm, case, Size.on(case.mesh))
+    return 0 if good else 1
+
+
+def cases(args: argparse.Namespace, ranks: int) -> list[Case]:
+    """Every strategy that was asked for in every precision, and on a mesh under every schedule and sequence."""
     strategies = list(PRESETS) if args.strategy == "all" else [args.strategy]
     formats = list(TOLERANCE) if args.precision == "all" else [args.precision]
     if not set(formats) <= set(TOLERANCE):
         raise ConfigError(f"verify --precision {args.precision}: choose float64, float32 or all")
-    good = True
-    for strategy in strategies:
-        for precision in formats:
-            good &= _compare(comm, args, strategy, precision)
-    return 0 if good else 1
+    mesh = None if args.mesh is None else Mesh.parse(args.mesh)
+    check(mesh, args.schedule, args.sequence)
+    schedules: list[str | None] = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
+    sequences = SEQUENCES if args.sequence == "all" else (args.sequence,)
+    return [
+        Case(
+            strategy, precision, None if mesh is None else lay(mesh, strategy, ranks), schedule, sequence,
+            args.recompute, args.chunks, args.microbatches, args.steps,
+        )
+        for strategy, precision, schedule, sequence in product(strategies, formats, schedules, sequences)
+    ]  # fmt: skip
 
 
-def _compare(comm: Communicator, args: argparse.Namespace, strategy: str, precision: str) -> bool:
-    losses, got, text = _train(comm, args, strategy, precision)
+def lay(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
+    """The mesh with all widths; strategies that cut nothing have all of the data axis as replicas."""
+    full = fill(mesh, strategy, ranks)
+    if strategy in PRESETS and PRESETS[strategy].shard == 1:
+        return replace(full, replica=full.width("data"), shard=1)
+    return full
+
+
+def _compare(comm: Communicator, case: Case, size: Size) -> bool:
+    losses, got, text = _train(comm, case, size)
     verdict = None
     if comm.rank == 0:
-        one_losses, want, _ = _train(single(), args, "ddp", precision)
-        verdict = _verdict(want, got, one_losses, losses, 0.0 if args.chunks else TOLERANCE[precision])
+        one_losses, want, _ = _alone(case.alone, size)
+        verdict = _verdict(want, got, one_losses, losses, case.tolerance)
         good, line = verdict
-        print(f"{'OK' if good else 'DIFFERS'}  {strategy} {precision}, {comm.size} ranks{text}: {line}", flush=True)
+        what = f"{case.strategy} {case.precision}, {comm.size} ranks{case}{text}"
+        print(f"{'OK' if good else 'DIFFERS'}  {what}: {line}", flush=True)
     return bool(comm.all_gather_object(verdict)[0][0])
 
 
-def _train(
-    comm: Communicator, args: argparse.Namespace, strategy: str, precision: str
-) -> tuple[list[float], dict[str, Any], str]:
+@cache
+def _alone(case: Case, size: Size) -> Found:
+    return _train(single(), case, size)
+
+
+def _train(comm: Communicator, case: Case, size: Size) -> Found:
     """A small GPT with tied weights and dropout, clipped, on batches of which the last is short."""
-    trainer = nn.GPT(VOCAB, 24, 2, 3, SEQ_LEN, tie=True, dropout=0.0 if args.chunks else 0.1).as_distributed(
+    exact = case.chunks is not None
+    model = nn.GPT(VOCAB, size.width, size.layers, size.heads, size.seq_len, tie=True, dropout=0.0 if exact else 0.1)
+    trainer = model.as_distributed(
         loss=nn.CrossEntropy(),
-        optimizer=optim.AdamW(lr=1e-3, eps=1e-6) if precision == "float64" else optim.SGD(lr=0.05, momentum=0.9),
-        strategy=strategy,
+        optimizer=optim.AdamW(lr=1e-3, eps=1e-6) if case.precision == "float64" else optim.SGD(lr=0.05, momentum=0.9),
+        strategy=case.strategy,
+        mesh=case.mesh,
         comm=comm,
-        precision=precision,
-        microbatches=1 if args.chunks else args.microbatches,
-        chunks=args.chunks,
+        precision=case.precision,
+        microbatches=1 if exact else _microbatches(case),
+        chunks=case.chunks,
         clip_norm=0.5,
         group_bytes=4096,
         seed=7,
+        schedule=case.schedule or "1f1b",
+        sequence=case.sequence,
+        recompute=recompute(case.again),
     )
-    losses = [trainer.step(x, y) for x, y in _batches(comm, args.steps, args.chunks)]
-    text = f", chunks {args.chunks}, sha256 {trainer.fingerprint()[:16]}" if args.chunks else ""
+    losses = [trainer.step(x, y) for x, y in _batches(trainer.data, case.steps, case.chunks, size.seq_len)]
+    text = f", chunks {case.chunks}, sha256 {trainer.fingerprint()[:16]}" if exact else ""
     parameters = trainer.parameters()
     trainer.close()
     return losses, parameters, text
 
 
-def _batches(comm: Communicator, steps: int, chunks: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same global batches at any world size, this rank's part of them."""
+def _microbatches(case: Case) -> int:
+    pipe = 1 if case.mesh is None else case.mesh.width("pipe")
+    return 2 * pipe if case.microbatches is None else case.microbatches
+
+
+def _batches(
+    comm: Communicator, steps: int, chunks: int | None, seq_len: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The same global batches at any world size, this data rank's part of them."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH
-        tokens = rng.integers(0, VOCAB, (rows, SEQ_LEN + 1))
+        tokens = rng.integers(0, VOCAB, (rows, seq_len + 1))
         tokens[:, 1::5] = -100 if step % 2 else tokens[:, 1::5]  # labels that count nothing
         if chunks:
             mine, each = chunks_of(chunks, comm.rank, comm.size), rows // chunks

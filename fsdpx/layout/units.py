@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from fsdpx.errors import ConfigError
-from fsdpx.layout.pages import Page, product
+from fsdpx.layout.pages import Page
 from fsdpx.nn.layer import Layer, Spec, join
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.sort import Node, Sorted, specs_of

@@ -51,12 +51,12 @@ Shape = tuple[int, ...]
 
 
 class Pending:
-    """A move that was issued: `wait()` gives its result."""
+    """A move that was issued: `wait()` gives its result. sent: what must stay alive until then."""
 
-    __slots__ = ("_finish", "_handle")
+    __slots__ = ("_finish", "_handle", "_sent")
 
-    def __init__(self, handle: Handle | None, finish: Any) -> None:
-        self._handle, self._finish = handle, finish
+    def __init__(self, handle: Handle | None, finish: Any, sent: Array = None) -> None:
+        self._handle, self._finish, self._sent = handle, finish, sent
 
     def wait(self) -> Array:
         if self._handle is not None:
@@ -99,9 +99,9 @@ def start_gather(
     shapes = _part_shapes(x.shape, dim, x.shape[dim] * comm.size if total is None else total, comm)
     assert tuple(x.shape) == shapes[comm.rank], f"{what}: a part of shape {tuple(x.shape)}, not {shapes[comm.rank]}"
     counts = [math.prod(shape) for shape in shapes]
-    flat = xp.empty((_added(counts),), dtype=x.dtype)
-    handle = comm.all_gather(_flat(xp, x), flat, counts, what=what)
-    return Pending(handle, lambda: _joined(xp, flat, shapes, dim))
+    sent, flat = _flat(xp, x), xp.empty((_added(counts),), dtype=x.dtype)
+    handle = comm.all_gather(sent, flat, counts, what=what)
+    return Pending(handle, lambda: _joined(xp, flat, shapes, dim), sent)
 
 
 def scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = "") -> Array:
@@ -120,9 +120,9 @@ def start_scatter_sum(
         want_even(x.shape, dim, comm.size, what)
     shapes = _part_shapes(x.shape, dim, x.shape[dim], comm)
     counts = [math.prod(shape) for shape in shapes]
-    mine = xp.empty((counts[comm.rank],), dtype=x.dtype)
-    handle = comm.reduce_scatter(_dealt(xp, x, shapes, dim), mine, counts=counts, what=what)
-    return Pending(handle, lambda: mine.reshape(shapes[comm.rank]))
+    sent, mine = _dealt(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
+    handle = comm.reduce_scatter(sent, mine, counts=counts, what=what)
+    return Pending(handle, lambda: mine.reshape(shapes[comm.rank]), sent)
 
 
 def cut(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = "") -> Array:
@@ -150,9 +150,9 @@ def exchange(
     out = _part_shapes(x.shape, split, x.shape[split], comm)
     whole = x.shape[merge] * comm.size if total is None else total
     into = _part_shapes(out[comm.rank], merge, whole, comm)
-    sent, received = ([math.prod(shape) for shape in shapes] for shapes in (out, into))
-    flat = xp.empty((_added(received),), dtype=x.dtype)
-    comm.all_to_all(_dealt(xp, x, out, split), flat, sent, received, what=what).wait()
+    counts, received = ([math.prod(shape) for shape in shapes] for shapes in (out, into))
+    sent, flat = _dealt(xp, x, out, split), xp.empty((_added(received),), dtype=x.dtype)
+    comm.all_to_all(sent, flat, counts, received, what=what).wait()
     return _joined(xp, flat, into, merge)
 
 

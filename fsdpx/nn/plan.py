@@ -1,26 +1,20 @@
-"""A model rewritten for a tensor axis: layers that are cut in place of whole ones, under the same names."""
+"""A model and its loss for a tensor axis: what each rank runs, and what the engine must know of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.attention import Core, Heads, MultiHeadAttention
 from fsdpx.nn.block import MLP
 from fsdpx.nn.container import Container, Step, input_names
-from fsdpx.nn.context import PartTokenEmbedding, Ring, Ulysses
-from fsdpx.nn.dropout import CutDropout, Dropout
-from fsdpx.nn.embedding import Embedding
-from fsdpx.nn.gpt import TokenEmbedding
-from fsdpx.nn.layer import Layer, join, prefixed
-from fsdpx.nn.linear import Linear
+from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import CrossEntropy, Loss
-from fsdpx.nn.marks import Column, Mark, Row, Vocab, matched
+from fsdpx.nn.marks import matched
+from fsdpx.nn.rewrite import Features, Kind, Part, Rewriter, Whole, free
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
-from fsdpx.nn.tensor import ColumnLinear, RowLinear
-from fsdpx.nn.vocabulary import VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
+from fsdpx.nn.vocabulary import VocabCrossEntropy
 
 __all__ = ["Planned", "parallelise"]
 
@@ -77,307 +71,13 @@ def parallelise(
     return planned
 
 
-@dataclass(frozen=True)
-class Whole:
-    """A value that every rank holds."""
-
-    def __str__(self) -> str:
-        return "a whole input"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A value that is cut along dim 1."""
-
-    def __str__(self) -> str:
-        return "a part of the sequence"
-
-
-@dataclass(frozen=True)
-class Features:
-    """A value whose last dim, `total` wide, is cut; `source` is the layer that cut it. ends: it may leave the model."""
-
-    total: int
-    blocks: int
-    grain: int
-    source: str = field(compare=False)
-    ends: bool = field(compare=False, default=False)
-
-    def __str__(self) -> str:
-        return f"features that {self.source!r} cut"
-
-
-Kind = Whole | Part | Features
-"""How a value lies over the tensor axis."""
-
-
-class Rewriter:
-    """One walk through a model: each layer becomes what fits the values that it gets, and says what it gives."""
-
-    def __init__(self, width: int, sequence: str | None, marks: Mapping[str, Mark], own: set[str]) -> None:
-        self.width, self.sequence, self.marks, self.own = width, sequence, marks, own
-        self.context = sequence in ("ulysses", "ring")
-        self.cuts = 0
-        self.partial: set[str] = set()
-        self.ties: dict[str, str] = {}
-
-    def visit(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
-        """The layer in place of `layer`, and how its results lie."""
-        if isinstance(layer, MultiHeadAttention | MLP | Container) and path in self.marks:
-            raise ConfigError(
-                f"tensor_plan: {path!r} is a {type(layer).__name__}, which cannot be a {_name(self.marks[path])}: name "
-                "the Linear layers inside, or give it nn.Own"
-            )
-        if isinstance(layer, MultiHeadAttention):
-            return self._attention(layer, path, kinds[0])
-        if isinstance(layer, MLP):
-            return self._mlp(layer, path, kinds[0])
-        if isinstance(layer, Container):
-            return self.container(layer, path, kinds)
-        new, kind = self._leaf(layer, path, list(kinds))
-        return new, [kind]
-
-    def container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
-        values = dict(zip(layer.inputs, kinds, strict=True))
-        entered: dict[str, str] = {}
-        steps: list[Step] = []
-        for step in layer.steps:
-            below = join(path, step.name)
-            sources = []
-            for place, source in enumerate(step.sources):
-                if self._enters(values[source], step.layer, below, place):
-                    if source not in entered:
-                        steps.append(self._enter(layer, source))
-                        (entered[source],) = steps[-1].gives
-                        values[entered[source]] = Part()
-                    source = entered[source]
-                sources.append(source)
-            new, given = self.visit(step.layer, below, [values[source] for source in sources])
-            values.update(zip(step.gives, given, strict=True))
-            steps.append(Step(step.name, new, tuple(sources), step.gives))
-        self._ties(layer, path, steps)
-        return layer.rewired(steps), [values[name] for name in layer.outputs]
-
-    def _enters(self, kind: Kind, layer: Layer, path: str, place: int) -> bool:
-        """Whether a value that is whole must be cut along dim 1 before `layer` reads it."""
-        return self.sequence is not None and isinstance(kind, Whole) and not self._takes_whole(layer, path, place)
-
-    def _takes_whole(self, layer: Layer, path: str, place: int) -> bool:
-        """An embedding that is cut by rows wants all tokens."""
-        if isinstance(layer, Container) and not isinstance(layer, MLP):
-            name = layer.inputs[place]
-            readers = [(s, i) for s in layer.steps for i, source in enumerate(s.sources) if source == name]
-            return any(self._takes_whole(s.layer, join(path, s.name), i) for s, i in readers)
-        return isinstance(layer, Embedding | TokenEmbedding) and path in self.marks
-
-    def _enter(self, layer: Container, source: str) -> Step:
-        name = _free(layer, f"enter_{source.replace('.', '_')}")
-        return Step(name, Enter(), (source,), (name,))
-
-    def _ties(self, layer: Container, path: str, steps: Sequence[Step]) -> None:
-        """Parameters that are one must be cut alike."""
-        specs = prefixed((step.name, step.layer) for step in steps)
-        for alias, name in layer.ties.items():
-            self.ties[join(path, alias)] = join(path, name)
-            if specs[alias].cut != specs[name].cut:
-                raise ConfigError(
-                    f"{join(path, alias)!r} is tied to {join(path, name)!r}, but one lies over the tensor axis as "
-                    f"{specs[alias].cut} and the other as {specs[name].cut} (None is whole): cut both layers alike"
-                )
-
-    def _attention(self, layer: MultiHeadAttention, path: str, kind: Kind) -> tuple[Layer, list[Kind]]:
-        self._not_features(layer, path, kind)
-        heads = Heads(layer.n_heads, layer.d_head, layer.causal, layer.dropout)
-        if self.context:
-            if self.sequence == "ulysses":
-                self._enough(path, layer.n_heads, "heads", 'sequence="ring"')
-            core: Core = Ring(heads) if self.sequence == "ring" else Ulysses(heads)
-            self._add_partial(layer, path)
-            return layer.rebuilt(core=core), [Part()]
-        if not self._pair(path, "qkv", "out"):
-            if isinstance(kind, Part):
-                raise ConfigError(
-                    f"{path!r}: attention needs the whole sequence, but gets a part of it: cut it by heads with "
-                    f"tensor_plan={{{path!r}: nn.Own}}"
-                )
-            return layer, [kind]
-        self._enough(path, layer.n_heads, "heads")
-        parts = isinstance(kind, Part)
-        qkv, out = (self._linear(child, join(path, name)) for name, child in layer.children().items())
-        row = self._row(out, join(path, "out"), layer.d_head, parts)
-        self.cuts += 1
-        return layer.rebuilt(_column(qkv, sequence=parts, blocks=3, grain=layer.d_head), row), [kind]
-
-    def _mlp(self, layer: MLP, path: str, kind: Kind) -> tuple[Layer, list[Kind]]:
-        self._not_features(layer, path, kind)
-        up, activation, down, *drop = layer.steps
-        parts = isinstance(kind, Part)
-        if parts and drop:
-            drop = [replace(drop[0], layer=CutDropout(layer.dropout, 1))]
-        if self.context or not self._pair(path, "up", "down"):
-            if not parts:
-                return layer, [kind]
-            self._by_itself(activation.layer, join(path, activation.name), kind, ("element", "position"))
-            self._add_partial(layer, path)
-            return layer.rewired([up, activation, down, *drop]), [kind]
-        self._by_itself(activation.layer, join(path, activation.name), self._features(path, 0), ("element",))
-        wide = self._linear(up.layer, join(path, "up"))
-        self._enough(path, wide.out_features, "hidden features")
-        row = self._row(self._linear(down.layer, join(path, "down")), join(path, "down"), 1, parts)
-        steps = [replace(up, layer=_column(wide, sequence=parts)), activation, replace(down, layer=row), *drop]
-        self.cuts += 1
-        return layer.rewired(steps), [kind]
-
-    def _leaf(self, layer: Layer, path: str, kinds: list[Kind]) -> tuple[Layer, Kind]:
-        mark = self.marks.get(path)
-        if mark is not None:
-            return self._marked(layer, path, mark, kinds[0])
-        kind = kinds[0] if kinds else Whole()
-        if any(other != kind for other in kinds):
-            got = ", ".join(str(k) for k in kinds)
-            raise ConfigError(
-                f"{path!r} {layer!r} reads {got} together: close features that are cut with a Row first, or cut both"
-            )
-        if isinstance(kind, Features):
-            self._by_itself(layer, path, kind, ("element",))
-            return self._dropout(layer, path, kind), kind
-        if isinstance(kind, Part):
-            self._add_partial(layer, path)
-            if type(layer) is TokenEmbedding:
-                size = (layer.vocab, layer.d_model, layer.seq_len)
-                return PartTokenEmbedding(*size, init=layer.init, position_init=layer.position_init), kind
-            self._by_itself(layer, path, kind, ("element", "position"))
-            return self._dropout(layer, path, kind), kind
-        return layer, kind
-
-    def _marked(self, layer: Layer, path: str, mark: Mark, kind: Kind) -> tuple[Layer, Kind]:
-        self.cuts += 1
-        if isinstance(mark, Vocab) and type(layer) is TokenEmbedding:
-            return self._token_embedding(layer, path)
-        if isinstance(mark, Vocab) and type(layer) is Embedding:
-            self._enough(path, layer.num_embeddings, "embeddings")
-            parts = self.sequence is not None
-            new = VocabEmbedding(layer.num_embeddings, layer.embedding_dim, parts, init=layer.init)
-            return new, Part() if parts else Whole()
-        linear = self._linear(layer, path, mark)
-        if isinstance(mark, Row):
-            return self._marked_row(linear, path, kind)
-        assert isinstance(mark, Column | Vocab)
-        self._not_features(linear, path, kind)
-        options = mark if isinstance(mark, Column) else Column()
-        count, rest = divmod(linear.out_features, options.blocks * options.grain)
-        if rest:
-            raise ConfigError(
-                f"{path!r} {linear!r}: its {linear.out_features} results are not {options.blocks} blocks of multiples of "
-                f"{options.grain}"
-            )
-        self._enough(path, count, "results" if options.grain == 1 else f"runs of {options.grain} results")
-        new_column = _column(linear, isinstance(kind, Part), options.blocks, options.grain, options.gather_output)
-        if options.gather_output:
-            return new_column, Whole()
-        size = (linear.out_features, options.blocks, options.grain)
-        return new_column, Features(*size, path, ends=isinstance(mark, Vocab))
-
-    def _token_embedding(self, layer: TokenEmbedding, path: str) -> tuple[Layer, Kind]:
-        self._enough(path, layer.vocab, "tokens in its vocabulary")
-        parts, size = self.sequence is not None, (layer.vocab, layer.d_model, layer.seq_len)
-        if parts:
-            self.partial.add(join(path, "position"))
-        new = VocabTokenEmbedding(*size, parts, init=layer.init, position_init=layer.position_init)
-        return new, Part() if parts else Whole()
-
-    def _marked_row(self, linear: Linear, path: str, kind: Kind) -> tuple[Layer, Kind]:
-        if not isinstance(kind, Features):
-            raise ConfigError(
-                f"{path!r} {linear!r} is a Row, but reads {kind}: make the Linear before it a Column, so that its "
-                "features are cut"
-            )
-        if kind.blocks != 1 or kind.total != linear.in_features:
-            raise ConfigError(
-                f"{path!r} {linear!r} cannot close {kind}: they are {kind.total} in {kind.blocks} blocks, and a Row "
-                f"reads {linear.in_features} in one block"
-            )
-        parts = self.sequence is not None
-        return self._row(linear, path, kind.grain, parts), Part() if parts else Whole()
-
-    def _pair(self, path: str, first: str, last: str) -> bool:
-        """Whether the layer at `path` is cut between its children `first` and `last`."""
-        marks = [self.marks.get(join(path, name)) for name in (first, last)]
-        if path in self.own:
-            return True
-        if marks == [None, None]:
-            return False
-        if not (isinstance(marks[0], Column) and isinstance(marks[1], Row)):
-            raise ConfigError(
-                f"{path!r}: {first!r} must be a Column and {last!r} the Row that closes it, but the plan says "
-                f"{_name(marks[0])} and {_name(marks[1])}; nn.Own says both"
-            )
-        return True
-
-    def _row(self, linear: Linear, path: str, grain: int, parts: bool) -> RowLinear:
-        if parts and linear.bias:
-            self.partial.add(join(path, "bias"))
-        size = (linear.in_features, linear.out_features, linear.bias, parts, grain)
-        return RowLinear(*size, init=linear.init, bias_init=linear.bias_init)
-
-    def _linear(self, layer: Layer, path: str, mark: Mark | None = None) -> Linear:
-        if type(layer) is not Linear:
-            what = f" as {_name(mark)}" if mark else ""
-            raise ConfigError(
-                f"{path!r} {layer!r} cannot be cut{what}: Column and Row take a Linear, Vocab an Embedding, "
-                "TokenEmbedding or the Linear that ends the model, and Own attention, MLP and what contains them"
-            )
-        return layer
-
-    def _dropout(self, layer: Layer, path: str, kind: Kind) -> Layer:
-        if type(layer) is not Dropout:
-            return layer
-        if isinstance(kind, Part):
-            return CutDropout(layer.p, 1)
-        assert isinstance(kind, Features)
-        if kind.blocks != 1:
-            raise ConfigError(f"{path!r} {layer!r} reads {kind} in {kind.blocks} blocks: put it where they are closed")
-        return CutDropout(layer.p, -1, kind.total, kind.grain)
-
-    def _by_itself(self, layer: Layer, path: str, kind: Kind, pieces: tuple[str, ...]) -> None:
-        """The layer must be able to work on what it gets without the rest."""
-        if type(layer) is Dropout or layer.acts_on in pieces:
-            return
-        raise ConfigError(
-            f"{path!r} {layer!r} reads {kind}, but acts on each {layer.acts_on} as a whole (Layer.acts_on): "
-            + (
-                "close them with a Row before it, or use Column(gather_output=True)"
-                if isinstance(kind, Features)
-                else f"it cannot be used with sequence={self.sequence!r}"
-            )
-        )
-
-    def _not_features(self, layer: Layer, path: str, kind: Kind) -> None:
-        if isinstance(kind, Features):
-            raise ConfigError(f"{path!r} {layer!r} reads {kind}: close them with a Row before it")
-
-    def _enough(self, path: str, count: int, things: str, instead: str = "") -> None:
-        if count < self.width:
-            way = f", or {instead}" if instead else ""
-            raise ConfigError(
-                f"{path!r} has {count} {things}, fewer than the {self.width} ranks of the tensor axis: use "
-                f"Mesh(tensor={max(count, 1)}) or less{way}"
-            )
-
-    def _features(self, path: str, total: int) -> Features:
-        return Features(total, 1, 1, path)
-
-    def _add_partial(self, layer: Layer, path: str) -> None:
-        self.partial.update(join(path, name) for name in layer.specs())
-
-
 def _root(rewriter: Rewriter, model: Layer, loss: Loss, inputs: list[Kind]) -> Planned:
     """The model with its ends: the first cut of what comes in whole, and what becomes of a result that is cut."""
     new, enter = model, None
     if isinstance(model, Container) and not isinstance(model, MLP):
         new, kinds = rewriter.visit(model, "", inputs)
     else:
-        if rewriter._enters(inputs[0], model, "", 0):
+        if rewriter.enters(inputs[0], model, "", 0):
             enter, inputs = Enter(), [Part()]
         new, kinds = rewriter.visit(model, "", inputs)
     if len(kinds) > 1 and any(not isinstance(kind, Whole) for kind in kinds):
@@ -395,7 +95,7 @@ def _root(rewriter: Rewriter, model: Layer, loss: Loss, inputs: list[Kind]) -> P
         new = Framed(new, enter, leave)
     elif leave:
         assert isinstance(new, Container)
-        name = _free(new, "leave")
+        name = free(new, "leave")
         new = new.rewired([*new.steps, Step(name, leave, new.outputs, (name,))], (name,))
     return Planned(new, loss, output_dim, _canonical(rewriter, new))
 
@@ -416,22 +116,3 @@ def _canonical(rewriter: Rewriter, model: Layer) -> frozenset[str]:
             name = rewriter.ties[name]
         names.add(name)
     return frozenset(name for name, spec in model.specs().items() if name in names and spec.trainable)
-
-
-def _column(
-    linear: Linear, sequence: bool = False, blocks: int = 1, grain: int = 1, gather_output: bool = False
-) -> ColumnLinear:
-    size = (linear.in_features, linear.out_features, linear.bias, gather_output, sequence, blocks, grain)
-    return ColumnLinear(*size, init=linear.init, bias_init=linear.bias_init)
-
-
-def _free(layer: Container, name: str) -> str:
-    """`name`, longer if something in the container is called so."""
-    taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
-    while name in taken:
-        name += "_"
-    return name
-
-
-def _name(mark: Mark | None) -> str:
-    return "nothing" if mark is None else type(mark).__name__

@@ -5,7 +5,7 @@ from fsdpx.program.check import check, check_pipe
 from fsdpx.program.compiler import KINDS, Program, Request, compile
 from fsdpx.program.count import Calls, Lifetime, Sizes, Traffic, lifetimes, peak, traffic
 from fsdpx.program.grid import arrow, grid
-from fsdpx.program.machine import Machine, Overlap, memory, overlap, peak_memory, simulate_programs
+from fsdpx.program.machine import Machine, Overlap, idle, memory, overlap, peak_memory, simulate_programs
 from fsdpx.program.passes import one_by_one
 from fsdpx.program.pipeline import pipeline
 from fsdpx.program.schedules import SCHEDULES, Plan, Schedule, in_flight, schedule
@@ -17,7 +17,7 @@ from fsdpx.program.verbs import SLOTS, VERBS, Move, Slot, Verb, buffer_of, kind_
 __all__ = [
     "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Calls", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move",
     "Overlap", "Plan", "Program", "Request", "Schedule", "Sizes", "Slot", "Slots", "Stage", "StageUnit", "Traffic",
-    "Verb", "arrow", "bubble", "buffer_of", "check", "check_pipe", "compile", "expand", "grid", "in_flight", "kind_of",
+    "Verb", "arrow", "bubble", "buffer_of", "check", "check_pipe", "compile", "expand", "grid", "idle", "in_flight", "kind_of",
     "lifetimes", "memory", "one_by_one", "overlap", "parse", "peak", "peak_memory", "pipeline", "schedule", "simulate",
     "simulate_programs", "traffic", "validate",
 ]  # fmt: skip

@@ -62,8 +62,8 @@ def _check_order(first: Program, other: Program, rank: int) -> None:
 def check_pipe(programs: Sequence[Program]) -> None:
     """Raise ProgramError unless the programs of all ranks of a pipe, run together, come to their end.
 
-    programs: by rank of the pipe. Sends and receives are issued at once; who first needs what was received waits for it,
-    and verbs of the whole world wait for each other.
+    programs: by rank of the pipe. Sends and receives are issued at once; who first needs what was received waits for
+    it, and verbs of the whole world wait for each other.
     """
     at, sent, due = [0] * len(programs), set[Action](), [dict[str, Action]() for _ in programs]
     moving = True
@@ -83,7 +83,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
     stuck = [rank for rank, program in enumerate(programs) if at[rank] < len(program.actions)]
     if stuck:
         raise ProgramError("\n".join(["the ranks of the pipe wait for each other", *_stuck(programs, at, due, sent)]))
-    _check_pairs(programs, sent)
+    _check_pairs(programs)
 
 
 def _waits(program: Program, at: int, due: dict[str, Action], sent: set[Action]) -> Action | None:
@@ -127,20 +127,21 @@ def _edge(program: Program, message: Action) -> Edge:
     return program.stage.edges[message.unit]
 
 
-def _check_pairs(programs: Sequence[Program], sent: set[Action]) -> None:
-    """Every message is sent by its sender and received by its receiver, once."""
-    received = Counter(a for program in programs for a in program.actions if a.op == "RECV")
+def _check_pairs(programs: Sequence[Program]) -> None:
+    """Every message is sent once, by its sender, and received once, by its receiver."""
+    counts = Counter(a for program in programs for a in program.actions if a.op in ("SEND", "RECV"))
     for rank, program in enumerate(programs):
         for at, action in enumerate(program.actions):
             if action.op not in ("SEND", "RECV"):
                 continue
-            edge = _edge(program, action)
-            if rank != (edge.sender if action.op == "SEND" else edge.receiver):
+            edge, sends = _edge(program, action), action.op == "SEND"
+            if rank != (edge.sender if sends else edge.receiver):
                 raise _error(program.actions, at, f"stands on rank {rank} of the pipe, where it does not belong")
-            if action.op == "SEND" and received[Action("RECV", action.unit, action.mb)] != 1:
-                raise _error(program.actions, at, f"is not received once by rank {edge.receiver} of the pipe")
-            if action.op == "RECV" and Action("SEND", action.unit, action.mb) not in sent:
-                raise _error(program.actions, at, f"is not sent by rank {edge.sender} of the pipe")
+            if counts[action] > 1:
+                raise _error(program.actions, at, f"stands there {counts[action]} times")
+            if counts[Action("RECV" if sends else "SEND", action.unit, action.mb)] != 1:
+                other = f"received by rank {edge.receiver}" if sends else f"sent by rank {edge.sender}"
+                raise _error(program.actions, at, f"is not {other} of the pipe")
 
 
 def _collectives(program: Program) -> list[Action]:

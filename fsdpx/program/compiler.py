@@ -32,7 +32,7 @@ class Request:
     resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
-    run forward again before their backward. peers: pages whose gradients other ranks have a part of.
+    run forward again before their backward.
     """
 
     kind: str
@@ -47,7 +47,6 @@ class Request:
     weighed: bool = False
     order: tuple[Action, ...] | None = None
     recompute: frozenset[int] = frozenset()
-    peers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def _finish(actions: list[Action], request: Request) -> list[Action]:
         actions = reduce_carried(sorted(request.grads), request.ahead)
         actions += [Action("JOIN", p) for p in request.stage.trained]
     resident = _resident_after(actions, request) if request.keep_full else set()
-    tail = [*(Action("TIE", p) for p in request.peers), Action("NORM")]
+    tail = [*(Action("TIE", p) for p in request.stage.ties), Action("NORM")]
     for p in reversed(request.stage.trained):
         tail += [Action("FREE", p)] if p in resident else []
         tail += [Action("UPDATE", p)]

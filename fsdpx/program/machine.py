@@ -14,7 +14,7 @@ from fsdpx.program.compiler import Program
 from fsdpx.program.simulate import Event, by_rank
 from fsdpx.program.verbs import SLOTS, VERBS, buffer_of, kind_of
 
-__all__ = ["Machine", "Overlap", "memory", "overlap", "peak_memory", "simulate_programs"]
+__all__ = ["Machine", "Overlap", "idle", "memory", "overlap", "peak_memory", "simulate_programs"]
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,8 @@ def _barriers(program: Program) -> Iterator[Key | None]:
         if VERBS[action.op].lane not in BARRIERS:
             yield None
             continue
-        twins = next((group for group in program.stage.twins if action.unit in group), action.unit)
-        times[action.op, twins] += 1
-        yield action.op, twins, times[action.op, twins]
+        times[action.op, action.unit] += 1
+        yield action.op, action.unit, times[action.op, action.unit]
 
 
 class _Line:
@@ -186,6 +185,17 @@ def overlap(events: Sequence[Event]) -> dict[int, Overlap]:
         hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in moving for b in computing)
         found[rank] = Overlap(sum(stop - start for start, stop in moving), hidden)
     return found
+
+
+def idle(events: Sequence[Event]) -> float:
+    """The share of a step in which ranks do not compute, in the mean of all ranks; from events of programs.
+
+    A step is as long as its longest rank takes from its first to its last action that computes, the bubble of Qi et al.
+    """
+    rows = [[e for e in row if VERBS[e.action.op].lane == "compute"] for row in by_rank(events).values()]
+    spans = [max(e.end for e in row) - min(e.start for e in row) for row in rows if row]
+    busy = sum(e.end - e.start for row in rows for e in row)
+    return 1.0 - busy / (len(rows) * max(spans)) if spans and max(spans) > 0 else 0.0
 
 
 def _moves(action: Action) -> bool:

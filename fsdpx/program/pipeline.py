@@ -1,6 +1,6 @@
 """The model cut over the ranks of a pipe: which stage each unit is in, and what travels between stages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
 from fsdpx.program.stage import Edge, Stage, readers
@@ -18,11 +18,12 @@ def pipeline(
     stages: Sequence[int],
     home: Sequence[int],
     twins: tuple[tuple[int, ...], ...] = (),
+    partial: Iterable[int] = (),
 ) -> tuple[Stage, ...]:
     """What each rank of the pipe sees.
 
     units: (pages, values read, values given) each. stages: the stage of each unit, ascending. home: the rank of each
-    stage. The loss reads the outputs in the last stage; every rank has the inputs.
+    stage. twins, partial: see `Stage`. The loss reads the outputs in the last stage; every rank has the inputs.
     """
     edges = _edges(units, inputs, outputs, stages, home)
     seen = []
@@ -34,9 +35,8 @@ def pipeline(
         )
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         made = readers(units, here, outputs if scores else ())
-        seen.append(
-            Stage(made, tuple(trainable), tuple(inputs), tuple(outputs), parts, edges, twins, rank, scores)
-        )
+        shared = (tuple(trainable), tuple(inputs), tuple(outputs))
+        seen.append(Stage(made, *shared, parts, edges, twins, frozenset(partial), rank, scores))
     return tuple(seen)
 
 

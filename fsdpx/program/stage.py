@@ -43,7 +43,8 @@ class Stage:
     units: of the whole model, in execution order; takes and reads are told for the units of this rank. trainable: one
     flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages, each as its number
     and its units. edges: what travels between all ranks. twins: pages that hold the same parameter for units that are
-    apart. rank: of the pipe. scores: the loss is computed here.
+    apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the loss is computed
+    here.
     """
 
     units: tuple[StageUnit, ...]
@@ -53,6 +54,7 @@ class Stage:
     parts: tuple[tuple[int, tuple[int, ...]], ...]
     edges: tuple[Edge, ...] = ()
     twins: tuple[tuple[int, ...], ...] = ()
+    partial: frozenset[int] = frozenset()
     rank: int = 0
     scores: bool = True
 
@@ -63,13 +65,12 @@ class Stage:
         trainable: Iterable[bool],
         inputs: Iterable[int],
         outputs: Iterable[int],
-        twins: tuple[tuple[int, ...], ...] = (),
     ) -> "Stage":
         """A model on one rank, from (pages, values read, values given) per unit; who reads a value last follows."""
         rows, outputs = list(units), tuple(outputs)
         here = range(len(rows))
         made, parts = readers(rows, here, outputs), ((0, tuple(here)),)
-        return cls(made, tuple(trainable), tuple(inputs), outputs, parts, twins=twins)
+        return cls(made, tuple(trainable), tuple(inputs), outputs, parts)
 
     @cached_property
     def here(self) -> tuple[int, ...]:
@@ -84,6 +85,18 @@ class Stage:
     @cached_property
     def trained(self) -> tuple[int, ...]:
         return tuple(p for p in self.pages if self.trainable[p])
+
+    @cached_property
+    def ties(self) -> dict[int, tuple[int, ...]]:
+        """What TIE sums with other ranks' or pages' gradients: the first page of each group -> this rank's pages."""
+        groups = {group[0]: tuple(p for p in group if p in self.trained) for group in self.twins}
+        alone = self.partial - {p for group in self.twins for p in group}
+        groups |= {p: (p,) for p in alone if p in self.trained}
+        return {first: groups[first] for first in sorted(groups) if groups[first]}
+
+    @cached_property
+    def tied(self) -> frozenset[int]:
+        return frozenset(p for pages in self.ties.values() for p in pages)
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -146,6 +159,8 @@ def _slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[s
     if kind in ("act", "dact"):
         return [f"{kind}{v}.{action.mb}" for v in _values(kind, over, action, stage)]
     match over:
+        case "page" if kind == "final":
+            return [_final(_unit(action), stage)]
         case "page":
             return [f"{kind}{action.unit}"]
         case "unit":
@@ -155,16 +170,19 @@ def _slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[s
             return [f"{kind}{p}" for p in pages if kind != "grad" or stage.trainable[p]]
         case "mb":
             return [f"{kind}.{action.mb}"]
-        case "all" if kind == "total":
-            return [f"{kind}{p}" for p in stage.trained]
+        case "all" if kind == "final":
+            return [_final(p, stage) for p in stage.trained]
         case "all":
             return [f"{kind}.{m}" for m in range(microbatches)] if stage.scores else []
         case "scored":
             return [kind] if stage.scores else []
         case "twins":
-            same = next((group for group in stage.twins if action.unit in group), (action.unit,))
-            return [f"{kind}{p}" for p in same if p in stage.trained]
+            return [f"{kind}{p}" for p in stage.ties.get(_unit(action), ())]
     raise AssertionError(f"the table has no word {word!r}")
+
+
+def _final(page: int, stage: Stage) -> str:
+    return f"{'tied' if page in stage.tied else 'total'}{page}"
 
 
 def _of_edge(over: str, action: Action, stage: Stage) -> list[str]:

@@ -10,7 +10,8 @@ A slot is a named place for one value. In the table a slot is written as a kind 
     "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
     "dact:out" "dact:in" "dact:outputs"      gradients of the same
     "saved:unit"     per unit and microbatch;  "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
-    "total:all"      of every trainable page;  "total:twins"  of the pages of this rank that hold one parameter
+    "final:page" "final:all"  gradients as they are updated with: "total", or "tied" where TIE sums it with other ranks'
+    "total:twins"    of the pages of this rank that hold one parameter
     "edge:last" "edge:kept" "edge:arrives"     what travels: an activation, or its gradient on the way back
     "weight:scored"  where the loss is computed;  "scale"  one for the whole step
 """
@@ -100,17 +101,19 @@ VERBS: dict[str, Verb] = {
         moves=(Move("replica", "all_reduce", "shard"),),
         about="page",
     ),
-    "TIE": Verb(adds=("total:twins",), lane="peers", moves=(Move("peers", "all_gather", "shard"),), about="page"),
+    "TIE": Verb(
+        takes=("total:twins",), gives=("tied:twins",), lane="peers", moves=(Move("peers", "all_gather", "shard"),), about="page"
+    ),  # fmt: skip
     # update
     "NORM": Verb(
         takes=("weight:scored",),
-        reads=("total:all",),
+        reads=("final:all",),
         gives=("scale",),
         lane="world",
         moves=(Move("world", "all_gather", "pair"),),
         about="",
     ),
-    "UPDATE": Verb(takes=("total:page",), reads=("scale",), adds=("shard:page",), about="page"),
+    "UPDATE": Verb(takes=("final:page",), reads=("scale",), adds=("shard:page",), about="page"),
 }
 
 SLOTS: dict[str, Slot] = {
@@ -120,6 +123,7 @@ SLOTS: dict[str, Slot] = {
     "sum": Slot("grad", "gradients"),
     "part": Slot("part", "gradients"),
     "total": Slot("part", "gradients"),
+    "tied": Slot("part", "gradients"),
     "act": Slot("act", "activations"),
     "dact": Slot("dact", "activations"),
     "saved": Slot("saved", "activations"),

@@ -126,7 +126,7 @@ def test_nan_inside_names_rank_unit_and_parameter(forward: bool) -> None:
         ({"codec": "zip"}, "unknown codec 'zip': choose one of plain"),
         ({"frozen": ("*.wight",)}, "frozen pattern '*.wight' matches no parameter"),
         ({"mesh": Mesh(shard=3)}, "needs 3 ranks, but the world has 2"),
-        ({"mesh": Mesh(shard=1, tensor=2)}, "pipe and tensor must be 1"),
+        ({"mesh": Mesh(shard=1, tensor=2)}, "a tensor axis of 2 ranks has nothing to cut in Chain"),
         ({"strategy": "ddp", "mesh": Mesh(shard=2)}, "strategy 'ddp' wants a shard axis of width 1"),
         ({"strategy": Sharding(replica=3, shard=1)}, "replica 3 x shard 1 = 3, but 2 ranks"),
     ],

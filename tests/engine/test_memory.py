@@ -40,7 +40,7 @@ def test_model_states_follow_the_formulas(strategy: str, params: float, grads: f
         states = sum(n for kind, n in after.items() if kind != "working set")
         assert states == pytest.approx(P * (params + grads + 2 * slots), rel=0.01)
         assert sum(before.values()) == states
-        page = max(s.page.size for s in trainer.engine.pages) * F32
+        page = max(s.page.size for s in trainer.engine.pages.values()) * F32
         full_pages, full_grads = 2 * (params < 1), 2 * (grads < 1)
         assert after.get("working set", 0) == (full_pages + full_grads) * page, (
             "two pages ahead, two gradients on their way"
@@ -111,7 +111,7 @@ def test_dry_run_equals_the_real_run() -> None:
                 **options,
             )
             assert dry.report.memory == report.memory
-            assert {k: c for k, c in dry.report.traffic.items() if k[0] != "data"} == report.predicted
+            assert {k: c for k, c in dry.report.traffic.items() if k[0] != "world"} == report.predicted
 
 
 def test_buffers_do_not_move_once_training() -> None:

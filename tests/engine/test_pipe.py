@@ -1,5 +1,7 @@
 """Pipelines: the same result as one process for every schedule, cut and placement; one hash with chunks."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from models import CASES, distance, make, part
 import fsdpx
 from fsdpx import Mesh
 from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, ProgramError
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv")
 
@@ -78,6 +81,73 @@ def test_recompute_changes_no_bit(mesh: Mesh, recompute: Any) -> None:
     plain, again = (fsdpx.spawn(run, 2, choice) for choice in (None, recompute))
     assert plain[0][0] == again[0][0]
     assert ("R" in {word.rstrip("0123456789.") for word in again[0][1].split()}) is (recompute != "attention")
+
+
+PIPE = Mesh(shard=1, pipe=2)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "text"),
+    [
+        ("mlp", {"mesh": Mesh(shard=1, pipe=6)}, r"6 stages, but the model has only 5 layers to cut between \('0', '1'"),
+        ("mlp", {"mesh": PIPE, "stages": ["0", "7"]}, "stages: there is no layer '7' to begin a stage with"),
+        ("mlp", {"mesh": PIPE, "stages": ["0", "0"]}, "stages follow each other, and the first begins at '0'"),
+        ("mlp", {"mesh": PIPE, "stages": ["1", "3"]}, "stages follow each other, and the first begins at '0'"),
+        ("mlp", {"mesh": PIPE, "stages": [2, 2]}, "each stage has at least one layer, all together 5"),
+        ("mlp", {"mesh": PIPE, "stages": ["0", "1", "2"]}, "3 stages cannot be dealt out to 2 ranks of the pipe"),
+        ("mlp", {"mesh": PIPE, "schedule": "2f2b"}, "2f2b.*gpipe.*1f1b.*interleaved"),
+        ("mlp", {"mesh": PIPE, "schedule": "zbv", "stages": ["0", "2"]}, "zbv"),
+        ("mlp", {"mesh": PIPE, "costs": {"2": -1.0}}, "costs: '2' is -1.0, a number of at least 0"),
+    ],
+)
+def test_pipes_that_cannot_work_are_refused(case: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        fsdpx.spawn(lambda comm: make(comm, case, "ddp", **options), options["mesh"].size)
+
+
+def test_costs_decide_where_a_model_is_cut() -> None:
+    def starts(comm: Communicator, **options: Any) -> tuple[int, ...]:
+        return make(comm, "mlp", "ddp", mesh=PIPE, **options).engine.layout.spread.starts
+
+    assert fsdpx.spawn(lambda comm: starts(comm, costs={"0": 100.0, "*": 1.0}), 2) == [(0, 1)] * 2
+    assert fsdpx.spawn(lambda comm: starts(comm, costs={"4": 100.0, "*": 1.0}), 2) == [(0, 4)] * 2
+    assert fsdpx.spawn(lambda comm: starts(comm, stages=[3, 2]), 2) == [(0, 3)] * 2
+
+
+def mine(ranks: int, microbatches: int, per_rank: int) -> list[str]:
+    """All forwards, then backwards with their second half apart."""
+    ends = range(microbatches)
+    return [
+        " ".join([f"F{r}.{m}" for m in ends] + [f"I{r}.{m} W{r}.{m}" for m in ends]) for r in range(ranks)
+    ]
+
+
+def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    compare("deep", PIPE, "fsdp", schedule=mine, microbatches=3)
+    file = tmp_path / "own.txt"
+    file.write_text("# two ranks, two microbatches\nF0.0 F0.1 B0.0 B0.1\nF1.0 B1.0 F1.1 B1.1\n")
+    compare("deep", PIPE, "zero1", schedule=str(file), microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("lines", "text"),
+    [
+        (["F0.0 B0.0", "B1.0 F1.0"], "F1.0"),
+        (["F0.0", "F1.0 B1.0"], "rank 0 has no B .or I and W. of stage 0, microbatch 0"),
+        (["B0.0 F0.0", "F1.0 B1.0"], "B0.0"),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_shown(lines: list[str], text: str) -> None:
+    """Before any communication, on all ranks alike, with the place."""
+
+    def run(comm: Communicator) -> str:
+        with pytest.raises(ProgramError) as caught:
+            make(comm, "mlp", "ddp", mesh=PIPE, schedule=lambda ranks, microbatches, per_rank: lines, microbatches=1)
+        return str(caught.value)
+
+    texts = set(fsdpx.spawn(run, 2))
+    assert len(texts) == 1
+    assert re.search(text, texts.pop())
 
 
 def test_the_other_calls_of_a_trainer() -> None:

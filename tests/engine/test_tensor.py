@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import compare, train
+from models import make
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
@@ -118,13 +119,15 @@ def test_ranks_of_a_line_must_have_the_same_samples() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"sequence": "ring"}, r"sequence='ring': the mesh has no tensor axis; say mesh=fsdpx.Mesh\(tensor=2, ...\)"),
-        ({"tensor_plan": {"0": nn.Column}}, "tensor_plan=.*: the mesh has no tensor axis"),
-        ({"stages": ["0", "2"]}, "stages=.*: the mesh has no pipe axis"),
+        ({"sequence": "ring"}, r"sequence='ring': there is no tensor axis; say mesh=fsdpx.Mesh\(tensor=2, ...\)"),
+        ({"tensor_plan": {"0": nn.Column}}, "tensor_plan=.*: there is no tensor axis"),
+        ({"stages": ["0", "2"]}, r"stages=\['0', '2'\]: there is no pipe axis"),
+        ({"stages": [1, 1], "costs": {"*": 1.0}, "mesh": Mesh()}, "stages and costs: .* give only one"),
+        ({"stages": ["0", "2"], "mesh": Mesh()}, "2 stages are named, the pipe has 1|per_rank"),
         ({"recompute": "some"}, "recompute='some': choose 'all', 'attention', a number k"),
         ({"recompute": 0}, "recompute=0: choose"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        fsdpx.spawn(lambda comm: train(comm, "wide", Mesh(shard=1), "ddp", **options), 1)
+        fsdpx.spawn(lambda comm: make(comm, "wide", "ddp", **options), 1)

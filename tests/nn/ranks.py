@@ -102,6 +102,12 @@ def compare(
         return once(planned.model, planned.loss, mine, x, target, environment(axes, **options), split)
 
     runs = on_axis(width, body)
+    check(planned, want, runs)
+    return planned, runs
+
+
+def check(planned: nn.Planned, want: Run, runs: list[Run]) -> None:
+    """What the ranks got, put together, is what one process got."""
     add = sum if planned.loss.partial else max
     assert add(run.weight for run in runs) == want.weight
     np.testing.assert_allclose(add(run.total for run in runs), want.total, rtol=1e-12)
@@ -115,4 +121,3 @@ def compare(
     for name, array in want.g.items():
         got = assembled(planned, runs, name)
         np.testing.assert_allclose(got, array, rtol=1e-12, atol=1e-12, err_msg=name)
-    return planned, runs

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 from fsdpx import nn
-from fsdpx.comm import Axes
+from fsdpx.comm import Axes, Mesh, connect
+from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import ShapeError
-from tests.nn.ranks import compare, environment, full, local, on_axis, once
+
+from .ranks import check, compare, environment, full, local, on_axis, once
 
 rng = np.random.default_rng(0)
 BOTH = pytest.mark.parametrize("sequence", ["ulysses", "ring"])
@@ -143,3 +145,25 @@ def test_sequences_that_do_not_fit():
             planned.model.forward(environment(axes), p, np.zeros((2, 10), int))
 
     on_axis(2, body)
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["node", "mpi"])
+@pytest.mark.parametrize("sequence", [None, "parallel", "ulysses", "ring"])
+def test_under_mpi(sequence, backend):
+    """The world is one tensor axis; two heads per rank and one more."""
+    comm = open_world(backend)
+    heads, time = 2 * comm.size + 1, 3 * comm.size
+    ids = np.random.default_rng(3)
+    x, target = ids.integers(0, 29, (2, 2, time))
+    model, loss = nn.GPT(29, 2 * heads, 2, heads, time, dropout=0.1), nn.CrossEntropy()
+    p = full(model)
+    want = once(model, loss, p, x, target, environment())
+    planned = nn.parallelise(model, loss, comm.size, sequence=sequence)
+    axes = connect(Mesh(shard=1, tensor=comm.size), comm)
+    mine = local(planned.model, p, comm.rank, comm.size)
+    runs = comm.all_gather_object(once(planned.model, planned.loss, mine, x, target, environment(axes)))
+    check(planned, want, runs)
+    axes.close()
+    comm.close()

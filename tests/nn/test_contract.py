@@ -83,7 +83,7 @@ CASES = {
     "GPT": (lambda: nn.GPT(11, 8, 2, 2, 6, dropout=0.1), lambda: ids(11, 3, 5)),
     # on an axis of one rank, where they move nothing; `test_tensor.py` and `test_context.py` have more
     "ColumnLinear": (lambda: nn.ColumnLinear(5, 6, blocks=3, grain=2), lambda: rows(4, 5)),
-    "ColumnLinearOfSequences": (lambda: nn.ColumnLinear(5, 6, gather_output=True, sequence=True), lambda: rows(4, 2, 5)),
+    "ColumnLinearGathered": (lambda: nn.ColumnLinear(5, 6, gather_output=True, sequence=True), lambda: rows(4, 2, 5)),
     "RowLinear": (lambda: nn.RowLinear(5, 3), lambda: rows(4, 5)),
     "RowLinearOfSequences": (lambda: nn.RowLinear(5, 3, sequence=True), lambda: rows(4, 2, 5)),
     "VocabEmbedding": (lambda: nn.VocabEmbedding(7, 4), lambda: ids(7, 3, 5)),
@@ -91,7 +91,6 @@ CASES = {
     "PartTokenEmbedding": (lambda: nn.PartTokenEmbedding(7, 4, 6), lambda: ids(7, 3, 5)),
     "CutDropout": (lambda: nn.CutDropout(0.3, dim=-1, total=6), lambda: rows(4, 6)),
     "Enter": (nn.Enter, lambda: rows(4, 6, 2)),
-    "EnterTokens": (nn.Enter, lambda: ids(7, 3, 5)),
     "Leave": (lambda: nn.Leave(6), lambda: rows(4, 6)),
     "Framed": (lambda: nn.Framed(nn.MLP(4), nn.Enter(), nn.Leave(4)), lambda: rows(4, 3, 4)),
 }

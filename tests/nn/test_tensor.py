@@ -13,7 +13,8 @@ from fsdpx.array.random import Random
 from fsdpx.comm import Axes, Mesh, connect
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.layer import Env
-from tests.nn.ranks import assembled, compare, environment, full, local, on_axis, once
+
+from .ranks import assembled, compare, environment, full, local, on_axis, once
 
 steady = settings(derandomize=True, database=None, deadline=None, max_examples=60)
 rng = np.random.default_rng(0)
@@ -218,8 +219,8 @@ def test_embeddings_cut_by_rows(width, split):
 
 
 def test_an_index_beyond_the_whole_table_is_refused():
+    layer = nn.VocabEmbedding(7, 4)
     with pytest.raises(DataError, match=r"index 7 is out of range: it must be from 0 to 6"):
-        layer = nn.VocabEmbedding(7, 4)
         layer.forward(environment(), full(layer), np.array([[1, 7]]))
 
 
@@ -296,7 +297,7 @@ def test_any_rank_of_any_axis_without_data(sequence):
     }
     x = shapes.ShapeArray((2, 64), np.int64)
     y, saved = planned.model.forward(env, p, x)
-    total, weight, held = planned.loss.forward(env, y, x)
+    _, _, held = planned.loss.forward(env, y, x)
     assert planned.model.backward(env, p, dict(p), saved, planned.loss.backward(env, held, 1.0)) is None
 
 

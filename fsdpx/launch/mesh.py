@@ -1,0 +1,46 @@
+"""What a command line says of a mesh and of what runs on it, made into what `distribute` takes."""
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from fsdpx.comm.mesh import AXES, Mesh
+from fsdpx.config import sharding
+from fsdpx.errors import ConfigError
+from fsdpx.program import SCHEDULES
+
+__all__ = ["add_options", "check", "fill", "recompute", "words"]
+
+
+def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
+    """Mesh, schedule, sequence and recompute. also: what schedule and sequence take beside one choice."""
+    p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
+    p.add_argument("--schedule", default=None, help=f"of the pipe: {', '.join(SCHEDULES)}, a text file{also}")
+    p.add_argument("--sequence", default=None, help=f"over the tensor axis: parallel, ulysses, ring{also}")
+    p.add_argument("--recompute", default=None, help="all, attention, k (every k-th unit), or bytes such as 512MiB")
+
+
+def fill(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
+    """The mesh with all widths; where it does not say how the data axis is cut, the strategy does, as in `distribute`."""
+    beside = (mesh.pipe or 1) * (mesh.tensor or 1)
+    if mesh.shard is None and mesh.replica == 1 and ranks % beside == 0:
+        placement = sharding(strategy, ranks // beside)
+        mesh = replace(mesh, replica=placement.replica, shard=placement.shard)
+    return mesh.resolve(ranks)
+
+
+def check(mesh: Mesh | None, schedule: str | None, sequence: str | None) -> None:
+    """Refuse what would mean nothing on this mesh."""
+    if schedule is not None and (mesh is None or mesh.pipe == 1):
+        raise ConfigError(f"--schedule {schedule}: the mesh has no pipe axis; say --mesh pipe=2")
+    if sequence is not None and (mesh is None or mesh.tensor == 1):
+        raise ConfigError(f"--sequence {sequence}: the mesh has no tensor axis; say --mesh tensor=2")
+
+
+def recompute(text: str | None) -> Any:
+    return int(text) if text is not None and text.isdecimal() else text
+
+
+def words(mesh: Mesh) -> str:
+    """Its axes that are wider than 1."""
+    return " x ".join(f"{axis}={mesh.width(axis)}" for axis in AXES if mesh.width(axis) > 1) or "one rank"

@@ -1,0 +1,130 @@
+"""What the pipe and tensor axes move and keep, against the published formulas."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from axes import train
+
+import fsdpx
+from fsdpx import Mesh, nn, optim
+from fsdpx.comm import Communicator
+from fsdpx.engine.dryrun import DryRun, dry_run
+from fsdpx.errors import ConfigError
+from fsdpx.program import parse
+
+WIDTH, ROWS, RANKS = 64, 4, 4
+VALUE = ROWS * WIDTH * 4
+"""Bytes of one microbatch of activations."""
+
+
+def run(rank: int = 0, microbatches: int = 8, ranks: int = RANKS, model: nn.Layer | None = None, **options: Any) -> DryRun:
+    model = model or nn.Chain(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * RANKS)])
+    batch = ((ROWS * microbatches, WIDTH), "float32")
+    return dry_run(
+        model, batch, batch, ranks=ranks, rank=rank, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), strategy="ddp",
+        mesh=Mesh(shard=1, pipe=ranks), microbatches=microbatches, group_bytes=0, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_activations_of_1f1b_are_bounded_by_the_depth(rank: int) -> None:
+    """Narayanan et al. 2021: at most P - r microbatches in flight on rank r, whatever their number."""
+    found = {m: run(rank, m, schedule="1f1b").activations for m in (8, 16, 32)}
+    assert len(set(found.values())) == 1
+    in_flight = RANKS - rank
+    # of each: what two layers read; beside them one that was received a step early, and one result
+    assert found[8] == (2 * in_flight + 2) * VALUE
+
+
+def test_activations_of_gpipe_grow_with_the_microbatches() -> None:
+    found = [run(1, m, schedule="gpipe").activations for m in (8, 16)]
+    assert found[1] - found[0] == 2 * 8 * VALUE  # two layers' inputs of eight more
+
+
+def test_the_pipe_moves_what_crosses_a_cut() -> None:
+    """An activation forward and its gradient back per microbatch and cut; the ends have one neighbour."""
+    for rank in range(RANKS):
+        report = run(rank, 8).report
+        neighbours = 1 if rank in (0, RANKS - 1) else 2
+        for call in ("send", "recv"):
+            count = report.traffic["pipe", call]
+            assert (count.calls, count.bytes) == (8 * neighbours, 8 * neighbours * VALUE)
+            assert report.predicted["pipe", call] == count
+
+
+@pytest.mark.parametrize("sequence", [None, "parallel", "ring"])
+def test_counted_bytes_equal_predicted_bytes(sequence: str | None) -> None:
+    """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
+
+    def one(comm: Communicator) -> Any:
+        trainer = train(
+            comm, "wide", Mesh(shard=2, pipe=2, tensor=2), "fsdp", sizes=(), sequence=sequence, microbatches=3
+        )[2]
+        x = np.random.default_rng(0).integers(0, 31, (5, 12))
+        trainer.reset()
+        trainer.step(x, x)
+        report = trainer.report()
+        return report.traffic, report.predicted
+
+    for traffic, predicted in fsdpx.spawn(one, 8):
+        assert {key for key in predicted if key[0] in ("pipe", "peers", "shard")} <= set(traffic)
+        assert any(axis == "peers" for axis, _ in predicted), "the tied embedding is on both stages"
+        for key, count in predicted.items():
+            if key[0] != "tensor":
+                assert traffic[key] == count, key
+            else:
+                assert traffic[key].bytes >= count.bytes
+
+
+BLOCKS = 6
+
+
+def blocks(recompute: Any, **options: Any) -> DryRun:
+    model = nn.Chain(*[nn.TransformerBlock(32, 4) for _ in range(BLOCKS)])
+    return dry_run(
+        model, ((2, 16, 32), "float32"), ((2, 16, 32), "float32"), ranks=1, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1),
+        strategy="ddp", group_bytes=0, recompute=recompute, **options,
+    )  # fmt: skip
+
+
+def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
+    """Chen et al. 2016: with every block recomputed, activations are one input per block and the inside of one block."""
+    value, inside = 2 * 16 * 32 * 4, 41_984  # bytes of one input, and of what one block keeps for backward, it included
+    assert blocks(None).activations == BLOCKS * inside + value
+    assert blocks("all").activations == (BLOCKS - 1) * value + inside + value
+
+
+def test_recompute_costs_one_more_forward() -> None:
+    ops = [a.op for a in parse(str(blocks("all").program))]
+    assert ops.count("R") == ops.count("C") == ops.count("B") == BLOCKS
+    assert ops.count("F") == 0
+    ops = [a.op for a in parse(str(blocks(3).program))]
+    assert (ops.count("R"), ops.count("F")) == (BLOCKS // 3, BLOCKS - BLOCKS // 3)
+
+
+def test_a_budget_recomputes_as_little_as_it_takes() -> None:
+    counts = []
+    for budget in ("1GiB", "150KiB", "24KiB"):
+        found = blocks(budget)
+        counts.append(sum(a.op == "R" for a in found.trainer.engine.ran.actions))
+    assert counts == [0, 3, BLOCKS]  # 3 x 41,984 + 3 x 4,096 bytes are less than 150 KiB, with one block more they are not
+    with pytest.raises(ConfigError, match=r"recompute: 1,024 bytes are not enough on rank 0: with every unit recomputed"):
+        blocks("1KiB")
+
+
+@pytest.mark.parametrize("sequence", ["ulysses", "ring"])
+def test_long_sequences_take_their_share_of_activations(sequence: str) -> None:
+    """1/N of the activation memory of one process on each of N ranks, up to a block of keys and values under way."""
+
+    def of(ranks: int) -> int:
+        more = {"sequence": sequence} if ranks > 1 else {}
+        model = nn.GPT(64, 32, 4, 4, 512)
+        return dry_run(
+            model, ((1, 512), "int64"), ((1, 512), "int64"), ranks=ranks, loss=nn.CrossEntropy(),
+            optimizer=optim.SGD(lr=0.1), strategy="ddp", mesh=Mesh(shard=1, tensor=ranks), **more,
+        ).activations  # fmt: skip
+
+    one = of(1)
+    for ranks in (2, 4):
+        assert of(ranks) < 1.15 * one / ranks
