@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md, written from the JSON files in bench/results between marks.
+"""The tables of the pages with figures, written from the JSON files in bench/results between marks.
 
     python bench/page.py
 
@@ -14,9 +14,11 @@ from typing import Any
 
 from records import RESULTS, load
 
-__all__ = ["PAGE", "render"]
+__all__ = ["PAGE", "PAGES", "render"]
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "benchmarks.md"
+PAGES = (PAGE, DOCS / "parallelism.md")
 MARK = re.compile(r"(<!-- (\w+): ([\w ,.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -41,7 +43,8 @@ def _text(name: str, title: str, found: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    PAGE.write_text(render(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(render(page.read_text()))
     return 0
 
 

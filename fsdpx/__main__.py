@@ -10,15 +10,7 @@ from fsdpx.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays"
-    )
-    parser.add_argument("--version", action="version", version=f"fsdpx {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
-    _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
-    _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     try:
         return _run(args)
     except FsdpxError as error:
@@ -26,6 +18,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"fsdpx {args.command}: {error}", file=sys.stderr)
             return 2
         raise  # the hook of the MPI job says it once and ends all ranks
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays"
+    )
+    p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
+    commands = p.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
+    _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
+    _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
+    return p
 
 
 def _run(args: argparse.Namespace) -> int:

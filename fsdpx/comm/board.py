@@ -7,9 +7,12 @@ window fence orders the words before the number.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from mpi4py import MPI
 
+from fsdpx.comm.checks import address
 from fsdpx.comm.communicator import Array
 from fsdpx.comm.host import Window
 
@@ -31,24 +34,28 @@ class Board:
         self._record = HEAD + max(PAYLOAD // 8, self.size)
         self._window = Window(comm, SLOTS * self._record * 8)
         self._bytes = self._window.parts
+        self.addresses = [address(part) for part in self._bytes]
+        self._fence = self._window.fence
         self._words = [memoryview(part.view(np.int64)) for part in self._bytes]
         self._mine = self._words[self.rank]
         self._bytes[self.rank][:] = 0  # a library may hand out memory that was used before
         comm.Barrier()
 
-    def post(self, number: int, *words: int) -> None:
-        """Say that this rank's data of a collective may be read, and up to six words about them."""
-        at = self._at(number)
+    def post(self, number: int, place: Sequence[int] | None = None) -> int:
+        """Say that this rank's data of a collective may be read, and where they lie. Returns where the record is: bytes
+        from each of `addresses`."""
+        at = number % SLOTS * self._record
         mine = self._mine
-        for i, word in enumerate(words):
-            mine[at + 2 + i] = word
-        self._window.fence()
+        if place is not None:
+            mine[at + 2], mine[at + 3], mine[at + 4] = place
+        self._fence()
         mine[at] = number
+        return 8 * at
 
     def posted(self, rank: int, number: int) -> bool:
         if self._words[rank][self._at(number)] < number:
             return False
-        self._window.fence()
+        self._fence()
         return True
 
     def words(self, rank: int, number: int, count: int) -> list[int]:
@@ -63,7 +70,7 @@ class Board:
 
     def finish(self, number: int) -> None:
         """Say that this rank has read all it needs for a collective."""
-        self._window.fence()
+        self._fence()
         self._mine[self._at(number) + 1] = number
 
     def finished(self, rank: int, number: int) -> bool:
@@ -71,7 +78,7 @@ class Board:
 
     def close(self) -> None:
         self._words, self._bytes = [], []
-        del self._mine
+        del self._mine, self._fence
         self._window.free()
 
     def _at(self, number: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,14 +39,13 @@ class Window:
         info.Free()
         self._win.Lock_all(MPI.MODE_NOCHECK)
         self.parts = [_bytes(self._win.Shared_query(rank)[0]) for rank in range(comm.Get_size())]
-
-    def fence(self) -> None:
+        self.fence: Callable[[], None] = self._win.Sync
         """Everything written before is seen by whoever sees what is written after."""
-        self._win.Sync()
 
     def free(self) -> None:
         """The memory is gone: no array of it may be used any more."""
         self.parts = []
+        del self.fence
         self._win.Unlock_all()
         self._win.Free()
 
@@ -62,6 +62,7 @@ class Host:
         self.leader = comm.bcast(world.Get_rank(), 0)
         self.common: set[int] = set()  # windows of which all ranks of a group use the same part
         self.windows: dict[int, Window] = {}
+        self.planned: ModuleType | None = None  # `fsdpx.comm.planned`, once there is memory to share
         self._owners: dict[int, tuple[int, int]] = {}
         self._places: dict[int, tuple[Array, Place]] = {}
         self._views: dict[tuple[int, ...], Array] = {}
@@ -89,6 +90,10 @@ class Host:
     def part(self, window: int, owner: int) -> Array:
         """What rank `owner` of the machine brought to a window."""
         return self.windows[window].parts[owner]
+
+    def address(self, window: int, owner: int) -> int:
+        """Where that is in this process."""
+        return address(self.part(window, owner))
 
     def release(self, array: Array) -> None:
         """Free the window that `array` lies in. No view of it may be in use. Collective over the world."""

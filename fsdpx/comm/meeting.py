@@ -9,7 +9,7 @@ from fsdpx.comm.board import Board
 from fsdpx.comm.steps import Progress, spin
 from fsdpx.errors import CommTimeout
 
-__all__ = ["Meeting"]
+__all__ = ["Meeting", "late"]
 
 GLANCES = 32
 """Looks at the board before a wait moves other transfers on, too: most ranks come together."""
@@ -25,6 +25,15 @@ class Group(Protocol):
     board: Board
     machine: list[int]
     others: list[int]
+
+
+def late(call: object, group: Group, missing: Sequence[int]) -> CommTimeout:
+    """What a wait raises when it has lasted too long. missing: who of the machine did not come."""
+    ranks = [group.machine[index] for index in missing]
+    return CommTimeout(
+        f"{call} is not complete after {group.timeout:g} s: ranks {ranks} did not call it with an array of a "
+        "window, or have ended"
+    )
 
 
 class Meeting:
@@ -73,11 +82,7 @@ class Meeting:
         group = self._group
         if any(self.test() for _ in range(GLANCES)) or spin(self.test, group.progress, group.timeout):
             return
-        late = [group.machine[index] for index in self._missing]
-        raise CommTimeout(
-            f"{self} is not complete after {group.timeout:g} s: ranks {late} did not call it with an array of a "
-            "window, or have ended"
-        )
+        raise late(self, group, self._missing)
 
     def free(self) -> bool:
         """Whether all have read this rank's record, so that its place on the board can be used anew."""

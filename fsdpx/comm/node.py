@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from mpi4py import MPI
 
+from fsdpx.array.kernels.choice import installed
 from fsdpx.comm import lanes
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.board import PAYLOAD, SLOTS, Board
@@ -22,14 +24,19 @@ from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceO
 from fsdpx.comm.host import Host, Place
 from fsdpx.comm.meeting import Meeting
 from fsdpx.comm.mpi import LIMIT, TIMEOUT, MpiCommunicator
-from fsdpx.comm.reduction import fold, is_half
+from fsdpx.comm.reduction import compilable, fold, is_half
 from fsdpx.comm.steps import Steps, spin
 from fsdpx.errors import CommTimeout
+
+if TYPE_CHECKING:
+    from fsdpx.comm.planned import Plan
 
 __all__ = ["SMALL", "NodeCommunicator"]
 
 SMALL = 8 << 10
-"""Bytes up to which sums travel as messages."""
+"""Bytes up to which sums travel as messages, unless they are compiled."""
+PLANS = 4096
+"""Plans that are kept."""
 
 
 class NodeCommunicator(Backend):
@@ -57,26 +64,34 @@ class NodeCommunicator(Backend):
         super().__init__(mpi.rank, mpi.size, mpi.progress)
         self.mpi, self.host, self.timeout = mpi, host, mpi.timeout
         self._owns = owns
-        everyone = mpi.all_gather_object((host.leader, host.rank))
-        names = list(dict.fromkeys(leader for leader, _ in everyone))
-        self.machines = [[r for r, (leader, _) in enumerate(everyone) if leader == name] for name in names]
+        everyone = mpi.all_gather_object((host.leader, host.rank, installed()))
+        names = list(dict.fromkeys(leader for leader, _, _ in everyone))
+        self.machines = [[r for r, (leader, _, _) in enumerate(everyone) if leader == name] for name in names]
         self.machine = self.machines[names.index(host.leader)]
         self.lane = self.machine.index(self.rank)
         self.others = [index for index in range(len(self.machine)) if index != self.lane]
         self._homes = [everyone[r][1] for r in self.machine]
         even = len({len(m) for m in self.machines}) == 1 and len(self.machine) > 1
         self.inside = even and len(self.machines) == 1
+        self.compiles = self.inside and all(able for _, _, able in everyone)
         self.across = mpi.split(self.lane, self.rank) if even and not self.inside else None
         if even:
             local = mpi.raw.Split(names.index(host.leader), self.rank)
             self.board = Board(cast(MPI.Intracomm, local))
             local.Free()
         self._number = 0
-        self._latest: list[Meeting | str | None] = [None] * SLOTS
+        self.latest: list[Any] = [None] * SLOTS
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._waits: Plan | None = None
         self.turn, self._tickets = 0, 0
 
     def __repr__(self) -> str:
         return f"NodeCommunicator(rank={self.rank}, size={self.size}, machines={len(self.machines)})"
+
+    @property
+    def planned(self) -> ModuleType | None:
+        """The code of planned calls, where it is loaded."""
+        return self.host.planned if self.compiles else None
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -90,10 +105,12 @@ class NodeCommunicator(Backend):
 
         None, on all ranks, if a machine has no room. Collective over the communicator that was opened first.
         """
+        self._prepare()
         return self.host.allocate(nbytes)
 
     def share_one(self, nbytes: int) -> Array | None:
         """The same, but one piece of memory for all ranks of this group on a machine."""
+        self._prepare()
         number = self.host.window(nbytes if self.lane == 0 else 0)
         if number is None:
             return None
@@ -105,6 +122,36 @@ class NodeCommunicator(Backend):
         self.host.release(array)
 
     # -- collectives -----------------------------------------------------------------------------
+
+    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
+        plan = self._plans.get((id(send), id(recv), counts if counts is None else tuple(counts)))
+        if plan is None or not plan.fits(send, recv):
+            return super().all_gather(send, recv, counts, what=what)
+        if plan.own is not None:
+            plan.own[...] = send
+        return plan.issue(self.reserve(), what)
+
+    def reduce_scatter(
+        self,
+        send: Array,
+        recv: Array,
+        op: ReduceOp = ReduceOp.SUM,
+        counts: Sequence[int] | None = None,
+        *,
+        what: str = "",
+    ) -> Handle:
+        plan = self._plans.get((id(send), id(recv), op, counts if counts is None else tuple(counts)))
+        if plan is None or not plan.fits(send, recv):
+            return super().reduce_scatter(send, recv, op, counts, what=what)
+        return plan.issue(self.reserve(), what)
+
+    def all_reduce(
+        self, buf: Array, op: ReduceOp = ReduceOp.SUM, algorithm: str = "library", *, what: str = ""
+    ) -> Handle:
+        plan = self._plans.get((id(buf), op)) if algorithm == "library" else None
+        if plan is None or not plan.fits(buf, buf):
+            return super().all_reduce(buf, op, algorithm, what=what)
+        return plan.issue(self.reserve(), what)
 
     def _all_gather(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
         if self.inside and max(cut.counts) * recv.dtype.itemsize <= PAYLOAD and isinstance(recv, np.ndarray):
@@ -140,10 +187,14 @@ class NodeCommunicator(Backend):
         """Into memory that all share: this rank's piece lies there, all there is to do is to say so."""
         if self.across is not None:
             return self._steps(lanes.all_gather_common(self, send, recv, cut, self._ticket(), what))
-        start = cut.displs[self.rank] * recv.dtype.itemsize
-        if source != (into.window, into.owner, into.offset + start):
-            cut.part(recv, self.rank)[...] = send
-        return self.sync(self.reserve(), "all_gather", what)
+        own, start = cut.part(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
+        there = source == (into.window, into.owner, into.offset + start)
+        if not there:
+            own[...] = send
+        if self.planned is None:
+            return self.sync(self.reserve(), "all_gather", what)
+        plan = self.planned.gathered(self, [send, recv], None if there else own)
+        return self._first(plan, [(id(send), id(recv), counts) for counts in self._sayings(cut)], what)
 
     def _gather_from(self, place: Place, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
         """Everybody copies the others' pieces from where they lie: n - n/N read and written."""
@@ -159,14 +210,17 @@ class NodeCommunicator(Backend):
         return self.meet(number, place, "all_gather", what, copy)
 
     def _reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
-        place = self._find_sum(send)
+        place = self._find_sum(send, op)
         if place is None:
             return self.mpi._reduce_scatter(send, recv, op, cut, what)
         if self.across is not None:
             return self._steps(lanes.reduce_scatter(self, place, send, recv, op, cut, self._ticket(), what))
-        number, own = self.reserve(), cut.part(send, self.rank)
         # The start of `send` is others' to read until all have finished; its own piece is not.
         aside = overlay(send, recv) and self.lane > 0
+        if self.planned is not None and compilable(send.dtype, op) and not aside and isinstance(recv, np.ndarray):
+            plan = self.planned.added(self, "reduce_scatter", [send, recv], place, op, cut)
+            return self._first(plan, [(id(send), id(recv), op, counts) for counts in self._sayings(cut)], what)
+        number, own = self.reserve(), cut.part(send, self.rank)
         target = own if aside else recv
 
         def add() -> None:
@@ -176,12 +230,15 @@ class NodeCommunicator(Backend):
         return self.meet(number, place, "reduce_scatter", what, add, last=last)
 
     def _all_reduce(self, buf: Array, op: ReduceOp, what: str) -> Handle:
-        place = self._find_sum(buf)
+        place = self._find_sum(buf, op)
         if place is None:
             return self.mpi._all_reduce(buf, op, what)
         if self.across is not None:
             return self._steps(lanes.all_reduce(self, place, buf, op, self._ticket(), what))
-        number, cut = self.reserve(), even_pieces(buf.size, self.size)
+        cut = even_pieces(buf.size, self.size)
+        if self.planned is not None and compilable(buf.dtype, op):
+            return self._first(self.planned.added(self, "all_reduce", [buf], place, op, cut), [(id(buf), op)], what)
+        number = self.reserve()
 
         def add() -> None:
             """Each rank adds one slice and writes the sum into everybody's buffer: nobody else touches that slice."""
@@ -218,7 +275,22 @@ class NodeCommunicator(Backend):
         return self.meet(number, place, "all_to_all", what, copy)
 
     def _barrier(self, what: str) -> Handle:
-        return self.sync(self.reserve(), "barrier", what) if self.inside else self.mpi._barrier(what)
+        if self.planned is None:
+            return self.sync(self.reserve(), "barrier", what) if self.inside else self.mpi._barrier(what)
+        if self._waits is None:
+            self._waits = self.planned.barrier(self)
+        return self._waits.issue(self.reserve(), what)
+
+    def _first(self, plan: Plan, keys: Sequence[tuple[Any, ...]], what: str) -> Handle:
+        """A call that was planned just now; from the next one on it is found by its key."""
+        if len(self._plans) >= PLANS:
+            self._plans.clear()
+        self._plans.update(dict.fromkeys(keys, plan))
+        return plan.issue(self.reserve(), what)
+
+    def _sayings(self, cut: Pieces) -> Sequence[tuple[int, ...] | None]:
+        """The `counts` that mean this cut."""
+        return (None, cut.counts) if cut == even_pieces(cut.total, self.size) else (cut.counts,)
 
     # -- left to MPI -----------------------------------------------------------------------------
 
@@ -249,15 +321,16 @@ class NodeCommunicator(Backend):
         """The number of a meeting: taken when a call is issued, in one order on all ranks, however late it meets."""
         self._number += 1
         slot = self._number % SLOTS
-        if not self._free(slot) and not spin(partial(self._free, slot), self.progress, self.timeout):
-            raise CommTimeout(f"{self._latest[slot]}: {SLOTS} meetings later, not all ranks have taken part")
-        self._latest[slot] = "a call"
+        taken = self.latest[slot] is not None and not self._free(slot)
+        if taken and not spin(partial(self._free, slot), self.progress, self.timeout):
+            raise CommTimeout(f"{self.latest[slot]}: {SLOTS} meetings later, not all ranks have taken part")
+        self.latest[slot] = "a call"
         return self._number
 
     def _free(self, slot: int) -> bool:
         """Whether the place on the board can be used anew: all have read what was there."""
-        latest = self._latest[slot]
-        return latest is None or (isinstance(latest, Meeting) and latest.free())
+        latest = self.latest[slot]
+        return latest is None or (not isinstance(latest, str) and latest.free())
 
     def sync(self, number: int, verb: str, what: str) -> Handle:
         """A meeting without work: complete when all have come."""
@@ -266,7 +339,7 @@ class NodeCommunicator(Backend):
 
     def meet(self, number: int, place: Place, verb: str, what: str, work: Callable[[], None], **terms: Any) -> Handle:
         """Post where an array lies; `work` when all have done so, complete when all have finished theirs."""
-        self.board.post(number, *place)
+        self.board.post(number, place)
         return self._meet(number, verb, what, work, **terms)
 
     def peer(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
@@ -280,16 +353,24 @@ class NodeCommunicator(Backend):
 
     def _meet(self, number: int, verb: str, what: str, work: Callable[[], None] | None = None, **terms: Any) -> Meeting:
         meeting = Meeting(self, number, verb, what, work, **terms)
-        self._latest[number % SLOTS] = meeting
+        self.latest[number % SLOTS] = meeting
         return meeting
+
+    def _prepare(self) -> None:
+        """Who has memory to share wants collectives to be fast: from now on those that repeat run as compiled code."""
+        if self.compiles and self.planned is None:
+            from fsdpx.comm import planned
+
+            self.host.planned = planned
 
     def _find(self, array: Array) -> Place | None:
         return self.host.find(array) if self.shares else None
 
-    def _find_sum(self, array: Array) -> Place | None:
-        """Few bytes are faster as messages: MPI libraries need no Python. 16-bit sums are rounded once, in rank order:
-        partial sums of a machine would be rounded before."""
-        if array.nbytes <= SMALL or not (self.inside or not is_half(array.dtype)):
+    def _find_sum(self, array: Array, op: ReduceOp) -> Place | None:
+        """Few bytes are faster as messages where the sum is not compiled: MPI libraries need no Python. 16-bit sums are
+        rounded once, in rank order: partial sums of a machine would be rounded before."""
+        small = array.nbytes <= SMALL and not (self.compiles and compilable(array.dtype, op))
+        if small or not (self.inside or not is_half(array.dtype)):
             return None
         return self._find(array)
 

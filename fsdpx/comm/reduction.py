@@ -11,7 +11,7 @@ from fsdpx.array.kernels import add_widened, store
 from fsdpx.comm.communicator import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
-__all__ = ["combine", "fold", "is_half", "kind_of", "objection", "reduce_in_order"]
+__all__ = ["combine", "compilable", "fold", "is_half", "kind_of", "objection", "reduce_in_order"]
 
 _KINDS = {
     "float64": "float",
@@ -45,6 +45,11 @@ def kind_of(dtype: np.dtype) -> str:
 def is_half(dtype: np.dtype) -> bool:
     """Whether arrays of `dtype` are added in float32."""
     return kind_of(dtype) == "half"
+
+
+def compilable(dtype: np.dtype, op: ReduceOp) -> bool:
+    """Whether compiled code can add it: most of what training moves."""
+    return dtype.char in "fd" and op in (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def combine(op: ReduceOp) -> np.ufunc:

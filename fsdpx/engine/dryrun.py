@@ -13,9 +13,17 @@ from fsdpx.engine.report import Report
 from fsdpx.engine.trainer import Trainer
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
-from fsdpx.program import Program
+from fsdpx.program import SLOTS, VERBS, Action, Program
 
 __all__ = ["DryRun", "dry_run"]
+
+GROWING = frozenset(
+    op
+    for op, verb in VERBS.items()
+    for kind in (word.partition(":")[0] for word in (*verb.gives, *verb.adds))
+    if kind == "edge" or SLOTS[kind].memory == "activations"
+)
+"""Verbs after which there may be more activations than before."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,12 @@ def dry_run(
     program = trainer.program
     trainer.engine.counters.clear()
     held: list[int] = []
-    trainer.engine.observers.append(lambda action: held.append(activation_bytes(trainer.engine)))
+
+    def look(action: Action) -> None:
+        if action.op in GROWING:
+            held.append(activation_bytes(trainer.engine))
+
+    trainer.engine.observers.append(look)
     trainer.step(_shapes(x), _shapes(y))
     return DryRun(program, trainer.report(), trainer, max(held))
 

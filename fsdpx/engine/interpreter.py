@@ -58,16 +58,16 @@ class Bound:
                 else:
                     with poker.during(self._poke):
                         values = operation(engine, room, action, taken, read, added)
+                for slot, value in zip(fills, values, strict=True):
+                    store[slot] = value
+                    if value.__class__ is Pending and value.handle is not DONE:
+                        engine.flying.append((lane, value))
+                for observe in engine.observers:
+                    observe(action)
             except Exception as error:
                 engine.forget()
                 error.add_note(f"on rank {engine.axes.world.rank}, in action {action} ({self._about(action)})")
                 raise
-            for slot, value in zip(fills, values, strict=True):
-                store[slot] = value
-                if value.__class__ is Pending and value.handle is not DONE:
-                    engine.flying.append((lane, value))
-            for observe in engine.observers:
-                observe(action)
             end = perf_counter()
             clock.add(action.op, end - ready, ready - begin)
             if clock.timeline is not None:

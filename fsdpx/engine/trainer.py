@@ -366,12 +366,14 @@ class Trainer:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Run without seeing or touching gradients that are being accumulated."""
-        store = self.engine.store
+        engine = self.engine
+        store, adding = engine.store, engine.adding
         kept = {slot: store.pop(slot) for slot in list(store) if not slot.startswith(("shard", "full"))}
         try:
             yield
         finally:
             store.update(kept)
+            engine.adding = adding
 
     def _discard(self, kind: str) -> None:
         store = self.engine.store

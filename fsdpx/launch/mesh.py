@@ -21,7 +21,7 @@ def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
 
 
 def fill(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
-    """The mesh with all widths; where it does not say how the data axis is cut, the strategy does, as in `distribute`."""
+    """All widths of a mesh; where it does not say how the data axis is cut, the strategy does, as in `distribute`."""
     beside = (mesh.pipe or 1) * (mesh.tensor or 1)
     if mesh.shard is None and mesh.replica == 1 and ranks % beside == 0:
         placement = sharding(strategy, ranks // beside)

@@ -135,9 +135,14 @@ def _schedule(plan: Plan) -> str:
     """The order of forwards and backwards on all ranks of the pipe, in time steps that F, I and W each take."""
     idle = bubble(simulate(plan, UNIT), plan, UNIT)
     pairs = ", ".join(map(str, in_flight(plan)))
-    head = f"schedule {plan.name}: {plan.stages} stages, {plan.microbatches} microbatches; F, I and W as long as a step"
+    numbers = f"{_count(plan.stages, 'stage')}, {_count(plan.microbatches, 'microbatch', 'es')}"
+    head = f"schedule {plan.name}: {numbers}; F, I and W as long as a step"
     found = f"bubble {idle:.1%} (simulated, messages take no time); in flight by rank: {pairs}"
     return f"{head}\n{grid(plan, WIDE)}\n{found}"
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{plural * (number != 1)}"
 
 
 def _drawing(plan: Plan, path: str) -> str:

@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from models import CASES, distance, make, part
+from models import KNOWN, distance, make, part
 
 import fsdpx
 from fsdpx import Mesh
@@ -23,7 +23,7 @@ def train(
     trainer = make(comm, case, strategy, mesh=mesh, **{**OPTIONS, **options})
     rng, losses = np.random.default_rng(5), []
     for n in sizes:
-        x, y = CASES[case].batch(rng, n)
+        x, y = KNOWN[case].batch(rng, n)
         mine = part(trainer.data, n, options.get("chunks"))
         losses.append(trainer.step(x[mine], y[mine]))
     return losses, trainer.parameters(), trainer

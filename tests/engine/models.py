@@ -77,11 +77,18 @@ CASES = {
     "mlp": Case(mlp, nn.MSE(), rows),
     "gpt": Case(gpt, nn.CrossEntropy(), tokens),
     "untied": Case(untied, nn.CrossEntropy(label_smoothing=0.1), tokens),
-    "deep": Case(deep, nn.CrossEntropy(), tokens),
-    "wide": Case(wide, nn.CrossEntropy(label_smoothing=0.1), partial(tokens, time=12)),
     "norms": Case(norms, nn.MSE(), rows),
     "graph": Case(graph, nn.MSE(), rows),
 }
+
+
+LARGER = {
+    "deep": Case(deep, nn.CrossEntropy(), tokens),
+    "wide": Case(wide, nn.CrossEntropy(label_smoothing=0.1), partial(tokens, time=12)),
+}
+"""For the pipe and tensor axes."""
+
+KNOWN = CASES | LARGER
 
 
 def part(comm: Communicator, n: int, chunks: int | None = None) -> slice:
@@ -93,7 +100,7 @@ def part(comm: Communicator, n: int, chunks: int | None = None) -> slice:
 
 
 def make(comm: Communicator, case: str, strategy: Any = "fsdp", **options: Any) -> Trainer:
-    chosen = CASES[case]
+    chosen = KNOWN[case]
     optimizer = options.pop("optimizer", None) or optim.AdamW(lr=1e-2, eps=1e-5)
     options = {"precision": "float64", "group_bytes": 2048, "seed": 3, **options}
     return chosen.model().as_distributed(loss=chosen.loss, optimizer=optimizer, strategy=strategy, comm=comm, **options)

@@ -128,7 +128,7 @@ def test_counted_equals_predicted(size: int, chunks: int, strategy: str) -> None
         return trainer.report()
 
     for report in spawn(go, size):
-        assert {k: c for k, c in report.traffic.items() if k[0] != "data"} == report.predicted
+        assert {k: c for k, c in report.traffic.items() if k[0] != "world"} == report.predicted
 
 
 def test_predict_and_evaluate_take_any_batch() -> None:

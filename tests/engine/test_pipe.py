@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from axes import OPTIONS, compare, train
-from models import CASES, distance, make, part
+from models import CASES, KNOWN, distance, make, part
 
 import fsdpx
 from fsdpx import Mesh
@@ -155,7 +155,7 @@ def test_the_other_calls_of_a_trainer() -> None:
 
     def run(comm: Communicator, mesh: Mesh) -> Any:
         trainer = make(comm, "deep", "zero2", mesh=mesh, microbatches=2, **OPTIONS)
-        x, y = CASES["deep"].batch(np.random.default_rng(5), 8)
+        x, y = KNOWN["deep"].batch(np.random.default_rng(5), 8)
         mine = part(trainer.data, 8)
         trainer.accumulate(x[mine][:1], y[mine][:1])
         with trainer.no_sync():

@@ -20,12 +20,12 @@ def moved(comm: Communicator, strategy: Any, m: int = 1, **options: Any) -> Any:
     trainer.step(x[mine], y[mine])
     trainer.reset()
     trainer.step(x[mine], y[mine])
-    return trainer.report(), [(s.page.size, s.mine.size) for s in trainer.engine.pages]
+    return trainer.report(), [(s.page.size, s.mine.size) for s in trainer.engine.pages.values()]
 
 
 def data(report: Any) -> dict[tuple[str, str], Any]:
     """Parameters and gradients only: control messages go over the `data` axis."""
-    return {key: count for key, count in report.traffic.items() if key[0] != "data"}
+    return {key: count for key, count in report.traffic.items() if key[0] != "world"}
 
 
 @pytest.mark.parametrize("m", [1, 3])

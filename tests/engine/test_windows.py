@@ -112,7 +112,7 @@ def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None
     itemsize = trainer.engine.dtype.itemsize
     if world.size > 1:
         assert sum(sizes) <= trainer.engine.layout.size * itemsize
-        assert all(state.full is not None for state in trainer.engine.pages)
+        assert all(state.full is not None for state in trainer.engine.pages.values())
     trainer.close()
 
 

@@ -56,7 +56,7 @@ def test_counted_equals_predicted(world: Communicator, strategy: str) -> None:
     trainer.reset()
     trainer.step(x[mine], y[mine])
     report = trainer.report()
-    assert {k: c for k, c in report.traffic.items() if k[0] != "data"} == report.predicted
+    assert {k: c for k, c in report.traffic.items() if k[0] != "world"} == report.predicted
     trainer.close()
 
 

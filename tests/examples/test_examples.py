@@ -45,6 +45,36 @@ def test_gpt_hash_is_the_same_at_any_number_of_ranks() -> None:
     assert len(hashes) == 1
 
 
+SHORT = ("--data", str(ROOT / "fsdpx" / "comm"), "--steps", "2", "--batch", "8", "--validate", "2")
+SHORT += ("--validation-batches", "1", "--no-tune")
+
+
+@pytest.mark.parametrize("sequence", ["parallel", "ring"])
+def test_gpt_on_a_mesh_gives_the_loss_and_the_text_of_one_process(sequence: str) -> None:
+    mesh = ("--mesh", "pipe=2,tensor=2", "--schedule", "1f1b", "--microbatches", "8", "--recompute", "all")
+    more = ("--sample", "6", "--dtype", "float64")
+    one, four = (
+        run(1, "fsdpx.examples.gpt", *SHORT, *more),
+        run(4, "fsdpx.examples.gpt", *SHORT, *more, *mesh, "--sequence", sequence),
+    )
+    losses = [re.search(r"training loss (\S+), validation loss (\S+) ", done.stdout) for done in (one, four)]
+    assert losses[0] is not None
+    assert losses[1] is not None
+    assert losses[0].groups() == losses[1].groups()
+    assert one.stdout.split("sample:")[1] == four.stdout.split("sample:")[1]
+    assert four.stdout.count("text: ") == 1  # said by one rank
+    assert "fsdp on 4 ranks (pipe=2 x replica=1 x shard=1 x tensor=2)" in four.stdout
+
+
+def test_gpt_hash_does_not_see_a_pipe() -> None:
+    arguments = (*SHORT, "--chunks", "4", "--hash")
+    found = (
+        run(1, "fsdpx.examples.gpt", *arguments),
+        run(4, "fsdpx.examples.gpt", *arguments, "--mesh", "pipe=2", "--schedule", "zbv", "--strategy", "zero1"),
+    )
+    assert len({done.stdout.split("sha256 ")[1] for done in found}) == 1
+
+
 def test_drawn_digits_are_reproducible() -> None:
     a, b = digits.draw(5, seed=3), digits.draw(5, seed=3)
     np.testing.assert_array_equal(a[0], b[0])

@@ -68,12 +68,71 @@ def test_show_of_a_thousand_ranks_and_a_model_that_would_not_fit(capsys: pytest.
     assert "rank 1023 of 1024" in capsys.readouterr().out
 
 
+def shown(capsys: pytest.CaptureFixture[str], line: str) -> str:
+    assert main(["show", *line.split()]) == 0
+    return capsys.readouterr().out
+
+
+def test_show_of_a_pipe_has_its_grid_bubble_and_drawing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    png = tmp_path / "zbv.png"
+    line = "gpt-small --mesh pipe=4,tensor=2 --schedule zbv --microbatches 8 --recompute all --sequence parallel"
+    text = shown(capsys, f"{line} --grid --png {png} --rank 1")
+    assert "gpt-small: GPT, 8 blocks" in text
+    assert "fsdp on pipe=4 x tensor=2, rank 1 of 8, batch 16" in text
+    for word in ("C0.0", "R7.0", "I7.0", "W7.0", "SEND0.0", "RECV10.0", "TIE1"):
+        assert f" {word}" in text, word
+    assert len(re.findall(r"^rank \d  ", text, re.M)) == 4
+    assert "schedule zbv: 8 stages, 8 microbatches" in text
+    assert "bubble 0.0% (simulated, messages take no time); in flight by rank: 8, 8, 8, 8" in text
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert f"drawn: {png}" in text
+
+
+def test_show_of_a_grid_without_a_pipe_has_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "mlp --ranks 2 --microbatches 2 --grid")
+    assert re.findall(r"^rank .*", text, re.M) == ["rank 0  F0 B0 -- F1 B1 --"]
+    assert "schedule 1f1b: 1 stage, 2 microbatches" in text
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv"])
+@pytest.mark.parametrize("rank", range(4))
+def test_show_of_any_rank_predicts_what_it_counts(rank: int, schedule: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"gpt-tiny --mesh pipe=2,shard=2 --schedule {schedule} --microbatches 4 --rank {rank}"
+    rows = re.findall(r"over (pipe|shard|peers) +(\S+) +(\S+ \S+) +(\S+) calls, (\S+ \S+)", shown(capsys, line))
+    assert len(rows) >= 4
+    assert all(calls == predicted and size == expected for _, calls, size, predicted, expected in rows)
+
+
+def test_show_counts_what_layers_move_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "gpt-tiny --mesh tensor=2,shard=2 --sequence parallel")
+    assert re.search(r"all-gather over tensor +\S+ +\S+ \S+ +\(in layers\)", text)
+    assert re.search(r"all-reduce over tensor +\d+ +\S+ \S+ +\d+ calls, \S+ \S+ \(in layers\)", text)
+    assert re.search(r"all-gather over world +2 .*\(control\)", text)
+
+
+def test_ranks_of_one_line_have_the_same_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    """13 samples on 2 data ranks are 6 and 7: at equal stages their activations differ, along a line they do not."""
+    peaks = []
+    for rank in range(4):
+        text = shown(capsys, f"gpt-tiny --mesh tensor=2,shard=2 --batch 13 --rank {rank}")
+        peaks.append(re.search(r"activations at their peak +(\S+ \S+)", text)[1])  # type: ignore[index]
+    assert peaks[0] == peaks[1] != peaks[2] == peaks[3]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["show", "nothing"], "no example 'nothing': choose one of gpt-tiny"),
         (["show", "--strategy", "zero9"], "unknown strategy 'zero9'"),
         (["show", "--ranks", "2", "--rank", "2"], "fake rank 2 of 2 does not exist"),
+        (["show", "--mesh", "pipes=2"], "--mesh pipes=2: the axes are pipe, replica, shard, tensor"),
+        (["show", "--mesh", "pipe=2", "--ranks", "3"], "needs a multiple of 2 ranks, but the world has 3"),
+        (["show", "--mesh", "shard=4", "--schedule", "zbv"], "--schedule zbv: the mesh has no pipe axis"),
+        (["show", "--mesh", "pipe=2", "--sequence", "ring"], "--sequence ring: the mesh has no tensor axis"),
+        (["show", "--mesh", "pipe=2", "--recompute", "some"], "recompute='some': choose 'all', 'attention'"),
+        (["show", "--mesh", "pipe=2", "--schedule", "mine"], "schedule='mine' is none of 'gpipe', '1f1b'"),
+        (["show", "--mesh", "pipe=4", "--schedule", "zbv"], "8 stages, but the model has only 7 layers"),
         (["verify", "--precision", "float8"], "choose float64, float32 or all"),
     ],
 )
@@ -133,6 +192,21 @@ def test_the_main_job_trains_and_reports() -> None:
     for word in ("tokens/s", "bits per byte", "peak memory per rank", "all-gather over shard", "sample:", "sha256"):
         assert word in done.stdout, word
     assert "step 1/3  loss" in done.stderr
+
+
+def test_verify_of_a_mesh_under_mpiexec() -> None:
+    done = job(4, "fsdpx", "verify", "--mesh", "pipe=2,tensor=2", "--schedule", "zbv", "--steps", "2")
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^OK  fsdp (float\d\d), 4 ranks, pipe=2 x tensor=2, zbv: ", done.stdout, re.M) == [
+        "float64",
+        "float32",
+    ]
+
+
+def test_a_mesh_that_does_not_fit_the_ranks_ends_the_job() -> None:
+    done = job(3, "fsdpx", "verify", "--mesh", "pipe=2", timeout=30)
+    assert done.returncode != 0
+    assert "needs a multiple of 2 ranks, but the world has 3" in done.stderr
 
 
 def test_an_error_before_training_is_said_once_and_ends_all_ranks() -> None:

@@ -8,7 +8,7 @@ from fsdpx.program import Request, Sizes, compile, lifetimes, peak, traffic
 N = 4
 ELEMENTS = (1000, 2001, 1500, 777)
 OWN = tuple(n // N for n in ELEMENTS)
-SIZES = Sizes(ELEMENTS, OWN, OWN, 4, 4, {"shard": N, "replica": 1, "data": N})
+SIZES = Sizes(ELEMENTS, OWN, OWN, 4, 4, {"shard": N, "replica": 1})
 WHOLE = sum(ELEMENTS)
 MOVED = 4 * (WHOLE - sum(OWN))  # bytes of one all-gather or reduce-scatter of everything
 
@@ -37,7 +37,7 @@ def test_kept_gradients_are_reduced_once() -> None:
 
 
 def test_ddp_moves_no_parameters() -> None:
-    sizes = Sizes(ELEMENTS, ELEMENTS, OWN, 4, 4, {"shard": 1, "replica": N, "data": N})
+    sizes = Sizes(ELEMENTS, ELEMENTS, OWN, 4, 4, {"shard": 1, "replica": N})
     moved = traffic(compile(requests("step", CHAIN, 3, "ddp")), sizes)
     assert list(moved) == [("replica", "all_reduce")]
     assert moved["replica", "all_reduce"].bytes == 2 * MOVED
@@ -46,7 +46,7 @@ def test_ddp_moves_no_parameters() -> None:
 
 def test_hybrid_reduces_shards_over_replicas() -> None:
     half = tuple(o // 2 for o in OWN)
-    sizes = Sizes(ELEMENTS, OWN, half, 4, 4, {"shard": N, "replica": 2, "data": 2 * N})
+    sizes = Sizes(ELEMENTS, OWN, half, 4, 4, {"shard": N, "replica": 2})
     moved = traffic(compile(requests("step", CHAIN, 1, "fsdp")), sizes)
     assert moved["replica", "all_reduce"].bytes == 2 * 4 * (sum(OWN) - sum(half))
 
