@@ -30,6 +30,7 @@ help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
 	@echo "make test         all tests: thread ranks, then 1 to 5 MPI ranks"
 	@echo "make test-mpi-N   the MPI tests at N ranks"
+	@echo "make thorough     thousands of random meshes, schedules and placements (an hour)"
 	@echo "make test-gpu     parity on a GPU, if there is one"
 	@echo "make lint type    ruff; mypy"
 	@echo "make check        lint, types and the tests on thread ranks: no MPI"
@@ -54,6 +55,9 @@ test-threads: $(VENV)/.ready
 
 test-mpi-%: $(VENV)/.ready
 	$(MPIEXEC) $(MPIFLAGS) -n $* $(PY) tests/world.py
+
+thorough: $(VENV)/.ready
+	$(PY) -m pytest tests/engine/test_any_mesh.py --hypothesis-profile=thorough --timeout=0
 
 test-gpu: $(VENV)/.ready
 	$(PY) -m pytest tests -m gpu -rs

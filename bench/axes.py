@@ -142,7 +142,7 @@ def main() -> int:
     cases = [case for case in CASES if case.table in options.models]
     if options.quick:
         options.rounds, options.seconds = 1, 0.1
-        cases = [case for case in cases if case.table != "small"]
+        cases = [case for case in cases if case.table != "small"][::4]
     results = turns(cases, options)
     rows = [row(case, results[case]) for case in cases]
     found = {"rounds": options.rounds, "seconds": options.seconds, "cores": os.cpu_count(), "rows": rows}

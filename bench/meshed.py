@@ -11,7 +11,6 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from worker import Training, measure
@@ -53,9 +52,8 @@ def bytes_by_axis(trainer: fsdpx.Trainer, timed: Training) -> dict[str, int]:
         mine[axis] += count.bytes
     del mine["world"]
     found = timed.everyone(dict(mine))
-    return {
-        axis: max(rank.get(axis, 0) for rank in found) for axis in sorted({axis for rank in found for axis in rank})
-    }
+    axes = sorted({axis for rank in found for axis in rank})
+    return {axis: max(rank.get(axis, 0) for rank in found) for axis in axes}
 
 
 def main() -> int:

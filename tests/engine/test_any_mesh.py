@@ -44,7 +44,6 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(configurations(), st.integers(0, 9))
-@settings(deadline=None)
 def test_any_mesh_trains_to_parity_or_is_refused(choice: dict[str, Any], delays: int) -> None:
     attempt(dict(choice), delays)
 
