@@ -24,7 +24,7 @@ MPIFLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 endif
 PY := $(BIN)/python
 
-.PHONY: help train test test-gpu lint type check replay bench bench-gpu docs clean
+.PHONY: help train test thorough test-gpu lint type check replay bench bench-gpu docs clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"

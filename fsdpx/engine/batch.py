@@ -15,7 +15,10 @@ from fsdpx.engine.engine import Engine, Microbatch
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.layout.tree import chunks_of
 
-__all__ = ["ENDED", "Part", "agree", "array_of", "cut", "digest_of", "fits_chunks", "imagined_rows", "inputs_of", "target_of"]
+__all__ = [
+    "ENDED", "Part", "agree", "array_of", "check_chunks", "cut", "digest_of", "fits_chunks", "imagined_rows",
+    "inputs_of", "most_chunks", "target_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -181,12 +184,12 @@ def most_chunks(chunks: int, ranks: int) -> int:
     return max(len(chunks_of(chunks, r, ranks)) for r in range(ranks))
 
 
-def check_chunks(chunks: int | None, microbatches: int) -> None:
+def check_chunks(chunks: int | None, microbatches: int | None) -> None:
     if chunks is None:
         return
     if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
         raise ConfigError(f"chunks={chunks!r}: a positive number of equal parts of the global batch")
-    if microbatches != 1:
+    if microbatches not in (None, 1):
         raise ConfigError(
             f"chunks={chunks} and microbatches={microbatches}: each chunk is a microbatch, give only one of them"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,6 +24,7 @@ from fsdpx.comm.opening import adopt
 from fsdpx.comm.opening import world as open_world
 from fsdpx.config import Precision, Sharding
 from fsdpx.engine.batch import check_chunks, most_chunks
+from fsdpx.engine.choices import agree, check_model, check_numbers, check_options, check_parts, is_collective
 from fsdpx.engine.engine import Engine, Options
 from fsdpx.engine.pipe import Pipe
 from fsdpx.engine.poker import Poker
@@ -32,7 +32,7 @@ from fsdpx.engine.recompute import recompute as recomputed
 from fsdpx.engine.scaler import Scaler
 from fsdpx.engine.ties import connect_ties
 from fsdpx.engine.trainer import Trainer
-from fsdpx.engine.tuning import tune_for
+from fsdpx.engine.tuning import Tuning, tune_for
 from fsdpx.engine.warm import warm
 from fsdpx.engine.windows import memory_of, share_gradients, share_parameters
 from fsdpx.errors import ConfigError
@@ -42,6 +42,7 @@ from fsdpx.layout.stages import cut_stages
 from fsdpx.layout.state import Holding, PageState, hold, initialise, state_arrays
 from fsdpx.layout.units import Layout, Spread, lay_out
 from fsdpx.nn.layer import Layer
+from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort
 from fsdpx.optim import Segment, Segments
 from fsdpx.program import Stage, pipeline
@@ -84,8 +85,9 @@ def distribute(
     loss, optimizer: from `fsdpx.nn` and `fsdpx.optim`. strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or
     `fsdpx.Sharding(...)`. mesh: widths of the axes; they replace those of the strategy. comm: an mpi4py communicator
     (duplicated) or a `Communicator`, by default that of `fsdpx.init()`; backend: "mpi" or "local" opens one anew.
-    microbatches: how many pieces each rank's batch runs in (default 1, in a pipe 4 per rank of it). seed: of initialisation and dropout, independent of the
-    layout. precision: "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`. clip_norm: largest global
+    microbatches: how many pieces each rank's batch runs in (default 1; in a pipe 4 for each of its ranks, which leaves
+    little of the bubble: Huang et al. 2019). seed: of initialisation and dropout, independent of the layout. precision:
+    "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`. clip_norm: largest global
     gradient norm. group_bytes: smaller layers are grouped until a unit holds that many bytes of parameters (default:
     measured, 1 MiB without tuning).
     codec: how gradients travel ("plain", "ring", "bf16", "fp16" or a `Codec`). chunks: cut the global batch into that
@@ -104,51 +106,36 @@ def distribute(
     recompute: units that run forward again instead of keeping what backward needs: "all", every k-th, as many as it
     takes to stay within "512MiB", or "attention" alone.
     """
-    check_chunks(chunks, 1 if microbatches is None else microbatches)
-    _check_numbers(microbatches=1 if microbatches is None else microbatches, clip_norm=clip_norm, seed=seed, group_bytes=group_bytes, ahead=ahead)
-    _check_parts(model, loss, optimizer, mesh, frozen)
+    check_chunks(chunks, microbatches)
+    check_numbers(
+        microbatches=microbatches, clip_norm=clip_norm, seed=seed, group_bytes=group_bytes, ahead=ahead
+    )
+    check_parts(model, loss, optimizer, mesh, frozen)
+    check_options(mesh, stages, costs, tensor_plan, sequence)
     formats, xp, again = config.precision(precision), namespace(device), recomputed(recompute)
-    dtype = dtype_of(formats.compute)
+    dtype, wire = dtype_of(formats.compute), dtype_of(formats.wire)
     world = _world(comm, backend)
     guard = environment.read().check and not isinstance(world, Guarded) if check is None else check
     tuning = tune_for(world, environment.read().tune if tune is None else tune, xp)
     axes, placement = _axes(strategy, mesh, world, guard, ahead)
-    _check_options(mesh, stages, costs, tensor_plan, sequence)
-    whole_loss, alone = loss, sort(model)
-    parts, output_dim = frozenset[str](), None
-    if axes.tensor.size > 1 or tensor_plan is not None or sequence is not None:
-        from fsdpx.nn.plan import parallelise
-
-        planned = parallelise(model, loss, axes.tensor.size, tensor_plan, sequence)
-        model, loss, output_dim, parts = planned.model, planned.loss, planned.output_dim, planned.partial
-    ordered = sort(model)
-    _check_model(ordered, chunks)
+    planned = _planned(model, loss, axes, tensor_plan, sequence)
+    ordered = sort(planned.model)
+    check_model(ordered, chunks)
     if microbatches is None:
         microbatches = 1 if axes.pipe.size == 1 or chunks is not None else 4 * axes.pipe.size
     pipe = Pipe(schedule, axes.pipe.size, _per_rank(stages, axes.pipe.size))
-    plan = pipe.plan(microbatches if chunks is None else most_chunks(chunks, axes.data.size))
-    spread = Spread(
-        cut_stages(ordered, plan.stages, stages, costs),
-        plan.home,
-        axes.tensor.rank,
-        axes.tensor.size,
-        parts,
-        apart=chunks is not None,
-    )
+    home = pipe.home(microbatches if chunks is None else most_chunks(chunks, axes.data.size))
+    starts = cut_stages(ordered, len(home), stages, costs)
+    tensor, apart = axes.tensor, chunks is not None
+    spread = Spread(starts, home, tensor.rank, tensor.size, planned.partial, apart)
     group = tuning.group_bytes if group_bytes is None else group_bytes
     layout = lay_out(ordered, dtype.itemsize, group, frozen, spread)
-    carried = codec_of(codec, formats.sums, formats.compute, "library" if tuning.windows else tuning.algorithm)
-    if chunks is not None and not isinstance(carried, Plain):
-        raise ConfigError(
-            f"chunks={chunks}: chunks travel and are added in {formats.compute}; leave codec out, and for 16-bit "
-            "parameters say precision=fsdpx.Precision(params='bf16')"
-        )
+    carried = _carried(codec, formats, tuning, chunks)
     options = Options(seed, clip_norm, chunks, check_finite, _words(schedule), repr(recompute))
-    _agree(
+    agree(
         world, axes.mesh, placement, formats, options, layout, optimizer, loss, type(carried).__name__, microbatches,
         device,
     )  # fmt: skip
-    wire = dtype_of(formats.wire)
     engine = Engine(
         xp=xp,
         model=ordered,
@@ -163,7 +150,7 @@ def distribute(
         wire=None if wire.itemsize >= dtype.itemsize else wire,
         codec=carried,
         optimizer=optimizer,
-        loss=loss,
+        loss=planned.loss,
         options=options,
         pages={},
         state={},
@@ -171,30 +158,33 @@ def distribute(
         tuning=tuning,
         pipe=pipe,
         recompute=again,
-        output_dim=output_dim,
+        output_dim=planned.output_dim,
         poker=_poker(tuning.progress if progress is None else progress, ordered, axes),
     )
     if xp is np:
         keep_pages()
     norm, lines = clip_norm is not None or engine.scaler.dynamic, any(unit.lines for unit in layout.units)
-    warm(xp, model, loss, optimizer, dtype, dtype, norm, lines)
+    warm(xp, planned.model, planned.loss, optimizer, dtype, dtype, norm, lines)
     _allocate(engine)
     engine.ties = connect_ties(engine)
-    return Trainer(engine, alone, whole_loss, microbatches)
+    return Trainer(engine, sort(model), loss, microbatches)
 
 
-def _check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
-    """What says nothing without a mesh. On an axis that is one rank wide it says nothing either, but may stand there."""
-    for name, given, axis in (
-        ("stages", stages, "pipe"),
-        ("costs", costs, "pipe"),
-        ("tensor_plan", plan, "tensor"),
-        ("sequence", sequence, "tensor"),
-    ):
-        if given is not None and mesh is None:
-            raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
-    if stages is not None and costs is not None:
-        raise ConfigError("stages and costs: the first cuts by hand, the second automatically; give only one of them")
+def _planned(model: Layer, loss: Any, axes: Axes, plan: Any, sequence: str | None) -> Planned:
+    """What this line of the tensor axis runs: the model itself, if there is no such axis."""
+    if axes.tensor.size == 1 and plan is None and sequence is None:
+        return Planned(model, loss, None, frozenset())
+    return parallelise(model, loss, axes.tensor.size, plan, sequence)
+
+
+def _carried(codec: str | Codec | None, formats: Precision, tuning: Tuning, chunks: int | None) -> Codec:
+    carried = codec_of(codec, formats.sums, formats.compute, "library" if tuning.windows else tuning.algorithm)
+    if chunks is not None and not isinstance(carried, Plain):
+        raise ConfigError(
+            f"chunks={chunks}: chunks travel and are added in {formats.compute}; leave codec out, and for 16-bit "
+            "parameters say precision=fsdpx.Precision(params='bf16')"
+        )
+    return carried
 
 
 def _per_rank(stages: Any, ranks: int) -> int | None:
@@ -202,66 +192,14 @@ def _per_rank(stages: Any, ranks: int) -> int | None:
     if stages is None:
         return None
     if len(stages) == 0 or len(stages) % ranks:
-        raise ConfigError(f"stages={list(stages)}: {len(stages)} stages cannot be dealt out to {ranks} ranks of the pipe")
+        raise ConfigError(
+            f"stages={list(stages)}: {len(stages)} stages cannot be dealt out to {ranks} ranks of the pipe"
+        )
     return len(stages) // ranks
 
 
 def _words(schedule: Any) -> str:
     return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
-
-
-def _check_numbers(**options: Any) -> None:
-    """microbatches and seed are needed, the others may be None."""
-    wanted = {
-        "microbatches": (int, 1, "a positive number"),
-        "clip_norm": (float, None, "a positive number, or None"),
-        "seed": (int, 0, "a whole number, 0 or more"),
-        "group_bytes": (int, 0, "a number of bytes, 0 or more"),
-        "ahead": (int, 0, "a number of pages, 0 or more"),
-    }
-    for name, value in options.items():
-        kind, least, text = wanted[name]
-        if value is None and name not in ("microbatches", "seed"):
-            continue
-        number = isinstance(value, int | np.integer) or (kind is float and isinstance(value, float))
-        if isinstance(value, bool) or not number or (value < least if least is not None else not value > 0):
-            raise ConfigError(f"{name}={value!r}: {text}")
-
-
-def _check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
-    if not isinstance(model, Layer):
-        raise ConfigError(f"the model is {model!r}: a layer such as nn.Chain(...) is needed")
-    for name, value, methods in (
-        ("loss", loss, ("forward", "backward", "validate")),
-        ("optimizer", optimizer, ("update", "slots", "lr")),
-    ):
-        if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
-            hint = f"{value.__name__}(...)" if isinstance(value, type) else "one of fsdpx.nn or fsdpx.optim"
-            raise ConfigError(f"{name}={value!r}: an object is needed, {hint}")
-    if mesh is not None and not isinstance(mesh, Mesh):
-        raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed")
-    if isinstance(frozen, str):
-        raise ConfigError(f"frozen={frozen!r}: a list of name patterns is needed, [{frozen!r}]")
-
-
-def _agree(world: Communicator, *choices: Any) -> None:
-    """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference."""
-    names = (
-        "mesh", "strategy", "precision", "options", "model", "optimizer", "loss", "codec", "microbatches", "device",
-    )  # fmt: skip
-    everyone = world.all_gather_object([_text(choice) for choice in choices])
-    for rank, texts in enumerate(everyone):
-        for name, first, theirs in zip(names, everyone[0], texts, strict=True):
-            if first != theirs:
-                raise ConfigError(f"ranks differ in {name}: rank 0 has {first}, rank {rank} has {theirs}")
-
-
-def _text(choice: Any) -> str:
-    if isinstance(choice, Layout):
-        shapes = [(p.index, f.name, choice.specs[f.source].shape) for p in choice.pages for f in p.fields]
-        return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
-    text = repr(choice)
-    return type(choice).__name__ if " at 0x" in text else text
 
 
 def _world(comm: Any, backend: str | None) -> Communicator:
@@ -294,25 +232,12 @@ def _filled(strategy: str | Sharding, mesh: Mesh, ranks: int) -> Mesh:
     return mesh.resolve(ranks)
 
 
-def _check_model(model: Sorted, chunks: int | None) -> None:
-    collective = [node.path for node in model.nodes if _is_collective(node.layer)]
-    if chunks is not None and collective:
-        raise ConfigError(
-            f"chunks={chunks}: layer {collective[0]!r} takes statistics over the global batch, so chunks cannot be "
-            "computed one by one; use LayerNorm or RMSNorm, or leave chunks out"
-        )
-
-
 def _poker(progress: str, model: Sorted, axes: Axes) -> Poker | None:
     """Layers that call collectives themselves leave no action to a thread."""
     if progress not in ("loop", "thread"):
         raise ConfigError(f"progress={progress!r}: choose loop or thread")
-    busy = axes.tensor.size > 1 or any(_is_collective(node.layer) for node in model.nodes)
+    busy = axes.tensor.size > 1 or any(is_collective(node.layer) for node in model.nodes)
     return Poker() if progress == "thread" and not busy else None
-
-
-def _is_collective(layer: Layer) -> bool:
-    return layer.collective or any(map(_is_collective, layer.children().values()))
 
 
 def _stages(layout: Layout) -> tuple[Stage, ...]:

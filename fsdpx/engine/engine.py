@@ -227,8 +227,9 @@ class Engine:
     def state_home(self) -> dict[str, int]:
         """The rank of the pipe that moves each running statistic."""
         spread, layout = self.layout.spread, self.layout
-        names = ((join(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
-        return {layout.canonical(name): spread.rank_of(i) for name, i in names if layout.canonical(name) in layout.state}
+        users = ((join(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
+        names = ((layout.canonical(name), i) for name, i in users)
+        return {name: spread.rank_of(i) for name, i in names if name in layout.state}
 
     def name(self, page: int) -> str:
         """A page in words, for errors: the names it holds."""

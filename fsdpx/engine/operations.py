@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import block_squares, exact_sum, expansion
 from fsdpx.comm.communicator import DONE
@@ -20,13 +18,14 @@ from fsdpx.engine.gradients import Gradient, Pending, Plainly, Subtrees
 from fsdpx.engine.gradients import join as start_join
 from fsdpx.engine.gradients import reduce as start_reduce
 from fsdpx.engine.memory import Room
-from fsdpx.engine.pipe import tag
+from fsdpx.engine.messages import receive as start_receive
+from fsdpx.engine.messages import send as start_send
 from fsdpx.engine.ties import add_together
-from fsdpx.errors import DataError, ShapeError
+from fsdpx.errors import DataError
 from fsdpx.nn.gradients import Entry
 from fsdpx.nn.layer import Env
 from fsdpx.optim import rate
-from fsdpx.program import Action, Edge, StageUnit
+from fsdpx.program import Action, StageUnit
 
 __all__ = ["OPERATIONS", "Mean", "Scale"]
 
@@ -123,50 +122,13 @@ def again(engine: Engine, room: Room, action: Action, taken: Values, read: Value
 
 
 def send(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    edge, batch, (value,) = engine.stage.edges[_unit(action)], engine.batch[_mb(action)], (*taken, *read)
-    if batch is None:
-        return ()
-    expected, xp = engine.message(edge.value, batch), engine.xp
-    if edge.gradient and not _differentiable(expected):
-        return ()
-    if value is None:  # nothing that counts depends on it here
-        value = xp.zeros(expected.shape, dtype=expected.dtype)
-    if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
-        raise ShapeError(
-            f"{action}: value {edge.value} is {value.dtype}{list(value.shape)}, rank {edge.receiver} of the pipe expects "
-            f"{expected.dtype}{list(expected.shape)}: dim 0 must be samples, and shapes may depend on shapes only"
-        )
-    flat = xp.ascontiguousarray(value).reshape(-1)
-    handle = engine.axes.pipe.send(flat, edge.receiver, _tag(engine, edge, action), what=_what(engine, edge, action))
-    pending = Pending(handle, lambda: flat)  # which keeps the array until it is sent
-    engine.flying.append(("pipe", pending))
-    engine.sends.append(pending)
+    (value,) = (*taken, *read)
+    start_send(engine, engine.stage.edges[_unit(action)], _mb(action), value, str(action))
     return ()
 
 
-def recv(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    edge, batch = engine.stage.edges[_unit(action)], engine.batch[_mb(action)]
-    if batch is None:
-        return (None,)
-    expected = engine.message(edge.value, batch)
-    if edge.gradient and not _differentiable(expected):
-        return (None,)
-    flat = engine.xp.empty((expected.size,), dtype=expected.dtype)
-    handle = engine.axes.pipe.recv(flat, edge.sender, _tag(engine, edge, action), what=_what(engine, edge, action))
-    return (Pending(handle, lambda: flat.reshape(expected.shape)),)
-
-
-def _differentiable(value: Any) -> bool:
-    return np.dtype(value.dtype).kind not in "iub"
-
-
-def _tag(engine: Engine, edge: Edge, action: Action) -> int:
-    return tag(engine.stage, edge, _mb(action), len(engine.batch))
-
-
-def _what(engine: Engine, edge: Edge, action: Action) -> str:
-    node = engine.model.nodes[edge.value - len(engine.model.inputs)]
-    return f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"
+def receive(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    return (start_receive(engine, engine.stage.edges[_unit(action)], _mb(action), str(action)),)
 
 
 def backward(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -456,7 +418,7 @@ def _same(a: Any, b: Any) -> bool:
 OPERATIONS: dict[str, Operation] = {
     "LOAD": load,
     "SEND": send,
-    "RECV": recv,
+    "RECV": receive,
     "F": forward,
     "E": evaluate,
     "C": checkpoint,

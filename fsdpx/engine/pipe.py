@@ -28,6 +28,11 @@ class Pipe:
             self._plans[microbatches] = schedule(self.choice, self.width, microbatches, self.per_rank)
         return self._plans[microbatches]
 
+    def home(self, microbatches: int) -> tuple[int, ...]:
+        """The rank of each stage. One rank runs the model as one stage."""
+        home = self.plan(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
+        return home if self.width > 1 else (0,)
+
     def order(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
         """Forwards and backwards of one rank; None without a pipe: one microbatch after the other."""
         return None if self.width == 1 else self.plan(microbatches).ranks[rank]
@@ -43,8 +48,8 @@ class Pipe:
             order = None if request.order is None else self.order(request.microbatches, rank)
             programs.append(compile(replace(bare, stage=stage, order=order)))
         check_pipe(programs)
-        last = max((tag(stages[0], e, request.microbatches - 1, request.microbatches) for e in stages[0].edges), default=0)
-        if last >= TAGS:
+        last = request.microbatches - 1
+        if any(tag(stages[0], e, last, request.microbatches) >= TAGS for e in stages[0].edges):
             raise ConfigError(
                 f"{request.microbatches} microbatches and {len(stages[0].edges)} values between stages need more than "
                 f"{TAGS} different messages between two ranks: use fewer microbatches"

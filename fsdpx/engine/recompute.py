@@ -24,7 +24,7 @@ _BYTES = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class Recompute:
-    """every: each so many units one, 0 none. budget: bytes that what backward needs may take on a rank, None for any.
+    """every: each so many units one, 0 none. budget: bytes that what backward needs may take on a rank, or None.
     cores: kinds of layers that keep less inside their unit."""
 
     every: int = 0
@@ -52,14 +52,14 @@ def recompute(choice: Any) -> Recompute:
     match = _SIZE.fullmatch(choice) if isinstance(choice, str) else None
     if match is None:
         raise ConfigError(
-            f"recompute={choice!r}: choose 'all', 'attention', a number k for every k-th unit, or the bytes that may be "
-            "kept for backward, such as '512MiB'"
+            f"recompute={choice!r}: choose 'all', 'attention', a number k for every k-th unit, or the bytes that may "
+            "be kept for backward, such as '512MiB'"
         )
     return Recompute(budget=int(float(match[1]) * _BYTES[match[2][0]]))
 
 
 def _within(budget: int, engine: Engine, order: Sequence[Action], batches: Sequence[Microbatch]) -> frozenset[int]:
-    """The fewest bytes are given up: units are taken in the order of what each saves, until the rest fits."""
+    """As few units as it takes: those that save most go first."""
     if not batches:
         return frozenset()
     largest = max(batches, key=lambda b: b.inputs[0].shape[0])

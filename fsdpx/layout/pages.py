@@ -15,8 +15,8 @@ __all__ = ["Field", "Page", "cut", "product"]
 class Field:
     """One parameter's place in a page: elements [offset, offset + size) hold it in C order.
 
-    shape: of what this rank's line of the tensor axis holds of it. source: the parameter whose values these are; another
-    name than `name` for one that is tied to a layer on another rank.
+    shape: of what this rank's line of the tensor axis holds of it. source: the parameter whose values these are,
+    another name than `name` for one that is tied to a layer on another rank.
     """
 
     name: str

@@ -56,7 +56,8 @@ def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:
     starts = _filled(costs, high, count)
     while len(starts) < count:  # cheap models leave runs over: the longest one is split
         ends = [*starts[1:], len(costs)]
-        i = max((i for i in range(len(starts)) if ends[i] - starts[i] > 1), key=lambda i: sum(costs[starts[i] : ends[i]]))
+        long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
+        i = max(long, key=lambda i: sum(costs[starts[i] : ends[i]]))
         starts.insert(i + 1, (starts[i] + ends[i] + 1) // 2)
     return tuple(starts)
 

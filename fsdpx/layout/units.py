@@ -95,8 +95,8 @@ def _small(layer: Layer) -> int:
 class Layout:
     """The model as data: units in execution order, their pages, and replicated non-trainable state.
 
-    specs: canonical name -> spec, whole. ties: alias -> the name under which the pages hold it. twins: pages with copies
-    of one parameter, the one of its first user first.
+    specs: canonical name -> spec, whole. ties: alias -> the name under which the pages hold it. twins: pages with
+    copies of one parameter, the one of its first user first.
     """
 
     units: tuple[Unit, ...]

@@ -17,7 +17,7 @@ from fsdpx.program.verbs import SLOTS, VERBS, Move, Slot, Verb, buffer_of, kind_
 __all__ = [
     "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Calls", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move",
     "Overlap", "Plan", "Program", "Request", "Schedule", "Sizes", "Slot", "Slots", "Stage", "StageUnit", "Traffic",
-    "Verb", "arrow", "bubble", "buffer_of", "check", "check_pipe", "compile", "expand", "grid", "idle", "in_flight", "kind_of",
-    "lifetimes", "memory", "one_by_one", "overlap", "parse", "peak", "peak_memory", "pipeline", "schedule", "simulate",
-    "simulate_programs", "traffic", "validate",
+    "Verb", "arrow", "bubble", "buffer_of", "check", "check_pipe", "compile", "expand", "grid", "idle", "in_flight",
+    "kind_of", "lifetimes", "memory", "one_by_one", "overlap", "parse", "peak", "peak_memory", "pipeline", "schedule",
+    "simulate", "simulate_programs", "traffic", "validate",
 ]  # fmt: skip

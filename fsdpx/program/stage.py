@@ -120,8 +120,8 @@ def readers(
     here: Iterable[int],
     outputs: Sequence[int],
 ) -> tuple[StageUnit, ...]:
-    """(pages, values read, values given) per unit -> units. Of those `here`, the last reader of a value takes it, unless
-    it is one of `outputs`, which the loss takes; the others take nothing."""
+    """(pages, values read, values given) per unit -> units. Of those `here`, the last reader of a value takes it,
+    unless it is one of `outputs`, which the loss takes; the others take nothing."""
     mine = set(here)
     last = {v: k for k, (_, read, _) in enumerate(rows) if k in mine for v in read} | dict.fromkeys(outputs, len(rows))
     made = []

@@ -102,8 +102,12 @@ VERBS: dict[str, Verb] = {
         about="page",
     ),
     "TIE": Verb(
-        takes=("total:twins",), gives=("tied:twins",), lane="peers", moves=(Move("peers", "all_gather", "shard"),), about="page"
-    ),  # fmt: skip
+        takes=("total:twins",),
+        gives=("tied:twins",),
+        lane="peers",
+        moves=(Move("peers", "all_gather", "shard"),),
+        about="page",
+    ),
     # update
     "NORM": Verb(
         takes=("weight:scored",),

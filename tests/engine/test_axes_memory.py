@@ -18,12 +18,12 @@ VALUE = ROWS * WIDTH * 4
 """Bytes of one microbatch of activations."""
 
 
-def run(rank: int = 0, microbatches: int = 8, ranks: int = RANKS, model: nn.Layer | None = None, **options: Any) -> DryRun:
-    model = model or nn.Chain(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * RANKS)])
+def run(rank: int = 0, microbatches: int = 8, **options: Any) -> DryRun:
+    model = nn.Chain(*[nn.Linear(WIDTH, WIDTH) for _ in range(2 * RANKS)])
     batch = ((ROWS * microbatches, WIDTH), "float32")
     return dry_run(
-        model, batch, batch, ranks=ranks, rank=rank, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), strategy="ddp",
-        mesh=Mesh(shard=1, pipe=ranks), microbatches=microbatches, group_bytes=0, **options,
+        model, batch, batch, ranks=RANKS, rank=rank, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), strategy="ddp",
+        mesh=Mesh(shard=1, pipe=RANKS), microbatches=microbatches, group_bytes=0, **options,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def blocks(recompute: Any, **options: Any) -> DryRun:
 
 
 def test_recompute_keeps_the_inputs_of_blocks_and_one_block() -> None:
-    """Chen et al. 2016: with every block recomputed, activations are one input per block and the inside of one block."""
+    """Chen et al. 2016: with every block recomputed, one input per block and the inside of one block."""
     value, inside = 2 * 16 * 32 * 4, 41_984  # bytes of one input, and of what one block keeps for backward, it included
     assert blocks(None).activations == BLOCKS * inside + value
     assert blocks("all").activations == (BLOCKS - 1) * value + inside + value
@@ -108,8 +108,8 @@ def test_a_budget_recomputes_as_little_as_it_takes() -> None:
     for budget in ("1GiB", "150KiB", "24KiB"):
         found = blocks(budget)
         counts.append(sum(a.op == "R" for a in found.trainer.engine.ran.actions))
-    assert counts == [0, 3, BLOCKS]  # 3 x 41,984 + 3 x 4,096 bytes are less than 150 KiB, with one block more they are not
-    with pytest.raises(ConfigError, match=r"recompute: 1,024 bytes are not enough on rank 0: with every unit recomputed"):
+    assert counts == [0, 3, BLOCKS]  # 3 x 41,984 + 3 x 4,096 bytes are less than 150 KiB, with one block more not
+    with pytest.raises(ConfigError, match="recompute: 1,024 bytes are not enough on rank 0: with every unit"):
         blocks("1KiB")
 
 

@@ -21,13 +21,9 @@ def programs(name: str, microbatches: int = 4, placement: str = "fsdp", recomput
     plan = schedule(name, 4 // per_rank, microbatches, per_rank)
     keep, each = PLACEMENTS[placement]
     again = frozenset(range(4)) if recompute else frozenset()
+    request = Request("step", stages(plan.home)[0], microbatches, keep_full=keep, reduce_each=each)
     return [
-        compile(
-            Request(
-                "step", stage, microbatches, keep_full=keep, reduce_each=each, order=plan.ranks[stage.rank],
-                recompute=again & set(stage.here),
-            )  # fmt: skip
-        )
+        compile(replace(request, stage=stage, order=plan.ranks[stage.rank], recompute=again & set(stage.here)))
         for stage in stages(plan.home)
     ]
 
@@ -54,9 +50,11 @@ def test_mutants_are_rejected(name: str) -> None:
         actions = program.actions
         for i, action in enumerate(actions):
             for made in (actions[:i] + actions[i + 1 :], actions[: i + 1] + actions[i:]):
-                with pytest.raises(ProgramError):
+                try:
                     prove([*found[:rank], replace(program, actions=made), *found[rank + 1 :]])
-                    pytest.fail(f"{name}, rank {rank}: a program with {action} dropped or repeated was accepted")
+                except ProgramError:
+                    continue
+                pytest.fail(f"{name}, rank {rank}: a program with {action} dropped or repeated was accepted")
 
 
 def test_values_go_from_reader_to_reader() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import extending, types
 from numba.core import cgutils
@@ -20,8 +21,8 @@ __all__ = [
 ]  # fmt: skip
 
 intrinsic: Any = extending.intrinsic
-WORD, BYTE, BITS = ir.IntType(64), ir.IntType(8), 512
-LINE = BITS // 8  # bytes of a cache line, which is a vector to LLVM
+WORD = ir.IntType(64)
+LINE = 64  # bytes of a cache line, which to LLVM is a vector
 STEP = 4  # lines added at a time
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
@@ -68,6 +69,16 @@ def drain(typingctx: Any) -> Any:
     return _processor("llvm.x86.sse.sfence")
 
 
+@intrinsic
+def bytes_of(typingctx: Any, x: Any) -> Any:
+    """How many bytes a number takes."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return WORD(x.bitwidth // 8)
+
+    return types.int64(x), code
+
+
 def _processor(name: str) -> Any:
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         if X86:
@@ -82,41 +93,42 @@ def _pointer(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def adding(real: Any, lanes: int, lines: int, streaming: bool = False) -> Any:
-    """Code that adds `lines` vectors of `lanes` elements, `at` bytes from the start of every array, in rank order."""
-    vector, width = ir.VectorType(real, lanes), lanes * (4 if isinstance(real, ir.FloatType) else 8)
-    align = width if streaming else width // lanes
+def adding(lines: int, streaming: bool = False) -> Any:
+    """Code that adds `lines` vectors, or one element if 0, `at` bytes from the start of every array, in rank order."""
 
     @intrinsic
-    def add(typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any) -> Any:
-        """sources, outs: where the addresses of `ranks` and `written` arrays lie."""
+    def add(typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any) -> Any:
+        """sources, outs: where the addresses of `ranks` and `written` arrays lie. zero: of their type."""
+        itemsize = zero.bitwidth // 8
 
         def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            sources, ranks, outs, written, at, divisor = arguments
+            sources, ranks, outs, written, at, divisor, zero = arguments
+            vector = ir.VectorType(zero.type, LINE // itemsize if lines else 1)
+            every = range(lines or 1)
 
             def part(table: Any, index: Any, line: int) -> Any:
-                entry = builder.load(builder.gep(_pointer(builder, table, WORD), [index]))
-                return _pointer(builder, builder.add(builder.add(entry, at), WORD(line * width)), vector)
+                start = builder.load(builder.gep(_pointer(builder, table, WORD), [index]))
+                return _pointer(builder, builder.add(builder.add(start, at), WORD(line * LINE)), vector)
 
-            every = range(lines)
-            first = [builder.load(part(sources, WORD(0), i), align=width // lanes) for i in every]
+            first = [builder.load(part(sources, WORD(0), i), align=itemsize) for i in every]
             totals = [cgutils.alloca_once_value(builder, value) for value in first]
             with cgutils.for_range_slice(builder, WORD(1), ranks, WORD(1)) as (rank, _):
                 for i in every:
-                    value = builder.load(part(sources, rank, i), align=width // lanes)
+                    value = builder.load(part(sources, rank, i), align=itemsize)
                     builder.store(builder.fadd(builder.load(totals[i]), value), totals[i])
             with builder.if_then(builder.icmp_signed("!=", divisor, WORD(1)), likely=False):
-                same = _splat(builder, builder.sitofp(divisor, real), vector)
+                same = _splat(builder, builder.sitofp(divisor, zero.type), vector)
                 for i in every:
                     builder.store(builder.fdiv(builder.load(totals[i]), same), totals[i])
             with cgutils.for_range(builder, written) as out:
                 for i in every:
-                    line = builder.store(builder.load(totals[i]), part(outs, out.index, i), align=align)
+                    place, align = part(outs, out.index, i), LINE if streaming else itemsize
+                    line = builder.store(builder.load(totals[i]), place, align=align)
                     if streaming:
                         line.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 6), code
+        return types.void(*[types.int64] * 6, zero), code
 
     return add
 
@@ -128,50 +140,31 @@ def _splat(builder: Any, value: Any, vector: Any) -> Any:
     return same
 
 
-def kernels(real: Any, itemsize: int) -> tuple[Any, Any]:
-    """`add` and `meet` for one type of float."""
-    lanes = LINE // itemsize
-    one, several = adding(real, 1, 1), adding(real, lanes, STEP)
-    streamed = adding(real, lanes, STEP, streaming=True)
-    stride = STEP * LINE
+_element, _lines, _streamed = adding(0), adding(STEP), adding(STEP, streaming=True)
 
-    @jit
-    def add(row):
-        """Every array that is written = the sum of all arrays, in rank order."""
-        ranks, written = load(row + 8 * RANKS), load(row + 8 * WRITTEN)
-        divisor, end = load(row + 8 * DIVISOR), load(row + 8 * ELEMENTS) * itemsize
-        sources = row + 8 * (HEAD + ranks)
-        outs = row + 8 * (HEAD + (2 + PLACE) * ranks)
-        at = 0
-        if load(row + 8 * STREAM):
-            while at < end and (load(outs) + at) % LINE:
-                one(sources, ranks, outs, written, at, divisor)
-                at += itemsize
-            while at + stride <= end:
-                streamed(sources, ranks, outs, written, at, divisor)
-                at += stride
-            drain()
-        while at + stride <= end:
-            several(sources, ranks, outs, written, at, divisor)
-            at += stride
-        while at < end:
-            one(sources, ranks, outs, written, at, divisor)
-            at += itemsize
 
-    @jit
-    def meet(row, number, at, looks):
-        """A meeting whose work is `add`, moved on as far as it goes; `at` is where its records are on the boards."""
-        finished = load(row + 8 * (HEAD + load(row + 8 * LANE))) + at + FINISHED
-        if load(finished) < number:
-            if not _there(row, number, at + POSTED, looks):
-                return LATE
-            if not _in_place(row, at):
-                return MOVED
-            add(row)
-            store(finished, number)
-        return COMPLETE if _there(row, number, at + FINISHED, looks) else HELD
+@jit
+def add32(row):
+    """Every array that is written = the sum of all arrays, in rank order; float32."""
+    _add(row, np.float32(0))
 
-    return add, meet
+
+@jit
+def add64(row):
+    """The same for float64."""
+    _add(row, np.float64(0))
+
+
+@jit
+def meet32(row, number, at, looks):
+    """A meeting whose work is `add32`, moved on as far as it goes; `at` is where its records are on the boards."""
+    return _meet(row, number, at, looks, np.float32(0))
+
+
+@jit
+def meet64(row, number, at, looks):
+    """The same for float64."""
+    return _meet(row, number, at, looks, np.float64(0))
 
 
 @jit
@@ -205,5 +198,36 @@ def _in_place(row, at):
     return True
 
 
-add32, meet32 = kernels(ir.FloatType(), 4)
-add64, meet64 = kernels(ir.DoubleType(), 8)
+@jit
+def _meet(row, number, at, looks, zero):
+    finished = load(row + 8 * (HEAD + load(row + 8 * LANE))) + at + FINISHED
+    if load(finished) < number:
+        if not _there(row, number, at + POSTED, looks):
+            return LATE
+        if not _in_place(row, at):
+            return MOVED
+        _add(row, zero)
+        store(finished, number)
+    return COMPLETE if _there(row, number, at + FINISHED, looks) else HELD
+
+
+@jit
+def _add(row, zero):
+    ranks, written, divisor = load(row + 8 * RANKS), load(row + 8 * WRITTEN), load(row + 8 * DIVISOR)
+    itemsize = bytes_of(zero)
+    end, at, stride = load(row + 8 * ELEMENTS) * itemsize, 0, STEP * LINE
+    sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + PLACE) * ranks)
+    while at < end and (load(outs) + at) % LINE:  # streamed stores must be aligned, and others are faster if they are
+        _element(sources, ranks, outs, written, at, divisor, zero)
+        at += itemsize
+    if load(row + 8 * STREAM):
+        while at + stride <= end:
+            _streamed(sources, ranks, outs, written, at, divisor, zero)
+            at += stride
+        drain()
+    while at + stride <= end:
+        _lines(sources, ranks, outs, written, at, divisor, zero)
+        at += stride
+    while at < end:
+        _element(sources, ranks, outs, written, at, divisor, zero)
+        at += itemsize

@@ -1,0 +1,98 @@
+"""The choices of a trainer, checked alike on all ranks before any byte of data moves."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.mesh import Mesh
+from fsdpx.errors import ConfigError
+from fsdpx.layout.units import Layout
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.sort import Sorted
+
+__all__ = ["agree", "check_model", "check_numbers", "check_options", "check_parts", "is_collective"]
+
+
+def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
+    """What says nothing without a mesh; on an axis of one rank it says nothing either, but may stand there."""
+    for name, given, axis in (
+        ("stages", stages, "pipe"),
+        ("costs", costs, "pipe"),
+        ("tensor_plan", plan, "tensor"),
+        ("sequence", sequence, "tensor"),
+    ):
+        if given is not None and mesh is None:
+            raise ConfigError(f"{name}={given!r}: there is no {axis} axis; say mesh=fsdpx.Mesh({axis}=2, ...)")
+    if stages is not None and costs is not None:
+        raise ConfigError("stages and costs: the first cuts by hand, the second automatically; give only one of them")
+
+
+def check_numbers(**options: Any) -> None:
+    """All but the seed may be None."""
+    wanted = {
+        "microbatches": (int, 1, "a positive number"),
+        "clip_norm": (float, None, "a positive number, or None"),
+        "seed": (int, 0, "a whole number, 0 or more"),
+        "group_bytes": (int, 0, "a number of bytes, 0 or more"),
+        "ahead": (int, 0, "a number of pages, 0 or more"),
+    }
+    for name, value in options.items():
+        kind, least, text = wanted[name]
+        if value is None and name != "seed":
+            continue
+        number = isinstance(value, int | np.integer) or (kind is float and isinstance(value, float))
+        if isinstance(value, bool) or not number or (value < least if least is not None else not value > 0):
+            raise ConfigError(f"{name}={value!r}: {text}")
+
+
+def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -> None:
+    if not isinstance(model, Layer):
+        raise ConfigError(f"the model is {model!r}: a layer such as nn.Chain(...) is needed")
+    for name, value, methods in (
+        ("loss", loss, ("forward", "backward", "validate")),
+        ("optimizer", optimizer, ("update", "slots", "lr")),
+    ):
+        if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
+            hint = f"{value.__name__}(...)" if isinstance(value, type) else "one of fsdpx.nn or fsdpx.optim"
+            raise ConfigError(f"{name}={value!r}: an object is needed, {hint}")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed")
+    if isinstance(frozen, str):
+        raise ConfigError(f"frozen={frozen!r}: a list of name patterns is needed, [{frozen!r}]")
+
+
+def agree(world: Communicator, *choices: Any) -> None:
+    """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference."""
+    names = (
+        "mesh", "strategy", "precision", "options", "model", "optimizer", "loss", "codec", "microbatches", "device",
+    )  # fmt: skip
+    everyone = world.all_gather_object([_text(choice) for choice in choices])
+    for rank, texts in enumerate(everyone):
+        for name, first, theirs in zip(names, everyone[0], texts, strict=True):
+            if first != theirs:
+                raise ConfigError(f"ranks differ in {name}: rank 0 has {first}, rank {rank} has {theirs}")
+
+
+def _text(choice: Any) -> str:
+    if isinstance(choice, Layout):
+        shapes = [(p.index, f.name, choice.specs[f.source].shape) for p in choice.pages for f in p.fields]
+        return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
+    text = repr(choice)
+    return type(choice).__name__ if " at 0x" in text else text
+
+
+def check_model(model: Sorted, chunks: int | None) -> None:
+    collective = [node.path for node in model.nodes if is_collective(node.layer)]
+    if chunks is not None and collective:
+        raise ConfigError(
+            f"chunks={chunks}: layer {collective[0]!r} takes statistics over the global batch, so chunks cannot be "
+            "computed one by one; use LayerNorm or RMSNorm, or leave chunks out"
+        )
+
+
+def is_collective(layer: Layer) -> bool:
+    return layer.collective or any(map(is_collective, layer.children().values()))

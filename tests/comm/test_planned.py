@@ -1,0 +1,179 @@
+"""Planned calls do what unplanned ones do, meet them, and notice when arrays are others than before."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+from ranks import together
+
+from fsdpx.comm import ReduceOp, split_evenly
+from fsdpx.errors import CommTimeout, ShapeError
+
+pytest.importorskip("numba")
+pytestmark = [pytest.mark.world, pytest.mark.mpi]
+
+
+def _node(timeout=30.0):
+    from fsdpx.comm.node import NodeCommunicator
+
+    return NodeCommunicator(timeout=timeout)
+
+
+@pytest.fixture(scope="module")
+def world():
+    comm = _node()
+    yield comm
+    comm.close()
+
+
+@pytest.fixture(scope="module")
+def room(world):
+    memory = world.share(1 << 20)
+    yield memory
+    world.release(memory)
+
+
+@pytest.fixture(scope="module")
+def common(world):
+    memory = world.share_one(1 << 16)
+    yield memory
+    world.release(memory)
+
+
+def _terms(comm, n, dtype, seed=0):
+    return [np.random.default_rng([seed, r]).standard_normal(n).astype(dtype) for r in range(comm.size)]
+
+
+def _total(terms, op=ReduceOp.SUM):
+    total = terms[0].copy()
+    for term in terms[1:]:
+        total += term
+    return total / len(terms) if op is ReduceOp.AVG else total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
+def test_repeated_sums_have_the_bits_of_sums_in_rank_order(world, room, dtype, op):
+    def body(comm):
+        if not comm.shares:
+            return
+        for n in (1, 7, 1000, 4099):
+            buf = room[64 : 64 + n * np.dtype(dtype).itemsize].view(dtype)
+            cut = split_evenly(n, comm.size)
+            piece, start = np.empty(cut[comm.rank], dtype), sum(cut[: comm.rank])
+            for call in range(4):
+                terms = _terms(comm, n, dtype, call)
+                want = _total(terms, op)
+                buf[:] = terms[comm.rank]
+                comm.reduce_scatter(buf, piece, op, cut if call % 2 else None).wait()
+                assert piece.tobytes() == want[start : start + piece.size].tobytes()
+                assert buf.tobytes() == terms[comm.rank].tobytes()
+                comm.all_reduce(buf, op).wait()
+                assert buf.tobytes() == want.tobytes()
+
+    together(world, world, body)
+
+
+def test_streamed_results_are_the_same(world, room, monkeypatch):
+    from fsdpx.comm import planned
+
+    monkeypatch.setattr(planned, "STREAM", 0)
+
+    def body(comm):
+        if not comm.shares:
+            return
+        buf, cut = room[: 4 * 70_001].view(np.float32), split_evenly(70_001, comm.size)
+        terms = _terms(comm, 70_001, np.float32)
+        buf[:] = terms[comm.rank]
+        piece, start = np.empty(cut[comm.rank] + 3, np.float32)[3:], sum(cut[: comm.rank])
+        for _ in range(3):
+            comm.reduce_scatter(buf, piece).wait()
+            assert piece.tobytes() == _total(terms)[start : start + piece.size].tobytes()
+
+    together(world, world, body)
+
+
+def test_ranks_with_plans_meet_ranks_without(world, room, common):
+    group = world.split(0, world.rank)
+    if world.rank % 2:
+        group.compiles = False
+
+    def body(comm):
+        if not comm.shares:
+            return
+        buf, full = room[:40_000].view(np.float32), common[: 8 * comm.size].view(np.int64)
+        own, piece = np.empty(1, np.int64), np.empty(split_evenly(10_000, comm.size)[comm.rank], np.float32)
+        for i in range(100):
+            buf[:] = comm.rank + i
+            own[0] = i * comm.size + comm.rank
+            comm.reduce_scatter(buf, piece).wait()
+            handles = [comm.all_reduce(buf), comm.all_gather(own, full), comm.barrier()]
+            for handle in handles[:: 1 if i % 3 else -1]:
+                handle.wait()
+            assert (buf == sum(range(comm.size)) + i * comm.size).all(), i
+            assert (piece == buf[0]).all(), i
+            assert full.tolist() == list(range(i * comm.size, (i + 1) * comm.size)), i
+            comm.barrier().wait()
+
+    together(world, group, body)
+    group.close()
+
+
+def test_arrays_that_move_are_found_again(world, room):
+    """Every rank uses its buffers in an order of its own; views are made anew and take the numbers of old ones."""
+
+    def body(comm):
+        if not comm.shares:
+            return
+        fixed = [room[i * 4096 : i * 4096 + 800].view(np.float64) for i in range(3)]
+        for i in range(60):
+            buf = fixed[(i * (comm.rank + 1)) % 3] if i % 2 else room[i * 800 : (i + 1) * 800].view(np.float64)
+            buf[:] = i + comm.rank
+            comm.all_reduce(buf).wait()
+            assert (buf == sum(range(comm.size)) + i * comm.size).all(), i
+            del buf
+            gc.collect(0)
+
+    together(world, world, body)
+
+
+def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
+    from fsdpx.comm.node import NodeCommunicator
+
+    def body(comm: NodeCommunicator):
+        if not comm.shares:
+            return
+        buf, piece = room[:800].view(np.float64), np.empty(split_evenly(100, comm.size)[comm.rank])
+        comm.reduce_scatter(buf, piece).wait()
+        key = (id(buf), id(piece), ReduceOp.SUM, None)
+        assert key in comm._plans
+        other = np.empty(piece.size + 1)
+        comm._plans[id(buf), id(other), ReduceOp.SUM, None] = comm._plans[key]
+        with pytest.raises(ShapeError, match=r"reduce_scatter of page 0 on rank \d+: recv has \d+ elements"):
+            comm.reduce_scatter(buf, other, what="page 0")
+
+    together(world, world, body)
+
+
+def test_who_does_not_come_to_a_planned_call_is_named():
+    from mpi4py import MPI
+
+    comm = _node(timeout=0.3)
+    room, common = comm.share(4096), comm.share_one(4096)
+
+    def body(comm):
+        buf, full = room[:800].view(np.float64), common[:8].view(np.uint8)
+        comm.all_reduce(buf).wait()
+        comm.all_gather(full[comm.rank : comm.rank + 1], full[: comm.size]).wait()
+        MPI.COMM_WORLD.Barrier()
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout, match=r"all_reduce of 'w' on rank 0 of \d+ .* ranks \[1\b.*window"):
+                comm.all_reduce(buf, what="'w'").wait()
+            with pytest.raises(CommTimeout, match=r"barrier of the end on rank 0 .* ranks \[1\b"):
+                comm.barrier(what="the end").wait()
+
+    if comm.shares:
+        body(comm)
+    MPI.COMM_WORLD.Barrier()
