@@ -64,13 +64,15 @@ _HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.comm.functional") | {
     "distribute": "fsdpx.engine.distribute",
     "dry_run": "fsdpx.engine.dryrun",
     "info": "fsdpx.launch.info",
+    "layer_costs": "fsdpx.engine.costs",
     "spawn": "fsdpx.comm.threads",
 }
 
 __all__ = [
     "Cast", "Codec", "Communicator", "FakeCommunicator", "Handle", "Mesh", "Plain", "Precision", "ReduceOp", "Sharding",
     "Trainer", "__version__", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data", "distribute",
-    "dry_run", "errors", "finalize", "gather", "info", "init", "is_initialized", "local_rank", "nn", "optim", "rank",
+    "dry_run", "errors", "finalize", "gather", "info", "init", "is_initialized", "layer_costs",
+    "local_rank", "nn", "optim", "rank",
     "recv", "reduce", "reduce_scatter", "scatter", "send", "spawn", "testing", "world_size",
 ]  # fmt: skip
 

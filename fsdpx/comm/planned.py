@@ -23,7 +23,7 @@ __all__ = ["STREAM", "Plan", "Planned", "added", "barrier", "gathered"]
 
 LOOKS = 512
 """How often compiled code looks at a flag, about 20 us, before Python waits and moves other transfers on, too."""
-STREAM = 16 << 20
+STREAM = 4 << 20
 """Bytes of a result that would only drive others out of the caches: it is written past them. Below it, reading it
 soon after from a cache is worth more."""
 

@@ -15,8 +15,8 @@ __all__ = ["warm"]
 def warm(
     xp: Any, model: Layer, loss: Any, optimizer: Any, dtype: Any, master: Any, norm: bool, lines: bool = False
 ) -> None:
-    """Run each kernel once on a few numbers. dtype: of what is computed; master: of what is updated; norm: the
-    gradient's norm is wanted; lines: the model has some. Nothing to do on other devices than the CPU."""
+    """Run each kernel once on a few numbers. dtype: of what is computed; master: of what is updated, by an optimizer if
+    there is one; norm: the gradient's norm is wanted; lines: the model has some. On the CPU only."""
     if xp is not np:
         return
     with flushed():
@@ -25,7 +25,8 @@ def warm(
             warm_kernels(["line"], dtype)
         if norm:
             warm_kernels(["square_sum", "square_sums"], master)
-        _warm_optimizer(optimizer, np.dtype(master))
+        if optimizer is not None:
+            _warm_optimizer(optimizer, np.dtype(master))
 
 
 def _kernels(layer: Layer) -> dict[str, None]:

@@ -10,7 +10,7 @@ from axes import OPTIONS, compare, train
 from models import CASES, KNOWN, distance, make, part
 
 import fsdpx
-from fsdpx import Mesh
+from fsdpx import Mesh, nn
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, ProgramError
 
@@ -174,3 +174,41 @@ def test_the_other_calls_of_a_trainer() -> None:
             assert distance(a, b) < 1e-12
         np.testing.assert_allclose(got[2:4], want[2:4], rtol=1e-12)
         np.testing.assert_allclose(got[4], want[4], rtol=1e-10, atol=1e-12)
+
+
+def test_measured_steps_are_what_ran() -> None:
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "deep", "ddp", mesh=PIPE, schedule="zb-h1", microbatches=3, **OPTIONS)
+        x, y = KNOWN["deep"].batch(np.random.default_rng(5), 6)
+        return trainer.measure(x, y, steps=2)
+
+    for measured in fsdpx.spawn(run, 2):
+        for rank, program in enumerate(measured.programs):
+            assert [e.action for e in measured.events if e.rank == rank] == list(program.actions)
+        assert 0 <= measured.idle < 1
+        took = {(e.rank, e.action): e.end - e.start for e in measured.events}
+        for event in measured.simulated():
+            if event.action.op in "FIW":
+                assert event.end - event.start == pytest.approx(took[event.rank, event.action])
+        for some in (measured.costs.forward, measured.costs.backward_input, measured.costs.backward_params):
+            assert len(some) == 2
+            assert min(some) > 0
+
+
+def test_layers_are_measured() -> None:
+    model = nn.Graph(
+        {
+            "small": (nn.Linear(64, 64), "x"),
+            "large": (nn.Chain(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 64)), "small"),
+            "sum": (nn.Add(), "small", "large"),
+        },
+        outputs=("sum",),
+    )
+    costs = fsdpx.layer_costs(model, np.ones((64, 64), np.float32))
+    assert list(costs) == ["small", "large.0", "large.1", "large.2", "sum"]
+    assert min(costs.values()) > 0
+    assert costs["large.0"] > costs["small"]
+    tied = nn.GPT(31, 16, 2, 2, 8, tie=True, dropout=0.1)
+    assert list(fsdpx.layer_costs(tied, np.zeros((2, 8), np.int64))) == [
+        "embed", "dropout", "blocks.0", "blocks.1", "norm", "head"
+    ]  # fmt: skip
