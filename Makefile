@@ -82,6 +82,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/collectives.py $(ARGS)
 	$(PY) bench/scaling.py $(ARGS)
 	$(PY) bench/side_by_side.py $(ARGS)
+	$(PY) bench/axes.py $(ARGS)
 	$(PY) bench/page.py
 
 bench-gpu: $(VENV)/.ready

@@ -6,6 +6,7 @@ FsdpxError
 │   ├── ShapeError                an array or a layer that does not fit its neighbour
 │   └── LaunchError               ranks that were started without each other
 ├── DataError (ValueError)        a batch, a label or a dataset that cannot be used
+├── CheckpointError (ValueError)  a checkpoint that cannot be written, read or used
 ├── NumericsError (ArithmeticError)   NaN or Inf where a number was needed
 ├── ProgramError                  a program that `check` rejects
 └── CommError (RuntimeError)      ranks that no longer agree
@@ -16,6 +17,7 @@ FsdpxError
 
 __all__ = [
     "Aborted",
+    "CheckpointError",
     "CommError",
     "CommTimeout",
     "ConfigError",
@@ -52,6 +54,10 @@ class LaunchError(ConfigError):
 
 class DataError(FsdpxError, ValueError):
     """A batch, a label or a dataset cannot be used."""
+
+
+class CheckpointError(FsdpxError, ValueError):
+    """A checkpoint cannot be written, read or used; the same on all ranks."""
 
 
 class NumericsError(FsdpxError, ArithmeticError):

@@ -17,7 +17,7 @@ from fsdpx.layout.tree import chunks_of
 
 __all__ = [
     "ENDED", "Part", "agree", "array_of", "check_chunks", "cut", "digest_of", "fits_chunks", "imagined_rows",
-    "inputs_of", "most_chunks", "target_of",
+    "inputs_of", "largest", "most_chunks", "target_of",
 ]  # fmt: skip
 
 
@@ -147,6 +147,15 @@ def cut(engine: Engine, part: Part, microbatches: int, chunked: bool = True) -> 
         return _cut_chunks(engine, part, engine.options.chunks)
     bounds = [part.size * m // microbatches for m in range(microbatches + 1)]
     return [_microbatch(part, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def largest(engine: Engine, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int) -> Microbatch:
+    """As many samples as any microbatch of any rank has, without data."""
+    from fsdpx.array.shapes import ShapeArray
+
+    chunks = engine.options.chunks
+    most = -(-max(rows) // microbatches) if chunks is None else -(-sum(rows) // chunks)
+    return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)
 
 
 def fits_chunks(engine: Engine, rows: tuple[int, ...]) -> bool:

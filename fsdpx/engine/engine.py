@@ -120,6 +120,7 @@ class Engine:
     batch: list[Microbatch | None] = field(default_factory=list)
     views: Views | None = None
     training: bool = True
+    kinds: set[str] = field(default_factory=set)  # of programs that ran since the last update, alike on all ranks
     adding: str = ""  # what the gradients in the store came from: "accumulate" or "backward"
     rows: int = 0  # samples of the global batch since the last update
     moment: Moment = field(default_factory=Moment)
@@ -199,6 +200,7 @@ class Engine:
     def forget(self) -> None:
         """After an error: what the broken program left in slots is lost, gradients included; parameters are whole."""
         self.adding = ""
+        self.kinds.clear()
         for slot in [slot for slot in self.store if not slot.startswith("shard")]:
             del self.store[slot]
 

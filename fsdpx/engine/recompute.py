@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fsdpx.engine.activations import roots
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Env
-from fsdpx.program import Action
+from fsdpx.program import Action, Stage
 
 if TYPE_CHECKING:
     from fsdpx.engine.engine import Engine, Microbatch
@@ -31,12 +31,15 @@ class Recompute:
     budget: int | None = None
     cores: frozenset[str] = frozenset()
 
-    def units(self, engine: Engine, order: Sequence[Action], batches: Sequence[Microbatch | None]) -> frozenset[int]:
-        """The units of this rank that run again, in a step of these microbatches."""
-        here = engine.stage.here
-        if self.budget is not None:
-            return _within(self.budget, engine, order, [b for b in batches if b is not None])
-        return frozenset(here[self.every - 1 :: self.every]) if self.every else frozenset()
+    def units(self, engine: Engine, orders: Sequence[Sequence[Action]], batch: Microbatch | None) -> frozenset[int]:
+        """The units of the whole model that run again in a step. orders: of all ranks of the pipe. batch: as large as
+        any microbatch of any rank, so that all ranks choose the same."""
+        if self.budget is not None and batch is not None:
+            ranks = zip(engine.stages, orders, strict=True)
+            chosen = [_within(self.budget, engine, stage, order, batch) for stage, order in ranks]
+            return frozenset().union(*chosen)
+        step = self.every
+        return frozenset(u for s in engine.stages for u in s.here[step - 1 :: step]) if step else frozenset()
 
 
 def recompute(choice: Any) -> Recompute:
@@ -58,16 +61,14 @@ def recompute(choice: Any) -> Recompute:
     return Recompute(budget=int(float(match[1]) * _BYTES[match[2][0]]))
 
 
-def _within(budget: int, engine: Engine, order: Sequence[Action], batches: Sequence[Microbatch]) -> frozenset[int]:
-    """As few units as it takes: those that save most go first."""
-    if not batches:
-        return frozenset()
-    largest = max(batches, key=lambda b: b.inputs[0].shape[0])
-    alive = _alive(engine, order)
-    kept, least = {}, {}
-    for u in engine.stage.here:
-        whole, inputs = kept_bytes(engine, u, largest)
-        kept[u], least[u] = whole * alive[u], inputs * alive[u]
+def _within(
+    budget: int, engine: Engine, stage: Stage, order: Sequence[Action], batch: Microbatch
+) -> frozenset[int]:
+    """As few units of one rank of the pipe as it takes: those that save most go first."""
+    alive = _alive(stage, order)
+    sizes = {u: kept_bytes(engine, stage, u, batch) for u in stage.here}
+    kept = {u: whole * alive[u] for u, (whole, _) in sizes.items()}
+    least = {u: inputs * alive[u] for u, (_, inputs) in sizes.items()}
     chosen: set[int] = set()
     for u in sorted(kept, key=lambda u: least[u] - kept[u]):
         if sum(kept.values()) <= budget:
@@ -76,37 +77,37 @@ def _within(budget: int, engine: Engine, order: Sequence[Action], batches: Seque
         kept[u] = least[u]
     if sum(kept.values()) > budget:
         raise ConfigError(
-            f"recompute: {budget:,} bytes are not enough on rank {engine.axes.world.rank}: with every unit recomputed "
+            f"recompute: {budget:,} bytes are not enough on rank {stage.rank} of the pipe: with every unit recomputed "
             f"{sum(kept.values()):,} are kept for backward; use more microbatches, or allow more"
         )
     return frozenset(chosen)
 
 
-def _alive(engine: Engine, order: Sequence[Action]) -> dict[int, int]:
+def _alive(stage: Stage, order: Sequence[Action]) -> dict[int, int]:
     """Unit -> the most microbatches whose forward is done and whose backward is not."""
     most: dict[int, int] = {}
-    for stage, units in engine.stage.parts:
+    for number, units in stage.parts:
         now = best = 0
         for action in order:
-            if action.unit == stage and action.op in "FBI":
+            if action.unit == number and action.op in "FBI":
                 now += 1 if action.op == "F" else -1
                 best = max(best, now)
         most |= dict.fromkeys(units, best)
     return most
 
 
-def kept_bytes(engine: Engine, unit: int, batch: Microbatch) -> tuple[int, int]:
+def kept_bytes(engine: Engine, stage: Stage, unit: int, batch: Microbatch) -> tuple[int, int]:
     """Bytes that a unit's forward keeps for backward, and bytes of what it reads alone."""
     from fsdpx.array import shapes as xp
     from fsdpx.array.random import Random
     from fsdpx.engine import compute
     from fsdpx.engine.lines import Stacks
 
-    one, stage = engine.layout.units[unit], engine.stage.units[unit]
-    values = {v: engine.message(v, batch) for v in (*stage.takes, *stage.reads)}
+    one, spread = engine.layout.units[unit], engine.layout.spread
+    values = {v: engine.message(v, batch) for v in (*stage.units[unit].takes, *stage.units[unit].reads)}
     read = list(values.values())
     root = Env(xp, engine.imagined, Random(0), True, recompute=engine.recompute.cores)
-    envs, spread = [root.at(node.path) for node in one.nodes], engine.layout.spread
+    envs = [root.at(node.path) for node in one.nodes]
     params = [
         {name: xp.ShapeArray(spread.shape(spec), engine.dtype) for name, spec in node.layer.specs().items()}
         for node in one.nodes

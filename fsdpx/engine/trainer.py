@@ -53,9 +53,10 @@ class Trainer:
         self.last: Step | None = None
         self.weight = 0.0  # what the last `evaluate` averaged over
         self._forwarded: tuple[list[Any], bool] = ([], True)  # batch and mode of the last `forward`
+        self._largest: batches.Microbatch | None = None  # as large as any of any rank
         self._shown: list[tuple[int, ...]] = []  # shapes of its outputs
         self._model, self._loss = model, loss
-        self._programs: dict[Request, Bound] = {}
+        self._programs: dict[tuple[Request, frozenset[str]], Bound] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._local = False
         self._closed = False
@@ -172,6 +173,7 @@ class Trainer:
             if name in values:
                 array[...] = from_host(xp, np.asarray(values[name]).astype(array.dtype, copy=False))
         self._discard("full")
+        self.engine.kinds.discard("updated")
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the global mean loss gathered so far by `accumulate` or `backward`, full, on every rank."""
@@ -282,6 +284,7 @@ class Trainer:
         whole = kind in ("forward", "predict") or (kind == "evaluate" and not batches.fits_chunks(engine, everyone))
         engine.batch = batches.cut(engine, part, 1 if kind in ("forward", "predict") else self.microbatches, not whole)
         engine.rows += sum(everyone) if trains else 0
+        self._largest = batches.largest(engine, inputs, everyone, self.microbatches)
 
     def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
         """What can be known before any communication: shapes through the whole model, labels, finite inputs."""
@@ -305,9 +308,12 @@ class Trainer:
     def _bound(self, kind: str, microbatches: int | None) -> Bound:
         count = len(self.engine.batch) if microbatches is None else microbatches
         request = self._request(kind, count, self.engine.store)
-        if request not in self._programs:
-            self._programs[request] = Bound(self.engine, request)
-        return self._programs[request]
+        # memory that ranks share is made together: what they ran before is the same, what it left may not be
+        key = (request, frozenset(self.engine.kinds))
+        if key not in self._programs:
+            self._programs[key] = Bound(self.engine, request)
+        self.engine.kinds.add(kind)
+        return self._programs[key]
 
     def _request(self, kind: str, microbatches: int, store: Mapping[str, Any]) -> Request:
         """What to compile: the placement, and what earlier programs left in the store."""
@@ -331,10 +337,13 @@ class Trainer:
             parts=pages("part"),
             weighed="weight" in store,
             order=order,
-            recompute=engine.recompute.units(engine, order or one_by_one(microbatches), engine.batch)
-            if steps
-            else frozenset(),
+            recompute=self._recomputed(microbatches) if steps else frozenset(),
         )
+
+    def _recomputed(self, microbatches: int) -> frozenset[int]:
+        engine = self.engine
+        orders = [engine.pipe.order(microbatches, r) or one_by_one(microbatches) for r in range(engine.pipe.width)]
+        return engine.recompute.units(engine, orders, self._largest)
 
     def _step_microbatches(self) -> int:
         chunks = self.engine.options.chunks
@@ -346,6 +355,8 @@ class Trainer:
         self.last = Step(loss, scale.norm, scale.rate, scale.skip)
         engine.steps += not scale.skip
         engine.rows, engine.adding = 0, ""
+        engine.kinds.clear()
+        engine.kinds.add("updated")
         engine.drop_local()
         return loss
 

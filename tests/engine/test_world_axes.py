@@ -81,3 +81,21 @@ def test_one_hash(world: Communicator) -> None:
         return digest
 
     assert run(world, Mesh(shard=1, pipe=world.size)) == spawn(run, 1, Mesh(shard=1))[0]
+
+
+def test_ranks_with_and_without_frozen_parameters_bind_alike(world: Communicator) -> None:
+    """What a step leaves differs between stages; the memory that they share is made together all the same."""
+    if world.size > 4:
+        pytest.skip("the model has four layers")
+    mesh = Mesh(shard=1, pipe=world.size)
+
+    def run(comm: Communicator, mesh: Mesh) -> dict[str, np.ndarray]:
+        trainer = train(comm, "wide", mesh, "ddp", sizes=(6, 6), frozen=["embed.*"], microbatches=2)[2]
+        x = np.random.default_rng(0).integers(0, 31, (3, 12))
+        trainer.evaluate(x, x)
+        trainer.step(x, x)
+        found = trainer.parameters()
+        trainer.close()
+        return found
+
+    assert distance(spawn(run, 1, Mesh(shard=1))[0], run(world, mesh)) < 1e-12

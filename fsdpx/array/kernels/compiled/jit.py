@@ -11,6 +11,7 @@ from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.runtime import rtsys
 
 __all__ = ["REORDER", "jit"]
 
@@ -40,10 +41,11 @@ class Cache(FunctionCache):
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Without the `refresh` of Numba's own, which imports all that it can compile: what is loaded is compiled."""
+        rtsys.initialize(target_context)
         try:
-            target_context.refresh()
             self._open(sig, target_context.codegen())
-            return super().load_overload(sig, target_context)
+            return self._load_overload(sig, target_context)
         except OSError as error:
             return _warn(error)
 

@@ -1,0 +1,1 @@
+"""Checkpoints: a directory of standard safetensors files that all ranks write and read at once."""

@@ -1,0 +1,184 @@
+"""One safetensors file as bytes: its header, and where in the file each tensor lies."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.namespace import dtype as dtype_of_name
+from fsdpx.errors import CheckpointError
+
+__all__ = ["Contents", "Entry", "array_type", "code_of", "lay", "parse", "unique"]
+
+LARGEST_HEADER = 100_000_000
+"""Bytes, as the reference reader has it."""
+
+LENGTH = 8
+"""Bytes before the header: its size, little endian."""
+
+MOST_DIMS = 64
+"""As NumPy has it."""
+
+SIZES = {
+    "U64": 8, "I64": 8, "F64": 8, "C64": 8, "F32": 4, "U32": 4, "I32": 4, "BF16": 2, "F16": 2, "U16": 2, "I16": 2,
+    "F8_E8M0": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Format -> bytes of an element, in the order in which the reference writer sorts tensors."""
+
+NAMES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bf16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file. code: of its dtype. start, stop: its bytes, counted from the start of the file."""
+
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def itemsize(self) -> int:
+        return SIZES[self.code]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds, in the order of its bytes. header: all bytes before the first tensor. size: of the file."""
+
+    tensors: dict[str, Entry]
+    metadata: dict[str, str]
+    header: bytes
+    size: int
+
+
+def code_of(dtype: np.dtype) -> str:
+    """float32 -> "F32"; CheckpointError for a dtype that the format does not know."""
+    for code, name in NAMES.items():
+        if dtype.name == ("bfloat16" if name == "bf16" else name):
+            return code
+    raise CheckpointError(f"arrays of {dtype} cannot be saved: choose one of {', '.join(NAMES.values())}")
+
+
+def array_type(code: str) -> np.dtype:
+    """ "F32" -> float32; CheckpointError for formats that NumPy has no dtype for."""
+    if code not in NAMES:
+        raise CheckpointError(f"tensors of format {code} cannot be loaded: those of {', '.join(NAMES)} can")
+    return dtype_of_name(NAMES[code])
+
+
+def lay(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None) -> Contents:
+    """Lay out a file of these tensors, name -> (code, shape): byte for byte as `safetensors` does.
+
+    Tensors are sorted by format (wide ones first, so that all are aligned), then by name; the header is JSON without
+    spaces, filled up with spaces to a multiple of 8 bytes. Metadata are sorted by name.
+    """
+    order = list(SIZES)
+    names = sorted(tensors, key=lambda name: (order.index(tensors[name][0]), name))
+    table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    at, places = 0, {}
+    for name in names:
+        code, shape = tensors[name]
+        places[name] = (at, at + SIZES[code] * math.prod(shape))
+        table[name] = {"dtype": code, "shape": list(shape), "data_offsets": list(places[name])}
+        at = places[name][1]
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    base = LENGTH + len(text)
+    header = len(text).to_bytes(LENGTH, "little") + text
+    entries = {n: Entry(*tensors[n], base + start, base + stop) for n, (start, stop) in places.items()}
+    return Contents(entries, dict(metadata or {}), header, base + at)
+
+
+def parse(read: Any, size: int, where: str) -> Contents:
+    """The contents of a file of `size` bytes, checked: every byte of it is of the header or of exactly one tensor.
+
+    read(n): its first n bytes. where: the file in words. CheckpointError for anything that is not as it should be.
+    """
+
+    def bad(what: str) -> CheckpointError:
+        return CheckpointError(f"{where}: {what}")
+
+    if size < LENGTH:
+        raise bad(f"truncated: {size} bytes are no safetensors file")
+    length = int.from_bytes(read(LENGTH), "little")
+    if length > LARGEST_HEADER:
+        raise bad(f"the header would have {length} bytes, more than {LARGEST_HEADER}: this is no safetensors file")
+    if LENGTH + length > size:
+        raise bad(f"truncated: the header has {length} bytes, the file {size}")
+    head = read(LENGTH + length)
+    if len(head) != LENGTH + length:
+        raise bad(f"truncated: {len(head)} bytes of a header of {length} can be read")
+    if head[LENGTH : LENGTH + 1] != b"{":
+        raise bad("the header does not begin with '{': this is no safetensors file")
+    try:
+        table = json.loads(head[LENGTH:].decode(), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise bad(f"the header is no JSON of unique names: {error}") from None
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise bad("__metadata__ must map texts to texts")
+    entries = {name: _entry(name, row, LENGTH + length, bad) for name, row in table.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    _demand_tiling(ordered, LENGTH + length, size, bad)
+    return Contents(ordered, metadata, head, size)
+
+
+def _entry(name: str, row: Any, base: int, bad: Any) -> Entry:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise bad(f"the name {name!r} is no text") from None
+    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+        raise bad(f"tensor {name!r} needs dtype, shape and data_offsets, and nothing else")
+    code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    if not isinstance(code, str) or code not in SIZES:
+        raise bad(f"tensor {name!r} has the unknown dtype {code!r}")
+    if not _whole(shape, MOST_DIMS) or not _whole(offsets, 2) or len(offsets) != 2:
+        raise bad(f"tensor {name!r}: shape {shape!r} and data_offsets {offsets!r} must be lists of whole numbers")
+    start, stop = offsets
+    if stop - start != SIZES[code] * math.prod(shape):
+        raise bad(f"tensor {name!r}: {code} of shape {shape} does not have {stop - start} bytes")
+    return Entry(code, tuple(shape), base + start, base + stop)
+
+
+def _whole(values: Any, most: int) -> bool:
+    return isinstance(values, list) and len(values) <= most and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+
+
+def _demand_tiling(entries: Mapping[str, Entry], base: int, size: int, bad: Any) -> None:
+    at = base
+    for name, entry in entries.items():
+        if entry.start != at:
+            kind = "a hole" if entry.start > at else "an overlap"
+            raise bad(f"{kind} before tensor {name!r}: it begins at byte {entry.start}, the one before ends at {at}")
+        at = entry.stop
+    if at > size:
+        raise bad(f"truncated: {size} bytes, its tensors need {at}")
+    if at < size:
+        raise bad(f"{size - at} bytes after the last tensor belong to none")
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError if it has a name twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} is there twice")
+    return found
