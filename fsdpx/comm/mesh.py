@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.counted import Counted, Counters
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.local import single
+from fsdpx.config import Sharding, sharding
 from fsdpx.errors import MeshError
 
 __all__ = ["AXES", "Axes", "Coordinates", "Mesh", "alone", "connect"]
@@ -107,6 +108,14 @@ class Mesh:
             raise MeshError(f"mesh {self} needs {needs}, but the world has {world_size}")
         widths = dict(zip(AXES, (rest if width is None else width for width in self._widths()), strict=True))
         return Mesh(**widths, order=self.order)
+
+    def filled(self, strategy: str | Sharding, world_size: int) -> Mesh:
+        """This mesh with all widths; where it does not say how the data axis is cut, the strategy does."""
+        beside, mesh = (self.pipe or 1) * (self.tensor or 1), self
+        if self.shard is None and self.replica == 1 and world_size % beside == 0:
+            placement = sharding(strategy, world_size // beside)
+            mesh = replace(self, replica=placement.replica, shard=placement.shard)
+        return mesh.resolve(world_size)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where `rank` stands; the last axis of `order` varies fastest."""

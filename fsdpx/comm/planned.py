@@ -52,7 +52,8 @@ def gathered(group: Group, arrays: Sequence[Array], own: Array | None) -> Plan:
 
 
 def barrier(group: Group) -> Plan:
-    return Plan(group, "barrier", [group.board.payload(group.lane, 0)], shared.come, None, None, _row(group, 0, 1, []))
+    row = _row(group, 0, 1, [])
+    return Plan(group, "barrier", [row], shared.come, None, None, row)
 
 
 def added(group: Group, verb: str, arrays: Sequence[Array], place: Place, op: ReduceOp, cut: Pieces) -> Plan:
@@ -103,7 +104,8 @@ class Plan:
         self.skip = 0
 
     def fits(self, first: Array, last: Array) -> bool:
-        """Whether it was made for these very arrays: their ids may belong to others by now."""
+        """Whether it was made for these very arrays: their ids may belong to others by now. That nobody gives an array
+        another shape or dtype in place is taken for granted."""
         return self._first() is first and self._last() is last
 
     def issue(self, number: int, what: str) -> Planned:

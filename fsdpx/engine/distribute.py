@@ -211,7 +211,7 @@ def _world(comm: Any, backend: str | None) -> Communicator:
 def _axes(
     strategy: str | Sharding, mesh: Mesh | None, world: Communicator, check: bool, ahead: int | None
 ) -> tuple[Axes, Sharding]:
-    mesh = _filled(strategy, mesh or Mesh(), world.size)
+    mesh = (mesh or Mesh()).filled(strategy, world.size)
     named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
     if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
         raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
@@ -221,15 +221,6 @@ def _axes(
         lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=lifetimes.ahead if ahead is None else ahead
     )
     return connect(mesh, world, check=check), placement
-
-
-def _filled(strategy: str | Sharding, mesh: Mesh, ranks: int) -> Mesh:
-    """The mesh with all widths; where it does not say how the data axis is cut, the strategy does."""
-    beside = (mesh.pipe or 1) * (mesh.tensor or 1)
-    if mesh.shard is None and mesh.replica == 1 and ranks % beside == 0:
-        placement = config.sharding(strategy, ranks // beside)
-        mesh = replace(mesh, replica=placement.replica, shard=placement.shard)
-    return mesh.resolve(ranks)
 
 
 def _poker(progress: str, model: Sorted, axes: Axes) -> Poker | None:

@@ -1,15 +1,13 @@
 """What a command line says of a mesh and of what runs on it, made into what `distribute` takes."""
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
 from fsdpx.comm.mesh import AXES, Mesh
-from fsdpx.config import sharding
 from fsdpx.errors import ConfigError
 from fsdpx.program import SCHEDULES
 
-__all__ = ["add_options", "check", "fill", "recompute", "words"]
+__all__ = ["add_options", "check", "recompute", "words"]
 
 
 def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
@@ -18,15 +16,6 @@ def add_options(p: argparse.ArgumentParser, also: str = "") -> None:
     p.add_argument("--schedule", default=None, help=f"of the pipe: {', '.join(SCHEDULES)}, a text file{also}")
     p.add_argument("--sequence", default=None, help=f"over the tensor axis: parallel, ulysses, ring{also}")
     p.add_argument("--recompute", default=None, help="all, attention, k (every k-th unit), or bytes such as 512MiB")
-
-
-def fill(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
-    """All widths of a mesh; where it does not say how the data axis is cut, the strategy does, as in `distribute`."""
-    beside = (mesh.pipe or 1) * (mesh.tensor or 1)
-    if mesh.shard is None and mesh.replica == 1 and ranks % beside == 0:
-        placement = sharding(strategy, ranks // beside)
-        mesh = replace(mesh, replica=placement.replica, shard=placement.shard)
-    return mesh.resolve(ranks)
 
 
 def check(mesh: Mesh | None, schedule: str | None, sequence: str | None) -> None:
