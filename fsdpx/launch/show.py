@@ -8,7 +8,7 @@ from fsdpx.engine.dryrun import DryRun, dry_run
 from fsdpx.engine.report import bytes_text, table
 from fsdpx.errors import ConfigError
 from fsdpx.examples.catalog import entry
-from fsdpx.launch.mesh import check, fill, recompute, words
+from fsdpx.launch.mesh import check, recompute, words
 from fsdpx.layout.tree import chunks_of
 from fsdpx.program import Costs, Plan, bubble, grid, in_flight, simulate
 
@@ -27,7 +27,7 @@ def show(args: argparse.Namespace) -> str:
     ranks, batch = _ranks(args, mesh), example.batch if args.batch is None else args.batch
     if ranks < 1 or batch < 1:
         raise ConfigError(f"show --ranks {ranks} --batch {batch}: both at least 1")
-    full = fill(mesh or Mesh(), args.strategy, ranks)
+    full = (mesh or Mesh()).filled(args.strategy, ranks)
     rows = _rows(full, args.rank, batch, args.chunks) if 0 <= args.rank < ranks else 1  # else the dry run complains
     run = dry_run(
         example.model(),

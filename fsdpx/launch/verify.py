@@ -16,7 +16,7 @@ from fsdpx.comm.local import single
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError
-from fsdpx.launch.mesh import check, fill, recompute, words
+from fsdpx.launch.mesh import check, recompute, words
 from fsdpx.layout.tree import chunks_of
 from fsdpx.program import SCHEDULES
 
@@ -116,7 +116,7 @@ def cases(args: argparse.Namespace, ranks: int) -> list[Case]:
 
 def lay(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
     """The mesh with all widths; strategies that cut nothing have all of the data axis as replicas."""
-    full = fill(mesh, strategy, ranks)
+    full = mesh.filled(strategy, ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:
         return replace(full, replica=full.width("data"), shard=1)
     return full

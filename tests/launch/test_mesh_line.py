@@ -10,7 +10,7 @@ from fsdpx.comm import Communicator
 from fsdpx.comm.mesh import AXES
 from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError, FsdpxError, MeshError
-from fsdpx.launch.mesh import check, fill, recompute, words
+from fsdpx.launch.mesh import check, recompute, words
 from fsdpx.launch.verify import lay
 
 
@@ -59,7 +59,7 @@ def test_filled_as_the_engine_fills_it(text: str, strategy: str) -> None:
 
     want = outcome(lambda: there(fsdpx.FakeCommunicator(0, 8)))
     if "wants a shard axis" not in want:  # that a mesh contradicts the strategy is the engine's to say
-        assert outcome(lambda: fill(Mesh.parse(text), strategy, 8)) == want
+        assert outcome(lambda: Mesh.parse(text).filled(strategy, 8)) == want
 
 
 def test_strategies_without_shards_have_all_data_ranks_as_replicas() -> None:

@@ -1,0 +1,54 @@
+"""What one rank finds out, all ranks know: results by rank, or the same error on all of them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fsdpx.comm.communicator import Communicator
+from fsdpx.errors import CheckpointError, FsdpxError
+
+__all__ = ["alone", "said", "same", "together"]
+
+T = TypeVar("T")
+
+
+def together(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
+    """`body()` of every rank, in rank order. Where it raises OSError or one of our errors, all ranks raise
+    CheckpointError with the text of the first rank that did. Collective."""
+    value: Any = None
+    problem, cause = None, None
+    try:
+        value = body()
+    except (OSError, FsdpxError) as error:
+        problem, cause = said(error), error
+    for rank, (_, text) in enumerate(everyone := world.all_gather_object((value, problem))):
+        if text is not None:
+            who = f"rank {rank}: " if world.size > 1 else ""
+            raise CheckpointError(text if text.startswith(where) else f"{where}: {who}{text}") from cause
+    return [value for value, _ in everyone]
+
+
+def alone(world: Communicator, where: str, body: Callable[[], T]) -> T:
+    """`body()` of rank 0, on every rank. Collective."""
+    return together(world, where, lambda: body() if world.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def same(world: Communicator, where: str, **choices: str) -> None:
+    """CheckpointError on all ranks if they differ in a choice; names the ranks. Collective."""
+    everyone = world.all_gather_object(choices)
+    for rank, theirs in enumerate(everyone):
+        for name, first in everyone[0].items():
+            if theirs[name] != first:
+                raise CheckpointError(
+                    f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {theirs[name]}"
+                )
+
+
+def said(error: BaseException) -> str:
+    """An error in words, alike on every system."""
+    if isinstance(error, OSError) and error.errno is not None:
+        name = errno.errorcode.get(error.errno, str(error.errno))
+        return f"{error.strerror} ({name})" + (f": {error.filename}" if error.filename else "")
+    return str(error)
