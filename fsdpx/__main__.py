@@ -1,4 +1,4 @@
-"""The command line: python -m fsdpx info | show | verify."""
+"""The command line: python -m fsdpx info | show | ckpt | verify."""
 
 import argparse
 import sys
@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     commands = p.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
+    _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
     _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
     return p
 
@@ -43,6 +44,10 @@ def _run(args: argparse.Namespace) -> int:
 
         print(show(args))
         return 0
+    if args.command == "ckpt":
+        from fsdpx.launch.ckpt import ckpt
+
+        return ckpt(args)
     from fsdpx.launch.verify import verify
 
     return verify(args)
@@ -52,6 +57,12 @@ def _alone() -> bool:
     from fsdpx.launch import environment
 
     return environment.read().launcher is None
+
+
+def _ckpt(p: argparse.ArgumentParser) -> None:
+    from fsdpx.launch.ckpt import add_options
+
+    add_options(p)
 
 
 def _show(p: argparse.ArgumentParser) -> None:

@@ -12,18 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from fsdpx.comm.checks import address
 from fsdpx.comm.communicator import Array
 from fsdpx.comm.host import Window
 
-__all__ = ["PAYLOAD", "SLOTS", "Board"]
+__all__ = ["SLOTS", "Board"]
 
 SLOTS = 64
 """Collectives in flight at one time; the next one takes the place of the oldest."""
 HEAD = 8
 """64-bit words of a record before its payload: posted, finished, and words about the call. One cache line."""
-PAYLOAD = 256
-"""Bytes of data that travel on the board itself."""
 
 
 class Board:
@@ -31,10 +28,10 @@ class Board:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._record = HEAD + max(PAYLOAD // 8, self.size)
+        self._record = HEAD + -(-self.size // HEAD) * HEAD  # the payload: a word for each rank, in whole cache lines
         self._window = Window(comm, SLOTS * self._record * 8)
         self._bytes = self._window.parts
-        self.addresses = [address(part) for part in self._bytes]
+        self.addresses = self._window.addresses
         self._fence = self._window.fence
         self._words = [memoryview(part.view(np.int64)) for part in self._bytes]
         self._mine = self._words[self.rank]

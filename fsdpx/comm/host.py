@@ -39,6 +39,7 @@ class Window:
         info.Free()
         self._win.Lock_all(MPI.MODE_NOCHECK)
         self.parts = [_bytes(self._win.Shared_query(rank)[0]) for rank in range(comm.Get_size())]
+        self.addresses = [address(part) for part in self.parts]
         self.fence: Callable[[], None] = self._win.Sync
         """Everything written before is seen by whoever sees what is written after."""
 
@@ -93,7 +94,7 @@ class Host:
 
     def address(self, window: int, owner: int) -> int:
         """Where that is in this process."""
-        return address(self.part(window, owner))
+        return self.windows[window].addresses[owner]
 
     def release(self, array: Array) -> None:
         """Free the window that `array` lies in. No view of it may be in use. Collective over the world."""

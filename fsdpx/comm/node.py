@@ -18,7 +18,7 @@ from mpi4py import MPI
 from fsdpx.array.kernels.choice import installed
 from fsdpx.comm import lanes
 from fsdpx.comm.backend import Backend
-from fsdpx.comm.board import PAYLOAD, SLOTS, Board
+from fsdpx.comm.board import SLOTS, Board
 from fsdpx.comm.checks import overlay
 from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp, even_pieces
 from fsdpx.comm.host import Host, Place
@@ -154,8 +154,6 @@ class NodeCommunicator(Backend):
         return plan.issue(self.reserve(), what)
 
     def _all_gather(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
-        if self.inside and max(cut.counts) * recv.dtype.itemsize <= PAYLOAD and isinstance(recv, np.ndarray):
-            return self._gather_on_board(send, recv, cut, what)
         into, source = self._find(recv), self._find(send)
         if into is not None and into.window in self.host.common:
             return self._gather_common(into, source, send, recv, cut, what)
@@ -164,22 +162,6 @@ class NodeCommunicator(Backend):
         if self.across is not None and into is not None:
             return self._steps(lanes.all_gather(self, into, send, recv, cut, self._ticket(), what))
         return self.mpi._all_gather(send, recv, cut, what)
-
-    def _gather_on_board(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
-        """A few numbers per rank travel on the board itself: one synchronisation."""
-        number, board = self.reserve(), self.board
-        own, nbytes = cut.part(recv, self.rank), send.size * send.dtype.itemsize
-        board.payload(self.lane, number)[:nbytes] = send.view(np.uint8)
-        board.post(number)
-        if not overlay(send, own):
-            own[...] = send
-
-        def read() -> None:
-            for other in self.others:
-                part = cut.part(recv, other)
-                part[...] = board.payload(other, number)[: part.size * part.dtype.itemsize].view(part.dtype)
-
-        return self._meet(number, "all_gather", what, read, held=False)
 
     def _gather_common(
         self, into: Place, source: Place | None, send: Array, recv: Array, cut: Pieces, what: str

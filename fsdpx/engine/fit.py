@@ -15,6 +15,7 @@ from fsdpx.comm.communicator import ReduceOp
 from fsdpx.errors import ConfigError, DataError, NumericsError
 
 if TYPE_CHECKING:
+    from fsdpx.engine.checkpoint.series import Checkpoints
     from fsdpx.engine.trainer import Trainer
 
 __all__ = ["History", "fit"]
@@ -22,13 +23,20 @@ __all__ = ["History", "fit"]
 
 @dataclass
 class History:
-    """What happened. losses: one per step. validation: (step, loss) pairs. reason: why training ended."""
+    """What happened. losses: one per step. validation: (step, loss) pairs. reason: why training ended. before: steps
+    that earlier runs made, if this one goes on from a checkpoint."""
 
     losses: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     epochs: int = 0
     reason: str = "all epochs done"
     seconds: float = 0.0  # in training steps and their data, validation left out
+    before: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps made since the very start."""
+        return self.before + len(self.losses)
 
     @property
     def best(self) -> float:
@@ -49,6 +57,7 @@ def fit(
     progress: bool = True,
     count: Callable[[Any], int] | None = None,
     unit: str = "samples",
+    checkpoints: Checkpoints | None = None,
 ) -> History:
     """Train on (x, y) batches.
 
@@ -56,6 +65,8 @@ def fit(
     end. patience: end after so many validations without a new best. stop: asked after each validation (after each
     `every` steps without validation); if it says yes on any rank, all ranks end together. count: what a batch counts
     as on the progress line of rank 0, by default its samples on this rank times the ranks; unit: the word for it.
+    checkpoints: where to save every so many steps; a run that was interrupted is started again in the same way and goes
+    on as if nothing had been.
     """
     if steps is not None and steps < 1:
         raise ConfigError(f"fit(steps={steps}): at least 1, or None for whole epochs")
@@ -63,9 +74,13 @@ def fit(
         raise ConfigError(
             f"fit(epochs={epochs}, every={every}, patience={patience}): all at least 1; patience needs validation"
         )
-    history, line = History(), _Line(trainer, progress, unit, steps)
-    first = getattr(loader, "epoch", 0)
-    for epoch in range(first, first + epochs):
+    history = History()
+    saves = _Saves(trainer, loader, checkpoints, history)
+    line = _Line(trainer, progress, unit, steps, history.before)
+    if steps is not None and history.steps >= steps:
+        history.reason = f"{steps} steps done"
+        return line.close(history)
+    for epoch in range(getattr(loader, "epoch", 0), saves.first + epochs):
         if hasattr(loader, "set_epoch"):
             loader.set_epoch(epoch)
         batches, before = iter(loader), len(history.losses)
@@ -73,19 +88,42 @@ def fit(
             x, y = batch
             _step(trainer, x, y, history)
             line.step(history.losses[-1], (count or _samples)(x) * trainer.engine.axes.data.size)
-            done = len(history.losses)
+            done = history.steps
             last = steps is not None and done >= steps
-            if (done % every == 0 or last) and _end(trainer, history, validation, patience, stop, line):
-                return line.close(history)
-            if last:
+            ended = (done % every == 0 or last) and _end(trainer, history, validation, patience, stop, line)
+            if last and not ended:
                 history.reason = f"{steps} steps done"
+            saves.step(ended or last)
+            if ended or last:
                 return line.close(history)
         if len(history.losses) == before:
             raise DataError(f"fit: the loader gives no batch in epoch {epoch}; a generator serves one epoch only")
         history.epochs += 1
-    if validation is not None and (not history.validation or history.validation[-1][0] != len(history.losses)):
+    if validation is not None and (not history.validation or history.validation[-1][0] != history.steps):
         _validate(trainer, history, validation, line)
+    saves.step(True)
     return line.close(history)
+
+
+class _Saves:
+    """When `fit` saves, and where it goes on. first: the epoch in which the run began."""
+
+    def __init__(self, trainer: Trainer, loader: Any, checkpoints: Checkpoints | None, history: History) -> None:
+        self.trainer, self.loader, self.checkpoints, self.history = trainer, loader, checkpoints, history
+        begun = None if checkpoints is None else checkpoints.begin(trainer, loader, history)
+        self.first = getattr(loader, "epoch", 0) if begun is None else begun
+        self.saved = history.before
+
+    def step(self, last: bool) -> None:
+        """After a step: save if it is time, or the last."""
+        if self.checkpoints is None:
+            return
+        done = self.history.steps
+        if done > self.saved and (last or done % self.checkpoints.every == 0):
+            self.checkpoints.save(self.trainer, self.loader, self.history, self.first)
+            self.saved = done
+        if last:
+            self.trainer.wait_saved()
 
 
 def _next(trainer: Trainer, batches: Iterator[Any], history: History) -> Any:
@@ -149,18 +187,19 @@ def _validate(trainer: Trainer, history: History, batches: Iterable[Any], line: 
     if not losses:
         raise ConfigError("fit: the validation loader gives no batch")
     value = math.fsum(a * w for a, w in zip(losses, weights, strict=True)) / math.fsum(weights)
-    history.validation.append((len(history.losses), value))
+    history.validation.append((history.steps, value))
     line.validated(value)
 
 
 class _Line:
     """Progress on rank 0: one line that moves on a terminal, a line every few seconds elsewhere."""
 
-    def __init__(self, trainer: Trainer, wanted: bool, unit: str, steps: int | None) -> None:
+    def __init__(self, trainer: Trainer, wanted: bool, unit: str, steps: int | None, done: int = 0) -> None:
         self.trainer, self.unit, self.steps = trainer, unit, steps
         self.on = wanted and trainer.rank == 0
         self.terminal = sys.stderr.isatty()
-        self.done, self.counted, self.start = 0, 0, perf_counter()
+        self.done, self.counted, self.start = done, 0, perf_counter()
+        self.first = done + 1
         self.shown, self.shown_count = self.start, 0
         self.validation = ""
 
@@ -168,12 +207,12 @@ class _Line:
         self.done += 1
         self.counted += count
         now = perf_counter()
-        if not self.on or (now - self.shown < (0.2 if self.terminal else 5.0) and self.done != 1):
+        if not self.on or (now - self.shown < (0.2 if self.terminal else 5.0) and self.done != self.first):
             return
         rate = (self.counted - self.shown_count) / max(now - self.shown, 1e-9)
         self.shown, self.shown_count = now, self.counted
         of = f"/{self.steps}" if self.steps else ""
-        rate_text = f"  {rate:,.0f} {self.unit}/s" if self.done > 1 else ""
+        rate_text = f"  {rate:,.0f} {self.unit}/s" if self.done > self.first else ""
         self._write(f"step {self.done}{of}  loss {loss:.4f}{rate_text}{self.validation}")
 
     def validated(self, loss: float) -> None:

@@ -39,3 +39,12 @@ class Scaler:
                 )
         elif self.good >= self.growth_interval:
             self.value, self.good = self.value * 2, 0
+
+    def state(self) -> tuple[float, int, bool]:
+        """(value, good, dynamic): what a checkpoint holds."""
+        return float(self.value), self.good, self.dynamic
+
+    def restore(self, value: float, good: int) -> None:
+        """Go on from a checkpoint; a scale that does not move stays what the precision says."""
+        if self.dynamic:
+            self.value, self.good = value, good

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,10 @@ import numpy as np
 from fsdpx.array.namespace import from_host
 from fsdpx.comm.communicator import Communicator
 from fsdpx.engine import batch as batches
+from fsdpx.engine.checkpoint.background import Background
+from fsdpx.engine.checkpoint.load import load, load_weights
+from fsdpx.engine.checkpoint.save import Choices, prepare, save
+from fsdpx.engine.checkpoint.state import State
 from fsdpx.engine.engine import Clock, Engine
 from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.fit import History, fit
@@ -21,6 +27,7 @@ from fsdpx.engine.interpreter import Bound
 from fsdpx.engine.measure import Measured, measure
 from fsdpx.engine.outputs import cut_output, whole_outputs
 from fsdpx.engine.report import Report, report
+from fsdpx.engine.watchdog import watch
 from fsdpx.engine.whole import put, whole_gradients, whole_parameters, whole_state
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.nn.sort import Sorted, infer
@@ -60,6 +67,9 @@ class Trainer:
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._local = False
         self._closed = False
+        axes = engine.axes
+        self._dog = watch(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
+        self._saving: Background | None = None
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -194,6 +204,73 @@ class Trainer:
             digest.update(np.ascontiguousarray(array).tobytes())
         return digest.hexdigest()
 
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        loader: Any = None,
+        dtype: str | None = None,
+        shard_bytes: int | None = None,
+        keep: int | None = None,
+        background: bool = False,
+    ) -> None:
+        """Write a checkpoint into the folder `path`, all ranks at once. Collective; see docs/checkpoints.md.
+
+        Inside are `model.safetensors`, one standard file with the bits of `parameters()`, and what `load` needs to go
+        on exactly: the optimiser's state, steps, loss scale, seed, and the place of `loader` in the data.
+        dtype: "bf16", "float16", "float32" or "float64" for the weights in the file (default: the trainer's).
+        shard_bytes: cut the weights into files of up to that many bytes, with an index, as Hugging Face does.
+        keep: after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-*.
+        background: copy what this rank writes and write it in a thread while training goes on; `wait_saved`, or the
+        next save or load, says whether that went well.
+        An older checkpoint at `path` stays until the new one is whole. CheckpointError, the same on all ranks, if it
+        cannot be written; then the older one is as it was. Extra memory: two blocks of 4 MiB, in the background also
+        this rank's part.
+        """
+        self._save(Path(path), Choices(dtype, shard_bytes, keep), loader, None, background)
+
+    def wait_saved(self) -> None:
+        """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be. Collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def load(
+        self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
+    ) -> None:
+        """Go on exactly where `save` wrote `path`, at any number of ranks, strategy and mesh. Collective.
+
+        loader: is put to its place in the data. convert: round or widen numbers saved in another format. verify: look
+        at the digests of all bytes first, each rank at a part of them. Names, shapes, formats, sizes and digests are
+        checked before anything changes; CheckpointError, the same on all ranks, names what does not fit.
+        Random numbers go on with the seed of the checkpoint. Extra memory: three blocks of 4 MiB.
+        """
+        self._resume(Path(path), loader, convert, verify)
+
+    def load_weights(self, path: str | PathLike[str], *, convert: bool = False) -> None:
+        """Take the weights alone from a checkpoint, from a safetensors file, or from a folder with `model.safetensors`
+        or several files and their index. Names, shapes and formats must fit; running statistics may be missing, tied
+        parameters may have any of their names. Collective."""
+        self._open("load_weights")
+        load_weights(self.engine, Path(path), convert)
+
+    def _save(
+        self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
+    ) -> None:
+        self._open("save")
+        self.wait_saved()
+        if background:
+            self._saving = Background(self.engine, prepare(self.engine, path, choices, loader, fit))
+        else:
+            save(self.engine, path, choices, loader, fit)
+
+    def _resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> State:
+        self._open("load")
+        self.wait_saved()
+        return load(self.engine, path, loader, convert, verify)
+
     # -- looking in --------------------------------------------------------------------------------------------------
 
     @property
@@ -237,6 +314,7 @@ class Trainer:
         The trainer cannot be used any more; take what `parameters()` returns before.
         """
         if not self._closed:
+            self.wait_saved()
             self._closed = True
             self._programs.clear()
             self.engine.clear()
@@ -311,7 +389,7 @@ class Trainer:
         # memory that ranks share is made together: what they ran before is the same, what it left may not be
         key = (request, frozenset(self.engine.kinds))
         if key not in self._programs:
-            self._programs[key] = Bound(self.engine, request)
+            self._programs[key] = Bound(self.engine, request, self._dog)
         self.engine.kinds.add(kind)
         return self._programs[key]
 

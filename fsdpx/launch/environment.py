@@ -26,6 +26,9 @@ class Environment:
     timeout: seconds a wait for peers may last (FSDPX_TIMEOUT; None: the default). launcher: what started this
     process as one of several ranks, in words, or None. expected_size: the number of ranks it says it started
     (FSDPX_EXPECT_SIZE goes before it), or None.
+    watch: have a watchdog and a flight record on every rank (FSDPX_WATCH=0: no). run: folder of this job, made by
+    `fsdpx run`, for flight records and what ranks tell the launcher (FSDPX_RUN; None: temporary files). restart: how
+    often `fsdpx run` has started this job anew (FSDPX_RESTART).
     threads: BLAS threads per rank as the user set them (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS).
     """
 
@@ -36,6 +39,9 @@ class Environment:
     timeout: float | None = None
     launcher: str | None = None
     expected_size: int | None = None
+    watch: bool = True
+    run: Path | None = None
+    restart: int = 0
     threads: int | None = None
 
 
@@ -56,6 +62,9 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
         timeout=_seconds(environ, "FSDPX_TIMEOUT"),
         launcher=launcher or ("FSDPX_EXPECT_SIZE" if expected is not None else None),
         expected_size=size if expected is None else expected,
+        watch=_switch(environ, "FSDPX_WATCH", "1"),
+        run=Path(environ["FSDPX_RUN"]) if environ.get("FSDPX_RUN") else None,
+        restart=_restart(environ),
         threads=_threads(environ),
     )
 
@@ -109,6 +118,13 @@ def _number(environ: Mapping[str, str], variable: str) -> int | None:
         return None
     if not text.strip().isdecimal() or int(text) < 1:
         raise LaunchError(f"{variable}={text!r} is not a number of ranks: set it to an integer of at least 1")
+    return int(text)
+
+
+def _restart(environ: Mapping[str, str]) -> int:
+    text = environ.get("FSDPX_RESTART", "0").strip()
+    if not text.isdecimal():
+        raise LaunchError(f"FSDPX_RESTART={text!r} is not a number of restarts: leave it to `python -m fsdpx run`")
     return int(text)
 
 

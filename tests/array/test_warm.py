@@ -93,3 +93,17 @@ said = [str(c.message) for c in caught]
 assert len(said) == 1 and "set NUMBA_CACHE_DIR to a folder that can be written" in said[0], said
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
+
+
+def test_loading_does_not_import_what_only_compiling_needs():
+    """A third of the time before a first step."""
+    code = """
+import sys
+import numpy as np
+from fsdpx.array import kernels
+kernels.gelu(np, np.ones((5, 4), np.float32))
+print("numba.experimental.jitclass.base" in sys.modules)
+"""
+    run = [sys.executable, "-W", "error", "-c", code]
+    said = [subprocess.run(run, check=True, timeout=120, capture_output=True, text=True).stdout for _ in range(2)]
+    assert said[1].split() == ["False"]

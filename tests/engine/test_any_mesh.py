@@ -3,9 +3,9 @@
 from typing import Any
 
 import numpy as np
-from axes import reference, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from meshes import reference, train
 from models import distance
 
 import fsdpx

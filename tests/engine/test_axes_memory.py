@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import train
+from meshes import train
 
 import fsdpx
 from fsdpx import Mesh, nn, optim

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import OPTIONS, compare, train
+from meshes import OPTIONS, compare, train
 from models import CASES, KNOWN, distance, make, part
 
 import fsdpx

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import compare, train
+from meshes import compare, train
 from models import make
 
 import fsdpx

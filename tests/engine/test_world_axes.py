@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from axes import reference, train
+from meshes import reference, train
 from models import distance
 
 from fsdpx import Mesh, spawn

@@ -8,12 +8,13 @@ import platform
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdpx.engine.checkpoint.disk import create, opened, sync, sync_folder, write_at
-from fsdpx.engine.checkpoint.manifest import MANIFEST, OWN, Manifest, is_checkpoint
+from fsdpx.engine.checkpoint.manifest import MANIFEST, OWN, SUMS, Manifest, is_checkpoint
 from fsdpx.engine.checkpoint.plan import Plan
 from fsdpx.errors import CheckpointError
 
@@ -67,7 +68,12 @@ class Target:
             os.rename(self.path, previous)
         elif self.path.exists():
             self.path.rmdir()  # empty, as `_demand_free` saw
-        os.rename(self.partial, self.path)
+        try:
+            os.rename(self.partial, self.path)
+        except OSError:
+            if previous.exists():
+                os.rename(previous, self.path)
+            raise
         sync_folder(self.path.parent)
         remove(previous)
         self.release()
@@ -99,9 +105,10 @@ def remove(folder: Path) -> None:
     if not folder.is_dir():
         return
     for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST):
-        if OWN.fullmatch(name) or name.startswith("."):
+        if OWN.fullmatch(name) or name.startswith(SUMS):
             (folder / name).unlink(missing_ok=True)
-    folder.rmdir()
+    with suppress(OSError):  # somebody has put a file of his own into it
+        folder.rmdir()
 
 
 def numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
@@ -156,7 +163,7 @@ def _some(names: list[str]) -> str:
 
 
 def _lock(path: Path) -> int | None:
-    """Hold PATH.lock until `release` or the end of the process, whatever ends it; CheckpointError if another job does."""
+    """Hold PATH.lock until `release` or the end of the process, however it ends; CheckpointError if another has it."""
     name = beside(path, LOCK)
     while True:
         fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o666)
@@ -171,8 +178,9 @@ def _lock(path: Path) -> int | None:
             pass  # a file system without locks
         if _still(fd, name):
             text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-            os.ftruncate(fd, 0)
-            write_at(fd, json.dumps(text).encode(), 0)
+            with suppress(OSError):  # the text is for people; a full disk is noticed in a moment
+                os.ftruncate(fd, 0)
+                write_at(fd, json.dumps(text).encode(), 0)
             return fd
         os.close(fd)  # its owner has deleted it meanwhile
 

@@ -15,12 +15,15 @@ from fsdpx.engine.checkpoint.format import Contents, unique
 from fsdpx.engine.checkpoint.plan import Plan
 from fsdpx.errors import CheckpointError
 
-__all__ = ["MANIFEST", "Manifest", "OWN", "Record", "is_checkpoint"]
+__all__ = ["MANIFEST", "OWN", "SUMS", "Manifest", "Record", "is_checkpoint"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
-OWN = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json|state\.safetensors|manifest\.json")
+OWN = re.compile(r"(model(-\d{5,}-of-\d{5,})?|state)\.safetensors|(model\.safetensors\.index|manifest)\.json")
 """Names of the files that a checkpoint can have."""
+
+SUMS = ".sums-"
+"""Before the rank, the name of what it has written so far that the others should know: in a folder not yet whole."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,183 @@
+"""The flight record: a rank's last actions in a file that others can read when the rank is dead or stopped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["LENGTH", "Entry", "Flight", "Recorder", "label", "log", "read", "read_all"]
+
+LENGTH = 512
+"""Actions that are remembered."""
+
+_MAGIC = b"fsdpx f1"
+_HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock minus perf_counter, host
+_PROGRAM = struct.Struct("<q24s")  # step, kind of program
+_BEAT = struct.Struct("<qq")  # looks of the watchdog, whether it waits in vain
+_NOTE = struct.Struct("<d240s")  # since when (perf_counter; 0: it does not wait), what for
+_PROGRAM_AT, _BEAT_AT, _NOTE_AT, _START = 128, 192, 256, 1024
+_RECORD = struct.Struct("<qdd112s120s")  # number, begin, end (0: under way), action, what it waits for
+_END = struct.Struct("<d")
+_END_AT = 16
+_WAITS = struct.Struct("<120s")
+_WAITS_AT = 136
+_SIZE = _START + LENGTH * _RECORD.size
+
+
+def label(text: str, width: int = 112) -> bytes:
+    """`text` as it is kept: cut to `width` bytes of UTF-8."""
+    return text.encode()[:width].decode(errors="ignore").encode()
+
+
+class Recorder:
+    """Writes one rank's record: half a microsecond per action, no system call.
+
+    thread: who runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so far.
+    """
+
+    __slots__ = ("_at", "_buffer", "_path", "beats", "ended", "serial", "thread")
+
+    def __init__(self, path: Path, rank: int, ranks: int, host: str) -> None:
+        self._path = path
+        with path.open("w+b") as file:
+            file.truncate(_SIZE)
+            self._buffer = mmap.mmap(file.fileno(), _SIZE)
+        self._at, self.serial, self.ended, self.thread, self.beats = _START, 0, 0, 0, 0
+        clock = time.time() - time.perf_counter()
+        _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, label(host, 64))
+
+    def program(self, step: int, kind: str, thread: int) -> None:
+        """A program begins."""
+        self.thread = thread
+        _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, step, label(kind, 24))
+
+    def begin(self, action: bytes, now: float) -> None:
+        """An action begins, at perf_counter() = now."""
+        self.serial = number = self.serial + 1
+        self._at = at = _START + number % LENGTH * 256
+        _RECORD.pack_into(self._buffer, at, number, now, 0.0, action, b"")
+
+    def waits(self, what: bytes) -> None:
+        """The action now needs what another one issued."""
+        _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, what)
+
+    def end(self, now: float) -> None:
+        self.ended = self.serial
+        _END.pack_into(self._buffer, self._at + _END_AT, now)
+
+    def beat(self, vain: bool) -> None:
+        """The watchdog of this rank lives. vain: the rank has waited too long."""
+        self.beats += 1
+        _BEAT.pack_into(self._buffer, _BEAT_AT, self.beats, vain)
+
+    def note(self, since: float, what: str) -> None:
+        """What this rank waits for at this moment, also outside of actions; since 0: it does not wait."""
+        _NOTE.pack_into(self._buffer, _NOTE_AT, since, label(what, 240))
+
+    def remove(self) -> None:
+        """A rank that ends well leaves no record; the last one removes the folder."""
+        self._path.unlink(missing_ok=True)
+        with suppress(OSError):  # others are still there
+            self._path.parent.rmdir()
+
+
+assert _RECORD.size == 256
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One action. begin, end: seconds since 1970; end 0: it was under way. waits: for what, if it did."""
+
+    number: int
+    begin: float
+    end: float
+    action: str
+    waits: str
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What a record says. entries: oldest first. since, what: what the rank waits for (since 0: nothing), seconds since
+    1970. vain: longer than it may."""
+
+    rank: int
+    ranks: int
+    process: int
+    host: str
+    step: int
+    program: str
+    beats: int
+    vain: bool
+    since: float
+    what: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def last(self) -> Entry | None:
+        return self.entries[-1] if self.entries else None
+
+    def where(self, now: float) -> str:
+        """In which action the rank is, or which was its last: in words."""
+        last = self.last
+        if last is None:
+            return "outside any action, before the first"
+        if last.end == 0:
+            waits = f", needs {last.waits}" if last.waits else ""
+            return f"in action {last.action}{waits}, for {now - last.begin:.1f} s"
+        return f"outside any action for {now - last.end:.1f} s, after {last.action}"
+
+
+def read(path: Path) -> Flight | None:
+    """The record in a file; None while it is being made, or if it is none."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) != _SIZE or not data.startswith(_MAGIC):
+        return None
+    _, rank, ranks, process, clock, host = _HEADER.unpack_from(data)
+    step, kind = _PROGRAM.unpack_from(data, _PROGRAM_AT)
+    beats, vain = _BEAT.unpack_from(data, _BEAT_AT)
+    since, what = _NOTE.unpack_from(data, _NOTE_AT)
+    wall = (since + clock) if since else 0.0
+    entries = tuple(sorted(_entries(data, clock), key=lambda entry: entry.number))
+    return Flight(
+        rank, ranks, process, _text(host), step, _text(kind), beats, bool(vain), wall, _text(what), entries
+    )  # fmt: skip
+
+
+def read_all(folder: Path) -> dict[int, Flight]:
+    """The records of a job, by rank."""
+    found = (read(path) for path in sorted(folder.glob("rank-*.flight")))
+    return {flight.rank: flight for flight in found if flight is not None}
+
+
+def log(flights: dict[int, Flight]) -> str:
+    """All records as text: per rank a head, then one action per line, begin (seconds since 1970), duration, text."""
+    lines = []
+    for flight in flights.values():
+        head = f"rank {flight.rank} of {flight.ranks}, process {flight.process} on {flight.host}"
+        lines.append(f"{head}, step {flight.step}, program {flight.program or '-'}")
+        if flight.since:
+            lines.append(f"  waits for {flight.what} since {flight.since:.6f}")
+        for e in flight.entries:
+            took = f"{1e3 * (e.end - e.begin):12.3f} ms" if e.end else "      under way"
+            lines.append(f"  {e.begin:.6f} {took}  {e.action}" + (f"  needs {e.waits}" if e.waits else ""))
+    return "\n".join(lines) + "\n"
+
+
+def _entries(data: bytes, clock: float) -> Iterator[Entry]:
+    for place in range(LENGTH):
+        number, begin, end, action, waits = _RECORD.unpack_from(data, _START + place * _RECORD.size)
+        if number:
+            yield Entry(number, begin + clock, end + clock if end else 0.0, _text(action), _text(waits))
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")

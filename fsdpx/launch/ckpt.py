@@ -1,0 +1,119 @@
+"""ckpt: look at a checkpoint, check it, compare two, convert one. One process, no MPI, a few blocks of memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fsdpx.engine.checkpoint import offline
+from fsdpx.engine.checkpoint.agree import said
+from fsdpx.engine.checkpoint.plan import STATE
+from fsdpx.engine.checkpoint.source import Source
+from fsdpx.errors import CheckpointError
+
+__all__ = ["add_options", "ckpt"]
+
+UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    actions = p.add_subparsers(dest="action", required=True)
+    inspect = actions.add_parser("inspect", help="files, tensors, and where training stands")
+    verify = actions.add_parser("verify", help="headers, sizes and the digests of all bytes; exit status 1 if damaged")
+    diff = actions.add_parser("diff", help="names, shapes, formats, largest differences; exit status 1 if any")
+    convert = actions.add_parser("convert", help="weights in another format, in one file or several")
+    for one in (inspect, verify, diff, convert):
+        one.add_argument("path", type=Path, help="a checkpoint, a safetensors file, or a folder with such files")
+    diff.add_argument("other", type=Path)
+    convert.add_argument("target", type=Path, help="the folder to write")
+    convert.add_argument("--dtype", default=None, choices=("float64", "float32", "float16", "bf16"))
+    convert.add_argument("--shard-bytes", default=None, help="most bytes of one file: a number, or 500MB, 5GB, 2GiB")
+
+
+def ckpt(args: argparse.Namespace) -> int:
+    """Print what was asked for; the exit status. CheckpointError for what cannot be read or written."""
+    try:
+        return _ckpt(args)
+    except OSError as error:
+        raise CheckpointError(said(error)) from error
+
+
+def _ckpt(args: argparse.Namespace) -> int:
+    if args.action == "inspect":
+        print(_inspect(offline.find(args.path)))
+        return 0
+    if args.action == "verify":
+        return _verify(args.path)
+    if args.action == "diff":
+        return _diff(args.path, args.other)
+    made = offline.convert(args.path, args.target, args.dtype, _bytes(args.shard_bytes))
+    for name, contents in made.files.items():
+        print(f"{args.target / name}: {len(contents.tensors)} tensors, {_size(contents.size)}")
+    return 0
+
+
+def _inspect(source: Source) -> str:
+    lines = []
+    for file, contents in source.files.items():
+        lines.append(f"{source.folder / file}: {len(contents.tensors)} tensors, {_size(contents.size)}")
+        lines += [f"  {name}  {e.code} {list(e.shape)}" for name, e in contents.tensors.items()]
+        lines += [f"  {key} = {value}" for key, value in contents.metadata.items() if file != STATE]
+    weights = source.only(state=False).places.values()
+    lines.append(f"{sum(entry.elements for _, entry in weights):,} elements of weights")
+    text = offline.state_text(source)
+    state = {} if text is None else json.loads(text)
+    lines += [f"{key}: {value}" for key, value in state.items() if value is not None]
+    return "\n".join(lines)
+
+
+def _verify(path: Path) -> int:
+    source, wrong = offline.verify(path)
+    count = len(source.places)
+    size = _size(sum(contents.size for contents in source.files.values()))
+    if source.manifest is None:
+        print(f"{source.folder}: {count} tensors, {size}: headers and sizes are good; there are no digests to check")
+        return 0
+    for name in wrong:
+        print(f"{source.folder / source.places[name][0]}: {name} is damaged: its digest does not fit")
+    if not wrong:
+        print(f"{source.folder}: {count} tensors, {size}: intact")
+    return 1 if wrong else 0
+
+
+def _diff(first: Path, second: Path) -> int:
+    a, b = offline.find(first), offline.find(second)
+    count = 0
+    for found in offline.compare(a, b):
+        count += 1
+        largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
+        print(f"{found.name}: {found.what}{largest}")
+    if (texts := (offline.state_text(a), offline.state_text(b))) != (None, None):
+        count += _diff_state(*texts)
+    print(f"{count} differences" if count else f"the same: {len(a.places)} tensors")
+    return 1 if count else 0
+
+
+def _diff_state(first: str | None, second: str | None) -> int:
+    states = [json.loads(text) if text else {} for text in (first, second)]
+    names = [name for name in sorted({*states[0], *states[1]}) if states[0].get(name) != states[1].get(name)]
+    for name in names:
+        print(f"{name}: {states[0].get(name)} and {states[1].get(name)}")
+    return len(names)
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    try:
+        count = int(float(text.removesuffix(unit)) * UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        count = 0
+    if count < 1:
+        raise CheckpointError(f"--shard-bytes {text}: a number of bytes is needed, or 500MB, 5GB, 2GiB")
+    return count
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB" if count >= 1 << 20 else f"{count} bytes"

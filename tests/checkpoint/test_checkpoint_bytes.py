@@ -1,0 +1,194 @@
+"""The files: the bits of the reference library at any number of ranks, loaded at any other."""
+
+import json
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from models import distance, make
+from runs import ALL, CUT, MESHES, build, contents, everywhere, steps
+
+from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import CheckpointError
+
+
+def saved(comm: Communicator, name: str, path: Path, case: str = "wide", **options: Any) -> dict[str, np.ndarray]:
+    trainer = build(comm, name, case, chunks=None if case == "norms" else 8)
+    steps(trainer, case, 0, 2)
+    trainer.save(path, **options)
+    return trainer.parameters()
+
+
+@pytest.mark.parametrize("case", ["wide", "norms"])
+@pytest.mark.parametrize("name", ALL)
+def test_the_weights_are_the_file_that_safetensors_writes(name: str, case: str, tmp_path: Path) -> None:
+    """norms: running statistics. wide: tied, and cut in ways that do not divide."""
+    if case == "norms" and name in CUT:
+        pytest.skip("BatchNorm does not go with the tensor axis")
+    values = everywhere(name, saved, name, tmp_path / "a", case)
+    safetensors.numpy.save_file(values[0], tmp_path / "reference")
+    assert (tmp_path / "a/model.safetensors").read_bytes() == (tmp_path / "reference").read_bytes()
+    assert sorted(contents(tmp_path / "a")) == ["manifest.json", "model.safetensors", "state.safetensors"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("a")] == ["a"]
+
+
+def test_all_files_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
+    for name in MESHES:
+        everywhere(name, saved, name, tmp_path / name)
+        assert contents(tmp_path / name) == contents(tmp_path / "one")
+
+
+def test_digests_are_the_crc_of_each_tensor(tmp_path: Path) -> None:
+    values = everywhere("3D", saved, "3D", tmp_path / "a")[0]
+    files = json.loads((tmp_path / "a/manifest.json").read_text())["files"]
+    assert files["model.safetensors"]["tensors"] == {n: zlib.crc32(v.tobytes()) for n, v in values.items()}
+
+
+@pytest.mark.parametrize("source", ["one", "fsdp 3", "3D"])
+def test_every_mesh_loads_what_another_saved(source: str, tmp_path: Path) -> None:
+    """Also the optimiser: saved again, all files are the same."""
+    everywhere(source, saved, source, tmp_path / "a")
+
+    def again(comm: Communicator, name: str) -> int:
+        trainer = build(comm, name, seed=9, group_bytes=5000)
+        trainer.load(tmp_path / "a")
+        trainer.save(tmp_path / name)
+        return trainer.steps
+
+    for name in ALL:
+        assert everywhere(name, again, name) == [2] * ALL[name][0]
+        assert contents(tmp_path / name) == contents(tmp_path / "a")
+
+
+@pytest.mark.parametrize(("optimizer", "slots"), [(optim.SGD(lr=0.1), []), (optim.Lion(lr=0.1), ["m"])])
+def test_optimisers_have_what_they_have(optimizer: Any, slots: list[str], tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, "mlp", optimizer=optimizer, frozen=["0.*"])
+        trainer.save(tmp_path / "a")
+        trainer.load(tmp_path / "a")
+
+    spawn(run, 2)
+    names = safetensors.numpy.load_file(tmp_path / "a/state.safetensors")
+    assert sorted(names) == sorted(f"{s}/{n}" for s in slots for n in ("2.weight", "2.bias", "4.weight", "4.bias"))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", ml_dtypes.bfloat16), ("float16", np.float16), ("float32", "f4")])
+def test_weights_in_another_format(name: str, dtype: Any, tmp_path: Path) -> None:
+    values = everywhere("3D", lambda comm: saved(comm, "3D", tmp_path / "a", dtype=name))[0]
+    found = safetensors.numpy.load_file(tmp_path / "a/model.safetensors")
+    assert {value.dtype for value in found.values()} == {np.dtype(dtype)}
+    assert distance(values, {n: found[n].astype(np.float64) for n in values}) < 2.0**-8
+
+    def load(comm: Communicator) -> Any:
+        trainer = build(comm, "fsdp 3")
+        with pytest.raises(CheckpointError, match=r"is \w+ in the file and float64 in the trainer: say convert=True"):
+            trainer.load(tmp_path / "a")
+        trainer.load(tmp_path / "a", convert=True)
+        return trainer.parameters()
+
+    for values in everywhere("fsdp 3", load):
+        assert all((values[n] == found[n].astype(np.float64)).all() for n in found)
+
+
+def test_precisions_change_by_convert_alone(tmp_path: Path) -> None:
+    spawn(lambda comm: make(comm, "mlp", precision="float32").save(tmp_path / "a"), 2)
+
+    def load(comm: Communicator, precision: str, convert: bool) -> str:
+        trainer = make(comm, "mlp", precision=precision, seed=8)
+        trainer.load(tmp_path / "a", convert=convert)
+        return trainer.fingerprint()
+
+    same = {*spawn(load, 3, "float32", False), *spawn(load, 2, "bf16", False), *spawn(load, 2, "fp16", False)}
+    assert len(same) == 1
+    with pytest.raises(CheckpointError, match="0.weight is float32 in the file and float64 in the trainer"):
+        spawn(load, 2, "float64", False)
+    spawn(load, 2, "float64", True)
+
+
+def test_several_files_and_their_index(tmp_path: Path) -> None:
+    values = everywhere("3D", lambda comm: saved(comm, "3D", tmp_path / "a", shard_bytes=10_000))[0]
+    index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in values.values())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert len(files) > 3
+    for file in files:
+        found = safetensors.numpy.load_file(tmp_path / "a" / file)
+        assert len(found) == 1 or sum(value.nbytes for value in found.values()) <= 10_000
+        assert {n for n, f in index["weight_map"].items() if f == file} == set(found)
+        assert all((values[n] == found[n]).all() for n in found)
+
+    def load(comm: Communicator) -> Any:
+        trainer = build(comm, "fsdp 5", seed=9)
+        trainer.load_weights(tmp_path / "a")
+        return trainer.parameters()
+
+    assert distance(values, everywhere("fsdp 5", load)[0]) == 0
+    (tmp_path / "a/manifest.json").unlink()
+    (tmp_path / "a/state.safetensors").unlink()
+    assert distance(values, everywhere("fsdp 5", load)[0]) == 0
+
+
+@pytest.mark.parametrize("name", ["one", "fsdp 3", "3D"])
+def test_weights_of_anybody_are_loaded(name: str, tmp_path: Path) -> None:
+    """A tied parameter under either name, or both; running statistics may be missing."""
+    values = everywhere("one", saved, "one", tmp_path / "a")[0]
+
+    def load(comm: Communicator) -> Any:
+        trainer = build(comm, name, seed=9)
+        trainer.load_weights(tmp_path / "other.safetensors")
+        return trainer.parameters()
+
+    tied = values["embed.weight"]
+    for variant in ({"embed.weight": tied}, {"head.weight": tied}, {"embed.weight": tied, "head.weight": tied}):
+        rest = {n: v for n, v in values.items() if n != "embed.weight"}
+        safetensors.numpy.save_file(rest | variant, tmp_path / "other.safetensors", {"format": "pt"})
+        assert distance(values, everywhere(name, load)[0]) == 0
+
+
+def test_running_statistics_may_be_missing(tmp_path: Path) -> None:
+    values = everywhere("fsdp 3", saved, "fsdp 3", tmp_path / "a", "norms")[0]
+    some = {name: value for name, value in values.items() if "running" not in name}
+    safetensors.numpy.save_file(some, tmp_path / "some.safetensors")
+
+    def load(comm: Communicator) -> Any:
+        trainer = build(comm, "ddp 2", "norms", seed=9)
+        trainer.load_weights(tmp_path / "some.safetensors")
+        return trainer.parameters()
+
+    found = everywhere("ddp 2", load)[0]
+    assert all((found[name] == values[name]).all() for name in some)
+    assert (found["1.running_mean"] == 0).all()
+
+
+def test_saving_and_loading_take_a_few_blocks_of_memory(tmp_path: Path) -> None:
+    """80 MB of arrays; a tensor axis cuts columns, so that runs are short."""
+
+    def run(comm: Communicator) -> None:
+        model = nn.Chain(nn.Linear(640, 2560), nn.GELU(), nn.Linear(2560, 640))
+        options = {"loss": nn.MSE(), "optimizer": optim.AdamW(), "precision": "float64", "comm": comm}
+        trainer = model.as_distributed(
+            **options, mesh=Mesh(shard=1, tensor=2), tensor_plan={"0": nn.Column, "2": nn.Row}
+        )
+        comm.barrier().wait()
+        if comm.rank == 0:
+            tracemalloc.start()
+        comm.barrier().wait()
+        before = tracemalloc.get_traced_memory()[0]
+        trainer.save(tmp_path / "a", dtype="float32")
+        comm.barrier().wait()
+        trainer.load(tmp_path / "a", convert=True)
+        comm.barrier().wait()
+        assert tracemalloc.get_traced_memory()[1] - before < 2 * 24 << 20  # of both thread ranks
+        trainer.close()
+
+    try:
+        spawn(run, 2)
+    finally:
+        tracemalloc.stop()

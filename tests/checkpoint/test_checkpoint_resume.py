@@ -1,0 +1,218 @@
+"""A run that stops and goes on ends with the bits of one that did not, on any mesh, by hand and in fit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models import KNOWN, make, part
+from runs import build, everywhere, loader, steps
+
+from fsdpx import Precision, Trainer, data, spawn
+from fsdpx.comm import Communicator
+from fsdpx.engine.checkpoint import Checkpoints
+from fsdpx.errors import CheckpointError, ConfigError, DataError
+
+
+def run(comm: Communicator, name: str, first: int, last: int, path: Path, **options: Any) -> str:
+    """Steps `first` to `last`, from the checkpoint if not from the start, and a checkpoint at the end."""
+    trainer = build(comm, name, chunks=8, **({"precision": "float32", "clip_norm": 0.3} | options))
+    if first:
+        trainer.load(path)
+        assert trainer.steps == first
+    steps(trainer, "wide", first, last)
+    trainer.save(path, background=last % 2 == 1)
+    digest = trainer.fingerprint()
+    trainer.close()
+    return digest
+
+
+@pytest.mark.parametrize("places", [("one", "fsdp 3"), ("fsdp 5", "pipe 4"), ("pipe 4", "ddp 2"), ("zero2 4", "one")])
+def test_50_and_50_steps_are_100(places: tuple[str, str], tmp_path: Path) -> None:
+    whole = everywhere("one", run, "one", 0, 100, tmp_path / "whole")
+    everywhere(places[0], run, places[0], 0, 50, tmp_path / "a")
+    assert set(everywhere(places[1], run, places[1], 50, 100, tmp_path / "a")) == set(whole)
+    for file in ("model.safetensors", "state.safetensors", "manifest.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["3D", "tensor 2"])
+def test_a_tensor_axis_resumes_exactly_on_itself(name: str, tmp_path: Path) -> None:
+    whole = everywhere(name, run, name, 0, 8, tmp_path / "whole")
+    everywhere(name, run, name, 0, 5, tmp_path / "a")
+    assert everywhere(name, run, name, 5, 8, tmp_path / "a") == whole
+
+
+def test_dropout_goes_on_with_the_seed_of_the_checkpoint(tmp_path: Path) -> None:
+    def go_on(comm: Communicator, load: bool) -> list[float]:
+        trainer = build(comm, "fsdp 3", chunks=8, seed=77)
+        if load:
+            trainer.load(tmp_path / "a")
+        else:
+            trainer.load_weights(tmp_path / "a")
+        return steps(trainer, "wide", 3, 4)
+
+    everywhere("one", lambda comm: run(comm, "one", 0, 3, tmp_path / "a", precision="float64"))
+    whole = everywhere("one", lambda comm: steps(_loaded(comm, tmp_path / "a"), "wide", 3, 4))[0]
+    assert everywhere("fsdp 3", go_on, True)[0] == whole
+    assert everywhere("fsdp 3", go_on, False)[0] != whole
+
+
+def _loaded(comm: Communicator, path: Path) -> Trainer:
+    trainer = build(comm, "one", chunks=8)
+    trainer.load(path)
+    return trainer
+
+
+def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
+    """Overflow, then growth: the scale and its count are part of the state."""
+
+    def scales(comm: Communicator, stop: int | None) -> list[tuple[float, int]]:
+        precision = Precision(reduce="float16", loss_scale="dynamic", initial_scale=2.0**24, growth_interval=3)
+
+        def begin() -> Any:
+            return make(comm, "mlp", precision=precision)
+
+        trainer, found = begin(), []
+        for k in range(16):
+            if k == stop:
+                trainer.save(tmp_path / "a")
+                trainer.close()
+                trainer = begin()
+                trainer.load(tmp_path / "a")
+            x, y = KNOWN["mlp"].batch(np.random.default_rng(k), 6)
+            mine = part(comm, 6)
+            trainer.step(x[mine], y[mine])
+            found.append((trainer.engine.scaler.value, trainer.steps))
+        return found
+
+    whole = spawn(scales, 2, None)[0]
+    assert len({scale for scale, _ in whole}) > 2
+    assert whole[-1][1] < 16
+    for stop in (4, 7, 14):
+        assert spawn(scales, 2, stop)[0] == whole
+
+
+def fitted(comm: Communicator, name: str, folder: Path | None, **options: Any) -> tuple[str, Any]:
+    trainer = build(comm, name, chunks=4, precision="float32", seed=options.pop("seed", 3))
+    batches = loader(trainer)
+    kept = Checkpoints(folder, every=5, keep=2, background=options.pop("background", False)) if folder else None
+    validation = [(x, y) for x, y in [next(iter(loader(trainer)))]]
+    history = trainer.fit(batches, progress=False, checkpoints=kept, validation=validation, every=4, **options)
+    digest = trainer.fingerprint()
+    trainer.close()
+    return digest, history
+
+
+def test_fit_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """9 steps make an epoch; each part of the run is on another mesh."""
+    whole, history = spawn(lambda comm: fitted(comm, "one", None, epochs=4, steps=31), 1)[0]
+    parts = [("fsdp 3", 7, ["step-5", "step-7"]), ("pipe 4", 18, ["step-15", "step-18"]), ("ddp 2", 31, None)]
+    losses = []
+    for k, (name, stop, names) in enumerate(parts):
+        found, part_of = everywhere(
+            name, lambda comm, n=name, s=stop, k=k: fitted(comm, n, tmp_path, epochs=4, steps=s, background=k == 1)
+        )[0]
+        losses += part_of.losses
+        assert names is None or sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
+    assert found == whole
+    assert losses == history.losses
+    assert (part_of.steps, part_of.epochs, part_of.before) == (31, history.epochs, 18)
+    assert part_of.validation[-1] == history.validation[-1]
+
+
+def test_fit_of_whole_epochs_and_of_nothing_left(tmp_path: Path) -> None:
+    whole = spawn(lambda comm: fitted(comm, "one", None, epochs=3), 1)[0][0]
+    everywhere("fsdp 3", lambda comm: fitted(comm, "fsdp 3", tmp_path, epochs=1))
+    digest, history = everywhere("ddp 2", lambda comm: fitted(comm, "ddp 2", tmp_path, epochs=3, seed=5))[0]
+    assert digest == whole
+    assert (history.steps, history.epochs, history.before) == (27, 3, 9)
+    again, history = everywhere("one", lambda comm: fitted(comm, "one", tmp_path, epochs=3))[0]
+    assert again == whole
+    assert history.losses == []
+
+
+def test_a_run_can_begin_anew(tmp_path: Path) -> None:
+    def begin(comm: Communicator, resume: bool) -> int:
+        trainer = build(comm, "one", chunks=4)
+        kept = Checkpoints(tmp_path, every=2, resume=resume)
+        return trainer.fit(loader(trainer), steps=3, progress=False, checkpoints=kept).before
+
+    assert [spawn(begin, 1, resume)[0] for resume in (True, True, False)] == [0, 3, 0]
+
+
+def test_a_loader_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
+    """The samples of the global batches, by hand."""
+
+    def seen(comm: Communicator, first: int, last: int) -> list[Any]:
+        trainer = make(comm, "wide", chunks=4)
+        batches = loader(trainer)
+        if first:
+            trainer.load(tmp_path / "a", loader=batches)
+        found = []
+        for (x, y), _ in zip(batches, range(first, last), strict=False):
+            trainer.step(x, y)
+            found.append(x)
+        trainer.save(tmp_path / "a", loader=batches)
+        return found
+
+    def together(ranks: int, first: int, last: int) -> list[bytes]:
+        parts = spawn(seen, ranks, first, last)
+        return [np.concatenate(rows).tobytes() for rows in zip(*parts, strict=True)]
+
+    whole = together(1, 0, 8)
+    begun = together(4, 0, 3)
+    assert begun + together(3, 3, 8) == whole
+
+
+def test_what_keeps_a_run_from_going_on(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = build(comm, "one", chunks=4)
+        with pytest.raises(ConfigError, match=r"the loader is a list without state_dict, .* use a data.DataLoader"):
+            trainer.fit([], checkpoints=Checkpoints(tmp_path))
+        trainer.save(tmp_path / "step-3")
+        with pytest.raises(CheckpointError, match="saved without a loader"):
+            trainer.load(tmp_path / "step-3", loader=loader(trainer))
+        trainer.save(tmp_path / "step-4", loader=loader(trainer))
+        with pytest.raises(CheckpointError, match="step-4 was not saved by fit: load it"):
+            trainer.fit(loader(trainer), checkpoints=Checkpoints(tmp_path))
+        other = data.DataLoader(data.ArrayDataset(np.ones((5, 2)), np.ones(5)), 2)
+        before = trainer.fingerprint()
+        with pytest.raises((CheckpointError, DataError), match="taken with n=100, but the sampler has 5"):
+            trainer.load(tmp_path / "step-4", loader=other)
+        assert trainer.fingerprint() == before
+
+    spawn(body, 1)
+    with pytest.raises(ConfigError, match=r"Checkpoints\(every=0\): a whole number, 1 or more"):
+        Checkpoints(tmp_path, every=0)
+
+
+def test_gradients_that_wait_are_not_lost_silently(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "mlp")
+        x, y = KNOWN["mlp"].batch(np.random.default_rng(0), 4)
+        trainer.save(tmp_path / "a")
+        trainer.accumulate(x, y)
+        with pytest.raises(CheckpointError, match="gradients of accumulate or backward are waiting"):
+            trainer.save(tmp_path / "a")
+        trainer.load(tmp_path / "a")
+        with pytest.raises(ConfigError, match="there are no gradients"):
+            trainer.update()
+        trainer.step(x, y)
+
+    spawn(body, 2)
+
+
+def test_after_load_a_shared_mesh_still_trains_alike(tmp_path: Path) -> None:
+    """Parameters that a strategy keeps gathered are gathered anew."""
+
+    def body(comm: Communicator, strategy: str) -> str:
+        trainer = make(comm, "wide", strategy, chunks=8)
+        trainer.save(tmp_path / strategy)
+        steps(trainer, "wide", 0, 2)
+        trainer.load(tmp_path / strategy)
+        steps(trainer, "wide", 0, 2)
+        return trainer.fingerprint()
+
+    found = {digest for s in ("ddp", "zero1", "zero2", "zero3", "fsdp") for digest in spawn(body, 2, s)}
+    assert len(found) == 1

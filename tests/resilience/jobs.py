@@ -1,0 +1,85 @@
+"""Real MPI jobs in which a rank misbehaves at a chosen place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+TRAINER = """
+import os, signal, sys, time
+import numpy as np
+import fsdpx
+from fsdpx import nn, optim
+
+comm = fsdpx.init()
+model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+trainer = model.as_distributed(
+    loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", group_bytes=0, comm=comm
+)
+rng = np.random.default_rng(0)
+batches = [(rng.standard_normal((6, 6)).astype(np.float32), rng.integers(0, 3, 6)) for _ in range(20)]
+mine = slice(2 * comm.rank, 2 * comm.rank + 2)
+"""
+STEPS = """
+for step, (x, y) in enumerate(batches[:6]):
+    outside(step)
+    trainer.step(x[mine], y[mine])
+if comm.rank == 0: print("ended well", trainer.fingerprint(), flush=True)
+else: trainer.fingerprint()
+"""
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    out: str
+    err: str
+    seconds: float
+
+
+def environment(**variables: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_", "FSDPX_"))}
+    return {**kept, "PYTHONPATH": str(ROOT), "FSDPX_TUNE": "0", **variables}
+
+
+def job(folder: Path, program: str, *, ranks: int = 3, args: tuple[str, ...] = (), **variables: str) -> Done:
+    """Run `program` on MPI ranks until the end; what temporary files it makes are in folder/tmp."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    (folder / "job.py").write_text(program)
+    begin = time.monotonic()
+    done = subprocess.run(
+        [str(MPIEXEC), "-n", str(ranks), sys.executable, "job.py", *args],
+        cwd=folder, env=environment(TMPDIR=str(folder / "tmp"), **variables), stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr, time.monotonic() - begin)
+
+
+def alive_in(folder: Path) -> list[int]:
+    """Processes that still have `folder` as working directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and (entry / "cwd").resolve(strict=True) == folder.resolve():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def none_left(folder: Path, seconds: float = 5.0) -> bool:
+    """Whether all processes of a job end within `seconds`."""
+    deadline = time.monotonic() + seconds
+    while alive_in(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

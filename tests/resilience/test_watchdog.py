@@ -1,0 +1,95 @@
+"""Real jobs in which one rank stops taking part: the report names who waits for what, and the job ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs import STEPS, TRAINER, job, none_left
+
+pytestmark = pytest.mark.mpi_skip
+
+TIMEOUT = 2.0
+NOWHERE = "outside = lambda step: None\n"
+AT = (
+    NOWHERE + "count = 0\n"
+    "def observe(action):\n"
+    "    global count\n"
+    "    count += 1\n"
+    "    if comm.rank == {rank} and count == 30: {what}\n"
+    "trainer.engine.observers.append(observe)\n"
+)
+WAITS = "SETTLE1 (page '2.weight..2.bias') for reduce_scatter of REDUCE1 2.weight..2.bias, for "
+
+
+def run(folder: Path, misbehave: str, **variables: str):
+    done = job(folder, TRAINER + misbehave + STEPS, FSDPX_TIMEOUT=str(TIMEOUT), **variables)
+    assert none_left(folder)
+    assert "ended well" not in done.out
+    return done
+
+
+def test_a_rank_that_sleeps_outside_is_named_with_its_stack(tmp_path):
+    sleep = "def outside(step):\n    if step == 2 and comm.rank == 1: time.sleep(60)\n"
+    done = run(tmp_path, sleep)
+    assert done.status == 124, done.err
+    assert done.err.count("fsdpx watchdog: no rank has made progress for 2 s") == 1
+    assert "ranks 0, 2 wait outside any action for all_gather of the batch, for " in done.err
+    assert "rank 1 is outside any action for " in done.err
+    assert "after UPDATE0 (page '0.weight..0.bias'); it stands at" in done.err
+    assert "time.sleep(60)" in done.err
+    assert done.seconds < TIMEOUT + 15
+    (kept,) = tmp_path.glob("fsdpx-flight-of-*.txt")
+    assert str(kept) in done.err
+    assert kept.read_text().count("UPDATE0 (page '0.weight..0.bias')") >= 6
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(("rank", "others"), [(1, "ranks 0, 2"), (0, "ranks 1-2")])
+def test_a_stopped_rank_counts_as_dead(tmp_path, rank, others):
+    done = run(tmp_path, AT.format(rank=rank, what="os.kill(os.getpid(), signal.SIGSTOP)"))
+    assert done.status == 124, done.err
+    assert f"{others} wait in action {WAITS}" in done.err
+    assert f"rank {rank} is stopped (process " in done.err
+    assert "got SIGSTOP); it was in action B0.0 (unit '0')" in done.err
+
+
+def test_a_rank_that_hangs_inside_an_action(tmp_path):
+    done = run(tmp_path, AT.format(rank=1, what="time.sleep(60)"))
+    assert done.status == 124, done.err
+    assert f"ranks 0, 2 wait in action {WAITS}" in done.err
+    assert "rank 1 is in action B0.0 (unit '0'), for " in done.err
+    assert "in observe" in done.err
+
+
+def test_a_killed_rank_ends_the_job_and_leaves_the_records(tmp_path):
+    done = run(tmp_path, AT.format(rank=1, what="os.kill(os.getpid(), signal.SIGKILL)"))
+    assert done.status != 0
+    assert done.seconds < 15
+    assert len(list((tmp_path / "tmp").glob("fsdpx-flight-*/rank-*.flight"))) == 3
+
+
+def test_a_rank_that_raises_is_still_the_only_thing_said(tmp_path):
+    done = run(tmp_path, AT.format(rank=1, what="raise KeyError('lost')"))
+    assert done.status != 0
+    assert "KeyError: 'lost'\non rank 1, in action B0.0 (unit '0')" in done.err
+    assert "fsdpx watchdog:" not in done.err
+
+
+def test_slow_ranks_are_not_stuck(tmp_path):
+    """Each step waits longer than half the timeout, all steps together much longer than the timeout."""
+    slow = "def outside(step):\n    if comm.rank == step % 3: time.sleep(1.2)\n"
+    done = job(tmp_path, TRAINER + slow + STEPS, FSDPX_TIMEOUT=str(TIMEOUT))
+    assert done.status == 0, done.err
+    assert "ended well" in done.out
+    assert done.err == ""
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_the_watchdog_can_be_left_out(tmp_path):
+    sleep = "def outside(step):\n    if step == 2 and comm.rank == 1: time.sleep(60)\n"
+    done = run(tmp_path, sleep, FSDPX_WATCH="0")
+    assert done.status != 0
+    assert "CommTimeout: " in done.err
+    assert "of the batch on rank" in done.err
+    assert "fsdpx watchdog:" not in done.err
