@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpx.comm.communicator import ReduceOp
+from fsdpx.engine.preempt import Preemption
 from fsdpx.errors import ConfigError, DataError, NumericsError
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ class Environment:
     (FSDPX_EXPECT_SIZE goes before it), or None.
     watch: have a watchdog and a flight record on every rank (FSDPX_WATCH=0: no). run: folder of this job, made by
     `fsdpx run`, for flight records and what ranks tell the launcher (FSDPX_RUN; None: temporary files). restart: how
-    often `fsdpx run` has started this job anew (FSDPX_RESTART).
+    often `fsdpx run` has started this job anew (FSDPX_RESTART). slurm_job: number of the Slurm job (SLURM_JOB_ID).
     threads: BLAS threads per rank as the user set them (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS).
     """
 
@@ -42,6 +42,7 @@ class Environment:
     watch: bool = True
     run: Path | None = None
     restart: int = 0
+    slurm_job: str | None = None
     threads: int | None = None
 
 
@@ -65,6 +66,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
         watch=_switch(environ, "FSDPX_WATCH", "1"),
         run=Path(environ["FSDPX_RUN"]) if environ.get("FSDPX_RUN") else None,
         restart=_restart(environ),
+        slurm_job=environ.get("SLURM_JOB_ID"),
         threads=_threads(environ),
     )
 
