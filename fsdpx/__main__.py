@@ -1,8 +1,9 @@
-"""The command line: python -m fsdpx info | show | ckpt | verify."""
+"""The command line: python -m fsdpx info | run | show | ckpt | verify."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from fsdpx.errors import FsdpxError
 from fsdpx.launch.mesh import add_options
@@ -27,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
     commands = p.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
+    _start(commands.add_parser("run", help="start N ranks; again, from the last checkpoint, when one dies"))
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
     _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
     _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
@@ -39,6 +41,10 @@ def _run(args: argparse.Namespace) -> int:
 
         print(info())
         return 0
+    if args.command == "run":
+        from fsdpx.launch import run
+
+        return run.main(args)
     if args.command == "show":
         from fsdpx.launch.show import show
 
@@ -63,6 +69,19 @@ def _ckpt(p: argparse.ArgumentParser) -> None:
     from fsdpx.launch.ckpt import add_options
 
     add_options(p)
+
+
+def _start(p: argparse.ArgumentParser) -> None:
+    p.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
+    p.add_argument("--max-restarts", type=int, default=3, help="starts after the first (default: 3)")
+    p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks to go on with (default: as many as -n)")
+    p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
+    p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
+    p.add_argument("--folder", type=Path, default=None, help="where records of failed starts are kept")
+    p.add_argument("--mpiexec", default=None, help='the launcher, as in "srun --mpi=pmi2 -K" (default: mpiexec)')
+    p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
+    p.add_argument("script", help="script.py")
+    p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def _show(p: argparse.ArgumentParser) -> None:

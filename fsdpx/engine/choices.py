@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -68,20 +69,35 @@ def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -
 def agree(world: Communicator, *choices: Any) -> None:
     """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference."""
     names = (
-        "mesh", "strategy", "precision", "options", "model", "optimizer", "loss", "codec", "microbatches", "device",
+        "mesh", "strategy", "precision", "options", "model", "layers", "stages", "schedule", "tensor plan", "optimizer",
+        "loss", "codec", "microbatches", "device",
     )  # fmt: skip
     everyone = world.all_gather_object([_text(choice) for choice in choices])
     for rank, texts in enumerate(everyone):
         for name, first, theirs in zip(names, everyone[0], texts, strict=True):
             if first != theirs:
-                raise ConfigError(f"ranks differ in {name}: rank 0 has {first}, rank {rank} has {theirs}")
+                raise ConfigError(_differ(name, first, rank, theirs))
+
+
+def _differ(name: str, first: str, rank: int, theirs: str) -> str:
+    """Of long texts the first line that differs."""
+    lines = zip_longest(first.splitlines(), theirs.splitlines(), fillvalue="nothing")
+    here, there = next((a, b) for a, b in lines if a != b)
+    return f"ranks differ in {name}: rank 0 has {here}, rank {rank} has {there}"
 
 
 def _text(choice: Any) -> str:
+    if isinstance(choice, str):
+        return choice
+    if isinstance(choice, Sorted):
+        return "\n".join(f"{node.path} = {_text(node.layer)}" for node in choice.nodes)
     if isinstance(choice, Layout):
         shapes = [(p.index, f.name, choice.specs[f.source].shape) for p in choice.pages for f in p.fields]
         return f"a model of {choice.size} parameters, digest {hashlib.sha256(repr(shapes).encode()).hexdigest()[:12]}"
-    text = repr(choice)
+    try:
+        text = repr(choice)
+    except RecursionError:  # a layer that holds itself
+        return type(choice).__name__
     return type(choice).__name__ if " at 0x" in text else text
 
 

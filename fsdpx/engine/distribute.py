@@ -28,6 +28,7 @@ from fsdpx.engine.choices import agree, check_model, check_numbers, check_option
 from fsdpx.engine.engine import Engine, Options
 from fsdpx.engine.pipe import Pipe
 from fsdpx.engine.poker import Poker
+from fsdpx.engine.recompute import Recompute
 from fsdpx.engine.recompute import recompute as recomputed
 from fsdpx.engine.scaler import Scaler
 from fsdpx.engine.ties import connect_ties
@@ -74,7 +75,7 @@ def distribute(
     tune: bool | None = None,
     progress: str | None = None,
     schedule: str | Callable[..., Any] = "1f1b",
-    stages: Sequence[str] | Sequence[int] | None = None,
+    stages: Sequence[str | int] | None = None,
     costs: Mapping[str, float] | None = None,
     recompute: Any = None,
     tensor_plan: Mapping[str, Any] | None = None,
@@ -124,17 +125,20 @@ def distribute(
     if microbatches is None:
         microbatches = 1 if axes.pipe.size == 1 or chunks is not None else 4 * axes.pipe.size
     pipe = Pipe(schedule, axes.pipe.size, _per_rank(stages, axes.pipe.size))
-    home = pipe.home(microbatches if chunks is None else most_chunks(chunks, axes.data.size))
+    each_rank = microbatches if chunks is None else most_chunks(chunks, axes.data.size)
+    home = pipe.home(each_rank)
     starts = cut_stages(ordered, len(home), stages, costs)
     tensor, apart = axes.tensor, chunks is not None
     spread = Spread(starts, home, tensor.rank, tensor.size, planned.partial, apart)
     group = tuning.group_bytes if group_bytes is None else group_bytes
     layout = lay_out(ordered, dtype.itemsize, group, frozen, spread)
+    _check_recompute(again, layout)
     carried = _carried(codec, formats, tuning, chunks)
     options = Options(seed, clip_norm, chunks, check_finite, _words(schedule), repr(recompute))
     agree(
-        world, axes.mesh, placement, formats, options, layout, optimizer, loss, type(carried).__name__, microbatches,
-        device,
+        world, axes.mesh, placement, formats, options, layout, ordered, spread.starts,
+        pipe.words(each_rank), (sequence, sorted(spread.partial)), optimizer, loss, type(carried).__name__,
+        microbatches, device,
     )  # fmt: skip
     engine = Engine(
         xp=xp,
@@ -177,6 +181,13 @@ def _planned(model: Layer, loss: Any, axes: Axes, plan: Any, sequence: str | Non
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
 
 
+def _check_recompute(again: Recompute, layout: Layout) -> None:
+    if again.every > len(layout.units):
+        raise ConfigError(
+            f"recompute={again.every}: every {again.every}th unit of {len(layout.units)} is none; take a smaller number"
+        )
+
+
 def _carried(codec: str | Codec | None, formats: Precision, tuning: Tuning, chunks: int | None) -> Codec:
     carried = codec_of(codec, formats.sums, formats.compute, "library" if tuning.windows else tuning.algorithm)
     if chunks is not None and not isinstance(carried, Plain):
@@ -191,6 +202,8 @@ def _per_rank(stages: Any, ranks: int) -> int | None:
     """How many stages each rank gets, if it was said."""
     if stages is None:
         return None
+    if not isinstance(stages, list | tuple):
+        raise ConfigError(f"stages={stages!r}: a list is needed, of the first layers of all stages or of their sizes")
     if len(stages) == 0 or len(stages) % ranks:
         raise ConfigError(
             f"stages={list(stages)}: {len(stages)} stages cannot be dealt out to {ranks} ranks of the pipe"

@@ -55,7 +55,6 @@ def dry_run(
         if name in options:
             raise ConfigError(f"dry_run decides {name} itself")
     trainer = distribute(model, comm=FakeCommunicator(rank, ranks), device="shape", **options)
-    program = trainer.program
     trainer.engine.counters.clear()
     held: list[int] = []
 
@@ -65,6 +64,8 @@ def dry_run(
 
     trainer.engine.observers.append(look)
     trainer.step(_shapes(x), _shapes(y))
+    program = trainer.engine.ran
+    assert program is not None
     return DryRun(program, trainer.report(), trainer, max(held))
 
 

@@ -257,21 +257,28 @@ class Engine:
         """Whether the loss found here counts: ranks of one tensor line find the same, unless each finds a part."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
 
-    def message(self, value: int, batch: Microbatch) -> Any:
-        """Shape and dtype of a value of a microbatch, as a shape-only array."""
-        key = tuple((tuple(a.shape), str(a.dtype)) for a in batch.inputs)
+    def message(self, value: int, batch: Microbatch, tensor: int | None = None) -> Any:
+        """Shape and dtype of a value of a microbatch, as a shape-only array; on rank `tensor` of the tensor axis."""
+        rank = self.axes.tensor.rank if tensor is None else tensor
+        key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
         if key not in self._shapes:
             from fsdpx.array.shapes import ShapeArray
 
             inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
-            self._shapes[key] = shapes(self.model, inputs, self.dtype, axes=self.imagined)
+            self._shapes[key] = shapes(self.model, inputs, self.dtype, axes=self.imagined(rank))
         return self._shapes[key][value]
+
+    def imagined(self, tensor: int) -> Axes:
+        """These axes at a rank of the tensor axis, without anybody else on them: layers can be asked for shapes."""
+        if tensor not in self._imagined:
+            mesh, place = self.axes.mesh, self.axes.coordinates._replace(tensor=tensor)
+            self._imagined[tensor] = connect(mesh, FakeCommunicator(mesh.rank(place), mesh.size))
+        return self._imagined[tensor]
+
+    @cached_property
+    def _imagined(self) -> dict[int, Axes]:
+        return {}
 
     @cached_property
     def _shapes(self) -> dict[Any, list[Any]]:
         return {}
-
-    @cached_property
-    def imagined(self) -> Axes:
-        """These axes without anybody else on them: layers can be asked for shapes."""
-        return connect(self.axes.mesh, FakeCommunicator(self.axes.world.rank, self.axes.world.size))

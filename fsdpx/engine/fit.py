@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ def fit(
     count: Callable[[Any], int] | None = None,
     unit: str = "samples",
     checkpoints: Checkpoints | None = None,
+    preempt: Preemption | None = None,
 ) -> History:
     """Train on (x, y) batches.
 
@@ -68,7 +69,8 @@ def fit(
     `every` steps without validation); if it says yes on any rank, all ranks end together. count: what a batch counts
     as on the progress line of rank 0, by default its samples on this rank times the ranks; unit: the word for it.
     checkpoints: where to save every so many steps; a run that was interrupted is started again in the same way and goes
-    on as if nothing had been.
+    on as if nothing had been. preempt: between two steps, all ranks save and raise `Preempted` if a signal asked one of
+    them to; `Trainer.fit` sets its handlers, and makes one where there are checkpoints (preempt=False: none).
     """
     if steps is not None and steps < 1:
         raise ConfigError(f"fit(steps={steps}): at least 1, or None for whole epochs")
@@ -98,6 +100,8 @@ def fit(
             saves.step(ended or last)
             if ended or last:
                 return line.close(history)
+            if preempt is not None:
+                preempt.check(trainer, also=partial(saves.step, True))
         if len(history.losses) == before:
             raise DataError(f"fit: the loader gives no batch in epoch {epoch}; a generator serves one epoch only")
         history.epochs += 1

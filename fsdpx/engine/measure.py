@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.program import VERBS, Action, Costs, Event, Machine, Program, idle, simulate_programs
@@ -65,9 +66,9 @@ def measure(trainer: Trainer, x: Any, y: Any, steps: int = 5) -> Measured:
     timelines: list[Timeline] = []
     for _ in range(steps):
         axes.world.barrier(what="measure").wait()
-        clock.timeline = []
+        origin, clock.timeline = perf_counter(), []  # clocks of machines begin at different times
         trainer.step(x, y)
-        timelines.append(clock.timeline)
+        timelines.append([(action, start - origin, end - origin) for action, start, end in clock.timeline])
         clock.timeline = None
     rows = axes.pipe.all_gather_object((timelines, trainer.engine.ran))
     quickest = min(range(steps), key=lambda i: max(_span(row[0][i]) for row in rows))

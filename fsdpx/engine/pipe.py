@@ -33,6 +33,10 @@ class Pipe:
         home = self.plan(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
 
+    def words(self, microbatches: int) -> str:
+        """The schedule as text, rank by rank."""
+        return str(self.plan(microbatches)) if self.width > 1 else ""
+
     def order(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
         """Forwards and backwards of one rank; None without a pipe: one microbatch after the other."""
         return None if self.width == 1 else self.plan(microbatches).ranks[rank]

@@ -1,4 +1,4 @@
-"""Preemption: signals that ask a job to stop, on which all ranks agree between two steps, save, and end with one status."""
+"""Preemption: a signal asks the job to stop; all ranks agree between two steps, save, and end with one status."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Preemption:
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
         """Between two steps, on all ranks: go on, or save and raise `Preempted` everywhere. Collective.
 
-        also: called before `save`. Costs one all-reduce of 8 bytes per rank.
+        also: called before `save`. Costs one all-reduce of 8 bytes.
         """
         world: Communicator = trainer.engine.axes.world
         found = self._agreed(world)
@@ -99,12 +99,11 @@ class Preemption:
 
     def _agreed(self, world: Communicator) -> tuple[int, str] | None:
         """The lowest rank that was asked, and by which signal; the same on all ranks."""
-        asked = np.zeros(world.size, np.int64)
-        asked[world.rank] = self._asked
+        key = np.array([(world.size - world.rank) << 8 | self._asked if self._asked else 0], np.int64)
         if world.size > 1:
-            world.all_reduce(asked, ReduceOp.MAX, what="preemption").wait()
-        ranks = np.flatnonzero(asked)
-        return None if ranks.size == 0 else (int(ranks[0]), signal.Signals(int(asked[ranks[0]])).name)
+            world.all_reduce(key, ReduceOp.MAX, what="preemption").wait()
+        ahead, number = divmod(int(key[0]), 256)
+        return (world.size - ahead, signal.Signals(number).name) if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._asked = self._asked or number

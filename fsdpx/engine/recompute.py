@@ -4,8 +4,8 @@ before their backward."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.engine.activations import roots
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Recompute", "recompute"]
 
-_SIZE = re.compile(r"\s*([0-9.]+)\s*([KMG]i?B|B)\s*")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)\s*")
 _BYTES = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -61,52 +61,73 @@ def recompute(choice: Any) -> Recompute:
     return Recompute(budget=int(float(match[1]) * _BYTES[match[2][0]]))
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that a unit keeps of one microbatch. whole: from its forward to its backward; inputs: the same if it runs
+    again; late: from the first half of its backward to the second."""
+
+    whole: int
+    inputs: int
+    late: int
+
+
 def _within(
     budget: int, engine: Engine, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
     """As few units of one rank of the pipe as it takes: those that save most go first."""
-    alive = _alive(stage, order)
     sizes = {u: kept_bytes(engine, stage, u, batch) for u in stage.here}
-    kept = {u: whole * alive[u] for u, (whole, _) in sizes.items()}
-    least = {u: inputs * alive[u] for u, (_, inputs) in sizes.items()}
     chosen: set[int] = set()
-    for u in sorted(kept, key=lambda u: least[u] - kept[u]):
-        if sum(kept.values()) <= budget:
-            break
+    for u in sorted(sizes, key=lambda u: sizes[u].inputs - sizes[u].whole):
+        if _peak(stage, order, sizes, chosen) <= budget:
+            return frozenset(chosen)
         chosen.add(u)
-        kept[u] = least[u]
-    if sum(kept.values()) > budget:
+    least = _peak(stage, order, sizes, chosen)
+    if least > budget:
+        where = f" on rank {stage.rank} of the pipe" if len(engine.stages) > 1 else ""
         raise ConfigError(
-            f"recompute: {budget:,} bytes are not enough on rank {stage.rank} of the pipe: with every unit recomputed "
-            f"{sum(kept.values()):,} are kept for backward; use more microbatches, or allow more"
+            f"recompute: {budget:,} bytes are not enough{where}: with every unit recomputed {least:,} are kept for "
+            "backward; use more microbatches, or allow more"
         )
     return frozenset(chosen)
 
 
-def _alive(stage: Stage, order: Sequence[Action]) -> dict[int, int]:
-    """Unit -> the most microbatches whose forward is done and whose backward is not."""
-    most: dict[int, int] = {}
-    for number, units in stage.parts:
-        now = best = 0
-        for action in order:
-            if action.unit == number and action.op in "FBI":
-                now += 1 if action.op == "F" else -1
-                best = max(best, now)
-        most |= dict.fromkeys(units, best)
+def _peak(stage: Stage, order: Sequence[Action], sizes: Mapping[int, Kept], chosen: Collection[int]) -> int:
+    """The most bytes that units of one rank keep at once, in a step of this order."""
+    parts = dict(stage.parts)
+    kept = {u: size.inputs if u in chosen else size.whole for u, size in sizes.items()}
+    now = most = 0
+    for action in order:
+        assert action.unit is not None
+        for u in parts[action.unit] if action.op == "F" else reversed(parts[action.unit]):
+            if action.op == "F":
+                now += kept[u]
+            if action.op in "BI":
+                most = max(most, now - kept[u] + sizes[u].whole)  # all of it is there once more
+                now += (sizes[u].late if action.op == "I" else 0) - kept[u]
+            if action.op == "W":
+                now -= sizes[u].late
+            most = max(most, now)
     return most
 
 
-def kept_bytes(engine: Engine, stage: Stage, unit: int, batch: Microbatch) -> tuple[int, int]:
-    """Bytes that a unit's forward keeps for backward, and bytes of what it reads alone."""
+def kept_bytes(engine: Engine, stage: Stage, unit: int, batch: Microbatch) -> Kept:
+    """The most on any rank of the tensor axis, so that all of them choose the same."""
+    found = [_kept_on(engine, stage, unit, batch, tensor) for tensor in range(engine.axes.tensor.size)]
+    return Kept(*(max(getattr(one, name) for one in found) for name in ("whole", "inputs", "late")))
+
+
+def _kept_on(engine: Engine, stage: Stage, unit: int, batch: Microbatch, tensor: int) -> Kept:
+    """Forward and the first half of backward on shapes alone."""
     from fsdpx.array import shapes as xp
     from fsdpx.array.random import Random
     from fsdpx.engine import compute
     from fsdpx.engine.lines import Stacks
 
-    one, spread = engine.layout.units[unit], engine.layout.spread
-    values = {v: engine.message(v, batch) for v in (*stage.units[unit].takes, *stage.units[unit].reads)}
+    one, row = engine.layout.units[unit], stage.units[unit]
+    spread = replace(engine.layout.spread, rank=tensor)
+    values = {v: engine.message(v, batch, tensor) for v in (*row.takes, *row.reads)}
     read = list(values.values())
-    root = Env(xp, engine.imagined, Random(0), True, recompute=engine.recompute.cores)
+    root = Env(xp, engine.imagined(tensor), Random(0), True, recompute=engine.recompute.cores)
     envs = [root.at(node.path) for node in one.nodes]
     params = [
         {name: xp.ShapeArray(spread.shape(spec), engine.dtype) for name, spec in node.layer.specs().items()}
@@ -114,7 +135,10 @@ def kept_bytes(engine: Engine, stage: Stage, unit: int, batch: Microbatch) -> tu
     ]
     saved = compute.forward(one, envs, params, values, True, Stacks())
     mine = {key for p in params for key, _ in roots(p)}
-    return _total(roots(saved), mine), _total(roots(read), mine)
+    whole, inputs = _total(roots(saved), mine), _total(roots(read), mine)
+    dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives}
+    late = compute.backward_input(one, envs, params, saved, dvalues)
+    return Kept(whole, inputs, _total(roots(late), mine))
 
 
 def _total(found: Iterable[tuple[int, int]], but: set[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,6 +17,7 @@ from fsdpx.array.namespace import from_host
 from fsdpx.comm.communicator import Communicator
 from fsdpx.engine import batch as batches
 from fsdpx.engine.checkpoint.background import Background
+from fsdpx.engine.checkpoint.commit import place
 from fsdpx.engine.checkpoint.load import load, load_weights
 from fsdpx.engine.checkpoint.save import Choices, prepare, save
 from fsdpx.engine.checkpoint.state import State
@@ -26,6 +27,7 @@ from fsdpx.engine.fit import History, fit
 from fsdpx.engine.interpreter import Bound
 from fsdpx.engine.measure import Measured, measure
 from fsdpx.engine.outputs import cut_output, whole_outputs
+from fsdpx.engine.preempt import Preemption
 from fsdpx.engine.report import Report, report
 from fsdpx.engine.watchdog import watch
 from fsdpx.engine.whole import put, whole_gradients, whole_parameters, whole_state
@@ -77,8 +79,9 @@ class Trainer:
         """Forward, backward and update on one global batch: its mean loss, equal on every rank."""
         if self._local:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
-        self._begin("accumulate")
+        self._refuse_to_mix("accumulate")
         self._load(x, y, "step")
+        self.engine.adding = "accumulate"
         return self._update(self._run("step"))
 
     def accumulate(self, x: Any, y: Any) -> float:
@@ -87,8 +90,9 @@ class Trainer:
             raise ConfigError(
                 "accumulate: with chunks the whole global batch goes into one step; chunks are its microbatches"
             )
-        self._begin("accumulate")
+        self._refuse_to_mix("accumulate")
         self._load(x, y, "accumulate")
+        self.engine.adding = "accumulate"
         return float(self._run("local" if self._local else "accumulate")["mean"].value)
 
     @contextmanager
@@ -120,7 +124,7 @@ class Trainer:
         engine = self.engine
         if not any(slot.startswith("saved") for slot in engine.store):
             raise ConfigError("backward: call forward first; each forward serves one backward")
-        self._begin("backward")
+        self._refuse_to_mix("backward")
         given = tuple(dy) if len(engine.stage.outputs) > 1 else (dy,)
         arrays = tuple(batches.array_of(engine, d) for d in given)
         for array, shape in zip(arrays, self._shown, strict=True):
@@ -129,6 +133,7 @@ class Trainer:
         if engine.stage.scores:
             engine.store["seed.0"] = tuple(cut_output(engine, array) for array in arrays)
         engine.batch, engine.training = self._forwarded
+        engine.adding = "backward"
         self._run("backward", microbatches=1)
 
     def update(self) -> float:
@@ -157,7 +162,11 @@ class Trainer:
 
     def fit(self, loader: Any, **options: Any) -> History:
         """Train on batches from `loader`; see `fsdpx.engine.fit.fit` for epochs, validation, patience and progress."""
-        return fit(self, loader, **options)
+        preempt = options.pop("preempt", None)
+        if preempt is None and options.get("checkpoints") is not None:
+            preempt = Preemption()
+        with preempt or nullcontext():
+            return fit(self, loader, preempt=preempt or None, **options)
 
     def no_batch(self) -> None:
         """Say that this rank has no more batches; DataError on all ranks if others go on. Collective, like `step`."""
@@ -229,7 +238,7 @@ class Trainer:
         cannot be written; then the older one is as it was. Extra memory: two blocks of 4 MiB, in the background also
         this rank's part.
         """
-        self._save(Path(path), Choices(dtype, shard_bytes, keep), loader, None, background)
+        self._save(place(path), Choices(dtype, shard_bytes, keep), loader, None, background)
 
     def wait_saved(self) -> None:
         """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be. Collective."""
@@ -247,14 +256,14 @@ class Trainer:
         checked before anything changes; CheckpointError, the same on all ranks, names what does not fit.
         Random numbers go on with the seed of the checkpoint. Extra memory: three blocks of 4 MiB.
         """
-        self._resume(Path(path), loader, convert, verify)
+        self._resume(place(path), loader, convert, verify)
 
     def load_weights(self, path: str | PathLike[str], *, convert: bool = False) -> None:
         """Take the weights alone from a checkpoint, from a safetensors file, or from a folder with `model.safetensors`
         or several files and their index. Names, shapes and formats must fit; running statistics may be missing, tied
         parameters may have any of their names. Collective."""
         self._open("load_weights")
-        load_weights(self.engine, Path(path), convert)
+        load_weights(self.engine, place(path), convert)
 
     def _save(
         self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
@@ -357,12 +366,14 @@ class Trainer:
         else:
             everyone = batches.imagined_rows(engine, rows)
         trains = kind in ("step", "accumulate", "forward")
-        row = sum(everyone[: engine.axes.data.rank]) + (engine.rows if trains else 0)
+        before = 0 if kind in ("step", "accumulate") and not engine.adding else engine.rows
+        row = sum(everyone[: engine.axes.data.rank]) + (before if trains else 0)
         part = batches.Part(inputs, target, everyone, row)
         whole = kind in ("forward", "predict") or (kind == "evaluate" and not batches.fits_chunks(engine, everyone))
         engine.batch = batches.cut(engine, part, 1 if kind in ("forward", "predict") else self.microbatches, not whole)
-        engine.rows += sum(everyone) if trains else 0
-        self._largest = batches.largest(engine, inputs, everyone, self.microbatches)
+        if trains:
+            engine.rows = before + sum(everyone)
+            self._largest = batches.largest(engine, inputs, everyone, self.microbatches)
 
     def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
         """What can be known before any communication: shapes through the whole model, labels, finite inputs."""
@@ -438,12 +449,9 @@ class Trainer:
         engine.drop_local()
         return loss
 
-    def _begin(self, how: str) -> None:
+    def _refuse_to_mix(self, how: str) -> None:
         """Gradients of a loss and of the caller are weighed differently and cannot be mixed in one update."""
-        engine = self.engine
-        if not engine.adding:
-            engine.adding, engine.rows = how, 0 if how == "accumulate" else engine.rows
-        elif engine.adding != how:
+        if self.engine.adding not in ("", how):
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between"
             )

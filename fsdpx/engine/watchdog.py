@@ -8,7 +8,6 @@ import platform
 import re
 import secrets
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -25,7 +24,7 @@ from fsdpx.comm.steps import Progress, progress_of, spin
 from fsdpx.engine.flight import LENGTH, Flight, Recorder, log, read_all
 from fsdpx.launch import environment
 
-__all__ = ["HUNG", "Watchdog", "dismiss", "report", "watch"]
+__all__ = ["HUNG", "Watchdog", "report", "watch"]
 
 HUNG = 124
 """Exit status of a job that a watchdog ended, as of timeout(1)."""
@@ -51,20 +50,18 @@ def watch(comm: Any, *also: Any) -> Watchdog | None:
     token = secrets.token_hex(4) if dog is None else ""
     tokens = base.all_gather_object(token)  # always, so that all ranks do the same
     if dog is None:
-        dog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]))
+        try:
+            dog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]))
+        except OSError as error:
+            print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
+            return None
     for one in (comm, *also):
         _relax(one, dog.timeout * PATIENCE)
     return dog
 
 
-def dismiss(dog: Watchdog | None) -> None:
-    """End a watchdog and remove its record."""
-    if dog is not None:
-        dog.stop()
-
-
 class Watchdog:
-    """One per process. Looks at its rank and at the records of the others; makes no MPI call but abort.
+    """One per rank and communicator. Looks at its rank and at the records of the others; makes no MPI call but abort.
 
     timeout: seconds without any progress of any rank of this host, after which a rank that waits does so in vain.
     Progress is an action that begins or ends, a wait that ends, a transfer that takes its next step.
@@ -82,6 +79,7 @@ class Watchdog:
         self._stop = threading.Event()
         self._asked = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}
+        self._alarmed = 0.0  # when there was no alarm yet
         self._thread = threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True)
         atexit.register(self.stop)
         self._thread.start()
@@ -105,7 +103,7 @@ class Watchdog:
         since = time.perf_counter()
         while not self._stop.wait(self._every):
             if self._comm() is None:
-                return self.stop()
+                return  # nobody to wait for; the record stays, for this may be the end of a failed script
             waiting = waiting_in(self.record.thread)
             now = (self.record.serial, self.record.ended, waiting and waiting[0], _moving(self._progress))
             if not _same(now, token):  # what is waited for is compared itself: a number of it could be used again
@@ -116,7 +114,8 @@ class Watchdog:
             if waited >= self.timeout or self._asked.is_set() or (self.folder / "alarm").exists():
                 with suppress(OSError):  # the folder goes when another rank has reported
                     self._look()
-        return None
+            else:
+                self._alarmed = time.monotonic()
 
     def _look(self) -> None:
         """Somebody waits in vain, unless ranks still move. The lowest rank that lives reports; one report per job."""
@@ -127,11 +126,12 @@ class Watchdog:
                 self._seen[rank] = (flight.beats, now)
         alarm = self.folder / "alarm"
         if not alarm.exists():
+            self._alarmed = now
             if self._asked.is_set() or not self._others_move(flights):
                 alarm.touch()
             return
         self._write_stack()
-        if time.time() - alarm.stat().st_mtime < max(6 * self._every, 0.8):
+        if now - self._alarmed < max(6 * self._every, 0.8):
             return  # until then all who live have seen it
         awake = {r: f for r, f in flights.items() if r not in self._silent()}
         if not any(f.vain for f in awake.values()) or (self._others_move(flights) and not self._asked.is_set()):
@@ -162,10 +162,9 @@ class Watchdog:
         return True
 
     def _write_stack(self) -> None:
-        path = self.folder / f"rank-{self.rank:05}.stack"
-        if not path.exists():
-            frame = sys._current_frames().get(self.record.thread)
-            path.write_text("".join(traceback.format_stack(frame)) if frame else "the thread has ended\n")
+        frame = sys._current_frames().get(self.record.thread)
+        text = "".join(traceback.format_stack(frame)) if frame else "the thread has ended\n"
+        (self.folder / f"rank-{self.rank:05}.stack").write_text(text)
 
     def _end(self) -> None:
         flights = read_all(self.folder)

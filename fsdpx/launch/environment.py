@@ -25,7 +25,7 @@ class Environment:
     take the defaults). cache: where measurements are kept (FSDPX_CACHE; else fsdpx in the user's cache).
     timeout: seconds a wait for peers may last (FSDPX_TIMEOUT; None: the default). launcher: what started this
     process as one of several ranks, in words, or None. expected_size: the number of ranks it says it started
-    (FSDPX_EXPECT_SIZE goes before it), or None.
+    (FSDPX_EXPECT_SIZE goes before it), or None. rank: which one this is, as far as the launcher says, or None.
     watch: have a watchdog and a flight record on every rank (FSDPX_WATCH=0: no). run: folder of this job, made by
     `fsdpx run`, for flight records and what ranks tell the launcher (FSDPX_RUN; None: temporary files). restart: how
     often `fsdpx run` has started this job anew (FSDPX_RESTART). slurm_job: number of the Slurm job (SLURM_JOB_ID).
@@ -43,6 +43,7 @@ class Environment:
     run: Path | None = None
     restart: int = 0
     slurm_job: str | None = None
+    rank: int | None = None
     threads: int | None = None
 
 
@@ -67,6 +68,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
         run=Path(environ["FSDPX_RUN"]) if environ.get("FSDPX_RUN") else None,
         restart=_restart(environ),
         slurm_job=environ.get("SLURM_JOB_ID"),
+        rank=_rank(environ),
         threads=_threads(environ),
     )
 
@@ -103,6 +105,14 @@ def _launcher(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
         variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
         return f"srun ({variable})", _number(environ, variable)
     return None, None
+
+
+def _rank(environ: Mapping[str, str]) -> int | None:
+    """For what a rank has to say before, or without, MPI; else MPI itself is asked."""
+    for variable in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        if environ.get(variable, "").isdecimal():
+            return int(environ[variable])
+    return None
 
 
 def _threads(environ: Mapping[str, str]) -> int | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import product
@@ -16,7 +17,7 @@ Costs = Mapping[str, float]
 
 
 def cut_stages(
-    model: Sorted, count: int, stages: Sequence[str] | Sequence[int] | None = None, costs: Costs | None = None
+    model: Sorted, count: int, stages: Sequence[str | int] | None = None, costs: Costs | None = None
 ) -> tuple[int, ...]:
     """The number of the first node of each of `count` stages.
 
@@ -25,16 +26,15 @@ def cut_stages(
     """
     nodes = model.nodes
     if count > len(nodes):
+        layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
         raise ConfigError(
-            f"{count} stages, but the model has only {len(nodes)} layers to cut between ({_names(nodes)}): "
-            "use fewer stages"
+            f"{count} stages, but the model has only {layers} to cut between ({_names(nodes)}): use fewer stages"
         )
     if stages is None:
-        return balanced([_cost(node, costs or {}) for node in nodes], count)
+        return balanced(_costs(nodes, costs), count)
     if len(stages) != count:
         raise ConfigError(f"stages={list(stages)}: {len(stages)} stages are named, the pipe has {count}")
-    counts = [s for s in stages if isinstance(s, int) and not isinstance(s, bool)]
-    starts = _by_number(nodes, counts) if len(counts) == len(stages) else _by_name(nodes, list(map(str, stages)))
+    starts = _by_number(nodes, stages) if _numbers(stages) else _by_name(nodes, stages)
     if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
         raise ConfigError(
             f"stages={list(stages)}: stages follow each other, and the first begins at {nodes[0].path!r}; "
@@ -73,18 +73,40 @@ def _filled(costs: Sequence[float], limit: float, count: int) -> list[int]:
     return starts
 
 
+def _numbers(stages: Sequence[str | int]) -> bool:
+    """Whether stages are given by numbers of layers, not by name."""
+    kinds = {type(stage) for stage in stages}
+    if kinds not in ({int}, {str}):
+        raise ConfigError(f"stages={list(stages)}: name the first layers of all stages, or give numbers of layers")
+    return kinds == {int}
+
+
+def _costs(nodes: Sequence[Node], costs: Costs | None) -> list[float]:
+    if costs is not None:
+        _check_costs(nodes, costs)
+    return [_cost(node, costs or {}) for node in nodes]
+
+
+def _check_costs(nodes: Sequence[Node], costs: Costs) -> None:
+    if not isinstance(costs, Mapping):
+        raise ConfigError(f"costs={costs!r}: a dict is needed, from patterns of layer paths to numbers")
+    for pattern, cost in costs.items():
+        if not isinstance(cost, int | float) or not 0 <= cost < float("inf"):
+            raise ConfigError(f"costs: {pattern!r} is {cost!r}, a number of at least 0 is needed")
+        if not any(fnmatchcase(node.path, pattern) for node in nodes):
+            raise ConfigError(f"costs: the pattern {pattern!r} matches no layer; there are {_names(nodes)}")
+
+
 def _cost(node: Node, costs: Costs) -> float:
     for pattern, cost in costs.items():
         if fnmatchcase(node.path, pattern):
-            if not cost >= 0:
-                raise ConfigError(f"costs: {pattern!r} is {cost!r}, a number of at least 0 is needed")
             return float(cost)
     if isinstance(node.layer, Embedding | TokenEmbedding):
         return 0.0
     return float(sum(product(spec.shape) for spec in node.layer.specs().values() if len(spec.shape) > 1))
 
 
-def _by_number(nodes: Sequence[Node], counts: Sequence[int]) -> tuple[int, ...]:
+def _by_number(nodes: Sequence[Node], counts: Sequence[Any]) -> tuple[int, ...]:
     if any(n < 1 for n in counts) or sum(counts) != len(nodes):
         raise ConfigError(
             f"stages={list(counts)}: each stage has at least one layer, all together {len(nodes)}: {_names(nodes)}"
@@ -92,7 +114,7 @@ def _by_number(nodes: Sequence[Node], counts: Sequence[int]) -> tuple[int, ...]:
     return tuple(sum(counts[:i]) for i in range(len(counts)))
 
 
-def _by_name(nodes: Sequence[Node], names: Sequence[str]) -> tuple[int, ...]:
+def _by_name(nodes: Sequence[Node], names: Sequence[Any]) -> tuple[int, ...]:
     paths = [node.path for node in nodes]
     unknown = [name for name in names if name not in paths]
     if unknown:

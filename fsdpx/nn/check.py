@@ -3,8 +3,9 @@
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.numeric import is_index
 
-__all__ = ["fraction", "pair", "positive", "want_image", "want_last"]
+__all__ = ["fraction", "pair", "positive", "want_image", "want_last", "want_time"]
 
 
 def positive(owner: object, **values: Any) -> None:
@@ -42,3 +43,14 @@ def want_image(layer: object, x: Any, channels: int | None = None) -> None:
     if x.ndim != 4 or channels not in (None, x.shape[1]):
         wanted = "channels" if channels is None else channels
         raise ShapeError(f"{layer!r} wants an input of shape (samples, {wanted}, height, width), got {tuple(x.shape)}")
+
+
+def want_time(x: Any) -> None:
+    """Dim 1 of `x` must be a time, as far as its shape can tell: the features of activations come after it."""
+    least, wanted = (2, "(samples, time, ...)") if is_index(x) else (3, "(samples, time, ..., features)")
+    if x.ndim < least:
+        kind = "whole numbers" if is_index(x) else "floats"
+        raise ShapeError(
+            f"sequence=... cuts dim 1, the time; the input has shape {tuple(x.shape)}, but {kind} with a time "
+            f"have {least} dims or more, {wanted}: leave sequence=None"
+        )

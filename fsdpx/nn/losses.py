@@ -25,6 +25,9 @@ class Loss(ABC):
     """Names of the kernels it runs: compiled before the first step."""
     partial: bool = False
     """(total, weight) is this rank's part only: the whole is the sum over the tensor axis."""
+    acts_on: str = "sample"
+    """The least it compares by itself: "sample" (dim 0) or "position" (dims 0 and 1): then total and weight of an
+    output and a target that are cut alike along dim 1 add up, and it can be used where a sequence is cut."""
 
     @abstractmethod
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
@@ -50,6 +53,7 @@ class CrossEntropy(Loss):
     count.
     """
 
+    acts_on = "position"
     runs = ("cross_entropy", "cross_entropy_backward")
 
     def __init__(self, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
@@ -87,6 +91,7 @@ class CrossEntropy(Loss):
 class MSE(Loss):
     """(y - target)^2, summed; weight: the number of elements."""
 
+    acts_on = "position"
     runs = ("square_sum",)
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
@@ -103,6 +108,7 @@ class MSE(Loss):
 class BCEWithLogits(Loss):
     """Binary cross entropy of sigmoid(y): max(y, 0) - y t + log(1 + exp(-|y|)); weight: elements."""
 
+    acts_on = "position"
     runs = ("sigmoid",)
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:

@@ -56,6 +56,11 @@ def matched(model: Layer, plan: Mapping[str, Any] | None) -> tuple[dict[str, Mar
     plan: pattern (fnmatch on dotted paths, where `*` also matches dots; the first that matches wins) -> mark, a class
     or an instance; None: everything follows its own plan.
     """
+    if plan is not None and not isinstance(plan, Mapping):
+        raise ConfigError(
+            f"tensor_plan={plan!r}: give a dict of path patterns and marks, for example "
+            '{"0": nn.Column, "2": nn.Row}, or None for the model\'s own plan'
+        )
     patterns = {pattern: _mark(pattern, mark) for pattern, mark in (plan or {}).items()}
     layers = dict(paths(model))
     for pattern in patterns:
@@ -99,7 +104,9 @@ def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> set[s
     return found
 
 
-def _mark(pattern: str, mark: Any) -> Mark:
+def _mark(pattern: Any, mark: Any) -> Mark:
+    if not isinstance(pattern, str):
+        raise ConfigError(f"tensor_plan: the pattern {pattern!r} must be text, the dotted path of a layer")
     made = mark() if isinstance(mark, type) and issubclass(mark, Mark) else mark
     if not isinstance(made, Mark):
         raise ConfigError(

@@ -47,6 +47,8 @@ def parallelise(
     along dim 1 (Korthikanti et al. 2022); "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) leave parameters
     whole and cut activations along dim 1 from end to end. Communicates nothing; the same on every rank.
 
+    loss: must say `acts_on = "position"` if the model's output stays cut along dim 1, as `sequence` leaves it.
+
     Raises ConfigError, with the path of the layer, for what cannot be cut.
     """
     if not isinstance(width, int) or width < 1:
@@ -84,6 +86,7 @@ def _root(rewriter: Rewriter, model: Layer, loss: Loss, inputs: list[Kind]) -> P
         raise ConfigError("a model with several outputs must give them whole: close what is cut with a Row")
     kind, leave, output_dim = kinds[0], None, None
     if isinstance(kind, Part):
+        _may_be_cut(loss, rewriter.sequence)
         loss, output_dim = SequenceLoss(loss, rewriter.width), 1
     if isinstance(kind, Features):
         _may_end(kind)
@@ -98,6 +101,19 @@ def _root(rewriter: Rewriter, model: Layer, loss: Loss, inputs: list[Kind]) -> P
         name = free(new, "leave")
         new = new.rewired([*new.steps, Step(name, leave, new.outputs, (name,))], (name,))
     return Planned(new, loss, output_dim, _canonical(rewriter, new))
+
+
+def _may_be_cut(loss: Any, sequence: str | None) -> None:
+    """The loss must add up over parts of the sequence; a loss that is no `Loss` need not say anything."""
+    acts_on = getattr(loss, "acts_on", "sample")
+    if acts_on == "position":
+        return
+    whole = ", or put the output together with nn.Column(gather_output=True)" if sequence == "parallel" else ""
+    raise ConfigError(
+        f"{type(loss).__name__}: it compares each {acts_on} as a whole (acts_on = \"{acts_on}\"), but the model's "
+        f"output is cut along dim 1 by sequence={sequence!r}. If its total and weight are sums over dims 0 and 1, each "
+        f"summand from one position alone, declare acts_on = \"position\" in its class; else use sequence=None{whole}"
+    )
 
 
 def _may_end(kind: Features) -> None:

@@ -166,7 +166,10 @@ class Rewriter:
             self._by_itself(activation.layer, join(path, activation.name), kind, ("element", "position"))
             self._add_partial(layer, path)
             return layer.rewired([up, activation, down, *drop]), [kind]
-        self._by_itself(activation.layer, join(path, activation.name), self._features(path, 0), ("element",))
+        hidden = self._features(join(path, "up"), 0)
+        self._by_itself(activation.layer, join(path, activation.name), hidden, ("element",))
+        without = f"leave the {type(layer).__name__} whole, with a tensor_plan that does not name it"
+        self._no_parameters(activation.layer, join(path, activation.name), hidden, without)
         wide = self._linear(up.layer, join(path, "up"))
         self._enough(path, wide.out_features, "hidden features")
         row = self._row(self._linear(down.layer, join(path, "down")), join(path, "down"), 1, parts)
@@ -186,6 +189,8 @@ class Rewriter:
             )
         if isinstance(kind, Features):
             self._by_itself(layer, path, kind, ("element",))
+            close = "close them before it, with a Row or Column(gather_output=True)"
+            self._no_parameters(layer, path, kind, close)
             return self._dropout(layer, path, kind), kind
         if isinstance(kind, Part):
             self._add_partial(layer, path)
@@ -297,6 +302,14 @@ class Rewriter:
                 else f"it cannot be used with sequence={self.sequence!r}"
             )
         )
+
+    def _no_parameters(self, layer: Layer, path: str, kind: Features, instead: str) -> None:
+        """Between a Column and its Row each rank would get the part of a gradient that its own features give."""
+        if names := ", ".join(join(path, name) for name in layer.specs()):
+            raise ConfigError(
+                f"{path!r} {layer!r} reads {kind}, but has parameters ({names}), which every rank holds whole and of "
+                f"whose gradient it would get a part only: {instead}"
+            )
 
     def _not_features(self, layer: Layer, path: str, kind: Kind) -> None:
         if isinstance(kind, Features):

@@ -7,6 +7,7 @@ from typing import Any
 
 from fsdpx.errors import DataError
 from fsdpx.nn import moves
+from fsdpx.nn.check import want_time
 from fsdpx.nn.layer import Array, Env, Layer
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.numeric import is_index
@@ -24,6 +25,7 @@ class Enter(Layer):
     """
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        want_time(x)
         y = moves.cut(env.xp, env.mesh.tensor, x, 1, even=True, what=named(env, "sequence"))
         return y, (is_index(x),)
 
@@ -92,18 +94,27 @@ class Framed(Layer):
 class SequenceLoss(Loss):
     """`loss` of an output that is cut along dim 1 over the `width` ranks of the tensor axis; the target is whole.
 
+    The loss must act on each position by itself (`Loss.acts_on`): parts of output and target then add up.
+
     `total` and `weight` are those of this rank's part. Communicates nothing.
     """
 
+    acts_on = "position"
     partial = True
 
     def __init__(self, loss: Loss, width: int) -> None:
         self.loss = loss
         self.width = width
-        self.runs = loss.runs
+        self.runs = getattr(loss, "runs", ())
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         assert env.mesh.tensor.size == self.width, f"a tensor axis of {env.mesh.tensor.size}, not {self.width}"
+        time = y.shape[1] * self.width
+        if target.ndim < 2 or target.shape[1] != time:
+            raise DataError(
+                f"{self!r}: the output is cut along dim 1 by sequence=..., and the target with it: dim 1 of the target "
+                f"must be {time}, got a target of shape {tuple(target.shape)}"
+            )
         return self.loss.forward(env, y, moves.cut(env.xp, env.mesh.tensor, target, 1, even=True, what="target"))
 
     def backward(self, env: Env, saved: Any, seed: float) -> Array:

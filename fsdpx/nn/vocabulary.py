@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.comm.communicator import ReduceOp
 from fsdpx.nn import moves
-from fsdpx.nn.check import positive
+from fsdpx.nn.check import positive, want_time
 from fsdpx.nn.cut import Cut, share
 from fsdpx.nn.embedding import Embedding, check_index
 from fsdpx.nn.gpt import TokenEmbedding, want_tokens
@@ -51,6 +51,8 @@ class VocabEmbedding(Layer):
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         check_index(self, x, self.num_embeddings)
+        if self.sequence:
+            want_time(x)
         return _looked_up(env, p["weight"], x, self.num_embeddings, self.sequence), (x,)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
@@ -123,6 +125,8 @@ class VocabCrossEntropy(Loss):
     logit of each position and then its sum of exponentials, the target's logit and, with smoothing, the sum of logits:
     3 or 4 arrays of (positions,) in all, in float64. Backward communicates nothing.
     """
+
+    acts_on = "position"
 
     def __init__(self, classes: int, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         positive(self, classes=classes)

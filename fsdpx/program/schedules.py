@@ -210,6 +210,8 @@ def schedule(choice: str | Path | Schedule, ranks: int, microbatches: int, per_r
         return _from_function(choice, ranks, microbatches, per_rank)
     if isinstance(choice, str) and choice in SCHEDULES:
         return _from_function(SCHEDULES[choice], ranks, microbatches, per_rank)
+    if not isinstance(choice, str | Path):
+        raise ConfigError(f"schedule={choice!r}: a name, a function or the path of a text file is needed")
     if not Path(choice).is_file():
         names = ", ".join(map(repr, SCHEDULES))
         raise ConfigError(f"schedule={str(choice)!r} is none of {names}, no function, and no text file of that name")
@@ -219,8 +221,15 @@ def schedule(choice: str | Path | Schedule, ranks: int, microbatches: int, per_r
 def _from_function(function: Schedule, ranks: int, microbatches: int, per_rank: int | None) -> Plan:
     parameter = inspect.signature(function).parameters.get("per_rank")
     default = parameter.default if parameter and isinstance(parameter.default, int) else 1
+    name = getattr(function, "__name__", "schedule")
+    try:
+        inspect.signature(function).bind(ranks, microbatches, default)
+    except TypeError as error:
+        raise ConfigError(f"schedule {name!r} must take (ranks, microbatches, per_rank): {error}") from error
     made = function(ranks, microbatches, default if per_rank is None else per_rank)
-    return _own(getattr(function, "__name__", "schedule"), made, ranks, microbatches, per_rank)
+    if not isinstance(made, Plan | list | tuple):
+        raise ConfigError(f"schedule {name!r} returned {made!r}: a Plan or a list of actions per rank is needed")
+    return _own(name, made, ranks, microbatches, per_rank)
 
 
 def _lines(file: Path) -> list[str]:

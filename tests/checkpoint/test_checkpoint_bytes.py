@@ -106,7 +106,7 @@ def test_precisions_change_by_convert_alone(tmp_path: Path) -> None:
 
     same = {*spawn(load, 3, "float32", False), *spawn(load, 2, "bf16", False), *spawn(load, 2, "fp16", False)}
     assert len(same) == 1
-    with pytest.raises(CheckpointError, match="0.weight is float32 in the file and float64 in the trainer"):
+    with pytest.raises(CheckpointError, match=r"0\.weight is float32 in the file and float64 in the trainer"):
         spawn(load, 2, "float64", False)
     spawn(load, 2, "float64", True)
 

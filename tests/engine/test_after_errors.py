@@ -9,7 +9,7 @@ from models import CASES, STRATEGIES, distance, make, part
 from fsdpx import spawn
 from fsdpx.comm import Communicator
 from fsdpx.engine import operations
-from fsdpx.errors import DataError
+from fsdpx.errors import ConfigError, DataError
 
 KINDS = ("step", "accumulate", "evaluate", "predict", "forward")
 
@@ -102,3 +102,23 @@ def test_every_verb_has_an_operation() -> None:
     from fsdpx.program import VERBS
 
     assert set(operations.OPERATIONS) == set(VERBS)
+
+
+def test_a_refused_batch_leaves_no_mark() -> None:
+    """Whatever comes next begins anew: the three calls, or nothing to update."""
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, "mlp", "ddp")
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+        with pytest.raises((DataError, ValueError)):
+            trainer.step(x[:, :5], y)
+        with pytest.raises(ConfigError, match="update: there are no gradients"):
+            trainer.update()
+        trainer.backward(np.ones_like(trainer.forward(x)))
+        trainer.update()
+        trainer.forward(x)
+        with pytest.raises(DataError, match="dy has shape"):
+            trainer.backward(np.ones((4, 3)))
+        trainer.step(x, y)
+
+    spawn(run, 2)

@@ -10,7 +10,7 @@ from meshes import OPTIONS, compare, train
 from models import CASES, KNOWN, distance, make, part
 
 import fsdpx
-from fsdpx import Mesh, nn
+from fsdpx import Mesh, nn, optim
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, ProgramError
 
@@ -71,9 +71,12 @@ def test_one_hash_with_chunks(case: str) -> None:
     assert len(set.union(*hashes.values())) == 1, hashes
 
 
-@pytest.mark.parametrize("recompute", ["all", 2, "attention", "40KiB"])
+@pytest.mark.parametrize("recompute", ["all", 2, "attention", "a budget"])
 @pytest.mark.parametrize("mesh", [Mesh(shard=2), Mesh(shard=1, pipe=2)])
 def test_recompute_changes_no_bit(mesh: Mesh, recompute: Any) -> None:
+    if recompute == "a budget":  # of some units, not all
+        recompute = "60KiB" if mesh.pipe == 1 else "110KiB"
+
     def run(comm: Communicator, recompute: Any) -> tuple[str, str]:
         trainer = train(comm, "deep", mesh, "fsdp", recompute=recompute, microbatches=2)[2]
         return trainer.fingerprint(), str(trainer.program)
@@ -98,6 +101,16 @@ PIPE = Mesh(shard=1, pipe=2)
         ("mlp", {"mesh": PIPE, "schedule": "2f2b"}, "2f2b.*gpipe.*1f1b.*interleaved"),
         ("mlp", {"mesh": PIPE, "schedule": "zbv", "stages": ["0", "2"]}, "zbv"),
         ("mlp", {"mesh": PIPE, "costs": {"2": -1.0}}, "costs: '2' is -1.0, a number of at least 0"),
+        ("mlp", {"mesh": PIPE, "costs": {"2": float("inf")}}, "costs: '2' is inf, a number of at least 0"),
+        ("mlp", {"mesh": PIPE, "costs": {"x": 1.0}}, "costs: the pattern 'x' matches no layer; there are '0', '1'"),
+        ("mlp", {"mesh": PIPE, "costs": [1, 2]}, r"costs=\[1, 2\]: a dict is needed"),
+        ("mlp", {"mesh": PIPE, "stages": 2}, "stages=2: a list is needed"),
+        ("mlp", {"mesh": PIPE, "stages": ["0", 2]}, "name the first layers of all stages, or give numbers"),
+        ("mlp", {"mesh": PIPE, "schedule": 3}, "schedule=3: a name, a function or the path"),
+        ("mlp", {"mesh": PIPE, "schedule": lambda: []}, r"must take \(ranks, microbatches, per_rank\)"),
+        ("mlp", {"mesh": PIPE, "schedule": lambda a, b, c: None}, "returned None: a Plan or a list of actions"),
+        ("mlp", {"mesh": PIPE, "recompute": 100}, "every 100th unit of . is none"),
+        ("mlp", {"mesh": PIPE, "recompute": "1.2.3MiB"}, "recompute='1.2.3MiB': choose 'all'"),
     ],
 )
 def test_pipes_that_cannot_work_are_refused(case: str, options: dict[str, Any], text: str) -> None:
@@ -112,6 +125,47 @@ def test_costs_decide_where_a_model_is_cut() -> None:
     assert fsdpx.spawn(lambda comm: starts(comm, costs={"0": 100.0, "*": 1.0}), 2) == [(0, 1)] * 2
     assert fsdpx.spawn(lambda comm: starts(comm, costs={"4": 100.0, "*": 1.0}), 2) == [(0, 4)] * 2
     assert fsdpx.spawn(lambda comm: starts(comm, stages=[3, 2]), 2) == [(0, 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (lambda rank: {"stages": [[2, 3], [1, 4]][rank]}, r"stages: rank 0 has \(0, 2\), rank 1 has \(0, 1\)"),
+        (lambda rank: {"costs": {"0": [1.0, 99.0][rank], "*": 1.0}}, "stages: rank 0 has"),
+        (lambda rank: {"schedule": [mine, mine_too][rank]}, "schedule: rank 0 has F0.0 F0.1 I0.0"),
+    ],
+)
+def test_ranks_that_cut_differently_are_told(options: Any, text: str) -> None:
+    """With each layer a unit of its own all else is alike."""
+
+    def run(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            make(comm, "mlp", "ddp", mesh=PIPE, group_bytes=0, microbatches=2, **options(comm.rank))
+        return str(caught.value)
+
+    texts = set(fsdpx.spawn(run, 2))
+    assert len(texts) == 1
+    assert re.search(f"ranks differ in ({text})", texts.pop())
+
+
+def test_layers_that_differ_are_told() -> None:
+    def run(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            nn.GPT(31, 16, 1, [2, 4][comm.rank], 8).as_distributed(
+                loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), comm=comm
+            )
+        return str(caught.value)
+
+    (text,) = set(fsdpx.spawn(run, 2))
+    assert "ranks differ in layers: rank 0 has blocks.0 = TransformerBlock(" in text
+
+
+def mine_too(ranks: int, microbatches: int, per_rank: int) -> list[str]:
+    ends = range(microbatches)
+    return [" ".join([f"F{r}.{m}" for m in ends] + [f"B{r}.{m}" for m in ends]) for r in range(ranks)]
+
+
+mine_too.__name__ = "mine"
 
 
 def mine(ranks: int, microbatches: int, per_rank: int) -> list[str]:

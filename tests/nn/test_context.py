@@ -61,6 +61,8 @@ def test_recomputed_attention_gives_the_same_bits(sequence):
     for one, other in zip(kept, again, strict=True):
         assert one.dx.tobytes() == other.dx.tobytes()
         assert all(one.g[name].tobytes() == other.g[name].tobytes() for name in one.g)
+        moved = other.backward.of("tensor").bytes - one.backward.of("tensor").bytes
+        assert moved == one.forward.of("tensor").bytes > 0, "the forward of attention goes over the axis once more"
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])

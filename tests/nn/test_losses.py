@@ -113,3 +113,9 @@ def test_options():
     with pytest.raises(ConfigError, match="ignore_index must be a whole number, got None"):
         nn.CrossEntropy(ignore_index=None)
     assert repr(nn.CrossEntropy(label_smoothing=0.1)) == "CrossEntropy(label_smoothing=0.1)"
+
+
+def test_a_loss_may_look_at_whole_samples_unless_it_says_otherwise():
+    assert nn.Loss.acts_on == "sample"
+    for loss in (nn.CrossEntropy, nn.MSE, nn.BCEWithLogits, nn.VocabCrossEntropy):
+        assert loss.acts_on == "position"

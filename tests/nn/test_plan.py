@@ -1,5 +1,7 @@
 """Models rewritten for a tensor axis, by their own plan and by the user's; what cannot be cut is named."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -139,31 +141,114 @@ def test_losses_of_a_part_of_the_sequence(loss):
         planned.loss.validate((2, 3, 8), target)
 
 
-def test_models_of_a_user_can_say_what_they_act_on():
-    class Gain(nn.Layer):
-        """y = gain * x."""
+class Squares:
+    """(y - target)^2, summed; a loss of a user that is no nn.Loss."""
 
-        acts_on = "position"
+    def forward(self, env, y, target):
+        return float(((y - target) ** 2).sum()), float(y.size), (y, target)
 
-        def specs(self):
-            return {"gain": nn.Spec((8,), nn.init.ones)}
+    def backward(self, env, saved, seed):
+        return 2 * seed * (saved[0] - saved[1])
 
-        def forward(self, env, p, x):
-            return x * p["gain"], (x,)
+    def validate(self, shape, target):
+        pass
 
-        def backward_input(self, env, p, saved, dy):
-            return dy * p["gain"], (*saved, dy)
 
-        def backward_params(self, env, g, kept):
-            if "gain" in g:
-                g["gain"] += (kept[0] * kept[1]).sum(axis=(0, 1))
+class Trend(Squares):
+    """The squared difference of the means over the time: looks across the sequence."""
 
+    def forward(self, env, y, target):
+        d = y.mean(1) - target.mean(1)
+        return float((d * d).sum()), float(d.size), (d, y.shape)
+
+    def backward(self, env, saved, seed):
+        d, shape = saved
+        return np.broadcast_to(2 * seed * d[:, None] / shape[1], shape)
+
+
+SAMPLE = (
+    r"(Trend|Subclass): it compares each sample as a whole \(acts_on = \"sample\"\), but the model's output is cut "
+    r"along dim 1.*declare acts_on = \"position\" in its class.*sequence=None"
+)
+
+
+@pytest.mark.parametrize("sequence", ["parallel", "ulysses", "ring"])
+def test_a_loss_that_looks_across_the_sequence_is_not_given_a_part_of_it(sequence):
+    for loss in (Trend(), type("Subclass", (Trend, nn.Loss), {})()):
+        with pytest.raises(ConfigError, match=SAMPLE):
+            parallelise(nn.TransformerBlock(8, 4), loss, 2, sequence=sequence)
     x, target = rng.standard_normal((2, 6, 8)), rng.standard_normal((2, 6, 8))
-    planned, _ = compare(nn.Chain(Gain(), nn.MLP(8)), nn.MSE(), x, target, 2, sequence="parallel")
+    compare(nn.TransformerBlock(8, 4), Trend(), x, target, 2)
+    ends = nn.Chain(nn.MLP(8), nn.Linear(8, 5))
+    plan = {"0": nn.Own, "1": nn.Column(gather_output=True)}
+    if sequence == "parallel":  # the output is put together before the loss
+        compare(ends, Trend(), x, rng.standard_normal((2, 6, 5)), 2, plan=plan, sequence=sequence)
+
+
+def test_a_loss_of_a_user_can_say_that_it_adds_up_over_positions():
+    loss = type("Each", (Squares,), {"acts_on": "position"})()
+    x, target = rng.standard_normal((2, 6, 8)), rng.standard_normal((2, 6, 8))
+    compare(nn.TransformerBlock(8, 4), loss, x, target, 2, sequence="ring")
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1, 8), (2, 4, 8)])
+def test_a_target_that_is_not_as_long_as_the_output_is_not_cut_with_it(shape):
+    planned = parallelise(nn.TransformerBlock(8, 4), nn.MSE(), 2, sequence="ring")
+    message = rf"the target with it: dim 1 of the target must be 6, got a target of shape {re.escape(str(shape))}"
+
+    def body(axes):
+        with pytest.raises(DataError, match=message):
+            planned.loss.forward(environment(axes), np.zeros((2, 3, 8)), np.zeros(shape))
+
+    on_axis(2, body)
+
+
+class Gain(nn.Layer):
+    """y = gain * x."""
+
+    def __init__(self, shape, acts_on):
+        self.shape, self.acts_on = shape, acts_on
+
+    def specs(self):
+        return {"gain": nn.Spec(self.shape, nn.init.ones)}
+
+    def forward(self, env, p, x):
+        return x * p["gain"], (x,)
+
+    def backward_input(self, env, p, saved, dy):
+        return dy * p["gain"], (*saved, dy)
+
+    def backward_params(self, env, g, kept):
+        if "gain" in g:
+            x, dy = kept
+            g["gain"] += (x * dy).reshape(-1, *self.shape).sum(axis=0)
+
+
+def test_parameters_between_a_column_and_its_row_are_refused():
+    """Each rank would add up a part of their gradient, and nothing would sum the parts."""
+    gain, x, target = Gain((1,), "element"), rng.standard_normal((2, 3, 4)), rng.standard_normal((2, 3, 4))
+    model = nn.Chain(nn.Linear(4, 6), gain, nn.Linear(6, 4))
+    message = (
+        r"'1' Gain.* reads features that '0' cut, but has parameters \(1\.gain\).*"
+        r"close them before it, with a Row or Column\(gather_output=True\)"
+    )
+    with pytest.raises(ConfigError, match=message):
+        parallelise(model, nn.MSE(), 2, {"0": nn.Column, "2": nn.Row})
+    compare(model, nn.MSE(), x, target, 2, plan={"0": nn.Column(gather_output=True)})
+    mlp = nn.Chain(nn.MLP(4, activation=gain), nn.Linear(4, 4))
+    for options in ({}, {"plan": {"0.up": nn.Column, "0.down": nn.Row}}, {"sequence": "parallel"}):
+        with pytest.raises(ConfigError, match=r"'0.activation' Gain.* has parameters \(0\.activation\.gain\).*whole"):
+            parallelise(mlp, nn.MSE(), 2, **options)
+    compare(mlp, nn.MSE(), x, target, 3, plan={"1": nn.Column(gather_output=True)})
+    compare(mlp, nn.MSE(), *rng.standard_normal((2, 2, 6, 4)), 3, sequence="ring")
+
+
+def test_models_of_a_user_can_say_what_they_act_on():
+    x, target = rng.standard_normal((2, 6, 8)), rng.standard_normal((2, 6, 8))
+    planned, _ = compare(nn.Chain(Gain((8,), "position"), nn.MLP(8)), nn.MSE(), x, target, 2, sequence="parallel")
     assert "0.gain" in planned.partial
-    Gain.acts_on = "sample"
-    with pytest.raises(ConfigError, match=r"'0' Gain\(\) reads a part of the sequence, but acts on each sample"):
-        parallelise(nn.Chain(Gain(), nn.MLP(8)), nn.MSE(), 2, sequence="parallel")
+    with pytest.raises(ConfigError, match=r"'0' Gain\(.*\) reads a part of the sequence, but acts on each sample"):
+        parallelise(nn.Chain(Gain((8,), "sample"), nn.MLP(8)), nn.MSE(), 2, sequence="parallel")
 
 
 def linears(*sizes):
@@ -175,6 +260,8 @@ WRONG = {
     "nothing to cut": (linears(4, 5, 6), {}, r"nothing to cut in Chain.*tensor_plan=\{\"0\": nn.Column"),
     "no such layer": (linears(4, 5), {"plan": {"7*": nn.Row}}, r"'7\*' matches no layer; there are '', '0'"),
     "no such mark": (linears(4, 5), {"plan": {"0": "column"}}, r"tensor_plan\['0'\] = 'column': choose nn.Column"),
+    "a plan that is a list": (linears(4, 5), {"plan": ["0"]}, r"tensor_plan=\['0'\]: give a dict of path patterns"),
+    "a pattern that is a number": (linears(4, 5), {"plan": {0: nn.Row}}, r"tensor_plan: the pattern 0 must be text"),
     "not closed": (linears(4, 5, 6), {"plan": {"1": nn.Column}}, r"'1' is a Column that nobody closes"),
     "read whole": (linears(4, 5, 6), {"plan": {"0": nn.Column}}, r"'1' Linear\(5, 6\) reads features that '0' cut"),
     "read by a Column": (
@@ -262,6 +349,35 @@ def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent():
         p = local(planned.model, full(GPT), axes.tensor.rank, 2)
         with pytest.raises(ShapeError, match=r"embed embedding: dim 1 .* is 5, which is not a multiple of the 2 ranks"):
             planned.model.forward(environment(axes), p, np.zeros((2, 5), int))
+        return axes.counters.of("tensor").calls
+
+    assert on_axis(2, body) == [0, 0]
+
+
+BLOCK = nn.TransformerBlock(8, 4)
+NO_TIME = {
+    "features alone": (BLOCK, None, np.zeros(8), "3 dims or more"),
+    "samples of features": (BLOCK, None, np.zeros((4, 8)), "3 dims or more"),
+    "tokens alone": (nn.Chain(nn.Embedding(9, 8), BLOCK), None, np.zeros(6, int), "2 dims or more"),
+    "tokens looked up in a part of the rows": (
+        nn.Chain(nn.Embedding(9, 8), nn.MLP(8)),
+        {"0": nn.Vocab, "1": nn.Own},
+        np.zeros(6, int),
+        "2 dims or more",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_TIME)
+def test_an_input_without_a_time_is_not_cut(name):
+    model, plan, x, wanted = NO_TIME[name]
+    planned = parallelise(model, nn.MSE(), 2, plan, "parallel")
+    message = rf"sequence=... cuts dim 1, the time; the input has shape {re.escape(str(x.shape))}.*{wanted}"
+
+    def body(axes):
+        p = local(planned.model, full(model), axes.tensor.rank, 2)
+        with pytest.raises(ShapeError, match=message):
+            planned.model.forward(environment(axes), p, x)
         return axes.counters.of("tensor").calls
 
     assert on_axis(2, body) == [0, 0]

@@ -93,3 +93,25 @@ def test_the_watchdog_can_be_left_out(tmp_path):
     assert "CommTimeout: " in done.err
     assert "of the batch on rank" in done.err
     assert "fsdpx watchdog:" not in done.err
+
+
+def test_a_rank_whose_script_has_ended_early(tmp_path):
+    ends = "def outside(step):\n    if step == 2 and comm.rank == 2: sys.exit(0)\n"
+    done = run(tmp_path, ends)
+    assert done.status == 124, done.err
+    assert "ranks 0-1 wait outside any action for all_gather of the batch, for " in done.err
+    assert "rank 2: no record on " in done.err
+    assert "(ended, or on another host)" in done.err
+
+
+def test_a_trainer_waits_for_ranks_of_an_axis(tmp_path):
+    """The same over messages of MPI instead of shared memory, in a pipeline."""
+    pipe = TRAINER.replace("group_bytes=0,", "group_bytes=0, mesh=fsdpx.Mesh(pipe=3), microbatches=2,")
+    steps = STEPS.replace("x[mine], y[mine]", "x, y")
+    stop = AT.format(rank=1, what="os.kill(os.getpid(), signal.SIGSTOP)").replace("30", "20")
+    done = job(tmp_path, pipe + stop + steps, FSDPX_TIMEOUT=str(TIMEOUT), FSDPX_NODE="0")
+    assert none_left(tmp_path)
+    assert done.status == 124, done.err
+    assert "rank 0 waits in action B0.0 (unit '0') for recv of RECV1.0 gradient of '0', for " in done.err
+    assert "rank 2 waits in action F2.1 (unit '2') for recv of RECV2.1 output of '1', for " in done.err
+    assert "it was in action F1.1 (unit '1'), needs RECV0.1 (from rank 0 to rank 1 of the pipe), for " in done.err

@@ -29,7 +29,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 def load(engine: Engine, path: Path, loader: Any, convert: bool, verify: bool) -> State:
     """Take weights, optimiser and everything else from a checkpoint. Collective."""
     world, where = engine.axes.world, f"load {path}"
-    same(world, where, path=str(path), options=f"convert={convert}, verify={verify}")
+    same(world, "load", path=str(path), options=f"convert={convert}, verify={verify}")
     source = alone(world, where, lambda: checkpoint(path))
     together(world, where, lambda: _demand_idle(engine))
     if STATE not in source.files:
@@ -51,7 +51,7 @@ def load(engine: Engine, path: Path, loader: Any, convert: bool, verify: bool) -
 def load_weights(engine: Engine, path: Path, convert: bool) -> None:
     """Take the weights alone, from a checkpoint or from safetensors files of anybody. Collective."""
     world, where = engine.axes.world, f"load_weights {path}"
-    same(world, where, path=str(path), options=f"convert={convert}")
+    same(world, "load_weights", path=str(path), options=f"convert={convert}")
     source = _named(engine, alone(world, where, lambda: weights(path)))
     together(world, where, lambda: _demand_idle(engine))
     wanted = _weights_of(engine)

@@ -86,8 +86,9 @@ def save(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapping
 def prepare(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Prepared:
     """Everything up to the first byte of data. Collective."""
     world, where = engine.axes.world, f"save to {path}"
+    same(world, "save", path=str(path), options=repr(choices))
     states = together(world, where, lambda: _checked(engine, path, choices, loader, fit))
-    same(world, where, path=str(path), options=repr(choices), state=states[world.rank].text())
+    same(world, where, state=states[world.rank].text())
     made = plan_of(engine, choices, states[0])
     same(world, where, layout=str({name: contents.size for name, contents in made.files.items()}))
     opened: list[Target] = []
@@ -111,7 +112,9 @@ def _checked(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Map
     if engine.adding:
         raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
     choices.demand(path)
-    return state_of(engine, loader, fit)
+    state = state_of(engine, loader, fit)
+    state.text()  # can be written
+    return state
 
 
 def plan_of(engine: Engine, choices: Choices, state: State) -> Plan:

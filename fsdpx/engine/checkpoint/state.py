@@ -32,7 +32,11 @@ class State:
     fit: dict[str, Any] | None = None
 
     def text(self) -> str:
-        return json.dumps(vars(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        """CheckpointError if the state of the data holds more than JSON can."""
+        try:
+            return json.dumps(vars(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
 
     @classmethod
     def parse(cls, text: str | None, where: str) -> State:

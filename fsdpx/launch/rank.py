@@ -1,0 +1,79 @@
+"""One rank under `fsdpx run`: runs the script, and leaves a note of how it began and how it ended."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import signal
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdpx.launch import environment
+
+__all__ = ["Note", "read_notes"]
+
+_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Note:
+    """status: how the rank ended, None while it runs or if it never came to its end. error: type of the exception."""
+
+    rank: int
+    process: int
+    host: str
+    status: int | None = None
+    error: str = ""
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)  # on other hosts it may not be there
+        partial = folder / f"rank-{self.rank:05}.partial"
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(folder / f"rank-{self.rank:05}.json")
+
+
+def read_notes(folder: Path) -> dict[int, Note]:
+    """The notes of all ranks that have begun."""
+    notes = (Note(**json.loads(path.read_text())) for path in sorted(folder.glob("rank-*.json")))
+    return {note.rank: note for note in notes}
+
+
+def main() -> None:
+    """`python -m fsdpx.launch.rank script.py ...`, as `python -m mpi4py script.py ...` otherwise."""
+    from mpi4py import run
+
+    settings = environment.read()
+    _end_with_parent()
+    if settings.run is None or settings.rank is None:
+        run.main()
+        return
+    begun = Note(settings.rank, os.getpid(), platform.node())
+    begun.write(settings.run)
+    try:
+        run.main()
+    except BaseException as error:
+        _ended(begun, error).write(settings.run)
+        raise
+    Note(begun.rank, begun.process, begun.host, 0).write(settings.run)
+
+
+def _ended(begun: Note, error: BaseException) -> Note:
+    if isinstance(error, SystemExit):
+        code = error.code
+        return Note(
+            begun.rank, begun.process, begun.host, code if isinstance(code, int) else int(code is not None)
+        )  # fmt: skip
+    return Note(begun.rank, begun.process, begun.host, 1, type(error).__name__)
+
+
+def _end_with_parent() -> None:
+    """On Linux, no rank outlives the launcher's process on its host."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

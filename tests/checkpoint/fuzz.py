@@ -1,0 +1,107 @@
+"""Damaged checkpoints by the thousand: each is refused, or gives the bits that were saved. `python fuzz.py 10000`."""
+
+import random
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from fsdpx import Trainer, nn, optim, spawn
+from fsdpx.errors import CheckpointError
+
+FILES = ("manifest.json", "model.safetensors", "state.safetensors")
+
+
+def small(seed: int = 0) -> Trainer:
+    model = nn.Chain(nn.Linear(3, 4), nn.BatchNorm(4), nn.Tanh(), nn.Linear(4, 2))
+    comm = spawn(lambda comm: comm, 1)[0]
+    return model.as_distributed(
+        loss=nn.MSE(), optimizer=optim.Adam(), comm=comm, seed=seed, precision="float32", strategy="ddp"
+    )
+
+
+def damaged(data: bytes, chance: random.Random) -> bytes:
+    """One of the ways in which files go bad."""
+    kind, at = chance.randrange(8), chance.randrange(len(data))
+    other = chance.randrange(len(data))
+    first, last = min(at, other), max(at, other)
+    if kind == 0:
+        return data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+    if kind == 1:
+        return data[:at]
+    if kind == 2:
+        return data + chance.randbytes(chance.randrange(1, 20))
+    if kind == 3:
+        return data[:first] + data[last:]
+    if kind == 4:
+        return data[:first] + bytes(last - first) + data[last:]
+    if kind == 5:
+        return data[:at] + chance.randbytes(chance.randrange(1, 9)) + data[at:]
+    if kind == 6:
+        return data[:last] + data[first:last] + data[last:]
+    digits = [i for i, byte in enumerate(data[:2000]) if 48 <= byte < 58]
+    at = chance.choice(digits or [at])
+    return data[:at] + str(chance.randrange(10)).encode() + data[at + 1 :]
+
+
+class Fuzz:
+    """A good checkpoint, and how one that was mutated by `seed` is taken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.good, self.bad = folder / "good", folder / "bad"
+        trainer = small()
+        trainer.step(np.ones((4, 3)), np.ones((4, 2)))
+        trainer.save(self.good)
+        self.contents = {name: (self.good / name).read_bytes() for name in FILES}
+        self.digest = trainer.fingerprint()
+        self.other = small(1)
+        self.before = self.other.fingerprint()
+        shutil.copytree(self.good, self.bad)
+
+    def refused(self, seed: int) -> bool:
+        """Whether a mutation is refused; AssertionError if it is neither refused nor harmless."""
+        chance = random.Random(seed)
+        name = chance.choice(FILES)
+        data = damaged(self.contents[name], chance)
+        (self.bad / name).write_bytes(data)
+        try:
+            return self._load(data != self.contents[name])
+        finally:
+            (self.bad / name).write_bytes(self.contents[name])
+
+    def _load(self, changed: bool) -> bool:
+        try:
+            self.other.load(self.bad)
+        except CheckpointError:
+            assert self.other.fingerprint() == self.before
+            self._load_weights()
+            return True
+        assert not changed
+        assert self.other.fingerprint() == self.digest
+        self.other = small(1)
+        return False
+
+    def _load_weights(self) -> None:
+        """Without a manifest nobody knows what was written; but it ends, one way or the other."""
+        (self.bad / "manifest.json").rename(self.bad / "manifest")
+        try:
+            self.other.load_weights(self.bad)
+            self.other = small(1)
+        except CheckpointError:
+            assert self.other.fingerprint() == self.before
+        finally:
+            (self.bad / "manifest").rename(self.bad / "manifest.json")
+
+
+def run(folder: Path, count: int) -> int:
+    """How many of `count` mutations were refused."""
+    fuzz = Fuzz(folder)
+    return sum(fuzz.refused(seed) for seed in range(count))
+
+
+if __name__ == "__main__":
+    wanted = int(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"{run(Path(folder), wanted)} of {wanted} refused, the others had the same bits")

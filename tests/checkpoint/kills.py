@@ -1,0 +1,84 @@
+"""Processes killed while they save: afterwards the old or the new checkpoint loads. `python kills.py 300`.
+
+One process holds a trainer; its forks save without end and are killed after a random time.
+"""
+
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from fsdpx import Trainer, nn, optim, spawn
+
+LONGEST = 0.05  # seconds until a fork is killed; a save takes some milliseconds
+
+
+def small() -> Trainer:
+    model = nn.Chain(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 60))
+    comm = spawn(lambda comm: comm, 1)[0]
+    return model.as_distributed(loss=nn.MSE(), optimizer=optim.Adam(), comm=comm, precision="float32", strategy="ddp")
+
+
+def save_without_end(trainer: Trainer, folder: Path, first: int) -> None:
+    """Checkpoint n has weights that are all n: one at the same place, and numbered ones of which two stay."""
+    for n in range(first, first + 1_000_000):
+        fill(trainer, n)
+        trainer.save(folder / "latest", background=n % 3 == 0)
+        trainer.save(folder / f"step-{n}", keep=2, shard_bytes=30_000 if n % 2 else None)
+
+
+def fill(trainer: Trainer, n: int) -> None:
+    trainer.engine.steps = n
+    for state in trainer.engine.pages.values():
+        state.master[...] = n
+        for slot in state.slots.values():
+            slot[...] = n
+
+
+def found(trainer: Trainer, path: Path) -> int:
+    """The number of the checkpoint at `path`; all of it is of that one."""
+    fill(trainer, -1)
+    trainer.load(path)
+    n = trainer.steps
+    for state in trainer.engine.pages.values():
+        assert (state.master == n).all()
+        assert all((slot == n).all() for slot in state.slots.values())
+    return n
+
+
+def run(folder: Path, kills: int, seed: int = 0) -> list[int]:
+    """The newest number after each kill; they never go back."""
+    trainer, chance, numbers = small(), random.Random(seed), []
+    fill(trainer, 0)
+    trainer.save(folder / "latest")
+    trainer.save(folder / "step-0", keep=2)
+    last = done = 0
+    for _ in range(kills):
+        child = os.fork()
+        if child == 0:
+            try:
+                save_without_end(trainer, folder, done + 1)
+            finally:
+                os._exit(1)
+        time.sleep(chance.random() * LONGEST)
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the fork ended by itself"
+        here = found(trainer, folder / "latest")
+        names = [p.name for p in folder.iterdir() if (p / "manifest.json").exists()]
+        steps = sorted(int(n.removeprefix("step-")) for n in names if n.startswith("step-") and n[5:].isdigit())
+        assert [found(trainer, folder / f"step-{n}") for n in steps] == steps
+        assert here in (steps[-1], steps[-1] + 1)
+        assert here >= last
+        assert steps[-1] >= done
+        last, done = here, steps[-1]
+        numbers.append(here)
+    return numbers
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        numbers = run(Path(place), int(sys.argv[1]))
+    print(f"{len(numbers)} kills in {numbers[-1]} saves: the old or the new checkpoint was whole each time")

@@ -1,0 +1,119 @@
+"""python -m fsdpx ckpt: looks, checks, compares and converts, without MPI."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from models import make
+from runs import steps
+
+from fsdpx import spawn
+from fsdpx.__main__ import main
+from fsdpx.comm import Communicator
+
+pytestmark = pytest.mark.mpi_skip
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "wide", precision="float32")
+        trainer.save(tmp_path / "a")
+        steps(trainer, "wide", 0, 1)
+        trainer.save(tmp_path / "b")
+
+    spawn(body, 2)
+    return tmp_path
+
+
+def test_inspect(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "inspect", str(made / "b")]) == 0
+    text = capsys.readouterr().out
+    for line in ("  embed.weight  F32 [31, 20]", "  m/embed.weight  F32 [31, 20]", "steps: 1", "optimizer: AdamW"):
+        assert line in text.splitlines()
+    assert "11,020 elements of weights" in text
+
+
+def test_verify(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "verify", str(made / "a")]) == 0
+    assert "84 tensors" in (text := capsys.readouterr().out)
+    assert text.endswith("intact\n")
+    file = made / "a/model.safetensors"
+    assert main(["ckpt", "verify", str(file)]) == 0
+    assert "there are no digests to check" in capsys.readouterr().out
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert main(["ckpt", "verify", str(made / "a")]) == 1
+    assert f"{file}: norm.weight is damaged: its digest does not fit" in capsys.readouterr().out
+    file.write_bytes(data[:-1])
+    assert main(["ckpt", "verify", str(made / "a")]) == 2
+    assert capsys.readouterr().err.startswith(f"fsdpx ckpt: {file}: truncated")
+
+
+def test_diff(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ckpt", "diff", str(made / "a"), str(made / "a")]) == 0
+    assert capsys.readouterr().out == "the same: 84 tensors\n"
+    assert main(["ckpt", "diff", str(made / "a"), str(made / "b")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    values = [safetensors.numpy.load_file(made / n / "model.safetensors")["norm.weight"] for n in "ab"]
+    apart = np.abs(values[0].astype(float) - values[1]).max()
+    assert f"norm.weight: F32, largest difference {apart:.6g}" in lines
+    assert "steps: 0 and 1" in lines
+    x = {"a": np.ones(3, np.float32), "b": np.ones((2, 2)), "c": np.array([1.0, np.nan]), "d": np.zeros(0)}
+    y = {"a": np.ones(3), "b": np.ones(4), "c": np.array([1.0, 2.0]), "d": np.zeros(0), "e": np.ones(1)}
+    safetensors.numpy.save_file(x, made / "x")
+    safetensors.numpy.save_file(y, made / "y")
+    assert main(["ckpt", "diff", str(made / "x"), str(made / "y")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "a: F32 and F64, largest difference 0",
+        "b: shape [2, 2] and [4]",
+        "c: F64, largest difference nan",
+        f"e: only in {made}",
+        "4 differences",
+    ]
+
+
+def test_convert(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["ckpt", "convert", str(made / "b"), str(made / "c"), "--dtype", "bf16", "--shard-bytes", "10KB"]
+    assert main(command) == 0
+    assert len(list((made / "c").glob("model-*.safetensors"))) > 1
+    assert main(["ckpt", "verify", str(made / "c")]) == 0
+    before = safetensors.numpy.load_file(made / "b/model.safetensors")
+    for file in (made / "c").glob("model-*.safetensors"):
+        for name, value in safetensors.numpy.load_file(file).items():
+            np.testing.assert_array_equal(value, before[name].astype(ml_dtypes.bfloat16))
+    assert main(["ckpt", "convert", str(made / "c"), str(made / "d"), "--dtype", "float32"]) == 0
+
+    def load(comm: Communicator) -> int:
+        trainer = make(comm, "wide", precision="float32")
+        trainer.load(made / "d")
+        return trainer.steps
+
+    assert spawn(load, 2) == [1, 1]
+    capsys.readouterr()
+    assert main(["ckpt", "convert", str(made / "b"), str(made / "e"), "--shard-bytes", "many"]) == 2
+    assert "--shard-bytes many: a number of bytes is needed, or 500MB, 5GB, 2GiB" in capsys.readouterr().err
+    assert main(["ckpt", "convert", str(made / "nowhere"), str(made / "e")]) == 2
+    assert "nowhere: there is no such file or folder; in " in capsys.readouterr().err
+
+
+def test_converting_back_and_forth_gives_the_same_file(made: Path) -> None:
+    """Also in place."""
+    data = (made / "b/model.safetensors").read_bytes()
+    assert main(["ckpt", "convert", str(made / "b/model.safetensors"), str(made / "c"), "--dtype", "float64"]) == 0
+    assert main(["ckpt", "convert", str(made / "c"), str(made / "c"), "--dtype", "float32"]) == 0
+    assert (made / "c/model.safetensors").read_bytes() == data
+
+
+def test_it_needs_no_mpi(made: Path) -> None:
+    code = (
+        "import sys; from fsdpx.__main__ import main; main(sys.argv[1:])\n"
+        "print([m for m in ('mpi4py', 'numba') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, "ckpt", "verify", str(made / "a")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith("intact\n[]\n")

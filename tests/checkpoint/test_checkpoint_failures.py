@@ -1,0 +1,444 @@
+"""What goes wrong while saving or loading is said alike on all ranks, and the old checkpoint stays."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from models import make
+from runs import ALL, build, contents, everywhere, steps
+
+from fsdpx import optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.engine.checkpoint import background, commit, disk, write
+from fsdpx.engine.checkpoint.manifest import Manifest
+from fsdpx.errors import CheckpointError, ConfigError
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def saved(comm: Communicator, path: Path, **options: Any) -> str:
+    trainer = make(comm, "wide")
+    trainer.save(path, **options)
+    return trainer.fingerprint()
+
+
+def loaded(path: Path, ranks: int = 1) -> str:
+    def body(comm: Communicator) -> str:
+        trainer = make(comm, "wide", seed=8)
+        trainer.load(path)
+        return trainer.fingerprint()
+
+    return spawn(body, ranks)[0]
+
+
+def refused(ranks: int, body: Any, *args: Any) -> str:
+    """The text of the error that all ranks raise."""
+
+    def attempt(comm: Communicator) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            body(comm, *args)
+        return str(caught.value)
+
+    texts = set(spawn(attempt, ranks))
+    assert len(texts) == 1
+    return texts.pop()
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A checkpoint, and a check that it is still there, alone, and loads."""
+    path = tmp_path / "a"
+    digest = spawn(saved, 2, path)[0]
+    yield path, digest
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith("a")] == ["a"]
+    assert loaded(path, 3) == digest
+
+
+def trained(comm: Communicator, path: Path, **options: Any) -> None:
+    trainer = make(comm, "wide")
+    steps(trainer, "wide", 0, 1)
+    trainer.save(path, **options)
+    trainer.wait_saved()
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("after", [0, 1, 5, 17])
+def test_a_full_disk(old: Any, after: int, in_background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank meets it, after some writes."""
+    path, _ = old
+    count = iter(range(10_000))
+    lock = threading.Lock()
+
+    def full(fd: int, data: Any, offset: int) -> None:
+        with lock:
+            if next(count) >= after:
+                raise FULL
+        disk.write_at(fd, data, offset)
+
+    monkeypatch.setattr(write, "write_at", full)
+    text = refused(3, lambda comm: trained(comm, path, background=in_background))
+    assert text.startswith(f"save to {path}: rank ")
+    assert text.endswith("No space left on device (ENOSPC)")
+
+
+@pytest.mark.parametrize("module", [write, commit])
+def test_a_full_disk_at_the_end(old: Any, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some systems say so only when asked to keep it; or there is room for all but the header."""
+
+    def full(fd: int) -> None:
+        raise FULL
+
+    monkeypatch.setattr(module, "sync", full)
+    assert refused(2, trained, old[0]).endswith("No space left on device (ENOSPC)")
+
+
+def test_a_full_disk_in_the_background_of_one_rank(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise FULL
+
+    monkeypatch.setattr(background, "_leave", full)
+    text = refused(3, lambda comm: trained(comm, old[0], background=True))
+    assert text == f"save to {old[0]}: rank 1: No space left on device (ENOSPC)"
+
+
+def test_errors_in_the_background_surface_at_the_next_save(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "wide")
+        trainer.save(old[0], background=True)
+        steps(trainer, "wide", 0, 1)
+        trainer.save(old[0])
+
+    def failing(self: Any, *args: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model.safetensors")
+
+    monkeypatch.setattr(commit.Target, "commit", failing)
+    assert refused(2, body) == f"save to {old[0]}: rank 0: Permission denied (EACCES): model.safetensors"
+
+
+def test_in_the_background_the_values_are_those_of_the_call(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> tuple[str, list[str]]:
+        trainer = build(comm, "3D")
+        digests = []
+        for k in range(3):
+            steps(trainer, "wide", k, k + 1)
+            trainer.save(tmp_path / f"step-{k}", background=True, keep=2)
+            digests.append(trainer.fingerprint())
+        trainer.close()  # waits
+        return digests
+
+    digests = everywhere("3D", body)[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-2"]
+    assert [loaded(tmp_path / f"step-{k}") for k in (1, 2)] == digests[1:]
+
+
+def test_training_does_not_wait_for_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written are the values of the call, though the steps after it come first."""
+    trained_on = threading.Event()
+
+    def late(*args: Any) -> Any:
+        assert trained_on.wait(60)
+        return write.write(*args)
+
+    monkeypatch.setattr(background, "write", late)
+
+    def body(comm: Communicator) -> list[str]:
+        trainer = make(comm, "wide")
+        trainer.save(tmp_path / "a", background=True)
+        digests = [trainer.fingerprint()]
+        steps(trainer, "wide", 0, 2)
+        digests.append(trainer.fingerprint())
+        trained_on.set()
+        trainer.wait_saved()
+        return digests
+
+    before, after = spawn(body, 2)[0]
+    assert loaded(tmp_path / "a") == before != after
+
+
+def test_the_background_commits_without_another_call(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "wide")
+        trainer.save(tmp_path / "a", background=True)
+        if comm.rank == 0:
+            trainer._saving._thread.join(20)  # type: ignore[union-attr]
+            assert (tmp_path / "a/manifest.json").exists()
+
+    spawn(body, 3)
+
+
+def test_no_permission_and_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    text = refused(2, saved, tmp_path / "file/a")
+    assert text.startswith(f"save to {tmp_path}/file/a: rank 0: ")
+    assert str(tmp_path / "file") in text.split("rank 0: ")[1]
+    assert "is a file: a checkpoint is a folder" in refused(2, saved, tmp_path / "file")
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/thesis.tex").write_text("!")
+    text = refused(2, saved, tmp_path / "home")
+    assert f"{tmp_path}/home is no checkpoint, but has files in it (thesis.tex): choose another place" in text
+    spawn(saved, 1, tmp_path / "a")
+    (tmp_path / "a/config.json").write_text("!")
+    assert "holds files beside the checkpoint that would be lost (config.json)" in refused(2, saved, tmp_path / "a")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "home"]
+    (tmp_path / "empty").mkdir()
+    spawn(saved, 2, tmp_path / "empty")
+    assert loaded(tmp_path / "empty")
+
+
+class Strange:
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": np.arange(3)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 2}, "keep: .*/a has no number at its end; save to folder/step-"),
+        ({"keep": 0}, "keep=0: a whole number, 1 or more"),
+        ({"shard_bytes": 1.5}, "shard_bytes=1.5: a whole number"),
+        ({"dtype": "int8"}, "dtype='int8': choose float64, float32, float16 or bf16"),
+        ({"dtype": "fp8"}, "unknown dtype 'fp8'"),
+        ({"loader": [1]}, "the loader is a list without state_dict"),
+        ({"loader": Strange()}, "the state_dict of the loader is not made of numbers and texts: .*ndarray"),
+    ],
+)
+def test_options_that_cannot_be(options: Any, message: str, tmp_path: Path) -> None:
+    assert re.search(message, refused(2, lambda comm: saved(comm, tmp_path / "a", **options)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_the_script_is_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    digest = spawn(saved, 2, ".")[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here"]
+    assert loaded(tmp_path / "here") == digest
+
+
+def test_ranks_that_want_different_things(tmp_path: Path) -> None:
+    text = refused(3, lambda comm: saved(comm, tmp_path / f"{comm.rank}"))
+    assert text == f"save: ranks differ in path: rank 0 has {tmp_path}/0, rank 1 has {tmp_path}/1"
+    text = refused(2, lambda comm: saved(comm, tmp_path / "a", dtype="bf16" if comm.rank else None))
+    assert "ranks differ in options: rank 0 has Choices(dtype=None" in text
+
+
+def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
+    code = (
+        "import sys; from pathlib import Path; from fsdpx.engine.checkpoint.commit import _lock\n"
+        "_lock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    )
+    job = subprocess.Popen([sys.executable, "-c", code, str(old[0])], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"locked\n"
+        text = refused(2, trained, old[0])
+        assert f"{old[0]}: another job is saving there: " in text
+        assert json.loads(text[text.index("{") :])["process"] == job.pid
+    finally:
+        job.kill()  # its lock goes with it
+        job.wait()
+        for stream in (job.stdin, job.stdout):
+            assert stream is not None
+            stream.close()
+    spawn(saved, 2, old[0])
+
+
+@pytest.mark.parametrize("moment", ["partial", "previous", "both"])
+def test_what_a_killed_job_leaves_is_found_and_cleaned(moment: str, tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    digest = spawn(saved, 2, path)[0]
+    if moment != "previous":
+        (tmp_path / "a.partial-1234").mkdir()
+        (tmp_path / "a.partial-1234/model.safetensors").write_bytes(bytes(100))
+    if moment != "partial":
+        path.rename(tmp_path / "a.previous")
+    (tmp_path / "a.lock").write_text("of a dead job")
+    assert loaded(path) == digest
+    spawn(trained, 2, path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+    assert loaded(path) != digest
+
+
+def test_a_failing_last_rename_takes_the_first_one_back(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def failing(source: Any, target: Any) -> None:
+        if ".partial-" in str(source):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    assert "(EIO)" in refused(2, trained, old[0])
+
+
+def test_keep_removes_the_oldest_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "step-none").mkdir()
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1/notes.txt").write_text("no checkpoint")
+
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "mlp")
+        for k in (2, 9, 10, 11):
+            trainer.save(tmp_path / f"step-{k}", keep=3)
+
+    spawn(body, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-10", "step-11", "step-9", "step-none"]
+    spawn(lambda comm: make(comm, "mlp").save(tmp_path / "step-12", keep=1), 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-1", "step-12", "step-none"]
+
+
+def damage(path: Path, at: int, bit: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= bit
+    path.write_bytes(data)
+
+
+def broken(comm: Communicator, path: Path, name: str = "fsdp 3", **options: Any) -> None:
+    """Load; if that is refused, nothing has changed."""
+    trainer = build(comm, name, **{"seed": 8, **options})
+    steps(trainer, "wide", 0, 1)
+    before = trainer.fingerprint(), trainer.steps
+    try:
+        trainer.load(path)
+    finally:
+        assert (trainer.fingerprint(), trainer.steps) == before
+
+
+def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
+    def fresh() -> Path:
+        spawn(saved, 2, tmp_path / "a")
+        return tmp_path / "a"
+
+    path = fresh()
+    size = (path / "model.safetensors").stat().st_size
+    start = int.from_bytes((path / "model.safetensors").read_bytes()[:8], "little") + 8
+
+    def said(text: str, ranks: int = 3) -> None:
+        nonlocal path
+        found = refused(ranks, broken, path)
+        assert text in found, found
+        path = fresh()
+
+    damage(path / "model.safetensors", start)
+    said(f"{path}: damaged: the digest does not fit of blocks.0.attn")
+    damage(path / "model.safetensors", size - 1, 128)
+    said("damaged: the digest does not fit of norm.weight")
+    damage(path / "state.safetensors", (path / "state.safetensors").stat().st_size - 1)
+    said("damaged: the digest does not fit of v/norm.weight")
+    damage(path / "model.safetensors", start - 1, 32 ^ 10)  # a space of the header
+    said("model.safetensors: damaged: the digest of the header does not fit")
+    damage(path / "manifest.json", 60)
+    said("manifest.json: damaged")
+    os.truncate(path / "model.safetensors", size - 3)
+    said(f"model.safetensors: truncated: {size - 3} bytes, its tensors need {size}")
+    os.truncate(path / "model.safetensors", 0)
+    said("truncated: 0 bytes are no safetensors file")
+    (path / "model.safetensors").unlink()
+    said("model.safetensors: the file is missing")
+    (path / "manifest.json").unlink()
+    assert "is no checkpoint: it has no manifest.json" in refused(2, broken, path)
+    assert f"{tmp_path}/b: there is no checkpoint; in {tmp_path} there is a" in refused(2, broken, tmp_path / "b")
+
+
+def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
+    spawn(saved, 1, tmp_path / "a")
+    values = safetensors.numpy.load_file(tmp_path / "a/model.safetensors")
+
+    def said(changed: dict[str, Any], message: str) -> None:
+        safetensors.numpy.save_file(changed, tmp_path / "w.safetensors")
+
+        def body(comm: Communicator) -> None:
+            trainer = make(comm, "wide", seed=8)
+            before = trainer.fingerprint()
+            try:
+                trainer.load_weights(tmp_path / "w.safetensors")
+            finally:
+                assert trainer.fingerprint() == before
+
+        assert refused(2, body) == f"load_weights {tmp_path}/w.safetensors: {message}"
+
+    rest = {name: value for name, value in values.items() if name != "norm.weight"}
+    said(rest, "missing: norm.weight")
+    said(values | {"extra": np.ones(3)}, "not in the model: extra")
+    said(values | {"norm.weight": np.ones(21)}, "of the wrong shape: norm.weight is (21,) instead of (20,)")
+    said(
+        values | {"norm.weight": np.ones(20, np.int64)},
+        "norm.weight has the format I64: weights are F64, F32, F16, BF16",
+    )
+    said(
+        values | {"norm.weight": np.ones(20, np.float32)},
+        "norm.weight is float32 in the file and float64 in the trainer: say convert=True to round or widen it",
+    )
+    said({}, "missing: blocks.0.attn.out.bias, blocks.0.attn.out.weight, blocks.0.attn.qkv.bias, "
+         "blocks.0.attn.qkv.weight, blocks.0.mlp.down.bias and 23 more")  # fmt: skip
+    text = refused(2, lambda comm: make(comm, "wide", optimizer=optim.SGD(lr=1, momentum=0.9)).load(tmp_path / "a"))
+    assert "AdamW with slots m, v in the checkpoint, SGD with slots momentum here; load_weights takes" in text
+    text = refused(2, lambda comm: make(comm, "wide", frozen=["norm.*"]).load(tmp_path / "a"))
+    assert "not in the model: m/norm.bias, m/norm.weight, v/norm.bias, v/norm.weight" in text
+    assert "missing: " in refused(2, lambda comm: make(comm, "mlp").load(tmp_path / "a"))
+
+
+def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
+    def fresh() -> dict[str, Any]:
+        spawn(saved, 1, tmp_path / "a")
+        spawn(lambda comm: saved(comm, tmp_path / "a", shard_bytes=20_000), 1)
+        (tmp_path / "a/manifest.json").unlink()
+        (tmp_path / "a/state.safetensors").unlink()
+        return json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
+
+    def said(index: Any, message: str) -> None:
+        (tmp_path / "a/model.safetensors.index.json").write_text(json.dumps(index))
+        text = refused(1, lambda comm: make(comm, "wide").load_weights(tmp_path / "a"))
+        assert message in text, text
+
+    index = fresh()
+    names = index["weight_map"]
+    files = sorted(set(names.values()))
+    said({}, "this is no index of safetensors files: 'weight_map'")
+    said({"weight_map": names | {"more": files[0]}}, "tensor 'more' is in the index or in a file, but not in both")
+    said({"weight_map": names | {"more": "../x"}}, "'../x' is no name of a file beside it")
+    said({"weight_map": names | {"more": "nothing"}}, "nothing: the file is missing")
+    wrong = {
+        name: files[0] if file == files[1] else files[1] if file == files[0] else file for name, file in names.items()
+    }
+    said({"weight_map": wrong}, f"is in {files[0]}, the index says {files[1]}")
+
+
+def test_a_closed_trainer_saves_nothing(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "mlp")
+        trainer.close()
+        for call in (trainer.save, trainer.load, trainer.load_weights):
+            with pytest.raises(ConfigError, match="this trainer is closed"):
+                call(tmp_path / "a")
+
+    spawn(body, 2)
+
+
+def test_manifests_are_read_to_the_last_byte() -> None:
+    good = Manifest({}).text()
+    assert Manifest.parse(good, "m") == Manifest({})
+    for bad in (b"", b"{}", b"[]", good + b" ", good.replace(b"1", b"2"), b"\xff", b"{" * 100_000):
+        with pytest.raises(CheckpointError, match=r"^m: "):
+            Manifest.parse(bad, "m")
+
+
+def test_all_is_left_as_it_was_by_a_refused_load_on_any_mesh(tmp_path: Path) -> None:
+    spawn(saved, 1, tmp_path / "a")
+    damage(tmp_path / "a/model.safetensors", (tmp_path / "a/model.safetensors").stat().st_size - 1)
+    for name in ("one", "ddp 2", "3D"):
+        assert "damaged" in refused(ALL[name][0], broken, tmp_path / "a", name)
+    assert contents(tmp_path / "a")

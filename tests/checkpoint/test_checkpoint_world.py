@@ -1,0 +1,94 @@
+"""Checkpoints under real MPI, at whatever number of ranks the tests are run with."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.numpy
+from models import make
+from runs import contents, steps
+
+from fsdpx import Mesh, Trainer, spawn
+from fsdpx.comm import Communicator
+from fsdpx.comm.opening import world as open_world
+from fsdpx.engine.checkpoint import disk, write
+from fsdpx.errors import CheckpointError
+
+pytestmark = [pytest.mark.world, pytest.mark.mpi]
+
+
+@pytest.fixture(scope="module", params=["node", "mpi"])
+def world(request: Any) -> Iterator[Communicator]:
+    comm = open_world(request.param)
+    yield comm
+    comm.close()
+
+
+@pytest.fixture
+def common(world: Communicator) -> Iterator[Path]:
+    """A folder that all ranks see."""
+    folder = Path(world.all_gather_object(tempfile.mkdtemp() if world.rank == 0 else "")[0])
+    yield folder
+    world.barrier().wait()
+    if world.rank == 0:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("axis", ["ddp", "fsdp", "pipe", "tensor"])
+@pytest.mark.parametrize("in_background", [False, True])
+def test_files_loads_and_bits(world: Communicator, common: Path, axis: str, in_background: bool) -> None:
+    if axis == "pipe" and world.size > 4:
+        pytest.skip("the model has four layers")
+    strategy = axis if axis in ("ddp", "fsdp") else "ddp"
+    mesh = None if axis == strategy else Mesh(shard=1, **{axis: world.size})
+    trainer = make(world, "wide", strategy, mesh=mesh, chunks=8, check=True)
+    steps(trainer, "wide", 0, 2)
+    trainer.save(common / "a", background=in_background)
+    trainer.wait_saved()
+    values = trainer.parameters()
+    steps(trainer, "wide", 2, 3)
+    want = trainer.fingerprint()
+    trainer.load(common / "a")
+    steps(trainer, "wide", 2, 3)
+    assert trainer.fingerprint() == want
+    trainer.save(common / "b")
+    trainer.close()
+    if world.rank == 0:
+        safetensors.numpy.save_file(values, common / "reference")
+        assert (common / "a/model.safetensors").read_bytes() == (common / "reference").read_bytes()
+        spawn(_again, 1, common)
+        assert contents(common / "c") == contents(common / "b")
+
+
+def _again(comm: Communicator, common: Path) -> None:
+    trainer = make(comm, "wide", chunks=8)
+    trainer.load(common / "b")
+    trainer.save(common / "c")
+
+
+def save(trainer: Trainer, path: Path, in_background: bool) -> None:
+    trainer.save(path, background=in_background)
+    trainer.wait_saved()
+
+
+def test_one_rank_without_room(world: Communicator, common: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(world, "wide")
+    trainer.save(common / "a")
+    before = trainer.fingerprint()
+    steps(trainer, "wide", 0, 1)
+
+    def full(fd: int, data: Any, offset: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    for in_background in (False, True):
+        if world.rank == world.size - 1:
+            monkeypatch.setattr(write, "write_at", full)
+        with pytest.raises(CheckpointError, match=rf"save to {common}/a: .*No space left on device \(ENOSPC\)"):
+            save(trainer, common / "a", in_background)
+        monkeypatch.setattr(write, "write_at", disk.write_at)
+    trainer.load(common / "a")
+    assert trainer.fingerprint() == before
+    trainer.close()

@@ -1,0 +1,151 @@
+"""Ranks die at any action; the run goes on from its checkpoint and ends with the same bits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import TRAINER, environment, none_left
+
+from fsdpx import nn, optim, spawn
+from fsdpx.errors import ConfigError
+from fsdpx.testing.chaos import Blow, Ledger, blows, endure, parse, strike
+
+STEPS, EVERY = 6, 2
+rng = np.random.default_rng(0)
+BATCHES = [(rng.standard_normal((6, 6)), rng.integers(0, 3, 6)) for _ in range(STEPS)]
+
+
+def train(folder: Path, ranks: int, planned: tuple[Blow, ...], strategy: str = "fsdp") -> tuple[str, int, int]:
+    """Steps with a checkpoint every EVERY: fingerprint, actions per rank, and the last start."""
+    ledger = Ledger(folder / "ledger")
+
+    def body(comm, start):
+        model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+        trainer = model.as_distributed(
+            loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy=strategy, group_bytes=0, comm=comm
+        )
+        actions = []
+        if (folder / "last").exists():
+            trainer.load(folder / "last")
+        comm.barrier().wait()
+        trainer.engine.observers.append(actions.append)
+        strike(trainer, planned, start, threads=True)
+        mine = slice(6 * comm.rank // comm.size, 6 * (comm.rank + 1) // comm.size)
+        for step in range(trainer.steps, STEPS):
+            x, y = BATCHES[step]
+            ledger.note(start, comm.rank, step, trainer.step(x[mine], y[mine]))
+            if trainer.steps % EVERY == 0:
+                trainer.save(folder / "last")
+        return trainer.fingerprint(), len(actions)
+
+    results, last = endure(lambda start: spawn(body, ranks, start))
+    ledger.check(STEPS)
+    assert len({fingerprint for fingerprint, _ in results}) == 1
+    return (*results[0], last)
+
+
+@settings(max_examples=settings().max_examples // 5)  # 12, or 600 in the thorough profile
+@given(
+    seed=st.integers(0, 2**32), ranks=st.integers(2, 3), starts=st.integers(1, 3),
+    strategy=st.sampled_from(["ddp", "zero2", "fsdp"]),
+)  # fmt: skip
+def test_whatever_dies_the_bits_are_the_same(seed: int, ranks: int, starts: int, strategy: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        wanted, actions, _ = train(Path(folder) / "calm", ranks, (), strategy)
+        planned = blows(seed, ranks, actions, starts=starts, each=2)
+        got, _, last = train(Path(folder) / "wild", ranks, planned, strategy)
+        assert got == wanted
+        assert last <= starts
+
+
+def test_a_kill_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
+    _, actions, _ = train(tmp_path / "calm", 2, ())
+    each = actions // STEPS
+    train(tmp_path, 2, (Blow("kill", 1, 3 * each + 2),))
+    assert Ledger(tmp_path / "ledger").check(STEPS) == [0, 0, 1, 1, 1, 1]
+
+
+@given(st.integers(0, 2**64), st.integers(1, 9), st.integers(1, 99), st.integers(1, 3), st.integers(0, 4))
+def test_a_seed_says_it_all(seed: int, ranks: int, actions: int, starts: int, each: int) -> None:
+    planned = blows(seed, ranks, actions, starts=starts, each=each)
+    assert planned == blows(seed, ranks, actions, starts=starts, each=each)
+    assert parse(", ".join(map(str, planned))) == planned
+    assert len(planned) == starts * each
+    assert all(0 <= b.rank < ranks and 1 <= b.action <= actions and b.start < starts for b in planned)
+
+
+@pytest.mark.parametrize("text", ["kill 1", "burn 1@2", "delay x@2"])
+def test_what_is_no_blow(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{text}' is no blow: use 'kill RANK@ACTION'"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        ({(0, 0): [0, 1], (1, 0): [3, 4, 5]}, "start 1 begins at step 3, but only 2 were made before"),
+        ({(0, 0): [0, 1, 1, 2]}, "start 0, rank 0: steps [0, 1, 1, 2]"),
+        ({(0, 0): [0, 1], (0, 1): [1, 2]}, "start 0: ranks went on from steps [0, 1]"),
+        ({(0, 0): [0, 1, 2]}, "3 of 6 steps were made"),
+        ({(0, 0): [0, 1, 2, 3, 4, 5], (0, 1): [0, 1, 2]}, "ranks [1] did not make the last step"),
+        ({(0, 0): [0, 1, 2, 3], (1, 0): [2, -3, 4, 5]}, "start 1, rank 0: step 3 gave "),
+    ],
+)  # fmt: skip
+def test_a_history_that_is_wrong(tmp_path: Path, lines: dict[tuple[int, int], list[int]], wrong: str) -> None:
+    ledger = Ledger(tmp_path)
+    for (start, rank), steps in lines.items():
+        for step in steps:
+            ledger.note(start, rank, abs(step), float(step))
+    with pytest.raises(AssertionError, match=re.escape(wrong)):
+        ledger.check(6)
+
+
+PROCESS = """
+from pathlib import Path
+from fsdpx.launch import environment
+from fsdpx.testing.chaos import Ledger, parse, strike
+start, last = environment.read().restart, Path("last")
+ledger = Ledger(Path("ledger"))
+if last.exists(): trainer.load(last)
+comm.barrier().wait()
+strike(trainer, parse(sys.argv[1]), start)
+for step in range(trainer.steps, 6):
+    x, y = batches[step]
+    ledger.note(start, comm.rank, step, trainer.step(x[mine], y[mine]))
+    if trainer.steps % 2 == 0: trainer.save(last)
+print("fingerprint", trainer.fingerprint(), flush=True)
+"""
+
+
+def fingerprint_of_a_run(folder: Path, planned: str) -> str:
+    folder.mkdir()
+    (folder / "tmp").mkdir()
+    (folder / "job.py").write_text(TRAINER + PROCESS)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdpx", "run", "-n", "3", "--backoff", "0.1", "job.py", planned],
+        cwd=folder, env=environment(FSDPX_TIMEOUT="2", TMPDIR=str(folder / "tmp")), capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert none_left(folder)
+    assert done.stderr.count("restart") == planned.count(",") + bool(planned)
+    found = set(re.findall(r"fingerprint (\w+)", done.stdout))
+    assert len(found) == 1
+    return found.pop()
+
+
+@pytest.mark.mpi_skip
+def test_processes_that_are_killed_and_stopped(tmp_path: Path) -> None:
+    wanted = fingerprint_of_a_run(tmp_path / "calm", "")
+    assert fingerprint_of_a_run(tmp_path / "wild", "kill 1@50 in 0, stop 2@20 in 1") == wanted
+    history = Ledger(tmp_path / "wild" / "ledger").check(6)
+    assert history == sorted(history)
+    assert history[-1] == 2

@@ -1,0 +1,174 @@
+"""The launcher that starts again: what it decides, and real jobs that die, fail, hang and are asked to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jobs import STEPS, TRAINER, environment, none_left
+
+from fsdpx.__main__ import main
+from fsdpx.engine.preempt import PREEMPTED
+from fsdpx.launch.run import Ending, Plan, decide
+
+KINDS = st.sampled_from(["died", "hung", "error"])
+ENDINGS = st.builds(
+    Ending, KINDS, st.just(1), st.none() | st.tuples(st.integers(0, 2), st.just("h")), st.none() | st.integers(0, 3)
+)
+
+
+@given(st.lists(ENDINGS, max_size=12), st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))
+def test_restarts_are_counted_and_ranks_stay_within_bounds(
+    endings: list[Ending], ranks: int, least: int, most: int
+) -> None:
+    least = min(least, ranks)
+    plan = Plan(ranks, least, most, 0.5)
+    for restarts, ending in enumerate(endings, 1):
+        before = plan.ranks
+        _, seconds = decide(plan, ending)
+        assert least <= plan.ranks <= before <= plan.ranks + 1
+        if seconds is None:
+            break
+        assert 0.5 <= seconds <= 60
+        assert restarts <= most
+
+
+def died(rank: int, step: int) -> Ending:
+    return Ending("died", 9, (rank, "n1"), step)
+
+
+def test_done_and_preempted_are_ends() -> None:
+    assert decide(Plan(2, 1, 3), Ending("done", 0)) == ("done", None)
+    assert decide(Plan(2, 1, 3), Ending("preempted", 85)) == ("preempted", None)
+
+
+def test_the_same_rank_twice_makes_one_rank_fewer() -> None:
+    plan = Plan(3, 2, 9)
+    assert decide(plan, died(1, 4)) == ("3 ranks", 1.0)
+    assert decide(plan, died(1, 8)) == ("rank 1 on n1 died twice: one rank fewer, 2 ranks", 1.0)
+    assert decide(plan, died(1, 9)) == ("2 ranks", 1.0)  # no fewer than min_ranks
+
+
+def test_seconds_double_while_nothing_is_gained() -> None:
+    plan = Plan(3, 3, 9)
+    assert [decide(plan, died(i % 2, 4))[1] for i in range(4)] == [1, 2, 4, 8]
+    assert decide(plan, died(0, 5))[1] == 1
+
+
+def test_an_error_that_comes_again_is_the_last() -> None:
+    plan, error = Plan(3, 3, 9), Ending("error", 1, (1, "n1"), 4)
+    assert decide(plan, error) == ("3 ranks", 1.0)
+    assert decide(plan, Ending("error", 1, (0, "n1"), 5)) == ("3 ranks", 1.0)
+    again, seconds = decide(plan, Ending("error", 1, (2, "n1"), 5))
+    assert again == "the same error at the same step again: another start would not help"
+    assert seconds is None
+
+
+@pytest.mark.parametrize("words", [["--min-ranks", "4"], ["--min-ranks", "0"]])
+def test_ranks_that_cannot_be(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "3", *words, "x.py"]) == 2
+    assert "1 <= min-ranks <= n is needed" in capsys.readouterr().err
+
+
+AT = """
+outside = lambda step: None
+count = 0
+def observe(action):
+    global count
+    count += 1
+    if comm.rank == 1 and count == 30: {what}
+if os.environ["FSDPX_RESTART"] in {starts!r}: trainer.engine.observers.append(observe)
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def command(folder: Path, program: str, *options: str) -> list[str]:
+    (folder / "job.py").write_text(TRAINER + program)
+    (folder / "tmp").mkdir()
+    return [sys.executable, "-m", "fsdpx", "run", "-n", "3", "--backoff", "0.1", *options, "job.py", "--own", "1"]
+
+
+def start(folder: Path, what: str, starts: str, *options: str) -> subprocess.CompletedProcess[str]:
+    program = AT.format(what=what, starts=starts) + STEPS
+    done = subprocess.run(
+        command(folder, program, *options), cwd=folder, capture_output=True, text=True, timeout=120,
+        env=environment(TMPDIR=str(folder / "tmp"), FSDPX_TIMEOUT="2"),
+    )  # fmt: skip
+    assert none_left(folder)
+    return done
+
+
+@pytest.mark.mpi_skip
+def test_a_rank_that_dies_twice_is_left_out(tmp_path: Path) -> None:
+    done = start(tmp_path, KILL, "01", "--min-ranks", "2")
+    assert done.returncode == 0, done.stderr
+    assert "fsdpx run: rank 1 on " in done.stderr
+    assert "died (status 9) in step 2, in action B0.0 (unit '0'), for " in done.stderr
+    assert "; restart 1 of 3 in 0.1 s: 3 ranks" in done.stderr
+    assert "; restart 2 of 3 in 0.2 s: rank 1 on " in done.stderr
+    assert "died twice: one rank fewer, 2 ranks" in done.stderr
+    assert done.stdout.count("ended well") == 1
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize(
+    ("what", "name", "status"), [("1 / 0", "ZeroDivisionError", 1), ("sys.exit(3)", "exit status 3", 3)]
+)
+def test_an_error_is_tried_twice(tmp_path: Path, what: str, name: str, status: int) -> None:
+    done = start(tmp_path, what, "0123", "--folder", "kept")
+    assert done.returncode == status
+    assert done.stderr.count(f"ended with {name} in step 2; ") == 2
+    assert f"another start would not help. Records: {tmp_path / 'kept'}" in done.stderr
+    assert "B0.0 (unit '0')" in (tmp_path / "kept" / "start-1" / "actions.txt").read_text()
+
+
+@pytest.mark.mpi_skip
+def test_restarts_end(tmp_path: Path) -> None:
+    done = start(tmp_path, KILL, "0123", "--max-restarts", "1")
+    assert done.returncode == 9
+    assert "1 of 1 restarts are used up. Records: " in done.stderr
+
+
+@pytest.mark.mpi_skip
+def test_a_job_that_hangs_is_started_again(tmp_path: Path) -> None:
+    done = start(tmp_path, "time.sleep(60)", "0")
+    assert done.returncode == 0, done.stderr
+    assert "fsdpx run: the job hung, see the report above; restart 1 of 3" in done.stderr
+
+
+ENDLESS = """
+from fsdpx.engine.preempt import Preemption
+def endless():
+    while True:
+        if trainer.steps == 3: open(f"ready-{comm.rank}", "w").close()
+        time.sleep(0.01)
+        yield batches[0][0][mine], batches[0][1][mine]
+preempt = Preemption(save=lambda: open(f"saved-{comm.rank}", "w").close())
+trainer.fit(endless(), preempt=preempt if sys.argv[2] == "1" else None, progress=False)
+"""
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path: Path, number: signal.Signals) -> None:
+    job = subprocess.Popen(
+        command(tmp_path, ENDLESS), cwd=tmp_path, env=environment(TMPDIR=str(tmp_path / "tmp")),
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while job.poll() is None and not (tmp_path / "ready-2").exists():
+        time.sleep(0.02)
+    os.kill(job.pid, number)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == PREEMPTED, err
+    assert "fsdpx run: the job was asked to stop and has saved" in err
+    assert "restart" not in err
+    assert len(list(tmp_path.glob("saved-*"))) == 3
+    assert none_left(tmp_path)
