@@ -457,7 +457,10 @@ class Trainer:
             )
 
     def _outputs(self, results: dict[str, Any]) -> Any:
-        values = whole_outputs(self.engine, tuple(results.values()))
+        (batch,) = self.engine.batch
+        assert batch is not None
+        shapes = self._fits[tuple((a.shape, str(a.dtype)) for a in batch.inputs)]
+        values = whole_outputs(self.engine, tuple(results.values()), shapes)
         return values[0] if len(values) == 1 else values
 
     @contextmanager

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from fsdpx import Trainer, nn, optim, spawn
 
-LONGEST = 0.05  # seconds until a fork is killed; a save takes some milliseconds
-
 
 def small() -> Trainer:
     model = nn.Chain(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 60))
@@ -54,7 +52,9 @@ def run(folder: Path, kills: int, seed: int = 0) -> list[int]:
     trainer, chance, numbers = small(), random.Random(seed), []
     fill(trainer, 0)
     trainer.save(folder / "latest")
+    begin = time.perf_counter()
     trainer.save(folder / "step-0", keep=2)
+    longest = 8 * (time.perf_counter() - begin)  # until a fork is killed: some saves, on any machine
     last = done = 0
     for _ in range(kills):
         child = os.fork()
@@ -63,7 +63,7 @@ def run(folder: Path, kills: int, seed: int = 0) -> list[int]:
                 save_without_end(trainer, folder, done + 1)
             finally:
                 os._exit(1)
-        time.sleep(chance.random() * LONGEST)
+        time.sleep(chance.random() * longest)
         os.kill(child, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the fork ended by itself"
         here = found(trainer, folder / "latest")

@@ -18,4 +18,4 @@ def test_killed_while_saving() -> None:
     assert done.returncode == 0, done.stderr
     counted = re.search(r"20 kills in (\d+) saves", done.stdout)
     assert counted
-    assert int(counted[1]) > 5
+    assert int(counted[1]) > 2
