@@ -384,6 +384,8 @@ class Trainer:
         shapes = self._fits.get(key)
         if shapes is None:
             outputs = infer(self._model, [ShapeArray(a.shape, a.dtype) for a in inputs], engine.dtype)
+            if engine.axes.tensor.size > 1:  # what is cut must divide
+                engine.message(0, batches.largest(engine, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [tuple(o.shape) for o in outputs]
         if target is not None:
             self._loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)

@@ -10,7 +10,7 @@ from models import make
 import fsdpx
 from fsdpx import Mesh, nn, optim
 from fsdpx.comm import Communicator
-from fsdpx.errors import ConfigError, DataError
+from fsdpx.errors import ConfigError, DataError, ShapeError
 
 SEQUENCES = (None, "parallel", "ulysses", "ring")
 
@@ -131,3 +131,18 @@ def test_ranks_of_a_line_must_have_the_same_samples() -> None:
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         fsdpx.spawn(lambda comm: make(comm, "wide", "ddp", **options), 1)
+
+
+def test_sequences_that_cannot_be_cut_are_refused_before_anything_moves() -> None:
+    def run(comm: Communicator) -> str:
+        trainer = make(comm, "wide", "ddp", mesh=Mesh(shard=1, pipe=2, tensor=2), sequence="ring", microbatches=2)
+        trainer.reset()
+        x = np.random.default_rng(0).integers(0, 31, (4, 7))
+        with pytest.raises(ShapeError) as caught:
+            trainer.step(x, x)
+        assert {axis for axis, _ in trainer.report().traffic} <= {"world"}
+        return str(caught.value)
+
+    texts = set(fsdpx.spawn(run, 4))
+    assert len(texts) == 1
+    assert "is 7, which is not a multiple of the 2 ranks it is cut over" in texts.pop()
