@@ -24,13 +24,14 @@ MPIFLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 endif
 PY := $(BIN)/python
 
-.PHONY: help train test thorough test-gpu lint type check replay bench bench-gpu docs clean
+.PHONY: help train test thorough chaos test-gpu lint type check replay bench bench-gpu docs clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
 	@echo "make test         all tests: thread ranks, then 1 to 5 MPI ranks"
 	@echo "make test-mpi-N   the MPI tests at N ranks"
-	@echo "make thorough     thousands of random meshes, schedules and placements (an hour)"
+	@echo "make thorough     thousands of random meshes, spoilt checkpoints and kills (an hour)"
+	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules)"
 	@echo "make test-gpu     parity on a GPU, if there is one"
 	@echo "make lint type    ruff; mypy"
 	@echo "make check        lint, types and the tests on thread ranks: no MPI"
@@ -58,6 +59,11 @@ test-mpi-%: $(VENV)/.ready
 
 thorough: $(VENV)/.ready
 	$(PY) -m pytest tests/engine/test_any_mesh.py --hypothesis-profile=thorough --timeout=0
+	$(PY) tests/checkpoint/fuzz.py 10000
+	$(PY) tests/checkpoint/kills.py 300
+
+chaos: $(VENV)/.ready
+	$(PY) -m pytest tests/resilience/test_chaos.py --hypothesis-profile=thorough --timeout=0
 
 test-gpu: $(VENV)/.ready
 	$(PY) -m pytest tests -m gpu -rs

@@ -51,6 +51,7 @@ _FUNCTIONAL = (
 )  # fmt: skip
 _HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.comm.functional") | {
     "Cast": "fsdpx.comm.codecs",
+    "Checkpoints": "fsdpx.engine.checkpoint",
     "Codec": "fsdpx.comm.codecs",
     "Communicator": "fsdpx.comm.communicator",
     "FakeCommunicator": "fsdpx.comm.fake",
@@ -58,6 +59,8 @@ _HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.comm.functional") | {
     "Mesh": "fsdpx.comm.mesh",
     "Plain": "fsdpx.comm.codecs",
     "Precision": "fsdpx.config",
+    "Preempted": "fsdpx.engine.preempt",
+    "Preemption": "fsdpx.engine.preempt",
     "ReduceOp": "fsdpx.comm.communicator",
     "Sharding": "fsdpx.config",
     "Trainer": "fsdpx.engine.trainer",
@@ -69,11 +72,11 @@ _HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.comm.functional") | {
 }
 
 __all__ = [
-    "Cast", "Codec", "Communicator", "FakeCommunicator", "Handle", "Mesh", "Plain", "Precision", "ReduceOp", "Sharding",
-    "Trainer", "__version__", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "data", "distribute",
-    "dry_run", "errors", "finalize", "gather", "info", "init", "is_initialized", "layer_costs",
-    "local_rank", "nn", "optim", "rank",
-    "recv", "reduce", "reduce_scatter", "scatter", "send", "spawn", "testing", "world_size",
+    "Cast", "Checkpoints", "Codec", "Communicator", "FakeCommunicator", "Handle", "Mesh", "Plain", "Precision",
+    "Preempted", "Preemption", "ReduceOp", "Sharding", "Trainer", "__version__", "all_gather", "all_reduce",
+    "all_to_all", "barrier", "broadcast", "data", "distribute", "dry_run", "errors", "finalize", "gather", "info",
+    "init", "is_initialized", "layer_costs", "local_rank", "nn", "optim", "rank", "recv", "reduce",
+    "reduce_scatter", "scatter", "send", "spawn", "testing", "world_size",
 ]  # fmt: skip
 
 

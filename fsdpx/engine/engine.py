@@ -190,6 +190,10 @@ class Engine:
             made[training, again] = (root, [[root.at(n.path) for n in u.nodes] for u in self.layout.units])
         return made
 
+    def reseed(self) -> None:
+        """After a change of `options.seed`: the worlds of layers hold random numbers of the seed before."""
+        vars(self).pop("_worlds", None)
+
     def nodes(self, ranks: range) -> tuple[Node, ...]:
         """What the chunks of consecutive data ranks add up to."""
         assert self.options.chunks is not None

@@ -78,7 +78,7 @@ def restore(engine: Engine, state: State) -> None:
         engine.scaler.restore(state.scale, state.good)
     if state.seed != engine.options.seed:
         engine.options = replace(engine.options, seed=state.seed)
-        vars(engine).pop("_worlds", None)  # holds random numbers of the seed before
+        engine.reseed()
 
 
 def demand_state(loader: Any, method: str) -> Any:
