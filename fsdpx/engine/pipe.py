@@ -6,8 +6,7 @@ from typing import Any
 
 from fsdpx.comm.checks import TAGS
 from fsdpx.errors import ConfigError
-from fsdpx.program import Action, Edge, Request, Stage, check_pipe, compile
-from fsdpx.program.schedules import Plan, schedule
+from fsdpx.program import Action, Edge, Plan, Request, Stage, check_pipe, compile, schedule
 
 __all__ = ["Pipe", "tag"]
 

@@ -8,7 +8,8 @@ from fsdpx.program.grid import arrow, grid
 from fsdpx.program.machine import Machine, Overlap, idle, memory, overlap, peak_memory, simulate_programs
 from fsdpx.program.passes import one_by_one
 from fsdpx.program.pipeline import pipeline
-from fsdpx.program.schedules import SCHEDULES, Plan, Schedule, in_flight, schedule
+from fsdpx.program.plan import Plan
+from fsdpx.program.schedules import SCHEDULES, Schedule, in_flight, schedule
 from fsdpx.program.simulate import Costs, Event, bubble, simulate
 from fsdpx.program.stage import Edge, Slots, Stage, StageUnit, expand
 from fsdpx.program.validate import validate

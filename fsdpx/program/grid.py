@@ -3,14 +3,11 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from string import ascii_lowercase
-from typing import TYPE_CHECKING
 
 from fsdpx.program.action import Action
+from fsdpx.program.plan import Plan
 from fsdpx.program.simulate import Costs, Event, simulate
 from fsdpx.program.verbs import VERBS
-
-if TYPE_CHECKING:
-    from fsdpx.program.schedules import Plan
 
 __all__ = ["arrow", "grid"]
 
@@ -86,7 +83,7 @@ def _joined(row: list[str], wide: int) -> list[str]:
     return ["-" * wide if cell == "-" else cell for cell in row]
 
 
-def arrow(plan: "Plan", rank: int, position: int, width: int = 120) -> str:
+def arrow(plan: Plan, rank: int, position: int, width: int = 120) -> str:
     """The lists of all ranks around one step, with a ^ under it: "rank 1  F1.0 B1.0 F1.1", in the order of the lists,
     whatever the time. Works for plans that cannot run. position: may be the length of the list, for a missing end.
     """

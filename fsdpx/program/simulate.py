@@ -7,13 +7,10 @@ time, in the order of its list; messages travel beside the computing and delay o
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.action import Action
-
-if TYPE_CHECKING:
-    from fsdpx.program.schedules import Plan
+from fsdpx.program.plan import Plan
 
 __all__ = ["Costs", "Event", "bubble", "by_rank", "done_as", "needs", "reached", "simulate"]
 
@@ -84,7 +81,7 @@ def needs(action: Action, stages: int) -> list[Done]:
     return [("F", stage, mb), *([("I", stage + 1, mb)] if stage + 1 < stages else [])]
 
 
-def simulate(plan: "Plan", costs: Costs) -> list[Event]:
+def simulate(plan: Plan, costs: Costs) -> list[Event]:
     """One event per action, rank by rank in the order of the plan. An action starts when its rank is free and what it
     needs has arrived: at once on the same rank, after `costs.communication` from another.
 
@@ -99,7 +96,7 @@ def simulate(plan: "Plan", costs: Costs) -> list[Event]:
     return [event for row in rows for event in row]
 
 
-def reached(plan: "Plan", costs: Costs) -> list[list[Event]]:
+def reached(plan: Plan, costs: Costs) -> list[list[Event]]:
     """How far every rank of a plan gets: all the way, unless ranks wait for each other."""
     costs.check(plan.stages)
     done: dict[Done, float] = {}
@@ -126,7 +123,7 @@ def reached(plan: "Plan", costs: Costs) -> list[list[Event]]:
     return rows
 
 
-def bubble(events: Sequence[Event], plan: "Plan", costs: Costs) -> float:
+def bubble(events: Sequence[Event], plan: Plan, costs: Costs) -> float:
     """The idle share of the busiest time line: (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
 
     span: the longest time of a rank from its first start to its last end. work: time of all its actions, of the rank

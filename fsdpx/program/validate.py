@@ -1,22 +1,19 @@
 """validate: proves that a schedule can run, and that what it adds up does not depend on it."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from fsdpx.errors import ProgramError
 from fsdpx.program.action import Action
 from fsdpx.program.grid import UNIT, arrow
+from fsdpx.program.plan import Plan
 from fsdpx.program.simulate import Done, done_as, needs, reached
-
-if TYPE_CHECKING:
-    from fsdpx.program.schedules import Plan
 
 __all__ = ["validate"]
 
 WHAT = {"F": "forward", "I": "gradient of the input", "W": "gradient of the parameters"}
 
 
-def validate(plan: "Plan") -> None:
+def validate(plan: Plan) -> None:
     """Raise ProgramError, with the schedule and an arrow under the step, unless
 
     every action is F, B, I or W of a stage and a microbatch there are, on the rank of its stage;
@@ -30,7 +27,7 @@ def validate(plan: "Plan") -> None:
     _check_progress(plan)
 
 
-def _check_rank(plan: "Plan", rank: int) -> None:
+def _check_rank(plan: Plan, rank: int) -> None:
     done: set[Done] = set()
     added: dict[int, Action] = {}  # the last action of each stage that added to its gradients
     for at, action in enumerate(plan.ranks[rank]):
@@ -49,7 +46,7 @@ def _check_rank(plan: "Plan", rank: int) -> None:
         done |= {done_as(action), *([("W", stage, mb)] if action.op == "B" else [])}
 
 
-def _misplaced(plan: "Plan", rank: int, action: Action) -> str | None:
+def _misplaced(plan: Plan, rank: int, action: Action) -> str | None:
     stage, mb = action.unit, action.mb
     if action.op not in ("F", "B", "I", "W") or stage is None or mb is None:
         return "is no step of a schedule: expected F, B, I or W, a stage and .microbatch, as in F3.0"
@@ -71,7 +68,7 @@ def _early(action: Action, done: set[Done]) -> str | None:
     return None
 
 
-def _check_complete(plan: "Plan") -> None:
+def _check_complete(plan: Plan) -> None:
     there = {(a.op, a.unit, a.mb) for row in plan.ranks for a in row}
     for stage in range(plan.stages):
         for mb in range(plan.microbatches):
@@ -90,7 +87,7 @@ def _missing(ops: set[str]) -> str | None:
     return "W" if "I" in ops and "W" not in ops else None
 
 
-def _check_progress(plan: "Plan") -> None:
+def _check_progress(plan: Plan) -> None:
     far = reached(plan, UNIT)
     stuck = [rank for rank, row in enumerate(far) if len(row) < len(plan.ranks[rank])]
     if stuck:
@@ -99,7 +96,7 @@ def _check_progress(plan: "Plan") -> None:
         raise _error(plan, stuck[0], len(far[stuck[0]]), f"ranks wait for each other: {waits}")
 
 
-def _waits(plan: "Plan", rank: int, at: int, done: set[Done]) -> Iterator[str]:
+def _waits(plan: Plan, rank: int, at: int, done: set[Done]) -> Iterator[str]:
     action = plan.ranks[rank][at]
     for kind, stage, mb in needs(action, plan.stages):
         if (kind, stage, mb) not in done:
@@ -107,5 +104,5 @@ def _waits(plan: "Plan", rank: int, at: int, done: set[Done]) -> Iterator[str]:
             yield f"rank {rank} at {action} for {name} of rank {plan.home[stage]}"
 
 
-def _error(plan: "Plan", rank: int, at: int, what: str) -> ProgramError:
+def _error(plan: Plan, rank: int, at: int, what: str) -> ProgramError:
     return ProgramError(f"schedule {plan.name!r}: {what}\n{arrow(plan, rank, at)}")

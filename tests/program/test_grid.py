@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from fsdpx.program.action import parse
 from fsdpx.program.grid import arrow, grid
-from fsdpx.program.schedules import SCHEDULES, Plan, schedule
+from fsdpx.program.plan import Plan
+from fsdpx.program.schedules import SCHEDULES, schedule
 from fsdpx.program.simulate import Costs, Event, simulate
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)

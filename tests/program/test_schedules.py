@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.action import Action, parse
-from fsdpx.program.schedules import SCHEDULES, Plan, gpipe, in_flight, interleaved, schedule
+from fsdpx.program.plan import Plan
+from fsdpx.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, schedule
 from fsdpx.program.validate import validate
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program import Action, Program, Request, compile, parse, pipeline
 from fsdpx.program.machine import Machine, Overlap, memory, overlap, peak_memory, simulate_programs
-from fsdpx.program.schedules import Plan, in_flight, schedule
+from fsdpx.program.plan import Plan
+from fsdpx.program.schedules import in_flight, schedule
 from fsdpx.program.simulate import Costs, Event, bubble, by_rank, simulate
 
 PROPERTY = settings(derandomize=True, database=None, deadline=None)
