@@ -178,11 +178,23 @@ class Watchdog:
         sys.stderr.write(f"{text}The last {LENGTH} actions of each rank are in {kept}\n")
         sys.stderr.flush()
         if environment.read().run is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            _discard(self.folder)
         time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
         if comm is not None:
             comm.abort(HUNG)
         os._exit(HUNG)
+
+
+def _discard(folder: Path) -> None:
+    """Others may still be writing into it: under another name they do not find it."""
+    gone = folder.with_name(f"{folder.name}.gone")
+    with suppress(OSError):
+        folder.rename(gone)
+    for _ in range(10):
+        shutil.rmtree(gone, ignore_errors=True)
+        if not gone.exists():
+            return
+        time.sleep(0.02)
 
 
 def report(

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import MPIEXEC, ROOT, TRAINER, environment, none_left
+from trials import MPIEXEC, ROOT, TRAINER, environment, none_left
 
 TRAIN = """
 from fsdpx.engine.preempt import Preemption

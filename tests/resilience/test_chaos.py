@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jobs import TRAINER, environment, none_left
+from trials import TRAINER, environment, none_left
 
 from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jobs import MPIEXEC, TRAINER, environment, none_left
+from trials import MPIEXEC, TRAINER, environment, none_left
 
 from fsdpx import nn, optim, spawn
 from fsdpx.engine.preempt import PREEMPTED, Preempted, Preemption

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jobs import STEPS, TRAINER, environment, none_left
+from trials import STEPS, TRAINER, environment, none_left
 
 from fsdpx.__main__ import main
 from fsdpx.engine.preempt import PREEMPTED

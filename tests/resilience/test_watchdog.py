@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs import STEPS, TRAINER, job, none_left
+from trials import STEPS, TRAINER, job, none_left
 
 pytestmark = pytest.mark.mpi_skip
 
