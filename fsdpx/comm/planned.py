@@ -12,12 +12,13 @@ from weakref import ref
 import numpy as np
 
 from fsdpx.array.kernels.compiled import shared
-from fsdpx.comm.board import SLOTS, Board
+from fsdpx.comm import meeting
+from fsdpx.comm.board import SLOTS
 from fsdpx.comm.checks import address
 from fsdpx.comm.communicator import Array, Pieces, ReduceOp
 from fsdpx.comm.host import Host, Place
 from fsdpx.comm.meeting import late
-from fsdpx.comm.steps import Progress, spin
+from fsdpx.comm.steps import spin
 
 __all__ = ["STREAM", "Plan", "Planned", "added", "barrier", "gathered"]
 
@@ -31,17 +32,10 @@ Run = Callable[[int, int, int, int], int]
 _SUMS: dict[str, Run] = {"f": shared.meet32, "d": shared.meet64}
 
 
-class Group(Protocol):
+class Group(meeting.Group, Protocol):
     """Who meets: a communicator of one machine, as far as a plan looks."""
 
-    rank: int
-    size: int
-    timeout: float
-    progress: Progress
-    board: Board
     host: Host
-    machine: list[int]
-    others: list[int]
     lane: int
     latest: list[Any]
 

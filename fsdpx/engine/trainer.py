@@ -62,7 +62,8 @@ class Trainer:
         self.last: Step | None = None
         self.weight = 0.0  # what the last `evaluate` averaged over
         self._forwarded: tuple[list[Any], bool] = ([], True)  # batch and mode of the last `forward`
-        self._largest: batches.Microbatch | None = None  # as large as any of any rank
+        self._largest: batches.Microbatch | None = None  # as large as any of any rank, where there is a budget
+        self._again: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
         self._shown: list[tuple[int, ...]] = []  # shapes of its outputs
         self._model, self._loss = model, loss
         self._programs: dict[tuple[Request, frozenset[str]], Bound] = {}
@@ -373,7 +374,8 @@ class Trainer:
         engine.batch = batches.cut(engine, part, 1 if kind in ("forward", "predict") else self.microbatches, not whole)
         if trains:
             engine.rows = before + sum(everyone)
-            self._largest = batches.largest(engine, inputs, everyone, self.microbatches)
+            if engine.recompute.budget is not None:
+                self._largest = batches.largest(engine, inputs, everyone, self.microbatches)
 
     def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
         """What can be known before any communication: shapes through the whole model, labels, finite inputs."""
@@ -432,9 +434,13 @@ class Trainer:
         )
 
     def _recomputed(self, microbatches: int) -> frozenset[int]:
-        engine = self.engine
-        orders = [engine.pipe.order(microbatches, r) or one_by_one(microbatches) for r in range(engine.pipe.width)]
-        return engine.recompute.units(engine, orders, self._largest)
+        """The same for every step with batches of one size; a budget takes a forward on shapes to find them."""
+        engine, batch = self.engine, self._largest
+        key = (microbatches, None if batch is None else tuple((a.shape, str(a.dtype)) for a in batch.inputs))
+        if key not in self._again:
+            orders = [engine.pipe.order(microbatches, r) or one_by_one(microbatches) for r in range(engine.pipe.width)]
+            self._again[key] = engine.recompute.units(engine, orders, batch)
+        return self._again[key]
 
     def _step_microbatches(self) -> int:
         chunks = self.engine.options.chunks

@@ -101,9 +101,7 @@ class Stage:
     @cached_property
     def used(self) -> tuple[int, ...]:
         """The inputs that some unit of this rank reads, or the loss."""
-        read = {v for u in self.here for v in self.units[u].takes + self.units[u].reads}
-        read |= set(self.outputs) if self.scores else set()
-        return tuple(v for v in self.inputs if v in read)
+        return tuple(v for v in self.inputs if v in self._read_here)
 
     @cached_property
     def _read_here(self) -> frozenset[int]:
