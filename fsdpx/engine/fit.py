@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpx.comm.communicator import ReduceOp
 from fsdpx.engine.preempt import Preemption
 from fsdpx.errors import ConfigError, DataError, NumericsError
 
@@ -91,7 +90,7 @@ def fit(
         while (batch := _next(trainer, batches, history)) is not None:
             x, y = batch
             _step(trainer, x, y, history)
-            line.step(history.losses[-1], (count or _samples)(x) * trainer.engine.axes.data.size)
+            line.step(history.losses[-1], (count or _samples)(x) * trainer.parts)
             done = history.steps
             last = steps is not None and done >= steps
             ended = (done % every == 0 or last) and _end(trainer, history, validation, patience, stop, line)
@@ -170,8 +169,7 @@ def _end(
         _validate(trainer, history, validation, line)
     tired = patience is not None and _since_best(history) >= patience
     asked = stop is not None and stop(history)
-    votes = np.array([float(tired), float(asked)])
-    trainer.engine.axes.world.all_reduce(votes, ReduceOp.MAX, what="early stopping").wait()
+    votes = trainer.most(np.array([float(tired), float(asked)]), "early stopping")
     if votes[0]:
         history.reason = f"no better validation loss in {patience} validations"
     elif votes[1]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.errors import ConfigError
 from fsdpx.launch import environment
 
@@ -20,6 +19,8 @@ __all__ = ["PREEMPTED", "Preempted", "Preemption"]
 
 PREEMPTED = 85
 """Exit status of a job that was asked to stop and has saved: what HTCondor's manual uses for "start me again"."""
+
+_RANKS = 1 << 32  # more than there are: lower ranks make larger keys
 
 
 class Preempted(SystemExit):
@@ -82,28 +83,25 @@ class Preemption:
 
         also: called before `save`. Costs one all-reduce of 8 bytes.
         """
-        world: Communicator = trainer.engine.axes.world
-        found = self._agreed(world)
+        found = self._agreed(trainer)
         if found is None:
             return
         for save in (also, self.save):
             if save is not None:
                 save()
-        world.barrier(what="preemption").wait()
+        trainer.most(np.zeros(1), "preemption: all have saved")
         end = Preempted(*found, trainer.steps)
-        if world.rank == 0:
+        if trainer.rank == 0:
             print(f"fsdpx: {end}; exit status {PREEMPTED}", file=sys.stderr, flush=True)
             if self.requeue:
                 _requeue()
         raise end
 
-    def _agreed(self, world: Communicator) -> tuple[int, str] | None:
+    def _agreed(self, trainer: Any) -> tuple[int, str] | None:
         """The lowest rank that was asked, and by which signal; the same on all ranks."""
-        key = np.array([(world.size - world.rank) << 8 | self._asked if self._asked else 0], np.int64)
-        if world.size > 1:
-            world.all_reduce(key, ReduceOp.MAX, what="preemption").wait()
-        ahead, number = divmod(int(key[0]), 256)
-        return (world.size - ahead, signal.Signals(number).name) if number else None
+        key = (_RANKS - trainer.rank) << 8 | self._asked if self._asked else 0
+        ahead, number = divmod(int(trainer.most(np.array([key], np.int64), "preemption")[0]), 256)
+        return (_RANKS - ahead, signal.Signals(number).name) if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._asked = self._asked or number

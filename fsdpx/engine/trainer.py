@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import from_host
-from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.engine import batch as batches
 from fsdpx.engine.checkpoint.background import Background
 from fsdpx.engine.checkpoint.commit import place
@@ -29,7 +29,7 @@ from fsdpx.engine.measure import Measured, measure
 from fsdpx.engine.outputs import cut_output, whole_outputs
 from fsdpx.engine.preempt import Preemption
 from fsdpx.engine.report import Report, report
-from fsdpx.engine.watchdog import watch
+from fsdpx.engine.watchdog import Watchdog
 from fsdpx.engine.whole import put, whole_gradients, whole_parameters, whole_state
 from fsdpx.errors import ConfigError, DataError, FsdpxError
 from fsdpx.nn.sort import Sorted, infer
@@ -55,8 +55,10 @@ class Trainer:
     data-rank's part of the global batch, dim 0 is samples, and parts may differ in size.
     """
 
-    def __init__(self, engine: Engine, model: Sorted, loss: Any, microbatches: int) -> None:
-        """model, loss: as one process has them, to check batches against."""
+    def __init__(
+        self, engine: Engine, model: Sorted, loss: Any, microbatches: int, dog: Watchdog | None = None
+    ) -> None:
+        """model, loss: as one process has them, to check batches against. dog: looks after this rank, if anybody."""
         self.engine = engine
         self.microbatches = microbatches
         self.last: Step | None = None
@@ -70,8 +72,7 @@ class Trainer:
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._local = False
         self._closed = False
-        axes = engine.axes
-        self._dog = watch(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
+        self._dog = dog
         self._saving: Background | None = None
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -303,7 +304,23 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        return int(self.engine.axes.world.rank)
+        return int(self.world.rank)
+
+    @property
+    def world(self) -> Communicator:
+        """All ranks that call this trainer."""
+        return self.engine.axes.world
+
+    @property
+    def parts(self) -> int:
+        """How many different parts the global batch is given in: one from each data rank."""
+        return self.engine.axes.data.size
+
+    def most(self, values: np.ndarray, what: str) -> np.ndarray:
+        """The largest of each number over all ranks, float64 or int64. Collective; `what` names it in errors."""
+        found = np.array(values)
+        self.world.all_reduce(found, ReduceOp.MAX, what=what).wait()
+        return found
 
     def report(self) -> Report:
         """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`."""
@@ -503,4 +520,3 @@ class Trainer:
                 more = f" and {len(names) - 5} more" if len(names) > 5 else ""
                 raise ConfigError(f"load_parameters: {what}: {', '.join(names[:5])}{more}")
         return given
-

@@ -32,7 +32,7 @@ class Request:
     resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
-    run forward again before their backward.
+    run forward again before their backward. commit: all ranks agree that a step has come through before it updates.
     """
 
     kind: str
@@ -47,6 +47,7 @@ class Request:
     weighed: bool = False
     order: tuple[Action, ...] | None = None
     recompute: frozenset[int] = frozenset()
+    commit: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ def _finish(actions: list[Action], request: Request) -> list[Action]:
         actions += [Action("JOIN", p) for p in request.stage.trained]
     resident = _resident_after(actions, request) if request.keep_full else set()
     tail = [*(Action("TIE", p) for p in request.stage.ties), Action("NORM")]
+    tail += [Action("COMMIT")] if request.commit and request.kind == "step" else []
     for p in reversed(request.stage.trained):
         tail += [Action("FREE", p)] if p in resident else []
         tail += [Action("UPDATE", p)]

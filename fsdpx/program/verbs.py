@@ -13,7 +13,7 @@ A slot is a named place for one value. In the table a slot is written as a kind 
     "final:page" "final:all"  gradients as they are updated with: "total", or "tied" where TIE sums it with other ranks'
     "total:twins"    of the pages of this rank that hold one parameter
     "edge:last" "edge:kept" "edge:arrives"     what travels: an activation, or its gradient on the way back
-    "weight:scored"  where the loss is computed;  "scale"  one for the whole step
+    "weight:scored"  where the loss is computed;  "mean" "scale"  one for the whole step
 """
 
 from dataclasses import dataclass
@@ -117,6 +117,7 @@ VERBS: dict[str, Verb] = {
         moves=(Move("world", "all_gather", "pair"),),
         about="",
     ),
+    "COMMIT": Verb(reads=("mean", "scale"), lane="world", about=""),
     "UPDATE": Verb(takes=("final:page",), reads=("scale",), adds=("shard:page",), about="page"),
 }
 

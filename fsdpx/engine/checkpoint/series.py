@@ -62,7 +62,7 @@ class Checkpoints:
                     "goes on would not know its place in the data; use a data.DataLoader"
                 )
         trainer.wait_saved()
-        path = alone(trainer.engine.axes.world, f"resume from {self.folder}", self.latest) if self.resume else None
+        path = alone(trainer.world, f"resume from {self.folder}", self.latest) if self.resume else None
         if path is None:
             return None
         fit = trainer._resume(path, loader).fit
