@@ -12,8 +12,12 @@ FsdpxError
 └── CommError (RuntimeError)      ranks that no longer agree
     ├── DesyncError               ranks called different collectives
     ├── CommTimeout               a peer did not answer in time
+    ├── RankLost                  a rank has died, or another rank has given the communicator up
+    ├── StateLost                 what died with ranks is in no other rank's memory
     └── Aborted                   another rank failed first
 """
+
+from collections.abc import Iterable
 
 __all__ = [
     "Aborted",
@@ -28,7 +32,9 @@ __all__ = [
     "MeshError",
     "NumericsError",
     "ProgramError",
+    "RankLost",
     "ShapeError",
+    "StateLost",
 ]
 
 
@@ -78,6 +84,21 @@ class DesyncError(CommError):
 
 class CommTimeout(CommError, TimeoutError):
     """A peer did not answer before the deadline."""
+
+
+class RankLost(CommError):
+    """A rank of this communicator has died, or another rank has given the communicator up because one has.
+
+    ranks: those of this communicator that are known here to be dead; may be empty.
+    """
+
+    def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class StateLost(CommError):
+    """Parts of the state died with ranks, and are in no other rank's memory; the same on all ranks that live."""
 
 
 class Aborted(CommError):

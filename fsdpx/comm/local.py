@@ -5,32 +5,24 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
+from functools import reduce
+from operator import and_
 from typing import Any
 
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp
 from fsdpx.comm.reduction import reduce_in_order
-from fsdpx.comm.rendezvous import Message, Operation, Transfer, World
+from fsdpx.comm.rendezvous import Group, Message, Operation, Transfer, Vote, World
 from fsdpx.comm.steps import Progress
-from fsdpx.errors import Aborted, DesyncError
+from fsdpx.errors import Aborted, DesyncError, RankLost
 
 __all__ = ["LocalCommunicator", "single"]
 
 
-class Group:
-    """The shared side of one communicator: operations not yet complete, messages not yet met."""
-
-    def __init__(self, world: World, members: Sequence[int]) -> None:
-        self.world = world
-        self.members = tuple(members)
-        self.operations: dict[int, Operation] = {}
-        self.sends: dict[tuple[int, int, int], deque[Message]] = {}
-        self.recvs: dict[tuple[int, int, int], deque[Message]] = {}
-
-
 class LocalCommunicator(Backend):
-    """One thread rank's side of a group.
+    """One thread rank's side of a group; a `Survivor` where the world survives deaths (`spawn(survive=True)`).
 
     A collective completes when the last rank arrives; that rank moves the data of all.
     Reductions are in rank order. A send completes when its receive is there: what needs buffering in between
@@ -43,7 +35,8 @@ class LocalCommunicator(Backend):
     ) -> None:
         super().__init__(rank, len(group.members), progress or Progress())
         self._group = group
-        self._calls = 0
+        self._calls = self._votes = 0
+        self._parts: list[LocalCommunicator] = []
         self._delays = delays
 
     def __repr__(self) -> str:
@@ -117,11 +110,11 @@ class LocalCommunicator(Backend):
         return self._meet("barrier", what, (), None, lambda given: None)
 
     def _send(self, buf: Array, dest: int, tag: int, what: str) -> Handle:
-        message = Message(f"send{_of(what)} to rank {dest}, tag {tag}", buf, self.rank)
+        message = Message(f"send{_of(what)} to rank {dest}, tag {tag}", buf, self.rank, dest)
         return self._post(message, (self.rank, dest, tag), sending=True)
 
     def _recv(self, buf: Array, source: int, tag: int, what: str) -> Handle:
-        message = Message(f"recv{_of(what)} from rank {source}, tag {tag}", buf, self.rank)
+        message = Message(f"recv{_of(what)} from rank {source}, tag {tag}", buf, self.rank, source)
         return self._post(message, (source, self.rank, tag), sending=False)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -138,7 +131,10 @@ class LocalCommunicator(Backend):
         if color is None:
             return None
         group, ordered = groups[color]
-        return LocalCommunicator(group, ordered.index(self.rank), self.progress, self._delays)
+        part = LocalCommunicator(group, ordered.index(self.rank), self.progress, self._delays)
+        if self.survives:
+            self._parts.append(part)
+        return part
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return list(self._meet_and_wait("all_gather_object", obj, list))
@@ -152,6 +148,57 @@ class LocalCommunicator(Backend):
         self._group.world.fail(error)
         raise error
 
+    # -- deaths ----------------------------------------------------------------------------------
+
+    @property
+    def survives(self) -> bool:
+        return self._group.world.survive
+
+    def lost(self) -> tuple[int, ...]:
+        return self._group.lost()
+
+    def revoke(self) -> None:
+        """Groups also where nobody holds them any more: others may wait in them for this rank."""
+        self._group.revoke()
+        for part in self._parts:
+            part.revoke()
+
+    def agree(self, flags: int) -> int:
+        group = self._group
+        return self._vote("agree", flags, lambda given: 0 if group.lost() else reduce(and_, given.values()))
+
+    def shrink(self) -> LocalCommunicator:
+        group = self._group
+
+        def remain(given: dict[int, Any]) -> Group:
+            lost = group.lost()
+            return Group(group.world, [member for rank, member in enumerate(group.members) if rank not in lost])
+
+        made = self._vote("shrink", None, remain)
+        rank = made.members.index(group.members[self.rank])
+        return LocalCommunicator(made, rank, Progress(self.progress.patience), self._delays)
+
+    def _vote(self, verb: str, given: Any, decide: Callable[[dict[int, Any]], Any]) -> Any:
+        """Take part in this communicator's next vote, and wait until all have who live."""
+        self._delay()
+        group, number, world = self._group, self._votes, self._group.world
+        self._votes += 1
+        with world.condition:
+            world.check()
+            vote = group.votes.setdefault(number, Vote(verb, self.size))
+            world.fail_on(vote.difference(self.rank, verb))
+            vote.arrive(self.rank, given)
+        deadline = world.deadline()
+        while True:
+            with suppress(RankLost):  # whoever waits for that transfer hears of it
+                self.progress.poke()
+            with world.condition:
+                if group.settle(number, vote, decide):
+                    return vote.result
+                world.await_change(vote, self.progress, deadline)
+
+    # -- meetings --------------------------------------------------------------------------------
+
     def _meet_and_wait(self, verb: str, given: Any, move: Callable[[list[Any]], Any]) -> Any:
         transfer = self._meet(verb, "", (), given, move)
         transfer.wait()
@@ -164,17 +211,17 @@ class LocalCommunicator(Backend):
         group, number = self._group, self._calls
         self._calls += 1
         with group.world.condition:
-            group.world.check()
             operation = group.operations.get(number)
             if operation is None:
                 operation = group.operations[number] = Operation(verb, what, terms, group.members)
+            group.check(f"{verb}{_of(what)}", self.rank, operation.needs)
             group.world.fail_on(operation.difference(self.rank, verb, what, terms))
             last = operation.arrive(self.rank, given)
             if last:
                 del group.operations[number]
         if last:
             self._complete(operation, move)
-        return Transfer(operation, group.world, self.progress)
+        return Transfer(operation, group, self.rank, self.progress)
 
     def _complete(self, operation: Operation, move: Callable[[list[Any]], Any]) -> None:
         world = self._group.world
@@ -192,17 +239,19 @@ class LocalCommunicator(Backend):
         group = self._group
         mine, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)
         with group.world.condition:
-            group.world.check()
+            group.check(message.name, self.rank, message.needs)
             queue = others.get(key)
             other = queue.popleft() if queue else None
             if other is None:
                 mine.setdefault(key, deque()).append(message)
-                return Transfer(message, group.world, self.progress)
-        source, target = (message, other) if sending else (other, message)
-        group.world.fail_on(source.difference(target))
+                return Transfer(message, group, self.rank, self.progress)
+            source, target = (message, other) if sending else (other, message)
+            group.world.fail_on(source.difference(target))
+            for side in (source, target):
+                side.meet(self.rank)
         target.array[...] = source.array
         group.world.finish(source, target)
-        return Transfer(message, group.world, self.progress)
+        return Transfer(message, group, self.rank, self.progress)
 
     def _delay(self) -> None:
         if self._delays is not None:

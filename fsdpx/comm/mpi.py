@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import threading
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from typing import Any, cast
 
 import numpy as np
@@ -17,9 +17,10 @@ from fsdpx.comm.backend import Backend
 from fsdpx.comm.checks import overlay
 from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp, pieces
 from fsdpx.comm.reduction import is_half
-from fsdpx.comm.requests import Requests, mpi_op, wire
+from fsdpx.comm.requests import Requests, mpi_op, told, wire
 from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import Finish, Progress, Steps
+from fsdpx.errors import CommError
 
 __all__ = ["LIMIT", "TIMEOUT", "MpiCommunicator"]
 
@@ -27,6 +28,20 @@ LIMIT = 2**31 - 1
 """Elements of one MPI message: counts and displacements are C ints before MPI 4."""
 TIMEOUT = 1800.0
 """Seconds a wait lasts before it raises CommTimeout."""
+
+
+def issues(primitive: Callable[..., Handle]) -> Callable[..., Handle]:
+    """Errors that MPI raises where a call is issued are told like those of its requests."""
+    verb = primitive.__name__.removeprefix("_")
+
+    @wraps(primitive)
+    def call(self: MpiCommunicator, *args: Any) -> Handle:
+        try:
+            return primitive(self, *args)
+        except MPI.Exception as error:
+            raise self._told(error, verb, args[-1]) from error
+
+    return call
 
 
 class MpiCommunicator(Backend):
@@ -57,6 +72,7 @@ class MpiCommunicator(Backend):
 
     # -- collectives -----------------------------------------------------------------------------
 
+    @issues
     @staged(reads=(0,), writes=(1,))
     def _all_gather(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
         source, target = wire(send), wire(recv)
@@ -81,6 +97,7 @@ class MpiCommunicator(Backend):
         request = self._comm.Iallgatherv(MPI.IN_PLACE if in_place else source, (target, (counts, displs)))
         return self._issue("all_gather", what, [request])
 
+    @issues
     @staged(reads=(0,), writes=(1,))
     def _reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
         if is_half(send.dtype):
@@ -109,6 +126,7 @@ class MpiCommunicator(Backend):
         handle = self._issue("reduce_scatter", what, handles)
         return handle if target is recv else Finish(handle, partial(np.copyto, recv, own))
 
+    @issues
     @staged(reads=(0,), writes=(0,))
     def _all_reduce(self, buf: Array, op: ReduceOp, what: str) -> Handle:
         if is_half(buf.dtype):
@@ -118,11 +136,13 @@ class MpiCommunicator(Backend):
         requests = [self._comm.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._chunks(buf)]
         return self._averaged(self._issue("all_reduce", what, requests), buf, op)
 
+    @issues
     @staged(reads=(0,), writes=(0,))
     def _broadcast(self, buf: Array, root: int, what: str) -> Handle:
         requests = [self._comm.Ibcast(chunk, root) for chunk in self._chunks(wire(buf))]
         return self._issue("broadcast", what, requests)
 
+    @issues
     @staged(reads=(0,), writes=(1,))
     def _reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, what: str) -> Handle:
         if is_half(send.dtype):
@@ -141,6 +161,7 @@ class MpiCommunicator(Backend):
         pairs = zip(sources, self._chunks(recv), strict=True)
         return [self._comm.Ireduce(source, chunk, kind, root) for source, chunk in pairs]
 
+    @issues
     @staged(reads=(0,), writes=(1,))
     def _gather(self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str) -> Handle:
         exchange = self._exchange("gather", what)
@@ -150,6 +171,7 @@ class MpiCommunicator(Backend):
         _copy(cut.part(recv, root), send)
         return exchange([], [(other, cut.part(recv, other)) for other in range(self.size) if other != root])
 
+    @issues
     @staged(reads=(0,), writes=(1,))
     def _scatter(self, send: Array | None, recv: Array, root: int, cut: Pieces | None, what: str) -> Handle:
         exchange = self._exchange("scatter", what)
@@ -159,6 +181,7 @@ class MpiCommunicator(Backend):
         _copy(recv, cut.part(send, root))
         return exchange([(other, cut.part(send, other)) for other in range(self.size) if other != root], [])
 
+    @issues
     @staged(reads=(0,), writes=(1,))
     def _all_to_all(self, send: Array, recv: Array, sent: Pieces, received: Pieces, what: str) -> Handle:
         _copy(received.part(recv, self.rank), sent.part(send, self.rank))
@@ -167,15 +190,18 @@ class MpiCommunicator(Backend):
         incoming = [(other, received.part(recv, other)) for other in others]
         return self._exchange("all_to_all", what)(outgoing, incoming)
 
+    @issues
     def _barrier(self, what: str) -> Handle:
         return self._issue("barrier", what, [self._comm.Ibarrier()])
 
     # -- messages --------------------------------------------------------------------------------
 
+    @issues
     @staged(reads=(0,))
     def _send(self, buf: Array, dest: int, tag: int, what: str) -> Handle:
         return self._issue("send", what, [self._comm.Isend(c, dest, tag) for c in self._chunks(wire(buf))])
 
+    @issues
     @staged(writes=(0,))
     def _recv(self, buf: Array, source: int, tag: int, what: str) -> Handle:
         return self._issue("recv", what, [self._comm.Irecv(c, source, tag) for c in self._chunks(wire(buf))])
@@ -186,8 +212,11 @@ class MpiCommunicator(Backend):
 
         def exchange(outgoing: Sequence[tuple[int, Array]], incoming: Sequence[tuple[int, Array]]) -> Handle:
             comm, chunks = self._comm, self._chunks
-            requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(wire(part))]
-            requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(wire(part))]
+            try:
+                requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(wire(part))]
+                requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(wire(part))]
+            except MPI.Exception as error:
+                raise self._told(error, verb, what) from error
             return self._issue(verb, what, requests)
 
         return exchange
@@ -201,6 +230,9 @@ class MpiCommunicator(Backend):
     def _issue(self, verb: str, what: str, requests: list[MPI.Request]) -> Handle:
         return Requests(self, verb, what, requests)
 
+    def _told(self, error: MPI.Exception, verb: str, what: str = "") -> CommError:
+        return told(error, f"{verb}{f' of {what}' if what else ''} on rank {self.rank} of {self.size}", self._comm)
+
     def _steps(self, generator: Iterator[Handle]) -> Handle:
         return Steps(generator, self.progress)
 
@@ -210,10 +242,13 @@ class MpiCommunicator(Backend):
     # -- groups ----------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        part = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        try:
+            part = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        except MPI.Exception as error:
+            raise self._told(error, "split") from error
         if color is None:
             return None
-        group = object.__new__(MpiCommunicator)
+        group = object.__new__(type(self))
         group._start(cast(MPI.Intracomm, part), self.timeout, self.limit, self.progress)
         return group
 

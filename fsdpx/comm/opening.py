@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from fsdpx.comm import default
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeCommunicator
-from fsdpx.comm.local import single
+from fsdpx.comm.local import LocalCommunicator, single
 from fsdpx.comm.steps import PATIENT
 from fsdpx.errors import ConfigError
 
 if TYPE_CHECKING:
     from fsdpx.comm.node import NodeCommunicator
+    from fsdpx.comm.survivors import Survivor
     from fsdpx.launch.environment import Environment
 
-__all__ = ["BACKENDS", "adopt", "node_of", "world"]
+__all__ = ["BACKENDS", "adopt", "node_of", "resilient", "world"]
 
 BACKENDS = ("node", "mpi", "local", "fake")
 
@@ -27,7 +29,8 @@ def world(
 
     backend: "node", MPI between machines and shared memory inside them; "mpi", messages only; "local", one rank
     by itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing; None: node if an MPI
-    launcher started this process (mpi with FSDPX_NODE=0), else local. comm: an mpi4py communicator (duplicated)
+    launcher started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory does not outlive
+    them), else local. comm: an mpi4py communicator (duplicated)
     or a `Communicator` (taken as it is) instead. With MPI, an uncaught exception from now on ends all ranks.
     LaunchError if MPI sees another number of ranks than the launcher started.
     """
@@ -56,7 +59,7 @@ def adopt(comm: Any, backend: str | None = None) -> Communicator:
     """`comm` as a `Communicator`: itself, or around a duplicate of an mpi4py communicator."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
-    if type(comm).__module__.startswith("mpi4py"):
+    if _is_raw(comm):
         from fsdpx.launch import environment
 
         if backend not in (None, "node", "mpi"):
@@ -70,6 +73,48 @@ def node_of(comm: Any) -> NodeCommunicator | None:
     while comm is not None and not hasattr(comm, "share_one"):
         comm = getattr(comm, "comm", None)
     return comm
+
+
+def resilient(comm: Any = None) -> Survivor:
+    """A communicator of the same ranks that can outlive some of them; a new one, apart from `comm`. Collective.
+
+    comm: None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, also in shared memory:
+    the new one moves messages only, as what lies in memory that ranks share does not outlive them. Whether it does
+    survive deaths is what `fsdpx.comm.survives` says: MPI has to be Open MPI 5 started with `mpiexec --with-ft ulfm`,
+    thread ranks have to be started by `spawn(survive=True)`. ConfigError for a fake communicator.
+    """
+    given = _opened() if comm is None else adopt(comm, "mpi" if _is_raw(comm) else None)
+    inner = given
+    while hasattr(inner, "comm"):  # what counts or guards it
+        inner = inner.comm
+    if isinstance(inner, LocalCommunicator):
+        return cast("Survivor", inner.subgroup(range(inner.size)))
+    mpi: Any = getattr(inner, "mpi", inner)
+    if not hasattr(mpi, "raw"):
+        raise ConfigError(
+            f"ranks of {inner!r} cannot die or come back: use ranks of MPI (backend='mpi' or 'node') or thread ranks "
+            "(fsdpx.spawn)"
+        )
+    from fsdpx.comm.ulfm import UlfmCommunicator
+
+    made = UlfmCommunicator(mpi.raw, mpi.timeout)
+    made.progress.patience = mpi.progress.patience
+    opened = default.current()
+    if given is not comm and not (opened and given is opened.comm):
+        mpi.close()
+    return made
+
+
+def _opened() -> Communicator:
+    """All ranks of this job: the default communicator, or one for messages."""
+    from fsdpx.launch import environment
+
+    opened = default.current()
+    return opened.comm if opened else world(None if environment.read().launcher is None else "mpi")
+
+
+def _is_raw(comm: Any) -> bool:
+    return type(comm).__module__.startswith("mpi4py")
 
 
 def _mpi(comm: Any, settings: Environment, backend: str | None) -> Communicator:
@@ -88,7 +133,7 @@ def _mpi(comm: Any, settings: Environment, backend: str | None) -> Communicator:
     environment.check_size(MPI.COMM_WORLD.Get_size(), settings, f"MPI ({' '.join(library.split())})")
     size = MPI.COMM_WORLD.Get_size() if comm is None else comm.Get_size()
     made: NodeCommunicator | MpiCommunicator
-    if size > 1 and (backend == "node" or (backend is None and settings.node)):
+    if size > 1 and (backend == "node" or (backend is None and settings.node and not settings.ulfm)):
         made = NodeCommunicator(comm, timeout=settings.timeout or TIMEOUT)
     else:
         made = MpiCommunicator(comm, timeout=settings.timeout or TIMEOUT)

@@ -1,33 +1,51 @@
-"""Where thread ranks meet: operations that wait for all ranks, messages that wait for their other side."""
+"""Where thread ranks meet: operations that wait for all ranks, messages that wait for their other side, votes of those
+that live."""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdpx.comm.communicator import Array
 from fsdpx.comm.steps import Progress
-from fsdpx.errors import Aborted, CommTimeout, DesyncError
+from fsdpx.comm.survivors import loss
+from fsdpx.errors import Aborted, CommTimeout, DesyncError, RankLost
 
-__all__ = ["Message", "Operation", "Transfer", "World"]
+__all__ = ["Died", "Group", "Message", "Operation", "Transfer", "Vote", "World"]
 
 _POLL = 0.0005
+_LONG_POLL = 0.2
+
+
+class Died(BaseException):
+    """A thread rank ends where it stands, as a killed process would: raise it in that rank.
+
+    With `spawn(survive=True)` the others live on and hear of it as RankLost; otherwise it ends them like any error.
+    """
 
 
 class World:
-    """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all."""
+    """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all.
 
-    def __init__(self, timeout: float = 120.0, end: float = math.inf) -> None:
+    survive: a death (`Died`) is no failure.
+    """
+
+    def __init__(self, timeout: float = 120.0, end: float = math.inf, survive: bool = False) -> None:
         self.condition = threading.Condition()
         self.failure: BaseException | None = None
         self.timeout = timeout
         self.end = end
+        self.survive = survive
+        self.dead: set[int] = set()
 
     def fail(self, error: BaseException) -> None:
-        """Wake every rank; the first failure is the one they hear of."""
+        """Wake every rank; the first failure is the one they hear of. A death that is survived is none: `bury`."""
+        if self.survive and isinstance(error, Died):
+            return
         with self.condition:
             if self.failure is None:
                 self.failure = error
@@ -47,6 +65,12 @@ class World:
         if failure is not None:
             raise Aborted(f"another rank failed first: {type(failure).__name__}: {failure}") from failure
 
+    def bury(self, rank: int) -> None:
+        """This rank has died, and will not touch anybody's arrays any more: wake who waits for it."""
+        with self.condition:
+            self.dead.add(rank)
+            self.condition.notify_all()
+
     def finish(self, *events: Operation | Message) -> None:
         """These are complete: wake who waits for them."""
         with self.condition:
@@ -54,21 +78,89 @@ class World:
                 event.done = True
             self.condition.notify_all()
 
+    def await_change(self, event: Operation | Message | Vote, progress: Progress, deadline: float) -> None:
+        """Sleep, with the lock held, until something has changed or transfers under way want to be poked."""
+        self.check()
+        self.condition.wait(_POLL if progress.pending else _LONG_POLL)
+        if time.monotonic() > deadline and not event.done:
+            raise CommTimeout(f"not done after {self.timeout:g} s: {event}")
+
+    def deadline(self) -> float:
+        """When a wait that begins now has lasted too long."""
+        return min(time.monotonic() + self.timeout, self.end)
+
+
+class Group:
+    """The shared side of one communicator: operations not yet complete, messages not yet met, votes under way."""
+
+    def __init__(self, world: World, members: Sequence[int]) -> None:
+        self.world = world
+        self.members = tuple(members)
+        self.operations: dict[int, Operation] = {}
+        self.sends: dict[tuple[int, int, int], deque[Message]] = {}
+        self.recvs: dict[tuple[int, int, int], deque[Message]] = {}
+        self.votes: dict[int, Vote] = {}
+        self.revoked = False
+
+    def lost(self) -> tuple[int, ...]:
+        """Ranks of this group that have died."""
+        dead = self.world.dead
+        return tuple(rank for rank, member in enumerate(self.members) if member in dead) if dead else ()
+
+    def revoke(self) -> None:
+        """Nothing begins on this group any more; wake who waits. What others are just moving is still completed."""
+        with self.world.condition:
+            self.revoked = True
+            self.world.condition.notify_all()
+
+    def check(self, call: str, rank: int, needs: set[int]) -> None:
+        """Raise RankLost if `rank` calls what will never be complete, as a rank it `needs` has died. With the lock."""
+        self.world.check()
+        lost = self.lost()
+        if self.revoked or not needs.isdisjoint(lost):
+            raise loss(f"{call} on rank {rank} of {len(self.members)}", lost)
+
+    def broken(self, event: Operation | Message, rank: int) -> RankLost | None:
+        """Why an event that is not done never will be. With the lock.
+
+        What is being moved is completed also in a revoked group, unless the rank that moves dies of it: nobody is told
+        that a transfer has failed while another thread still writes into its arrays.
+        """
+        lost = self.lost()
+        if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
+            return None
+        return loss(f"{event.name} on rank {rank} of {len(self.members)}", lost)
+
+    def settle(self, number: int, vote: Vote, decide: Callable[[dict[int, Any]], Any]) -> bool:
+        """Whether `vote` is decided; decide it if every member has come or died. Once, with the lock: who comes and
+        dies later changes nothing."""
+        if not vote.done and not vote.missing.difference(self.lost()):
+            del self.votes[number]
+            vote.result, vote.done = decide(vote.given), True
+            self.world.condition.notify_all()
+        return vote.done
+
 
 class Operation:
-    """One collective: what was called, and what each rank gave."""
+    """One collective: what was called, and what each rank gave. needs: ranks without which it will not be complete;
+    moving: all have come, and the last one moves the data."""
 
     def __init__(self, verb: str, what: str, terms: tuple, members: Sequence[int]) -> None:
         self.verb, self.what, self.terms = verb, what, terms
         self.members = members
         self.given: list[Any] = [None] * len(members)
         self.missing = set(range(len(members)))
+        self.needs = set(self.missing)
+        self.moving = False
         self.done = False
         self.result: Any = None
 
     def __str__(self) -> str:
-        what = f" of {self.what}" if self.what else ""
-        return f"{self.verb}{what}: ranks {sorted(self.missing)} of {len(self.members)} have not called it"
+        return f"{self.name}: ranks {sorted(self.missing)} of {len(self.members)} have not called it"
+
+    @property
+    def name(self) -> str:
+        return f"{self.verb} of {self.what}" if self.what else self.verb
 
     def difference(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
         """What `rank` calls instead, if it does not call what the others called."""
@@ -79,23 +171,30 @@ class Operation:
         return DesyncError(f"ranks called different collectives: rank {rank} {mine}; ranks {others} {theirs}")
 
     def arrive(self, rank: int, given: Any) -> bool:
-        """Leave what `rank` gives; True for the last one."""
+        """Leave what `rank` gives; True for the last one, who moves the data."""
         self.given[rank] = given
         self.missing.discard(rank)
-        return not self.missing
+        if not self.missing:
+            self.needs, self.moving = {rank}, True
+        return self.moving
 
 
 class Message:
-    """One side of a message between two ranks."""
+    """One side of a message between two ranks. needs: the rank of the other side, or, moving, the one that copies."""
 
-    __slots__ = ("array", "done", "label", "rank")
+    __slots__ = ("array", "done", "moving", "name", "needs", "rank")
 
-    def __init__(self, label: str, array: Array, rank: int) -> None:
-        self.label, self.array, self.rank = label, array, rank
-        self.done = False
+    def __init__(self, name: str, array: Array, rank: int, other: int) -> None:
+        self.name, self.array, self.rank = name, array, rank
+        self.needs = {other}
+        self.moving = self.done = False
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.label}: the other side has not called"
+        return f"rank {self.rank}: {self.name}: the other side has not called"
+
+    def meet(self, mover: int) -> None:
+        """The other side is there; rank `mover` copies."""
+        self.needs, self.moving = {mover}, True
 
     def difference(self, target: Message) -> DesyncError | None:
         """How sender and receiver disagree."""
@@ -103,37 +202,67 @@ class Message:
         if sent.size == wanted.size and sent.dtype == wanted.dtype:
             return None
         return DesyncError(
-            f"rank {self.rank}: {self.label}: {sent.size} elements of {sent.dtype}, but rank {target.rank}: "
-            f"{target.label}: {wanted.size} elements of {wanted.dtype}"
+            f"rank {self.rank}: {self.name}: {sent.size} elements of {sent.dtype}, but rank {target.rank}: "
+            f"{target.name}: {wanted.size} elements of {wanted.dtype}"
         )
 
 
+class Vote:
+    """What the members of a group that live decide together: decided when each has come or died."""
+
+    def __init__(self, verb: str, ranks: int) -> None:
+        self.verb = verb
+        self.given: dict[int, Any] = {}
+        self.missing = set(range(ranks))
+        self.done = False
+        self.result: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.verb}: ranks {sorted(self.missing)} have neither called it nor died"
+
+    def difference(self, rank: int, verb: str) -> DesyncError | None:
+        """What `rank` calls instead."""
+        if verb == self.verb:
+            return None
+        return DesyncError(f"rank {rank} called {verb}; ranks {sorted(self.given)} called {self.verb}")
+
+    def arrive(self, rank: int, given: Any) -> None:
+        self.given[rank] = given
+        self.missing.discard(rank)
+
+
 class Transfer:
-    """The handle of an operation or a message."""
+    """The handle that one rank has of an operation or a message."""
 
-    __slots__ = ("event", "progress", "world")
+    __slots__ = ("_group", "_progress", "_rank", "event")
 
-    def __init__(self, event: Operation | Message, world: World, progress: Progress) -> None:
-        self.event, self.world, self.progress = event, world, progress
+    def __init__(self, event: Operation | Message, group: Group, rank: int, progress: Progress) -> None:
+        self.event, self._group, self._rank, self._progress = event, group, rank, progress
 
     def test(self) -> bool:
         if not self.event.done:
-            self.world.check()
+            self._group.world.check()
+            if self._group.revoked or self._group.world.dead:
+                with self._group.world.condition:
+                    self._check()
         return self.event.done
 
     def wait(self) -> None:
-        world, event = self.world, self.event
-        deadline = min(time.monotonic() + world.timeout, world.end)
+        world, event, progress = self._group.world, self.event, self._progress
+        deadline = world.deadline()
         while not event.done:
-            if self.progress.pending:
-                self.progress.poke()
+            if progress.pending:
+                progress.poke()
             with world.condition:
                 if event.done:
                     return
-                world.check()
-                world.condition.wait(_POLL if self.progress.pending else 0.2)
-            if time.monotonic() > deadline and not event.done:
-                raise CommTimeout(f"not done after {world.timeout:g} s: {event}")
+                self._check()
+                world.await_change(event, progress, deadline)
+
+    def _check(self) -> None:
+        """Raise if it will never be complete. With the lock."""
+        if not self.event.done and (error := self._group.broken(self.event, self._rank)):
+            raise error
 
 
 def _call(verb: str, what: str, terms: tuple) -> str:

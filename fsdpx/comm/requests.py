@@ -12,14 +12,17 @@ from mpi4py import MPI
 from fsdpx.comm.communicator import Array, ReduceOp
 from fsdpx.comm.reduction import is_half
 from fsdpx.comm.steps import Progress, spin
+from fsdpx.comm.survivors import loss
 from fsdpx.errors import CommError, CommTimeout
 
-__all__ = ["Requests", "mpi_op", "wire"]
+__all__ = ["Requests", "lost", "mpi_op", "told", "wire"]
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.AVG: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
 _OPS[ReduceOp.PROD] = MPI.PROD
 _BOOL_OPS = {ReduceOp.SUM: MPI.LOR, ReduceOp.MAX: MPI.LOR, ReduceOp.PROD: MPI.LAND, ReduceOp.MIN: MPI.LAND}
 _BOOL = np.dtype(bool)
+_DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
+"""Classes of errors that tell of a death; none where the MPI library has no user-level failure mitigation."""
 
 
 class Waiting(Protocol):
@@ -29,6 +32,9 @@ class Waiting(Protocol):
     size: int
     timeout: float
     progress: Progress
+
+    @property
+    def raw(self) -> MPI.Intracomm: ...
 
 
 class Requests:
@@ -47,7 +53,12 @@ class Requests:
         try:
             return self._test()
         except MPI.Exception as error:
-            raise CommError(f"{self}: {error}") from error
+            raise told(error, str(self), self._comm.raw) from error
+
+    @property
+    def active(self) -> bool:
+        """Whether MPI may still touch some buffer: one of several requests that fails leaves the others under way."""
+        return any(request != MPI.REQUEST_NULL for request in self._requests)
 
     def wait(self) -> None:
         if self.test():
@@ -59,6 +70,29 @@ class Requests:
     def __str__(self) -> str:
         what = f" of {self._what}" if self._what else ""
         return f"{self._verb}{what} on rank {self._comm.rank} of {self._comm.size}"
+
+
+def told(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
+    """An error of MPI in our words: RankLost if `comm` has lost a rank or was revoked, CommError else.
+
+    The class of the error alone does not say it: of several requests only "an error in a status" is known, and a
+    connection may break before MPI knows why.
+    """
+    dead = lost(comm)
+    if error.Get_error_class() in _DEATHS or (_DEATHS and (dead or comm.Is_revoked())):
+        return loss(where, dead)
+    return CommError(f"{where}: {error}")
+
+
+def lost(comm: MPI.Intracomm) -> tuple[int, ...]:
+    """Ranks of `comm` that MPI knows here to be dead."""
+    if not _DEATHS:
+        return ()
+    failed, everyone = comm.Get_failed(), comm.Get_group()
+    ranks = MPI.Group.Translate_ranks(failed, None, everyone)
+    failed.Free()
+    everyone.Free()
+    return tuple(sorted(ranks))
 
 
 def wire(array: Array) -> Array:

@@ -12,8 +12,8 @@ from typing import Any
 
 from fsdpx.comm import default
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.local import Group, LocalCommunicator
-from fsdpx.comm.rendezvous import World
+from fsdpx.comm.local import LocalCommunicator
+from fsdpx.comm.rendezvous import Died, Group, World
 from fsdpx.errors import Aborted, CommTimeout, ConfigError
 
 __all__ = ["spawn"]
@@ -22,21 +22,28 @@ _GRACE = 2.0
 
 
 def spawn(
-    fn: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0, delays: int | None = None
+    fn: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    delays: int | None = None,
+    survive: bool = False,
 ) -> list[Any]:
     """Run `fn(comm, *args)` on `size` thread ranks and return the list of results, by rank.
 
     The first exception of any rank ends the others and is raised again here, with a note that names the rank.
     When a rank is not done after `timeout` seconds, CommTimeout says where each one stands. `delays` is the
-    seed of random sleeps of up to 2 ms before each communication, for tests. `fsdpx.all_reduce` and its kind
-    use the rank's own communicator inside `fn`.
+    seed of random sleeps of up to 2 ms before each communication, for tests. survive: a rank that raises `Died` (of
+    `fsdpx.comm`) dies alone; the others, whose communicators are `Survivor`s, live on, and its result is None; if all
+    die, the first death is raised here. `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
     """
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")
-    world = World(timeout, end=time.monotonic() + timeout)
+    world = World(timeout, end=time.monotonic() + timeout, survive=survive)
     group = Group(world, range(size))
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
+    deaths: list[tuple[int, Died]] = []
 
     def run(rank: int) -> None:
         jitter = None if delays is None else random.Random(delays * 1_000_003 + rank)
@@ -45,6 +52,10 @@ def spawn(
             with default.use(comm):
                 results[rank] = fn(comm, *args)
         except BaseException as error:
+            if survive and isinstance(error, Died):
+                deaths.append((rank, error))
+                world.bury(rank)
+                return
             failures.append((rank, error))
             world.fail(error)
 
@@ -56,6 +67,10 @@ def spawn(
         rank, error = next((f for f in failures if not isinstance(f[1], Aborted)), failures[0])
         error.add_note(f"[rank {rank}] of {size} thread ranks")
         raise error
+    if len(deaths) == size:
+        rank, death = deaths[0]
+        death.add_note(f"[rank {rank}] the first of {size} thread ranks, all of which died")
+        raise death
     return results
 
 

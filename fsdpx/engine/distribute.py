@@ -9,9 +9,11 @@ from fsdpx.comm.codecs import Codec
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.functional import default
 from fsdpx.comm.mesh import Mesh
-from fsdpx.comm.opening import adopt
+from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
 from fsdpx.config import Precision, Sharding
+from fsdpx.engine.elastic.options import Elastic
+from fsdpx.engine.elastic.trainer import ElasticTrainer
 from fsdpx.engine.recipe import Recipe
 from fsdpx.engine.trainer import Trainer
 from fsdpx.engine.watchdog import watch
@@ -50,6 +52,7 @@ def distribute(
     recompute: Any = None,
     tensor_plan: Mapping[str, Any] | None = None,
     sequence: str | None = None,
+    elastic: bool | Elastic = False,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -76,12 +79,18 @@ def distribute(
     the sequence, "ulysses" or "ring" for whole parameters and sequences cut from end to end (docs/tensor.md).
     recompute: units that run forward again instead of keeping what backward needs: "all", every k-th, as many as it
     takes to stay within "512MiB", or "attention" alone.
+
+    elastic: True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join; batches are then given whole
+    on every rank, and the result is an `ElasticTrainer` (docs/elastic.md).
     """
     recipe = Recipe(
         model, loss, optimizer, strategy, mesh, microbatches, seed, precision, clip_norm, group_bytes, codec, chunks,
         ahead, frozen, device, check, check_finite, tune, progress, schedule, stages, costs, recompute, tensor_plan,
         sequence,
     )  # fmt: skip
+    choice = Elastic.of(elastic)
+    if choice is not None:
+        return ElasticTrainer(recipe, resilient(comm), choice)
     world = _world(comm, backend)
     engine = recipe.engine(world)
     axes = engine.axes

@@ -131,6 +131,7 @@ class Engine:
     flying: list[tuple[str, Any]] = field(default_factory=list)  # (mesh axis, transfer) to move on
     sends: list[Any] = field(default_factory=list)  # messages of this program that nobody here waits for
     observers: list[Callable[[Action], None]] = field(default_factory=list)  # called after every action
+    commit: Callable[[Any, Any], None] | None = None  # called with a step's mean loss and scale before it updates
 
     @cached_property
     def stage(self) -> Stage:

@@ -379,6 +379,12 @@ def _block_squares(engine: Engine, parts: list[Any]) -> float:
     return exact_sum([v for row in engine.axes.world.all_gather_object(expansion(local)) for v in row])
 
 
+def commit(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    assert engine.commit is not None
+    engine.commit(*read)
+    return ()
+
+
 def update(engine: Engine, room: Room, action: Action, taken: Values, read: Values, added: Values) -> Values:
     page, scale = _page(action), read[0]
     state, step = engine.pages[page], engine.steps + 1
@@ -437,5 +443,6 @@ OPERATIONS: dict[str, Operation] = {
     "JOIN": join,
     "TIE": tie,
     "NORM": norm,
+    "COMMIT": commit,
     "UPDATE": update,
 }

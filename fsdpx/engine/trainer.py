@@ -244,6 +244,9 @@ class Trainer:
 
     def wait_saved(self) -> None:
         """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be. Collective."""
+        self._end_saving()
+
+    def _end_saving(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -271,7 +274,7 @@ class Trainer:
         self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
     ) -> None:
         self._open("save")
-        self.wait_saved()
+        self._end_saving()
         if background:
             self._saving = Background(self.engine, prepare(self.engine, path, choices, loader, fit))
         else:
@@ -279,7 +282,7 @@ class Trainer:
 
     def _resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> State:
         self._open("load")
-        self.wait_saved()
+        self._end_saving()
         return load(self.engine, path, loader, convert, verify)
 
     # -- looking in --------------------------------------------------------------------------------------------------
@@ -448,6 +451,7 @@ class Trainer:
             weighed="weight" in store,
             order=order,
             recompute=self._recomputed(microbatches) if steps else frozenset(),
+            commit=engine.commit is not None,
         )
 
     def _recomputed(self, microbatches: int) -> frozenset[int]:

@@ -28,7 +28,8 @@ class Environment:
     (FSDPX_EXPECT_SIZE goes before it), or None. rank: which one this is, as far as the launcher says, or None.
     watch: have a watchdog and a flight record on every rank (FSDPX_WATCH=0: no). run: folder of this job, made by
     `fsdpx run`, for flight records and what ranks tell the launcher (FSDPX_RUN; None: temporary files). restart: how
-    often `fsdpx run` has started this job anew (FSDPX_RESTART). slurm_job: number of the Slurm job (SLURM_JOB_ID).
+    often `fsdpx run` has started this job anew (FSDPX_RESTART). ulfm: mpiexec of Open MPI lets the job outlive its
+    ranks (--with-ft ulfm, which sets OMPI_MCA_mpi_ft_enable). slurm_job: number of the Slurm job (SLURM_JOB_ID).
     threads: BLAS threads per rank as the user set them (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS).
     """
 
@@ -42,6 +43,7 @@ class Environment:
     watch: bool = True
     run: Path | None = None
     restart: int = 0
+    ulfm: bool = False
     slurm_job: str | None = None
     rank: int | None = None
     threads: int | None = None
@@ -67,6 +69,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
         watch=_switch(environ, "FSDPX_WATCH", "1"),
         run=Path(environ["FSDPX_RUN"]) if environ.get("FSDPX_RUN") else None,
         restart=_restart(environ),
+        ulfm=environ.get("OMPI_MCA_mpi_ft_enable", "").strip().lower() in _YES,
         slurm_job=environ.get("SLURM_JOB_ID"),
         rank=_rank(environ),
         threads=_threads(environ),

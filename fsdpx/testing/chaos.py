@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fsdpx.comm.rendezvous import Died
 from fsdpx.errors import ConfigError
 
 __all__ = ["Blow", "Ledger", "Struck", "blows", "endure", "parse", "strike"]
@@ -22,7 +23,7 @@ _TEXT = re.compile(r"(kill|stop|delay) (\d+)@(\d+)(?: for ([\d.]+))?(?: in (\d+)
 T = TypeVar("T")
 
 
-class Struck(Exception):
+class Struck(Died):
     """A thread rank was killed or stopped on purpose."""
 
 

@@ -54,6 +54,12 @@ class Background:
             self.prepared.abandon()
             raise
 
+    def abandon(self) -> None:
+        """Another rank has died: nobody will say that it is whole. What was there before stays."""
+        self._stopped.set()
+        self._thread.join()
+        self.prepared.abandon()
+
     def _demand_written(self) -> None:
         self._wrote.wait()
         if self._problem is not None:

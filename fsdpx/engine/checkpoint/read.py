@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.array.namespace import from_host
 from fsdpx.engine.checkpoint.digest import Sum
-from fsdpx.engine.checkpoint.disk import opened, read_at
+from fsdpx.engine.checkpoint.disk import opened, read_at, soon
 from fsdpx.engine.checkpoint.format import Entry, array_type
 from fsdpx.engine.checkpoint.pieces import BLOCK, Held, Run
 from fsdpx.engine.checkpoint.plan import Plan
@@ -40,6 +40,7 @@ def sums(source: Source, rank: int, ranks: int) -> np.ndarray:
             total, first = Sum(), ends[piece.have]
             for at in range(piece.start, piece.stop, BLOCK):
                 part = memoryview(buffer)[: min(BLOCK, piece.stop - at)]
+                soon(files[file], entry.start + at - first + len(part), 2 * BLOCK)  # while this part is summed up
                 _read_at(source, files, file, part, entry.start + at - first)
                 total.add(at - first, part)
             found[piece.have] = total.of(entry.nbytes)
@@ -53,12 +54,20 @@ def read(source: Source, pieces: Iterable[Held], xp: Any) -> None:
             file, entry = source.places[piece.name]
             dtype = array_type(entry.code)
             for block in piece.blocks(BLOCK // max(dtype.itemsize, piece.array.dtype.itemsize)):
-                host = np.empty(block.array.size, dtype)
+                host = _readable(block.array, dtype)
                 data, at = host.view(np.uint8).data, 0
                 for runs in _near(block.runs, BLOCK // dtype.itemsize):
                     at += _read_runs(source, files, file, entry, runs, data[at:])
                 assert at == len(data), f"{piece.name}: runs and elements differ"
-                block.array[...] = from_host(xp, rounded(host, np.dtype(block.array.dtype)))
+                if host is not block.array:
+                    block.array[...] = from_host(xp, rounded(host, np.dtype(block.array.dtype)))
+
+
+def _readable(array: Any, dtype: np.dtype) -> np.ndarray:
+    """What bytes of a file can be read into: the array itself, if it is as they are, else a new one of its size."""
+    if isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous:
+        return array
+    return np.empty(array.size, dtype)
 
 
 def _read_runs(source: Source, files: Files, file: str, entry: Entry, runs: list[Run], data: memoryview) -> int:

@@ -1,0 +1,94 @@
+"""Communicators whose ranks may die: what the others are told, and what they can do about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from fsdpx.comm.communicator import Communicator, Handle
+from fsdpx.comm.steps import Progress
+from fsdpx.errors import CommError, RankLost
+
+__all__ = ["Survivor", "loss", "settle", "survives"]
+
+_NAP = 1e-4
+
+
+@runtime_checkable
+class Survivor(Communicator, Protocol):
+    """A communicator that tells its ranks of deaths, and outlives them (Bland et al. 2013, user-level failure
+    mitigation).
+
+    What needs a rank that has died raises RankLost, when it is issued or in `test` and `wait`; what does not may go on,
+    so ranks hear of a death at different places. The way back together, taken by every rank that hears of it: `revoke`,
+    so that those who wait for this one hear of it, too; `agree`, which also those come to who have heard of nothing;
+    `shrink`; then go on with the new communicator and groups of it.
+    """
+
+    @property
+    def progress(self) -> Progress:
+        """What waits on this communicator and its groups poke."""
+        ...
+
+    @property
+    def survives(self) -> bool:
+        """Whether the others live on when a rank dies. If not, a death ends the job, and nobody meets RankLost."""
+        ...
+
+    def revoke(self) -> None:
+        """Give up this communicator and the groups that this rank is in and made of it by `split` and `subgroup`: what
+        any rank has under way or begins there, except `agree` and `shrink`, raises RankLost. Local: it waits for
+        nobody, and any rank may call it at any time."""
+        ...
+
+    def agree(self, flags: int) -> int:
+        """The bitwise AND of every rank's `flags` (0 <= flags < 2^31), 0 if any rank has died: the same on all ranks
+        that live. Blocking; works on a revoked communicator, never raises for a death."""
+        ...
+
+    def shrink(self) -> Survivor:
+        """A new communicator of the ranks that live, in rank order. Blocking; all that live call it.
+
+        Nobody in it is known to be dead when it is made; who dies meanwhile is found out with the next call. It has a
+        `progress` of its own: its waits do not stumble over what is left of the old one.
+        """
+        ...
+
+    def lost(self) -> tuple[int, ...]:
+        """Ranks of this communicator that are known here to be dead."""
+        ...
+
+
+def survives(comm: Communicator) -> bool:
+    """Whether `comm` is a `Survivor` whose ranks live on when one of them dies."""
+    return isinstance(comm, Survivor) and comm.survives
+
+
+def loss(where: str, ranks: Sequence[int]) -> RankLost:
+    """The error of a call, described by `where`, that will not be complete because `ranks` have died; none: because
+    somebody gave the communicator up."""
+    if not ranks:
+        return RankLost(f"{where}: another rank has given this communicator up, for a rank that has died")
+    who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+    return RankLost(f"{where}: {who} died", ranks)
+
+
+def settle(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
+    """Test transfers that nobody waits for any more until each is complete or broken; then their buffers are free.
+
+    For what was under way on a revoked communicator: its errors are expected and dropped. Returns those that are
+    neither after `seconds`; their buffers must stay.
+    """
+    left, deadline = [handle for handle in handles if not _over(handle)], time.monotonic() + seconds
+    while left and time.monotonic() < deadline:
+        time.sleep(_NAP)
+        left = [handle for handle in left if not _over(handle)]
+    return left
+
+
+def _over(handle: Handle) -> bool:
+    try:
+        return handle.test()
+    except CommError:
+        return not getattr(handle, "active", False)

@@ -1,0 +1,109 @@
+"""MPI ranks that may die: user-level failure mitigation (Bland et al. 2013), as Open MPI 5 has it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cache
+from typing import cast
+
+import numpy as np
+from mpi4py import MPI
+
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.mpi import MpiCommunicator
+from fsdpx.comm.requests import lost
+from fsdpx.comm.steps import Progress, spin
+from fsdpx.errors import CommTimeout, RankLost
+
+__all__ = ["UlfmCommunicator", "ulfm_active"]
+
+
+@cache
+def ulfm_active() -> bool:
+    """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`.
+
+    Elsewhere the launcher ends the job when a rank dies; MPICH does so even with -disable-auto-cleanup.
+    """
+    from fsdpx.launch import environment
+
+    return "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
+
+
+class UlfmCommunicator(MpiCommunicator):
+    """An MPI communicator (duplicated) as a `Survivor`: messages only, no shared memory.
+
+    Where ULFM is not active it works as long as nobody dies: `agree` is an all-reduce, `shrink` a duplicate, `revoke`
+    nothing. Deaths on this machine are found within milliseconds, those of other machines when their daemon's
+    heartbeat has been missing for `--prtemca errmgr_detector_heartbeat_timeout` (10 s).
+    """
+
+    def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
+        super()._start(comm, timeout, limit, progress)
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # what the caller's communicator does with errors is inherited
+        self.survives = ulfm_active()
+        self._parts: list[UlfmCommunicator] = []
+
+    def __repr__(self) -> str:
+        return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
+
+    def lost(self) -> tuple[int, ...]:
+        return lost(self._comm)
+
+    def revoke(self) -> None:
+        """Groups also where nobody holds them any more: others may wait in them for this rank."""
+        if self.survives and self._comm != MPI.COMM_NULL and not self._comm.Is_revoked():
+            self._comm.Revoke()
+        for part in self._parts:
+            part.revoke()
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Goes on only when all ranks have their groups: a rank without could not revoke it, and others would wait."""
+        self._parts = [part for part in self._parts if part.raw != MPI.COMM_NULL]
+        part = super().split(color, key)
+        if isinstance(part, UlfmCommunicator):
+            self._parts.append(part)
+        if self.survives:
+            self.barrier(what="groups made").wait()
+        return part
+
+    def agree(self, flags: int) -> int:
+        """No failure is ever acknowledged to MPI, so each agreement after a death fails, on all ranks alike."""
+        given = np.array([flags], np.intc)
+        if self.survives:
+            request = self._comm.Iagree(given)
+        else:
+            request = self._comm.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
+
+        def decided() -> bool:
+            with suppress(RankLost):  # whoever waits for that transfer hears of it
+                self.progress.poke()
+            return request.Test()
+
+        try:
+            if not spin(decided, Progress(self.progress.patience), self.timeout):
+                raise CommTimeout(f"agree on rank {self.rank} of {self.size} is not complete after {self.timeout:g} s")
+        except MPI.Exception as error:
+            failure = self._told(error, "agree")
+            if not isinstance(failure, RankLost):
+                raise failure from error
+            return 0
+        return int(given[0])
+
+    def shrink(self) -> UlfmCommunicator:
+        """Shrinks until the new communicator agrees that it is whole."""
+        before = self
+        while True:
+            try:
+                comm = before.raw.Shrink() if self.survives else before.raw.Dup()
+            except MPI.Exception as error:
+                raise self._told(error, "shrink") from error
+            made = object.__new__(UlfmCommunicator)
+            made._start(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
+            if made.agree(1):
+                return made
+            before = made
+
+    def close(self) -> None:
+        """Free it, unless a rank is missing: then it stays as it is until the process ends."""
+        if self._comm != MPI.COMM_NULL and not (self.survives and (self._comm.Is_revoked() or self.lost())):
+            super().close()

@@ -1,0 +1,1 @@
+"""Elastic training: ranks that are lost, that leave and that join."""

@@ -1,0 +1,79 @@
+"""Global batches, whole: which part of one a rank trains on, and those of the last steps, which may have to be made
+again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.layout.tree import chunks_of
+
+__all__ = ["Batch", "Recent", "part_of"]
+
+
+class Batch(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Recent:
+    """Copies of the batches of the last steps, by number from 1: a caller may use its arrays again."""
+
+    def __init__(self) -> None:
+        self._batches: deque[Batch] = deque()
+        self._first = 1
+
+    def __getitem__(self, number: int) -> Batch:
+        return self._batches[number - self._first]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def last(self) -> int:
+        """The number of the newest one."""
+        return self._first + len(self._batches) - 1
+
+    def add(self, x: Any, y: Any) -> None:
+        """Keep the batch of the next step."""
+        self._batches.append(Batch(_each(x, np.array), _each(y, np.array)))
+
+    def drop(self) -> None:
+        """The newest one has come to nothing."""
+        self._batches.pop()
+
+    def forget(self, number: int) -> None:
+        """Steps up to this one will not be made again."""
+        while self._batches and self._first <= number:
+            self._batches.popleft()
+            self._first += 1
+
+    def restart(self, number: int) -> None:
+        """The next step is the one after `number`, and none before is made again."""
+        self._batches.clear()
+        self._first = number + 1
+
+
+def part_of(value: Any, rank: int, size: int, chunks: int | None) -> Any:
+    """The samples of data rank `rank` of `size`, in the order of ranks: an even part, or whole chunks.
+
+    value: an array, or a tuple or dict of them; dim 0 is samples.
+    """
+
+    def take(array: Any) -> Any:
+        rows = len(array)
+        if chunks is None or rows % chunks:
+            return array[rows * rank // size : rows * (rank + 1) // size]
+        mine, each = chunks_of(chunks, rank, size), rows // chunks
+        return array[mine.start * each : mine.stop * each]
+
+    return _each(value, take)
+
+
+def _each(value: Any, do: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: do(array) for name, array in value.items()}
+    return tuple(map(do, value)) if isinstance(value, tuple) else do(value)

@@ -1,0 +1,276 @@
+"""The ranks of an elastic run: what they agree on, who trains, who keeps copies, and how they come together anew."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
+from time import perf_counter
+from typing import Any, TypeVar
+
+import numpy as np
+
+from fsdpx import errors
+from fsdpx.comm.survivors import Survivor
+from fsdpx.engine.checkpoint.state import State, state_of
+from fsdpx.engine.elastic import follow
+from fsdpx.engine.elastic.descriptors import live
+from fsdpx.engine.elastic.options import Elastic
+from fsdpx.engine.elastic.rebuild import Built, Offer, Standing, build, rebuild, wait_for
+from fsdpx.engine.elastic.recut import let_go
+from fsdpx.engine.recipe import Recipe
+from fsdpx.engine.tuning import tune_for
+from fsdpx.errors import FsdpxError, RankLost
+from fsdpx.launch import environment
+
+__all__ = ["Crew", "Recovery"]
+
+T = TypeVar("T")
+
+FINE, ARRIVED, CALM = 1, 2, 4
+"""What a rank says at each agreement, and what holds if all say it: no rank was lost; copies under way have arrived;
+nobody asks for another number of ranks."""
+COST = 0.01
+"""Share of the time that copies may take, where nobody says how often they are made."""
+SENT = 3.0
+"""How much longer than copying here it takes to send a copy and to receive one, on the cores that also compute."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What happened between two steps. step: the last one that counted. lost: ranks that died, as they were numbered
+    when the job began. ranks: how many train now. replayed: steps that had to be made again. seconds: from the moment
+    this rank noticed until it went on, replayed steps not included."""
+
+    step: int
+    lost: tuple[int, ...]
+    ranks: int
+    replayed: int
+    seconds: float
+
+    def __str__(self) -> str:
+        who = f"lost rank{'s' * (len(self.lost) > 1)} {', '.join(map(str, self.lost))}; " if self.lost else ""
+        again = f", {self.replayed} made again" if self.replayed else ""
+        return f"{who}{self.ranks} ranks train on from step {self.step}{again} ({1000 * self.seconds:.0f} ms)"
+
+
+class Refused(RankLost):
+    """The agreement itself said that a rank was lost: all ranks know it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of the ranks that train, for those that follow."""
+
+    kind: str
+    text: str
+
+
+class Crew:
+    """All living ranks of a run. step: number of the last step that counts. kept: of the newest one that will never be
+    made again."""
+
+    def __init__(self, recipe: Recipe, control: Survivor, elastic: Elastic) -> None:
+        """Collective over `control`."""
+        wanted = environment.read().tune if recipe.tune is None else recipe.tune
+        self.recipe, self.elastic, self.tuning = recipe, elastic, tune_for(control, wanted, np)
+        self.ranks = elastic.ranks
+        self.recoveries: list[Recovery] = []
+        self.fresh = True
+        self.asked = False  # somebody wants another number of ranks
+        self._born = control.rank
+        self._updating = False  # between the agreement on a step and its end
+        self._every = elastic.every
+        self._under_way: int | None = None  # step of the copies that have not arrived
+        self._last, self._took = perf_counter(), 0.0
+        self._adopt(build(recipe, control, self.tuning, self.ranks, elastic.copies))
+
+    def _adopt(self, built: Built) -> None:
+        self.built, self.step, self.kept = built, built.step, built.step
+        self.control, self.engine, self.copies = built.control, built.engine, built.copies
+        self.copying = self._exposed()
+        self._under_way, self._updating = None, False
+        if built.copied and self.copies is not None:
+            self.copies.promote()
+        self._note()
+
+    @property
+    def trains(self) -> bool:
+        return self.control.rank in self.built.training
+
+    # -- agreements ----------------------------------------------------------------------------------------------------
+
+    def agree(self) -> None:
+        """All living ranks have come here; RankLost on all of them if one was lost on the way."""
+        flags = FINE | (ARRIVED if self.copies is None or self.copies.arrived() else 0)
+        flags |= CALM if self._request() == self.ranks else 0
+        said = self.control.agree(flags)
+        if not said & FINE:
+            raise Refused("a rank was lost before all had come to the agreement")
+        if said & ARRIVED and self._under_way is not None:
+            self.kept, self._under_way = self._under_way, None
+            if self.copies is not None:
+                self.copies.promote()
+        self.asked = not said & CALM
+
+    def commit(self) -> None:
+        """Agree on a step; what follows is this rank's own."""
+        self.agree()
+        self._updating = True
+
+    def committed(self) -> bool:
+        """After a step that counts. Whether it is time to choose how often copies are made."""
+        now, took = perf_counter(), perf_counter() - self._last
+        self._last = now
+        self._updating = False
+        self.step += 1
+        self._note()
+        if not self.copying:
+            self.kept = self.step
+        elif self._under_way is None and self.step - self.kept >= (self._every or 1):
+            if self._every is None and self.kept > 0:
+                self._took = took
+                return True
+            self._take()
+        return False
+
+    def choose(self, most: Callable[[np.ndarray, str], np.ndarray]) -> None:
+        """How many steps lie between two copies, the same on all ranks: as many as make them cost COST of the time."""
+        here = 0.0 if self.copies is None else self.copies.copying * (1 + SENT * self.elastic.copies)
+        cost, took = most(np.array([here, self._took]), "the cost of copies")
+        self._every = min(max(ceil(cost / (COST * took)), 1), 1000)
+
+    def _take(self) -> None:
+        self._under_way = self.step
+        if self.copies is not None:
+            self.copies.take(self._state, self.step)
+
+    def _note(self) -> None:
+        """What a step changes beside parameters and slots, for the next one may change it and come to nothing."""
+        self._state: State = state_of(self.engine, None, None)
+        self._moving = {name: np.array(array) for name, array in self.engine.state.items()} if self.trains else {}
+
+    def _request(self) -> int | None:
+        """How many ranks are asked for; the lowest rank looks."""
+        if self.elastic.resize is None or self.control.rank > 0:
+            return self.ranks
+        try:
+            return max(int(Path(self.elastic.resize).read_text()), 1)
+        except (OSError, ValueError):  # not there, or being written
+            return self.ranks
+
+    def request(self) -> int | None:
+        """The same, on all ranks. Collective."""
+        found: int | None = self.control.all_gather_object(self._request())[0]
+        return found
+
+    # -- another state -------------------------------------------------------------------------------------------------
+
+    def secure(self) -> None:
+        """The ranks that train hold another state: make copies of it, and return when they have arrived."""
+        if self.copies is not None and self.copies.needed:
+            self.copies.abandon()
+            self._under_way = self.step + 1
+            self.copies.take(state_of(self.engine, None, None), self._under_way)
+            wait_for(self.copies)
+
+    def replaced(self) -> None:
+        """All agree that there is another state; it counts like a step."""
+        self.step += 1
+        self.kept, self._under_way, self.fresh = self.step, None, False
+        self._note()
+
+    # -- those who follow ----------------------------------------------------------------------------------------------
+
+    def tell(self, value: Any) -> None:
+        """To idle ranks; the lowest rank that trains speaks."""
+        training = self.built.training
+        if self.control.rank == training[0]:
+            follow.tell(self.control, [r for r in range(self.control.size) if r not in training], value)
+
+    def hear(self) -> Any:
+        """What is told; an error of those that train is raised here, too."""
+        value = follow.hear(self.control, self.built.training[0])
+        if isinstance(value, Failure):
+            raise getattr(errors, value.kind, FsdpxError)(value.text)
+        return value
+
+    def tell_of_failure(self, error: FsdpxError) -> None:
+        self.tell(Failure(type(error).__name__, str(error)))
+
+    # -- other ranks than before ---------------------------------------------------------------------------------------
+
+    def recover(self, error: RankLost) -> Recovery:
+        """After a loss that this rank noticed: give up what is under way, come together, go on with those that live."""
+        begin, before, members = perf_counter(), self.step, self.built.born
+        self.control.revoke()
+        if not isinstance(error, Refused):  # the others come to the next agreement, and hear of it there
+            self.control.agree(0)
+        self._settle()
+        control, offers = self.control, self._offers()
+        while True:
+            control = control.shrink()
+            self._say("recovery: the others are found")
+            built = None
+            try:
+                built = self._rebuilt(control, offers)
+            except RankLost:
+                control.revoke()
+            if control.agree(FINE if built else 0):
+                break
+            control.revoke()
+        assert built is not None
+        return self._go_on(built, begin, before, members)
+
+    def resize(self, ranks: int | None) -> Recovery | None:
+        """At the boundary of two steps: train on that many ranks. None, if a loss came between: `recover` is next."""
+        self.ranks, begin, before = ranks, perf_counter(), self.step
+        built = self._rebuilt(self.control, self._offers())
+        self.agree()
+        return self._go_on(built, begin, before, self.built.born)
+
+    def _rebuilt(self, control: Survivor, offers: list[Offer]) -> Built:
+        seat = self.built.training.index(self.control.rank) if self.trains else None
+        standing = Standing(self._born, seat, self.fresh, [])
+        return rebuild(
+            self.recipe, control, self.tuning, standing, offers, self.ranks, self.elastic.copies, self._say
+        )  # fmt: skip
+
+    def _go_on(self, built: Built, begin: float, before: int, members: list[int]) -> Recovery:
+        if self.built.dog is not None and self.built.dog is not built.dog:
+            self.built.dog.stop()
+        built.engine.observers = self.engine.observers
+        self._adopt(built)
+        lost = tuple(sorted(set(members) - set(built.born)))
+        done = Recovery(self.engine.steps, lost, len(built.training), before - self.step, perf_counter() - begin)
+        self.recoveries.append(done)
+        if self.control.rank == 0:
+            print(f"fsdpx: {done}", file=sys.stderr, flush=True)
+        return done
+
+    def _offers(self) -> list[Offer]:
+        """What this rank has in memory: its own state, unless it is half updated, and the copies it keeps."""
+        offers = [Offer(g.step, g.state, g.parts) for g in (self.copies.generations() if self.copies else ())]
+        if self.trains and not self._updating:
+            offers.insert(0, Offer(self.step, self._state, list(live(self.engine, self._moving))))
+        return offers
+
+    def _settle(self) -> None:
+        """Transfers of the broken program end, for their buffers are used again."""
+        engine = self.engine
+        let_go([*(transfer.handle for _, transfer in engine.flying), *engine.sends])
+        engine.flying.clear()
+        engine.sends.clear()
+        if self.copies is not None:
+            self.copies.abandon()
+
+    def _exposed(self) -> bool:
+        """What `Copies.needed` says, on idle ranks, too: not as many others as wanted hold what a rank holds."""
+        axes = self.engine.axes
+        return axes.world.size > 1 and axes.replica.size <= self.elastic.copies
+
+    def _say(self, what: str) -> None:
+        for observe in self.engine.observers:
+            observe(what)  # type: ignore[arg-type]

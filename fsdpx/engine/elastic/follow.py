@@ -1,0 +1,33 @@
+"""What idle ranks hear from those that train."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.comm.communicator import Communicator
+
+__all__ = ["hear", "tell"]
+
+
+def tell(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
+    """Send `value` to the ranks that `hear` it: two messages to each."""
+    if not listeners:
+        return
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    size = np.array([data.size])
+    handles = [comm.send(part, rank, what="the result") for rank in listeners for part in (size, data)]
+    for handle in handles:
+        handle.wait()
+
+
+def hear(comm: Communicator, source: int) -> Any:
+    """What rank `source` tells."""
+    size = np.empty(1, np.int64)
+    comm.recv(size, source, what="the result").wait()
+    data = np.empty(int(size[0]), np.uint8)
+    comm.recv(data, source, what="the result").wait()
+    return pickle.loads(data.tobytes())
