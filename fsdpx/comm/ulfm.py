@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import suppress
 from functools import cache
 from typing import cast
@@ -27,6 +28,16 @@ def ulfm_active() -> bool:
     from fsdpx.launch import environment
 
     return "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
+
+
+def finalize_without_the_dead() -> None:
+    """From now on this process ends without a barrier in MPI_Finalize: the launcher of Open MPI 5.0 sometimes counts
+    ranks that died at about the same time among those that others wait for there, and the job never ends.
+
+    The same as OMPI_MCA_async_mpi_finalize=1, which would have to be known before MPI is initialized.
+    """
+    with suppress(ValueError, OSError):  # another version: nothing by that name
+        ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
 
 
 class UlfmCommunicator(MpiCommunicator):
@@ -100,6 +111,8 @@ class UlfmCommunicator(MpiCommunicator):
             made = object.__new__(UlfmCommunicator)
             made._start(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
             if made.agree(1):
+                if made.size < self.size:
+                    finalize_without_the_dead()
                 return made
             before = made
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from fsdpx.layout.tree import chunks_of
 
 __all__ = [
     "ENDED", "Part", "agree", "array_of", "check_chunks", "cut", "digest_of", "fits_chunks", "imagined_rows",
-    "inputs_of", "largest", "most_chunks", "target_of",
+    "inputs_of", "largest", "most_chunks", "sum_of", "target_of",
 ]  # fmt: skip
 
 
@@ -137,8 +137,15 @@ def features_of(arrays: Sequence[Any]) -> str:
 
 def digest_of(arrays: Sequence[Any]) -> str:
     """Tells batches apart by what is in them."""
-    sums = [zlib.crc32(np.ascontiguousarray(to_host(a)).data.cast("B")) for a in arrays if a.size]
-    return DIGEST + " ".join(map(str, sums))
+    return f"{DIGEST}{sum_of(arrays)}"
+
+
+def sum_of(arrays: Iterable[Any]) -> int:
+    """One number that tells arrays apart by what is in them."""
+    total = 0
+    for array in arrays:
+        total = zlib.crc32(np.ascontiguousarray(to_host(array)).data.cast("B") if array.size else b"", total)
+    return total
 
 
 def cut(engine: Engine, part: Part, microbatches: int, chunked: bool = True) -> list[Microbatch | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -374,7 +374,7 @@ class Trainer:
             if kind in ("step", "accumulate", "evaluate"):
                 target = batches.target_of(engine, y, rows)
             arrays = [*inputs, *([] if target is None else [target])]
-            features = batches.features_of(arrays)
+            features = self._features(arrays)
             if engine.axes.data.size < engine.axes.world.size:  # several ranks work on the same samples
                 features += batches.digest_of(arrays)
             self._validate(inputs, target)
@@ -396,6 +396,10 @@ class Trainer:
             engine.rows = before + sum(everyone)
             if engine.recompute.budget is not None:
                 self._largest = batches.largest(engine, inputs, everyone, self.microbatches)
+
+    def _features(self, arrays: Sequence[Any]) -> str:
+        """What must be alike in the parts of all ranks, in words."""
+        return batches.features_of(arrays)
 
     def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
         """What can be known before any communication: shapes through the whole model, labels, finite inputs."""

@@ -4,14 +4,14 @@ again."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpx.layout.tree import chunks_of
 
-__all__ = ["Batch", "Recent", "part_of"]
+__all__ = ["Batch", "Recent", "arrays_of", "part_of"]
 
 
 class Batch(NamedTuple):
@@ -27,6 +27,7 @@ class Recent:
         self._first = 1
 
     def __getitem__(self, number: int) -> Batch:
+        assert number >= self._first, f"the batch of step {number} is forgotten"
         return self._batches[number - self._first]
 
     def __len__(self) -> int:
@@ -71,6 +72,18 @@ def part_of(value: Any, rank: int, size: int, chunks: int | None) -> Any:
         return array[mine.start * each : mine.stop * each]
 
     return _each(value, take)
+
+
+def arrays_of(value: Any) -> Iterator[Any]:
+    """The arrays of a batch, in order."""
+    if isinstance(value, Mapping):
+        for name in sorted(value):
+            yield from arrays_of(value[name])
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from arrays_of(one)
+    else:
+        yield value
 
 
 def _each(value: Any, do: Callable[[Any], Any]) -> Any:

@@ -53,7 +53,8 @@ class Recovery:
     def __str__(self) -> str:
         who = f"lost rank{'s' * (len(self.lost) > 1)} {', '.join(map(str, self.lost))}; " if self.lost else ""
         again = f", {self.replayed} made again" if self.replayed else ""
-        return f"{who}{self.ranks} ranks train on from step {self.step}{again} ({1000 * self.seconds:.0f} ms)"
+        now = "1 rank trains" if self.ranks == 1 else f"{self.ranks} ranks train"
+        return f"{who}{now} on from step {self.step}{again} ({1000 * self.seconds:.0f} ms)"
 
 
 class Refused(RankLost):
@@ -233,7 +234,7 @@ class Crew:
 
     def _rebuilt(self, control: Survivor, offers: list[Offer]) -> Built:
         seat = self.built.training.index(self.control.rank) if self.trains else None
-        standing = Standing(self._born, seat, self.fresh, [])
+        standing = Standing(self._born, seat, self.fresh and self.kept == 0, [])
         return rebuild(
             self.recipe, control, self.tuning, standing, offers, self.ranks, self.elastic.copies, self._say
         )  # fmt: skip

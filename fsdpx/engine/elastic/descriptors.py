@@ -17,8 +17,10 @@ from fsdpx.layout.units import Layout
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.layer import Spec
 
-__all__ = ["Descriptor", "Runs", "describe", "live", "missing", "runs", "uncovered", "whole"]
+__all__ = ["Descriptor", "Gaps", "Runs", "describe", "live", "meet", "missing", "runs", "uncovered", "whole"]
 
+Gaps = tuple[np.ndarray, np.ndarray]
+"""Runs [start, stop) of a tensor that nobody has, in order."""
 GAPS = 4
 """Gaps of one tensor that are told in words; the rest is counted."""
 
@@ -120,8 +122,8 @@ def missing(have: Iterable[Iterable[Descriptor]], want: Mapping[str, Spec]) -> l
     return texts
 
 
-def uncovered(parts: Sequence[Descriptor], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """The runs [start, stop) of a tensor of `size` elements that are in none of `parts`, in order."""
+def uncovered(parts: Sequence[Descriptor], size: int) -> Gaps:
+    """What of a tensor of `size` elements is in none of `parts`."""
     found = [runs(part) for part in parts]
     start = np.concatenate([*(r.start for r in found), [size]]).astype(np.int64)
     stop = np.concatenate([*(r.stop for r in found), [size]]).astype(np.int64)
@@ -129,6 +131,15 @@ def uncovered(parts: Sequence[Descriptor], size: int) -> tuple[np.ndarray, np.nd
     reach = np.concatenate([[0], np.maximum.accumulate(stop[order])[:-1]])
     gap = start[order] > reach
     return reach[gap], start[order][gap]
+
+
+def meet(gaps: Gaps, part: Descriptor) -> bool:
+    """Whether an element of `part` is in one of the gaps."""
+    start, stop = gaps
+    some = runs(part)
+    after = np.searchsorted(stop, some.start, "right")  # the first gap that ends behind the begin of each run
+    there = after < start.size
+    return bool(np.any(start[after[there]] < some.stop[there]))
 
 
 def _by_name(parts: Iterable[Descriptor]) -> defaultdict[str, list[Descriptor]]:

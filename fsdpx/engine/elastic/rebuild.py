@@ -98,7 +98,7 @@ def rebuild(
     if newest is None:
         return built
     step, text = newest
-    mine = next((o.parts for o in offers if o.step == step), ())
+    mine = [part for offer in offers if offer.step == step for part in offer.parts]
     want = list(held(built.engine)) if built.copies is not None else []
     recut(control, mine, want)
     say("recovery: state has moved")

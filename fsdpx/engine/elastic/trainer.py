@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -12,9 +12,10 @@ from fsdpx.array.namespace import to_host
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.local import single
 from fsdpx.comm.survivors import Survivor
+from fsdpx.engine.batch import sum_of
 from fsdpx.engine.checkpoint.save import Choices
 from fsdpx.engine.checkpoint.state import State
-from fsdpx.engine.elastic.batches import Batch, Recent, part_of
+from fsdpx.engine.elastic.batches import Batch, Recent, arrays_of, part_of
 from fsdpx.engine.elastic.crew import Crew, Recovery
 from fsdpx.engine.elastic.options import Elastic
 from fsdpx.engine.operations import Mean, Scale
@@ -66,7 +67,7 @@ class ElasticTrainer(Trainer):
         """Mean loss of the global batch, given whole on every rank, without dropout; changes nothing."""
 
         def mine() -> tuple[float, float]:
-            return Trainer.evaluate(self, self._part(x), self._part(y)), self.weight
+            return Trainer.evaluate(self, *self._parts(x, y)), self.weight
 
         loss, self.weight = self._together("evaluate", mine)
         return loss
@@ -75,7 +76,7 @@ class ElasticTrainer(Trainer):
         """The model's output for the whole batch, on every rank."""
 
         def mine() -> Any:
-            output = Trainer.predict(self, self._part(x))
+            output = Trainer.predict(self, *self._parts(x))
             host = tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
             parts = self.engine.axes.data.all_gather_object(host)
             if isinstance(host, tuple):
@@ -184,7 +185,7 @@ class ElasticTrainer(Trainer):
     def _attempt(self, batch: Batch) -> None:
         """The step after the last one that counts; RankLost if it does not come to count."""
         if self.trains:
-            self._told(lambda: Trainer.step(self, self._part(batch.x), self._part(batch.y)))
+            self._told(lambda: Trainer.step(self, *self._parts(*batch)))
             return
         step, self.engine.steps, scale = self._crew.hear()
         self.engine.scaler.restore(*scale)
@@ -260,9 +261,14 @@ class ElasticTrainer(Trainer):
         self._crew.recover(error)
         self._adopt()
 
-    def _part(self, value: Any) -> Any:
+    def _parts(self, *values: Any) -> tuple[Any, ...]:
+        """This rank's samples of a whole batch."""
         data = self.engine.axes.data
-        return part_of(value, data.rank, data.size, self.engine.options.chunks)
+        self._whole = sum_of(map(np.asarray, arrays_of(values)))
+        return tuple(part_of(value, data.rank, data.size, self.engine.options.chunks) for value in values)
+
+    def _features(self, arrays: Sequence[Any]) -> str:
+        return f"{super()._features(arrays)} of the whole batch number {self._whole:08x}"
 
     # -- what keeps gradients between two calls ----------------------------------------------------------------------
 

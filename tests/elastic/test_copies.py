@@ -1,0 +1,358 @@
+"""Copies in the memory of other ranks: from what is left of a run, any other mesh goes on with the same bits."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from assembled import Tensors, assembled, bits, demand_equal, elements
+from models import KNOWN, make, part
+
+import fsdpx
+from fsdpx import Mesh, Trainer
+from fsdpx.comm import Communicator
+from fsdpx.engine.checkpoint.pieces import Held, held
+from fsdpx.engine.checkpoint.state import state_of
+from fsdpx.engine.elastic.buddies import buddies, groups
+from fsdpx.engine.elastic.copies import Copies, Generation
+from fsdpx.engine.elastic.descriptors import describe, live, missing, whole
+from fsdpx.engine.elastic.recut import recut
+from fsdpx.errors import RankLost
+
+FROM = {
+    "fsdp 2": (Mesh(), "fsdp", 2),
+    "fsdp 4": (Mesh(), "fsdp", 4),
+    "zero1 3": (Mesh(), "zero1", 3),
+    "zero2 5": (Mesh(), "zero2", 5),
+    "pipe 2 shard 2": (Mesh(shard=2, pipe=2), "fsdp", 4),
+    "tensor 2 shard 2": (Mesh(shard=2, tensor=2), "fsdp", 4),
+    "pipe 2 tensor 2": (Mesh(shard=1, pipe=2, tensor=2), "ddp", 4),
+}
+"""Mesh, strategy, ranks: where replicas are not copies enough."""
+REPLICATED = {
+    "ddp 3": (Mesh(), "ddp", 3),
+    "hybrid 4": (Mesh(replica=2, shard=2), "hybrid", 4),
+    "replicas of pipes": (Mesh(replica=2, shard=1, pipe=2), "ddp", 4),
+}
+ALL = FROM | REPLICATED
+TO = {
+    "one": (Mesh(), "ddp", 1),
+    "fsdp 3": (Mesh(), "fsdp", 3),
+    "ddp 2": (Mesh(), "ddp", 2),
+    "tensor 3": (Mesh(shard=1, tensor=3), "ddp", 3),
+    "3D": (Mesh(shard=2, pipe=2, tensor=2), "fsdp", 8),
+}
+
+
+def build(comm: Communicator, setting: tuple[Mesh, str, int], case: str, seed: int = 3) -> Trainer:
+    mesh, strategy, _ = setting
+    return make(comm, case, strategy, mesh=mesh, group_bytes=600, seed=seed)
+
+
+def train(trainer: Trainer, case: str, first: int, last: int) -> None:
+    for k in range(first, last):
+        x, y = KNOWN[case].batch(np.random.default_rng(k), 8)
+        mine = part(trainer.data, 8)
+        trainer.step(x[mine], y[mine])
+
+
+def copies_of(comm: Communicator, trainer: Trainer, copies: int = 1) -> Copies:
+    return Copies(comm.subgroup(range(comm.size)), trainer.engine, copies)
+
+
+def arrive(copies: Copies, comm: Communicator) -> None:
+    while not all(comm.all_gather_object(copies.arrived())):
+        pass
+
+
+def copied(parts: Any) -> list[Held]:
+    return [replace(one, array=np.array(one.array)) for one in parts]
+
+
+def generation(copies: Copies, comm: Communicator, trainer: Trainer) -> None:
+    copies.take(state_of(trainer.engine, None, None))
+    arrive(copies, comm)
+    copies.promote()
+
+
+@dataclass
+class Left:
+    """What a run leaves: the state at its snapshot, and what each rank has of it in copies."""
+
+    state: Tensors
+    wanted: dict[str, Any]
+    parts: list[list[Held]]
+    mine: list[list[Held]]
+
+
+@lru_cache
+def left_by(name: str, case: str, copies: int = 1) -> Left:
+    """Two steps, a snapshot that travels during two more, which change all that it was taken of."""
+
+    def body(comm: Communicator) -> Any:
+        trainer = build(comm, ALL[name], case)
+        train(trainer, case, 0, 2)
+        kept = copies_of(comm, trainer, copies)
+        kept.take(state_of(trainer.engine, None, None))
+        then = copied(live(trainer.engine))
+        train(trainer, case, 2, 4)
+        arrive(kept, comm)
+        kept.promote()
+        (found,) = kept.generations()
+        assert (found.step, found.state.steps) == (2, 2)
+        return then, found.parts, whole(trainer.engine.layout, trainer.engine.optimizer.slots)
+
+    ranks = fsdpx.spawn(body, ALL[name][2], timeout=60)
+    state = assembled(one for then, _, _ in ranks for one in then)
+    return Left(state, ranks[0][2], [parts for _, parts, _ in ranks], [then for then, _, _ in ranks])
+
+
+def move(parts: list[list[Held]], to: str, case: str) -> list[list[Held]]:
+    """A new trainer on other ranks takes what is left; ranks that it does not use only give."""
+    count = max(TO[to][2], len(parts))
+
+    def body(comm: Communicator) -> Any:
+        used = comm.rank < TO[to][2]
+        group = comm.split(0 if used else None)
+        have = parts[comm.rank] if comm.rank < len(parts) else []
+        want = list(held(build(group, TO[to], case, seed=99).engine)) if group is not None else []
+        recut(comm, have, want)
+        return want
+
+    return fsdpx.spawn(body, count, timeout=60)
+
+
+def demand_whole(name: str, case: str, dead: tuple[int, ...], to: str, copies: int = 1) -> None:
+    left = left_by(name, case, copies)
+    survivors = [parts for rank, parts in enumerate(left.parts) if rank not in dead]
+    assert missing([[describe(one) for one in parts] for parts in survivors], left.wanted) == []
+    for want in move(survivors, to, case):
+        demand_equal(want, left.state)
+
+
+@pytest.mark.parametrize("name", FROM)
+def test_any_rank_may_be_lost_and_any_mesh_goes_on(name: str) -> None:
+    for dead, to in zip(range(FROM[name][2]), [*TO] * 2, strict=False):
+        demand_whole(name, "wide", (dead,), to)
+
+
+@pytest.mark.parametrize("to", TO)
+def test_nobody_lost(to: str) -> None:
+    demand_whole("fsdp 4", "wide", (), to)
+    demand_whole("pipe 2 tensor 2", "wide", (), to)
+
+
+@pytest.mark.parametrize("name", ["fsdp 4", "pipe 2 shard 2"])
+def test_one_rank_of_every_pair_may_be_lost(name: str) -> None:
+    for dead in product(*groups(["here"] * 4, 1)):
+        demand_whole(name, "gpt", dead, "fsdp 3")
+
+
+def test_two_copies_outlast_any_two_losses() -> None:
+    for first in range(5):
+        for second in range(first):
+            demand_whole("zero2 5", "mlp", (first, second), "ddp 2", copies=2)
+
+
+def test_replicas_and_copies_together() -> None:
+    """hybrid, two replicas: enough for one copy, not for two."""
+    for dead in ((0, 1), (0, 2), (1, 3)):
+        demand_whole("hybrid 4", "norms", dead, "fsdp 3", copies=2)
+
+
+@pytest.mark.parametrize("name", ["fsdp 2", "pipe 2 shard 2"])
+def test_running_statistics_are_those_of_the_stage_that_moves_them(name: str) -> None:
+    demand_whole(name, "norms", (0,), "one")
+    assert np.abs(left_by(name, "norms").state["1.running_mean"]).max() > 0
+
+
+@pytest.mark.parametrize("name", ["fsdp 4", "tensor 2 shard 2", "pipe 2 tensor 2"])
+def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
+    left, count = left_by(name, "wide"), FROM[name][2]
+    (buddy,) = buddies(["here"] * count, 1)[0]
+    survivors = [parts for rank, parts in enumerate(left.parts) if rank not in (0, buddy)]
+    known = {key: np.zeros(spec.size, bool) for key, spec in left.wanted.items()}
+    for one in (one for parts in survivors for one in parts):
+        known[one.name][elements(one)] = True
+    said = missing([[describe(one) for one in parts] for parts in survivors], left.wanted)
+    assert said
+    assert [text.partition(":")[0] for text in said] == [key for key, there in known.items() if not there.all()]
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas_are_the_copies(name: str) -> None:
+    def body(comm: Communicator) -> Any:
+        trainer = build(comm, REPLICATED[name], "mlp")
+        kept = copies_of(comm, trainer)
+        train(trainer, "mlp", 0, 1)
+        generation(kept, comm, trainer)
+        return kept.needed, kept.generations(), kept.nbytes, kept.allocated, list(live(trainer.engine))
+
+    ranks = fsdpx.spawn(body, REPLICATED[name][2], timeout=60)
+    assert [one[:4] for one in ranks] == [(False, [], 0, 0)] * len(ranks)
+    state = assembled(one for rank in ranks for one in rank[4])
+    for dead in range(len(ranks)):
+        survivors = [rank[4] for i, rank in enumerate(ranks) if i != dead]
+        for want in move(survivors, "fsdp 3", "mlp"):
+            demand_equal(want, state)
+
+
+@pytest.mark.parametrize("name", ["fsdp 2", "zero1 3", "zero2 5"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_memory_is_that_of_the_formula(name: str, copies: int) -> None:
+    def body(comm: Communicator) -> Any:
+        trainer = build(comm, FROM[name], "mlp")
+        kept = copies_of(comm, trainer, copies)
+        found = [kept.allocated]
+        for _ in range(4):
+            generation(kept, comm, trainer)
+            found.append(kept.allocated)
+        payload = sum(one.array.nbytes for one in live(trainer.engine))
+        return found, kept.nbytes, payload, len(list(live(trainer.engine)))
+
+    ranks = fsdpx.spawn(body, FROM[name][2], timeout=60)
+    total = sum(payload for _, _, payload, _ in ranks)
+    held_by_all = 2 * (1 + min(copies, len(ranks) - 1)) * total
+    assert (
+        held_by_all
+        <= sum(nbytes for _, nbytes, _, _ in ranks)
+        < held_by_all + 2 * (1 + copies) * 64 * sum(parts for *_, parts in ranks)
+    )
+    for found, nbytes, _, _ in ranks:
+        assert found == [0, nbytes // 2, nbytes, nbytes, nbytes]
+
+
+def test_a_snapshot_under_way_harms_no_complete_one() -> None:
+    def body(comm: Communicator) -> None:
+        trainer = build(comm, FROM["fsdp 4"], "mlp")
+        kept, then = copies_of(comm, trainer), {}
+
+        def demand(*steps: int) -> None:
+            found = kept.generations()
+            assert [one.step for one in found] == list(steps)
+            for one in found:
+                assert same(one, then[one.step])
+
+        def step(number: int) -> None:
+            train(trainer, "mlp", number, number + 1)
+            kept.take(state_of(trainer.engine, None, None))
+
+        def complete() -> None:
+            arrive(kept, comm)
+            kept.promote()
+            newest = kept.generations()[0]
+            then[newest.step] = copied(newest.parts)
+
+        demand()
+        step(0)
+        demand()
+        complete()
+        demand(1)
+        step(1)
+        demand(1)  # 2 is under way
+        comm.barrier().wait()
+        arrive(kept, comm)
+        demand(1)  # 2 has arrived, and not all know
+        kept.promote()
+        then[2] = copied(kept.generations()[0].parts)
+        demand(2, 1)
+        step(2)
+        demand(2)  # 3 took the place of 1
+        arrive(kept, comm)
+        kept.abandon()
+        demand(2)
+        kept.abandon()
+        step(3)
+        demand(2)
+        complete()
+        demand(4, 2)
+        assert kept.copying > 0
+        assert kept.travelling >= kept.copying
+
+    fsdpx.spawn(body, 4, timeout=60, delays=1)
+
+
+def same(found: Generation, then: list[Held]) -> bool:
+    pairs = zip(found.parts, then, strict=True)
+    return all(describe(a) == describe(b) and np.array_equal(bits(a.array), bits(b.array)) for a, b in pairs)
+
+
+def test_calls_out_of_order_are_refused() -> None:
+    def body(comm: Communicator) -> None:
+        trainer = build(comm, FROM["fsdp 2"], "mlp")
+        kept, state = copies_of(comm, trainer), state_of(trainer.engine, None, None)
+        assert kept.arrived()
+        with pytest.raises(AssertionError, match="promote without take"):
+            kept.promote()
+        kept.take(state, step=7)
+        with pytest.raises(AssertionError, match="have not been promoted or abandoned"):
+            kept.take(state)
+        arrive(kept, comm)
+        kept.promote()
+        assert [one.step for one in kept.generations()] == [7]
+
+    fsdpx.spawn(body, 2, timeout=60)
+
+
+@pytest.mark.parametrize("dead", range(4))
+def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
+    """The others hear of it, and go on from the generation before, in new hands."""
+    from fsdpx.comm.rendezvous import Died
+
+    def body(comm: Any) -> Any:
+        trainer = build(comm, FROM["fsdp 4"], "mlp")
+        kept = copies_of(comm, trainer)
+        train(trainer, "mlp", 0, 2)
+        generation(kept, comm, trainer)
+        then = copied(live(trainer.engine))
+        train(trainer, "mlp", 2, 4)
+        comm.barrier().wait()
+        if comm.rank == dead:
+            raise Died("in the middle of a snapshot")
+        with pytest.raises(RankLost):
+            snapshot(kept, trainer, comm)
+        kept._comm.revoke()
+        comm.revoke()
+        kept.abandon()
+        left = comm.shrink()
+        new = build(left, TO["fsdp 3"], "mlp", seed=99)
+        (found,) = kept.generations()
+        want = list(held(new.engine))
+        recut(left, found.parts, want)
+        return then, want
+
+    def snapshot(kept: Copies, trainer: Trainer, comm: Communicator) -> None:
+        kept.take(state_of(trainer.engine, None, None))
+        while not kept.arrived():
+            pass
+        comm.barrier().wait()
+
+    ranks = fsdpx.spawn(body, 4, timeout=60, survive=True)
+    state = left_by("fsdp 4", "mlp").state
+    for one in (one for one in ranks if one is not None):
+        demand_equal(one[0], state)
+        demand_equal(one[1], state)
+    assert ranks[dead] is None
+
+
+def test_a_rank_that_dies_while_state_moves() -> None:
+    """RankLost on all the others, and the next attempt without it succeeds from the same parts."""
+    from fsdpx.comm.rendezvous import Died
+
+    left = left_by("fsdp 4", "wide")
+
+    def body(comm: Any) -> Any:
+        have = left.parts[comm.rank]
+        if comm.rank == 2:
+            comm.all_gather_object(([describe(one) for one in have], []))
+            raise Died("in the middle of recovery")
+        values = {key: np.zeros(spec.size) for key, spec in left.wanted.items()}
+        want = [Held(key, values[key], 0, spec, 0, 1) for key, spec in left.wanted.items()]
+        with pytest.raises(RankLost):
+            recut(comm, have, want)
+        recut(comm.shrink(), have, want)
+        demand_equal(want, left.state)
+
+    fsdpx.spawn(body, 4, timeout=60, survive=True)

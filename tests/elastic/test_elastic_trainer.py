@@ -1,0 +1,214 @@
+"""The elastic trainer beside deaths: ranks that are idle, leave and join; what it refuses; what it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
+
+import fsdpx
+from fsdpx import Checkpoints, Elastic, Mesh, data, nn, spawn
+from fsdpx.errors import CheckpointError, ConfigError, DataError, MeshError, ShapeError, StateLost
+
+
+def run(ranks: int, body: Any, *args: Any) -> list[Any]:
+    """Of the ranks that live."""
+    return [r for r in spawn(body, ranks, *args, survive=True, timeout=30) if r is not None]
+
+
+def plain() -> tuple[list[float], str]:
+    """One rank, not elastic."""
+
+    def body(comm: Any) -> tuple[list[float], str]:
+        trainer = make(comm, elastic=False)
+        return [trainer.step(x, y) for x, y in BATCHES], trainer.fingerprint()
+
+    return spawn(body, 1)[0]
+
+
+def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
+    losses, fingerprint = plain()
+    for ranks in (1, 2, 3, 5):
+        for got in train(ranks):
+            assert (got.losses, got.fingerprint) == (losses, fingerprint)
+
+
+def test_ranks_leave_and_join() -> None:
+    losses, fingerprint = plain()
+
+    def body(comm: Any) -> Any:
+        trainer = make(comm, elastic=Elastic(ranks=2, every=1))
+        sizes, found = [], []
+        for number, (x, y) in enumerate(BATCHES):
+            if number in (1, 2, 3):
+                trainer.resize({1: 4, 2: 1, 3: 3}[number])
+            found.append(trainer.step(x, y))
+            sizes.append(trainer.training_ranks)
+        assert trainer.trains == (comm.rank < 3)
+        assert trainer.steps == len(BATCHES)
+        return found, trainer.fingerprint(), sizes
+
+    for got in run(4, body):
+        assert got == (losses, fingerprint, [2, 4, 1, 3, 3])
+
+
+def test_a_file_says_how_many_train(tmp_path: Path) -> None:
+    wanted = tmp_path / "ranks"
+
+    def body(comm: Any) -> Any:
+        trainer = make(comm, elastic=Elastic(resize=wanted))
+        sizes = []
+        for number, (x, y) in enumerate(BATCHES):
+            comm.barrier().wait()
+            if comm.rank == 0 and number in (1, 3):
+                wanted.write_text("2\n" if number == 1 else "7")
+            comm.barrier().wait()
+            trainer.step(x, y)
+            sizes.append(trainer.training_ranks)
+        return sizes, trainer.fingerprint()
+
+    for got in run(3, body):
+        assert got == ([3, 2, 2, 3, 3], plain()[1])
+
+
+def test_ranks_that_the_mesh_cannot_use_follow_and_take_over() -> None:
+    model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+    options = {
+        "mesh": Mesh(pipe=2, tensor=2), "elastic": Elastic(every=1, copies=2), "model": model,
+        "tensor_plan": {"0": nn.Column, "2": nn.Row},
+    }  # fmt: skip
+    wanted = train(4, **options)[0]
+    got = train(6, [Kill(1, "NORM", before=1)], **options)
+    assert sum(one.idle == [True] * 5 for one in got) == 1  # of 5 that live 4 train
+    for one in got:
+        assert np.allclose(one.losses, wanted.losses, rtol=1e-12)
+        assert one.losses == got[0].losses
+        assert one.fingerprint == got[0].fingerprint
+
+
+def test_too_few_ranks_for_the_mesh() -> None:
+    with pytest.raises(MeshError, match=r"mesh .*pipe=2.* with strategy 'ddp': 1 ranks are left, which is too few"):
+        train(2, [Kill(0, "F0.0", before=1)], "ddp", mesh=Mesh(pipe=2))
+
+
+def test_state_that_nobody_has() -> None:
+    """Both of a pair die at once."""
+    kills = [Kill(0, "UPDATE0", before=3), Kill(2, "UPDATE0", before=3)]
+    message = r"cannot go on from memory.*of step 3: 0\.weight: elements .*Elastic\(copies=2\)"
+    with pytest.raises(StateLost, match=message):
+        train(4, kills, elastic=Elastic(every=1))
+    got = train(4, kills, elastic=Elastic(every=1, copies=2))
+    assert got[0].fingerprint == plain()[1]
+
+
+def test_the_whole_batch_on_every_rank() -> None:
+    def body(comm: Any) -> Any:
+        trainer = make(comm)
+        x, y = BATCHES[0]
+        with pytest.raises(DataError, match="whole batch"):
+            trainer.step(x + comm.rank, y)
+        trainer.step(x, y)
+        return trainer.evaluate(x, y), trainer.predict(x)
+
+    def alone(comm: Any) -> Any:
+        trainer = make(comm, elastic=False)
+        trainer.step(*BATCHES[0])
+        return trainer.evaluate(*BATCHES[0]), trainer.predict(BATCHES[0][0])
+
+    loss, output = spawn(alone, 1)[0]
+    for got in run(3, body):
+        assert got[0] == loss
+        np.testing.assert_allclose(got[1], output, rtol=1e-5)
+
+
+def test_errors_reach_those_who_follow() -> None:
+    def body(comm: Any) -> str:
+        trainer = make(comm, elastic=Elastic(ranks=1))
+        with pytest.raises(ShapeError) as caught:
+            trainer.step(np.zeros((ROWS, 7)), np.zeros(ROWS, int))
+        trainer.step(*BATCHES[0])
+        return str(caught.value)
+
+    first, *others = run(3, body)
+    assert others == [first] * 2
+
+
+def test_what_it_refuses() -> None:
+    def body(comm: Any) -> None:
+        trainer = make(comm)
+        x, y = BATCHES[0]
+        for name, arguments in {"accumulate": (x, y), "forward": (x,), "backward": (x,), "update": ()}.items():
+            with pytest.raises(ConfigError, match=f"{name}: an elastic trainer makes whole steps"):
+                getattr(trainer, name)(*arguments)
+        with pytest.raises(ConfigError, match=r"resize\(0\): a number of ranks"):
+            trainer.resize(0)
+
+    run(2, body)
+    for options, message in (
+        ({"copies": -1}, r"Elastic\(copies=-1\): a whole number, 0 or more"),
+        ({"every": 0}, r"Elastic\(every=0\): a whole number, 1 or more"),
+        ({"ranks": 1.5}, r"Elastic\(ranks=1.5\): a whole number, 1 or more"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Elastic(**options)
+    with pytest.raises(ConfigError, match=r"elastic='yes': True, False or fsdpx.Elastic"):
+        spawn(lambda comm: make(comm, elastic="yes"), 1)
+    with pytest.raises(ConfigError, match="cannot die or come back"):
+        make(fsdpx.FakeCommunicator(0, 2))
+
+
+def test_parameters_that_are_given(tmp_path: Path) -> None:
+    """They outlive a death right after, and checkpoints are those of any trainer."""
+
+    def body(comm: Any) -> Any:
+        trainer = make(comm, elastic=Elastic(every=3))
+        trainer.step(*BATCHES[0])
+        trainer.load_parameters({n: np.full_like(a, 0.25) for n, a in trainer.parameters().items()})
+        trainer.save(tmp_path / "saved")
+        trainer.engine.observers.append(Killer(comm.rank, [Kill(1, "NORM")]))
+        trainer.step(*BATCHES[1])
+        after = trainer.fingerprint()
+        trainer.load(tmp_path / "saved")
+        trainer.step(*BATCHES[1])
+        assert trainer.fingerprint() == after
+        with pytest.raises(CheckpointError, match="there is no checkpoint"):
+            trainer.load(tmp_path / "nothing")
+        return after, trainer.steps
+
+    def alone(comm: Any) -> str:
+        trainer = make(comm, elastic=False)
+        trainer.load(tmp_path / "saved")
+        trainer.step(*BATCHES[1])
+        return trainer.fingerprint()
+
+    got = run(3, body)
+    assert got == [(spawn(alone, 1)[0], 2)] * 2
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
+    """Deaths, a change of size, checkpoints and the end of the loop."""
+    rng = np.random.default_rng(1)
+    source = data.ArrayDataset(rng.standard_normal((40, 6)), rng.integers(0, 3, 40))
+
+    def body(comm: Any, folder: str, kills: list[Kill]) -> Any:
+        trainer = make(comm, elastic=Elastic(every=2))
+        killer = Killer(comm.rank, kills)
+        trainer.engine.observers.append(killer)
+        loader = data.DataLoader(source, ROWS, comm=trainer.data, shuffle=True, chunks=8)
+        history = trainer.fit(
+            loader, epochs=2, validation=[BATCHES[0]], every=4, progress=False,
+            checkpoints=Checkpoints(tmp_path / folder, every=3, background=background),
+        )  # fmt: skip
+        return history.losses, history.validation, trainer.fingerprint()
+
+    wanted = run(3, body, "calm", [])
+    kills = [Kill(0, "NORM", before=4), Kill(2, "GATHER0", before=15)]
+    got = run(3, body, "wild", kills)
+    assert len(got) == 1
+    assert got[0] == wanted[0]
+    again = run(2, body, "wild", [])  # goes on where the other ended
+    assert again[0][2] == wanted[0][2]

@@ -1,0 +1,95 @@
+"""Each rank dies at each action that speaks with others: the others end with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs_threads import STEPS, Kill, train
+
+from fsdpx import Elastic
+from fsdpx.program import VERBS, Action
+from fsdpx.program import parse as actions_of
+
+RANKS = {"ddp": 3, "zero1": 3, "fsdp": 3, "hybrid": 4}
+_calm: dict[str, list] = {}
+
+
+def calm(strategy: str) -> list:
+    if strategy not in _calm:
+        _calm[strategy] = train(RANKS[strategy], (), strategy)
+    return _calm[strategy]
+
+
+def speaks(action: Action) -> bool:
+    return bool(VERBS[action.op].moves) or action.op in ("COMMIT", "SETTLE")
+
+
+@pytest.mark.parametrize("strategy", RANKS)
+def test_every_rank_at_every_action(strategy: str) -> None:
+    wanted = calm(strategy)
+    seen: dict[str, int] = dict.fromkeys(wanted[0].actions, 0)
+    each = [a for a in dict.fromkeys(wanted[0].actions) if speaks(actions_of(a)[0])]
+    assert {"COMMIT", "MEAN", "NORM", "REDUCE0"} <= set(each)
+    assert all(wanted[0].actions.count(a) >= STEPS for a in each)
+    for rank in range(RANKS[strategy]):
+        for action in seen:
+            if action not in each:
+                continue
+            got = train(RANKS[strategy], [Kill(rank, action, before=2)], strategy)
+            where = f"rank {rank} died after {action} of step 3"
+            assert len(got) == RANKS[strategy] - 1, where
+            assert {one.fingerprint for one in got} == {wanted[0].fingerprint}, where
+            assert all(one.losses == wanted[0].losses for one in got), where
+            assert [r.lost for r in got[0].recoveries] == [(rank,)], where
+
+
+def test_replicas_are_copies_enough() -> None:
+    """No step is made again, and nothing is copied: each rank of DDP has all there is."""
+    got = train(3, [Kill(1, "NORM", before=3)], "ddp")
+    assert [(r.step, r.replayed) for r in got[0].recoveries] == [(3, 0)]
+    got = train(3, [Kill(1, "UPDATE0", before=3)], "ddp")
+    assert [(r.step, r.replayed) for r in got[0].recoveries] == [(4, 0)]
+
+
+def test_steps_since_the_last_copies_are_made_again() -> None:
+    options = {"elastic": Elastic(every=1)}
+    got = train(3, [Kill(1, "GATHER0", before=7)], "fsdp", **options)
+    (happened,) = got[0].recoveries
+    assert happened.replayed <= 2
+    assert got[0].fingerprint == calm("fsdp")[0].fingerprint
+
+
+POINTS = [
+    "recovery: the others are found", "recovery: all ranks have said what they hold",
+    "recovery: the new trainer is there", "recovery: state has moved",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:
+    options = {"elastic": Elastic(every=1, copies=2)}
+    wanted = train(4, (), strategy, **options)
+    for first, second in ((0, 1), (3, 0), (2, 3)):
+        got = train(4, [Kill(first, "REDUCE0", before=2), Kill(second, point)], strategy, **options)
+        assert len(got) == 2
+        assert {one.fingerprint for one in got} == {wanted[0].fingerprint}
+        assert sum(len(r.lost) for r in got[0].recoveries) == 2
+
+
+@settings(max_examples=max(settings().max_examples // 4, 1))  # 15, or 750 in the thorough profile
+@given(
+    ranks=st.integers(2, 5), strategy=st.sampled_from(list(RANKS)), every=st.integers(1, 3), data=st.data(),
+)  # fmt: skip
+def test_any_kills_as_long_as_one_rank_lives(ranks: int, strategy: str, every: int, data: st.DataObject) -> None:
+    options = {"elastic": Elastic(every=every, copies=ranks - 1)}
+    wanted = train(ranks, (), strategy, **options)
+    actions = sorted(set(wanted[0].actions)) + POINTS
+    kills = [
+        Kill(rank, data.draw(st.sampled_from(actions)), data.draw(st.integers(0, STEPS - 1)))
+        for rank in data.draw(st.permutations(range(ranks)))[1:]
+    ]
+    got = train(ranks, kills, strategy, **options)
+    assert {one.fingerprint for one in got} == {wanted[0].fingerprint}
+    assert all(one.losses == wanted[0].losses for one in got)
