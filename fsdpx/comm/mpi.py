@@ -82,10 +82,12 @@ class MpiCommunicator(Backend):
             if not in_place:
                 own[...] = source
             parts = [(root, cut.part(target, root)) for root in range(self.size)]
-            return self._issue("all_gather", what, [self._comm.Ibcast(c, r) for r, p in parts for c in self._chunks(p)])
+            requests = [self._comm.Ibcast(chunk, root) for root, part in parts for chunk in self._chunks(part)]
+            return self._issue("all_gather", what, requests, target)
         if not cut.even:
             return self.all_gather_at(send, recv, cut.counts, cut.displs, what)
-        return self._issue("all_gather", what, [self._comm.Iallgather(MPI.IN_PLACE if in_place else source, target)])
+        request = self._comm.Iallgather(MPI.IN_PLACE if in_place else source, target)
+        return self._issue("all_gather", what, [request], source, target)
 
     def all_gather_at(
         self, send: Array, recv: Array, counts: Sequence[int], displs: Sequence[int], what: str
@@ -95,7 +97,7 @@ class MpiCommunicator(Backend):
         start = displs[self.rank]
         in_place = overlay(source, target[start : start + counts[self.rank]])
         request = self._comm.Iallgatherv(MPI.IN_PLACE if in_place else source, (target, (counts, displs)))
-        return self._issue("all_gather", what, [request])
+        return self._issue("all_gather", what, [request], source, target)
 
     @issues
     @staged(reads=(0,), writes=(1,))
@@ -112,7 +114,7 @@ class MpiCommunicator(Backend):
                 request = self._comm.Ireduce_scatter_block(source, target, mpi_op(op, send.dtype))
             else:
                 request = self._comm.Ireduce_scatter(source, target, cut.counts, mpi_op(op, send.dtype))
-            handle = self._issue("reduce_scatter", what, [request])
+            handle = self._issue("reduce_scatter", what, [request], source, target)
             if at_home:
                 handle = Finish(handle, partial(np.copyto, recv, send[: recv.size]))
         return self._averaged(handle, recv, op)
@@ -123,7 +125,7 @@ class MpiCommunicator(Backend):
         target = own if overlay(send, recv) else recv
         for root in range(self.size):
             handles += self._reduces(cut.part(send, root), target if root == self.rank else None, op, root)
-        handle = self._issue("reduce_scatter", what, handles)
+        handle = self._issue("reduce_scatter", what, handles, send, target)
         return handle if target is recv else Finish(handle, partial(np.copyto, recv, own))
 
     @issues
@@ -134,13 +136,13 @@ class MpiCommunicator(Backend):
             return self._steps(halves.all_reduce(exchange, self.rank, self.size, buf, op))
         kind = mpi_op(op, buf.dtype)
         requests = [self._comm.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._chunks(buf)]
-        return self._averaged(self._issue("all_reduce", what, requests), buf, op)
+        return self._averaged(self._issue("all_reduce", what, requests, buf), buf, op)
 
     @issues
     @staged(reads=(0,), writes=(0,))
     def _broadcast(self, buf: Array, root: int, what: str) -> Handle:
         requests = [self._comm.Ibcast(chunk, root) for chunk in self._chunks(wire(buf))]
-        return self._issue("broadcast", what, requests)
+        return self._issue("broadcast", what, requests, buf)
 
     @issues
     @staged(reads=(0,), writes=(1,))
@@ -148,7 +150,8 @@ class MpiCommunicator(Backend):
         if is_half(send.dtype):
             exchange = self._exchange("reduce", what)
             return self._steps(halves.reduce(exchange, self.rank, self.size, send, recv, op, root))
-        handle = self._issue("reduce", what, self._reduces(send, recv if self.rank == root else None, op, root))
+        requests = self._reduces(send, recv if self.rank == root else None, op, root)
+        handle = self._issue("reduce", what, requests, send, recv)
         return self._averaged(handle, recv, op) if self.rank == root else handle
 
     def _reduces(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
@@ -199,12 +202,14 @@ class MpiCommunicator(Backend):
     @issues
     @staged(reads=(0,))
     def _send(self, buf: Array, dest: int, tag: int, what: str) -> Handle:
-        return self._issue("send", what, [self._comm.Isend(c, dest, tag) for c in self._chunks(wire(buf))])
+        requests = [self._comm.Isend(chunk, dest, tag) for chunk in self._chunks(wire(buf))]
+        return self._issue("send", what, requests, buf)
 
     @issues
     @staged(writes=(0,))
     def _recv(self, buf: Array, source: int, tag: int, what: str) -> Handle:
-        return self._issue("recv", what, [self._comm.Irecv(c, source, tag) for c in self._chunks(wire(buf))])
+        requests = [self._comm.Irecv(chunk, source, tag) for chunk in self._chunks(wire(buf))]
+        return self._issue("recv", what, requests, buf)
 
     def _exchange(self, verb: str, what: str) -> halves.Exchange:
         """Messages with the peers of one collective, under a tag of its own."""
@@ -217,7 +222,7 @@ class MpiCommunicator(Backend):
                 requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(wire(part))]
             except MPI.Exception as error:
                 raise self._told(error, verb, what) from error
-            return self._issue(verb, what, requests)
+            return self._issue(verb, what, requests, outgoing, incoming)
 
         return exchange
 
@@ -227,8 +232,8 @@ class MpiCommunicator(Backend):
             return [array]
         return [array[start : start + self.limit] for start in range(0, array.size, self.limit)]
 
-    def _issue(self, verb: str, what: str, requests: list[MPI.Request]) -> Handle:
-        return Requests(self, verb, what, requests)
+    def _issue(self, verb: str, what: str, requests: list[MPI.Request], *buffers: object) -> Handle:
+        return Requests(self, verb, what, requests, buffers)
 
     def _told(self, error: MPI.Exception, verb: str, what: str = "") -> CommError:
         return told(error, f"{verb}{f' of {what}' if what else ''} on rank {self.rank} of {self.size}", self._comm)

@@ -38,22 +38,36 @@ class Waiting(Protocol):
 
 
 class Requests:
-    """The handle of MPI requests that belong to one call."""
+    """The handle of MPI requests that belong to one call.
 
-    __slots__ = ("_comm", "_requests", "_test", "_verb", "_what")
+    It keeps the buffers until all are complete, which mpi4py does for some requests only. After an error each `test`
+    raises it, and pokes the requests that are left.
+    """
 
-    def __init__(self, comm: Waiting, verb: str, what: str, requests: list[MPI.Request]) -> None:
+    __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
+
+    def __init__(self, comm: Waiting, verb: str, what: str, requests: list[MPI.Request], buffers: object) -> None:
         self._comm, self._verb, self._what = comm, verb, what
         self._requests = requests
+        self._buffers = buffers
+        self._error: CommError | None = None
         self._test: Callable[[], bool] = (
             requests[0].Test if len(requests) == 1 else partial(MPI.Request.Testall, requests)
         )
 
     def test(self) -> bool:
         try:
-            return self._test()
+            done = self._test()
         except MPI.Exception as error:
-            raise told(error, str(self), self._comm.raw) from error
+            if self._error is None:
+                self._error = told(error, str(self), self._comm.raw)
+                self._error.__cause__ = error
+            done = not self.active
+        if done:
+            self._buffers = None
+        if self._error is not None:
+            raise self._error
+        return done
 
     @property
     def active(self) -> bool:

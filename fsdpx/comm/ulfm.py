@@ -10,13 +10,17 @@ from typing import cast
 import numpy as np
 from mpi4py import MPI
 
-from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.communicator import Communicator, Handle
 from fsdpx.comm.mpi import MpiCommunicator
-from fsdpx.comm.requests import lost
+from fsdpx.comm.requests import Requests, lost
 from fsdpx.comm.steps import Progress, spin
+from fsdpx.comm.survivors import settle
 from fsdpx.errors import CommTimeout, RankLost
 
 __all__ = ["UlfmCommunicator", "ulfm_active"]
+
+_KEPT = 64
+_SECONDS_TO_SETTLE = 0.02
 
 
 @cache
@@ -53,9 +57,23 @@ class UlfmCommunicator(MpiCommunicator):
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # what the caller's communicator does with errors is inherited
         self.survives = ulfm_active()
         self._parts: list[UlfmCommunicator] = []
+        self._under_way: list[Requests] = []
 
     def __repr__(self) -> str:
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
+
+    def _issue(self, verb: str, what: str, requests: list[MPI.Request], *buffers: object) -> Handle:
+        """Keeps the handle, and with it the buffers: when a rank is lost, who had the handle may let go of it while
+        others still send."""
+        handle = Requests(self, verb, what, requests, buffers)
+        if len(self._under_way) >= _KEPT:
+            self._under_way = [kept for kept in self._under_way if kept.active]
+        self._under_way.append(handle)
+        return handle
+
+    def _left(self) -> list[Requests]:
+        """What is under way here and in groups."""
+        return [*self._under_way, *(handle for part in self._parts for handle in part._left())]
 
     def lost(self) -> tuple[int, ...]:
         return lost(self._comm)
@@ -111,6 +129,7 @@ class UlfmCommunicator(MpiCommunicator):
             made = object.__new__(UlfmCommunicator)
             made._start(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
             if made.agree(1):
+                made._under_way = cast(list[Requests], settle(self._left(), _SECONDS_TO_SETTLE))
                 if made.size < self.size:
                     finalize_without_the_dead()
                 return made

@@ -200,12 +200,17 @@ class _Line:
 
     def __init__(self, trainer: Trainer, wanted: bool, unit: str, steps: int | None, done: int = 0) -> None:
         self.trainer, self.unit, self.steps = trainer, unit, steps
-        self.on = wanted and trainer.rank == 0
+        self.wanted = wanted
         self.terminal = sys.stderr.isatty()
         self.done, self.counted, self.start = done, 0, perf_counter()
         self.first = done + 1
         self.shown, self.shown_count = self.start, 0
         self.validation = ""
+
+    @property
+    def on(self) -> bool:
+        """Rank 0 may be another one than at the beginning."""
+        return self.wanted and self.trainer.rank == 0
 
     def step(self, loss: float, count: int) -> None:
         self.done += 1

@@ -45,7 +45,7 @@ from fsdpx.nn.sort import Sorted, sort
 from fsdpx.optim import Segment, Segments
 from fsdpx.program import Stage, pipeline
 
-__all__ = ["Recipe"]
+__all__ = ["Recipe", "begin"]
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,11 @@ class Recipe:
         check_parts(self.model, self.loss, self.optimizer, self.mesh, self.frozen)
         check_options(self.mesh, self.stages, self.costs, self.tensor_plan, self.sequence)
 
-    def engine(self, world: Communicator, tuning: Tuning | None = None) -> Engine:
-        """The engine of this rank of `world`, with initial parameters. Collective: ranks compare their recipes first.
+    def engine(self, world: Communicator, tuning: Tuning | None = None, initial: bool = True) -> Engine:
+        """The engine of this rank of `world`. Collective: ranks compare their recipes first.
 
-        tuning: choices made before, instead of measuring or looking for them.
+        tuning: choices made before, instead of measuring or looking for them. initial: with initial parameters; else
+        whoever calls this fills them in, or calls `begin`.
         """
         formats, xp, again = config.precision(self.precision), namespace(self.device), recomputed(self.recompute)
         dtype, wire = dtype_of(formats.compute), dtype_of(formats.wire)
@@ -150,6 +151,8 @@ class Recipe:
         norm, lines = self.clip_norm is not None or engine.scaler.dynamic, any(unit.lines for unit in layout.units)
         warm(xp, planned.model, planned.loss, self.optimizer, dtype, dtype, norm, lines)
         _allocate(engine)
+        if initial:
+            begin(engine)
         engine.ties = connect_ties(engine)
         return engine
 
@@ -238,8 +241,14 @@ def _stages(layout: Layout) -> tuple[Stage, ...]:
     )
 
 
+def begin(engine: Engine) -> None:
+    """Give this rank's shards their initial values."""
+    for state in engine.pages.values():
+        initialise(state, engine.layout, engine.options.seed, engine.xp)
+
+
 def _allocate(engine: Engine) -> None:
-    """Buffers and initial values of this rank's shards: nothing whole unless the placement keeps it whole."""
+    """Buffers of this rank's shards: nothing whole unless the placement keeps it whole."""
     xp, layout, arena = engine.xp, engine.layout, engine.arena
     shared = share_parameters(engine)
     share_gradients(engine)
@@ -254,7 +263,6 @@ def _allocate(engine: Engine) -> None:
     )
     for page in (layout.pages[p] for p in engine.stage.pages):
         state = hold(page, holding, arena, engine.dtype, engine.optimizer.slots)
-        initialise(state, layout, engine.options.seed, xp)
         engine.pages[page.index] = state
         engine.store[f"shard{page.index}"] = state
         if page.trainable:

@@ -8,6 +8,7 @@ import platform
 import re
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -166,10 +167,30 @@ class Watchdog:
         text = "".join(traceback.format_stack(frame)) if frame else "the thread has ended\n"
         (self.folder / f"rank-{self.rank:05}.stack").write_text(text)
 
+    def _evict(self, flights: dict[int, Flight], silent: set[int]) -> bool:
+        """Where others outlive a rank, stopped ones of this host are killed, which others then see. Whether any was."""
+        stopped = [f for r, f in flights.items() if r in silent and f.host == self.host and state_of(f.process) == "T"]
+        if not stopped or not getattr(self._comm(), "survives", False):
+            return False
+        for flight in stopped:
+            sys.stderr.write(
+                f"fsdpx watchdog: rank {flight.rank} {_fate(flight, self.host)} and all wait for it since "
+                f"{self.timeout:g} s: it counts as dead. It was {flight.where(time.time())}\n"
+            )
+            os.kill(flight.process, signal.SIGKILL)
+            (self.folder / f"rank-{flight.rank:05}.flight").unlink(missing_ok=True)
+            self._seen.pop(flight.rank, None)
+        sys.stderr.flush()
+        for name in ("alarm", "claimed"):
+            (self.folder / name).unlink(missing_ok=True)
+        return True
+
     def _end(self) -> None:
         flights = read_all(self.folder)
         comm = self._comm()
         silent = self._silent()
+        if self._evict(flights, silent):
+            return
         stacks = {int(p.stem[5:]): p.read_text() for p in self.folder.glob("rank-*.stack")}
         ranks = comm.size if comm is not None else len(flights)
         text = report(flights, ranks, silent, stacks, self.timeout, time.time(), self.host)

@@ -2,6 +2,7 @@
 
     mpiexec -n 4 python -m fsdpx.examples.gpt --strategy fsdp --size tiny --steps 300
     mpiexec -n 4 python -m fsdpx.examples.gpt --mesh pipe=2,tensor=2 --sequence parallel --recompute all
+    mpiexec --with-ft ulfm -n 4 python -m fsdpx.examples.gpt --elastic --chunks 32 --chaos "kill 0@2000"   # Open MPI
 
 By default the text is the sources of Python's own standard library, which every machine has.
 """
@@ -18,6 +19,8 @@ import numpy as np
 import fsdpx
 from fsdpx import data, nn, optim
 from fsdpx.engine.report import peak_rss
+from fsdpx.launch import environment
+from fsdpx.testing.chaos import parse, strike
 
 VOCAB = 256  # a token is a byte
 
@@ -65,6 +68,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--validate", type=int, default=100, help="steps between validations")
     p.add_argument("--validation-batches", type=int, default=8, help="batches per validation")
+    p.add_argument("--elastic", action="store_true", help="go on when ranks die, leave or join (docs/elastic.md)")
+    p.add_argument("--copies", type=int, default=1, help="of each rank's state in other ranks' memory")
+    p.add_argument("--ranks", type=int, default=None, help="how many train at first; the others wait")
+    p.add_argument("--resize", default=None, help="a file that says how many ranks train from now on")
+    p.add_argument("--chaos", default="", help="what to do to ranks, such as 'kill 2@900, stop 0@1500' (rank@action)")
     p.add_argument("--sample", type=int, default=0, help="bytes of text to write at the end")
     p.add_argument("--hash", action="store_true", help="print the SHA-256 of all parameters at the end")
     p.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -127,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     comm = fsdpx.init("mpi" if args.no_node else None)
     size = SIZES[args.size]
+    elastic = fsdpx.Elastic(copies=args.copies, ranks=args.ranks, resize=args.resize) if args.elastic else False
     trainer = model(args.size, args.dropout).as_distributed(
         loss=nn.CrossEntropy(),
         optimizer=optimizer(args.lr, args.steps),
@@ -142,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=args.seed,
         device=args.device,
         tune=False if args.no_tune else None,
+        elastic=elastic,
     )
+    strike(trainer, parse(args.chaos), environment.read().restart)
     loader, validation = loaders(args, trainer.data, speaks=comm.rank == 0)
     if comm.rank == 0:
         count, on = trainer.engine.layout.size, f" ({trainer.engine.axes.mesh})" if args.mesh else ""
@@ -161,23 +172,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             count=lambda x: x.size,
             unit="tokens",
         )
-    trainer_report(trainer, history, args, comm)
+    trainer_report(trainer, history, args)
     if args.sample:
         text = generate(trainer, size, args.sample, args.seed)
-        if comm.rank == 0:
+        if trainer.rank == 0:
             print(f"sample:\n{text.decode(errors='replace')}")
     if args.hash:
         digest = trainer.fingerprint()
-        if comm.rank == 0:
+        if trainer.rank == 0:
             print(f"sha256 {digest}")
     return 0
 
 
-def trainer_report(trainer: fsdpx.Trainer, history: Any, args: argparse.Namespace, comm: Any) -> None:
+def trainer_report(trainer: fsdpx.Trainer, history: Any, args: argparse.Namespace) -> None:
     """What rank 0 says at the end."""
-    peaks = comm.all_gather_object(peak_rss())
+    peaks = trainer.world.all_gather_object(peak_rss())
     report = trainer.report()
-    if comm.rank != 0:
+    if trainer.rank != 0:
         return
     tokens = len(history.losses) * args.batch * SIZES[args.size].seq_len
     bits = history.validation[-1][1] / math.log(2)

@@ -9,15 +9,17 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdpx import Trainer, nn, optim, spawn
+from fsdpx.comm import Communicator
 
 
-def small() -> Trainer:
+def small(comm: Communicator | None = None) -> Trainer:
     model = nn.Chain(nn.Linear(60, 200), nn.Tanh(), nn.Linear(200, 60))
-    comm = spawn(lambda comm: comm, 1)[0]
-    return model.as_distributed(loss=nn.MSE(), optimizer=optim.Adam(), comm=comm, precision="float32", strategy="ddp")
+    comm = comm or spawn(lambda comm: comm, 1)[0]
+    return model.as_distributed(loss=nn.MSE(), optimizer=optim.Adam(), comm=comm, precision="float32", strategy="fsdp")
 
 
 def save_without_end(trainer: Trainer, folder: Path, first: int) -> None:
@@ -47,25 +49,19 @@ def found(trainer: Trainer, path: Path) -> int:
     return n
 
 
-def run(folder: Path, kills: int, seed: int = 0) -> list[int]:
+Kill = Callable[[Trainer, int, random.Random], None]
+"""Starts a job that saves from this number on without end, kills it, and returns when nothing of it is left."""
+
+
+def run(folder: Path, kills: int, kill: Kill, seed: int = 0) -> list[int]:
     """The newest number after each kill; they never go back."""
     trainer, chance, numbers = small(), random.Random(seed), []
     fill(trainer, 0)
     trainer.save(folder / "latest")
-    begin = time.perf_counter()
     trainer.save(folder / "step-0", keep=2)
-    longest = 8 * (time.perf_counter() - begin)  # until a fork is killed: some saves, on any machine
     last = done = 0
     for _ in range(kills):
-        child = os.fork()
-        if child == 0:
-            try:
-                save_without_end(trainer, folder, done + 1)
-            finally:
-                os._exit(1)
-        time.sleep(chance.random() * longest)
-        os.kill(child, signal.SIGKILL)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the fork ended by itself"
+        kill(trainer, done + 1, chance)
         here = found(trainer, folder / "latest")
         names = [p.name for p in folder.iterdir() if (p / "manifest.json").exists()]
         steps = sorted(int(n.removeprefix("step-")) for n in names if n.startswith("step-") and n[5:].isdigit())
@@ -78,7 +74,30 @@ def run(folder: Path, kills: int, seed: int = 0) -> list[int]:
     return numbers
 
 
+def forked(folder: Path) -> Kill:
+    """One process with one rank: a fork of this one."""
+
+    def kill(trainer: Trainer, first: int, chance: random.Random) -> None:
+        begin = time.perf_counter()
+        trainer.save(folder / "clock")
+        longest = 8 * (time.perf_counter() - begin)  # until the fork is killed: some saves, on any machine
+        child = os.fork()
+        if child == 0:
+            try:
+                save_without_end(trainer, folder, first)
+            finally:
+                os._exit(1)
+        time.sleep(chance.random() * longest)
+        os.kill(child, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1]), "the fork ended by itself"
+
+    return kill
+
+
+def said(numbers: list[int]) -> str:
+    return f"{len(numbers)} kills in {numbers[-1]} saves: the old or the new checkpoint was whole each time"
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        numbers = run(Path(place), int(sys.argv[1]))
-    print(f"{len(numbers)} kills in {numbers[-1]} saves: the old or the new checkpoint was whole each time")
+        print(said(run(Path(place), int(sys.argv[1]), forked(Path(place)))))

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from models import distance, make
-from runs import ALL, CUT, MESHES, build, contents, everywhere, steps
+from runs import ALL, CUT, build, contents, everywhere, steps
 
-from fsdpx import Mesh, nn, optim, spawn
+from fsdpx import Mesh, config, nn, optim, spawn
 from fsdpx.comm import Communicator
+from fsdpx.engine.checkpoint import write
 from fsdpx.errors import CheckpointError
 
 
@@ -27,8 +28,12 @@ def saved(comm: Communicator, name: str, path: Path, case: str = "wide", **optio
 
 @pytest.mark.parametrize("case", ["wide", "norms"])
 @pytest.mark.parametrize("name", ALL)
-def test_the_weights_are_the_file_that_safetensors_writes(name: str, case: str, tmp_path: Path) -> None:
-    """norms: running statistics. wide: tied, and cut in ways that do not divide."""
+def test_the_weights_are_the_file_that_safetensors_writes(
+    name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """norms: running statistics. wide: tied, and cut in ways that do not divide. Threads take part in the smallest."""
+    monkeypatch.setattr(write, "SHORT", 0)
+    monkeypatch.setattr(write, "LATER", 1000)
     if case == "norms" and name in CUT:
         pytest.skip("BatchNorm does not go with the tensor axis")
     values = everywhere(name, saved, name, tmp_path / "a", case)
@@ -38,10 +43,48 @@ def test_the_weights_are_the_file_that_safetensors_writes(name: str, case: str, 
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("a")] == ["a"]
 
 
-def test_all_files_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
-    for name in MESHES:
-        everywhere(name, saved, name, tmp_path / name)
-        assert contents(tmp_path / name) == contents(tmp_path / "one")
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The checkpoint of one rank after a step, and how it goes on from there."""
+    path = tmp_path_factory.mktemp("reference") / "a"
+
+    def run(comm: Communicator) -> str:
+        trainer = build(comm, "one", chunks=8)
+        steps(trainer, "wide", 0, 1)
+        trainer.save(path)
+        values = trainer.parameters()
+        safetensors.numpy.save_file(values, path.parent / "weights")
+        steps(trainer, "wide", 1, 2)
+        return trainer.fingerprint()
+
+    (digest,) = everywhere("one", run)
+    assert (path / "model.safetensors").read_bytes() == (path.parent / "weights").read_bytes()
+    return path, digest
+
+
+PLACES = [(strategy, ranks, None) for ranks in (1, 2, 3, 4, 5, 8) for strategy in config.PRESETS]
+SOLID = [("fsdp", 8, Mesh(replica=2, shard=2, pipe=2)), ("zero1", 8, Mesh(shard=2, pipe=4))]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "mesh"), PLACES + SOLID, ids=str)
+def test_every_preset_at_every_number_of_ranks(
+    strategy: str, ranks: int, mesh: Mesh | None, reference: tuple[Path, str], tmp_path: Path
+) -> None:
+    """All write the same files, to the last byte, and all go on from them to the same bits: so does each from what any
+    other has written."""
+
+    def run(comm: Communicator) -> str:
+        trainer = make(comm, "wide", strategy, mesh=mesh, chunks=8, group_bytes=600)
+        steps(trainer, "wide", 0, 1)
+        trainer.save(tmp_path / "a")
+        trainer.close()
+        trainer = make(comm, "wide", strategy, mesh=mesh, chunks=8, group_bytes=600, seed=9)
+        trainer.load(reference[0])
+        steps(trainer, "wide", 1, 2)
+        return trainer.fingerprint()
+
+    assert set(spawn(run, ranks)) == {reference[1]}
+    assert contents(tmp_path / "a") == contents(reference[0])
 
 
 def test_digests_are_the_crc_of_each_tensor(tmp_path: Path) -> None:

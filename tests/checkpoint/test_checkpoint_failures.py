@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,9 +75,11 @@ def trained(comm: Communicator, path: Path, **options: Any) -> None:
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("after", [0, 1, 5, 17])
-def test_a_full_disk(old: Any, after: int, in_background: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank meets it, after some writes."""
+@pytest.mark.parametrize("short", [0, write.SHORT])
+def test_a_full_disk(old: Any, after: int, in_background: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank meets it, after some writes. short: what is longer is written by a thread."""
     path, _ = old
+    monkeypatch.setattr(write, "SHORT", short)
     count = iter(range(10_000))
     lock = threading.Lock()
 
@@ -91,9 +95,10 @@ def test_a_full_disk(old: Any, after: int, in_background: bool, monkeypatch: pyt
     assert text.endswith("No space left on device (ENOSPC)")
 
 
-@pytest.mark.parametrize("module", [write, commit])
-def test_a_full_disk_at_the_end(old: Any, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("module", "later"), [(write, 0), (write, write.LATER), (commit, 0)])
+def test_a_full_disk_at_the_end(old: Any, module: Any, later: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some systems say so only when asked to keep it; or there is room for all but the header."""
+    monkeypatch.setattr(write, "LATER", later)
 
     def full(fd: int) -> None:
         raise FULL
@@ -182,6 +187,37 @@ def test_no_permission_and_no_folder(tmp_path: Path) -> None:
     assert text.startswith(f"save to {tmp_path}/file/a: rank 0: ")
     assert str(tmp_path / "file") in text.split("rank 0: ")[1]
     assert "is a file: a checkpoint is a folder" in refused(2, saved, tmp_path / "file")
+
+
+@pytest.fixture
+def nobody() -> Iterator[Path]:
+    """A folder in which a test that runs as root has no more rights than others."""
+    folder = Path(tempfile.mkdtemp())
+    root = os.geteuid() == 0
+    if root:
+        os.chown(folder, 65534, 65534)
+        os.seteuid(65534)
+    yield folder
+    if root:
+        os.seteuid(0)
+    folder.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs POSIX")
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_folder_without_permission(nobody: Path, in_background: bool) -> None:
+    path = nobody / "a"
+    digest = spawn(saved, 2, path)[0]
+    nobody.chmod(0o555)
+    text = refused(3, lambda comm: trained(comm, path, background=in_background))
+    assert text == f"save to {path}: rank 0: Permission denied (EACCES): {nobody}/a.lock"
+    assert os.listdir(nobody) == ["a"]
+    assert loaded(path) == digest
+    (path / "model.safetensors").chmod(0)
+    assert refused(3, broken, path).endswith(f"rank 0: Permission denied (EACCES): {path}/model.safetensors")
+    (path / "model.safetensors").chmod(0o644)
+    assert loaded(path) == digest
 
 
 def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A real process, killed by SIGKILL at random moments of saving, leaves the old or the new checkpoint."""
+"""Real processes, killed by SIGKILL at random moments of saving, leave the old or the new checkpoint."""
 
 import os
 import re
@@ -11,11 +11,12 @@ import pytest
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")]
 
 
-def test_killed_while_saving() -> None:
-    """`python tests/checkpoint/kills.py 300` does more of them."""
-    command = [sys.executable, "-W", "error", str(Path(__file__).parent / "kills.py"), "20"]
+@pytest.mark.parametrize(("script", "kills"), [("kills.py", 20), ("kills_ranks.py", 3)])
+def test_killed_while_saving(script: str, kills: int) -> None:
+    """`make thorough` does more of them. kills.py: one process. kills_ranks.py: one of three ranks under mpiexec."""
+    command = [sys.executable, "-W", "error", str(Path(__file__).parent / script), str(kills)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    counted = re.search(r"20 kills in (\d+) saves", done.stdout)
+    counted = re.search(rf"{kills} kills in (\d+) saves", done.stdout)
     assert counted
     assert int(counted[1]) > 2

@@ -1,17 +1,19 @@
 """Checkpoints under real MPI, at whatever number of ranks the tests are run with."""
 
+import ctypes
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.numpy
 from models import make
 from runs import contents, steps
 
-from fsdpx import Mesh, Trainer, spawn
+from fsdpx import Mesh, Trainer, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.comm.opening import world as open_world
 from fsdpx.engine.checkpoint import disk, write
@@ -91,4 +93,47 @@ def test_one_rank_without_room(world: Communicator, common: Path, monkeypatch: p
         monkeypatch.setattr(write, "write_at", disk.write_at)
     trainer.load(common / "a")
     assert trainer.fingerprint() == before
+    trainer.close()
+
+
+def resident(peak: bool) -> int:
+    """Bytes of this process that are in memory, now or at most since `forget_peak`."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["VmHWM" if peak else "VmRSS"].split()[0]) << 10
+
+
+def forget_peak() -> None:
+    """Also give back what is free: memory that is used again would not be seen."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, AttributeError):
+        pytest.skip("this system does not count peaks anew")
+
+
+def most(world: Communicator, body: Callable[[], object]) -> int:
+    """The most bytes that a rank has beside what it had before, while all run `body`."""
+    world.barrier().wait()
+    forget_peak()
+    before = resident(peak=False)
+    body()
+    return max(world.all_gather_object(resident(peak=True) - before))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_no_rank_takes_more_than_a_few_blocks_beside_its_shard(
+    world: Communicator, common: Path, strategy: str
+) -> None:
+    """As the kernel counts. All state is 96 MiB, so that one rank that gathers, or one array too many, is seen."""
+    model = nn.Chain(*(nn.Linear(1024, 1024) for _ in range(8)))
+    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=world, strategy=strategy)
+    for state in trainer.engine.pages.values():
+        for slot in state.slots.values():
+            slot[...] = 1  # memory nobody has written to is not there yet
+    share = (96 << 20) // world.size
+    few = 20 << 20
+    assert most(world, lambda: trainer.save(common / "a")) < few
+    assert most(world, lambda: trainer.load(common / "a")) < few
+    assert most(world, lambda: save(trainer, common / "a", True)) < share + few
+    assert most(world, lambda: np.ones(6 << 20)) > 2 * few  # such an array would have been seen
     trainer.close()

@@ -167,6 +167,20 @@ def test_those_that_have_the_same_take_turns() -> None:
     assert fsdpx.spawn(body, 5, timeout=20) == [128, 128, 128, 128, 0]
 
 
+@pytest.mark.parametrize("here", [[(2, 3), (5, 6), (8, 10)], [(2, 3), (5, 7), (9, 10)], [(1, 3), (4, 40), (41, 42)]])
+def test_pieces_at_irregular_distances(here: list[tuple[int, int]]) -> None:
+    """Rank 1 has a few elements; what it gets for the others is of one size, or nearly."""
+
+    def body(comm: Communicator) -> None:
+        have = [flat("a", 0, 48)] if comm.rank == 0 else [flat("a", a, b) for a, b in here]
+        want = [] if comm.rank == 0 else [Held("a", np.zeros(48, "float32"), 0, Spec((48,)), 0, 1)]
+        recut(comm, have, want)
+        for part in want:
+            np.testing.assert_array_equal(part.array, np.arange(48))
+
+    fsdpx.spawn(body, 2, timeout=20)
+
+
 def test_what_nobody_has_is_said_by_all_and_nothing_moves() -> None:
     def body(comm: Communicator) -> Any:
         have = [flat("a", 0, 12)] if comm.rank == 0 else []

@@ -45,9 +45,18 @@ class Done:
     seconds: float
 
 
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+"""What Open MPI needs to start more ranks than there are cores, as anybody; others do not read it."""
+
+
 def environment(**variables: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_", "FSDPX_"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "FSDPX_TUNE": "0", **variables}
+    return {**kept, **OPEN_MPI, "PYTHONPATH": str(ROOT), "FSDPX_TUNE": "0", **variables}
 
 
 def job(folder: Path, program: str, *, ranks: int = 3, args: tuple[str, ...] = (), **variables: str) -> Done:

@@ -16,7 +16,7 @@ from fsdpx.engine.elastic.descriptors import Descriptor, describe, missing, whol
 from fsdpx.engine.elastic.recut import recut
 from fsdpx.engine.elastic.seats import mesh_for, seated
 from fsdpx.engine.engine import Engine
-from fsdpx.engine.recipe import Recipe
+from fsdpx.engine.recipe import Recipe, begin
 from fsdpx.engine.tuning import Tuning
 from fsdpx.engine.watchdog import Watchdog, watch
 from fsdpx.errors import StateLost
@@ -72,7 +72,7 @@ class Built:
 def build(recipe: Recipe, control: Survivor, tuning: Tuning, ranks: int | None, copies: int) -> Built:
     """At the begin of a run: initial parameters. Collective over `control`."""
     everyone = [Standing(rank, None, True, []) for rank in range(control.size)]
-    return _build(recipe, control, tuning, everyone, ranks, copies)
+    return _build(recipe, control, tuning, everyone, ranks, copies, initial=True)
 
 
 def rebuild(
@@ -92,10 +92,11 @@ def rebuild(
     told = [Told(o.step, o.state.text(), [describe(part) for part in o.parts]) for o in offers]
     everyone: list[Standing] = control.all_gather_object(standing._replace(offers=told))
     say("recovery: all ranks have said what they hold")
-    built = _build(recipe, control, tuning, everyone, ranks, copies)
+    built = _build(recipe, control, tuning, everyone, ranks, copies, initial=False)
     say("recovery: the new trainer is there")
     newest = _newest(built.engine, everyone)
     if newest is None:
+        begin(built.engine)
         return built
     step, text = newest
     mine = [part for offer in offers if offer.step == step for part in offer.parts]
@@ -117,7 +118,13 @@ def wait_for(copies: Copies) -> None:
 
 
 def _build(
-    recipe: Recipe, control: Survivor, tuning: Tuning, everyone: list[Standing], ranks: int | None, copies: int
+    recipe: Recipe,
+    control: Survivor,
+    tuning: Tuning,
+    everyone: list[Standing],
+    ranks: int | None,
+    copies: int,
+    initial: bool,
 ) -> Built:
     most = control.size if ranks is None else min(ranks, control.size)
     mesh = mesh_for(recipe.mesh, recipe.strategy, most)
@@ -130,7 +137,7 @@ def _build(
         engine = replace(fitted, device="shape").engine(FakeCommunicator(0, mesh.size), tuning)
         kept = None
     else:
-        engine = fitted.engine(group, tuning)
+        engine = fitted.engine(group, tuning, initial)
         kept = Copies(group.subgroup(range(group.size)), engine, copies)
     return Built(control, [one.born for one in everyone], training, engine, kept, 0, dog)
 

@@ -14,11 +14,11 @@ from fsdpx.array.namespace import from_host, namespace_of, to_host
 from fsdpx.comm.communicator import Communicator, Handle
 from fsdpx.comm.survivors import Survivor, settle
 from fsdpx.engine.checkpoint.pieces import BLOCK, Held
-from fsdpx.engine.elastic.descriptors import Descriptor, describe, missing, whole
+from fsdpx.engine.elastic.descriptors import describe
 from fsdpx.engine.elastic.moves import Message, Plan, Rows
 from fsdpx.errors import RankLost
 
-__all__ = ["FLIGHT", "Descriptor", "describe", "let_go", "missing", "recut", "whole"]
+__all__ = ["FLIGHT", "let_go", "recut"]
 
 FLIGHT = 8
 """Messages of a rank under way at once."""

@@ -1,0 +1,42 @@
+"""A job that trains until it is asked to stop: `mpiexec -n 3 python stopped.py FOLDER`. Tests go on from there."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from fsdpx import data, init, nn, optim
+from fsdpx.comm import Communicator
+from fsdpx.engine.checkpoint import Checkpoints
+
+READY, ROWS, SAMPLES = "ready.json", 12, 60
+rng = np.random.default_rng(0)
+X, Y = rng.standard_normal((SAMPLES, 6)).astype(np.float32), rng.integers(0, 3, SAMPLES)
+
+
+def train(comm: Communicator, folder: Path | None, steps: int, pause: float = 0.0) -> str:
+    """To so many steps, from the newest checkpoint of `folder` on: the fingerprint. One file says that it has begun."""
+    model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
+    trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), comm=comm, chunks=12)
+    pids = comm.all_gather_object(os.getpid())
+
+    def observe(action: object) -> None:
+        time.sleep(pause)
+        if trainer.steps == 7 and comm.rank == 0 and folder is not None and not (folder / READY).exists():
+            (folder / "unseen").write_text(json.dumps(pids))
+            (folder / "unseen").rename(folder / READY)
+
+    if pause:
+        trainer.engine.observers.append(observe)
+    dataset = data.ArrayDataset(X, Y)
+    loader = data.DataLoader(dataset, ROWS, comm=trainer.data, shuffle=True, seed=1, chunks=12)
+    kept = None if folder is None else Checkpoints(folder / "run", every=10**6)
+    trainer.fit(loader, epochs=10**6, steps=steps, progress=False, checkpoints=kept)
+    return trainer.fingerprint()
+
+
+if __name__ == "__main__":
+    train(init(), Path(sys.argv[1]), steps=10**6, pause=1e-4)

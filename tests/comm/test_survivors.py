@@ -1,0 +1,442 @@
+"""Thread ranks that die: the others hear of it wherever they wait, come together and go on."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdpx.comm import DONE, FakeCommunicator, Guarded, ReduceOp, local, single, spawn
+from fsdpx.comm.opening import resilient
+from fsdpx.comm.rendezvous import Died
+from fsdpx.comm.survivors import Survivor, settle, survives
+from fsdpx.errors import CommError, ConfigError, DesyncError, RankLost
+from fsdpx.testing.chaos import Struck
+
+N = 3
+
+
+def x() -> np.ndarray:
+    return np.ones(N)
+
+
+ISSUED: dict[str, Callable[[Survivor, int], Any]] = {
+    "all_gather": lambda c, dead: c.all_gather(np.ones(1), x()),
+    "reduce_scatter": lambda c, dead: c.reduce_scatter(x(), np.ones(1)),
+    "all_reduce": lambda c, dead: c.all_reduce(x(), what="the loss"),
+    "all_reduce in a ring": lambda c, dead: c.all_reduce(x(), algorithm="ring"),
+    "broadcast": lambda c, dead: c.broadcast(x(), 0),
+    "reduce": lambda c, dead: c.reduce(x(), x(), ReduceOp.SUM, 0),
+    "gather": lambda c, dead: c.gather(np.ones(1), x(), 0),
+    "scatter": lambda c, dead: c.scatter(x(), np.ones(1), 0),
+    "all_to_all": lambda c, dead: c.all_to_all(x(), x()),
+    "barrier": lambda c, dead: c.barrier(),
+    "send": lambda c, dead: c.send(x(), dead if c.rank != dead else (dead + 1) % N),
+    "recv": lambda c, dead: c.recv(x(), dead if c.rank != dead else (dead + 1) % N),
+}
+BLOCKING: dict[str, Callable[[Survivor, int], Any]] = {
+    "split": lambda c, dead: c.split(0),
+    "subgroup": lambda c, dead: c.subgroup(range(N)),
+    "all_gather_object": lambda c, dead: c.all_gather_object("x"),
+}
+
+
+def finish(call: Callable[[Survivor, int], Any], comm: Survivor, dead: int, issued: Any = None) -> None:
+    """Call, wait at the barrier `issued` if there is one, then for the end of the call."""
+    handle = call(comm, dead)
+    if issued is not None:
+        issued.wait(20)
+    while not handle.test():
+        pass
+
+
+def recovered(comm: Survivor) -> Survivor:
+    comm.revoke()
+    assert comm.agree(3) == 0
+    return comm.shrink()
+
+
+def total(comm: Survivor) -> int:
+    one = np.ones(1)
+    comm.all_reduce(one).wait()
+    return int(one[0])
+
+
+@pytest.mark.parametrize("dead", range(N))
+@pytest.mark.parametrize("verb", [*ISSUED, *BLOCKING])
+def test_who_needs_a_rank_that_dies_hears_of_it(verb: str, dead: int) -> None:
+    def body(comm: Survivor) -> Any:
+        if comm.rank == dead:
+            raise Died
+        call = (ISSUED | BLOCKING)[verb]
+        name = {"all_reduce in a ring": "(send|recv)", "subgroup": "split"}.get(verb, verb)
+        with pytest.raises(RankLost, match=f"^{name}.* on rank {comm.rank} of 3: rank {dead} has died") as caught:
+            finish(call, comm, dead)
+        assert caught.value.ranks == comm.lost() == (dead,)
+        rest = recovered(comm)
+        assert rest.lost() == ()
+        return rest.rank, rest.size, total(rest), rest.agree(6 + rest.rank)
+
+    results = spawn(body, N, timeout=20, survive=True, delays=dead)
+    assert [result for result in results if result] == [(0, 2, 2, 6), (1, 2, 2, 6)]
+    assert results[dead] is None
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the dead called first", "the dead never called"])
+@pytest.mark.parametrize("verb", ISSUED)
+def test_what_was_issued_before_the_death(verb: str, first: bool) -> None:
+    dead, issued, gone = 1, threading.Barrier(N - 1 if first else N), threading.Event()
+
+    def body(comm: Survivor) -> None:
+        if comm.rank == dead:
+            if first:
+                ISSUED[verb](comm, dead)
+            else:
+                issued.wait(20)
+            gone.set()
+            raise Died
+        if first:
+            gone.wait(20)
+            while not comm.lost():
+                pass
+        with pytest.raises(RankLost, match="rank 1 has died"):
+            finish(ISSUED[verb], comm, dead, None if first else issued)
+
+    spawn(body, N, timeout=20, survive=True)
+
+
+def test_what_all_have_come_to_succeeds_though_one_dies_then() -> None:
+    def body(comm: Survivor) -> int:
+        array = np.ones(2)
+        handle = comm.all_reduce(array)
+        if comm.rank == 0:
+            while not handle.test():
+                pass
+            raise Died
+        handle.wait()
+        while not comm.lost():
+            pass
+        handle.wait()
+        assert handle.test()
+        return int(array[0])
+
+    assert spawn(body, N, timeout=20, survive=True) == [None, 3, 3]
+
+
+def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 comes last and moves; rank 0 revokes in the middle of it."""
+    inside, revoked, heard = threading.Event(), threading.Event(), []
+    reduce_in_order = local.reduce_in_order
+
+    def slow(*args: Any) -> None:
+        inside.set()
+        assert revoked.wait(20)
+        heard.append("moved")
+        reduce_in_order(*args)
+
+    def body(comm: Survivor) -> float:
+        monkeypatch.setattr(local, "reduce_in_order", slow)
+        array = np.ones(2)
+        if comm.rank == 2:
+            comm.recv(np.ones(1), 0).wait()
+            comm.recv(np.ones(1), 1).wait()
+        handle = comm.all_reduce(array)
+        if comm.rank == 0:
+            comm.send(np.ones(1), 2).wait()
+            assert inside.wait(20)
+            comm.revoke()
+            assert not handle.test()
+            revoked.set()
+        if comm.rank == 1:
+            comm.send(np.ones(1), 2).wait()
+        handle.wait()
+        heard.append("done")
+        return float(array[0])
+
+    assert spawn(body, N, timeout=20, survive=True) == [3, 3, 3]
+    assert heard[0] == "moved"
+
+
+def test_a_rank_that_dies_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*args: Any) -> None:
+        raise Died
+
+    monkeypatch.setattr(local, "reduce_in_order", die)
+
+    def body(comm: Survivor) -> int:
+        with pytest.raises(RankLost, match="has died"):
+            comm.all_reduce(np.ones(2)).wait()
+        monkeypatch.undo()
+        return recovered(comm).size
+
+    assert sorted(spawn(body, N, timeout=20, survive=True), key=str) == [2, 2, None]
+
+
+def test_revoke_wakes_who_waits_in_groups() -> None:
+    """Ranks 0 and 1 have a group and a group of it; rank 1 hears of the death of rank 2 and gives all up."""
+
+    def body(comm: Survivor) -> str:
+        pair = comm.subgroup([0, 1] if comm.rank < 2 else [2])
+        inner = pair.subgroup(range(pair.size))
+        del pair
+        if comm.rank == 2:
+            raise Died
+        if comm.rank == 1:
+            del inner
+            with pytest.raises(RankLost, match="rank 2 has died"):
+                comm.barrier().wait()
+            assert recovered(comm).size == 2
+            return ""
+        with pytest.raises(RankLost) as caught:
+            inner.recv(np.ones(3), 1, what="ACT3").wait()
+        assert recovered(comm).size == 2
+        with pytest.raises(RankLost, match="given"):
+            inner.split(0)
+        return str(caught.value)
+
+    said = spawn(body, N, timeout=20, survive=True)[0]
+    assert said == (
+        "recv of ACT3 from rank 1, tag 0 on rank 0 of 2: another rank has given this communicator up, for a rank that "
+        "has died"
+    )
+
+
+@pytest.mark.parametrize("verb", [*ISSUED, *BLOCKING])
+def test_nothing_begins_on_what_was_revoked(verb: str) -> None:
+    def body(comm: Survivor) -> tuple[int, int]:
+        group = comm.subgroup(range(N))
+        if comm.rank == 0:
+            group.revoke()
+        comm.barrier().wait()
+        with pytest.raises(RankLost, match="has given this communicator up"):
+            (ISSUED | BLOCKING)[verb](group, (group.rank + 1) % N)
+        assert group.agree(6 + comm.rank % 2) == 6
+        return group.shrink().size, total(comm)
+
+    assert spawn(body, N, timeout=20, survive=True) == [(N, N)] * N
+
+
+def test_agreement_waits_for_what_others_wait_for() -> None:
+    """Ranks of a ring need steps of ranks that are in `agree` already."""
+
+    def body(comm: Survivor) -> list[float]:
+        array = np.arange(5.0)
+        handle = comm.all_reduce(array, algorithm="ring")
+        if comm.rank > 0:
+            handle.wait()
+        assert comm.agree(1) == 1
+        handle.wait()
+        return array.tolist()
+
+    assert spawn(body, N, timeout=20, survive=True) == [[0, 3, 6, 9, 12]] * N
+
+
+def test_a_broken_transfer_does_not_follow_into_the_new_communicator() -> None:
+    issued = threading.Barrier(N)
+
+    def body(comm: Survivor) -> int:
+        group = comm.subgroup(range(N))
+        if comm.rank == 0:
+            issued.wait(20)
+            raise Died
+        handle = group.all_reduce(np.ones(9), algorithm="ring") if comm.rank == 1 else group.recv(np.ones(1), 1)
+        issued.wait(20)
+        rest = recovered(comm)
+        assert total(rest) == 2
+        assert settle([handle, DONE], 10) == []
+        return total(rest)
+
+    assert spawn(body, N, timeout=20, survive=True) == [None, 2, 2]
+
+
+def test_settle_returns_what_is_neither_complete_nor_broken() -> None:
+    def body(comm: Survivor) -> None:
+        handle = comm.recv(np.ones(1), 1 - comm.rank)
+        assert settle([DONE, handle], 0.01) == [handle]
+        comm.barrier().wait()
+        comm.revoke()
+        assert settle([handle], 10) == []
+
+    spawn(body, 2, timeout=20, survive=True)
+
+
+def test_settle_waits_for_the_other_requests_of_a_handle() -> None:
+    class Broken:
+        tests, active = 0, True
+
+        def test(self) -> bool:
+            self.tests += 1
+            self.active = self.tests < 3
+            raise CommError
+
+        def wait(self) -> None: ...
+
+    handle = Broken()
+    assert settle([handle]) == []
+    assert handle.tests == 3
+
+
+def test_ranks_that_vote_on_different_things() -> None:
+    def body(comm: Survivor) -> None:
+        comm.agree(1) if comm.rank else comm.shrink()
+
+    with pytest.raises(DesyncError, match=r"called (agree|shrink); ranks \[.*\] called (agree|shrink)"):
+        spawn(body, 2, timeout=20, survive=True)
+
+
+@given(size=st.integers(2, 5), seed=st.integers(0, 2**32))
+def test_whoever_dies_and_when_all_others_agree(size: int, seed: int) -> None:
+    """Deaths around several agreements and shrinks: each has one outcome, and no death goes unnoticed."""
+    draw = random.Random(seed)
+    last = {rank: draw.randrange(8) for rank in draw.sample(range(size), draw.randrange(size))}
+    flags = [[draw.randrange(1, 8) for _ in range(size)] for _ in range(8)]
+
+    def body(comm: Survivor) -> list[tuple[int, int]]:
+        born, history = comm.rank, []
+        for turn in range(8):
+            if last.get(born) == turn:
+                raise Died
+            said = comm.agree(flags[turn][born] | 8)
+            history.append((comm.size, said))
+            if said == 0:
+                comm = comm.shrink()
+        return history
+
+    delays = draw.randrange(100) if draw.random() < 0.3 else None
+    histories = [history for history in spawn(body, size, timeout=20, survive=True, delays=delays) if history]
+    assert len(histories) == size - len(last)
+    assert all(history == histories[0] for history in histories)
+    assert 0 not in {said for _, said in histories[0]} or last
+
+
+@given(size=st.integers(2, 6), seed=st.integers(0, 2**32), delays=st.sampled_from([None, None, None, 5]))
+def test_survivors_have_one_history(size: int, seed: int, delays: int | None) -> None:
+    """Steps of several collectives in several groups, an agreement after each; deaths anywhere, also in recovery."""
+    draw = random.Random(seed)
+    deaths = {rank: draw.randrange(45) for rank in draw.sample(range(size), draw.randint(1, size - 1))}
+
+    def body(comm: Survivor) -> list[tuple[int, int, float]]:
+        born, done = comm.rank, 0
+
+        def act() -> None:
+            nonlocal done
+            if deaths.get(born) == done:
+                raise Struck(f"rank {born} at {done}")
+            done += 1
+
+        def step(comm: Survivor, groups: list[Survivor]) -> float:
+            array = np.ones(1)
+            ring = comm.all_reduce(many := np.ones(7), algorithm="ring")
+            for group in groups:
+                act()
+                group.all_reduce(array).wait()
+            act()
+            other = groups[0].rank ^ 1
+            if other < groups[0].size:
+                handles = groups[0].send(array, other), groups[0].recv(np.ones(1), other)
+                for handle in handles:
+                    handle.wait()
+            act()
+            ring.wait()
+            return float(array[0] * many[0])
+
+        def connect(comm: Survivor) -> list[Survivor]:
+            act()
+            pairs = comm.split(comm.rank // 2)
+            act()
+            return [pairs, comm.split(comm.rank % 2), comm]
+
+        history: list[tuple[int, int, float]] = []
+        groups: list[Survivor] | None = None
+        while len(history) < 6:
+            flag, got = 1, 0.0
+            try:
+                groups = groups or connect(comm)
+                got = step(comm, groups)
+            except RankLost:
+                comm.revoke()
+                flag = 0
+            act()
+            if comm.agree(flag):
+                history.append((len(history), comm.size, got))
+                continue
+            comm.revoke()
+            comm, groups = comm.shrink(), None
+        return history
+
+    results = spawn(body, size, timeout=30, delays=delays, survive=True)
+    left = [result for result in results if result is not None]
+    assert len(left) >= size - len(deaths) >= 1
+    assert all(history == left[0] for history in left)
+    assert [number for number, _, _ in left[0]] == list(range(6))
+    assert left[0][-1][1] >= len(left)
+
+
+def test_deaths_end_all_ranks_where_nobody_asked_to_survive() -> None:
+    def body(comm: Survivor) -> None:
+        assert isinstance(comm, Survivor)
+        assert not survives(comm)
+        if comm.rank == 1:
+            raise Struck("kill")
+        comm.barrier().wait()
+
+    with pytest.raises(Struck, match="kill") as caught:
+        spawn(body, N, timeout=20)
+    assert caught.value.__notes__ == ["[rank 1] of 3 thread ranks"]
+
+
+def test_all_ranks_die() -> None:
+    def body(comm: Survivor) -> None:
+        assert survives(comm)
+        raise Died(comm.rank)
+
+    with pytest.raises(Died) as caught:
+        spawn(body, 2, timeout=20, survive=True)
+    assert caught.value.__notes__[0].endswith("the first of 2 thread ranks, all of which died")
+
+
+def test_an_error_is_no_death() -> None:
+    def body(comm: Survivor) -> None:
+        if comm.rank == 1:
+            raise Died
+        if comm.rank == 0:
+            raise KeyError("a bug")
+        comm.agree(1)
+
+    with pytest.raises(KeyError, match="a bug"):
+        spawn(body, N, timeout=20, survive=True)
+
+
+def test_what_survives() -> None:
+    assert not survives(FakeCommunicator(0, 2))
+    assert not survives(single())
+
+
+def test_resilient_communicators() -> None:
+    def body(comm: Survivor) -> int:
+        mine, second = resilient(Guarded(comm)), resilient()
+        assert survives(mine)
+        assert survives(second)
+        if comm.rank == 0:
+            mine.revoke()
+        return total(comm) + total(second)
+
+    assert spawn(body, N, timeout=20, survive=True) == [2 * N] * N
+    alone = resilient(single())
+    assert (alone.agree(5), alone.shrink().size, alone.lost(), survives(alone)) == (5, 1, (), False)
+    with pytest.raises(ConfigError, match=r"ranks of FakeCommunicator\(rank=0, size=2\) cannot die or come back: use"):
+        resilient(FakeCommunicator(0, 2))
+    with pytest.raises(ConfigError, match="neither an mpi4py communicator nor an fsdpx Communicator"):
+        resilient(7)
+
+
+def test_a_loss_can_be_sent() -> None:
+    error = pickle.loads(pickle.dumps(RankLost("barrier: ranks 1, 2 have died", (1, 2))))
+    assert (str(error), error.ranks) == ("barrier: ranks 1, 2 have died", (1, 2))
