@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from fsdpx.engine.distribute import distribute
     from fsdpx.engine.dryrun import dry_run
     from fsdpx.engine.elastic.options import Elastic
+    from fsdpx.engine.elastic.trainer import ElasticTrainer
     from fsdpx.engine.trainer import Trainer
     from fsdpx.launch.info import info
 
@@ -56,6 +57,7 @@ _HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.comm.functional") | {
     "Codec": "fsdpx.comm.codecs",
     "Communicator": "fsdpx.comm.communicator",
     "Elastic": "fsdpx.engine.elastic.options",
+    "ElasticTrainer": "fsdpx.engine.elastic.trainer",
     "FakeCommunicator": "fsdpx.comm.fake",
     "Handle": "fsdpx.comm.communicator",
     "Mesh": "fsdpx.comm.mesh",
@@ -74,10 +76,10 @@ _HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.comm.functional") | {
 }
 
 __all__ = [
-    "Cast", "Checkpoints", "Codec", "Communicator", "Elastic", "FakeCommunicator", "Handle", "Mesh", "Plain",
-    "Precision", "Preempted", "Preemption", "ReduceOp", "Sharding", "Trainer", "__version__", "all_gather", "all_reduce",
-    "all_to_all", "barrier", "broadcast", "data", "distribute", "dry_run", "errors", "finalize", "gather", "info",
-    "init", "is_initialized", "layer_costs", "local_rank", "nn", "optim", "rank", "recv", "reduce",
+    "Cast", "Checkpoints", "Codec", "Communicator", "Elastic", "ElasticTrainer", "FakeCommunicator", "Handle", "Mesh",
+    "Plain", "Precision", "Preempted", "Preemption", "ReduceOp", "Sharding", "Trainer", "__version__", "all_gather",
+    "all_reduce", "all_to_all", "barrier", "broadcast", "data", "distribute", "dry_run", "errors", "finalize", "gather",
+    "info", "init", "is_initialized", "layer_costs", "local_rank", "nn", "optim", "rank", "recv", "reduce",
     "reduce_scatter", "scatter", "send", "spawn", "testing", "world_size",
 ]  # fmt: skip
 

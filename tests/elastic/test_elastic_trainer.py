@@ -194,8 +194,8 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
     rng = np.random.default_rng(1)
     source = data.ArrayDataset(rng.standard_normal((40, 6)), rng.integers(0, 3, 40))
 
-    def body(comm: Any, folder: str, kills: list[Kill]) -> Any:
-        trainer = make(comm, elastic=Elastic(every=2))
+    def body(comm: Any, folder: str, kills: list[Kill], ranks: int | None = None) -> Any:
+        trainer = make(comm, elastic=Elastic(every=2, ranks=ranks))
         killer = Killer(comm.rank, kills)
         trainer.engine.observers.append(killer)
         loader = data.DataLoader(source, ROWS, comm=trainer.data, shuffle=True, chunks=8)
@@ -210,5 +210,6 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
     got = run(3, body, "wild", kills)
     assert len(got) == 1
     assert got[0] == wanted[0]
+    assert run(3, body, "idle", [], 2) == wanted
     again = run(2, body, "wild", [])  # goes on where the other ended
     assert again[0][2] == wanted[0][2]

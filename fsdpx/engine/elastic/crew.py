@@ -85,14 +85,14 @@ class Crew:
         self._updating = False  # between the agreement on a step and its end
         self._every = elastic.every
         self._under_way: int | None = None  # step of the copies that have not arrived
-        self._last, self._took = perf_counter(), 0.0
+        self._last, self._took, self._takes = perf_counter(), 0.0, 0
         self._adopt(build(recipe, control, self.tuning, self.ranks, elastic.copies))
 
     def _adopt(self, built: Built) -> None:
         self.built, self.step, self.kept = built, built.step, built.step
         self.control, self.engine, self.copies = built.control, built.engine, built.copies
         self.copying = self._exposed()
-        self._under_way, self._updating = None, False
+        self._under_way, self._updating, self.asked = None, False, False
         if built.copied and self.copies is not None:
             self.copies.promote()
         self._note()
@@ -131,7 +131,7 @@ class Crew:
         if not self.copying:
             self.kept = self.step
         elif self._under_way is None and self.step - self.kept >= (self._every or 1):
-            if self._every is None and self.kept > 0:
+            if self._every is None and self._takes > 1:  # the first ones also make their buffers
                 self._took = took
                 return True
             self._take()
@@ -144,7 +144,7 @@ class Crew:
         self._every = min(max(ceil(cost / (COST * took)), 1), 1000)
 
     def _take(self) -> None:
-        self._under_way = self.step
+        self._under_way, self._takes = self.step, self._takes + 1
         if self.copies is not None:
             self.copies.take(self._state, self.step)
 
@@ -216,7 +216,7 @@ class Crew:
             self._say("recovery: the others are found")
             built = None
             try:
-                built = self._rebuilt(control, offers)
+                built = self._rebuilt(control, offers, self.ranks)
             except RankLost:
                 control.revoke()
             if control.agree(FINE if built else 0):
@@ -225,18 +225,19 @@ class Crew:
         assert built is not None
         return self._go_on(built, begin, before, members)
 
-    def resize(self, ranks: int | None) -> Recovery | None:
-        """At the boundary of two steps: train on that many ranks. None, if a loss came between: `recover` is next."""
-        self.ranks, begin, before = ranks, perf_counter(), self.step
-        built = self._rebuilt(self.control, self._offers())
+    def resize(self, ranks: int | None) -> Recovery:
+        """At the boundary of two steps: train on that many ranks; RankLost if one was lost on the way."""
+        begin, before = perf_counter(), self.step
+        built = self._rebuilt(self.control, self._offers(), ranks)
         self.agree()
+        self.ranks = ranks
         return self._go_on(built, begin, before, self.built.born)
 
-    def _rebuilt(self, control: Survivor, offers: list[Offer]) -> Built:
+    def _rebuilt(self, control: Survivor, offers: list[Offer], ranks: int | None) -> Built:
         seat = self.built.training.index(self.control.rank) if self.trains else None
         standing = Standing(self._born, seat, self.fresh and self.kept == 0, [])
         return rebuild(
-            self.recipe, control, self.tuning, standing, offers, self.ranks, self.elastic.copies, self._say
+            self.recipe, control, self.tuning, standing, offers, ranks, self.elastic.copies, self._say
         )  # fmt: skip
 
     def _go_on(self, built: Built, begin: float, before: int, members: list[int]) -> Recovery:

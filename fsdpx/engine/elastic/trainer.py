@@ -160,13 +160,18 @@ class ElasticTrainer(Trainer):
         if type(ranks) is not int or ranks < 1:
             raise ConfigError(f"resize({ranks!r}): a number of ranks, 1 or more")
         self._open("resize")
-        try:
-            self._crew.resize(ranks)
-        except RankLost as error:
-            self._recover(error)
-            self._catch_up()
-        else:
-            self._adopt()
+        while True:
+            try:
+                self._resize(ranks)
+            except RankLost as error:
+                self._recover(error)
+                self._catch_up()
+            else:
+                return
+
+    def _resize(self, ranks: int | None) -> None:
+        self._crew.resize(ranks)
+        self._adopt()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -203,10 +208,8 @@ class ElasticTrainer(Trainer):
         if self._crew.committed():
             self._crew.choose(self.most)
         self._recent.forget(self._crew.kept)
-        if self._crew.asked:
-            wanted = self._until_all(self._crew.request)
-            if wanted is not None:
-                self.resize(wanted)
+        if self._crew.asked:  # asked again with the next step, if a rank is lost now
+            self._resize(self._crew.request())
 
     def _together(self, what: str, mine: Callable[[], T]) -> T:
         """What the ranks that train find together, on all ranks; begun again if one of them dies on the way."""
