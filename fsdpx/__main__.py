@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
     commands = p.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
-    _start(commands.add_parser("run", help="start N ranks; again, from the last checkpoint, when one dies"))
+    _start(commands.add_parser("run", help="start N ranks; again, from the last checkpoint, when a death ends the job"))
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
     _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
     _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
@@ -78,6 +78,9 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
     p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
     p.add_argument("--folder", type=Path, default=None, help="where records of failed starts are kept")
+    p.add_argument(
+        "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs/elastic.md)"
+    )
     p.add_argument("--mpiexec", default=None, help='the launcher, as in "srun --mpi=pmi2 -K" (default: mpiexec)')
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", help="script.py")

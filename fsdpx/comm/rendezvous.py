@@ -134,7 +134,7 @@ class Group:
     def settle(self, number: int, vote: Vote, decide: Callable[[dict[int, Any]], Any]) -> bool:
         """Whether `vote` is decided; decide it if every member has come or died. Once, with the lock: who comes and
         dies later changes nothing."""
-        if not vote.done and not vote.missing:
+        if not vote.done and not vote.missing.difference(self.lost()):
             del self.votes[number]
             vote.result, vote.done = decide(vote.given), True
             self.world.condition.notify_all()

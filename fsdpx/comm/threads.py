@@ -33,9 +33,10 @@ def spawn(
 
     The first exception of any rank ends the others and is raised again here, with a note that names the rank.
     When a rank is not done after `timeout` seconds, CommTimeout says where each one stands. `delays` is the
-    seed of random sleeps of up to 2 ms before each communication, for tests. survive: a rank that raises `Died` (of
-    `fsdpx.comm`) dies alone; the others, whose communicators are `Survivor`s, live on, and its result is None; if all
-    die, the first death is raised here. `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
+    seed of random sleeps of up to 2 ms before each communication, for tests. survive: a rank that raises `Died`
+    (fsdpx.comm.rendezvous) dies alone; the others, whose communicators are `Survivor`s, live on, and its result is
+    None; if all die, the first death is raised here. `fsdpx.all_reduce` and its kind use the rank's own communicator
+    inside `fn`.
     """
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")

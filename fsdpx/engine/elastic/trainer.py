@@ -100,7 +100,11 @@ class ElasticTrainer(Trainer):
     def _save(
         self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
     ) -> None:
-        self._together("save", lambda: Trainer._save(self, path, choices, loader, fit, background))
+        def mine() -> None:
+            self._crew.say("saving")
+            Trainer._save(self, path, choices, loader, fit, background)
+
+        self._together("save", mine)
 
     def _resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> State:
         state: State = self._replaced("load", lambda: Trainer._resume(self, path, loader, convert, verify))

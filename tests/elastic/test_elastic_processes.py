@@ -1,0 +1,57 @@
+"""Elastic training with real ranks that are killed or stopped: the others end with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs_ulfm import unable
+from trials_elastic import SAVING, Death, Plan, Trial, demand, run
+
+pytestmark = pytest.mark.mpi_skip
+
+TIMEOUT = 2.0
+
+
+@pytest.fixture(autouse=True)
+def _ranks_survive_each_other():
+    if reason := unable():
+        pytest.skip(reason)
+
+
+def trial(folder: Path, plan: Plan, **variables: str) -> Trial:
+    found = run(plan, folder, **variables)
+    demand(found)
+    return found
+
+
+def test_one_rank_after_the_other_rank_0_first(tmp_path: Path) -> None:
+    plan = Plan(3, "fsdp", every=2, deaths=(Death(0, 100), Death(2, 500)))
+    found = trial(tmp_path, plan)
+    assert found.results[0]["lost"] == [[0], [2]]
+    assert len(found.detections) == 2
+    assert max(found.detections) < 5.0
+
+
+def test_a_rank_is_lost_while_others_come_together(tmp_path: Path) -> None:
+    deaths = (Death(1, 300), Death(3, "recovery: the new trainer is there"))
+    found = trial(tmp_path, Plan(4, "hybrid", every=3, deaths=deaths))
+    assert sorted(rank for lost in found.results[0]["lost"] for rank in lost) == [1, 3]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_is_lost_while_all_save(tmp_path: Path, background: bool) -> None:
+    trial(tmp_path, Plan(2, "zero1", every=1, background=background, deaths=(Death(1, SAVING, 0.002),)))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_counts_as_dead(tmp_path: Path, rank: int) -> None:
+    plan = Plan(3, "fsdp", deaths=(Death(rank, 300, kind="stop"),))
+    found = trial(tmp_path, plan, FSDPX_TIMEOUT=str(TIMEOUT))
+    (line,) = [line for line in found.done.err.splitlines() if line.startswith("fsdpx watchdog:")]
+    assert f"fsdpx watchdog: rank {rank} is stopped (process " in line
+    assert "got SIGSTOP) and all wait for it since 2 s: it counts as dead. It was in action " in line
+    assert found.results[0]["lost"] == [[rank]]
+    (waited,) = found.detections
+    assert TIMEOUT < waited < TIMEOUT + 10
+    assert list((tmp_path / "tmp").glob("fsdpx-flight-*")) == []
