@@ -61,6 +61,7 @@ thorough: $(VENV)/.ready
 	$(PY) -m pytest tests/engine/test_any_mesh.py --hypothesis-profile=thorough --timeout=0
 	$(PY) tests/checkpoint/fuzz.py 10000
 	$(PY) tests/checkpoint/kills.py 300
+	$(PY) tests/checkpoint/kills_ranks.py 100
 
 chaos: $(VENV)/.ready
 	$(PY) -m pytest tests/resilience/test_chaos.py --hypothesis-profile=thorough --timeout=0
@@ -89,6 +90,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/scaling.py $(ARGS)
 	$(PY) bench/side_by_side.py $(ARGS)
 	$(PY) bench/axes.py $(ARGS)
+	$(PY) bench/checkpoints.py $(ARGS)
 	$(PY) bench/page.py
 
 bench-gpu: $(VENV)/.ready

@@ -19,7 +19,7 @@ ALLOWED = {
     "optim": {"array"},
     "data": {"array"},
     "engine": {"array", "comm", "nn", "layout", "program", "optim"},
-    "examples": {"array", "comm", "nn", "layout", "program", "optim", "data", "engine"},
+    "examples": {"array", "comm", "nn", "layout", "program", "optim", "data", "engine", "testing"},
     "testing": {"array", "comm", "nn", "optim"},
 }
 

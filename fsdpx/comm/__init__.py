@@ -7,7 +7,9 @@ from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.local import LocalCommunicator, single
 from fsdpx.comm.mesh import Axes, Coordinates, Mesh, alone, connect
-from fsdpx.comm.opening import BACKENDS, adopt, world
+from fsdpx.comm.opening import BACKENDS, adopt, resilient, world
+from fsdpx.comm.rendezvous import Died
+from fsdpx.comm.survivors import Survivor, survives
 from fsdpx.comm.threads import spawn
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "Count",
     "Counted",
     "Counters",
+    "Died",
     "Done",
     "FakeCommunicator",
     "Guarded",
@@ -27,11 +30,14 @@ __all__ = [
     "LocalCommunicator",
     "Mesh",
     "ReduceOp",
+    "Survivor",
     "adopt",
     "alone",
     "connect",
+    "resilient",
     "single",
     "spawn",
     "split_evenly",
+    "survives",
     "world",
 ]

@@ -10,7 +10,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim, spawn
-from fsdpx.comm.rendezvous import Died
+from fsdpx.comm import Died
 
 STEPS, ROWS = 5, 8
 rng = np.random.default_rng(0)

