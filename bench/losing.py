@@ -29,11 +29,18 @@ from fsdpx.comm.opening import resilient
 __all__ = ["chain", "cost", "recovery"]
 
 BEFORE, AFTER = 5, 2  # steps
+WINDOW = 6  # steps of a round
+PHASES = {
+    "the others are found": "shrink", "all ranks have said what they hold": "ask", "the new trainer is there": "build",
+    "state has moved": "move", "there are copies again": "copy", "the end": "agree",
+}  # fmt: skip
+"""What is announced at the end of each phase of a recovery, and its name in the table."""
 
 
 def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
-    """Seconds of each step, by round: `elastic` and `plain`; of its parts, on this rank: `commit` of each step, with
-    waiting for the other ranks, `take` of each copy; `every`: the steps between two copies, as chosen."""
+    """Seconds of each step, by round: `elastic`, one copy in each round, and `plain`; of its parts, on this rank:
+    `commit` of each step, with waiting for the other ranks, `take` of each copy; `every`: the steps that the trainer
+    chose to have between two copies."""
     layers, loss = in_fsdpx(MODELS[name])
     options = {"loss": loss, "optimizer": optim.AdamW(lr=3e-4), "strategy": "fsdp"}
     plain = layers.as_distributed(comm=resilient(comm), **options)
@@ -43,22 +50,25 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
     taken = watched(crew.copies)
     for _ in range(2):
         plain.step(*parts)
-    while crew._every is None or crew.step < 4:
+    while crew._every is None:
         elastic.step(*whole)
     found: dict[str, Any] = {"elastic": [], "plain": [], "commit": [], "take": taken, "every": crew._every}
-    window = min(max(crew._every, 4), 40)
+    crew._every = 1
 
     def elastically() -> None:
         before = clock.rows["COMMIT"][0]
         elastic.step(*whole)
         found["commit"].append(clock.rows["COMMIT"][0] - before)
 
+    while crew.step - crew.kept > 1 or len(crew.copies.generations()) < 2:  # until all room for copies is there
+        elastic.step(*whole)
+    crew._every = WINDOW
     taken.clear()
     kinds = {"elastic": elastically, "plain": lambda: plain.step(*parts)}
     for turn in range(rounds):
         for kind in sorted(kinds, reverse=turn % 2 == 1):
             comm.barrier().wait()
-            found[kind].append([clocked(kinds[kind]) for _ in range(window)])
+            found[kind].append([clocked(kinds[kind]) for _ in range(WINDOW)])
     elastic.close()
     plain.close()
     return found
@@ -118,7 +128,7 @@ def recovery(comm: Any, mib: float, folder: Path) -> dict[str, Any]:
     (happened,) = trainer.recoveries
     died = float((folder / "died").read_text())
     said.append(("the end", said[0][1] + happened.seconds))
-    steps = {f"until {b}": end - begin for (_, begin), (b, end) in pairwise(said)}
+    steps = {PHASES.get(b, b): end - begin for (_, begin), (b, end) in pairwise(said)}
     everyone = trainer.world.all_gather_object((said[0][1] - died, happened.seconds, steps))
     slowest = max(everyone, key=lambda one: one[1])
     sizes = [sum(a.nbytes for a in (s.master, *s.slots.values())) for s in trainer.engine.pages.values()]

@@ -17,7 +17,7 @@ from fsdpx.comm.backend import Backend
 from fsdpx.comm.checks import overlay
 from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp, pieces
 from fsdpx.comm.reduction import is_half
-from fsdpx.comm.requests import Requests, mpi_op, told, wire
+from fsdpx.comm.requests import Requests, lost, mpi_op, told, wire
 from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import Finish, Progress, Steps
 from fsdpx.errors import CommError
@@ -274,6 +274,10 @@ class MpiCommunicator(Backend):
     def abort(self, code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
             os._exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
+        from fsdpx.launch import environment
+
+        if environment.read().ulfm and MPI.COMM_WORLD.Get_size() - len(lost(MPI.COMM_WORLD)) == 1:
+            os._exit(code)  # Open MPI 5.0 takes the abort of the last rank that lives for success
         MPI.COMM_WORLD.Abort(code)
 
 

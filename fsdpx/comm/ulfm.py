@@ -48,8 +48,8 @@ class UlfmCommunicator(MpiCommunicator):
     """An MPI communicator (duplicated) as a `Survivor`: messages only, no shared memory.
 
     Where ULFM is not active it works as long as nobody dies: `agree` is an all-reduce, `shrink` a duplicate, `revoke`
-    nothing. Deaths on this machine are found within milliseconds, those of other machines when their daemon's
-    heartbeat has been missing for `--prtemca errmgr_detector_heartbeat_timeout` (10 s).
+    nothing. Deaths on this machine are found within milliseconds, those of whole machines when the launcher finds
+    out: by a heartbeat, where it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by its sockets.
     """
 
     def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:

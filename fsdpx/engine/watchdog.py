@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -26,7 +26,7 @@ from fsdpx.comm.steps import Progress, progress_of, spin
 from fsdpx.engine.flight import LENGTH, Flight, Recorder, log, read_all
 from fsdpx.launch import environment
 
-__all__ = ["HUNG", "Watchdog", "report", "watch"]
+__all__ = ["HUNG", "Watchdog", "report", "unwatch", "watch"]
 
 HUNG = 124
 """Exit status of a job that a watchdog ended, as of timeout(1)."""
@@ -38,12 +38,12 @@ _DAY = 86400.0
 _watchdogs: weakref.WeakKeyDictionary[Any, Watchdog] = weakref.WeakKeyDictionary()
 
 
-def watch(comm: Any, *also: Any) -> Watchdog | None:
+def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | None:
     """The watchdog of this rank on `comm`, begun with the first call. Collective.
 
     None for a single rank, for thread ranks, which find missing ranks themselves, and with FSDPX_WATCH=0. also:
-    communicators made from `comm`. The timeout is that of `comm` (FSDPX_TIMEOUT); waits on all of these may then last
-    PATIENCE times as long, for a rank that waits is not stuck while others move.
+    communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT); waits on all of these may then
+    last PATIENCE times as long, for a rank that waits is not stuck while others move.
     """
     base = _base(comm)
     if base.size == 1 or not hasattr(base, "timeout") or not environment.read().watch:
@@ -53,13 +53,20 @@ def watch(comm: Any, *also: Any) -> Watchdog | None:
     tokens = base.all_gather_object(token)  # always, so that all ranks do the same
     if dog is None:
         try:
-            dog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]))
+            dog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]), timeout)
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
             return None
     for one in (comm, *also):
         _relax(one, dog.timeout * PATIENCE)
     return dog
+
+
+def unwatch(comm: Any) -> None:
+    """Let go of `comm`, which is given up: nobody waits there any more. Records of its dead stay for `fsdpx run`."""
+    dog = _watchdogs.pop(_base(comm), None)
+    if dog is not None:
+        dog.stop(comm.lost() if environment.read().run is None else ())
 
 
 class Watchdog:
@@ -69,8 +76,8 @@ class Watchdog:
     Progress is an action that begins or ends, a wait that ends, a transfer that takes its next step.
     """
 
-    def __init__(self, comm: Any, folder: Path) -> None:
-        self.folder, self.timeout = folder, float(comm.timeout)
+    def __init__(self, comm: Any, folder: Path, timeout: float | None = None) -> None:
+        self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         folder.mkdir(parents=True, exist_ok=True)
         self.record = Recorder(self._place(self.rank, "flight"), comm.rank, comm.size, self.host)
@@ -88,12 +95,14 @@ class Watchdog:
         atexit.register(self.stop)
         self._thread.start()
 
-    def stop(self) -> None:
-        """End well: what this rank has in the folder goes."""
+    def stop(self, dead: Iterable[int] = ()) -> None:
+        """End well: what this rank has in the folder goes, and what the dead have."""
         if not self._stop.is_set():
             self._stop.set()
             atexit.unregister(self.stop)
-            self._place(self.rank, "stack").unlink(missing_ok=True)
+            for rank in (self.rank, *dead):
+                for what in ("flight", "stack"):
+                    self._place(rank, what).unlink(missing_ok=True)
             self.record.remove()
 
     def ask(self) -> None:

@@ -226,13 +226,15 @@ def _ending(
 ) -> Ending:
     """What the status of the launcher, the ranks' notes and records, and the order of their deaths mean together.
 
-    elastic: ranks may be missing at the end; what counts is how the others ended, whatever the launcher says of those.
+    elastic: ranks may be missing at the end; what counts is how the others ended, as far as they have said anything.
+    Open MPI says 0 also of a job whose last living rank aborts, and may tell of ranks that nobody misses.
     """
     step = max((f.step for f in flights.values() if f.program), default=None)
     said = {note.status for note in notes.values()}
-    outlived = elastic and status != HUNG and 0 in said and said <= {0, None}
-    if status == 0 or outlived:
+    outlived = status != HUNG and 0 in said and said <= {0, None}
+    if outlived if elastic and notes else status == 0:
         return Ending("done", 0)
+    status = status or 1
     if status == PREEMPTED or PREEMPTED in said:
         return Ending("preempted", PREEMPTED, step=step, text="the job was asked to stop and has saved")
     errors = [n for n in notes.values() if n.status not in (None, 0)]

@@ -41,7 +41,7 @@ def main() -> int:
     p.add_argument("--jobs", type=int, default=1, help="at once")
     args = p.parse_args()
     if reason := unable():
-        sys.exit(f"chaos needs ranks that survive each other: {reason}; make MPI=openmpi chaos-elastic")
+        sys.exit(f"chaos needs ranks that survive each other: {reason}; use make chaos-elastic")
     calm()
     seeds = range(args.first, args.first + args.seeds)
     for seed in seeds:

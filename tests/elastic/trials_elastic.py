@@ -218,6 +218,7 @@ def demand(trial: Trial) -> None:
     assert done.status == 0, f"status {done.status}\n{done.err}"
     assert "Traceback" not in done.err, done.err
     assert not trial.left, "processes are left over"
+    assert list(trial.folder.glob("tmp/fsdpx-*")) == [], "records are left over"
     assert {result["born"] for result in trial.results} == set(range(plan.ranks)) - set(trial.died), done.err
     for result in trial.results:
         assert result["steps"] == STEPS

@@ -151,6 +151,12 @@ class Copies:
             self._spare.append(self._under_way[0])
         self._under_way = None
 
+    def trim(self) -> None:
+        """Let go of all but the newest complete generation. Others are on the same ranks: whoever dies, none of them is
+        whole if that one is not."""
+        del self._complete[1:]
+        self._spare.clear()
+
     def _room(self) -> Buffers:
         """The oldest of two complete generations gives way."""
         if len(self._complete) == 2:

@@ -22,6 +22,7 @@ from fsdpx.engine.elastic.rebuild import Built, Offer, Standing, build, rebuild,
 from fsdpx.engine.elastic.recut import let_go
 from fsdpx.engine.recipe import Recipe
 from fsdpx.engine.tuning import tune_for
+from fsdpx.engine.watchdog import unwatch
 from fsdpx.errors import FsdpxError, RankLost
 from fsdpx.launch import environment
 
@@ -222,6 +223,7 @@ class Crew:
                 control.revoke()
             if control.agree(FINE if built else 0):
                 break
+            unwatch(control)
             control.revoke()
         assert built is not None
         return self._go_on(built, begin, before, members)
@@ -237,13 +239,14 @@ class Crew:
     def _rebuilt(self, control: Survivor, offers: list[Offer], ranks: int | None) -> Built:
         seat = self.built.training.index(self.control.rank) if self.trains else None
         standing = Standing(self._born, seat, self.fresh and self.kept == 0, [])
+        timeout = None if self.built.dog is None else self.built.dog.timeout
         return rebuild(
-            self.recipe, control, self.tuning, standing, offers, ranks, self.elastic.copies, self.say
+            self.recipe, control, self.tuning, standing, offers, ranks, self.elastic.copies, self.say, timeout
         )  # fmt: skip
 
     def _go_on(self, built: Built, begin: float, before: int, members: list[int]) -> Recovery:
-        if self.built.dog is not None and self.built.dog is not built.dog:
-            self.built.dog.stop()
+        if built.control is not self.control:
+            unwatch(self.control)
         built.engine.observers = self.engine.observers
         self._adopt(built)
         lost = tuple(sorted(set(members) - set(built.born)))
@@ -268,6 +271,7 @@ class Crew:
         engine.sends.clear()
         if self.copies is not None:
             self.copies.abandon()
+            self.copies.trim()
 
     def _exposed(self) -> bool:
         """What `Copies.needed` says, on idle ranks, too: not as many others as wanted hold what a rank holds."""

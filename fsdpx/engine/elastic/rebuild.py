@@ -84,15 +84,17 @@ def rebuild(
     ranks: int | None,
     copies: int,
     say: Callable[[str], None],
+    timeout: float | None,
 ) -> Built:
     """On other ranks than before: the newest step of which every element is in somebody's memory. Collective.
 
-    StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold.
+    StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold. timeout: of the
+    watchdog before; that of a communicator which was watched is longer.
     """
     told = [Told(o.step, o.state.text(), [describe(part) for part in o.parts]) for o in offers]
     everyone: list[Standing] = control.all_gather_object(standing._replace(offers=told))
     say("recovery: all ranks have said what they hold")
-    built = _build(recipe, control, tuning, everyone, ranks, copies, initial=False)
+    built = _build(recipe, control, tuning, everyone, ranks, copies, initial=False, timeout=timeout)
     say("recovery: the new trainer is there")
     newest = _newest(built.engine, everyone)
     if newest is None:
@@ -126,13 +128,14 @@ def _build(
     ranks: int | None,
     copies: int,
     initial: bool,
+    timeout: float | None = None,
 ) -> Built:
     most = control.size if ranks is None else min(ranks, control.size)
     mesh = mesh_for(recipe.mesh, recipe.strategy, most)
     training = seated([one.seat for one in everyone], mesh.size)
     trains = control.rank in training
     group = control.split(0 if trains else None, training.index(control.rank) if trains else 0)
-    dog = watch(control, *([] if group is None else [group]))
+    dog = watch(control, *([] if group is None else [group]), timeout=timeout)
     fitted = replace(recipe, mesh=mesh)
     if group is None:
         engine = replace(fitted, device="shape").engine(FakeCommunicator(0, mesh.size), tuning)
