@@ -66,6 +66,7 @@ def unwatch(comm: Any) -> None:
     """Let go of `comm`, which is given up: nobody waits there any more. Records of its dead stay for `fsdpx run`."""
     dog = _watchdogs.pop(_base(comm), None)
     if dog is not None:
+        (dog.folder / "alarm").unlink(missing_ok=True)
         dog.stop(comm.lost() if environment.read().run is None else ())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,12 +14,14 @@ import numpy as np
 from fsdpx.array.arena import ALIGN
 from fsdpx.array.namespace import dtype, to_host
 from fsdpx.comm.communicator import Communicator, Handle
+from fsdpx.comm.steps import progress_of, spin
 from fsdpx.engine.checkpoint.pieces import Held
 from fsdpx.engine.checkpoint.state import State
 from fsdpx.engine.elastic.buddies import buddies
 from fsdpx.engine.elastic.descriptors import Descriptor, describe, live
 from fsdpx.engine.elastic.recut import let_go
 from fsdpx.engine.engine import Engine
+from fsdpx.errors import CommTimeout
 from fsdpx.nn.layer import Spec
 
 __all__ = ["MESSAGE", "Copies", "Generation"]
@@ -129,6 +132,12 @@ class Copies:
         if not self._flying:
             self.travelling = perf_counter() - self._begun
         return not self._flying
+
+    def wait(self) -> None:
+        """Return when the generation under way has arrived. A wait as others are, which a watchdog sees."""
+        timeout = getattr(self._comm, "timeout", math.inf)
+        if not spin(self.arrived, progress_of(self._comm), timeout):
+            raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
 
     def promote(self) -> None:
         """The generation under way is complete: all ranks have agreed that theirs has arrived."""

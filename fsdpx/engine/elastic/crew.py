@@ -18,7 +18,7 @@ from fsdpx.engine.checkpoint.state import State, state_of
 from fsdpx.engine.elastic import follow
 from fsdpx.engine.elastic.descriptors import live
 from fsdpx.engine.elastic.options import Elastic
-from fsdpx.engine.elastic.rebuild import Built, Offer, Standing, build, rebuild, wait_for
+from fsdpx.engine.elastic.rebuild import Built, Offer, Standing, build, rebuild
 from fsdpx.engine.elastic.recut import let_go
 from fsdpx.engine.recipe import Recipe
 from fsdpx.engine.tuning import tune_for
@@ -176,7 +176,7 @@ class Crew:
             self.copies.abandon()
             self._under_way = self.step + 1
             self.copies.take(state_of(self.engine, None, None), self._under_way)
-            wait_for(self.copies)
+            self.copies.wait()
 
     def replaced(self) -> None:
         """All agree that there is another state; it counts like a step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -109,15 +108,9 @@ def rebuild(
     copied = built.copies is not None and built.copies.needed
     if copied and built.copies is not None:
         built.copies.take(state_of(built.engine, None, None), step)
-        wait_for(built.copies)
+        built.copies.wait()
         say("recovery: there are copies again")
     return replace(built, step=step, copied=copied)
-
-
-def wait_for(copies: Copies) -> None:
-    """Return when the generation under way has arrived."""
-    while not copies.arrived():
-        time.sleep(0)
 
 
 def _build(
