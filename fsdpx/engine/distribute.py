@@ -17,6 +17,7 @@ from fsdpx.engine.elastic.trainer import ElasticTrainer
 from fsdpx.engine.recipe import Recipe
 from fsdpx.engine.trainer import Trainer
 from fsdpx.engine.watchdog import watch
+from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.sort import sort
 
@@ -89,6 +90,8 @@ def distribute(
         sequence,
     )  # fmt: skip
     choice = Elastic.of(elastic)
+    if choice is not None and backend not in (None, "mpi"):
+        raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
     if choice is not None:
         return ElasticTrainer(recipe, resilient(comm), choice)
     world = _world(comm, backend)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fsdpx.engine.preempt import Preemption
-from fsdpx.errors import ConfigError, DataError, NumericsError
+from fsdpx.errors import CheckpointError, ConfigError, DataError, NumericsError
 
 if TYPE_CHECKING:
     from fsdpx.engine.checkpoint.series import Checkpoints
@@ -125,10 +125,17 @@ class _Saves:
             return
         done = self.history.steps
         if done > self.saved and (last or done % self.checkpoints.every == 0):
-            self.checkpoints.save(self.trainer, self.loader, self.history, self.first)
+            self._save(self.checkpoints.background and not last)
             self.saved = done
         if last:
-            self.trainer.wait_saved()
+            try:
+                self.trainer.wait_saved()
+            except CheckpointError:
+                self._save(background=False)  # raises again, unless what was wrong has passed
+
+    def _save(self, background: bool) -> None:
+        assert self.checkpoints is not None
+        self.checkpoints.save(self.trainer, self.loader, self.history, self.first, background)
 
 
 def _next(trainer: Trainer, batches: Iterator[Any], history: History) -> Any:

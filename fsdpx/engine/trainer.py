@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fsdpx.array.namespace import from_host
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.engine import batch as batches
+from fsdpx.engine.checkpoint.agree import alone
 from fsdpx.engine.checkpoint.background import Background
 from fsdpx.engine.checkpoint.commit import place
 from fsdpx.engine.checkpoint.load import load, load_weights
@@ -31,11 +32,13 @@ from fsdpx.engine.preempt import Preemption
 from fsdpx.engine.report import Report, report
 from fsdpx.engine.watchdog import Watchdog
 from fsdpx.engine.whole import put, whole_gradients, whole_parameters, whole_state
-from fsdpx.errors import ConfigError, DataError, FsdpxError
+from fsdpx.errors import ConfigError, DataError, FsdpxError, RankLost
 from fsdpx.nn.sort import Sorted, infer
 from fsdpx.program import Program, Request, compile, one_by_one
 
 __all__ = ["Trainer"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -247,9 +250,16 @@ class Trainer:
         self._end_saving()
 
     def _end_saving(self) -> None:
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.wait()
+        if self._saving is None:
+            return
+        try:
+            self._saving.wait()
+        except RankLost:
+            raise  # who comes back from that decides what becomes of the save
+        except BaseException:
+            self._saving = None
+            raise
+        self._saving = None
 
     def load(
         self, path: str | PathLike[str], *, loader: Any = None, convert: bool = False, verify: bool = True
@@ -318,6 +328,10 @@ class Trainer:
     def parts(self) -> int:
         """How many different parts the global batch is given in: one from each data rank."""
         return self.engine.axes.data.size
+
+    def alone(self, what: str, do: Callable[[], T]) -> T:
+        """What `do` gives on rank 0, on every rank; its CheckpointError, too. Collective."""
+        return alone(self.world, what, do)
 
     def most(self, values: np.ndarray, what: str) -> np.ndarray:
         """The largest of each number over all ranks, float64 or int64. Collective; `what` names it in errors."""

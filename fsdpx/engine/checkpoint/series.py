@@ -7,7 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdpx.engine.checkpoint.agree import alone
 from fsdpx.engine.checkpoint.commit import numbered
 from fsdpx.engine.checkpoint.save import Choices
 from fsdpx.errors import CheckpointError, ConfigError
@@ -62,7 +61,7 @@ class Checkpoints:
                     "goes on would not know its place in the data; use a data.DataLoader"
                 )
         trainer.wait_saved()
-        path = alone(trainer.world, f"resume from {self.folder}", self.latest) if self.resume else None
+        path = trainer.alone(f"resume from {self.folder}", self.latest) if self.resume else None
         if path is None:
             return None
         fit = trainer._resume(path, loader).fit
@@ -73,7 +72,7 @@ class Checkpoints:
         history.validation.extend((step, loss) for step, loss in fit["validation"])
         return int(fit["first"])
 
-    def save(self, trainer: Trainer, loader: Any, history: History, first: int) -> None:
+    def save(self, trainer: Trainer, loader: Any, history: History, first: int, background: bool) -> None:
         """Write the checkpoint of this step. Collective."""
         fit = {
             "done": history.steps,
@@ -81,4 +80,4 @@ class Checkpoints:
             "validation": [list(pair) for pair in history.validation],
         }
         choices = Choices(self.dtype, self.shard_bytes, self.keep)
-        trainer._save(self.path(history.steps), choices, loader, fit, self.background)
+        trainer._save(self.path(history.steps), choices, loader, fit, background)

@@ -40,7 +40,7 @@ class Recent:
 
     def add(self, x: Any, y: Any) -> None:
         """Keep the batch of the next step."""
-        self._batches.append(Batch(_each(x, np.array), _each(y, np.array)))
+        self._batches.append(Batch(_each(x, _copy), _each(y, _copy)))
 
     def drop(self) -> None:
         """The newest one has come to nothing."""
@@ -65,6 +65,8 @@ def part_of(value: Any, rank: int, size: int, chunks: int | None) -> Any:
     """
 
     def take(array: Any) -> Any:
+        if np.ndim(array) == 0:
+            return array  # refused where all batches are
         rows = len(array)
         if chunks is None or rows % chunks:
             return array[rows * rank // size : rows * (rank + 1) // size]
@@ -72,6 +74,10 @@ def part_of(value: Any, rank: int, size: int, chunks: int | None) -> Any:
         return array[mine.start * each : mine.stop * each]
 
     return _each(value, take)
+
+
+def _copy(array: Any) -> Any:
+    return array.copy() if hasattr(array, "copy") and hasattr(array, "dtype") else np.array(array)
 
 
 def arrays_of(value: Any) -> Iterator[Any]:
@@ -87,6 +93,8 @@ def arrays_of(value: Any) -> Iterator[Any]:
 
 
 def _each(value: Any, do: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list) and value and hasattr(value[0], "dtype"):
+        value = tuple(value)  # inputs, not numbers
     if isinstance(value, Mapping):
         return {name: do(array) for name, array in value.items()}
     return tuple(map(do, value)) if isinstance(value, tuple) else do(value)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import platform
+import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -21,7 +22,7 @@ from fsdpx.engine.elastic.buddies import buddies
 from fsdpx.engine.elastic.descriptors import Descriptor, describe, live
 from fsdpx.engine.elastic.recut import let_go
 from fsdpx.engine.engine import Engine
-from fsdpx.errors import CommTimeout
+from fsdpx.errors import CommTimeout, RankLost
 from fsdpx.nn.layer import Spec
 
 __all__ = ["MESSAGE", "Copies", "Generation"]
@@ -59,15 +60,15 @@ class Copies:
 
     A generation under way is `take`n, arrives, and is the newest complete one when it is `promote`d, which is done
     when all ranks have agreed that theirs has `arrived`. Until then the one before it is complete and untouched, so
-    that a death at any time leaves one that all ranks have. Nothing is kept where replicas are copies enough.
+    that a death at any time leaves one that all ranks have. Nothing is kept where replicas are copies enough. Idle
+    ranks have no state of their own, but keep copies of others'.
 
     Sends copies x own bytes for every generation; a rank without buddies on other hosts has its copies on its own.
     """
 
-    def __init__(self, comm: Communicator, engine: Engine, copies: int) -> None:
-        """comm: of its own, its ranks in the order of the engine's world. copies: of each rank's state. Collective."""
-        assert (comm.rank, comm.size) == (engine.axes.world.rank, engine.axes.world.size)
-        self._comm, self._engine = comm, engine
+    def __init__(self, comm: Communicator, engine: Engine, copies: int, trains: bool = True) -> None:
+        """comm: of its own. engine: of an idle rank, any. copies: of each rank's state. Collective."""
+        self._comm, self._engine, self._trains = comm, engine, trains
         self.needed = comm.size > 1 and engine.axes.replica.size <= copies
         """False: every element is on as many other ranks anyway, or there is no other."""
         self.copying = 0.0
@@ -78,12 +79,14 @@ class Copies:
         self._spare: list[Buffers] = []
         self._under_way: tuple[Buffers, int, State] | None = None
         self._flying: deque[Handle] = deque()
+        self._lost: RankLost | None = None  # met when transfers were begun
+        weakref.finalize(self, let_go, self._flying)  # MPI may still write what was under way
         self._begun = 0.0
         self._own: list[Descriptor] = []
         self._kept: dict[int, list[Descriptor]] = {}
         self._buddies: tuple[int, ...] = ()
         if self.needed:
-            self._own = [describe(part) for part in live(engine)]
+            self._own = [describe(part) for part in self._live()]
             everyone = comm.all_gather_object((platform.node(), self._own))
             placed = buddies([host for host, _ in everyone], copies)
             self._buddies = placed[comm.rank]
@@ -103,28 +106,33 @@ class Copies:
     def take(self, state: State, step: int | None = None) -> None:
         """Copy this rank's state as it is now, and begin to send it. step: its number, by default that of `state`.
 
-        Returns when the copy is made; the transfers go on in `arrived`.
+        Returns when the copy is made; the transfers go on in `arrived`, which also tells of ranks that were lost now.
         """
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
         if not self.needed:
             return
         self._begun = perf_counter()
         buffers = self._room()
-        for target, source in zip(buffers.mine, live(self._engine), strict=True):
+        for target, source in zip(buffers.mine, self._live(), strict=True):
             assert describe(source) == describe(target)
             target.array[...] = to_host(source.array)
         self._under_way = buffers, state.steps if step is None else step, state
         self.copying = perf_counter() - self._begun
-        for rank, buffer in buffers.kept.items():
-            for part in _messages(buffer):
-                self._flying.append(self._comm.recv(part, rank, what=f"the state of rank {rank}"))
-        for rank in self._buddies:
-            for part in _messages(buffers.own):
-                self._flying.append(self._comm.send(part, rank, what="a copy of the state"))
+        try:
+            for rank, buffer in buffers.kept.items():
+                for part in _messages(buffer):
+                    self._flying.append(self._comm.recv(part, rank, what=f"the state of rank {rank}"))
+            for rank in self._buddies:
+                for part in _messages(buffers.own):
+                    self._flying.append(self._comm.send(part, rank, what="a copy of the state"))
+        except RankLost as error:
+            self._lost = error
 
     def arrived(self) -> bool:
         """Whether all that this rank sends and receives of the generation under way is there; True if none is under
         way. Moves it on, does not wait. RankLost if a rank has died that it needs."""
+        if self._lost is not None:
+            raise self._lost
         if not self._flying:
             return True
         while self._flying and self._flying[0].test():
@@ -156,6 +164,7 @@ class Copies:
         """Forget the generation under way, after a failure and `revoke`. Complete ones stay."""
         over = let_go(self._flying)
         self._flying.clear()
+        self._lost = None
         if self._under_way is not None and over:
             self._spare.append(self._under_way[0])
         self._under_way = None
@@ -165,6 +174,14 @@ class Copies:
         whole if that one is not."""
         del self._complete[1:]
         self._spare.clear()
+
+    def close(self) -> None:
+        """Nothing is under way any more. Collective."""
+        self.abandon()
+        self._comm.close()
+
+    def _live(self) -> Iterable[Held]:
+        return live(self._engine) if self._trains else ()
 
     def _room(self) -> Buffers:
         """The oldest of two complete generations gives way."""

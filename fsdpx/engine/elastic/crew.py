@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import deque
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, log2
 from pathlib import Path
+from statistics import median
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -20,19 +21,20 @@ from fsdpx.engine.elastic.descriptors import live
 from fsdpx.engine.elastic.options import Elastic
 from fsdpx.engine.elastic.rebuild import Built, Offer, Standing, build, rebuild
 from fsdpx.engine.elastic.recut import let_go
+from fsdpx.engine.elastic.seats import mesh_for
 from fsdpx.engine.recipe import Recipe
 from fsdpx.engine.tuning import tune_for
 from fsdpx.engine.watchdog import unwatch
-from fsdpx.errors import FsdpxError, RankLost
+from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError, MeshError, RankLost
 from fsdpx.launch import environment
 
 __all__ = ["Crew", "Recovery"]
 
-T = TypeVar("T")
-
 FINE, ARRIVED, CALM = 1, 2, 4
 """What a rank says at each agreement, and what holds if all say it: no rank was lost; copies under way have arrived;
 nobody asks for another number of ranks."""
+RARE, RAREST = 3, 10
+"""From bit RARE on: copies every 1, 2, 4, ... 2^RAREST steps are cheap enough. The first that all say is taken."""
 COST = 0.01
 """Share of the time that copies may take, where nobody says how often they are made."""
 SENT = 3.0
@@ -68,6 +70,7 @@ class Failure:
 
     kind: str
     text: str
+    agreed: bool
 
 
 class Crew:
@@ -84,18 +87,19 @@ class Crew:
         self.asked = False  # somebody wants another number of ranks
         self._born = control.rank
         self._updating = False  # between the agreement on a step and its end
-        self._every = elastic.every
+        self._every = elastic.every or 1
+        self._refused: int | None = None  # a number of ranks that the mesh cannot use
         self._under_way: int | None = None  # step of the copies that have not arrived
-        self._last, self._took, self._takes = perf_counter(), 0.0, 0
         self._adopt(build(recipe, control, self.tuning, self.ranks, elastic.copies))
 
     def _adopt(self, built: Built) -> None:
         self.built, self.step, self.kept = built, built.step, built.step
         self.control, self.engine, self.copies = built.control, built.engine, built.copies
-        self.copying = self._exposed()
         self._under_way, self._updating, self.asked = None, False, False
-        if built.copied and self.copies is not None:
+        if built.copied:
             self.copies.promote()
+        self._last, self._takes = perf_counter(), 0
+        self._steps: deque[float] = deque(maxlen=9)  # seconds of the last ones
         self._note()
 
     @property
@@ -106,53 +110,51 @@ class Crew:
 
     def agree(self) -> None:
         """All living ranks have come here; RankLost on all of them if one was lost on the way."""
-        flags = FINE | (ARRIVED if self.copies is None or self.copies.arrived() else 0)
-        flags |= CALM if self._request() == self.ranks else 0
-        said = self.control.agree(flags)
+        flags = FINE | (ARRIVED if self.copies.arrived() else 0)
+        flags |= CALM if self._request() in (self.ranks, self._refused) else 0
+        said = self.control.agree(flags | self._cheap() << RARE)
         if not said & FINE:
             raise Refused("a rank was lost before all had come to the agreement")
         if said & ARRIVED and self._under_way is not None:
             self.kept, self._under_way = self._under_way, None
-            if self.copies is not None:
-                self.copies.promote()
+            self.copies.promote()
         self.asked = not said & CALM
+        all_say = said >> RARE
+        self._every = self.elastic.every or all_say & -all_say
 
     def commit(self) -> None:
         """Agree on a step; what follows is this rank's own."""
         self.agree()
         self._updating = True
 
-    def committed(self) -> bool:
-        """After a step that counts. Whether it is time to choose how often copies are made."""
-        now, took = perf_counter(), perf_counter() - self._last
+    def committed(self) -> None:
+        """After a step that counts. Needs nobody, and decides by what was agreed on alone: another rank may be hearing
+        of a loss just now."""
+        now = perf_counter()
+        self._steps.append(now - self._last)
         self._last = now
         self._updating = False
         self.step += 1
         self._note()
-        if not self.copying:
+        if not self.copies.needed:
             self.kept = self.step
-        elif self._under_way is None and self.step - self.kept >= (self._every or 1):
-            if self._every is None and self._takes > 1:  # the first ones also make their buffers
-                self._took = took
-                return True
-            self._take()
-        return False
-
-    def choose(self, most: Callable[[np.ndarray, str], np.ndarray]) -> None:
-        """How many steps lie between two copies, the same on all ranks: as many as make them cost COST of the time."""
-        here = 0.0 if self.copies is None else self.copies.copying * (1 + SENT * self.elastic.copies)
-        cost, took = most(np.array([here, self._took]), "the cost of copies")
-        self._every = min(max(ceil(cost / (COST * took)), 1), 1000)
-
-    def _take(self) -> None:
-        self._under_way, self._takes = self.step, self._takes + 1
-        if self.copies is not None:
+        elif self._under_way is None and self.step - self.kept >= self._every:
+            self._under_way, self._takes = self.step, self._takes + 1
             self.copies.take(self._state, self.step)
+
+    def _cheap(self) -> int:
+        """How seldom copies must be made to cost COST of the time here: all powers of two from there on, as bits."""
+        least = 1.0
+        if self._takes > 2 and self._steps:  # the first ones also make their buffers
+            cost = self.copies.copying * (1 + SENT * self.elastic.copies)
+            least = max(cost / (COST * median(self._steps)), 1.0)
+        level = min(ceil(log2(least)), RAREST)
+        return (1 << RAREST + 1) - (1 << level)
 
     def _note(self) -> None:
         """What a step changes beside parameters and slots, for the next one may change it and come to nothing."""
         self._state: State = state_of(self.engine, None, None)
-        self._moving = {name: np.array(array) for name, array in self.engine.state.items()} if self.trains else {}
+        self._moving = {name: array.copy() for name, array in self.engine.state.items()} if self.trains else {}
 
     def _request(self) -> int | None:
         """How many ranks are asked for; the lowest rank looks."""
@@ -164,15 +166,22 @@ class Crew:
             return self.ranks
 
     def request(self) -> int | None:
-        """The same, on all ranks. Collective."""
+        """The same, on all ranks, None if the mesh cannot use so many. Collective."""
         found: int | None = self.control.all_gather_object(self._request())[0]
+        try:
+            mesh_for(self.recipe.mesh, self.recipe.strategy, min(found or self.control.size, self.control.size))
+        except MeshError as error:
+            self._refused = found
+            if self.control.rank == 0:
+                print(f"fsdpx: {self.elastic.resize} asks for {found} ranks: {error}", file=sys.stderr, flush=True)
+            return None
         return found
 
     # -- another state -------------------------------------------------------------------------------------------------
 
     def secure(self) -> None:
         """The ranks that train hold another state: make copies of it, and return when they have arrived."""
-        if self.copies is not None and self.copies.needed:
+        if self.copies.needed:
             self.copies.abandon()
             self._under_way = self.step + 1
             self.copies.take(state_of(self.engine, None, None), self._under_way)
@@ -196,11 +205,18 @@ class Crew:
         """What is told; an error of those that train is raised here, too."""
         value = follow.hear(self.control, self.built.training[0])
         if isinstance(value, Failure):
+            if value.agreed:
+                self.agree()
             raise getattr(errors, value.kind, FsdpxError)(value.text)
         return value
 
     def tell_of_failure(self, error: FsdpxError) -> None:
-        self.tell(Failure(type(error).__name__, str(error)))
+        """What all ranks that train raise together is raised when all have agreed that it was not a loss that some of
+        them met. What one rank alone finds ends the job."""
+        agreed = isinstance(error, ConfigError | DataError | CheckpointError)
+        self.tell(Failure(type(error).__name__, str(error), agreed))
+        if agreed:
+            self.agree()
 
     # -- other ranks than before ---------------------------------------------------------------------------------------
 
@@ -228,6 +244,12 @@ class Crew:
         assert built is not None
         return self._go_on(built, begin, before, members)
 
+    def close(self) -> None:
+        """Nobody goes on. Collective."""
+        unwatch(self.control)
+        self.built.close()
+        self.control.close()
+
     def resize(self, ranks: int | None) -> Recovery:
         """At the boundary of two steps: train on that many ranks; RankLost if one was lost on the way."""
         begin, before = perf_counter(), self.step
@@ -247,8 +269,10 @@ class Crew:
     def _go_on(self, built: Built, begin: float, before: int, members: list[int]) -> Recovery:
         if built.control is not self.control:
             unwatch(self.control)
-        built.engine.observers = self.engine.observers
+        built.engine.observers, old = self.engine.observers, self.built
         self._adopt(built)
+        if built.control is old.control:
+            old.close()
         lost = tuple(sorted(set(members) - set(built.born)))
         done = Recovery(self.engine.steps, lost, len(built.training), before - self.step, perf_counter() - begin)
         self.recoveries.append(done)
@@ -258,7 +282,7 @@ class Crew:
 
     def _offers(self) -> list[Offer]:
         """What this rank has in memory: its own state, unless it is half updated, and the copies it keeps."""
-        offers = [Offer(g.step, g.state, g.parts) for g in (self.copies.generations() if self.copies else ())]
+        offers = [Offer(g.step, g.state, g.parts) for g in self.copies.generations()]
         if self.trains and not self._updating:
             offers.insert(0, Offer(self.step, self._state, list(live(self.engine, self._moving))))
         return offers
@@ -269,14 +293,8 @@ class Crew:
         let_go([*(transfer.handle for _, transfer in engine.flying), *engine.sends])
         engine.flying.clear()
         engine.sends.clear()
-        if self.copies is not None:
-            self.copies.abandon()
-            self.copies.trim()
-
-    def _exposed(self) -> bool:
-        """What `Copies.needed` says, on idle ranks, too: not as many others as wanted hold what a rank holds."""
-        axes = self.engine.axes
-        return axes.world.size > 1 and axes.replica.size <= self.elastic.copies
+        self.copies.abandon()
+        self.copies.trim()
 
     def say(self, what: str) -> None:
         """To observers of actions."""

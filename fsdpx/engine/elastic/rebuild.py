@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.survivors import Survivor
 from fsdpx.engine.checkpoint.pieces import Held, held
@@ -54,18 +55,31 @@ class Standing(NamedTuple):
 class Built:
     """What training goes on with. control: all ranks. born: of each of them. training: those of them that train.
 
-    engine: of an idle rank, one without data. copies: None for idle ranks. step: number of the last one that counts, 0
-    for initial parameters. copied: the copies of that step have arrived here.
+    group: the latter, None on an idle rank, whose engine has no data. step: number of the last one that counts, 0 for
+    initial parameters. copied: the copies of that step have arrived here.
     """
 
     control: Survivor
     born: list[int]
     training: list[int]
+    group: Communicator | None
     engine: Engine
-    copies: Copies | None
+    copies: Copies
     step: int
     dog: Watchdog | None
     copied: bool = False
+
+    def close(self) -> None:
+        """Free what is no longer used, by those who live on. Collective."""
+        self.copies.close()
+        for tie in self.engine.ties.values():
+            if tie.comm is not None:
+                tie.comm.close()
+        self.engine.clear()
+        self.engine.arena.close()
+        self.engine.axes.close()
+        if self.group is not None:
+            self.group.close()
 
 
 def build(recipe: Recipe, control: Survivor, tuning: Tuning, ranks: int | None, copies: int) -> Built:
@@ -101,16 +115,15 @@ def rebuild(
         return built
     step, text = newest
     mine = [part for offer in offers if offer.step == step for part in offer.parts]
-    want = list(held(built.engine)) if built.copies is not None else []
+    want = [] if built.group is None else list(held(built.engine))
     recut(control, mine, want)
     say("recovery: state has moved")
     restore(built.engine, State.parse(text, f"the state of step {step}"))
-    copied = built.copies is not None and built.copies.needed
-    if copied and built.copies is not None:
+    if built.copies.needed:
         built.copies.take(state_of(built.engine, None, None), step)
         built.copies.wait()
         say("recovery: there are copies again")
-    return replace(built, step=step, copied=copied)
+    return replace(built, step=step, copied=built.copies.needed)
 
 
 def _build(
@@ -132,11 +145,10 @@ def _build(
     fitted = replace(recipe, mesh=mesh)
     if group is None:
         engine = replace(fitted, device="shape").engine(FakeCommunicator(0, mesh.size), tuning)
-        kept = None
     else:
         engine = fitted.engine(group, tuning, initial)
-        kept = Copies(group.subgroup(range(group.size)), engine, copies)
-    return Built(control, [one.born for one in everyone], training, engine, kept, 0, dog)
+    kept = Copies(control.subgroup(range(control.size)), engine, copies, trains)
+    return Built(control, [one.born for one in everyone], training, group, engine, kept, 0, dog)
 
 
 def _newest(engine: Engine, everyone: list[Standing]) -> tuple[int, str] | None:

@@ -18,7 +18,8 @@ def mesh_for(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
     Where all widths were given, there may be fewer replicas. MeshError if not even one fits.
     """
     asked = mesh or Mesh()
-    tries = [asked] if asked.shard is None else [asked, replace(asked, replica=None)]
+    widths = range(asked.replica or 1, 0, -1)
+    tries = [asked, *(replace(asked, replica=width) for width in widths)]
     for size in range(ranks, 0, -1):
         for one in tries:
             try:

@@ -14,14 +14,14 @@ from fsdpx.comm.local import single
 from fsdpx.comm.survivors import Survivor
 from fsdpx.engine.batch import sum_of
 from fsdpx.engine.checkpoint.save import Choices
-from fsdpx.engine.checkpoint.state import State
+from fsdpx.engine.checkpoint.state import State, restore
 from fsdpx.engine.elastic.batches import Batch, Recent, arrays_of, part_of
 from fsdpx.engine.elastic.crew import Crew, Recovery
 from fsdpx.engine.elastic.options import Elastic
 from fsdpx.engine.operations import Mean, Scale
 from fsdpx.engine.recipe import Recipe
 from fsdpx.engine.trainer import Step, Trainer
-from fsdpx.errors import ConfigError, FsdpxError, RankLost
+from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.nn.sort import sort
 
 __all__ = ["ElasticTrainer"]
@@ -40,6 +40,7 @@ class ElasticTrainer(Trainer):
         """Collective over `control`, all ranks of the job."""
         self._crew = Crew(recipe, control, elastic)
         self._recent = Recent()
+        self._given_up = False  # a save in the background, since the last one that went well
         self._adopt()
 
     def _adopt(self) -> None:
@@ -95,7 +96,18 @@ class ElasticTrainer(Trainer):
         self._replaced("load_weights", lambda: Trainer.load_weights(self, path, convert=convert))
 
     def wait_saved(self) -> None:
-        self._together("wait_saved", lambda: Trainer.wait_saved(self))
+        """Return when a save in the background is whole; CheckpointError if it cannot be, or was given up because a
+        rank died. Collective."""
+
+        def mine() -> None:
+            self._end_saving()
+            if any(self.engine.axes.world.all_gather_object(self._given_up)):
+                raise CheckpointError("a save in the background was given up when a rank died: save again")
+
+        try:
+            self._together("wait_saved", mine)
+        finally:
+            self._given_up = False
 
     def _save(
         self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
@@ -105,6 +117,7 @@ class ElasticTrainer(Trainer):
             Trainer._save(self, path, choices, loader, fit, background)
 
         self._together("save", mine)
+        self._given_up = False
 
     def _resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> State:
         state: State = self._replaced("load", lambda: Trainer._resume(self, path, loader, convert, verify))
@@ -129,6 +142,9 @@ class ElasticTrainer(Trainer):
         """One rank by itself: loaders give whole global batches on every rank."""
         return single()
 
+    def alone(self, what: str, do: Callable[[], T]) -> T:
+        return self._until_all(lambda: Trainer.alone(self, what, do))
+
     def most(self, values: np.ndarray, what: str) -> np.ndarray:
         def mine() -> np.ndarray:
             found = np.array(values)
@@ -138,9 +154,12 @@ class ElasticTrainer(Trainer):
         return self._until_all(mine)
 
     def close(self) -> None:
+        """All ranks have come to the end: free the communicators. Collective."""
         if not self._closed:
-            super().close()
-            self._crew.control.close()
+            self._together("close", self._end_saving)
+            self._closed = True
+            self._programs.clear()
+            self._crew.close()
 
     # -- what only this one does ---------------------------------------------------------------------------------------
 
@@ -174,6 +193,11 @@ class ElasticTrainer(Trainer):
                 return
 
     def _resize(self, ranks: int | None) -> None:
+        if self.trains:
+            try:
+                self._end_saving()  # it speaks on communicators that are closed now
+            except CheckpointError:
+                self._given_up = True
         self._crew.resize(ranks)
         self._adopt()
 
@@ -184,22 +208,25 @@ class ElasticTrainer(Trainer):
         while self._crew.step < self._recent.last:
             try:
                 self._attempt(self._recent[self._crew.step + 1])
-                self._committed()
             except RankLost as error:
                 self._recover(error)
-            except FsdpxError:
+            except BaseException:
                 self._recent.drop()
                 raise
+            else:
+                self._resize_if_asked()
 
     def _attempt(self, batch: Batch) -> None:
         """The step after the last one that counts; RankLost if it does not come to count."""
         if self.trains:
             self._told(lambda: Trainer.step(self, *self._parts(*batch)))
-            return
-        step, self.engine.steps, scale = self._crew.hear()
-        self.engine.scaler.restore(*scale)
-        self._crew.commit()
-        self.last = step
+        else:
+            step, self.engine.steps, scale = self._crew.hear()
+            self.engine.scaler.restore(*scale)
+            self._crew.commit()
+            self.last = step
+        self._crew.committed()
+        self._recent.forget(self._crew.kept)
 
     def _commit(self, mean: Mean, scale: Scale) -> None:
         """In the program, between what needs other ranks and the update of this rank's shard."""
@@ -207,24 +234,30 @@ class ElasticTrainer(Trainer):
         step = Step(float(mean.value), scale.norm, scale.rate, scale.skip)
         self._crew.tell((step, engine.steps + (not scale.skip), engine.scaler.state()[:2]))
         self._crew.commit()
+        self.last = step
 
-    def _committed(self) -> None:
-        if self._crew.committed():
-            self._crew.choose(self.most)
-        self._recent.forget(self._crew.kept)
-        if self._crew.asked:  # asked again with the next step, if a rank is lost now
-            self._resize(self._crew.request())
+    def _resize_if_asked(self) -> None:
+        """Asked again with the next step, if a rank is lost now."""
+        try:
+            wanted = self._crew.request() if self._crew.asked else None
+            if wanted is not None:
+                self._resize(wanted)
+        except RankLost as error:
+            self._recover(error)
 
-    def _together(self, what: str, mine: Callable[[], T]) -> T:
-        """What the ranks that train find together, on all ranks; begun again if one of them dies on the way."""
+    def _together(self, what: str, mine: Callable[[], T], after: Callable[[T], None] | None = None) -> T:
+        """What the ranks that train find together, on all ranks; begun again if one is lost on the way. after: done by
+        all ranks with it."""
         self._open(what)
 
         def one() -> T:
-            if not self.trains:
-                found: T = self._crew.hear()
-                return found
-            found = self._told(mine)
-            self._crew.tell(found)
+            if self.trains:
+                found = self._told(mine)
+                self._crew.tell(found)
+            else:
+                found = self._crew.hear()
+            if after is not None:
+                after(found)
             return found
 
         return self._until_all(one)
@@ -232,12 +265,12 @@ class ElasticTrainer(Trainer):
     def _replaced(self, what: str, mine: Callable[[], T]) -> T:
         """The same, where it gives the trainer another state, of which there are copies when it ends."""
 
-        def one() -> T:
-            found = mine()
+        def secure(found: T) -> None:
+            if isinstance(found, State) and not self.trains:
+                restore(self.engine, found)
             self._crew.secure()
-            return found
 
-        found = self._together(what, one)
+        found = self._together(what, mine, secure)
         self._crew.replaced()
         self._recent.restart(self._crew.step)
         return found
@@ -265,13 +298,14 @@ class ElasticTrainer(Trainer):
     def _recover(self, error: RankLost) -> None:
         if self._saving is not None:
             self._saving.abandon()
+            self._given_up = True
         self._crew.recover(error)
         self._adopt()
 
     def _parts(self, *values: Any) -> tuple[Any, ...]:
         """This rank's samples of a whole batch."""
         data = self.engine.axes.data
-        self._whole = sum_of(map(np.asarray, arrays_of(values)))
+        self._whole = sum_of(array if hasattr(array, "dtype") else np.asarray(array) for array in arrays_of(values))
         return tuple(part_of(value, data.rank, data.size, self.engine.options.chunks) for value in values)
 
     def _features(self, arrays: Sequence[Any]) -> str:
