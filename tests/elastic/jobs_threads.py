@@ -56,9 +56,8 @@ def make(comm: Any, strategy: str = "fsdp", model: Any = None, **options: Any) -
         nn.Linear(6, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 3)
     )
     chosen: dict[str, Any] = {"group_bytes": 0, "chunks": 8, "elastic": fsdpx.Elastic(every=2)}
-    return model.as_distributed(
-        loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy=strategy, comm=comm, **(chosen | options)
-    )
+    chosen["optimizer"] = optim.AdamW(lr=0.01)
+    return model.as_distributed(loss=nn.CrossEntropy(), strategy=strategy, comm=comm, **(chosen | options))
 
 
 def train(ranks: int, kills: Sequence[Kill] = (), strategy: str = "fsdp", **options: Any) -> list[Result]:

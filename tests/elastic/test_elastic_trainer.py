@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
 import fsdpx
-from fsdpx import Checkpoints, Elastic, Mesh, data, nn, spawn
+from fsdpx import Checkpoints, Elastic, Mesh, data, nn, optim, spawn
+from fsdpx.comm import Died
 from fsdpx.errors import CheckpointError, ConfigError, DataError, MeshError, ShapeError, StateLost
 
 
@@ -213,3 +215,114 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
     assert run(3, body, "idle", [], 2) == wanted
     again = run(2, body, "wild", [])  # goes on where the other ended
     assert again[0][2] == wanted[0][2]
+
+
+@pytest.mark.parametrize("optimizer", [optim.AdamW(lr=0.01), optim.LAMB(lr=0.01)], ids=["AdamW", "LAMB"])
+@pytest.mark.parametrize("action", ["COMMIT", "UPDATE1"])
+def test_a_rank_dies_when_all_have_agreed(optimizer: Any, action: str) -> None:
+    """LAMB still speaks then, so that some ranks meet the loss in the step and others after it."""
+    options = {"optimizer": optimizer, "mesh": Mesh(replica=2, shard=2)}
+    wanted = train(4, **options)[0]
+    for rank in range(4):
+        for step in (1, 3):
+            got = train(4, [Kill(rank, action, before=step)], **options)
+            assert len(got) == 3
+            assert all(one.losses == wanted.losses and one.fingerprint == wanted.fingerprint for one in got)
+
+
+def test_a_rank_dies_in_the_last_step() -> None:
+    """Nobody is left waiting when the others have gone home."""
+
+    def body(comm: Any, kill: Kill) -> float:
+        trainer = make(comm, elastic=Elastic(every=1))
+        trainer.engine.observers.append(Killer(comm.rank, [kill]))
+        return [trainer.step(x, y) for x, y in BATCHES][-1]
+
+    for rank in range(3):
+        for action in ("COMMIT", "UPDATE0"):
+            assert run(3, body, Kill(rank, action, before=len(BATCHES) - 1)) == [plain()[0][-1]] * 2
+
+
+def test_idle_ranks_keep_copies() -> None:
+    got = train(3, [Kill(0, "NORM", before=2)], elastic=Elastic(ranks=1, every=1))
+    assert [one.fingerprint for one in got] == [plain()[1]] * 2
+
+
+def test_a_file_that_asks_for_too_few(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = tmp_path / "ranks"
+    wanted.write_text("1")
+
+    def body(comm: Any) -> Any:
+        trainer = make(comm, mesh=Mesh(pipe=2), elastic=Elastic(resize=wanted))
+        return [trainer.step(x, y) for x, y in BATCHES], trainer.steps, trainer.training_ranks
+
+    assert all(got == (plain()[0], len(BATCHES), 2) for got in run(2, body))
+    assert capsys.readouterr().err.count(f"fsdpx: {wanted} asks for 1 ranks: mesh ") == 1
+
+
+def test_a_batch_that_is_refused_is_forgotten() -> None:
+    def body(comm: Any) -> float:
+        trainer = make(comm)
+        with pytest.raises(DataError, match="is a single number: dim 0 must be samples"):
+            trainer.step(np.float64(3), BATCHES[0][1])
+        return trainer.step(*BATCHES[0])
+
+    assert run(2, body) == [plain()[0][0]] * 2
+
+
+def test_a_refusal_and_a_death_at_once() -> None:
+    """An idle rank dies while the others are told that the batch is bad: they refuse it together."""
+
+    def body(comm: Any) -> list[float]:
+        trainer = make(comm, elastic=Elastic(ranks=2))
+        trainer.step(*BATCHES[0])
+        if comm.rank == 2:
+            raise Died("idle, in the second step")
+        with pytest.raises(ShapeError):
+            trainer.step(np.zeros((ROWS, 7)), np.zeros(ROWS, int))
+        return [trainer.step(x, y) for x, y in BATCHES[1:3]]
+
+    assert run(3, body) == [plain()[0][1:3]] * 2
+
+
+def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
+    def body(comm: Any) -> Any:
+        trainer = make(comm, elastic=Elastic(ranks=1))
+        trainer.step(*BATCHES[0])
+        trainer.save(tmp_path / "one")
+        trainer.step(*BATCHES[1])
+        trainer.load(tmp_path / "one")
+        while trainer.steps < len(BATCHES):
+            trainer.step(*BATCHES[trainer.steps])
+        return trainer.fingerprint()
+
+    assert run(2, body) == [plain()[1]] * 2
+
+
+def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdpx.engine.checkpoint import background
+
+    write = background.write
+    monkeypatch.setattr(background, "write", lambda *args: (time.sleep(0.5), write(*args))[1])
+
+    def body(comm: Any, dies: bool) -> str:
+        trainer = make(comm)
+        trainer.step(*BATCHES[0])
+        trainer.save(tmp_path / f"saved-{dies}", background=True)
+        if dies and comm.rank == 1:
+            raise Died("while it is written")
+        trainer.step(*BATCHES[1])
+        if not dies:
+            trainer.resize(1)
+        try:
+            trainer.wait_saved()
+        except CheckpointError as error:
+            trainer.save(tmp_path / "again", background=True)
+            trainer.wait_saved()
+            return str(error)
+        return "whole"
+
+    assert run(3, body, False) == ["whole"] * 3
+    assert (tmp_path / "saved-False").is_dir()
+    assert run(3, body, True) == ["a save in the background was given up when a rank died: save again"] * 2
+    assert (tmp_path / "again").is_dir()
