@@ -152,9 +152,12 @@ class Watchdog:
                 alarm.touch()
             return
         self._write_stack()
-        if now - self._alarmed < max(6 * self._every, 0.8):
+        alarmed, patience = now - self._alarmed, max(6 * self._every, 0.8)
+        if alarmed < patience:
             return  # until then all who live have seen it
         awake = {r: f for r, f in flights.items() if r not in self._silent()}
+        if alarmed < 5 * patience and not all(self._place(rank, "stack").exists() for rank in awake):
+            return  # on a busy machine, not all have written where they stand
         if not any(f.vain for f in awake.values()) or (self._others_move(flights) and not self._asked.is_set()):
             alarm.unlink(missing_ok=True)  # late, but it came
         elif self.rank == min(awake, default=self.rank) and self._claim():
