@@ -228,7 +228,7 @@ class Crew:
         if not isinstance(error, Refused):  # the others come to the next agreement, and hear of it there
             self.control.agree(0)
         self._settle()
-        control, offers = self.control, self._offers()
+        control, offers, tried = self.control, self._offers(), []
         while True:
             control = control.shrink()
             self.say("recovery: the others are found")
@@ -239,9 +239,11 @@ class Crew:
                 control.revoke()
             if control.agree(FINE if built else 0):
                 break
-            unwatch(control)
             control.revoke()
+            tried.append(control)
         assert built is not None
+        for one in tried:  # now it is known who has died there
+            unwatch(one)
         return self._go_on(built, begin, before, members)
 
     def close(self) -> None:
