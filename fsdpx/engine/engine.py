@@ -217,6 +217,15 @@ class Engine:
         self.sends.clear()
         self.views = None
 
+    def close(self) -> None:
+        """Free the memory that ranks share and the communicators that were made for this engine. Collective."""
+        self.clear()
+        self.arena.close()
+        for tie in self.ties.values():
+            if tie.comm is not None:
+                tie.comm.close()
+        self.axes.close()
+
     def drop_local(self) -> None:
         """Give back whole gradients that `no_sync` asked for, and the views that would keep them."""
         local = [f"local{p}" for p in self.stage.trained if f"local{p}" in self.arena.kept]

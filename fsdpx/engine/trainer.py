@@ -361,12 +361,7 @@ class Trainer:
             self.wait_saved()
             self._closed = True
             self._programs.clear()
-            self.engine.clear()
-            self.engine.arena.close()
-            for tie in self.engine.ties.values():
-                if tie.comm is not None:
-                    tie.comm.close()
-            self.engine.axes.close()
+            self.engine.close()
 
     def _open(self, what: str) -> None:
         if self._closed:

@@ -102,8 +102,7 @@ class Watchdog:
             self._stop.set()
             atexit.unregister(self.stop)
             for rank in (self.rank, *dead):
-                for what in ("flight", "stack"):
-                    self._place(rank, what).unlink(missing_ok=True)
+                self._forget(rank)
             self.record.remove()
 
     def ask(self) -> None:
@@ -193,6 +192,10 @@ class Watchdog:
     def _place(self, rank: int, what: str) -> Path:
         return self.folder / f"rank-{rank:05}.{what}"
 
+    def _forget(self, rank: int) -> None:
+        for what in ("flight", "stack"):
+            self._place(rank, what).unlink(missing_ok=True)
+
     def _evict(self, flights: dict[int, Flight], silent: set[int]) -> bool:
         """Where others outlive a rank, stopped ones of this host are killed, which others then see. Whether any was."""
         stopped = [f for r, f in flights.items() if r in silent and f.host == self.host and state_of(f.process) == "T"]
@@ -204,8 +207,7 @@ class Watchdog:
                 f"{self.timeout:g} s: it counts as dead. It was {flight.where(time.time())}\n"
             )
             os.kill(flight.process, signal.SIGKILL)
-            for what in ("flight", "stack"):
-                self._place(flight.rank, what).unlink(missing_ok=True)
+            self._forget(flight.rank)
             self._seen.pop(flight.rank, None)
         sys.stderr.flush()
         for name in ("alarm", "claimed"):

@@ -83,19 +83,17 @@ class Crew:
         self.recipe, self.elastic, self.tuning = recipe, elastic, tune_for(control, wanted, np)
         self.ranks = elastic.ranks
         self.recoveries: list[Recovery] = []
-        self.fresh = True
-        self.asked = False  # somebody wants another number of ranks
         self._born = control.rank
-        self._updating = False  # between the agreement on a step and its end
         self._every = elastic.every or 1
         self._refused: int | None = None  # a number of ranks that the mesh cannot use
-        self._under_way: int | None = None  # step of the copies that have not arrived
         self._adopt(build(recipe, control, self.tuning, self.ranks, elastic.copies))
 
     def _adopt(self, built: Built) -> None:
         self.built, self.step, self.kept = built, built.step, built.step
         self.control, self.engine, self.copies = built.control, built.engine, built.copies
-        self._under_way, self._updating, self.asked = None, False, False
+        self.asked = False  # somebody wants another number of ranks
+        self._updating = False  # between the agreement on a step and its end
+        self._under_way: int | None = None  # step of the copies that have not arrived
         if built.copied:
             self.copies.promote()
         self._last, self._takes = perf_counter(), 0
@@ -190,7 +188,7 @@ class Crew:
     def replaced(self) -> None:
         """All agree that there is another state; it counts like a step."""
         self.step += 1
-        self.kept, self._under_way, self.fresh = self.step, None, False
+        self.kept, self._under_way = self.step, None
         self._note()
 
     # -- those who follow ----------------------------------------------------------------------------------------------
@@ -262,7 +260,7 @@ class Crew:
 
     def _rebuilt(self, control: Survivor, offers: list[Offer], ranks: int | None) -> Built:
         seat = self.built.training.index(self.control.rank) if self.trains else None
-        standing = Standing(self._born, seat, self.fresh and self.kept == 0, [])
+        standing = Standing(self._born, seat, self.kept == 0, [])
         timeout = None if self.built.dog is None else self.built.dog.timeout
         return rebuild(
             self.recipe, control, self.tuning, standing, offers, ranks, self.elastic.copies, self.say, timeout

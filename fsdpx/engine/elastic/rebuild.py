@@ -72,12 +72,7 @@ class Built:
     def close(self) -> None:
         """Free what is no longer used, by those who live on. Collective."""
         self.copies.close()
-        for tie in self.engine.ties.values():
-            if tie.comm is not None:
-                tie.comm.close()
-        self.engine.clear()
-        self.engine.arena.close()
-        self.engine.axes.close()
+        self.engine.close()
         if self.group is not None:
             self.group.close()
 

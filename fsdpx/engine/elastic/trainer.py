@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 from fsdpx.array.namespace import to_host
-from fsdpx.comm.communicator import Communicator, ReduceOp
+from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import single
 from fsdpx.comm.survivors import Survivor
 from fsdpx.engine.batch import sum_of
@@ -146,12 +146,7 @@ class ElasticTrainer(Trainer):
         return self._until_all(lambda: Trainer.alone(self, what, do))
 
     def most(self, values: np.ndarray, what: str) -> np.ndarray:
-        def mine() -> np.ndarray:
-            found = np.array(values)
-            self.world.all_reduce(found, ReduceOp.MAX, what=what).wait()
-            return found
-
-        return self._until_all(mine)
+        return self._until_all(lambda: Trainer.most(self, values, what))
 
     def close(self) -> None:
         """All ranks have come to the end: free the communicators. Collective."""
