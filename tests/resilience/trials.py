@@ -55,7 +55,9 @@ OPEN_MPI = {
 
 
 def environment(**variables: str) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_", "FSDPX_"))}
+    """What the jobs of tests see. Not PYTHONUNBUFFERED: with it a print is several writes, and lines of ranks mix."""
+    gone = ("PMI", "OMPI_", "FSDPX_", "PYTHONUNBUFFERED")
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(gone)}
     return {**kept, **OPEN_MPI, "PYTHONPATH": str(ROOT), "FSDPX_TUNE": "0", **variables}
 
 
