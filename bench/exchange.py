@@ -22,6 +22,7 @@ import numpy as np
 
 SIZES = [4**n * 1024 for n in range(1, 10)]  # 4 KiB to 256 MiB
 Operations = dict[str, Callable[[], Any]]
+BLOCK, MOST = 1e-3, 512  # seconds of calls between two barriers, at least, or that many calls
 
 
 @dataclass(frozen=True)
@@ -135,17 +136,23 @@ GROUPS: dict[str, Callable[[], Group]] = {
 
 
 def measure(group: Group, operation: Callable[[], Any], seconds: float) -> float:
-    """Median over at least 3 repetitions of the slowest rank's seconds per call."""
+    """Median over at least 3 repetitions of the slowest rank's seconds per call.
+
+    A repetition is so many calls that it lasts a while: on the way there small transfers are called often enough that
+    caches, branch predictors and Python's own adaptation have settled, in every implementation alike.
+    """
     operation()
     group.barrier()
-    once = max(group.everyone(_clocked(operation, 1)))
-    calls = max(1, min(math.ceil(2e-4 / once), 50))
-    repetitions = max(3, min(math.ceil(seconds / (once * calls)), 200))
-    taken = []
+    calls = 1
+    while (taken := max(group.everyone(_clocked(operation, calls)))) * calls < BLOCK and calls < MOST:
+        calls *= 2
+        group.barrier()
+    repetitions = max(3, min(math.ceil(seconds / (taken * calls)), 200))
+    blocks = []
     for _ in range(repetitions):
         group.barrier()
-        taken.append(_clocked(operation, calls))
-    return statistics.median(map(max, zip(*group.everyone(taken), strict=True)))
+        blocks.append(_clocked(operation, calls))
+    return statistics.median(map(max, zip(*group.everyone(blocks), strict=True)))
 
 
 def _clocked(operation: Callable[[], Any], calls: int) -> float:

@@ -68,6 +68,17 @@ def test_nan_stays_in_its_rows() -> None:
     assert np.isfinite(np.delete(o, 100, 2)).all()
 
 
+@pytest.mark.parametrize("t", [40, 64, 130])
+def test_what_comes_later_does_not_show_in_a_bit(t: int) -> None:
+    q, k, v, do = (a.copy() for a in heads(1, 1, 2, t, 8))
+    before = run(q, k, v, do, True, 0.3)
+    seen = t // 2 + 1
+    q[:, :, seen:], k[:, :, seen:], v[:, :, seen:], do[:, :, seen:] = 3.0, -50.0, 1e30, 0.0
+    after = run(q, k, v, do, True, 0.3)
+    assert np.array_equal(before[0][:, :, :seen], after[0][:, :, :seen])  # o
+    assert np.array_equal(before[1][:, :, :seen], after[1][:, :, :seen])  # dq
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_number_of_threads_does_not_show(causal: bool) -> None:
     arrays = heads(2, 2, 3, 130, 16)

@@ -15,16 +15,20 @@ from fsdpx.array.kernels.compiled.fixed import fixed
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.rows import dot, largest
-from fsdpx.array.kernels.compiled.scalar import exp
+from fsdpx.array.kernels.compiled.scalar import exp, widest
 
 __all__ = ["attention", "attention_backward"]
 
 BLOCK = 64  # rows of scores alive at a time; with `causal` the keys behind a block are never computed
+HIDDEN = 60.0
+"""How far below its row a hidden score of a block is set, so that loops over rows are all as long as the block: the
+last few elements of a loop of any other length cost as much as all before. Then it is 0: nothing is seen of it."""
 
 
 @jit(fastmath=REORDER)
 def _exponentials(x, top):
     """x to exp(x - top) in place; their sum."""
+    widest()
     result = x.dtype.type(0)
     for j in range(x.size):
         e = exp(x[j] - top)
@@ -36,6 +40,7 @@ def _exponentials(x, top):
 @jit
 def _slopes(s, dp, scale, lse, along):
     """A row of scores to probabilities p, and of dp to p (dp - along) scale, both in place."""
+    widest()
     for j in range(s.size):
         p = exp(s[j] - lse)
         s[j] = p
@@ -44,10 +49,12 @@ def _slopes(s, dp, scale, lse, along):
 
 @jit
 def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
-    """o and lse of the pairs (sample, head) from `first` to `last`."""
+    """o and lse of the pairs (sample, head) from `first` to `last`; o has time before heads."""
+    widest()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
     one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
-    ldq, ldk, ldv, ldo = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, o.strides[2] // size
+    ldq, ldk, ldv, ldo = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, o.strides[1] // size
+    hidden, totals = lse.dtype.type(HIDDEN), np.empty(BLOCK, lse.dtype)
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
         kp, vp = k[b, h].ctypes.data, v[b, h].ctypes.data
@@ -55,26 +62,29 @@ def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
             stop = min(start + BLOCK, time)
             rows, keys = stop - start, stop if causal else time
             s = scratch[: rows * keys].reshape(rows, keys)
-            sp, qp, op = s.ctypes.data, q[b, h, start:].ctypes.data, o[b, h, start:].ctypes.data
+            sp, qp, op = s.ctypes.data, q[b, h, start:].ctypes.data, o[b, start, h:].ctypes.data
             cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
             for i in range(rows):
                 seen = start + i + 1 if causal else keys
                 top = largest(s[i, :seen])
-                total = _exponentials(s[i, :seen], top)
+                s[i, seen:] = top - hidden
+                totals[i] = _exponentials(s[i], top)
                 s[i, seen:] = 0
-                lse[b, h, start + i] = top + np.log(total)
-                s[i, :seen] *= one / total
+                lse[b, h, start + i] = top + np.log(totals[i])
             cblas(at, PLAIN, PLAIN, rows, width, keys, one, sp, keys, vp, ldv, zero, op, ldo)
+            for i in range(rows):
+                o[b, start + i, h] *= one / totals[i]
 
 
 @jit
 def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, causal, first, last):
     """dq, dk and dv of the pairs from `first` to `last`: the last block of rows sees all keys, so it goes first and
-    writes dk and dv, to which the others add."""
+    writes dk and dv, to which the others add. o and do have time before heads."""
+    widest()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
     one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
-    ldq, ldk, ldv, ldd = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, do.strides[2] // size
-    ldg = dq.strides[2] // size
+    ldq, ldk, ldv, ldd = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, do.strides[1] // size
+    ldg, hidden = dq.strides[2] // size, lse.dtype.type(HIDDEN)
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
         kp, vp = k[b, h].ctypes.data, v[b, h].ctypes.data
@@ -86,12 +96,13 @@ def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, causal, firs
             s = scratch[0, : rows * keys].reshape(rows, keys)
             dp = scratch[1, : rows * keys].reshape(rows, keys)
             sp, dpp = s.ctypes.data, dp.ctypes.data
-            qp, dop, dqp = q[b, h, start:].ctypes.data, do[b, h, start:].ctypes.data, dq[b, h, start:].ctypes.data
+            qp, dop, dqp = q[b, h, start:].ctypes.data, do[b, start, h:].ctypes.data, dq[b, h, start:].ctypes.data
             cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
             cblas(at, PLAIN, TURNED, rows, keys, width, one, dop, ldd, vp, ldv, zero, dpp, keys)
             for i in range(rows):
                 seen, row = start + i + 1 if causal else keys, start + i
-                _slopes(s[i, :seen], dp[i, :seen], scale, lse[b, h, row], dot(do[b, h, row], o[b, h, row]))
+                s[i, seen:] = lse[b, h, row] - hidden
+                _slopes(s[i], dp[i], scale, lse[b, h, row], dot(do[b, row, h], o[b, row, h]))
                 s[i, seen:] = 0
                 dp[i, seen:] = 0
             cblas(at, TURNED, PLAIN, keys, width, rows, one, dpp, keys, qp, ldq, beta, dkp, ldg)
@@ -100,8 +111,8 @@ def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, causal, firs
             beta = one
 
 
-FORWARD = "i A4r A4r A4r A4 C3 C1 C1r b i i"
-BACKWARD = "i A4r A4r A4r A4r C3r A4r A4 A4 A4 C2 C1r b i i"
+FORWARD = "i A4r A4r A4r C4 C3 C1 C1r b i i"
+BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r b i i"
 
 
 def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +126,7 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
 
     def some(first: int, last: int) -> None:
         scratch = np.empty(BLOCK * time, q.dtype)
-        fixed(_forward, FORWARD)(at, q, k, v, o, lse, scratch, factor, causal, first, last)
+        fixed(_forward, FORWARD)(at, q, k, v, o.swapaxes(1, 2), lse, scratch, factor, causal, first, last)
 
     parallel.run(some, _pieces(samples * heads))
     return o, lse
@@ -127,7 +138,8 @@ def attention_backward(
     at = blas.pointer(q.dtype)
     if not at:
         return plain_backward.__wrapped__(xp, q, k, v, o, lse, do, causal, scale)  # type: ignore
-    q, k, v, o, do, lse = _rows(q), _rows(k), _rows(v), _rows(o), _rows(do), np.ascontiguousarray(lse)
+    q, k, v, lse = _rows(q), _rows(k), _rows(v), np.ascontiguousarray(lse)
+    o, do = np.ascontiguousarray(o.swapaxes(1, 2)), np.ascontiguousarray(do.swapaxes(1, 2))
     samples, heads, time, _ = q.shape
     d = merged(np, q)
     factor = np.array([scale], q.dtype)
