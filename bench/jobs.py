@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Job", "beside", "environ", "finish", "free_port", "mpiexec", "run", "start"]
+__all__ = ["Job", "beside", "command", "environ", "finish", "free_port", "mpiexec", "run", "start"]
 
 BENCH = Path(__file__).parent
 
@@ -35,9 +35,12 @@ class Job:
 
 def run(job: Job, model: str, seconds: float, patience: float) -> dict[str, Any]:
     """One job from launch to end: what rank 0 printed, or {"failed": reason}."""
+    return finish(start(command(job, model, "--seconds", str(seconds)), environ(job.threads)), patience)
+
+
+def command(job: Job, model: str, *options: str) -> list[str]:
     work = [str(BENCH / "worker.py"), job.library, "--model", model, "--strategy", job.strategy]
-    work += ["--threads", str(job.threads), "--seconds", str(seconds)]
-    return finish(start([*launcher(job), *work], environ(job.threads)), patience)
+    return [*launcher(job), *work, "--threads", str(job.threads), *options]
 
 
 def launcher(job: Job) -> list[str]:

@@ -1,6 +1,6 @@
 """One job of the side-by-side benchmark: a model trained by fsdpx or by PyTorch, timed step by step.
 
-    python bench/worker.py fsdpx|torch --model tiny --strategy fsdp [--seconds 3 | --steps 8]
+    python bench/worker.py fsdpx|torch --model tiny --strategy fsdp [--seconds 3 | --steps 8 | --turns FOLDER]
 
 Rank 0 prints one line of JSON: seconds of each timed step, seconds from the start of the job to the end of the first
 step, and for every rank the peak RSS of its life and the peak PSS of some steps that follow the timed ones.
@@ -14,12 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from memory import PeakPss, peak_rss
 from workloads import MODELS, batch, in_fsdpx, in_torch
 
 START = float(os.environ.get("BENCH_START", time.time()))  # when the driver started this job
+TURN = 1.0  # seconds of whole steps, at least
 SLOW, SLOWEST = 1.0, 3.0  # seconds: slow steps are warmed up once, the slowest timed only twice
 
 
@@ -102,13 +104,35 @@ def adamw_of(model: Any, strategy: str) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
 
 
-def measure(training: Training, seconds: float, steps: int | None) -> dict[str, Any]:
-    """Warm up, time steps for about `seconds` (at least 3, or 2 of the slowest) or exactly `steps`, look at memory."""
+def warmed(training: Training) -> tuple[float, float]:
+    """Seconds from the launch to the end of the first step, and of a step after some to warm up, on all ranks alike."""
     training.step()
     first = time.time() - START
     alike = max(training.everyone(clocked(training.step)))  # ranks must agree on how many steps there are
     for _ in range(2 if alike < SLOW else 0):
         alike = max(training.everyone(clocked(training.step)))
+    return first, alike
+
+
+def in_turns(training: Training, folder: Path) -> dict[str, Any]:
+    """Steps until there is a file `stop`. Whoever started this stops it and lets it go on after `ready`, which says how
+    many seconds a turn should last: a step that it ends in, and some whole ones."""
+    first, alike = warmed(training)
+    steps = max(math.ceil(TURN / alike), 2)
+    begun, taken = [], []
+    if training.rank == 0:
+        (folder / "new").write_text(str((steps + 1) * alike))
+        (folder / "new").rename(folder / "ready")
+    while not any(training.everyone((folder / "stop").exists())):
+        for _ in range(steps):
+            begun.append(time.time())
+            taken.append(clocked(training.step))
+    return {"begun": begun, "seconds": taken, "first": first}
+
+
+def measure(training: Training, seconds: float, steps: int | None) -> dict[str, Any]:
+    """Warm up, time steps for about `seconds` (at least 3, or 2 of the slowest) or exactly `steps`, look at memory."""
+    first, alike = warmed(training)
     count = steps or max(math.ceil(min(seconds / alike, 500)), 3 if alike < SLOWEST else 2)
     taken = [clocked(training.step) for _ in range(count)]
     with PeakPss() as watched:
@@ -136,11 +160,12 @@ def main() -> int:
     p.add_argument("--threads", type=int, default=1)
     p.add_argument("--seconds", type=float, default=3.0)
     p.add_argument("--steps", type=int, help="this many timed steps, whatever they take")
+    p.add_argument("--turns", type=Path, metavar="FOLDER", help="take turns with another job, see duel.py")
     p.add_argument("--backend", help="of fsdpx.init")
     p.add_argument("--flush", action="store_true", help="have PyTorch take denormals for 0")
     args = p.parse_args()
     training = by_fsdpx(args) if args.library == "fsdpx" else by_torch(args)
-    result = measure(training, args.seconds, args.steps)
+    result = in_turns(training, args.turns) if args.turns else measure(training, args.seconds, args.steps)
     if training.rank == 0:
         print(json.dumps(result), flush=True)
     if args.library == "torch":

@@ -1,6 +1,6 @@
 """A unit's forward and backward: its nodes one after the other, values handed on by number."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from fsdpx.engine.lines import Line, Stacks
@@ -50,8 +50,10 @@ def backward(
     saved: list[Any],
     dvalues: dict[int, Any],
     stacks: Stacks,
+    data: Container[int],
 ) -> None:
-    """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs."""
+    """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs, except
+    for nodes that read nothing but `data`, values whose gradient nobody reads."""
     starts = {stop - 1: start for start, stop in unit.lines.items()}
     for i in range(len(unit.nodes) - 1, -1, -1):
         if i in starts and isinstance(saved[starts[i]], Line):
@@ -60,12 +62,15 @@ def backward(
         dy = dvalues.pop(node.output, None)
         if dy is None:  # nothing that counts depends on this node
             continue
+        leaf = all(v in data for v in node.inputs)
+        run = node.layer.backward_leaf if leaf else node.layer.backward
         try:
-            dx = node.layer.backward(envs[i], params[i], grads[i], held, dy)
+            dx = run(envs[i], params[i], grads[i], held, dy)
         except Exception as error:
             error.add_note(f"in backward of layer {node.path!r} {node.layer!r}")
             raise
-        _spread(node.inputs, dx, dvalues)
+        if not leaf:
+            _spread(node.inputs, dx, dvalues)
 
 
 def backward_input(unit: Unit, envs: Envs, params: Arrays, saved: list[Any], dvalues: dict[int, Any]) -> list[Any]:

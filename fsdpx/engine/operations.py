@@ -143,7 +143,7 @@ def backward(engine: Engine, room: Room, action: Action, taken: Values, read: Va
     entries = _open(engine, room, action, pages, gradients)
     params, grads = room.views.params(u, read), room.views.grads(u, entries)
     saved, envs, stacks = taken[len(unit.gives)], _envs(engine, u, batch), room.views.stacks
-    compute.backward(engine.layout.units[u], envs, params, grads, saved, dvalues, stacks)
+    compute.backward(engine.layout.units[u], envs, params, grads, saved, dvalues, stacks, engine.stage.inputs)
     _close(engine, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 

@@ -120,6 +120,9 @@ class Conv2d(Layer):
             image[place] += dcolumns[:, n].swapaxes(0, 1)
         return self._window.cut(image, x.shape).astype(x.dtype, copy=False), (x, dy)
 
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, (*saved, dy))
+
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
         if "weight" in g:

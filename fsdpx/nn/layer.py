@@ -127,6 +127,10 @@ class Layer(ABC):
             self.backward_params(env, g, kept)
         return dx
 
+    def backward_leaf(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> None:
+        """`backward` where nobody reads `dx`: the input is data. Defined anew where `dx` is dear."""
+        self.backward(env, p, g, saved, dy)
+
     def as_distributed(self, **options: Any) -> Any:
         """The one line: a `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`."""
         import fsdpx

@@ -63,6 +63,9 @@ class Linear(Layer):
             return linear_backward(env.xp, g, p["weight"], dy, x)
         return linear_backward(env.xp, g, p["weight"], flat(dy), flat(x)).reshape(x.shape)
 
+    def backward_leaf(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, (*saved, dy))
+
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
         dx = product(env.xp, flat(dy), p["weight"])
