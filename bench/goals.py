@@ -61,6 +61,8 @@ def verdicts(rows: Iterable[Mapping[str, Any]], goals: Iterable[Goal] = tuple(GO
 def _verdict(goal: Goal, found: Mapping[tuple[str, str], Mapping[str, Any]]) -> dict[str, Any]:
     ours, theirs = (found.get((goal.model, job), {}).get(goal.figure) for job in (goal.ours, AGAINST[goal.ours]))
     ratio = ours / theirs if ours and theirs else None
+    if goal.figure == "rate":  # median over turns, where two jobs took turns
+        ratio = found.get((goal.model, goal.ours), {}).get("ratio", ratio)
     reached = None
     if ratio is not None:
         reached = ratio >= goal.least if goal.least is not None else ratio <= (goal.most or 0.0)

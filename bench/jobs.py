@@ -20,13 +20,10 @@ BENCH = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
-    """once: runs in the first round only."""
-
     library: str
     strategy: str
     ranks: int
     threads: int = 1
-    once: bool = False
 
     @property
     def name(self) -> str:

@@ -1,21 +1,21 @@
 """How fast, how large and how soon is training beside PyTorch on the same cores? Tables, a JSON file and plots.
 
-    python bench/side_by_side.py [--models tiny small mlp many] [--rounds 2] [--seconds 3] [--quick]
+    python bench/side_by_side.py [--models tiny small mlp many] [--rounds 6] [--seconds 1] [--quick]
 
 Every competitor is a job of its own, started as users start it: one rank as a plain process, several by mpiexec or
-torchrun. Jobs take turns, round by round, so that all see the same machine; a rate is the median over rounds of the
-median step. A job that takes more than a minute has one turn, and so have those, shorter ones, of which nothing is
-promised. One that fails, or gives no result in time, has a row with the reason.
+torchrun. First each runs by itself, which shows memory and the launch. Then rivals of which something is promised take
+turns of a second or some steps, one stopped while the other runs: the ratio is the median over `--rounds` turns. A
+job that fails, or gives no result in time, has a row with the reason.
 """
 
 import argparse
 import importlib.util
 import statistics
 import sys
-import time
 from typing import Any
 
 import plots
+from duel import duel, outcome
 from goals import AGAINST, verdicts
 from jobs import Job, run
 from records import arguments, lines, save
@@ -24,7 +24,6 @@ from workloads import MODELS
 __all__ = ["JOBS", "tables"]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-LONG = 60.0
 PATIENCE = {"compile": 180.0}
 """Seconds that a job may take, by strategy; five minutes if it is not here."""
 
@@ -37,65 +36,88 @@ JOBS = [
     Job("fsdpx", "ddp", 2),
     Job("torch", "fsdp", 2),
     Job("fsdpx", "fsdp", 2),
-    Job("torch", "zero1", 2, once=True),
-    Job("fsdpx", "zero1", 2, once=True),
-    Job("fsdpx", "zero2", 2, once=True),
-    *(Job("fsdpx", strategy, 1, threads, once=True) for threads in (1, 2) for strategy in STRATEGIES[1:]),
-    *(Job("torch", "compile", 1, threads, once=True) for threads in (1, 2)),
+    Job("torch", "zero1", 2),
+    Job("fsdpx", "zero1", 2),
+    Job("fsdpx", "zero2", 2),
+    *(Job("fsdpx", strategy, 1, threads) for threads in (1, 2) for strategy in STRATEGIES[1:]),
+    *(Job("torch", "compile", 1, threads) for threads in (1, 2)),
 ]
-"""Rivals stand side by side: the machine changes least between them. What nothing is promised of runs once."""
+"""Rivals stand side by side: the machine changes least between them."""
+DUELS = ("fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1")
+"""Who takes turns with whom it is compared with."""
 
 
-def turns(model: str, jobs: list[Job], options: argparse.Namespace) -> dict[Job, list[dict[str, Any]]]:
-    """All jobs of a model in turns."""
-    results: dict[Job, list[dict[str, Any]]] = {job: [] for job in jobs}
-    tired: set[Job] = set()
-    for turn in range(options.rounds):
-        for job in jobs:
-            if job in tired or (job.once and turn):
-                continue
-            print(f"{model}, round {turn + 1} of {options.rounds}: {job.name}", file=sys.stderr, flush=True)
-            begin = time.monotonic()
-            seconds = min(options.seconds, 1.0) if job.once else options.seconds
-            results[job].append(run(job, model, seconds, patience(job, options.quick)))
-            if time.monotonic() - begin > LONG or "failed" in results[job][-1]:
-                tired.add(job)
-    return results
+def alone(model: str, jobs: list[Job], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What each job prints, by its name."""
+    said = {}
+    for job in jobs:
+        print(f"{model}: {job.name}", file=sys.stderr, flush=True)
+        said[job.name] = run(job, model, options.seconds, patience(job, options.quick))
+    return said
+
+
+def together(model: str, jobs: list[Job], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What rivals print who take turns, by the name of ours and then of each."""
+    named = {job.name: job for job in jobs}
+    said = {}
+    for ours in DUELS:
+        pair = [named.get(ours), named.get(AGAINST[ours])]
+        if None not in pair:
+            print(f"{model}: {ours} against {AGAINST[ours]}", file=sys.stderr, flush=True)
+            found = duel(pair, model, options.rounds, patience(pair[1], options.quick))
+            said[ours] = dict(zip((ours, AGAINST[ours]), found, strict=True))
+    return said
 
 
 def patience(job: Job, quick: bool) -> float:
     return 60.0 if quick else PATIENCE.get(job.strategy, 300.0)
 
 
-def row(model: str, job: Job, rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of one job: medians over its rounds; the launch is the best of them, when caches are warm."""
-    found: dict[str, Any] = {"model": model, "job": job.name, "library": job.library, "unit": MODELS[model].unit}
-    good = [r for r in rounds if "failed" not in r]
-    reasons = [r["failed"] for r in rounds if "failed" in r]
-    found["note"] = reasons[0] if reasons else ""
-    if not good:
-        return found
-    rates = [MODELS[model].per_step / statistics.median(r["seconds"]) for r in good]
-    shares = [sum(r["pss"]) for r in good if None not in r["pss"]]
-    return found | {
-        "rate": statistics.median(rates),
-        "rates": rates,
-        "steps": [len(r["seconds"]) for r in good],
-        "rss": statistics.median(sum(r["rss"]) for r in good),
-        "pss": statistics.median(shares) if shares else None,
-        "first": min(r["first"] for r in good),
-        "firsts": [r["first"] for r in good],
+def row(model: str, name: str, said: dict[str, Any]) -> dict[str, Any]:
+    """The figures of one job that ran by itself."""
+    kind = {"model": model, "job": name, "library": name.partition(" ")[0], "unit": MODELS[model].unit}
+    if "failed" in said:
+        return kind | {"note": said["failed"]}
+    return kind | {
+        "note": "",
+        "rate": MODELS[model].per_step / statistics.median(said["seconds"]),
+        "rss": sum(said["rss"]),
+        "pss": None if None in said["pss"] else sum(said["pss"]),
+        "first": said["first"],
     }
 
 
-def rows_of(model: str, results: dict[Job, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    rows = [row(model, job, rounds) for job, rounds in results.items() if rounds]
-    rates = {r["job"]: r.get("rate") for r in rows}
-    for r in rows:
-        rival = AGAINST.get(r["job"])
-        if r.get("rate") and rates.get(rival):
-            r["against"], r["ratio"] = rival, r["rate"] / rates[rival]
-    return rows
+def rows_of(
+    model: str, by_itself: dict[str, dict[str, Any]], duels: dict[str, dict[str, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """A row per job. Rates and ratios are those of the duel where there was one; of its launches the best counts."""
+    rows = {name: row(model, name, said) for name, said in by_itself.items()}
+    firsts = {name: [r["first"]] for name, r in rows.items() if "first" in r}
+    for ours, both in duels.items():
+        if any("failed" in said for said in both.values()):
+            continue
+        for name, said in both.items():
+            firsts.setdefault(name, []).append(said["first"])
+        _fought(model, ours, both, rows)
+    for name, found in firsts.items():
+        rows[name] |= {"first": min(found), "firsts": found}
+    for name, r in rows.items():
+        rival = AGAINST.get(name, "")
+        if "ratio" not in r and r.get("rate") and rows.get(rival, {}).get("rate"):
+            r |= {"against": rival, "ratio": r["rate"] / rows[rival]["rate"], "ratios": []}
+    return list(rows.values())
+
+
+def _fought(model: str, ours: str, both: dict[str, dict[str, Any]], rows: dict[str, dict[str, Any]]) -> None:
+    """Enter what became of a duel."""
+    steps = {name: outcome(said) for name, said in both.items()}
+    theirs = AGAINST[ours]
+    ratios = [b / a for a, b in zip(steps[ours], steps[theirs], strict=True) if a and b]
+    if not ratios:
+        return
+    for name, taken in steps.items():
+        rows[name]["rate"] = MODELS[model].per_step / statistics.median(s for s in taken if s)
+    rows[ours] |= {"against": theirs, "ratio": statistics.median(ratios), "ratios": ratios}
 
 
 def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -106,7 +128,7 @@ def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    head = ["job", "", rows[0]["unit"], "from", "to", "ratio", "RSS MiB", "PSS MiB", "first step s", ""]
+    head = ["job", "", rows[0]["unit"], "ratio", "from", "to", "RSS MiB", "PSS MiB", "first step s", ""]
     return lines(head, [_cells(r) for r in rows], left=2).replace("  \n", "\n")
 
 
@@ -114,10 +136,11 @@ def _cells(r: dict[str, Any]) -> list[str]:
     name = [r["job"].rpartition(" ")[0], r["job"].rpartition(" ")[2]]
     if "rate" not in r:
         return [*name, *[""] * 7, r["note"]]
-    ratio = f"{r['ratio']:.2f}" if "ratio" in r else ""
+    ratios = [f"{r['ratio']:.2f}" if "ratio" in r else ""]
+    ratios += [f"{edge(r['ratios']):.2f}" if r.get("ratios") else "" for edge in (min, max)]
     sizes = [f"{r[kind] / 2**20:,.0f}" if r[kind] else "" for kind in ("rss", "pss")]
-    rates = [f"{rate:,.{0 if rate >= 100 else 1}f}" for rate in (r["rate"], min(r["rates"]), max(r["rates"]))]
-    return [*name, *rates, ratio, *sizes, f"{r['first']:.1f}", r["note"]]
+    rate = f"{r['rate']:,.{0 if r['rate'] >= 100 else 1}f}"
+    return [*name, rate, *ratios, *sizes, f"{r['first']:.1f}", r["note"]]
 
 
 def _promised(goals: list[dict[str, Any]]) -> str:
@@ -146,18 +169,18 @@ def draw(found: dict[str, Any], folder: Any) -> None:
 
 
 def main() -> int:
-    p = arguments(__doc__, rounds=2)
+    p = arguments(__doc__, rounds=6)
     p.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
-    p.add_argument("--seconds", type=float, default=3.0, help="timed steps of each job last about so long")
+    p.add_argument("--seconds", type=float, default=1.0, help="timed steps of a job by itself last about so long")
     p.add_argument("--only", default="", help="jobs whose name contains this")
     options = p.parse_args()
     if options.quick:
-        options.rounds, options.seconds = 1, 0.5
+        options.rounds, options.seconds = 2, 0.2
     jobs = [j for j in JOBS if options.only in j.name and (j.library == "fsdpx" or importlib.util.find_spec("torch"))]
     found: dict[str, Any] = {"rounds": options.rounds, "rows": [], "goals": []}
     for model in options.models:
-        run(Job("fsdpx", "ddp", 1), model, 0.1, LONG)  # fills the caches of compiled code, after changes to it
-        found["rows"] += rows_of(model, turns(model, jobs, options))
+        run(Job("fsdpx", "ddp", 1), model, 0.1, 60.0)  # fills the caches of compiled code, after changes to it
+        found["rows"] += rows_of(model, alone(model, jobs, options), together(model, jobs, options))
         found["goals"] = verdicts(found["rows"])
         folder = save("side_by_side", options, found)
         print(f"\n{model}\n{dict(tables(found))[model]}", flush=True)

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,17 +36,84 @@ def test_a_program_that_is_not_there_leaves_a_reason() -> None:
 
 def test_the_row_of_a_failed_job_shows_the_reason_and_promises_no_figure() -> None:
     import side_by_side
-    from jobs import Job
 
-    slow, quick = Job("torch", "single", 1), Job("fsdpx", "ddp", 1)
     measured = {"seconds": [0.5, 0.25, 0.5], "rss": [1 << 20], "pss": [1 << 20], "first": 1.5}
-    rows = side_by_side.rows_of("many", {slow: [{"failed": "MemoryError"}], quick: [measured, measured]})
+    failed = {"torch single 1x1": {"failed": "MemoryError"}, "fsdpx ddp 1x1": measured}
+    duels = {"fsdpx ddp 1x1": {"fsdpx ddp 1x1": {"failed": "its rival failed"}, "torch single 1x1": {"failed": "x"}}}
+    rows = side_by_side.rows_of("many", failed, duels)
     goals = side_by_side.verdicts(rows)
     shown = dict(side_by_side.tables({"rows": rows, "goals": goals}))
     assert "MemoryError" in shown["many"]
     assert rows[1]["rate"] == 64 / 0.5
     assert {goal["reached"] for goal in goals} == {None}
     assert "no figure" in shown["promised"]
+
+
+def test_a_duel_counts_whole_steps_by_turn_and_the_median_ratio() -> None:
+    import side_by_side
+    from duel import outcome
+
+    def job(second: float, turns: list[tuple[float, float]], begun: list[float]) -> dict[str, Any]:
+        steps = {"begun": begun, "seconds": [second] * len(begun), "turns": turns, "first": 2.0}
+        return steps | {"rss": [1], "pss": [None]}
+
+    ours = job(1.0, [(0, 3), (10, 13), (20, 23)], [-0.5, 0.0, 1.0, 2.5, 10.0, 20.0])  # the fourth ends in no turn
+    theirs = job(2.0, [(3, 10), (13, 20), (23, 30)], [3.0, 13.0, 29.0])
+    assert outcome(ours) == [1.0, 1.0, 1.0]
+    assert outcome(theirs) == [2.0, 2.0, None]
+    both = {"fsdpx ddp 1x1": ours, "torch single 1x1": theirs}
+    by_itself = {name: said | {"seconds": [9.0], "first": 1.0} for name, said in both.items()}
+    rows = side_by_side.rows_of("many", by_itself, {"fsdpx ddp 1x1": both})
+    assert [(r["job"], r["rate"], r["first"], r.get("ratio")) for r in rows] == [
+        ("fsdpx ddp 1x1", 64.0, 1.0, 2.0),
+        ("torch single 1x1", 32.0, 1.0, None),
+    ]
+    rows[0]["ratio"] = 6.5  # the median of the ratios, not the ratio of the medians, is held to the promise
+    (verdict,) = [v for v in side_by_side.verdicts(rows) if v["ratio"]]
+    assert (verdict["ratio"], verdict["reached"]) == (6.5, True)
+
+
+JOB = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--turns") + 1])
+(folder / "ready").write_text("0.3")
+begun = []
+while not (folder / "stop").exists():
+    begun.append(time.time())
+    time.sleep(0.01)
+print(json.dumps({"begun": begun, "seconds": [0.01] * len(begun), "first": 0.0}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_only_one_of_two_runs_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    import duel
+    from jobs import Job
+
+    def command(job: Job, model: str, *options: str) -> list[str]:
+        return ["sh", "-c", '"$@"; exit 0', "sh", sys.executable, "-c", JOB, *options]  # a child of what is started
+
+    monkeypatch.setattr(duel, "command", command)
+    one, other = duel.duel([Job("fsdpx", "ddp", 1), Job("torch", "single", 1)], "many", 2, 30.0)
+    for mine, rival in ((one, other), (other, one)):
+        assert len(mine["turns"]) == 2
+        inside = [sum(begin + 0.05 < at < end - 0.05 for at in mine["begun"]) for begin, end in mine["turns"]]
+        assert min(inside) > 3
+        assert not [at for begin, end in rival["turns"] for at in mine["begun"] if begin + 0.05 < at < end - 0.05]
+
+
+def test_a_rival_that_fails_ends_the_duel(monkeypatch: pytest.MonkeyPatch) -> None:
+    import duel
+    from jobs import Job
+
+    codes = {"fsdpx": JOB, "torch": "raise ValueError(1)"}
+    monkeypatch.setattr(duel, "command", lambda job, model, *o: [sys.executable, "-c", codes[job.library], *o])
+    jobs = [Job("fsdpx", "ddp", 1), Job("torch", "single", 1)]
+    good, bad = duel.duel(jobs, "many", 2, 30.0)
+    assert "failed" not in good
+    assert good["turns"] == []
+    assert bad["failed"] == "ValueError: 1"
+    assert duel.duel(jobs[::-1], "many", 2, 30.0)[1] == {"failed": "its rival failed"}
 
 
 @pytest.mark.parametrize(("figure", "ours", "reached"), [("rate", 3.0, True), ("rate", 1.9, False), ("pss", 1.1, True)])

@@ -1,4 +1,4 @@
-"""Nobody reads the gradient of data: layers that read nothing else are spared making it, and all else stays the same."""
+"""Nobody reads the gradient of data: layers that read nothing else are spared making it; all else stays the same."""
 
 from typing import Any
 
