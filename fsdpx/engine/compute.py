@@ -22,9 +22,8 @@ def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep
     stacks: of the parameters of lines; what a line needs stands at its first node.
     """
     saved: list[Any] = []
-    for i, (node, env, p) in enumerate(zip(unit.nodes, envs, params, strict=True)):
-        if i < len(saved):  # done as part of a line
-            continue
+    while (i := len(saved)) < len(unit.nodes):
+        node = unit.nodes[i]
         if (stop := unit.lines.get(i)) is not None:
             line = stacks.forward(params, i, stop, values[node.inputs[0]])
             if line is not None:
@@ -34,7 +33,7 @@ def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep
         inputs = node.inputs
         x = values[inputs[0]] if len(inputs) == 1 else tuple(values[v] for v in inputs)
         try:
-            values[node.output], kept = node.layer.forward(env, p, x)
+            values[node.output], kept = node.layer.forward(envs[i], params[i], x)
         except Exception as error:
             error.add_note(f"in forward of layer {node.path!r} {node.layer!r}")
             raise
@@ -55,9 +54,13 @@ def backward(
     """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs, except
     for nodes that read nothing but `data`, values whose gradient nobody reads."""
     starts = {stop - 1: start for start, stop in unit.lines.items()}
-    for i in range(len(unit.nodes) - 1, -1, -1):
-        if i in starts and isinstance(saved[starts[i]], Line):
-            _line_backward(unit, params, grads, saved, dvalues, stacks, starts[i])
+    i = len(unit.nodes)
+    while i > 0:
+        i -= 1
+        start = starts.get(i, i)
+        if isinstance(saved[start], Line) and _line_backward(unit, params, grads, saved, dvalues, stacks, start):
+            i = start
+            continue
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
         if dy is None:  # nothing that counts depends on this node
@@ -114,17 +117,18 @@ def _line_backward(
     dvalues: dict[int, Any],
     stacks: Stacks,
     start: int,
-) -> None:
+) -> bool:
     """Through a whole line, which leaves its nodes nothing to do; or give each what it needs to do it itself."""
     stop = unit.lines[start]
     last, held = unit.nodes[stop - 1].output, saved[start]
     dx = stacks.backward(params, grads, start, stop, held, dvalues[last]) if last in dvalues else None
     if dx is None:
         saved[start:stop] = held.saved()
-        return
+        return False
     del dvalues[last]
     saved[start] = None
     _spread(unit.nodes[start].inputs, dx, dvalues)
+    return True
 
 
 def _spread(inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any]) -> None:

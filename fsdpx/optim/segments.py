@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -74,11 +74,22 @@ class Segments:
 
     def runs(self, groups: Groups) -> tuple[Run, ...]:
         """The shard as the fewest stretches of equal hyperparameters."""
-        return _runs(self.items, freeze(groups))
+        return self._made(_runs, groups)
 
     def overrides(self, groups: Groups) -> tuple[Run, ...]:
         """The hyperparameters of each segment, one run per segment."""
-        return _overrides(self.items, freeze(groups))
+        return self._made(_overrides, groups)
+
+    def _made(self, make: Callable[..., tuple[Run, ...]], groups: Groups) -> tuple[Run, ...]:
+        """Made once: an update asks in every step, and thousands of segments take longer to tell apart than to add."""
+        key = (make, freeze(groups))
+        if key not in self._runs:
+            self._runs[key] = make(self.items, key[1])
+        return self._runs[key]
+
+    @cached_property
+    def _runs(self) -> dict[Any, tuple[Run, ...]]:
+        return {}
 
     def square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
         """Sums over whole parameters. Each column has one list of partial sums per segment; each result has,
@@ -99,7 +110,6 @@ def freeze(groups: Groups) -> Frozen:
     return tuple((pattern, tuple(sorted(values.items()))) for pattern, values in groups.items())
 
 
-@lru_cache(maxsize=4096)
 def _overrides(items: tuple[Segment, ...], groups: Frozen) -> tuple[Run, ...]:
     def of(s: Segment) -> Run:
         values = next((values for pattern, values in groups if fnmatchcase(s.name, pattern)), ())
@@ -108,7 +118,6 @@ def _overrides(items: tuple[Segment, ...], groups: Frozen) -> tuple[Run, ...]:
     return tuple(of(s) for s in items)
 
 
-@lru_cache(maxsize=4096)
 def _runs(items: tuple[Segment, ...], groups: Frozen) -> tuple[Run, ...]:
     merged = []
     for values, same in groupby(_overrides(items, groups), key=lambda r: (r.lr_scale, r.weight_decay)):
