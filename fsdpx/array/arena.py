@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 ALIGN = 64  # bytes: a cache line, and the widest vector register
+BLOCK = 32 << 20  # bytes from which kept buffers are cut
 
 __all__ = ["ALIGN", "Arena", "Life", "Memory", "Plan", "place"]
 
@@ -104,13 +105,29 @@ class Arena:
         self.slab_shared = False
         self.generation = 0  # grows when the slab moves: views made before are stale
         self.views: dict[tuple[int, int, str], Any] = {}
+        self._rest = np.empty(0, np.uint8)  # of the block that kept buffers are cut from
 
-    def keep(self, name: str, kind: str, size: int, dtype: Any) -> Any:
-        """A zeroed buffer of `size` elements that lives until `drop`; the same name returns the same buffer."""
+    def keep(self, name: str, kind: str, size: int, dtype: Any, *, passing: bool = False) -> Any:
+        """A zeroed buffer of `size` elements that lives until `drop`; the same name returns the same buffer.
+
+        passing: it will be dropped before the others, so its memory must not be a part of theirs.
+        """
         if name not in self.kept:
-            self.kept[name] = self.xp.zeros((size,), dtype=dtype)
+            make = self._zeros if self.xp is np and not passing else self.xp.zeros
+            self.kept[name] = make((size,), dtype=dtype)
             self.kinds[name] = kind
         return self.kept[name]
+
+    def _zeros(self, shape: tuple[int], dtype: Any) -> Any:
+        """From a cache line on, where NumPy's own begin 16 bytes behind one, and many in one block, so that small ones
+        lie in huge pages, too. What nobody writes of a block takes no memory."""
+        used = shape[0] * np.dtype(dtype).itemsize
+        nbytes = -(-used // ALIGN) * ALIGN
+        if self._rest.nbytes < nbytes:
+            block = np.zeros(max(nbytes, BLOCK) + ALIGN, np.uint8)
+            self._rest = block[-_address(block) % ALIGN :]
+        made, self._rest = self._rest[:used].view(dtype), self._rest[nbytes:]
+        return made
 
     def adopt(self, name: str, kind: str, buffer: Any, owned: int | None = None) -> None:
         """Take `buffer`, made elsewhere, as the kept one of this name. owned: its bytes that count as this rank's."""
@@ -146,6 +163,7 @@ class Arena:
         for known in (self.kept, self.kinds, self.owned, self.views):
             known.clear()
         self._free_slab()
+        self._rest = np.empty(0, np.uint8)
         self.slab_nbytes, self.slab_shared = 0, False
         while self.blocks and self.memory is not None:
             self.memory.release(self.blocks.pop())

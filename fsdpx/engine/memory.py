@@ -50,7 +50,7 @@ class Room:
         if state.grad is not None:
             buffer = state.grad
         elif f"grad{page}" in self.program.begins | self.program.ends:
-            buffer = engine.arena.keep(f"local{page}", "gradients", size, engine.dtype)
+            buffer = engine.arena.keep(f"local{page}", "gradients", size, engine.dtype, passing=True)
         else:
             buffer = self.buffer(f"grad{page}", size * copies, engine.dtype)
         if engine.options.chunks is None:

@@ -1,0 +1,52 @@
+"""Where kept buffers lie: on cache lines, many in one block, apart from those that are dropped before the others."""
+
+import gc
+import weakref
+
+import numpy as np
+
+from fsdpx.array.arena import ALIGN, BLOCK, Arena
+
+
+def address(array: np.ndarray) -> int:
+    return array.ctypes.data
+
+
+def test_kept_buffers_begin_on_cache_lines_in_one_block_and_do_not_overlap() -> None:
+    arena = Arena(np)
+    made = [arena.keep(f"{n}", "parameters", n, "float32") for n in (1, 16, 17, 0, 1000, 3)]
+    assert [a.size for a in made] == [1, 16, 17, 0, 1000, 3]
+    assert all(address(a) % ALIGN == 0 for a in made)
+    assert address(made[-1]) - address(made[0]) < 5000
+    for value, array in enumerate(made):
+        assert not array.any()
+        array[...] = value + 1
+    assert all((array == value + 1).all() for value, array in enumerate(made))
+    assert arena.nbytes() == {"parameters": 4 * 1037}
+
+
+def test_a_buffer_larger_than_a_block_has_its_own() -> None:
+    arena = Arena(np)
+    small, large = arena.keep("a", "state", 5, "float64"), arena.keep("b", "state", BLOCK, "float64")
+    assert (small.nbytes, large.nbytes) == (40, 8 * BLOCK)
+    assert address(large) % ALIGN == 0
+
+
+def test_a_passing_buffer_gives_its_memory_back_alone() -> None:
+    arena = Arena(np)
+    arena.keep("stays", "parameters", 5, "float32")
+    alive = weakref.ref(arena.keep("goes", "gradients", 5, "float32", passing=True))
+    owner = arena.kept["goes"]
+    assert owner.base is None
+    del owner
+    arena.drop("goes")
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_closed_arena_holds_no_block() -> None:
+    arena = Arena(np)
+    block = weakref.ref(arena.keep("a", "parameters", 5, "float32").base)
+    arena.close()
+    gc.collect()
+    assert block() is None
