@@ -62,12 +62,15 @@ def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | Non
     return dog
 
 
-def unwatch(comm: Any) -> None:
-    """Let go of `comm`, which is given up: nobody waits there any more. Records of its dead stay for `fsdpx run`."""
+def unwatch(comm: Any) -> Watchdog | None:
+    """Let go of `comm`, which is given up: nobody waits there any more. Its watchdog can still
+    `bury` those who died before they could let go themselves."""
     dog = _watchdogs.pop(_base(comm), None)
     if dog is not None:
         (dog.folder / "alarm").unlink(missing_ok=True)
-        dog.stop(comm.lost() if environment.read().run is None else ())
+        dog.stop()
+        dog.bury(comm.lost())
+    return dog
 
 
 class Watchdog:
@@ -96,14 +99,21 @@ class Watchdog:
         atexit.register(self.stop)
         self._thread.start()
 
-    def stop(self, dead: Iterable[int] = ()) -> None:
-        """End well: what this rank has in the folder goes, and what the dead have."""
+    def stop(self) -> None:
+        """End well: what this rank has in the folder goes."""
         if not self._stop.is_set():
             self._stop.set()
             atexit.unregister(self.stop)
-            for rank in (self.rank, *dead):
-                self._forget(rank)
+            self._forget(self.rank)
             self.record.remove()
+
+    def bury(self, dead: Iterable[int]) -> None:
+        """What the dead have in the folder goes, and with the last record the folder; `fsdpx run` reads them first."""
+        if environment.read().run is None:
+            for rank in dead:
+                self._forget(rank)
+            with suppress(OSError):  # others are still there
+                self.folder.rmdir()
 
     def ask(self) -> None:
         """Have the report made now, and wait a moment for the end of the job: this rank's wait has failed."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 from trials import STEPS, TRAINER, job, none_left
+
+from fsdpx.engine.flight import Recorder
+from fsdpx.engine.watchdog import unwatch, watch
 
 pytestmark = pytest.mark.mpi_skip
 
@@ -115,3 +119,38 @@ def test_a_trainer_waits_for_ranks_of_an_axis(tmp_path):
     assert "rank 0 waits in action B0.0 (unit '0') for recv of RECV1.0 gradient of '0', for " in done.err
     assert "rank 2 waits in action F2.1 (unit '2') for recv of RECV2.1 output of '1', for " in done.err
     assert "it was in action F1.1 (unit '1'), needs RECV0.1 (from rank 0 to rank 1 of the pipe), for " in done.err
+
+
+class Pair:
+    """A communicator of two ranks, of which the other one only leaves a record."""
+
+    rank, size, timeout = 0, 2, 60.0
+
+    def __init__(self) -> None:
+        self.dead: tuple[int, ...] = ()
+
+    def all_gather_object(self, obj: object) -> list[object]:
+        return [obj, obj]
+
+    def lost(self) -> tuple[int, ...]:
+        return self.dead
+
+
+@pytest.mark.parametrize("started_by_run", [False, True])
+def test_who_dies_before_it_has_let_go_is_buried_later(tmp_path, monkeypatch, started_by_run):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if started_by_run:
+        monkeypatch.setenv("FSDPX_RUN", str(tmp_path))
+    comm = Pair()
+    dog = watch(comm)
+    assert dog is not None
+    record = dog.folder / "rank-00001.flight"
+    Recorder(record, 1, 2, "here")
+    assert unwatch(comm) is dog
+    assert list(dog.folder.iterdir()) == [record]
+    dog.bury(comm.lost())
+    assert record.exists()  # it lives, as far as is known here
+    comm.dead = (1,)
+    dog.bury(comm.lost())
+    assert dog.folder.exists() == started_by_run  # `fsdpx run` reads it first
+    assert unwatch(comm) is None

@@ -24,7 +24,7 @@ from fsdpx.engine.elastic.recut import let_go
 from fsdpx.engine.elastic.seats import mesh_for
 from fsdpx.engine.recipe import Recipe
 from fsdpx.engine.tuning import tune_for
-from fsdpx.engine.watchdog import unwatch
+from fsdpx.engine.watchdog import Watchdog, unwatch
 from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError, MeshError, RankLost
 from fsdpx.launch import environment
 
@@ -86,6 +86,7 @@ class Crew:
         self._born = control.rank
         self._every = elastic.every or 1
         self._refused: int | None = None  # a number of ranks that the mesh cannot use
+        self._given_up: list[tuple[Survivor, Watchdog]] = []
         self._adopt(build(recipe, control, self.tuning, self.ranks, elastic.copies))
 
     def _adopt(self, built: Built) -> None:
@@ -240,13 +241,13 @@ class Crew:
             control.revoke()
             tried.append(control)
         assert built is not None
-        for one in tried:  # now it is known who has died there
-            unwatch(one)
+        for one in (self.control, *tried):
+            self._give_up(one)
         return self._go_on(built, begin, before, members)
 
     def close(self) -> None:
         """Nobody goes on. Collective."""
-        unwatch(self.control)
+        self._give_up(self.control)
         self.built.close()
         self.control.close()
 
@@ -258,6 +259,13 @@ class Crew:
         self.ranks = ranks
         return self._go_on(built, begin, before, self.built.born)
 
+    def _give_up(self, control: Survivor) -> None:
+        """Nobody meets there again. A rank may die before it has given up the same: its record goes next time."""
+        if (dog := unwatch(control)) is not None:
+            self._given_up.append((control, dog))
+        for before, dog in self._given_up:
+            dog.bury(before.lost())
+
     def _rebuilt(self, control: Survivor, offers: list[Offer], ranks: int | None) -> Built:
         seat = self.built.training.index(self.control.rank) if self.trains else None
         standing = Standing(self._born, seat, self.kept == 0, [])
@@ -267,8 +275,6 @@ class Crew:
         )  # fmt: skip
 
     def _go_on(self, built: Built, begin: float, before: int, members: list[int]) -> Recovery:
-        if built.control is not self.control:
-            unwatch(self.control)
         built.engine.observers, old = self.engine.observers, self.built
         self._adopt(built)
         if built.control is old.control:
