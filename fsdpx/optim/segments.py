@@ -83,12 +83,12 @@ class Segments:
     def _made(self, make: Callable[..., tuple[Run, ...]], groups: Groups) -> tuple[Run, ...]:
         """Made once: an update asks in every step, and thousands of segments take longer to tell apart than to add."""
         key = (make, freeze(groups))
-        if key not in self._runs:
-            self._runs[key] = make(self.items, key[1])
-        return self._runs[key]
+        if key not in self._known:
+            self._known[key] = make(self.items, key[1])
+        return self._known[key]
 
     @cached_property
-    def _runs(self) -> dict[Any, tuple[Run, ...]]:
+    def _known(self) -> dict[Any, tuple[Run, ...]]:
         return {}
 
     def square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
