@@ -93,6 +93,15 @@ class LayerContract:
             for a, b in zip(dx, dx_again, strict=True):
                 np.testing.assert_array_equal(a, b)
 
+    def test_at_the_data_the_gradients_of_the_parameters_are_the_same(self) -> None:
+        layer, x, p = self._setting()
+        _, dy, _, want = self._pass(layer, p, x)
+        _, saved = self._forward(layer, p, x)
+        got = self._zeros(layer, p)
+        layer.backward_leaf(self._env(np), p, got, saved, _pack(dy))
+        for name in want:
+            np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
     def test_nothing_that_was_passed_in_is_changed(self) -> None:
         layer, x, p = self._setting()
         state = {name for name, spec in layer.specs().items() if spec.state}
