@@ -94,7 +94,10 @@ def rows_of(
     rows = {name: row(model, name, said) for name, said in by_itself.items()}
     firsts = {name: [r["first"]] for name, r in rows.items() if "first" in r}
     for ours, both in duels.items():
-        if any("failed" in said for said in both.values()):
+        reasons = [said["failed"] for said in both.values() if "failed" in said]
+        if reasons and not rows[ours]["note"]:
+            rows[ours]["note"] = f"in turns: {reasons[0]}"
+        if reasons or any("failed" in by_itself[name] for name in both):
             continue
         for name, said in both.items():
             firsts.setdefault(name, []).append(said["first"])

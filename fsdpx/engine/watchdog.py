@@ -63,8 +63,8 @@ def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | Non
 
 
 def unwatch(comm: Any) -> Watchdog | None:
-    """Let go of `comm`, which is given up: nobody waits there any more. Its watchdog can still
-    `bury` those who died before they could let go themselves."""
+    """Let go of `comm`, which is given up: nobody waits there any more. Its watchdog can still `bury` those who died
+    before they had let go themselves."""
     dog = _watchdogs.pop(_base(comm), None)
     if dog is not None:
         (dog.folder / "alarm").unlink(missing_ok=True)

@@ -44,6 +44,7 @@ def test_the_row_of_a_failed_job_shows_the_reason_and_promises_no_figure() -> No
     goals = side_by_side.verdicts(rows)
     shown = dict(side_by_side.tables({"rows": rows, "goals": goals}))
     assert "MemoryError" in shown["many"]
+    assert "in turns: its rival failed" in shown["many"]
     assert rows[1]["rate"] == 64 / 0.5
     assert {goal["reached"] for goal in goals} == {None}
     assert "no figure" in shown["promised"]
@@ -68,6 +69,8 @@ def test_a_duel_counts_whole_steps_by_turn_and_the_median_ratio() -> None:
         ("fsdpx ddp 1x1", 64.0, 1.0, 2.0),
         ("torch single 1x1", 32.0, 1.0, None),
     ]
+    by_itself["torch single 1x1"] = {"failed": "MemoryError"}  # without memory and launch, its duel is no row
+    assert "rate" not in side_by_side.rows_of("many", by_itself, {"fsdpx ddp 1x1": both})[1]
     rows[0]["ratio"] = 6.5  # the median of the ratios, not the ratio of the medians, is held to the promise
     (verdict,) = [v for v in side_by_side.verdicts(rows) if v["ratio"]]
     assert (verdict["ratio"], verdict["reached"]) == (6.5, True)

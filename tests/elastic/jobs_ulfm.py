@@ -67,8 +67,7 @@ def _output(command: list[str]) -> str:
 
 
 def _environment(**variables: str) -> dict[str, str]:
-    gone = ("PMI", "OMPI_", "PRTE_", "FSDPX_", "PYTHONUNBUFFERED")  # unbuffered, a print is several writes: lines mix
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(gone)}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_", "PRTE_", "FSDPX_"))}
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     threads = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return {**kept, **root, **threads, "PYTHONPATH": str(ROOT), "FSDPX_TUNE": "0", **variables}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.mpi_skip
 
 
 def run(ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_", "PYTHONUNBUFFERED"))}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
     environ["OPENBLAS_NUM_THREADS"] = "1"  # small products on a busy machine: threads would only wait for each other
     start = [str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []
     command = [*start, sys.executable, "-m", module, *arguments]

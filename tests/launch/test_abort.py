@@ -38,8 +38,7 @@ def job(tmp_path, program, *, ranks=3, module=False, **variables):
     command = [sys.executable, *(["-m", "job"] if module else ["job.py"])]
     if ranks:
         command = [MPIEXEC, "-n", str(ranks), *command]
-    gone = ("PMI", "OMPI_", "FSDPX_", "PYTHONUNBUFFERED")
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(gone)}
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_", "FSDPX_"))}
     root = str(Path(__file__).parents[2])
     begin = time.monotonic()
     done = subprocess.run(

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.mpi_skip
 
 
 def job(ranks: int, *arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_", "PYTHONUNBUFFERED"))}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
     command = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", *arguments]
     return subprocess.run(
         command,
@@ -162,7 +162,7 @@ def test_verify_names_the_first_tensor_that_differs(messages: bool) -> None:
         "m.NodeCommunicator.reduce_scatter = lossy\n"
         "sys.exit(f.main(['verify', '--strategy', 'fsdp', '--precision', 'float64', *sys.argv[1:]]))\n"
     )
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "PYTHONUNBUFFERED"))}
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_"))}
     command = [str(MPIEXEC), "-n", "2", sys.executable, "-c", code, *(["--no-node"] if messages else [])]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     if messages:

@@ -55,9 +55,7 @@ OPEN_MPI = {
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """What the jobs of tests see. Not PYTHONUNBUFFERED: with it a print is several writes, and lines of ranks mix."""
-    gone = ("PMI", "OMPI_", "FSDPX_", "PYTHONUNBUFFERED")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(gone)}
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "OMPI_", "FSDPX_"))}
     return {**kept, **OPEN_MPI, "PYTHONPATH": str(ROOT), "FSDPX_TUNE": "0", **variables}
 
 
