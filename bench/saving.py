@@ -25,8 +25,8 @@ from workloads import MODELS, batch, in_fsdpx
 
 import fsdpx
 from fsdpx import nn, optim
+from fsdpx.checkpoint.pieces import BLOCK
 from fsdpx.comm import Communicator
-from fsdpx.engine.checkpoint.pieces import BLOCK
 
 __all__ = ["bandwidth", "stall"]
 

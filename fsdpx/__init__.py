@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from fsdpx.comm.codecs import Cast, Codec, Plain
     from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
     from fsdpx.comm.fake import FakeCommunicator
-    from fsdpx.comm.functional import (
+    from fsdpx.comm.mesh import Mesh
+    from fsdpx.comm.threads import spawn
+    from fsdpx.config import Precision, Sharding
+    from fsdpx.elastic.options import Elastic
+    from fsdpx.elastic.trainer import ElasticTrainer
+    from fsdpx.facade.distribute import distribute
+    from fsdpx.facade.dryrun import dry_run
+    from fsdpx.facade.functional import (
         all_gather,
         all_reduce,
         all_to_all,
@@ -36,42 +43,35 @@ if TYPE_CHECKING:
         send,
         world_size,
     )
-    from fsdpx.comm.mesh import Mesh
-    from fsdpx.comm.threads import spawn
-    from fsdpx.config import Precision, Sharding
-    from fsdpx.engine.distribute import distribute
-    from fsdpx.engine.dryrun import dry_run
-    from fsdpx.engine.elastic.options import Elastic
-    from fsdpx.engine.elastic.trainer import ElasticTrainer
-    from fsdpx.engine.trainer import Trainer
     from fsdpx.launch.info import info
+    from fsdpx.trainer.trainer import Trainer
 
 _ROOMS = ("data", "errors", "nn", "optim", "testing")
 _FUNCTIONAL = (
     "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "finalize", "gather", "init", "is_initialized",
     "local_rank", "rank", "recv", "reduce", "reduce_scatter", "scatter", "send", "world_size",
 )  # fmt: skip
-_HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.comm.functional") | {
+_HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.facade.functional") | {
     "Cast": "fsdpx.comm.codecs",
-    "Checkpoints": "fsdpx.engine.checkpoint",
+    "Checkpoints": "fsdpx.checkpoint",
     "Codec": "fsdpx.comm.codecs",
     "Communicator": "fsdpx.comm.communicator",
-    "Elastic": "fsdpx.engine.elastic.options",
-    "ElasticTrainer": "fsdpx.engine.elastic.trainer",
+    "Elastic": "fsdpx.elastic.options",
+    "ElasticTrainer": "fsdpx.elastic.trainer",
     "FakeCommunicator": "fsdpx.comm.fake",
     "Handle": "fsdpx.comm.communicator",
     "Mesh": "fsdpx.comm.mesh",
     "Plain": "fsdpx.comm.codecs",
     "Precision": "fsdpx.config",
-    "Preempted": "fsdpx.engine.preempt",
-    "Preemption": "fsdpx.engine.preempt",
+    "Preempted": "fsdpx.watch.preempt",
+    "Preemption": "fsdpx.watch.preempt",
     "ReduceOp": "fsdpx.comm.communicator",
     "Sharding": "fsdpx.config",
-    "Trainer": "fsdpx.engine.trainer",
-    "distribute": "fsdpx.engine.distribute",
-    "dry_run": "fsdpx.engine.dryrun",
+    "Trainer": "fsdpx.trainer.trainer",
+    "distribute": "fsdpx.facade.distribute",
+    "dry_run": "fsdpx.facade.dryrun",
     "info": "fsdpx.launch.info",
-    "layer_costs": "fsdpx.engine.costs",
+    "layer_costs": "fsdpx.trainer.costs",
     "spawn": "fsdpx.comm.threads",
 }
 

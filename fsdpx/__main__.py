@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _alone() -> bool:
-    from fsdpx.launch import environment
+    from fsdpx import environment
 
     return environment.read().launcher is None
 

@@ -8,18 +8,24 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "fsdpx"
-FLOORS = ["array", "comm", "nn", "layout", "program", "engine"]
-GROUND = {"fsdpx.errors", "fsdpx.config", "fsdpx.version", "fsdpx.launch.environment", "fsdpx.launch.abort"}
+GROUND = {"fsdpx.errors", "fsdpx.config", "fsdpx.version", "fsdpx.environment"}
+BELOW_STATE = {"array", "comm", "nn", "layout", "program", "optim"}
 ALLOWED = {
     "array": set(),
-    "comm": {"array", "launch.threads"},
+    "comm": {"array"},
     "nn": {"array", "comm"},
     "layout": {"array", "comm", "nn"},
     "program": set(),
     "optim": {"array"},
     "data": {"array"},
-    "engine": {"array", "comm", "nn", "layout", "program", "optim"},
-    "examples": {"array", "comm", "nn", "layout", "program", "optim", "data", "engine", "testing"},
+    "state": BELOW_STATE | {"engine", "trainer"},
+    "engine": BELOW_STATE | {"state", "watch", "trainer"},
+    "watch": {"comm"},
+    "checkpoint": BELOW_STATE | {"state", "engine"},
+    "trainer": BELOW_STATE | {"state", "engine", "watch", "checkpoint"},
+    "elastic": BELOW_STATE | {"state", "engine", "watch", "checkpoint", "trainer"},
+    "facade": BELOW_STATE | {"state", "engine", "watch", "checkpoint", "trainer", "elastic"},
+    "examples": BELOW_STATE | {"data", "trainer", "testing"},
     "testing": {"array", "comm", "nn", "optim"},
 }
 
@@ -53,10 +59,8 @@ def test_a_floor_imports_only_what_is_below(floor: str) -> None:
             below = any(
                 name == f"fsdpx.{room}" or name.startswith(f"fsdpx.{room}.") for room in {floor, *ALLOWED[floor]}
             )
-            ground = any(name == g or name.startswith(f"{g}.") for g in GROUND) or name.startswith(
-                "fsdpx.launch.environment"
-            )
-            door = name.removeprefix("fsdpx") == "" or name == "fsdpx.launch.environment"
+            ground = any(name == g or name.startswith(f"{g}.") for g in GROUND) or name.startswith("fsdpx.environment")
+            door = name.removeprefix("fsdpx") == "" or name == "fsdpx.environment"
             facade = floor in ("examples", "testing", "nn") and name.count(".") <= 1
             if not (below or ground or door or facade):
                 wrong.append(f"{file.relative_to(PACKAGE)} imports {name}")
@@ -90,13 +94,13 @@ def test_import_loads_nothing_heavy(statement: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_only_launch_reads_the_environment() -> None:
+def test_one_file_reads_the_environment() -> None:
     readers = {
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
         if any(word in file.read_text() for word in ("os.environ", "os.getenv"))
     }
-    assert {name for name in readers if not name.startswith("launch/")} == set()
+    assert {name for name in readers if not name.startswith("launch/")} == {"environment.py"}
 
 
 def test_public_names_are_all_there() -> None:

@@ -274,7 +274,7 @@ class MpiCommunicator(Backend):
     def abort(self, code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
             os._exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
-        from fsdpx.launch import environment
+        from fsdpx import environment
 
         if environment.read().ulfm and MPI.COMM_WORLD.Get_size() - len(lost(MPI.COMM_WORLD)) == 1:
             os._exit(code)  # Open MPI 5.0 takes the abort of the last rank that lives for success

@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError
 if TYPE_CHECKING:
     from fsdpx.comm.node import NodeCommunicator
     from fsdpx.comm.survivors import Survivor
-    from fsdpx.launch.environment import Environment
+    from fsdpx.environment import Environment
 
 __all__ = ["BACKENDS", "adopt", "node_of", "resilient", "world"]
 
@@ -34,7 +34,7 @@ def world(
     or a `Communicator` (taken as it is) instead. With MPI, an uncaught exception from now on ends all ranks.
     LaunchError if MPI sees another number of ranks than the launcher started.
     """
-    from fsdpx.launch import environment
+    from fsdpx import environment
 
     if comm is not None:
         return adopt(comm, backend)
@@ -48,9 +48,9 @@ def world(
         )
     settings = environment.read()
     if backend == "local" or (backend is None and settings.launcher is None):
-        from fsdpx.launch import threads
+        from fsdpx.array import cores
 
-        threads.share_cores(1)
+        cores.share_cores(1)
         return single()
     return _mpi(None, settings, backend)
 
@@ -60,7 +60,7 @@ def adopt(comm: Any, backend: str | None = None) -> Communicator:
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
     if _is_raw(comm):
-        from fsdpx.launch import environment
+        from fsdpx import environment
 
         if backend not in (None, "node", "mpi"):
             raise ConfigError(f"comm is an mpi4py communicator, but backend={backend!r}: leave backend out")
@@ -107,7 +107,7 @@ def resilient(comm: Any = None) -> Survivor:
 
 def _opened() -> Communicator:
     """All ranks of this job: the default communicator, or one for messages."""
-    from fsdpx.launch import environment
+    from fsdpx import environment
 
     opened = default.current()
     return opened.comm if opened else world(None if environment.read().launcher is None else "mpi")
@@ -125,9 +125,11 @@ def _mpi(comm: Any, settings: Environment, backend: str | None) -> Communicator:
             f"no MPI library could be loaded ({error}): "
             "install one with pip install 'fsdpx[mpich]', or use backend='local'"
         ) from error
+    from fsdpx import environment
+    from fsdpx.array import cores
+    from fsdpx.comm import abort
     from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator
     from fsdpx.comm.node import NodeCommunicator
-    from fsdpx.launch import abort, environment, threads
 
     library = MPI.Get_library_version().strip("\0").split("\n")[0].replace("\t", " ")
     environment.check_size(MPI.COMM_WORLD.Get_size(), settings, f"MPI ({' '.join(library.split())})")
@@ -139,5 +141,5 @@ def _mpi(comm: Any, settings: Environment, backend: str | None) -> Communicator:
         made = MpiCommunicator(comm, timeout=settings.timeout or TIMEOUT)
     abort.install(made)
     ranks_here = made.all_gather_object(platform.node()).count(platform.node())
-    made.progress.patience = PATIENT if threads.share_cores(ranks_here) * ranks_here <= threads.cores() else 0
+    made.progress.patience = PATIENT if cores.share_cores(ranks_here) * ranks_here <= cores.cores() else 0
     return made

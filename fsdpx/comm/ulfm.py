@@ -29,7 +29,7 @@ def ulfm_active() -> bool:
 
     Elsewhere the launcher ends the job when a rank dies; MPICH does so even with -disable-auto-cleanup.
     """
-    from fsdpx.launch import environment
+    from fsdpx import environment
 
     return "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
 

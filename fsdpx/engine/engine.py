@@ -15,20 +15,20 @@ from fsdpx.comm.codecs import Codec
 from fsdpx.comm.counted import Counters
 from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.mesh import Axes, connect
+from fsdpx.comm.poker import Poker
 from fsdpx.config import Precision, Sharding
-from fsdpx.engine.pipe import Pipe
-from fsdpx.engine.poker import Poker
-from fsdpx.engine.recompute import Recompute
-from fsdpx.engine.scaler import Scaler
-from fsdpx.engine.ties import Tie
-from fsdpx.engine.tuning import Tuning
 from fsdpx.engine.views import Views
-from fsdpx.layout.state import PageState
 from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
 from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Env, join
 from fsdpx.nn.sort import Sorted, shapes
 from fsdpx.program import Action, Program, Stage
+from fsdpx.state.pages import PageState
+from fsdpx.state.pipe import Pipe
+from fsdpx.state.scaler import Scaler
+from fsdpx.state.ties import Tie
+from fsdpx.state.tuning import Tuning
+from fsdpx.trainer.recompute import Recompute
 
 __all__ = ["PROGRESS", "Clock", "Engine", "Microbatch", "Options"]
 

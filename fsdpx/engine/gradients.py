@@ -7,8 +7,8 @@ from typing import Any
 
 from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
 from fsdpx.engine.engine import Engine
-from fsdpx.layout.state import PageState
 from fsdpx.layout.tree import Node, Stack
+from fsdpx.state.pages import PageState
 
 __all__ = ["Chunked", "Gradient", "Pending", "Plainly", "Subtrees", "join", "reduce", "scratch_nbytes"]
 

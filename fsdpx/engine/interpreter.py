@@ -9,13 +9,13 @@ from fsdpx.array import blas
 from fsdpx.array.denormals import flushed
 from fsdpx.comm.communicator import DONE
 from fsdpx.engine.engine import PROGRESS, Engine
-from fsdpx.engine.flight import label
 from fsdpx.engine.gradients import Pending
 from fsdpx.engine.memory import Room
 from fsdpx.engine.operations import OPERATIONS
-from fsdpx.engine.watchdog import Watchdog
 from fsdpx.errors import CommTimeout
 from fsdpx.program import VERBS, Request, check, compile
+from fsdpx.watch.flight import label
+from fsdpx.watch.watchdog import Watchdog
 
 __all__ = ["Bound"]
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.gradients import Pending
-from fsdpx.engine.pipe import tag
 from fsdpx.errors import ShapeError
 from fsdpx.program import Edge
+from fsdpx.state.pipe import tag
 
 __all__ = ["receive", "send"]
 

@@ -20,12 +20,12 @@ from fsdpx.engine.gradients import reduce as start_reduce
 from fsdpx.engine.memory import Room
 from fsdpx.engine.messages import receive as start_receive
 from fsdpx.engine.messages import send as start_send
-from fsdpx.engine.ties import add_together
 from fsdpx.errors import DataError
 from fsdpx.nn.gradients import Entry
 from fsdpx.nn.layer import Env
 from fsdpx.optim import rate
 from fsdpx.program import Action, StageUnit
+from fsdpx.state.ties import add_together
 
 __all__ = ["OPERATIONS", "Mean", "Scale"]
 

@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 import fsdpx
-from fsdpx import data, nn, optim
-from fsdpx.engine.report import peak_rss
-from fsdpx.launch import environment
+from fsdpx import data, environment, nn, optim
 from fsdpx.testing.chaos import parse, strike
+from fsdpx.trainer.report import peak_rss
 
 VOCAB = 256  # a token is a byte
 

@@ -6,10 +6,10 @@ import argparse
 import json
 from pathlib import Path
 
-from fsdpx.engine.checkpoint import offline
-from fsdpx.engine.checkpoint.agree import said
-from fsdpx.engine.checkpoint.plan import STATE
-from fsdpx.engine.checkpoint.source import Source
+from fsdpx.checkpoint import offline
+from fsdpx.checkpoint.agree import said
+from fsdpx.checkpoint.plan import STATE
+from fsdpx.checkpoint.source import Source
 from fsdpx.errors import CheckpointError
 
 __all__ = ["add_options", "ckpt"]

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from typing import Any
 
+from fsdpx import environment
 from fsdpx.array import blas
-from fsdpx.engine.report import bytes_text
-from fsdpx.engine.tuning import stored
-from fsdpx.launch import environment
+from fsdpx.state.tuning import stored
+from fsdpx.trainer.report import bytes_text
 from fsdpx.version import __version__
 
 __all__ = ["info"]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsdpx.launch import environment
+from fsdpx import environment
 
 __all__ = ["Note", "read_notes"]
 

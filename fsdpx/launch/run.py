@@ -21,11 +21,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
-from fsdpx.engine.flight import Flight, log, read_all
-from fsdpx.engine.preempt import PREEMPTED
-from fsdpx.engine.watchdog import HUNG
 from fsdpx.errors import LaunchError
 from fsdpx.launch.rank import Note, read_notes
+from fsdpx.watch.flight import Flight, log, read_all
+from fsdpx.watch.preempt import PREEMPTED
+from fsdpx.watch.watchdog import HUNG
 
 __all__ = ["Ending", "Plan", "decide", "main"]
 

@@ -4,13 +4,13 @@ import argparse
 
 from fsdpx import optim
 from fsdpx.comm.mesh import Mesh
-from fsdpx.engine.dryrun import DryRun, dry_run
-from fsdpx.engine.report import bytes_text, table
 from fsdpx.errors import ConfigError
-from fsdpx.examples.catalog import entry
+from fsdpx.facade.dryrun import DryRun, dry_run
+from fsdpx.launch.catalog import entry
 from fsdpx.launch.mesh import check, recompute, words
 from fsdpx.layout.tree import chunks_of
 from fsdpx.program import Costs, Plan, bubble, grid, in_flight, simulate
+from fsdpx.trainer.report import bytes_text, table
 
 __all__ = ["show"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from fsdpx import data, init, nn, optim
+from fsdpx.checkpoint import Checkpoints
 from fsdpx.comm import Communicator
-from fsdpx.engine.checkpoint import Checkpoints
 
 READY, ROWS, SAMPLES = "ready.json", 12, 60
 rng = np.random.default_rng(0)

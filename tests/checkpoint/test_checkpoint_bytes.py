@@ -14,8 +14,8 @@ from models import distance, make
 from runs import ALL, CUT, build, contents, everywhere, steps
 
 from fsdpx import Mesh, config, nn, optim, spawn
+from fsdpx.checkpoint import write
 from fsdpx.comm import Communicator
-from fsdpx.engine.checkpoint import write
 from fsdpx.errors import CheckpointError
 
 

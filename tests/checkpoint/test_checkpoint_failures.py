@@ -20,9 +20,9 @@ from models import make
 from runs import ALL, build, contents, everywhere, steps
 
 from fsdpx import optim, spawn
+from fsdpx.checkpoint import background, commit, disk, write
+from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.comm import Communicator
-from fsdpx.engine.checkpoint import background, commit, disk, write
-from fsdpx.engine.checkpoint.manifest import Manifest
 from fsdpx.errors import CheckpointError, ConfigError
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -273,7 +273,7 @@ def test_ranks_that_want_different_things(tmp_path: Path) -> None:
 
 def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
     code = (
-        "import sys; from pathlib import Path; from fsdpx.engine.checkpoint.commit import _lock\n"
+        "import sys; from pathlib import Path; from fsdpx.checkpoint.commit import _lock\n"
         "_lock(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
     )
     job = subprocess.Popen([sys.executable, "-c", code, str(old[0])], stdin=subprocess.PIPE, stdout=subprocess.PIPE)

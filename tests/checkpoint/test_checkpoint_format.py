@@ -12,9 +12,9 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdpx.engine.checkpoint.digest import Sum, whole
-from fsdpx.engine.checkpoint.format import array_type, code_of, lay, parse
-from fsdpx.engine.checkpoint.rounding import rounded
+from fsdpx.checkpoint.digest import Sum, whole
+from fsdpx.checkpoint.format import array_type, code_of, lay, parse
+from fsdpx.checkpoint.rounding import rounded
 from fsdpx.errors import CheckpointError
 
 DTYPES = [

@@ -7,7 +7,7 @@ from fuzz import Fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.engine.checkpoint.format import parse
+from fsdpx.checkpoint.format import parse
 from fsdpx.errors import CheckpointError
 
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from fsdpx.engine.checkpoint.hand import Hand
+from fsdpx.checkpoint.hand import Hand
 
 
 def test_tasks_run_beside_their_owner_in_order() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from models import KNOWN
 
 from fsdpx import FakeCommunicator, Mesh, optim
-from fsdpx.engine.checkpoint.pieces import Held, held, owned
+from fsdpx.checkpoint.pieces import Held, held, owned
 from fsdpx.engine.engine import Engine
 from fsdpx.errors import ConfigError
 

@@ -9,8 +9,8 @@ from models import KNOWN, make, part
 from runs import build, contents, everywhere, loader, steps
 
 from fsdpx import Precision, Trainer, data, spawn
+from fsdpx.checkpoint import Checkpoints
 from fsdpx.comm import Communicator
-from fsdpx.engine.checkpoint import Checkpoints
 from fsdpx.errors import CheckpointError, ConfigError, DataError
 
 

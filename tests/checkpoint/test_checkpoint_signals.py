@@ -12,7 +12,7 @@ import pytest
 from stopped import READY, train
 
 from fsdpx import spawn
-from fsdpx.engine.preempt import PREEMPTED
+from fsdpx.watch.preempt import PREEMPTED
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "resilience"))
 from trials import MPIEXEC, environment, none_left

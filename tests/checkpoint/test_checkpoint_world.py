@@ -14,9 +14,9 @@ from models import make
 from runs import contents, steps
 
 from fsdpx import Mesh, Trainer, nn, optim, spawn
+from fsdpx.checkpoint import disk, write
 from fsdpx.comm import Communicator
 from fsdpx.comm.opening import world as open_world
-from fsdpx.engine.checkpoint import disk, write
 from fsdpx.errors import CheckpointError
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]

@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 
-from fsdpx.comm import FakeCommunicator, Guarded, ReduceOp, functional, single, spawn
+from fsdpx.comm import FakeCommunicator, Guarded, ReduceOp, single, spawn
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.facade import functional
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +152,7 @@ def test_a_rank_of_spawn_cannot_open_another_world():
 
 def test_importing_and_running_on_threads_loads_no_mpi():
     program = (
-        "import sys, numpy as np, fsdpx.comm as c, fsdpx.comm.functional as f, fsdpx.testing.communicator\n"
+        "import sys, numpy as np, fsdpx.comm as c, fsdpx.facade.functional as f, fsdpx.testing.communicator\n"
         "c.spawn(lambda comm: f.all_reduce(np.ones(3)), 2); f.all_reduce(1.0)\n"
         "assert not {'mpi4py', 'cupy', 'numba'} & set(sys.modules), sys.modules"
     )

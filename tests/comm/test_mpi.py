@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from ranks import together
 
-from fsdpx.comm import Communicator, Guarded, Mesh, ReduceOp, connect, functional, split_evenly
+from fsdpx.comm import Communicator, Guarded, Mesh, ReduceOp, connect, split_evenly
 from fsdpx.errors import CommTimeout, DesyncError
+from fsdpx.facade import functional
 from fsdpx.testing.communicator import CommunicatorContract
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from test_mpi import OnEveryRank, world
 
+from fsdpx import environment
 from fsdpx.comm import Communicator, Guarded
 from fsdpx.comm.opening import resilient
 from fsdpx.comm.survivors import Survivor, survives
-from fsdpx.launch import environment
 
 __all__ = ["world"]
 

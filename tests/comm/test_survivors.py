@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fsdpx import environment
 from fsdpx.comm import DONE, FakeCommunicator, Guarded, ReduceOp, local, single, spawn
 from fsdpx.comm.opening import resilient
 from fsdpx.comm.rendezvous import Died
 from fsdpx.comm.survivors import Survivor, settle, survives
 from fsdpx.errors import CommError, ConfigError, DesyncError, RankLost
-from fsdpx.launch import environment
 from fsdpx.testing.chaos import Struck
 
 N = 3

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 import fsdpx
-from fsdpx import nn, optim, spawn
+from fsdpx import environment, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.config import PRESETS
-from fsdpx.launch import environment
 from fsdpx.program import VERBS
 
 ROOT = Path(__file__).parents[2]

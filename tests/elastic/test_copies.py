@@ -12,13 +12,13 @@ from models import KNOWN, make, part
 
 import fsdpx
 from fsdpx import Mesh, Trainer
+from fsdpx.checkpoint.pieces import Held, held
+from fsdpx.checkpoint.state import state_of
 from fsdpx.comm import Communicator
-from fsdpx.engine.checkpoint.pieces import Held, held
-from fsdpx.engine.checkpoint.state import state_of
-from fsdpx.engine.elastic.buddies import buddies, groups
-from fsdpx.engine.elastic.copies import Copies, Generation
-from fsdpx.engine.elastic.descriptors import describe, live, missing, whole
-from fsdpx.engine.elastic.recut import recut
+from fsdpx.elastic.buddies import buddies, groups
+from fsdpx.elastic.copies import Copies, Generation
+from fsdpx.elastic.descriptors import describe, live, missing, whole
+from fsdpx.elastic.recut import recut
 from fsdpx.errors import RankLost
 
 FROM = {

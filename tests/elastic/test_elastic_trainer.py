@@ -300,7 +300,7 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdpx.engine.checkpoint import background
+    from fsdpx.checkpoint import background
 
     write = background.write
     monkeypatch.setattr(background, "write", lambda *args: (time.sleep(0.5), write(*args))[1])

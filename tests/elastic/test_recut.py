@@ -17,11 +17,11 @@ from models import make
 import fsdpx
 from fsdpx import Mesh
 from fsdpx.array.namespace import dtype
+from fsdpx.checkpoint.pieces import Held
 from fsdpx.comm import Communicator
 from fsdpx.comm.counted import Counted, Counters
-from fsdpx.engine.checkpoint.pieces import Held
-from fsdpx.engine.elastic.descriptors import describe, missing, runs, whole
-from fsdpx.engine.elastic.recut import FLIGHT, recut
+from fsdpx.elastic.descriptors import describe, missing, runs, whole
+from fsdpx.elastic.recut import FLIGHT, recut
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.layer import Spec
 
@@ -224,7 +224,7 @@ def test_little_memory_is_needed_beside_the_arrays() -> None:
 
 
 def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
-    from fsdpx.engine.checkpoint.pieces import held
+    from fsdpx.checkpoint.pieces import held
 
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
     layout, slots = trainer.engine.layout, trainer.engine.optimizer.slots

@@ -9,7 +9,7 @@ from models import KNOWN, distance, make, part
 import fsdpx
 from fsdpx import Mesh
 from fsdpx.comm import Communicator
-from fsdpx.engine.trainer import Trainer
+from fsdpx.trainer.trainer import Trainer
 
 OPTIONS = {"clip_norm": 0.3, "group_bytes": 600}
 

@@ -11,8 +11,8 @@ from fsdpx import Mesh, nn, optim
 from fsdpx.array.shapes import ShapeArray
 from fsdpx.comm import Communicator, FakeCommunicator
 from fsdpx.engine.activations import roots
-from fsdpx.engine.dryrun import DryRun, dry_run
 from fsdpx.errors import ConfigError
+from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.program import parse
 
 WIDTH, ROWS, RANKS = 64, 4, 4

@@ -8,8 +8,8 @@ from models import CASES, distance, make, mlp, part, train
 
 from fsdpx import Sharding, data, nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.engine.fit import History
 from fsdpx.errors import ConfigError, NumericsError
+from fsdpx.trainer.fit import History
 
 
 def test_parameters_load_at_another_world_size_and_strategy() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from fsdpx import nn, optim
 from fsdpx.array import blas
-from fsdpx.engine import tuning
-from fsdpx.engine.tuning import Tuning, stored, tune_for
 from fsdpx.launch.info import info
+from fsdpx.state import tuning
+from fsdpx.state.tuning import Tuning, stored, tune_for
 
 
 @pytest.fixture(autouse=True)

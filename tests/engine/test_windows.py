@@ -14,8 +14,8 @@ from fsdpx import spawn
 from fsdpx.comm import Communicator, Mesh
 from fsdpx.comm.opening import node_of
 from fsdpx.comm.opening import world as open_world
-from fsdpx.engine.windows import memory_of
 from fsdpx.errors import ConfigError
+from fsdpx.state.windows import memory_of
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
@@ -149,7 +149,7 @@ def test_messages_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tuning_is_agreed_on(world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    from fsdpx.engine.tuning import stored, tune_for
+    from fsdpx.state.tuning import stored, tune_for
 
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
     found = tune_for(world, True, np)
@@ -165,7 +165,7 @@ def test_ranks_that_measure_differently_choose_the_same(
     world: Communicator, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """What each rank found by itself would send some of them into a collective call and others not."""
-    from fsdpx.engine import tuning
+    from fsdpx.state import tuning
 
     monkeypatch.setenv("FSDPX_CACHE", world.all_gather_object(str(tmp_path))[0])
     slow = world.rank % 2 == 1

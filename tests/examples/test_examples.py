@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdpx.examples import catalog, digits, gpt
+from fsdpx.examples import digits, gpt
+from fsdpx.launch import catalog
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from fsdpx.environment import Environment, check_size, read
 from fsdpx.errors import LaunchError
-from fsdpx.launch.environment import Environment, check_size, read
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 from trials import MPIEXEC, ROOT, TRAINER, environment, none_left
 
 TRAIN = """
-from fsdpx.engine.preempt import Preemption
+from fsdpx.watch.preempt import Preemption
 def endless():
     while True:
         if trainer.steps == 3: open(f"ready-{comm.rank}", "w").close()

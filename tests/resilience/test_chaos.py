@@ -110,7 +110,7 @@ def test_a_history_that_is_wrong(tmp_path: Path, lines: dict[tuple[int, int], li
 
 PROCESS = """
 from pathlib import Path
-from fsdpx.launch import environment
+from fsdpx import environment
 from fsdpx.testing.chaos import Ledger, parse, strike
 start, last = environment.read().restart, Path("last")
 ledger = Ledger(Path("ledger"))

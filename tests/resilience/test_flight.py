@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.engine.flight import LENGTH, Recorder, label, log, read, read_all
-from fsdpx.engine.watchdog import report
+from fsdpx.watch.flight import LENGTH, Recorder, label, log, read, read_all
+from fsdpx.watch.watchdog import report
 
 
 def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> Recorder:

@@ -15,8 +15,8 @@ import pytest
 from trials import MPIEXEC, TRAINER, environment, none_left
 
 from fsdpx import nn, optim, spawn
-from fsdpx.engine.preempt import PREEMPTED, Preempted, Preemption
 from fsdpx.errors import ConfigError
+from fsdpx.watch.preempt import PREEMPTED, Preempted, Preemption
 
 X, Y = np.arange(24.0).reshape(4, 6), np.array([0, 1, 2, 0])
 
@@ -91,7 +91,7 @@ def test_requeue_asks_slurm(tmp_path, monkeypatch, capsys):
 
 
 LOOP = """
-from fsdpx.engine.preempt import Preemption
+from fsdpx.watch.preempt import Preemption
 def save():
     open(f"saved-{comm.rank}", "w").write(str(trainer.steps))
 def endless():

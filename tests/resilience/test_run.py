@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from trials import MPIEXEC, STEPS, TRAINER, environment, none_left
 
 from fsdpx.__main__ import main
-from fsdpx.engine.preempt import PREEMPTED
 from fsdpx.launch.rank import Note
 from fsdpx.launch.run import Ending, Plan, _ending, decide
+from fsdpx.watch.preempt import PREEMPTED
 
 KINDS = st.sampled_from(["died", "hung", "error"])
 ENDINGS = st.builds(
@@ -148,7 +148,7 @@ def test_a_job_that_hangs_is_started_again(tmp_path: Path) -> None:
 
 
 ENDLESS = """
-from fsdpx.engine.preempt import Preemption
+from fsdpx.watch.preempt import Preemption
 def endless():
     while True:
         if trainer.steps == 3: open(f"ready-{comm.rank}", "w").close()

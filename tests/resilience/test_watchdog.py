@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from trials import STEPS, TRAINER, job, none_left
 
-from fsdpx.engine.flight import Recorder
-from fsdpx.engine.watchdog import unwatch, watch
+from fsdpx.watch.flight import Recorder
+from fsdpx.watch.watchdog import unwatch, watch
 
 pytestmark = pytest.mark.mpi_skip
 

@@ -1,0 +1,5 @@
+"""Checkpoints: a directory of standard safetensors files that all ranks write and read at once."""
+
+from fsdpx.checkpoint.series import Checkpoints
+
+__all__ = ["Checkpoints"]

@@ -1,0 +1,208 @@
+"""How a checkpoint takes its place: written beside it, and renamed when it is whole. One rank does this."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdpx.checkpoint.disk import create, opened, sync, sync_folder, write_at
+from fsdpx.checkpoint.manifest import MANIFEST, OWN, SUMS, Manifest, is_checkpoint
+from fsdpx.checkpoint.plan import Plan
+from fsdpx.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows: two jobs there are not told apart
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["Target", "current", "numbered", "place", "prune"]
+
+PREVIOUS, PARTIAL, LOCK, REMOVED = ".previous", ".partial-", ".lock", ".removed"
+
+
+@dataclass
+class Target:
+    """Where a checkpoint goes. partial: the folder that ranks write into. lock: open file that holds off other jobs."""
+
+    path: Path
+    partial: Path
+    lock: int | None
+
+    @classmethod
+    def open(cls, path: Path, token: str, plan: Plan) -> Target:
+        """Lock `path`, and make the partial folder with files of the right size in it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = cls(path, beside(path, PARTIAL + token), _lock(path))
+        try:
+            _demand_free(path)
+            for left in path.parent.glob(_escaped(path.name) + PARTIAL + "*"):
+                remove(left)
+            target.partial.mkdir()
+            for name, contents in plan.files.items():
+                create(target.partial / name, contents.size)
+        except BaseException:
+            target.abandon()
+            raise
+        return target
+
+    def commit(self, plan: Plan, manifest: Manifest) -> None:
+        """The data are there: headers, manifest, and the new name. Until the last rename, `path` or its `.previous` is
+        the old checkpoint; after it, `path` is the new one."""
+        for name, contents in plan.files.items():
+            _write(self.partial / name, contents.header)
+        for name, text in {**plan.texts, MANIFEST: manifest.text()}.items():
+            create(self.partial / name, len(text))
+            _write(self.partial / name, text)
+        sync_folder(self.partial)
+        previous = beside(self.path, PREVIOUS)
+        if self.path.exists() and is_checkpoint(self.path):
+            remove(previous)
+            os.rename(self.path, previous)
+        elif self.path.exists():
+            self.path.rmdir()  # empty, as `_demand_free` saw
+        try:
+            os.rename(self.partial, self.path)
+        except OSError:
+            if previous.exists():
+                os.rename(previous, self.path)
+            raise
+        sync_folder(self.path.parent)
+        remove(previous)
+        self.release()
+
+    def abandon(self) -> None:
+        """Leave no trace."""
+        remove(self.partial)
+        self.release()
+
+    def release(self) -> None:
+        if self.lock is not None:
+            beside(self.path, LOCK).unlink(missing_ok=True)
+            os.close(self.lock)
+            self.lock = None
+
+
+def beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def place(path: str | os.PathLike[str]) -> Path:
+    """A path whose last part is a name, so that others can lie beside it."""
+    given = Path(path)
+    return given.resolve() if given.name in ("", "..") else given
+
+
+def current(path: Path) -> Path:
+    """Where the checkpoint of this name is: a job that was killed between two renames leaves it in `.previous`."""
+    previous = beside(path, PREVIOUS)
+    return previous if not path.exists() and is_checkpoint(previous) else path
+
+
+def remove(folder: Path) -> None:
+    """Delete a checkpoint or a part of one, nothing else. The manifest goes first: what is left then is none."""
+    if not folder.is_dir():
+        return
+    for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST):
+        if OWN.fullmatch(name) or name.startswith(SUMS):
+            (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # somebody has put a file of his own into it
+        folder.rmdir()
+
+
+def numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
+    """The checkpoints PREFIXn of a folder with their numbers, oldest first."""
+    pattern = re.compile(re.escape(prefix) + r"(\d+)(\.previous)?")
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match and is_checkpoint(path):
+            found[int(match[1])] = folder / path.name.removesuffix(PREVIOUS)
+    yield from sorted(found.items())
+
+
+def prune(path: Path, keep: int) -> None:
+    """Delete all but the last `keep` checkpoints that are numbered as `path` is, never `path` itself."""
+    prefix = unnumbered(path)
+    known = [p for _, p in numbered(path.parent, prefix) if p != path]
+    for old in known[: max(len(known) + 1 - keep, 0)]:
+        gone = beside(old, REMOVED)
+        remove(gone)
+        os.rename(current(old), gone)
+    for left in path.parent.glob(_escaped(prefix) + "*" + REMOVED):
+        remove(left)
+
+
+def unnumbered(path: Path) -> str:
+    """The name without the number at its end; CheckpointError if there is none."""
+    prefix = path.name.rstrip("0123456789")
+    if prefix == path.name:
+        raise CheckpointError(f"keep: {path} has no number at its end; save to folder/step-{{n}}")
+    return prefix
+
+
+def _demand_free(path: Path) -> None:
+    """`path` is not there, is an empty folder, or is a checkpoint with nothing of anybody else in it."""
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file: a checkpoint is a folder; choose another place")
+    names = os.listdir(path)
+    if names and not is_checkpoint(path):
+        raise CheckpointError(f"{path} is no checkpoint, but has files in it ({_some(names)}): choose another place")
+    foreign = [name for name in names if not OWN.fullmatch(name)]
+    if foreign:
+        raise CheckpointError(
+            f"{path} holds files beside the checkpoint that would be lost ({_some(foreign)}): choose another place"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:5])
+
+
+def _lock(path: Path) -> int | None:
+    """Hold PATH.lock until `release` or the end of the process, however it ends; CheckpointError if another has it."""
+    name = beside(path, LOCK)
+    while True:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if fcntl is not None:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(fd, 1000, 0).decode(errors="replace")
+            os.close(fd)
+            raise CheckpointError(f"{path}: another job is saving there: {owner or 'it has just begun'}") from None
+        except OSError:
+            pass  # a file system without locks
+        if _still(fd, name):
+            text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            with suppress(OSError):  # the text is for people; a full disk is noticed in a moment
+                os.ftruncate(fd, 0)
+                write_at(fd, json.dumps(text).encode(), 0)
+            return fd
+        os.close(fd)  # its owner has deleted it meanwhile
+
+
+def _still(fd: int, name: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(name))
+    except FileNotFoundError:
+        return False
+
+
+def _write(path: Path, data: Any) -> None:
+    with opened(path, writing=True) as fd:
+        write_at(fd, data, 0)
+        sync(fd)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([\[?*])", r"[\1]", name)

@@ -1,0 +1,102 @@
+"""The manifest: which files a checkpoint consists of, their sizes and digests. Its presence makes a folder one."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdpx.checkpoint import digest
+from fsdpx.checkpoint.format import Contents, unique
+from fsdpx.checkpoint.plan import Plan
+from fsdpx.errors import CheckpointError
+
+__all__ = ["MANIFEST", "OWN", "SUMS", "Manifest", "Record", "is_checkpoint"]
+
+MANIFEST = "manifest.json"
+VERSION = 1
+OWN = re.compile(r"(model(-\d{5,}-of-\d{5,})?|state)\.safetensors|(model\.safetensors\.index|manifest)\.json")
+"""Names of the files that a checkpoint can have."""
+
+SUMS = ".sums-"
+"""Before the rank, the name of what it has written so far that the others should know: in a folder not yet whole."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One file. head: CRC-32 of its header, or of all of it if it is a text. tensors: name -> CRC-32 of its bytes."""
+
+    size: int
+    head: int
+    tensors: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    files: dict[str, Record]
+
+    @classmethod
+    def of(cls, plan: Plan, sums: Sequence[int]) -> Manifest:
+        """sums: of all ranks together, in the order of `plan.tensors()`."""
+        made = {name: Record(c.size, zlib.crc32(c.header), {}) for name, c in plan.files.items()}
+        for (file, name, entry), value in zip(plan.tensors(), sums, strict=True):
+            made[file].tensors[name] = digest.whole(int(value), entry.nbytes)
+        made |= {name: Record(len(text), zlib.crc32(text), {}) for name, text in plan.texts.items()}
+        return cls(made)
+
+    def text(self) -> bytes:
+        """Canonical JSON, closed by the CRC-32 of what is before."""
+        files = {
+            name: {"bytes": r.size, "head": r.head, "tensors": dict(sorted(r.tensors.items()))}
+            for name, r in sorted(self.files.items())
+        }
+        table: dict[str, Any] = {"checkpoint": VERSION, "files": files}
+        return _dump(table | {"crc32": zlib.crc32(_dump(table))})
+
+    @classmethod
+    def parse(cls, data: bytes, where: str) -> Manifest:
+        """CheckpointError for anything but what `text` gives, to the last byte."""
+        try:
+            table = json.loads(data.decode(), object_pairs_hook=unique)
+            version = table["checkpoint"]
+            files = {n: Record(f["bytes"], f["head"], dict(f["tensors"])) for n, f in table["files"].items()}
+            made = cls(files)
+            intact = made.text() == data
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise CheckpointError(f"{where}: damaged: this is no manifest of a checkpoint") from None
+        if version != VERSION:
+            raise CheckpointError(f"{where}: format {version!r} of checkpoints; this fsdpx reads format {VERSION}")
+        if not intact:
+            raise CheckpointError(f"{where}: damaged: its digest does not fit")
+        if not all(OWN.fullmatch(name) for name in files):
+            raise CheckpointError(f"{where}: names files that a checkpoint does not have: {', '.join(files)}")
+        return made
+
+    def demand(self, name: str, head: bytes, size: int, where: str) -> None:
+        """A file has the size and the header that it was written with."""
+        record = self.files[name]
+        if size != record.size:
+            kind = "truncated" if size < record.size else "longer than written"
+            raise CheckpointError(f"{where}: {kind}: {size} bytes instead of {record.size}")
+        if zlib.crc32(head) != record.head:
+            raise CheckpointError(f"{where}: damaged: the digest of the header does not fit")
+
+    def wrong(self, files: Mapping[str, Contents], sums: Sequence[int]) -> list[str]:
+        """Names of the tensors whose bytes are not those that were written."""
+        found = []
+        for (file, name, entry), value in zip(Plan(dict(files)).tensors(), sums, strict=True):
+            if self.files[file].tensors.get(name) != digest.whole(int(value), entry.nbytes):
+                found.append(name)
+        return found
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()
+
+
+def _dump(table: Any) -> bytes:
+    return (json.dumps(table, ensure_ascii=False, indent=1) + "\n").encode()

@@ -1,0 +1,141 @@
+"""Checkpoints and safetensors files without a trainer: looked at, compared and converted by one process, in blocks."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.checkpoint.commit import Target
+from fsdpx.checkpoint.format import array_type, code_of
+from fsdpx.checkpoint.load import FLOATS, damaged
+from fsdpx.checkpoint.manifest import Manifest
+from fsdpx.checkpoint.pieces import BLOCK, Held
+from fsdpx.checkpoint.plan import STATE, STATE_KEY, Plan, Tensors, plan
+from fsdpx.checkpoint.source import Source, checkpoint, weights
+from fsdpx.checkpoint.write import write
+from fsdpx.errors import CheckpointError
+from fsdpx.nn.layer import Spec
+
+__all__ = ["Difference", "compare", "convert", "find", "state_text", "tensors", "verify"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor of two sources. what: in words. largest: absolute difference of two elements, nan where one is NaN
+    and the other is not; None if they cannot be compared."""
+
+    name: str
+    what: str
+    largest: float | None = None
+
+
+def find(path: Path) -> Source:
+    """A checkpoint with its state, or weights from anywhere; headers checked."""
+    found = weights(path)
+    return found if found.manifest is None else checkpoint(path)
+
+
+def state_text(source: Source) -> str | None:
+    """The state as JSON, of a checkpoint that has one."""
+    return source.files[STATE].metadata.get(STATE_KEY) if STATE in source.files else None
+
+
+def verify(path: Path) -> tuple[Source, list[str]]:
+    """The source, and the tensors in it whose bytes are not as written; without a manifest nobody knows."""
+    source = find(path)
+    return source, damaged(source) if source.manifest is not None else []
+
+
+def compare(a: Source, b: Source) -> Iterator[Difference]:
+    """Every tensor that is not the same in both, by name."""
+    for name in sorted(a.places.keys() | b.places.keys()):
+        if name not in a.places or name not in b.places:
+            yield Difference(name, f"only in {(a if name in a.places else b).folder}")
+            continue
+        first, second = a.places[name][1], b.places[name][1]
+        if first.shape != second.shape:
+            yield Difference(name, f"shape {list(first.shape)} and {list(second.shape)}")
+            continue
+        largest = _largest(_array(a, name), _array(b, name))
+        if first.code != second.code:
+            yield Difference(name, f"{first.code} and {second.code}", largest)
+        elif largest != 0 or not _same_bits(_array(a, name), _array(b, name)):
+            yield Difference(name, first.code, largest)
+
+
+def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> Plan:
+    """Write the weights of `source` in another format, in one file or several of up to `shard_bytes`, into the folder
+    `target`. What else a checkpoint holds comes along unchanged. Digests of the source are checked before."""
+    found, wrong = verify(source)
+    if wrong:
+        raise CheckpointError(f"{found.folder}: damaged: the digest does not fit of {', '.join(wrong[:5])}")
+    state = state_text(found)
+    rest = found.only(state=True).places
+    made = plan(
+        {n: (_code(e.code, dtype), e.shape) for n, (_, e) in found.only(state=False).places.items()},
+        {n: (e.code, e.shape) for n, (_, e) in rest.items()},
+        state,
+        shard_bytes,
+    )
+    opened = Target.open(target, secrets.token_hex(4), made)
+    try:
+        sums = write(opened.partial, made, _pieces(found))
+        opened.commit(made, Manifest.of(made, sums.tolist()))
+    except BaseException:
+        opened.abandon()
+        raise
+    return made
+
+
+def tensors(source: Source) -> Tensors:
+    """Name -> (format, shape), in the order of the files."""
+    return {name: (entry.code, entry.shape) for name, (_, entry) in source.places.items()}
+
+
+def _code(code: str, dtype: str | None) -> str:
+    return code if dtype is None or code not in FLOATS else code_of(dtype_of(dtype))
+
+
+def _pieces(source: Source) -> Iterator[Held]:
+    for name, (_, entry) in source.places.items():
+        yield Held(name, _array(source, name), 0, Spec(entry.shape), 0, 1)
+
+
+def _array(source: Source, name: str) -> np.ndarray:
+    """The flat tensor, mapped: read where it is looked at."""
+    file, entry = source.places[name]
+    dtype = array_type(entry.code)
+    if entry.elements == 0:
+        return np.empty(0, dtype)
+    return np.memmap(source.folder / file, dtype, "r", entry.start, (entry.elements,))
+
+
+def _largest(a: np.ndarray, b: np.ndarray) -> float:
+    """Of absolute differences; both NaN is none."""
+    largest = 0.0
+    for x, y in _blocks(a, b):
+        x64, y64 = x.astype(np.float64), y.astype(np.float64)
+        with np.errstate(invalid="ignore", over="ignore"):
+            apart = np.abs(x64 - y64)
+        alike = (x64 == y64) | (np.isnan(x64) & np.isnan(y64))
+        found = float(np.where(alike, 0.0, apart).max())
+        if math.isnan(found):
+            return found
+        largest = max(largest, found)
+    return largest
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return all((x.view(np.uint8) == y.view(np.uint8)).all() for x, y in _blocks(a, b))
+
+
+def _blocks(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    step = BLOCK // 8
+    for at in range(0, a.size, step):
+        yield a[at : at + step], b[at : at + step]

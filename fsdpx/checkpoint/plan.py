@@ -1,0 +1,82 @@
+"""The files of a checkpoint before they are written: their headers and sizes, the same on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from fsdpx.checkpoint.format import SIZES, Contents, Entry, lay
+
+__all__ = ["INDEX", "STATE", "STATE_KEY", "WEIGHTS", "Plan", "Tensors", "plan", "split"]
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+STATE = "state.safetensors"
+STATE_KEY = "fsdpx"
+"""Where in the metadata of STATE the rest of the state stands, as JSON."""
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]
+"""Name -> (format, shape)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """files: name -> contents. texts: small files that are written as they are."""
+
+    files: dict[str, Contents]
+    texts: dict[str, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def places(self) -> dict[str, tuple[str, Entry]]:
+        """Tensor -> its file, and where it lies there."""
+        return {name: (file, entry) for file, name, entry in self.tensors()}
+
+    def tensors(self) -> Iterator[tuple[str, str, Entry]]:
+        """(file, tensor, entry), in the order in which sums over tensors are listed."""
+        for file, contents in self.files.items():
+            for name, entry in contents.tensors.items():
+                yield file, name, entry
+
+
+def plan(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> Plan:
+    """weights: in the order of the model. slots, state: of the second file, if there is one. shard_bytes: the most
+    bytes of tensors in one file of weights (a larger tensor has a file of its own); None: one file."""
+    groups = [weights] if shard_bytes is None else split(weights, shard_bytes)
+    names = [WEIGHTS] if len(groups) == 1 else [_numbered(i, len(groups)) for i in range(len(groups))]
+    files = {name: lay(group) for name, group in zip(names, groups, strict=True)}
+    texts = {INDEX: _index(files)} if len(files) > 1 else {}
+    if state is not None:
+        files[STATE] = lay(slots or {}, {STATE_KEY: state})
+    return Plan(files, texts)
+
+
+def split(tensors: Tensors, most: int) -> list[Tensors]:
+    """Consecutive tensors of up to `most` bytes together."""
+    groups: list[Tensors] = [{}]
+    room = most
+    for name, (code, shape) in tensors.items():
+        nbytes = SIZES[code] * _product(shape)
+        if groups[-1] and nbytes > room:
+            groups.append({})
+            room = most
+        groups[-1][name] = (code, shape)
+        room -= nbytes
+    return groups
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    return Entry("U8", shape, 0, 0).elements
+
+
+def _numbered(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _index(files: Mapping[str, Contents]) -> bytes:
+    """As Hugging Face writes it."""
+    total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
+    weights = {name: file for file, contents in files.items() for name in contents.tensors}
+    table = {"metadata": {"total_size": total}, "weight_map": weights}
+    return (json.dumps(table, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,140 @@
+"""Saving: agree, write at once, commit. The files do not tell how many ranks wrote them, or on what mesh."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.checkpoint.agree import alone, same, together
+from fsdpx.checkpoint.commit import Target, prune, unnumbered
+from fsdpx.checkpoint.format import code_of
+from fsdpx.checkpoint.manifest import Manifest
+from fsdpx.checkpoint.pieces import owned, slot_name
+from fsdpx.checkpoint.plan import Plan, Tensors, plan
+from fsdpx.checkpoint.state import State, state_of
+from fsdpx.checkpoint.write import write
+from fsdpx.comm.communicator import Communicator
+from fsdpx.engine.engine import Engine
+from fsdpx.errors import CheckpointError
+
+__all__ = ["Choices", "Prepared", "added", "plan_of", "prepare", "save"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """How to save. dtype: of the weights in the file, None for the trainer's. shard_bytes: most bytes of one file of
+    weights. keep: how many numbered checkpoints stay, None for all."""
+
+    dtype: str | None = None
+    shard_bytes: int | None = None
+    keep: int | None = None
+
+    def demand(self, path: Path) -> None:
+        if self.dtype is not None and dtype_of(self.dtype).name not in ("float64", "float32", "float16", "bfloat16"):
+            raise CheckpointError(f"dtype={self.dtype!r}: choose float64, float32, float16 or bf16")
+        for name in ("shard_bytes", "keep"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise CheckpointError(f"{name}={value!r}: a whole number, 1 or more, or None")
+        if self.keep is not None:
+            unnumbered(path)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All ranks have agreed, the empty files are there. target: on rank 0. folder: where to write."""
+
+    where: str
+    plan: Plan
+    folder: Path
+    target: Target | None
+    path: Path
+    keep: int | None
+
+    def finish(self, sums: np.ndarray) -> None:
+        """Rank 0, when all data are on the disk: make it the checkpoint, then remove old ones."""
+        assert self.target is not None
+        self.target.commit(self.plan, Manifest.of(self.plan, sums.tolist()))
+        if self.keep is not None:
+            prune(self.path, self.keep)
+
+    def abandon(self) -> None:
+        if self.target is not None:
+            self.target.abandon()
+
+
+def save(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> None:
+    """Write the checkpoint `path`. Collective; returns when it is whole on disk, or raises alike on all ranks."""
+    world = engine.axes.world
+    prepared = prepare(engine, path, choices, loader, fit)
+    try:
+        sums: list[np.ndarray] = []
+        together(world, prepared.where, lambda: sums.append(write(prepared.folder, prepared.plan, owned(engine))))
+        total = added(world, sums[0])
+        alone(world, prepared.where, lambda: prepared.finish(total))
+    except BaseException:
+        prepared.abandon()
+        raise
+
+
+def prepare(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Prepared:
+    """Everything up to the first byte of data. Collective."""
+    world, where = engine.axes.world, f"save to {path}"
+    same(world, "save", path=str(path), options=repr(choices))
+    states = together(world, where, lambda: _checked(engine, path, choices, loader, fit))
+    same(world, where, state=states[world.rank].text())
+    made = plan_of(engine, choices, states[0])
+    same(world, where, layout=str({name: contents.size for name, contents in made.files.items()}))
+    opened: list[Target] = []
+
+    def begin() -> Path:
+        opened.append(Target.open(path, secrets.token_hex(4), made))
+        return opened[0].partial
+
+    try:
+        folder = alone(world, where, begin)
+    except BaseException:
+        for target in opened:
+            target.abandon()
+        raise
+    return Prepared(where, made, folder, opened[0] if opened else None, path, choices.keep)
+
+
+def _checked(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> State:
+    if getattr(engine.xp, "holds_no_data", False):
+        raise CheckpointError("a dry run has no data to save")
+    if engine.adding:
+        raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
+    choices.demand(path)
+    state = state_of(engine, loader, fit)
+    state.text()  # can be written
+    return state
+
+
+def plan_of(engine: Engine, choices: Choices, state: State) -> Plan:
+    """The same on every rank: from the model, the optimiser and the options alone."""
+    specs, code = engine.layout.specs, code_of(engine.dtype)
+    saved = code if choices.dtype is None else code_of(dtype_of(choices.dtype))
+    weights: Tensors = {name: (saved, spec.shape) for name, spec in specs.items()}
+    slots: Tensors = {
+        slot_name(slot, name): (code, spec.shape)
+        for slot in engine.optimizer.slots
+        for name, spec in specs.items()
+        if spec.trainable
+    }
+    return plan(weights, slots, state.text(), choices.shard_bytes)
+
+
+def added(world: Communicator, sums: np.ndarray) -> np.ndarray:
+    """The exclusive or of all ranks' sums, on rank 0."""
+    if world.size == 1 or sums.size == 0:
+        return sums
+    everyone = np.empty(sums.size * world.size, np.uint64) if world.rank == 0 else None
+    world.gather(sums, everyone, 0, [sums.size] * world.size, what="digests of the checkpoint").wait()
+    return sums if everyone is None else np.bitwise_xor.reduce(everyone.reshape(world.size, -1))

@@ -1,0 +1,83 @@
+"""Checkpoints of one run: a folder of the last few, made every so many steps; a run goes on from the newest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdpx.checkpoint.commit import numbered
+from fsdpx.checkpoint.save import Choices
+from fsdpx.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from fsdpx.trainer.fit import History
+    from fsdpx.trainer.trainer import Trainer
+
+__all__ = ["Checkpoints"]
+
+NAME = "step-"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """For `fit(..., checkpoints=Checkpoints("run/checkpoints", every=500))`.
+
+    folder: holds step-500, step-1000, ... every: steps between two; there is one at the end, too. keep: how many stay.
+    resume: a run begins at the newest one, if there is one; epochs and steps are counted from the very start. dtype,
+    shard_bytes: as in `Trainer.save`. background: write while training goes on, for a copy of the shard in memory.
+    """
+
+    folder: str | PathLike[str]
+    every: int = 500
+    keep: int | None = 3
+    resume: bool = True
+    background: bool = False
+    dtype: str | None = None
+    shard_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "keep"):
+            value = getattr(self, name)
+            if not (name == "keep" and value is None) and (type(value) is not int or value < 1):
+                raise ConfigError(f"Checkpoints({name}={value!r}): a whole number, 1 or more")
+
+    def path(self, step: int) -> Path:
+        return Path(self.folder) / f"{NAME}{step}"
+
+    def latest(self) -> Path | None:
+        """The newest that is whole, or None."""
+        found = list(numbered(Path(self.folder), NAME))
+        return found[-1][1] if found else None
+
+    def begin(self, trainer: Trainer, loader: Any, history: History) -> int | None:
+        """Go on from the newest one, if there is one and `resume` says so: its history comes into `history`, the epoch
+        of the run's start is returned. Collective."""
+        for method in ("state_dict", "load_state_dict", "epoch"):
+            if not hasattr(loader, method):
+                raise ConfigError(
+                    f"fit(checkpoints=...): the loader is a {type(loader).__name__} without {method}, so a run that "
+                    "goes on would not know its place in the data; use a data.DataLoader"
+                )
+        trainer.wait_saved()
+        path = trainer.alone(f"resume from {self.folder}", self.latest) if self.resume else None
+        if path is None:
+            return None
+        fit = trainer._resume(path, loader).fit
+        if fit is None:
+            raise CheckpointError(f"{path} was not saved by fit: load it, and let fit begin with resume=False")
+        history.before = fit["done"]
+        history.epochs = max(loader.epoch - fit["first"], 0)
+        history.validation.extend((step, loss) for step, loss in fit["validation"])
+        return int(fit["first"])
+
+    def save(self, trainer: Trainer, loader: Any, history: History, first: int, background: bool) -> None:
+        """Write the checkpoint of this step. Collective."""
+        fit = {
+            "done": history.steps,
+            "first": first,
+            "validation": [list(pair) for pair in history.validation],
+        }
+        choices = Choices(self.dtype, self.shard_bytes, self.keep)
+        trainer._save(self.path(history.steps), choices, loader, fit, background)

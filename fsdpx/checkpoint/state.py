@@ -1,0 +1,90 @@
+"""What a run is beside its arrays: steps, loss scale, seed, position in the data; as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdpx.checkpoint.format import unique
+from fsdpx.engine.engine import Engine
+from fsdpx.errors import CheckpointError
+
+__all__ = ["State", "restore", "state_of"]
+
+
+@dataclass(frozen=True)
+class State:
+    """steps: updates made. rows: samples since the last one. scaler: value and good steps of the loss scale. seed: of
+    all random numbers, which are functions of it and of the place in training. slots: of the optimiser. data: what a
+    loader's `state_dict` gave, if there was one. fit: how far the training loop was, if there was one."""
+
+    steps: int
+    rows: int
+    seed: int
+    scale: float
+    good: int
+    dynamic: bool
+    slots: tuple[str, ...]
+    optimizer: str
+    data: dict[str, Any] | None = None
+    fit: dict[str, Any] | None = None
+
+    def text(self) -> str:
+        """CheckpointError if the state of the data holds more than JSON can."""
+        try:
+            return json.dumps(vars(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
+
+    @classmethod
+    def parse(cls, text: str | None, where: str) -> State:
+        try:
+            table = json.loads(text or "", object_pairs_hook=unique)
+            made = cls(**{**table, "slots": tuple(table["slots"])})
+            good = all(type(n) is int and n >= 0 for n in (made.steps, made.rows, made.seed, made.good))
+            if not good or type(made.scale) is not float or not made.scale > 0:
+                raise ValueError("numbers out of range")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointError(f"{where}: this state cannot be read: {error}") from None
+        return made
+
+
+def state_of(engine: Engine, loader: Any, fit: Mapping[str, Any] | None) -> State:
+    """loader: anything with `state_dict`, or None."""
+    value, good, dynamic = engine.scaler.state()
+    optimizer = type(engine.optimizer).__name__
+    data = None if loader is None else dict(demand_state(loader, "state_dict").state_dict())
+    numbers = {"steps": engine.steps, "rows": engine.rows, "seed": engine.options.seed}
+    return State(
+        **numbers,
+        scale=value,
+        good=good,
+        dynamic=dynamic,
+        slots=tuple(engine.optimizer.slots),
+        optimizer=optimizer,
+        data=data,
+        fit=None if fit is None else dict(fit),
+    )
+
+
+def restore(engine: Engine, state: State) -> None:
+    """Go on where `state` was taken. Random numbers are those of its seed from here on."""
+    engine.forget()
+    engine.drop_local()
+    engine.steps, engine.rows = state.steps, state.rows
+    if state.dynamic:
+        engine.scaler.restore(state.scale, state.good)
+    if state.seed != engine.options.seed:
+        engine.options = replace(engine.options, seed=state.seed)
+        engine.reseed()
+
+
+def demand_state(loader: Any, method: str) -> Any:
+    if not hasattr(loader, method):
+        raise CheckpointError(
+            f"the loader is a {type(loader).__name__} without {method}: a data.DataLoader knows its place in the data; "
+            "leave loader out to save without it"
+        )
+    return loader

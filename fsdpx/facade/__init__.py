@@ -1,0 +1,1 @@
+"""What users call: distribute, dry_run and the functional API."""

@@ -1,0 +1,1 @@
+"""What this rank holds: its ledger, its placement, its options."""

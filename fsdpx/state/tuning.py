@@ -1,0 +1,281 @@
+"""What is chosen by measurement, once per machine and kind of job: a few hundred milliseconds, then kept on disk.
+
+Nothing here changes what is computed but the BLAS library, which takes another one's place only where it is clearly
+faster, so that a job started again computes the same bits. All ranks take the choices of rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from fsdpx import environment
+from fsdpx.array import blas, parallel
+from fsdpx.comm.communicator import Communicator, even_pieces
+from fsdpx.comm.opening import node_of
+from fsdpx.comm.poker import Poker
+from fsdpx.layout.units import GROUP_BYTES
+from fsdpx.version import __version__
+
+if TYPE_CHECKING:
+    from fsdpx.comm.node import NodeCommunicator
+
+__all__ = ["Tuning", "stored", "tune_for"]
+
+T = TypeVar("T")
+
+CLEARLY = 1.25
+"""A BLAS library must be this much faster than the usual one to be taken."""
+SMALL, LARGE = 4 << 10, 4 << 20
+"""Bytes of the collectives that are timed."""
+SHARE = 0.1
+"""Latency may take this share of the time of a collective."""
+LEAST, MOST = 256 << 10, 4 << 20
+"""Bounds of `group_bytes`: smaller units only add Python, larger ones memory, and leave less to overlap."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """blas: library of matrix products. threads: per rank. group_bytes: of a unit. windows: ranks of a machine speak
+    through shared memory. algorithm: of all-reduces outside of windows. progress: transfers are moved on between
+    actions ("loop"), or during them, too ("thread"). measured: the figures behind it, in words."""
+
+    blas: str
+    threads: int = 1
+    group_bytes: int = GROUP_BYTES
+    windows: bool = True
+    algorithm: str = "library"
+    progress: str = "loop"
+    measured: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        way = "windows" if self.windows else f"messages, {self.algorithm} all-reduce"
+        return (
+            f"BLAS {self.blas}, {self.threads} threads per rank, {way}, group_bytes {self.group_bytes:,}, "
+            f"progress by {self.progress}"
+        )
+
+
+def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
+    """The choices for jobs like this one: known from before, or measured now. Collective.
+
+    wanted: else the defaults, without measuring. Ranks that are threads or imagined have nothing to measure. The BLAS
+    library is set for the process.
+    """
+    if not wanted or xp is not np or not _measurable(world):
+        return Tuning(blas.chosen(), parallel.threads())
+    mine = _kept(_key(world)) if world.rank == 0 else None
+    found: Tuning | None = world.all_gather_object(mine)[0] if world.size > 1 else mine
+    if found is None:
+        found = _measure(world)
+        if world.rank == 0:
+            _keep(_key(world), found)
+    if found.blas != blas.chosen():
+        blas.choose(found.blas)
+    return found
+
+
+def stored() -> list[tuple[dict[str, Any], Tuning]]:
+    """What was measured on this machine, with what it is for."""
+    found = []
+    for file in sorted(environment.read().cache.glob("tuning-*.json")):
+        try:
+            record = json.loads(file.read_text())
+            if record["key"]["machine"] == platform.node():
+                found.append((record["key"], Tuning(**record["tuning"])))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # of another version, or cut short: measured anew when it is needed
+    return found
+
+
+def _measurable(world: Communicator) -> bool:
+    return world.size == 1 or node_of(world) is not None or hasattr(getattr(world, "comm", world), "raw")
+
+
+# -- measuring -----------------------------------------------------------------------------------------------------
+
+
+def _measure(world: Communicator) -> Tuning:
+    rates = blas.measure()
+    usual = blas.chosen()
+    best = max(rates, key=lambda name: rates[name])
+    library = best if rates[best] > CLEARLY * rates[usual] else usual
+    measured = {"GFLOP/s per thread": ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())}
+    if world.size == 1:
+        return _of_rank_0(world, Tuning(library, parallel.threads(), measured=measured))
+    node = node_of(world)
+    # ranks measure different times, and what follows is collective: rank 0's decide for all
+    messages = _of_rank_0(world, _through_messages(world))
+    windowed = _of_rank_0(world, _through_windows(world)) if node and node.shares else {}
+    windows = bool(windowed) and windowed["reduce"] < messages["library"]
+    used = windowed if windows else messages
+    latency, seconds = used["latency"], used["reduce" if windows else "library"]
+    rate = LARGE / max(seconds - latency, 1e-9)
+    over = _computing_over(world, node if windows else None)
+    measured |= {
+        "reduce-scatter over products": f"loop {1e3 * over['loop']:.2f} ms, thread {1e3 * over['thread']:.2f} ms",
+        "latency": f"{1e6 * latency:.0f} us",
+        "reduce-scatter of 4 MiB": ", ".join(
+            [f"messages {1e3 * messages['library']:.2f} ms"]
+            + ([f"windows {1e3 * windowed['reduce']:.2f} ms"] if windowed else [])
+        ),
+        "all-reduce of 4 MiB": f"library {1e3 * messages['all']:.2f} ms, ring {1e3 * messages['ring']:.2f} ms",
+    }
+    return _of_rank_0(
+        world,
+        Tuning(
+            library,
+            parallel.threads(),
+            _group_bytes(latency, rate),
+            windows,
+            "ring" if messages["ring"] < 0.9 * messages["all"] else "library",
+            "thread" if over["thread"] < 0.95 * over["loop"] else "loop",
+            measured,
+        ),
+    )
+
+
+def _group_bytes(latency: float, rate: float) -> int:
+    """The power of two from which on latency is at most SHARE of a collective."""
+    wanted = latency * rate / SHARE
+    return int(min(max(2 ** round(np.log2(max(wanted, 1.0))), LEAST), MOST))
+
+
+def _through_messages(world: Communicator) -> dict[str, float]:
+    small, large = np.zeros(SMALL // 4, np.float32), np.zeros(LARGE // 4, np.float32)
+    part = np.zeros(even_pieces(large.size, world.size).counts[world.rank], np.float32)
+    few = np.zeros(even_pieces(small.size, world.size).counts[world.rank], np.float32)
+    return {
+        "latency": _least(world, lambda: world.reduce_scatter(small, few, what="tuning").wait(), 20),
+        "library": _least(world, lambda: world.reduce_scatter(large, part, what="tuning").wait(), 5),
+        "all": _least(world, lambda: world.all_reduce(large, what="tuning").wait(), 5),
+        "ring": _least(world, lambda: world.all_reduce(large, algorithm="ring", what="tuning").wait(), 5),
+    }
+
+
+def _through_windows(world: Communicator) -> dict[str, float]:
+    node = node_of(world)
+    assert node is not None
+    room = node.share(LARGE)
+    if room is None:
+        return {}
+    large, small = room.view(np.float32), room[:SMALL].view(np.float32)
+    own, few = (even_pieces(a.size, world.size).part(a, world.rank) for a in (large, small))
+    found = {
+        "latency": _least(world, lambda: world.reduce_scatter(small, few, what="tuning").wait(), 20),
+        "reduce": _least(world, lambda: world.reduce_scatter(large, own, what="tuning").wait(), 5),
+    }
+    node.release(room)
+    return found
+
+
+def _computing_over(world: Communicator, node: NodeCommunicator | None) -> dict[str, float]:
+    """A reduce-scatter under some products, moved on between them, or by a thread."""
+    room = node.share(LARGE) if node is not None else None
+    large = np.zeros(LARGE // 4, np.float32) if room is None else room.view(np.float32)
+    part = even_pieces(large.size, world.size).part(large, world.rank)
+    a, b, out = (np.ones((384, 384), np.float32) for _ in range(3))
+
+    def loop() -> None:
+        handle = world.reduce_scatter(large, part, what="tuning")
+        for _ in range(6):
+            blas.gemm(out, a, b)
+            handle.test()
+        handle.wait()
+
+    def thread() -> None:
+        handle = world.reduce_scatter(large, part, what="tuning")
+        with poker.during(handle.test):
+            for _ in range(6):
+                blas.gemm(out, a, b)
+        handle.wait()
+
+    poker = Poker()
+    found = {"loop": _least(world, loop, 8), "thread": _least(world, thread, 8) if _threads(world) else float("inf")}
+    if node is not None and room is not None:
+        node.release(room)
+    return found
+
+
+def _threads(world: Communicator) -> bool:
+    """Whether MPI lets more than one thread of a rank call it."""
+    from mpi4py import MPI
+
+    return all(world.all_gather_object(MPI.Query_thread() >= MPI.THREAD_SERIALIZED))
+
+
+def _least(world: Communicator, call: Callable[[], None], times: int) -> float:
+    """Seconds of the fastest of several calls: what else runs on the machine only makes them slower."""
+    call()
+    best = float("inf")
+    for _ in range(times):
+        world.barrier(what="tuning").wait()
+        begin = perf_counter()
+        call()
+        best = min(best, perf_counter() - begin)
+    return best
+
+
+def _of_rank_0(world: Communicator, own: T) -> T:
+    found: T = own if world.size == 1 else world.all_gather_object(own)[0]
+    return found
+
+
+# -- keeping -------------------------------------------------------------------------------------------------------
+
+
+def _key(world: Communicator) -> dict[str, Any]:
+    """All that a choice depends on."""
+    node = node_of(world)
+    return {
+        "machine": platform.node(),
+        "processor": _processor(),
+        "libraries": blas.available(),
+        "version": __version__,
+        "backend": type(world).__name__ if node is None else "node",
+        "ranks": world.size,
+        "ranks here": 1 if node is None else node.host.size,
+        "threads": parallel.threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _file(key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return environment.read().cache / f"tuning-{digest}.json"
+
+
+def _kept(key: dict[str, Any]) -> Tuning | None:
+    try:
+        return Tuning(**json.loads(_file(key).read_text())["tuning"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _keep(key: dict[str, Any], tuning: Tuning) -> None:
+    """Whole or not at all; a folder that cannot be written only means measuring again."""
+    file = _file(key)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as out:
+            json.dump({"key": key, "tuning": asdict(tuning)}, out, indent=1)
+        os.replace(out.name, file)
+    except OSError:
+        return

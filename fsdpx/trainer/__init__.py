@@ -1,0 +1,1 @@
+"""What a user holds: a model being trained, on all ranks."""

@@ -1,0 +1,173 @@
+"""The report: what one rank moved, holds and spent, as data and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from fsdpx.comm.communicator import split_evenly
+from fsdpx.engine.engine import Engine
+from fsdpx.program import Calls, Program, Sizes, Traffic, traffic
+from fsdpx.state.ties import Tie
+
+__all__ = ["Report", "bytes_text", "peak_rss", "report", "sizes_of", "table"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, from the program.
+    memory: bytes by kind that the arena holds. times: verb -> (seconds, seconds waited, count). overlap: mesh axis ->
+    share of the time transfers were under way in which this rank computed."""
+
+    rank: int
+    ranks: int
+    steps: int
+    parameters: int
+    units: int
+    traffic: dict[tuple[str, str], Traffic]
+    predicted: dict[tuple[str, str], Traffic]
+    memory: dict[str, int]
+    peak_rss: int
+    times: dict[str, tuple[float, float, int]]
+    overlap: dict[str, float]
+    seconds: float
+
+    def __str__(self) -> str:
+        model = f"{self.parameters:,} parameters in {self.units} units"
+        head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps"
+        return "\n\n".join([head, self._moved(), self._held(), self._spent()])
+
+    def _moved(self) -> str:
+        rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", "predicted per step")]
+        for (axis, call), count in sorted(self.traffic.items()):
+            one = self.predicted.get((axis, call))
+            expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
+            rows.append(
+                (f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", bytes_text(count.bytes), expected)
+            )
+        return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
+
+    def _held(self) -> str:
+        rows = [("memory of this rank", "bytes")]
+        rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
+        rows += [
+            ("arena in all", bytes_text(sum(self.memory.values()))),
+            ("peak of the process (RSS)", bytes_text(self.peak_rss)),
+        ]
+        return table(rows)
+
+    def _spent(self) -> str:
+        rows = [("time by verb", "count", "seconds", "waited", "share")]
+        total = sum(spent + waited for spent, waited, _ in self.times.values()) or 1.0
+        for verb, (spent, waited, count) in sorted(self.times.items(), key=lambda item: -sum(item[1][:2])):
+            rows.append(
+                (verb, f"{count:,}", f"{spent:.3f}", f"{waited:.3f}", f"{100 * (spent + waited) / total:.1f} %")
+            )
+        rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
+        hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
+        return table(rows) + (f"\ntransfers hidden behind computing: {hidden}" if hidden else "")
+
+
+def report(engine: Engine, program: Program) -> Report:
+    clock = engine.clock
+    return Report(
+        rank=engine.axes.world.rank,
+        ranks=engine.axes.world.size,
+        steps=engine.steps,
+        parameters=engine.layout.size,
+        units=len(engine.layout.units),
+        traffic={(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in engine.counters},
+        predicted=traffic(program, sizes_of(engine)),
+        memory=engine.arena.nbytes(),
+        peak_rss=peak_rss(),
+        times={op: (spent, waited, int(count)) for op, (spent, waited, count) in clock.rows.items()},
+        overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.flown.items() if flown > 0},
+        seconds=perf_counter() - clock.start,
+    )
+
+
+def sizes_of(engine: Engine) -> Sizes:
+    """What predictions need to know of this rank's placement."""
+    replica = engine.axes.replica
+    codec, chunked = engine.codec, engine.options.chunks is not None
+    rank, width = engine.axes.data.rank, engine.axes.shard.size
+    base = rank // width * width
+    groups = [range(r * width, (r + 1) * width) for r in range(replica.size)]
+    return Sizes(
+        full={p: s.page.size for p, s in engine.pages.items()},
+        shard={p: s.mine.size for p, s in engine.pages.items()},
+        replica_own={p: split_evenly(s.mine.size, replica.size)[replica.rank] for p, s in engine.pages.items()},
+        param_itemsize=(engine.wire or engine.dtype).itemsize,
+        grad_itemsize=codec.itemsize or engine.dtype.itemsize,
+        tie_itemsize=engine.dtype.itemsize,
+        widths={"shard": engine.axes.shard.size, "replica": replica.size},
+        ties={p: tuple(_tied(engine, tie)) for p, tie in engine.ties.items()},
+        edges=_edges(engine),
+        calls=_trades(engine, [range(base + s, base + s + 1) for s in range(width)], rank - base)
+        if chunked
+        else codec.calls,
+        calls_all=(*_trades(engine, groups, replica.rank), ("all_gather", 1)) if chunked else codec.calls_all,
+    )
+
+
+def _tied(engine: Engine, tie: Tie) -> Iterator[tuple[str, str, int]]:
+    """(axis, collective, elements) of a tie: see `add_together`."""
+    here = [p for p in tie.pages if p in engine.pages]
+    n = engine.pages[here[0]].mine.size
+    if tie.partial:
+        tensor = engine.axes.tensor
+        for _ in here:
+            yield "tensor", "all_reduce", 2 * (n - split_evenly(n, tensor.size)[tensor.rank])
+    if tie.comm is not None:
+        yield "peers", "all_gather", n * (len(tie.pages) - len(here))
+
+
+def _edges(engine: Engine) -> dict[tuple[int, int], int]:
+    """(edge, microbatch) -> bytes, as the last batch was."""
+    found = {}
+    for edge in engine.stage.edges:
+        for mb, batch in enumerate(engine.batch):
+            if batch is not None:
+                value = engine.message(edge.value, batch)
+                stays = edge.gradient and np.dtype(value.dtype).kind in "iub"  # whole numbers have no gradient
+                found[edge.number, mb] = 0 if stays else value.size * value.dtype.itemsize
+    return found
+
+
+def _trades(engine: Engine, groups: list[range], me: int) -> Calls:
+    """With chunks: as many exchanges as any group holds partial sums; each group sends its own."""
+    mine = len(engine.nodes(groups[me]))
+    rounds = max(len(engine.nodes(group)) for group in groups)
+    return tuple(("all_to_all", int(i < mine)) for i in range(rounds))
+
+
+def peak_rss() -> int:
+    """The most bytes of memory this process ever held."""
+    import resource
+    import sys
+
+    value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return value if sys.platform == "darwin" else value * 1024
+
+
+def bytes_text(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.2f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [_row(row, widths) for row in rows]
+    return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
+
+
+def _row(cells: tuple[str, ...], widths: list[int]) -> str:
+    """The first column to the left, the others to the right."""
+    right = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
+    return "  ".join([cells[0].ljust(widths[0]), *right])

@@ -1,0 +1,1 @@
+"""Flight record, watchdog and preemption: what looks after ranks that run."""

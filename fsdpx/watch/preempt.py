@@ -1,0 +1,124 @@
+"""Preemption: a signal asks the job to stop; all ranks agree between two steps, save, and end with one status."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+
+from fsdpx import environment
+from fsdpx.errors import ConfigError
+
+__all__ = ["PREEMPTED", "Preempted", "Preemption"]
+
+PREEMPTED = 85
+"""Exit status of a job that was asked to stop and has saved: what HTCondor's manual uses for "start me again"."""
+
+_RANKS = 1 << 32  # more than there are: lower ranks make larger keys
+
+
+class Preempted(SystemExit):
+    """Raised on all ranks at the same step boundary, after saving. Not caught, it ends Python with status PREEMPTED
+    and prints nothing. rank: the lowest that was asked. name: the signal, as in "SIGUSR1". step: steps made."""
+
+    def __init__(self, rank: int, name: str, step: int) -> None:
+        super().__init__(PREEMPTED)
+        self.rank, self.name, self.step = rank, name, step
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} was asked to stop by {self.name}; all ranks ended together after step {self.step}"
+
+
+class Preemption:
+    """What to do when this job is asked to stop: for `fit(..., preempt=Preemption(...))` or a loop of one's own.
+
+        with Preemption(save=lambda: trainer.save("run/last")) as preemption:
+            for x, y in loader:
+                trainer.step(x, y)
+                preemption.check(trainer)
+
+    save: called on all ranks, together. signals: names; the default ones are USR1, which every launcher forwards to the
+    ranks, and TERM, which comes last before KILL. requeue: rank 0 then asks Slurm to start the job again (scontrol
+    requeue). It is enough that one rank gets a signal. While the `with` lasts, or `fit`, handlers are set; a
+    thread that is not Python's main thread can set none, and hears of `ask` and of the other ranks.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[], object] | None = None,
+        *,
+        signals: Sequence[str] = ("USR1", "TERM"),
+        requeue: bool = False,
+    ) -> None:
+        self.save, self.requeue = save, requeue
+        self.signals = [_signal(name) for name in signals]
+        self._asked = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Preemption:
+        if threading.current_thread() is threading.main_thread():
+            for number in self.signals:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def ask(self) -> None:
+        """What a signal does: this rank asks all to stop at the next boundary."""
+        self._asked = self._asked or int(signal.SIGTERM)
+
+    def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
+        """Between two steps, on all ranks: go on, or save and raise `Preempted` everywhere. Collective.
+
+        also: called before `save`. Costs one all-reduce of 8 bytes.
+        """
+        found = self._agreed(trainer)
+        if found is None:
+            return
+        for save in (also, self.save):
+            if save is not None:
+                save()
+        trainer.most(np.zeros(1), "preemption: all have saved")
+        end = Preempted(*found, trainer.steps)
+        if trainer.rank == 0:
+            print(f"fsdpx: {end}; exit status {PREEMPTED}", file=sys.stderr, flush=True)
+            if self.requeue:
+                _requeue()
+        raise end
+
+    def _agreed(self, trainer: Any) -> tuple[int, str] | None:
+        """The lowest rank that was asked, and by which signal; the same on all ranks."""
+        key = (_RANKS - trainer.rank) << 8 | self._asked if self._asked else 0
+        ahead, number = divmod(int(trainer.most(np.array([key], np.int64), "preemption")[0]), 256)
+        return (_RANKS - ahead, signal.Signals(number).name) if number else None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._asked = self._asked or number
+
+
+def _signal(name: str) -> signal.Signals:
+    found = getattr(signal, "SIG" + name.upper().removeprefix("SIG"), None)
+    if not isinstance(found, signal.Signals) or found.name in ("SIGKILL", "SIGSTOP"):
+        raise ConfigError(f"Preemption(signals=...): {name!r} is no signal that can be caught; use USR1, USR2 or TERM")
+    return found
+
+
+def _requeue() -> None:
+    job = environment.read().slurm_job
+    if job is None:
+        print("fsdpx: requeue=True, but this is no Slurm job (no SLURM_JOB_ID)", file=sys.stderr, flush=True)
+        return
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        print(f"fsdpx: scontrol requeue {job} failed: {done.stderr.strip()}", file=sys.stderr, flush=True)

@@ -1,0 +1,395 @@
+"""The watchdog: a thread that notices when ranks wait in vain, says who waits for whom, and ends the job."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import platform
+import re
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from fsdpx import environment
+from fsdpx.comm.steps import Progress, progress_of, spin
+from fsdpx.watch.flight import LENGTH, Flight, Recorder, log, read_all
+
+__all__ = ["HUNG", "Watchdog", "report", "unwatch", "watch"]
+
+HUNG = 124
+"""Exit status of a job that a watchdog ended, as of timeout(1)."""
+PATIENCE = 10.0
+"""While a watchdog watches, a single wait may last so many times the timeout as long as other ranks move."""
+_PREFIX = "fsdpx-flight-"
+_DAY = 86400.0
+
+_watchdogs: weakref.WeakKeyDictionary[Any, Watchdog] = weakref.WeakKeyDictionary()
+
+
+def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | None:
+    """The watchdog of this rank on `comm`, begun with the first call. Collective.
+
+    None for a single rank, for thread ranks, which find missing ranks themselves, and with FSDPX_WATCH=0. also:
+    communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT); waits on all of these may then
+    last PATIENCE times as long, for a rank that waits is not stuck while others move.
+    """
+    base = _base(comm)
+    if base.size == 1 or not hasattr(base, "timeout") or not environment.read().watch:
+        return None
+    dog = _watchdogs.get(base)
+    token = secrets.token_hex(4) if dog is None else ""
+    tokens = base.all_gather_object(token)  # always, so that all ranks do the same
+    if dog is None:
+        try:
+            dog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]), timeout)
+        except OSError as error:
+            print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
+            return None
+    for one in (comm, *also):
+        _relax(one, dog.timeout * PATIENCE)
+    return dog
+
+
+def unwatch(comm: Any) -> Watchdog | None:
+    """Let go of `comm`, which is given up: nobody waits there any more. Its watchdog can still `bury` those who died
+    before they had let go themselves."""
+    dog = _watchdogs.pop(_base(comm), None)
+    if dog is not None:
+        (dog.folder / "alarm").unlink(missing_ok=True)
+        dog.stop()
+        dog.bury(comm.lost())
+    return dog
+
+
+class Watchdog:
+    """One per rank and communicator. Looks at its rank and at the records of the others; makes no MPI call but abort.
+
+    timeout: seconds without any progress of any rank of this host, after which a rank that waits does so in vain.
+    Progress is an action that begins or ends, a wait that ends, a transfer that takes its next step.
+    """
+
+    def __init__(self, comm: Any, folder: Path, timeout: float | None = None) -> None:
+        self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
+        self.rank, self.host = comm.rank, platform.node()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.record = Recorder(self._place(self.rank, "flight"), comm.rank, comm.size, self.host)
+        self.record.thread = threading.get_ident()
+        self._comm = weakref.ref(comm)
+        self._progress: Progress = progress_of(comm)
+        self._every = min(1.0, self.timeout / 20)
+        self._stop = threading.Event()
+        self._asked = threading.Event()
+        self._seen: dict[int, tuple[int, float]] = {}
+        self._alarmed = 0.0  # when there was no alarm yet
+        self._there: set[int] = set()  # ranks of this host that had a record at the last look
+        self._left = -math.inf  # when one of them had none any more
+        self._thread = threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True)
+        atexit.register(self.stop)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End well: what this rank has in the folder goes."""
+        if not self._stop.is_set():
+            self._stop.set()
+            atexit.unregister(self.stop)
+            self._forget(self.rank)
+            self.record.remove()
+
+    def bury(self, dead: Iterable[int]) -> None:
+        """What the dead have in the folder goes, and with the last record the folder; `fsdpx run` reads them first."""
+        if environment.read().run is None:
+            for rank in dead:
+                self._forget(rank)
+            with suppress(OSError):  # others are still there
+                self.folder.rmdir()
+
+    def ask(self) -> None:
+        """Have the report made now, and wait a moment for the end of the job: this rank's wait has failed."""
+        self._asked.set()
+        self._stop.wait(2 * self.timeout if self.timeout < 5 else 10.0)
+
+    # -- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        token: Any = None
+        since = time.perf_counter()
+        while not self._stop.wait(self._every):
+            if self._comm() is None:
+                return  # nobody to wait for; the record stays, for this may be the end of a failed script
+            waiting = waiting_in(self.record.thread)
+            now = (self.record.serial, self.record.ended, waiting and waiting[0], _moving(self._progress))
+            if not _same(now, token):  # what is waited for is compared itself: a number of it could be used again
+                token, since = now, time.perf_counter()
+            self.record.note(since if waiting else 0.0, waiting[1] if waiting else "")
+            waited = time.perf_counter() - since if waiting else 0.0
+            self.record.beat(self._asked.is_set() or waited >= self.timeout)
+            if waited >= self.timeout or self._asked.is_set() or (self.folder / "alarm").exists():
+                with suppress(OSError):  # the folder goes when another rank has reported
+                    self._look()
+            else:
+                self._alarmed = time.monotonic()
+
+    def _look(self) -> None:
+        """Somebody waits in vain, unless ranks still move. The lowest rank that lives reports; one report per job."""
+        flights = {r: f for r, f in read_all(self.folder).items() if f.host == self.host}
+        now = time.monotonic()
+        for rank, flight in flights.items():
+            if self._seen.get(rank, (-1, 0.0))[0] != flight.beats:
+                self._seen[rank] = (flight.beats, now)
+        alarm = self.folder / "alarm"
+        if self._there - flights.keys():
+            self._left = now
+        self._there = set(flights)
+        if now - self._left < self.timeout and not self._asked.is_set():
+            alarm.unlink(missing_ok=True)  # a rank has ended, or was killed here: others have yet to hear of it
+            return
+        if not alarm.exists():
+            self._alarmed = now
+            if self._asked.is_set() or not self._others_move(flights):
+                alarm.touch()
+            return
+        self._write_stack()
+        alarmed, patience = now - self._alarmed, max(6 * self._every, 0.8)
+        if alarmed < patience:
+            return  # until then all who live have seen it
+        awake = {r: f for r, f in flights.items() if r not in self._silent()}
+        if alarmed < 5 * patience and not all(self._place(rank, "stack").exists() for rank in awake):
+            return  # on a busy machine, not all have written where they stand
+        if not any(f.vain for f in awake.values()) or (self._others_move(flights) and not self._asked.is_set()):
+            alarm.unlink(missing_ok=True)  # late, but it came
+        elif self.rank == min(awake, default=self.rank) and self._claim():
+            self._end()
+
+    def _silent(self) -> set[int]:
+        """Ranks whose watchdogs have stopped."""
+        now = time.monotonic()
+        return {r for r, (_, when) in self._seen.items() if now - when >= max(4 * self._every, 0.5)}
+
+    def _others_move(self, flights: dict[int, Flight]) -> bool:
+        """Whether any rank of this host did anything within the timeout."""
+        now = time.time()
+        for flight in flights.values():
+            last = flight.last
+            done = max(last.begin, last.end) if last else 0.0
+            if flight.rank != self.rank and now - max(done, flight.since) < self.timeout:
+                return True
+        return False
+
+    def _claim(self) -> bool:
+        try:
+            (self.folder / "claimed").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _write_stack(self) -> None:
+        frame = sys._current_frames().get(self.record.thread)
+        text = "".join(traceback.format_stack(frame)) if frame else "the thread has ended\n"
+        self._place(self.rank, "stack").write_text(text)
+
+    def _place(self, rank: int, what: str) -> Path:
+        return self.folder / f"rank-{rank:05}.{what}"
+
+    def _forget(self, rank: int) -> None:
+        for what in ("flight", "stack"):
+            self._place(rank, what).unlink(missing_ok=True)
+
+    def _evict(self, flights: dict[int, Flight], silent: set[int]) -> bool:
+        """Where others outlive a rank, stopped ones of this host are killed, which others then see. Whether any was."""
+        stopped = [f for r, f in flights.items() if r in silent and f.host == self.host and state_of(f.process) == "T"]
+        if not stopped or not getattr(self._comm(), "survives", False):
+            return False
+        for flight in stopped:
+            sys.stderr.write(
+                f"fsdpx watchdog: rank {flight.rank} {_fate(flight, self.host)} and all wait for it since "
+                f"{self.timeout:g} s: it counts as dead. It was {flight.where(time.time())}\n"
+            )
+            os.kill(flight.process, signal.SIGKILL)
+            self._forget(flight.rank)
+            self._seen.pop(flight.rank, None)
+        sys.stderr.flush()
+        for name in ("alarm", "claimed"):
+            (self.folder / name).unlink(missing_ok=True)
+        return True
+
+    def _end(self) -> None:
+        flights = read_all(self.folder)
+        comm = self._comm()
+        silent = self._silent()
+        if self._evict(flights, silent):
+            return
+        stacks = {int(p.stem[5:]): p.read_text() for p in self.folder.glob("rank-*.stack")}
+        ranks = comm.size if comm is not None else len(flights)
+        text = report(flights, ranks, silent, stacks, self.timeout, time.time(), self.host)
+        kept = _keep(self.folder, text + "\n" + log(flights))
+        sys.stdout.flush()
+        sys.stderr.write(f"{text}The last {LENGTH} actions of each rank are in {kept}\n")
+        sys.stderr.flush()
+        if environment.read().run is None:
+            _discard(self.folder)
+        time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
+        if comm is not None:
+            comm.abort(HUNG)
+        os._exit(HUNG)
+
+
+def _discard(folder: Path) -> None:
+    """Others may still be writing into it: under another name they do not find it."""
+    gone = folder.with_name(f"{folder.name}.gone")
+    with suppress(OSError):
+        folder.rename(gone)
+    for _ in range(10):
+        shutil.rmtree(gone, ignore_errors=True)
+        if not gone.exists():
+            return
+        time.sleep(0.02)
+
+
+def report(
+    flights: dict[int, Flight],
+    ranks: int,
+    silent: set[int],
+    stacks: dict[int, str],
+    timeout: float,
+    now: float,
+    host: str,
+) -> str:
+    """Who waits in which action for which tensor, and who is elsewhere. Times in seconds; now: since 1970.
+
+    silent: ranks whose watchdogs say nothing any more. stacks: of the others, as text.
+    """
+    lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG}"]
+    waiting: dict[str, list[Flight]] = {}
+    for flight in flights.values():
+        if flight.since and flight.rank not in silent:
+            waiting.setdefault(_waits(flight), []).append(flight)
+    for what, group in waiting.items():
+        longest = max(now - flight.since for flight in group)
+        verb = "wait" if len(group) > 1 else "waits"
+        lines.append(f"  {_named([f.rank for f in group])} {verb} {what}, for {longest:.1f} s")
+    for flight in flights.values():
+        if flight.rank in silent:
+            lines.append(f"  rank {flight.rank} {_fate(flight, host)}; it was {flight.where(now)}")
+        elif not flight.since:
+            lines.append(f"  rank {flight.rank} is {flight.where(now)}; it stands at")
+            lines += ["      " + line for line in stacks.get(flight.rank, "no stack\n").splitlines()[-12:]]
+    missing = [rank for rank in range(ranks) if rank not in flights]
+    if missing:
+        lines.append(f"  {_named(missing)}: no record on {host} (ended, or on another host)")
+    return "\n".join(lines) + "\n"
+
+
+def _waits(flight: Flight) -> str:
+    what = re.sub(r" on rank \d+ of \d+$", "", flight.what)
+    last = flight.last
+    if last is None or last.end:
+        return f"outside any action for {what}"
+    return f"in action {last.action} for {what}"
+
+
+def _fate(flight: Flight, host: str) -> str:
+    if flight.host != host:
+        return f"on {flight.host} says nothing any more"
+    state = state_of(flight.process)
+    if state == "":
+        return f"is gone (process {flight.process} has ended)"
+    if state == "T":
+        return f"is stopped (process {flight.process} got SIGSTOP)"
+    return f"does not answer (process {flight.process} is in native code that lets no other thread run)"
+
+
+def state_of(process: int) -> str:
+    """The state of a process of this host as Linux says it: R, S, D, T (stopped); "" if it has ended."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return "" if Path("/proc/self/stat").exists() else "?"
+    state = stat.rpartition(")")[2].split()[0]
+    return "" if state in "ZX" else state
+
+
+def waiting_in(thread: int) -> tuple[Any, str] | None:
+    """What a thread waits for at this moment, and in words, if it is inside a wait of fsdpx."""
+    for frame in _frames(sys._current_frames().get(thread)):
+        if frame.f_code is spin.__code__ and frame.f_back is not None:
+            waits = frame.f_back.f_locals.get("self")
+            said = type(waits).__str__ is not object.__str__
+            return waits, str(waits) if said else f"{type(waits).__name__}.{frame.f_back.f_code.co_name}"
+    return None
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _moving(progress: Progress) -> tuple[Any, ...]:
+    """Changes when a transfer under way takes a step."""
+    return tuple((id(getattr(h, "_current", h)), getattr(h, "_stage", 0)) for h in tuple(progress.pending))
+
+
+def _same(a: Any, b: Any) -> bool:
+    return b is not None and a[2] is b[2] and (a[0], a[1], a[3]) == (b[0], b[1], b[3])
+
+
+def _base(comm: Any) -> Any:
+    """The communicator inside what counts or guards it."""
+    while hasattr(comm, "comm"):
+        comm = comm.comm
+    return comm
+
+
+def _relax(comm: Any, timeout: float) -> None:
+    base = _base(comm)
+    for part in (base, getattr(base, "mpi", None), getattr(base, "across", None)):
+        if part is not None and hasattr(part, "timeout"):
+            part.timeout = timeout
+
+
+def _named(ranks: list[int]) -> str:
+    """ "rank 3" or "ranks 0-2, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+
+
+def _folder(token: str) -> Path:
+    run = environment.read().run
+    if run is not None:
+        return run / f"flight-{token}"
+    temporary = Path(tempfile.gettempdir())
+    for left in temporary.glob(_PREFIX + "*"):  # of jobs that were killed
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _DAY and os.access(left, os.W_OK):
+                shutil.rmtree(left, ignore_errors=True)
+    return temporary / (_PREFIX + token)
+
+
+def _keep(folder: Path, text: str) -> Path:
+    """The file with all records: in FSDPX_RUN, else where the job was started, else with other temporary files."""
+    run = environment.read().run
+    places = [run] if run is not None else [Path.cwd(), Path(tempfile.gettempdir())]
+    for place in places:
+        path = place / f"{folder.name.replace('flight-', 'flight-of-') if run is None else folder.name}.txt"
+        with suppress(OSError):
+            path.write_text(text)
+            return path.absolute()
+    return Path(os.devnull)
