@@ -2,12 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdpx.errors import ProgramError
 from fsdpx.program.action import Action
 from fsdpx.program.compiler import Program
+from fsdpx.program.slots import Slot, buffer_of
 from fsdpx.program.stage import Edge
-from fsdpx.program.verbs import VERBS, buffer_of
+from fsdpx.program.verbs import VERBS
 
 __all__ = ["check", "check_pipe"]
 
@@ -40,7 +42,7 @@ def _check_slots(program: Program) -> None:
             if tenant != slot:
                 raise _error(program.actions, at, f"needs the memory of {slot}, where {tenant} still lies")
             alive.add(slot)
-    left, missing = sorted(alive - program.ends), sorted(program.ends - alive)
+    left, missing = sorted(map(str, alive - program.ends)), sorted(map(str, program.ends - alive))
     if left or missing:
         what = f"leaves {', '.join(left)} behind" if left else f"ends without {', '.join(missing)}"
         raise ProgramError(f"the {program.kind} program {what}\n{_lines(program.actions, len(program.actions) - 1)}")
@@ -65,7 +67,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
     programs: by rank of the pipe. Sends and receives are issued at once; who first needs what was received waits for
     it, and verbs of the whole world wait for each other.
     """
-    at, sent, due = [0] * len(programs), set[Action](), [dict[str, Action]() for _ in programs]
+    at, sent, due = [0] * len(programs), set[Action](), [dict[Slot, Action]() for _ in programs]
     moving = True
     while moving:
         moving = False
@@ -86,20 +88,26 @@ def check_pipe(programs: Sequence[Program]) -> None:
     _check_pairs(programs)
 
 
-def _waits(program: Program, at: int, due: dict[str, Action], sent: set[Action]) -> Action | None:
+def _waits(program: Program, at: int, due: dict[Slot, Action], sent: set[Action]) -> Action | None:
     """The message that an action cannot do without, if it was not sent yet."""
     slots = program.slots[at]
     return next((due[s] for s in (*slots.takes, *slots.reads, *slots.adds) if s in due and due[s] not in sent), None)
 
 
-def _issue(program: Program, at: int, due: dict[str, Action], sent: set[Action]) -> None:
+def _issue(program: Program, at: int, due: dict[Slot, Action], sent: set[Action]) -> None:
     action, slots = program.actions[at], program.slots[at]
     for slot in slots.takes:
         due.pop(slot, None)
-    if action.op == "SEND":
+    if VERBS[action.op].calls("send"):
         sent.add(action)
-    if action.op == "RECV":
-        due[slots.gives[0]] = Action("SEND", action.unit, action.mb)
+    if VERBS[action.op].calls("recv"):
+        due |= dict.fromkeys(slots.gives, _other_end(action))
+
+
+def _other_end(action: Action) -> Action:
+    """The receive of a send, the send of a receive."""
+    call = "recv" if VERBS[action.op].calls("send") else "send"
+    return replace(action, op=next(op for op, verb in VERBS.items() if verb.calls(call)))
 
 
 def _all_meet(programs: Sequence[Program], at: Sequence[int]) -> bool:
@@ -110,7 +118,7 @@ def _all_meet(programs: Sequence[Program], at: Sequence[int]) -> bool:
     return len(here) == 1 and VERBS[here.pop().op].lane == "world"
 
 
-def _stuck(programs: Sequence[Program], at: list[int], due: list[dict[str, Action]], sent: set[Action]) -> list[str]:
+def _stuck(programs: Sequence[Program], at: list[int], due: list[dict[Slot, Action]], sent: set[Action]) -> list[str]:
     lines = []
     for rank, program in enumerate(programs):
         if at[rank] == len(program.actions):
@@ -129,17 +137,18 @@ def _edge(program: Program, message: Action) -> Edge:
 
 def _check_pairs(programs: Sequence[Program]) -> None:
     """Every message is sent once, by its sender, and received once, by its receiver."""
-    counts = Counter(a for program in programs for a in program.actions if a.op in ("SEND", "RECV"))
+    counts = Counter(a for program in programs for a in program.actions)
     for rank, program in enumerate(programs):
         for at, action in enumerate(program.actions):
-            if action.op not in ("SEND", "RECV"):
+            sends = VERBS[action.op].calls("send")
+            if not sends and not VERBS[action.op].calls("recv"):
                 continue
-            edge, sends = _edge(program, action), action.op == "SEND"
+            edge = _edge(program, action)
             if rank != (edge.sender if sends else edge.receiver):
                 raise _error(program.actions, at, f"stands on rank {rank} of the pipe, where it does not belong")
             if counts[action] > 1:
                 raise _error(program.actions, at, f"stands there {counts[action]} times")
-            if counts[Action("RECV" if sends else "SEND", action.unit, action.mb)] != 1:
+            if counts[_other_end(action)] != 1:
                 other = f"received by rank {edge.receiver}" if sends else f"sent by rank {edge.sender}"
                 raise _error(program.actions, at, f"is not {other} of the pipe")
 

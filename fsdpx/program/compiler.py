@@ -7,6 +7,7 @@ from functools import cached_property
 
 from fsdpx.program.action import Action
 from fsdpx.program.passes import compute, compute_backward, one_by_one, page, recompute, reduce, reduce_carried
+from fsdpx.program.slots import Slot
 from fsdpx.program.stage import Slots, Stage, expand
 
 __all__ = ["KINDS", "Program", "Request", "compile"]
@@ -58,9 +59,9 @@ class Program:
     actions: tuple[Action, ...]
     stage: Stage
     microbatches: int
-    begins: frozenset[str]
-    ends: frozenset[str]
-    results: tuple[str, ...] = field(default=())  # those of `ends` that the caller collects
+    begins: frozenset[Slot]
+    ends: frozenset[Slot]
+    results: tuple[Slot, ...] = field(default=())  # those of `ends` that the caller collects
 
     def __str__(self) -> str:
         return textwrap.fill(" ".join(map(str, self.actions)), 110, break_long_words=False)
@@ -138,50 +139,61 @@ def _resident_after(actions: list[Action], request: Request) -> set[int]:
     return have
 
 
-def _begins(request: Request) -> frozenset[str]:
+def _of(kind: str, numbers: Iterable[int]) -> set[Slot]:
+    return {Slot(kind, n) for n in numbers}
+
+
+def _lasting(stage: Stage) -> set[Slot]:
+    """What is there before and after every program."""
+    trained, here = set(stage.trained), set(stage.here)
+    kept = _of("memory", stage.coded & trained) | _of("stats", stage.moving & here)
+    return _of("shard", stage.pages) | _of("slots", trained) | kept
+
+
+def _saved(request: Request) -> set[Slot]:
+    return {Slot("saved", u, m) for u in request.stage.here for m in range(request.microbatches)}
+
+
+def _begins(request: Request) -> frozenset[Slot]:
     stage = request.stage
-    slots = {f"shard{p}" for p in stage.pages}
-    slots |= {f"full{p}" for p in request.resident} | {f"grad{p}" for p in request.grads}
-    slots |= {f"part{p}" for p in request.parts} | ({"weight"} if request.weighed else set())
+    slots = _lasting(stage) | _of("full", request.resident) | _of("grad", request.grads) | _of("part", request.parts)
+    slots |= {Slot("weight")} if request.weighed else set()
     if request.kind == "backward":
-        slots |= {f"saved{u}.{m}" for u in stage.here for m in range(request.microbatches)}
-        slots |= {f"seed.{m}" for m in range(request.microbatches)} if stage.scores else set()
+        slots |= _saved(request)
+        slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.scores else set()
     return frozenset(slots)
 
 
-def _ends(request: Request) -> frozenset[str]:
+def _ends(request: Request) -> frozenset[Slot]:
     """What must be left, from the meaning of the kind alone: not from the list that `compile` made."""
-    stage, m = request.stage, range(request.microbatches)
-    slots = {f"shard{p}" for p in stage.pages}
+    stage, updates = request.stage, request.kind in ("step", "update")
+    slots = _lasting(stage)
     if request.keep_full:
-        frozen = {p for p in stage.pages if not stage.trainable[p]}
-        touched = set(stage.pages) if request.kind != "update" else set(request.resident)
-        slots |= {f"full{p}" for p in (touched & frozen if request.kind in ("step", "update") else touched)}
+        touched = set(request.resident if request.kind == "update" else stage.pages)
+        slots |= _of("full", (p for p in touched if not (updates and stage.trainable[p])))
     if request.kind in ("accumulate", "local", "backward"):
-        slots |= {f"{'part' if _reduces(request) else 'grad'}{p}" for p in stage.trained}
-        slots |= {"weight"} if stage.scores else set()
+        slots |= _of("part" if _reduces(request) else "grad", stage.trained)
+        slots |= {Slot("weight")} if stage.scores else set()
     if not _reduces(request) and request.kind != "update":
-        slots |= {f"grad{p}" for p in request.grads}
-    if request.kind not in ("step", "update"):
-        slots |= {f"part{p}" for p in request.parts}
-    if request.weighed and request.kind not in ("step", "update"):
-        slots |= {"weight"}
+        slots |= _of("grad", request.grads)
+    if not updates:
+        slots |= _of("part", request.parts) | ({Slot("weight")} if request.weighed else set())
     if request.kind == "forward":
-        slots |= {f"saved{u}.{i}" for u in stage.here for i in m}
+        slots |= _saved(request)
     return frozenset(slots | set(_results(request)))
 
 
-def _results(request: Request) -> tuple[str, ...]:
+def _results(request: Request) -> tuple[Slot, ...]:
     match request.kind:
         case "step":
-            return ("mean", "scale")
+            return (Slot("mean"), Slot("scale"), *([Slot("agreed")] if request.commit else []))
         case "accumulate" | "local":
-            return ("mean",)
+            return (Slot("mean"),)
         case "evaluate":
-            return ("mean", "weight") if request.stage.scores else ("mean",)
+            return (Slot("mean"), Slot("weight")) if request.stage.scores else (Slot("mean"),)
         case "update":
-            return ("scale",)
+            return (Slot("scale"),)
         case "predict" | "forward":
             outputs = request.stage.outputs if request.stage.scores else ()
-            return tuple(f"act{v}.{m}" for m in range(request.microbatches) for v in outputs)
+            return tuple(Slot("act", v, m) for m in range(request.microbatches) for v in outputs)
     return ()

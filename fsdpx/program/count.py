@@ -1,14 +1,15 @@
-"""count: bytes, calls and peak memory of a program, read off the table of verbs before anything runs."""
+"""count: bytes, calls and lifetimes of the buffers of a program, read off the table of verbs before anything runs."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fsdpx.program.action import Action
 from fsdpx.program.compiler import Program
-from fsdpx.program.verbs import VERBS, Move, buffer_of, kind_of
+from fsdpx.program.slots import SLOTS, Slot, buffer_of
+from fsdpx.program.stage import spell
+from fsdpx.program.verbs import VERBS, Move
 
-__all__ = ["Lifetime", "Sizes", "Traffic", "lifetimes", "peak", "traffic"]
+__all__ = ["Calls", "Lifetime", "Sizes", "Traffic", "lifetimes", "traffic"]
 
 
 Calls = tuple[tuple[str, int], ...]
@@ -56,8 +57,9 @@ def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
 
 def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, bytes) of an action."""
+    itemsizes = {"param": sizes.param_itemsize, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
     for move in VERBS[action.op].moves:
-        if move.amount == "pair":
+        if move.format == "control":
             continue
         assert action.unit is not None
         if move.amount == "edge":
@@ -66,11 +68,10 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
                 yield move.axis, move.call, nbytes
         elif move.axis == "peers":
             for axis, call, elements in sizes.ties[action.unit]:
-                yield axis, call, elements * sizes.tie_itemsize
+                yield axis, call, elements * itemsizes[move.format]
         elif sizes.widths[move.axis] > 1:
-            itemsize = sizes.param_itemsize if action.op == "GATHER" else sizes.grad_itemsize
             for call, times in _carried(move, sizes):
-                yield move.axis, call, _elements(move, action.unit, sizes) * times * itemsize
+                yield move.axis, call, _elements(move, action.unit, sizes) * times * itemsizes[move.format]
 
 
 def _carried(move: Move, sizes: Sizes) -> Calls:
@@ -88,42 +89,39 @@ def _elements(move: Move, page: int, sizes: Sizes) -> int:
 class Lifetime:
     """A buffer lives from the start of action `start` to the end of action `stop`."""
 
-    name: str
+    slot: Slot
     start: int
     stop: int
 
 
-def lifetimes(program: Program, buffers: Iterable[str] = ("full", "grad")) -> list[Lifetime]:
-    """When each buffer of the given kinds is alive, for those that the program itself both fills and empties.
+def lifetimes(program: Program) -> list[Lifetime]:
+    """When each lent buffer is alive, by birth: those that the program itself fills and empties, and all scratch.
 
-    Slots of one buffer are one life ("sum3" goes on where "grad3" ended). A buffer may live several times.
+    Slots of one buffer are one life (sum3 goes on where grad3 ended). A buffer may live several times. Scratch that
+    nobody ends lives to the last action.
     """
-    wanted = set(buffers)
-    carried = program.begins | program.ends
-    born: dict[str, int] = {}
-    lives: list[Lifetime] = []
+    return sorted([*_filled(program), *_scratch(program)], key=lambda life: life.start)
+
+
+def _filled(program: Program) -> Iterator[Lifetime]:
+    carried = {buffer_of(slot) for slot in program.begins | program.ends}
+    born: dict[Slot, int] = {}
     for at, slots in enumerate(program.slots):
-        given = {buffer_of(s) for s in (*slots.adds, *slots.gives)}
-        for slot in (*slots.adds, *slots.gives):
-            if kind_of(buffer_of(slot)) in wanted and slot not in carried:
-                born.setdefault(buffer_of(slot), at)
-        for slot in slots.takes:
-            name = buffer_of(slot)
-            if name in born and name not in given:
-                lives.append(Lifetime(name, born.pop(name), at))
-    return lives
+        given = {buffer_of(slot) for slot in (*slots.adds, *slots.gives)}
+        for buffer in given - carried:
+            if SLOTS[buffer.kind].lent:
+                born.setdefault(buffer, at)
+        for buffer in map(buffer_of, slots.takes):
+            if buffer in born and buffer not in given:
+                yield Lifetime(buffer, born.pop(buffer), at)
 
 
-def peak(lives: Iterable[Lifetime], nbytes: dict[str, int]) -> tuple[int, dict[str, int]]:
-    """The most bytes alive at once, and how they split by kind at that moment."""
-    changes: dict[int, Counter[str]] = defaultdict(Counter)
-    for life in lives:
-        changes[life.start][kind_of(life.name)] += nbytes[life.name]
-        changes[life.stop + 1][kind_of(life.name)] -= nbytes[life.name]
-    now: Counter[str] = Counter()
-    best, split = 0, {}
-    for at in sorted(changes):
-        now.update(changes[at])
-        if now.total() > best:
-            best, split = now.total(), dict(now)
-    return best, split
+def _scratch(program: Program) -> Iterator[Lifetime]:
+    ends: dict[Slot, int] = {}  # the next action that takes or reads a slot, seen from the last action backwards
+    last = len(program.actions) - 1
+    for at, action in reversed(list(enumerate(program.actions))):
+        for scratch in VERBS[action.op].scratch:
+            until = spell(scratch.until, action, program.stage, program.microbatches) if scratch.until else []
+            stop = min((ends.get(slot, last) for slot in until), default=at)
+            yield Lifetime(Slot(scratch.kind, action.unit), at, stop)
+        ends |= dict.fromkeys((*program.slots[at].takes, *program.slots[at].reads), at)

@@ -12,7 +12,8 @@ from fsdpx.errors import ProgramError
 from fsdpx.program.action import Action
 from fsdpx.program.compiler import Program
 from fsdpx.program.simulate import Event, by_rank
-from fsdpx.program.verbs import SLOTS, VERBS, buffer_of, kind_of
+from fsdpx.program.slots import SLOTS, Slot, buffer_of
+from fsdpx.program.verbs import VERBS
 
 __all__ = ["Machine", "Overlap", "idle", "memory", "overlap", "peak_memory", "simulate_programs"]
 
@@ -30,10 +31,6 @@ class Machine:
         if callable(self.seconds):
             return self.seconds(rank, action)
         return self.seconds.get((action.op, action.unit), self.seconds.get((action.op, None), 0.0))
-
-
-BARRIERS = ("world", "data", "peers")
-"""Lanes of verbs that wait for other ranks of the pipe. They move a few bytes, for which no time is counted."""
 
 
 def simulate_programs(programs: Sequence[Program], machine: Machine) -> list[Event]:
@@ -78,7 +75,7 @@ class _Run:
         assert action.unit is not None
         edge = program.stage.edges[action.unit]
         start = max(issued, self.links[edge.sender, edge.receiver])
-        self.links[edge.sender, edge.receiver] = self.ends["SEND", action.unit, action.mb] = start + seconds
+        self.links[edge.sender, edge.receiver] = self.ends[action.unit, action.mb] = start + seconds
         return start, start + seconds
 
     def arrive(self, key: Key, issued: float) -> None:
@@ -91,7 +88,7 @@ def _barriers(program: Program) -> Iterator[Key | None]:
     """For each action the barrier it belongs to: its verb for the nth time, or for pages that are one parameter."""
     times: dict[Key, int] = defaultdict(int)
     for action in program.actions:
-        if VERBS[action.op].lane not in BARRIERS:
+        if not VERBS[action.op].meets:
             yield None
             continue
         times[action.op, action.unit] += 1
@@ -106,7 +103,7 @@ class _Line:
         self.events: list[Event] = []
         self.free = 0.0
         self.lanes: dict[str, float] = defaultdict(float)
-        self.complete: dict[str, float | Key] = dict.fromkeys(program.begins, 0.0)  # a key: ends when others say so
+        self.complete: dict[Slot, float | Key] = dict.fromkeys(program.begins, 0.0)  # a key: ends when others say so
         self.late: dict[int, Key] = {}  # events that end with what others do
         self.barriers = list(_barriers(program))
 
@@ -128,14 +125,14 @@ class _Line:
     def waits(self) -> str:
         at = len(self.events)
         missing = [slot for slot in self._wanted(at) if self._ready(slot) is None]
-        return f"rank {self.rank} at {self.program.actions[at]} for {', '.join(missing)}"
+        return f"rank {self.rank} at {self.program.actions[at]} for {', '.join(map(str, missing))}"
 
-    def _wanted(self, at: int) -> list[str]:
+    def _wanted(self, at: int) -> list[Slot]:
         slots = self.program.slots[at]
         # what an action adds to need not be there yet
         return [*slots.takes, *slots.reads, *(slot for slot in slots.adds if slot in self.complete)]
 
-    def _ready(self, slot: str) -> float | None:
+    def _ready(self, slot: Slot) -> float | None:
         time = self.complete.get(slot)
         return self.run.ends.get(time) if isinstance(time, tuple) else time
 
@@ -144,10 +141,10 @@ class _Line:
         action, verb = self.program.actions[at], VERBS[self.program.actions[at].op]
         seconds, barrier = self.run.machine.of(self.rank, action), self.barriers[at]
         self.free, start, key = issued, issued, None
-        if action.op == "SEND":
+        if verb.calls("send"):
             start, end = self.run.send(self.program, action, issued, seconds)
-        elif action.op == "RECV" or barrier:
-            key, end = barrier or ("SEND", action.unit, action.mb), issued
+        elif verb.calls("recv") or barrier:
+            key, end = barrier or (action.unit, action.mb), issued
             if barrier:
                 self.run.arrive(barrier, issued)
             self.late[at] = key
@@ -200,7 +197,7 @@ def idle(events: Sequence[Event]) -> float:
 
 def _moves(action: Action) -> bool:
     verb = VERBS[action.op]
-    return bool(verb.moves) and verb.lane not in BARRIERS and action.op != "RECV"
+    return bool(verb.moves) and not verb.meets and not verb.calls("recv")
 
 
 def _union(events: Iterator[Event]) -> list[tuple[float, float]]:
@@ -220,12 +217,12 @@ ACTIVATIONS = tuple(kind for kind, slot in SLOTS.items() if slot.memory == "acti
 def memory(
     programs: Sequence[Program],
     events: Sequence[Event],
-    nbytes: Callable[[str], int],
+    nbytes: Callable[[Slot], int],
     kinds: Sequence[str] = ACTIVATIONS,
 ) -> list[list[tuple[float, int]]]:
     """Per rank, the bytes in slots of the given kinds over time: (time, bytes from then on), ascending in time.
 
-    events: those of `simulate_programs(programs, ...)`. nbytes: of a slot, by its name ("act3.0"). A slot lives from
+    events: those of `simulate_programs(programs, ...)`. nbytes: of a slot. A slot lives from
     the start of the action that fills it to the end of the one that takes it.
     """
     rows = by_rank(events)
@@ -235,7 +232,7 @@ def memory(
 def peak_memory(
     programs: Sequence[Program],
     events: Sequence[Event],
-    nbytes: Callable[[str], int],
+    nbytes: Callable[[Slot], int],
     kinds: Sequence[str] = ACTIVATIONS,
 ) -> list[int]:
     """The most bytes per rank at any time; arguments as for `memory`."""
@@ -243,17 +240,17 @@ def peak_memory(
 
 
 def _changes(
-    program: Program, row: Sequence[Event], nbytes: Callable[[str], int], kinds: Sequence[str]
+    program: Program, row: Sequence[Event], nbytes: Callable[[Slot], int], kinds: Sequence[str]
 ) -> Iterator[tuple[float, int]]:
-    alive = {buffer_of(slot): slot for slot in program.begins if kind_of(slot) in kinds}
+    alive = {buffer_of(slot): slot for slot in program.begins if slot.kind in kinds}
     yield from ((0.0, nbytes(slot)) for slot in alive.values())
     for slots, event in zip(program.slots, row, strict=True):
         for slot in (*slots.gives, *slots.adds):
-            if kind_of(slot) in kinds and buffer_of(slot) not in alive:
+            if slot.kind in kinds and buffer_of(slot) not in alive:
                 alive[buffer_of(slot)] = slot
                 yield event.start, nbytes(slot)
         for slot in slots.takes:
-            if kind_of(slot) in kinds:
+            if slot.kind in kinds:
                 yield event.end, -nbytes(alive.pop(buffer_of(slot)))
 
 

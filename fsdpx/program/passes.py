@@ -136,7 +136,7 @@ def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) 
     and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
     With `join` the last SETTLE of a page is followed by its JOIN.
     """
-    adders = [[int(s[4:]) for s in expand(a, stage, 1).adds if s.startswith("grad")] for a in actions]
+    adders = [[s.at for s in expand(a, stage, 1).adds if s.kind == "grad" and s.at is not None] for a in actions]
     last = {(p, a.mb if each else None): i for i, a in enumerate(actions) for p in adders[i]}
     rest = Counter(p for p, _ in last)  # reduces of each page still to be settled
     result: Actions = []

@@ -3,11 +3,9 @@
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
-from fsdpx.program.stage import Edge, Stage, readers
+from fsdpx.program.stage import Edge, Row, Stage, readers
 
 __all__ = ["pipeline"]
-
-Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def pipeline(
@@ -19,13 +17,18 @@ def pipeline(
     home: Sequence[int],
     twins: tuple[tuple[int, ...], ...] = (),
     partial: Iterable[int] = (),
+    moving: Iterable[int] = (),
+    coded: Iterable[int] = (),
 ) -> tuple[Stage, ...]:
     """What each rank of the pipe sees.
 
     units: (pages, values read, values given) each. stages: the stage of each unit, ascending. home: the rank of each
-    stage. twins, partial: see `Stage`. The loss reads the outputs in the last stage; every rank has the inputs.
+    stage. twins, partial, moving, coded: see `Stage`. The loss reads the outputs in the last stage; every rank has the
+    inputs.
     """
+    shared = (tuple(trainable), tuple(inputs), tuple(outputs))
     edges = _edges(units, inputs, outputs, stages, home)
+    sets = [frozenset(some) for some in (partial, moving, coded)]
     seen = []
     for rank in range(max(home) + 1):
         parts = tuple(
@@ -35,8 +38,7 @@ def pipeline(
         )
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         made = readers(units, here, outputs if scores else ())
-        shared = (tuple(trainable), tuple(inputs), tuple(outputs))
-        seen.append(Stage(made, *shared, parts, edges, twins, frozenset(partial), rank, scores))
+        seen.append(Stage(made, *shared, parts, edges, twins, sets[0], rank, scores, *sets[1:]))
     return tuple(seen)
 
 

@@ -5,9 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fsdpx.program.action import Action
+from fsdpx.program.slots import Slot
 from fsdpx.program.verbs import VERBS
 
-__all__ = ["Edge", "Slots", "Stage", "StageUnit", "expand", "readers"]
+__all__ = ["Edge", "Slots", "Stage", "StageUnit", "expand", "readers", "spell"]
+
+Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""A unit: its pages, the values that it reads, and those that it gives."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Stage:
     flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages, each as its number
     and its units. edges: what travels between all ranks. twins: pages that hold the same parameter for units that are
     apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the loss is computed
-    here.
+    here. moving: units with running statistics. coded: pages whose codec keeps memory.
     """
 
     units: tuple[StageUnit, ...]
@@ -57,20 +61,25 @@ class Stage:
     partial: frozenset[int] = frozenset()
     rank: int = 0
     scores: bool = True
+    moving: frozenset[int] = frozenset()
+    coded: frozenset[int] = frozenset()
 
     @classmethod
     def of(
         cls,
-        units: Iterable[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
+        units: Iterable[Row],
         trainable: Iterable[bool],
         inputs: Iterable[int],
         outputs: Iterable[int],
+        moving: Iterable[int] = (),
+        coded: Iterable[int] = (),
     ) -> "Stage":
         """A model on one rank, from (pages, values read, values given) per unit; who reads a value last follows."""
         rows, outputs = list(units), tuple(outputs)
         here = range(len(rows))
         made, parts = readers(rows, here, outputs), ((0, tuple(here)),)
-        return cls(made, tuple(trainable), tuple(inputs), outputs, parts)
+        known = (made, tuple(trainable), tuple(inputs), outputs, parts)
+        return cls(*known, moving=frozenset(moving), coded=frozenset(coded))
 
     @cached_property
     def here(self) -> tuple[int, ...]:
@@ -113,11 +122,7 @@ class Stage:
         return edge.gradient or edge.value not in self._read_here
 
 
-def readers(
-    rows: Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]],
-    here: Iterable[int],
-    outputs: Sequence[int],
-) -> tuple[StageUnit, ...]:
+def readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
     """(pages, values read, values given) per unit -> units. Of those `here`, the last reader of a value takes it,
     unless it is one of `outputs`, which the loss takes; the others take nothing."""
     mine = set(here)
@@ -133,60 +138,59 @@ def readers(
 class Slots:
     """The slots of one action, in the order of the table."""
 
-    takes: tuple[str, ...]
-    reads: tuple[str, ...]
-    adds: tuple[str, ...]
-    gives: tuple[str, ...]
+    takes: tuple[Slot, ...]
+    reads: tuple[Slot, ...]
+    adds: tuple[Slot, ...]
+    gives: tuple[Slot, ...]
 
 
 def expand(action: Action, stage: Stage, microbatches: int) -> Slots:
+    """The slots that an action takes, reads, adds into and gives."""
     verb = VERBS[action.op]
-
-    def names(words: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(slot for word in words for slot in _slots(word, action, stage, microbatches))
-
-    return Slots(names(verb.takes), names(verb.reads), names(verb.adds), names(verb.gives))
+    columns = (verb.takes, verb.reads, verb.adds, verb.gives)
+    return Slots(*(tuple(s for w in words for s in spell(w, action, stage, microbatches)) for words in columns))
 
 
-def _slots(word: str, action: Action, stage: Stage, microbatches: int) -> list[str]:
+def spell(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
+    """The slots that a word of the table of verbs stands for."""
     kind, _, over = word.partition(":")
-    if not over:
-        return [kind]
-    if kind == "edge":
-        return _of_edge(over, action, stage)
-    if kind in ("act", "dact"):
-        return [f"{kind}{v}.{action.mb}" for v in _values(kind, over, action, stage)]
+    match kind:
+        case "edge":
+            return _of_edge(over, action, stage)
+        case "act" | "dact":
+            return [Slot(kind, v, action.mb) for v in _values(kind, over, action, stage)]
+        case "final":
+            pages = stage.trained if over == "all" else (_unit(action),)
+            return [Slot("tied" if p in stage.tied else "total", p) for p in pages]
     match over:
-        case "page" if kind == "final":
-            return [_final(_unit(action), stage)]
+        case "":
+            return [Slot(kind)]
         case "page":
-            return [f"{kind}{action.unit}"]
+            return [Slot(kind, action.unit)]
         case "unit":
-            return [f"{kind}{action.unit}.{action.mb}"]
+            return [Slot(kind, action.unit, action.mb)]
         case "pages":
             pages = stage.units[_unit(action)].pages
-            return [f"{kind}{p}" for p in pages if kind != "grad" or stage.trainable[p]]
+            return [Slot(kind, p) for p in pages if kind != "grad" or stage.trainable[p]]
+        case "coded":
+            return [Slot(kind, action.unit)] if action.unit in stage.coded else []
+        case "moving":
+            return [Slot(kind, action.unit)] if action.unit in stage.moving else []
         case "mb":
-            return [f"{kind}.{action.mb}"]
-        case "all" if kind == "final":
-            return [_final(p, stage) for p in stage.trained]
+            return [Slot(kind, None, action.mb)]
         case "all":
-            return [f"{kind}.{m}" for m in range(microbatches)] if stage.scores else []
+            return [Slot(kind, None, m) for m in range(microbatches)] if stage.scores else []
         case "scored":
-            return [kind] if stage.scores else []
+            return [Slot(kind)] if stage.scores else []
         case "twins":
-            return [f"{kind}{p}" for p in stage.ties.get(_unit(action), ())]
+            return [Slot(kind, p) for p in stage.ties.get(_unit(action), ())]
     raise AssertionError(f"the table has no word {word!r}")
 
 
-def _final(page: int, stage: Stage) -> str:
-    return f"{'tied' if page in stage.tied else 'total'}{page}"
-
-
-def _of_edge(over: str, action: Action, stage: Stage) -> list[str]:
+def _of_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
     edge = stage.edges[_unit(action)]
     wanted = {"arrives": True, "last": stage.sends_last(edge), "kept": not stage.sends_last(edge)}[over]
-    return [f"{'dact' if edge.gradient else 'act'}{edge.value}.{action.mb}"] if wanted else []
+    return [Slot("dact" if edge.gradient else "act", edge.value, action.mb)] if wanted else []
 
 
 def _values(word_kind: str, over: str, action: Action, stage: Stage) -> Iterable[int]:

@@ -2,10 +2,12 @@
 
 Running, checking, counting and printing all read this table; none of them knows a verb by heart.
 
-A slot is a named place for one value. In the table a slot is written as a kind and what it ranges over:
+In the table a slot is written as a kind and what it ranges over:
 
     "full:page"      the slot of the action's own page, e.g. full3
     "full:pages"     one slot for each page that the action's unit uses, tied ones included
+    "memory:coded"   of the action's page, if its reduce keeps memory;  "stats:moving"  of the action's unit, if it has
+                     running statistics
     "act:last"       activations that this unit is the last to read;  "act:kept"  those read again later
     "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
     "dact:out" "dact:in" "dact:outputs"      gradients of the same
@@ -18,19 +20,33 @@ A slot is a named place for one value. In the table a slot is written as a kind 
 
 from dataclasses import dataclass
 
-__all__ = ["SLOTS", "VERBS", "Move", "Slot", "Verb", "buffer_of", "kind_of"]
+__all__ = ["VERBS", "Move", "Scratch", "Verb"]
 
 
 @dataclass(frozen=True)
 class Move:
     """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a `pair` of numbers, or an `edge`.
 
-    Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on.
+    Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on. format: whose
+    bytes an element has: those of "param", "grad", "tie" (gradients summed by TIE), "value" (what an edge carries) or
+    "control" (a few numbers, not counted).
     """
 
     axis: str
     call: str
     amount: str
+    format: str
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Short-lived memory of a verb, one of the kinds of SLOTS, for the action's page.
+
+    It lives from the action to the first later one that takes or reads the slot `until`; "": for the action only.
+    """
+
+    kind: str
+    until: str = ""
 
 
 @dataclass(frozen=True)
@@ -44,15 +60,19 @@ class Verb:
     lane: str = "compute"
     moves: tuple[Move, ...] = ()
     about: str = "unit"  # what Action.unit counts: "unit", "page", "edge" or nothing
+    scratch: tuple[Scratch, ...] = ()
+
+    @property
+    def meets(self) -> bool:
+        """Whether it waits for other ranks of the pipe that do the same. It moves a few bytes; no time is counted."""
+        return self.lane in ("world", "peers")
+
+    def calls(self, name: str) -> bool:
+        """Whether one of its moves is that call: "send", "recv", ..."""
+        return any(move.call == name for move in self.moves)
 
 
-@dataclass(frozen=True)
-class Slot:
-    """What a kind of slot holds. Kinds with the same `buffer` lie in the same memory and are never alive together."""
-
-    buffer: str
-    memory: str  # the kind under which a report counts it
-
+PAIR = Move("world", "all_gather", "pair", "control")
 
 VERBS: dict[str, Verb] = {
     # data in, data out
@@ -60,94 +80,84 @@ VERBS: dict[str, Verb] = {
     "LOSS": Verb(takes=("act:outputs",), adds=("dact:outputs", "weight"), gives=("loss:mb",), about=""),
     "SCORE": Verb(takes=("act:outputs",), adds=("weight",), gives=("loss:mb",), about=""),
     "SEED": Verb(takes=("seed:mb",), adds=("dact:outputs", "weight"), lane="host", about=""),
-    "MEAN": Verb(
-        takes=("loss:all",), gives=("mean",), lane="world", moves=(Move("world", "all_gather", "pair"),), about=""
-    ),
+    "MEAN": Verb(takes=("loss:all",), gives=("mean",), lane="world", moves=(PAIR,), about=""),
     # from stage to stage
     "SEND": Verb(
-        takes=("edge:last",), reads=("edge:kept",), lane="pipe", moves=(Move("pipe", "send", "edge"),), about="edge"
+        takes=("edge:last",),
+        reads=("edge:kept",),
+        lane="pipe",
+        moves=(Move("pipe", "send", "edge", "value"),),
+        about="edge",
     ),
-    "RECV": Verb(gives=("edge:arrives",), lane="pipe", moves=(Move("pipe", "recv", "edge"),), about="edge"),
+    "RECV": Verb(gives=("edge:arrives",), lane="pipe", moves=(Move("pipe", "recv", "edge", "value"),), about="edge"),
     # parameters
     "GATHER": Verb(
         reads=("shard:page",),
         gives=("full:page",),
         lane="shard",
-        moves=(Move("shard", "all_gather", "full"),),
+        moves=(Move("shard", "all_gather", "full", "param"),),
         about="page",
+        scratch=(Scratch("wire", "full:page"),),
     ),
     "FREE": Verb(takes=("full:page",), lane="host", about="page"),
     # compute
-    "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), gives=("act:out", "saved:unit")),
-    "E": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), gives=("act:out",)),
-    "C": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), gives=("act:out", "held:unit")),
-    "R": Verb(takes=("held:unit",), reads=("full:pages",), gives=("saved:unit",)),
-    "B": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages",), adds=("grad:pages", "dact:in")),
-    "I": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages",), adds=("dact:in",), gives=("kept:unit",)),
+    "F": Verb(
+        takes=("act:last",),
+        reads=("full:pages", "act:kept"),
+        adds=("stats:moving",),
+        gives=("act:out", "saved:unit"),
+    ),
+    "E": Verb(takes=("act:last",), reads=("full:pages", "act:kept", "stats:moving"), gives=("act:out",)),
+    "C": Verb(
+        takes=("act:last",),
+        reads=("full:pages", "act:kept"),
+        adds=("stats:moving",),
+        gives=("act:out", "held:unit"),
+    ),
+    "R": Verb(takes=("held:unit",), reads=("full:pages", "stats:moving"), gives=("saved:unit",)),
+    "B": Verb(
+        takes=("dact:out", "saved:unit"),
+        reads=("full:pages", "stats:moving"),
+        adds=("grad:pages", "dact:in"),
+    ),
+    "I": Verb(
+        takes=("dact:out", "saved:unit"),
+        reads=("full:pages", "stats:moving"),
+        adds=("dact:in",),
+        gives=("kept:unit",),
+    ),
     "W": Verb(takes=("kept:unit",), adds=("grad:pages",)),
     # gradients
     "REDUCE": Verb(
         takes=("grad:page",),
+        adds=("part:page", "memory:coded"),  # the sum may go straight to where the part is kept
         gives=("sum:page",),
         lane="shard",
-        moves=(Move("shard", "reduce_scatter", "full"),),
+        moves=(Move("shard", "reduce_scatter", "full", "grad"),),
         about="page",
+        scratch=(Scratch("carry", "sum:page"), Scratch("trade", "part:page")),
     ),
     "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
     "JOIN": Verb(
         takes=("part:page",),
         gives=("total:page",),
         lane="replica",
-        moves=(Move("replica", "all_reduce", "shard"),),
+        moves=(Move("replica", "all_reduce", "shard", "grad"),),
         about="page",
+        scratch=(Scratch("join"),),
     ),
     "TIE": Verb(
         takes=("total:twins",),
         gives=("tied:twins",),
         lane="peers",
-        moves=(Move("peers", "all_gather", "shard"),),
+        moves=(Move("peers", "all_gather", "shard", "tie"),),
         about="page",
+        scratch=(Scratch("tie"),),
     ),
     # update
     "NORM": Verb(
-        takes=("weight:scored",),
-        reads=("final:all",),
-        gives=("scale",),
-        lane="world",
-        moves=(Move("world", "all_gather", "pair"),),
-        about="",
+        takes=("weight:scored",), reads=("final:all",), gives=("scale",), lane="world", moves=(PAIR,), about=""
     ),
-    "COMMIT": Verb(reads=("mean", "scale"), lane="world", about=""),
-    "UPDATE": Verb(takes=("final:page",), reads=("scale",), adds=("shard:page",), about="page"),
+    "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(PAIR,), about=""),
+    "UPDATE": Verb(takes=("final:page",), reads=("scale",), adds=("shard:page", "slots:page"), about="page"),
 }
-
-SLOTS: dict[str, Slot] = {
-    "shard": Slot("shard", "parameters"),
-    "full": Slot("full", "parameters"),
-    "grad": Slot("grad", "gradients"),
-    "sum": Slot("grad", "gradients"),
-    "part": Slot("part", "gradients"),
-    "total": Slot("part", "gradients"),
-    "tied": Slot("part", "gradients"),
-    "act": Slot("act", "activations"),
-    "dact": Slot("dact", "activations"),
-    "saved": Slot("saved", "activations"),
-    "held": Slot("held", "activations"),
-    "kept": Slot("kept", "activations"),
-    "seed": Slot("seed", "activations"),
-    "loss": Slot("loss", "control"),
-    "weight": Slot("weight", "control"),
-    "mean": Slot("mean", "control"),
-    "scale": Slot("scale", "control"),
-}
-
-
-def kind_of(slot: str) -> str:
-    """The kind of a slot: "full3" and "act5.0" are a "full" and an "act"."""
-    return slot.rstrip("0123456789.")
-
-
-def buffer_of(slot: str) -> str:
-    """The memory that a slot lies in: that of "sum3" is "grad3"."""
-    kind = kind_of(slot)
-    return SLOTS[kind].buffer + slot[len(kind) :]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.errors import ProgramError
-from fsdpx.program import Action, Program, Request, Stage, check, compile, parse
+from fsdpx.program import Action, Program, Request, Slot, Stage, check, compile, parse
 
 PROGRAMS = golden()
 
@@ -111,10 +111,10 @@ def test_programs_of_accumulation_follow_each_other(name: str) -> None:
         first = compile(Request("accumulate", stage, 1, keep, each))
         check(first)
 
-        def pages(slots: frozenset[str], kind: str) -> frozenset[int]:
-            return frozenset(p for p in range(len(stage.trainable)) if f"{kind}{p}" in slots)
+        def pages(slots: frozenset[Slot], kind: str) -> frozenset[int]:
+            return frozenset(slot.at for slot in slots if slot.kind == kind and slot.at is not None)
 
-        left = first.ends - {"mean"}
+        left = first.ends - {Slot("mean")}
         second = Request(
             "step", stage, 1, keep, each, resident=pages(left, "full"), grads=pages(left, "grad"),
             parts=pages(left, "part"), weighed=True,

@@ -3,7 +3,7 @@
 import pytest
 from cases import CHAIN, TIED, requests
 
-from fsdpx.program import Request, Sizes, compile, lifetimes, peak, traffic
+from fsdpx.program import Lifetime, Program, Request, Sizes, compile, lifetimes, traffic
 
 N = 4
 ELEMENTS = (1000, 2001, 1500, 777)
@@ -60,14 +60,44 @@ def test_a_tied_page_is_reduced_once_and_gathered_when_needed() -> None:
 
 def test_lifetimes_end_with_settle_and_free() -> None:
     program = compile(requests("step", CHAIN, 1, "fsdp"))
-    lives = lifetimes(program)
+    lives = buffers(program, "full", "grad")
+    assert [life.slot.kind for life in lives].count("grad") == len(ELEMENTS)
     for life in lives:
-        born, dies = program.actions[life.start], program.actions[life.stop]
-        page = int(life.name[4:])
-        if life.name.startswith("full"):
+        born, dies, page = program.actions[life.start], program.actions[life.stop], life.slot.at
+        if life.slot.kind == "full":
             assert (born.op, dies.op, born.unit, dies.unit) == ("GATHER", "FREE", page, page)
         else:
             assert (born.op, dies.op, dies.unit) == ("B", "SETTLE", page)
-    nbytes = {f"{kind}{p}": 4 * n for kind in ("full", "grad") for p, n in enumerate(ELEMENTS)}
-    most, split = peak(lives, nbytes)
-    assert most == sum(split.values()) <= 2 * 2 * 4 * max(ELEMENTS)
+    for at in range(len(program.actions)):
+        alive = [life.slot.kind for life in lives if life.start <= at <= life.stop]
+        assert alive.count("full") <= 2
+        assert alive.count("grad") <= 2
+
+
+def buffers(program: Program, *kinds: str) -> list[Lifetime]:
+    return [life for life in lifetimes(program) if life.slot.kind in kinds]
+
+
+def ends(program: Program, kind: str) -> list[tuple[str, str]]:
+    """First and last action of each life of a kind of buffer."""
+    return [(str(program.actions[x.start]), str(program.actions[x.stop])) for x in buffers(program, kind)]
+
+
+def test_scratch_lives_until_its_slot_is_read_or_taken() -> None:
+    program = compile(requests("step", CHAIN, 2, "fsdp"))
+    assert ends(program, "wire")[:3] == [("GATHER0", "F0.0"), ("GATHER1", "F1.0"), ("GATHER2", "F2.0")]
+    assert ends(program, "carry") == [(f"REDUCE{p}", f"SETTLE{p}") for p in (3, 2, 1, 0, 3, 2, 1, 0)]
+    assert ends(program, "join") == [(f"JOIN{p}", f"JOIN{p}") for p in (3, 2, 1, 0)]
+    # SETTLE and the next REDUCE add into the part: only JOIN takes it
+    assert ends(program, "trade") == [(f"REDUCE{p}", f"JOIN{p}") for p in (3, 2, 1, 0, 3, 2, 1, 0)]
+
+
+def test_scratch_that_nobody_ends_lives_to_the_last_action() -> None:
+    program = compile(requests("accumulate", CHAIN, 1, "fsdp"))
+    assert ends(program, "trade") == [(f"REDUCE{p}", str(program.actions[-1])) for p in (3, 2, 1, 0)]
+
+
+def test_what_another_program_fills_or_empties_is_not_lent() -> None:
+    assert ends(compile(requests("local", CHAIN, 1, "ddp")), "grad") == []
+    assert ends(compile(requests("update", CHAIN, 1, "ddp")), "grad") == []
+    assert ends(compile(requests("predict", CHAIN, 1, "ddp")), "full") == []

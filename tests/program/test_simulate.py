@@ -270,9 +270,7 @@ def test_pages_that_are_one_parameter_wait_for_each_other() -> None:
     plan = schedule("1f1b", 3, 1)
     units = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,))]
     stages = pipeline(units, [True] * 3, [0], [3], range(3), plan.home, twins=((0, 2),))
-    programs = [
-        compile(Request("step", stage, order=row)) for stage, row in zip(stages, plan.ranks, strict=True)
-    ]
+    programs = [compile(Request("step", stage, order=row)) for stage, row in zip(stages, plan.ranks, strict=True)]
     events = simulate_programs(programs, speeds(EQUAL))
     ties = [e for e in events if e.action.op == "TIE"]
     assert [(e.rank, e.start, e.end) for e in ties] == [(0, 9, 9), (2, 5, 9)]

@@ -1,0 +1,70 @@
+"""Slots: named places for one value each, and the table of what kinds of them there are."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["SLOTS", "Slot", "SlotKind", "buffer_of"]
+
+
+class Slot(NamedTuple):
+    """kind: one of SLOTS. at: number of the page, unit or value. mb: microbatch. Prints as "full3" or "act5.0"."""
+
+    kind: str
+    at: int | None = None
+    mb: int | None = None
+
+    def __str__(self) -> str:
+        at = "" if self.at is None else str(self.at)
+        return self.kind + at + ("" if self.mb is None else f".{self.mb}")
+
+
+@dataclass(frozen=True)
+class SlotKind:
+    """Kinds with the same `buffer` lie in the same memory and are never alive together.
+
+    memory: the heading under which a report counts it. lent: lies in the slab that is planned for each program.
+    """
+
+    buffer: str
+    memory: str
+    lent: bool = False
+
+
+SLOTS: dict[str, SlotKind] = {
+    # parameters, and what is kept with them from step to step
+    "shard": SlotKind("shard", "parameters"),
+    "full": SlotKind("full", "parameters", lent=True),
+    "slots": SlotKind("slots", "optimiser"),  # of a page: a dict name -> array
+    "memory": SlotKind("memory", "codec"),  # what a codec keeps per page, e.g. error feedback
+    "stats": SlotKind("stats", "state"),  # running statistics of a unit
+    # gradients
+    "grad": SlotKind("grad", "gradients", lent=True),
+    "sum": SlotKind("grad", "gradients", lent=True),
+    "part": SlotKind("part", "gradients"),
+    "total": SlotKind("part", "gradients"),
+    "tied": SlotKind("part", "gradients"),
+    # activations
+    "act": SlotKind("act", "activations"),
+    "dact": SlotKind("dact", "activations"),
+    "saved": SlotKind("saved", "activations"),
+    "held": SlotKind("held", "activations"),
+    "kept": SlotKind("kept", "activations"),
+    "seed": SlotKind("seed", "activations"),
+    # numbers
+    "loss": SlotKind("loss", "control"),
+    "weight": SlotKind("weight", "control"),
+    "mean": SlotKind("mean", "control"),
+    "scale": SlotKind("scale", "control"),
+    "agreed": SlotKind("agreed", "control"),
+    # scratch
+    "wire": SlotKind("wire", "scratch", lent=True),
+    "carry": SlotKind("carry", "scratch", lent=True),
+    "trade": SlotKind("trade", "scratch", lent=True),
+    "join": SlotKind("join", "scratch", lent=True),
+    "tie": SlotKind("tie", "scratch", lent=True),
+}
+
+
+def buffer_of(slot: Slot) -> Slot:
+    """The memory that a slot lies in: that of sum3 is grad3."""
+    return slot._replace(kind=SLOTS[slot.kind].buffer)
