@@ -7,7 +7,9 @@
 Importing this package loads neither MPI nor Numba nor CuPy; names are fetched from their rooms when first used.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fsdpx.version import __version__
@@ -95,3 +97,18 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _Package(ModuleType):
+    """The class of this module: gives layers their `as_distributed`, so that `fsdpx.nn` need not import what uses it.
+
+    However `fsdpx.nn` is imported, Python then sets it as an attribute of this module.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "nn":
+            value.Layer._distribute = staticmethod(lambda model, **options: self.distribute(model, **options))
+
+
+sys.modules[__name__].__class__ = _Package

@@ -11,8 +11,9 @@ import numpy as np
 
 import fsdpx
 from fsdpx import data, nn, optim
+from fsdpx.nn.models import DIGIT_SIDE as SIDE
+from fsdpx.nn.models import digits
 
-SIDE = 12  # pixels
 FONT = (
     "0110 1001 1001 1001 1001 0110",
     "0010 0110 0010 0010 0010 0111",
@@ -39,22 +40,6 @@ def draw(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return images, labels
 
 
-def model() -> nn.Chain:
-    return nn.Chain(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.BatchNorm(16),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(32 * 9, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     p = argparse.ArgumentParser(prog="python -m fsdpx.examples.digits", description=__doc__.splitlines()[0])
     p.add_argument("--strategy", default="fsdp")
@@ -62,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--batch", type=int, default=64, help="images of the global batch")
     args = p.parse_args(argv)
     comm = fsdpx.init()
-    trainer = model().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=4e-3), strategy=args.strategy)
+    trainer = digits().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=4e-3), strategy=args.strategy)
     train = data.DataLoader(data.ArrayDataset(*draw(4000, seed=1)), args.batch, comm=comm, shuffle=True)
     held = draw(1000, seed=2)
     mine = slice(1000 * comm.rank // comm.size, 1000 * (comm.rank + 1) // comm.size)

@@ -11,34 +11,15 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import fsdpx
 from fsdpx import data, environment, nn, optim
+from fsdpx.nn.models import BYTES, SIZES, Size, gpt
 from fsdpx.testing.chaos import parse, strike
 from fsdpx.trainer.report import peak_rss
-
-VOCAB = 256  # a token is a byte
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model: width, blocks, heads, context length in bytes."""
-
-    d_model: int
-    n_layers: int
-    n_heads: int
-    seq_len: int
-
-
-SIZES = {
-    "tiny": Size(256, 4, 4, 256),
-    "small": Size(512, 8, 8, 256),
-    "medium": Size(1024, 16, 16, 512),
-}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,22 +61,17 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def model(size: str, dropout: float = 0.0) -> nn.Layer:
-    s = SIZES[size]
-    return nn.GPT(VOCAB, s.d_model, s.n_layers, s.n_heads, s.seq_len, tie=True, dropout=dropout)
-
-
 def optimizer(lr: float, steps: int) -> optim.AdamW:
     warm = max(min(steps // 10, 100), 1)
     schedule = optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1), final=0.0))
     return optim.AdamW(lr=schedule, betas=(0.9, 0.98), weight_decay=0.1, groups=optim.no_decay)
 
 
-def loaders(args: argparse.Namespace, comm: Any, speaks: bool) -> tuple[data.DataLoader, list[Any]]:
+def loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.DataLoader, list[Any]]:
     """Batches of the training split, and a few fixed batches of the validation split.
 
-    comm: the data ranks, `trainer.data`: ranks of one line of the pipe or tensor axis bring the same samples. speaks:
-    this rank prints.
+    comm: the data ranks, `trainer.data`; ranks that differ only on the pipe or tensor axis read the same samples.
+    prints: whether this rank prints.
     """
     source, seq_len = args.data or data.stdlib_sources(), SIZES[args.size].seq_len
     train = data.TextDataset(source, seq_len, split="train")
@@ -106,7 +82,7 @@ def loaders(args: argparse.Namespace, comm: Any, speaks: bool) -> tuple[data.Dat
     check = data.DataLoader(held, args.batch, comm=comm, shuffle=True, seed=1, drop_last=True, chunks=args.chunks)
     with check:
         batches = [batch for batch, _ in zip(check, range(args.validation_batches), strict=False)]
-    if speaks:
+    if prints:
         print(
             f"text: {source}, {len(train) * seq_len:,} bytes to train on, {len(held) * seq_len:,} held out", flush=True
         )
@@ -114,10 +90,10 @@ def loaders(args: argparse.Namespace, comm: Any, speaks: bool) -> tuple[data.Dat
 
 
 def generate(trainer: fsdpx.Trainer, size: Size, count: int, seed: int, prompt: bytes = b"\ndef ") -> bytes:
-    """Text from the model, one byte at a time; all ranks call this and get the same bytes.
+    """Text from the model, one byte at a time. Collective; the same bytes on every rank.
 
-    Ranks that share a sequence take equal parts of it, so it is filled up behind its end, where attention, which is
-    causal, does not look.
+    With a cut sequence its length must be a multiple of the tensor axis, so it is padded at its end. Causal attention
+    does not read the padding.
     """
     text = list(prompt)
     rng, parts = np.random.Generator(np.random.Philox(seed)), trainer.engine.axes.tensor.size
@@ -126,16 +102,14 @@ def generate(trainer: fsdpx.Trainer, size: Size, count: int, seed: int, prompt: 
         filled = np.array([context + [0] * (-len(context) % parts)])
         logits = np.asarray(trainer.predict(filled))[0, len(context) - 1].astype(np.float64)
         p = np.exp((logits - logits.max()) / 0.8)
-        text.append(int(rng.choice(VOCAB, p=p / p.sum())))
+        text.append(int(rng.choice(BYTES, p=p / p.sum())))
     return bytes(text)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
-    comm = fsdpx.init("mpi" if args.no_node else None)
-    size = SIZES[args.size]
+def distributed(args: argparse.Namespace) -> fsdpx.Trainer:
+    """The trainer that the command line describes."""
     elastic = fsdpx.Elastic(copies=args.copies, ranks=args.ranks, resize=args.resize) if args.elastic else False
-    trainer = model(args.size, args.dropout).as_distributed(
+    return gpt(args.size, args.dropout).as_distributed(
         loss=nn.CrossEntropy(),
         optimizer=optimizer(args.lr, args.steps),
         strategy=args.strategy,
@@ -152,8 +126,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         tune=False if args.no_tune else None,
         elastic=elastic,
     )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, validate and, if asked to, write a sample and print the hash of all parameters."""
+    args = parser().parse_args(argv)
+    comm = fsdpx.init("mpi" if args.no_node else None)
+    trainer = distributed(args)
     strike(trainer, parse(args.chaos), environment.read().restart)
-    loader, validation = loaders(args, trainer.data, speaks=comm.rank == 0)
+    loader, validation = loaders(args, trainer.data, prints=comm.rank == 0)
     if comm.rank == 0:
         count, on = trainer.engine.layout.size, f" ({trainer.engine.axes.mesh})" if args.mesh else ""
         print(
@@ -173,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     trainer_report(trainer, history, args)
     if args.sample:
-        text = generate(trainer, size, args.sample, args.seed)
+        text = generate(trainer, SIZES[args.size], args.sample, args.seed)
         if trainer.rank == 0:
             print(f"sample:\n{text.decode(errors='replace')}")
     if args.hash:
@@ -184,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def trainer_report(trainer: fsdpx.Trainer, history: Any, args: argparse.Namespace) -> None:
-    """What rank 0 says at the end."""
+    """What rank 0 prints at the end."""
     peaks = trainer.world.all_gather_object(peak_rss())
     report = trainer.report()
     if trainer.rank != 0:

@@ -1,4 +1,4 @@
-"""The models that `show`, `verify` and the benchmarks know by name."""
+"""The models that `show` takes by name, each with its loss and the shapes of its batches."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,14 +6,18 @@ from typing import Any
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError
-from fsdpx.examples import digits, gpt
+from fsdpx.nn import models
 
 __all__ = ["CATALOG", "Entry", "entry"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """model: makes it. x, y: shapes and dtypes of a batch of n samples. batch: usual samples of the global batch."""
+    """A model with what a step of it needs.
+
+    about: one line that describes it. model: a function that makes it. x, y: functions from n to the (shape, dtype) of
+    n samples. batch: the usual number of samples of the global batch.
+    """
 
     about: str
     model: Callable[[], nn.Layer]
@@ -24,26 +28,20 @@ class Entry:
 
 
 def _text(size: str) -> Entry:
-    s = gpt.SIZES[size]
+    s = models.SIZES[size]
     about = f"GPT, {s.n_layers} blocks of width {s.d_model}, {s.n_heads} heads, {s.seq_len} bytes of context"
 
     def tokens(n: int) -> tuple[tuple[int, int], str]:
         return (n, s.seq_len), "int64"
 
-    return Entry(about, lambda: gpt.model(size), nn.CrossEntropy(), tokens, tokens, 16)
+    return Entry(about, lambda: models.gpt(size), nn.CrossEntropy(), tokens, tokens, 16)
 
 
 def _mlp(layers: int, width: int, batch: int, activation: bool, about: str) -> Entry:
-    def model() -> nn.Layer:
-        made: list[nn.Layer] = []
-        for _ in range(layers):
-            made += [nn.Linear(width, width), *([nn.GELU()] if activation else [])]
-        return nn.Chain(*made)
-
     def rows(n: int) -> tuple[tuple[int, int], str]:
         return (n, width), "float32"
 
-    return Entry(about, model, nn.MSE(), rows, rows, batch)
+    return Entry(about, lambda: models.mlp(layers, width, activation), nn.MSE(), rows, rows, batch)
 
 
 CATALOG: dict[str, Entry] = {
@@ -54,9 +52,9 @@ CATALOG: dict[str, Entry] = {
     "many": _mlp(1000, 32, 64, False, "1,000 x Linear(32, 32)"),
     "digits": Entry(
         "a small convolutional network on drawn digits",
-        digits.model,
+        models.digits,
         nn.CrossEntropy(),
-        lambda n: ((n, 1, digits.SIDE, digits.SIDE), "float32"),
+        lambda n: ((n, 1, models.DIGIT_SIDE, models.DIGIT_SIDE), "float32"),
         lambda n: ((n,), "int64"),
         64,
     ),

@@ -1,6 +1,6 @@
 """What is computed: layers, containers, losses and models."""
 
-from fsdpx.nn import init
+from fsdpx.nn import init, models
 from fsdpx.nn.activation import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.batchnorm import BatchNorm
@@ -81,6 +81,7 @@ __all__ = [
     "VocabTokenEmbedding",
     "infer",
     "init",
+    "models",
     "parallelise",
     "shapes",
     "sort",

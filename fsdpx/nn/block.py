@@ -56,7 +56,7 @@ class MLP(Container):
         }
         if isinstance(layers["activation"], GELU):
             form = layers["activation"].approximate
-            self.runs = tuple(name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_again"))
+            self.runs = tuple(name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_recompute"))
         super().__init__(*_line(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
@@ -105,7 +105,7 @@ class MLP(Container):
         for step in self.steps[3:]:
             dy, _ = step.layer.backward_input(env.at(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # a new array: it may be changed
-        a = kernels.gelu_again(env.xp, h, dh, gelu.approximate)
+        a = kernels.gelu_recompute(env.xp, h, dh, gelu.approximate)
         return dh, (a, *kept[1:])  # h stood for the input of `down`, which it keeps first
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn.cut import Cut
@@ -95,6 +95,9 @@ class Layer(ABC):
     runs: tuple[str, ...] = ()
     """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""
 
+    _distribute: ClassVar[Callable[..., Any]]
+    """`fsdpx.distribute`; set by the package `fsdpx`, because layers import nothing that uses them."""
+
     def specs(self) -> dict[str, Spec]:
         """Name -> `Spec` of every parameter, children's included with dotted names."""
         return {}
@@ -132,10 +135,8 @@ class Layer(ABC):
         self.backward(env, p, g, saved, dy)
 
     def as_distributed(self, **options: Any) -> Any:
-        """The one line: a `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`."""
-        import fsdpx
-
-        return fsdpx.distribute(self, **options)
+        """A `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`."""
+        return self._distribute(self, **options)
 
     def __repr__(self) -> str:
         return describe(self)

@@ -110,9 +110,9 @@ def _may_be_cut(loss: Any, sequence: str | None) -> None:
         return
     whole = ", or put the output together with nn.Column(gather_output=True)" if sequence == "parallel" else ""
     raise ConfigError(
-        f"{type(loss).__name__}: it compares each {acts_on} as a whole (acts_on = \"{acts_on}\"), but the model's "
+        f'{type(loss).__name__}: it compares each {acts_on} as a whole (acts_on = "{acts_on}"), but the model\'s '
         f"output is cut along dim 1 by sequence={sequence!r}. If its total and weight are sums over dims 0 and 1, each "
-        f"summand from one position alone, declare acts_on = \"position\" in its class; else use sequence=None{whole}"
+        f'summand from one position alone, declare acts_on = "position" in its class; else use sequence=None{whole}'
     )
 
 

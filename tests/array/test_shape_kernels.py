@@ -25,7 +25,7 @@ CALLS = {
     "gelu": lambda k, xp, x, w, t, r: k.gelu(xp, x),
     "gelu tanh": lambda k, xp, x, w, t, r: k.gelu(xp, x, "tanh"),
     "gelu_backward": lambda k, xp, x, w, t, r: k.gelu_backward(xp, x, x),
-    "gelu_again": lambda k, xp, x, w, t, r: k.gelu_again(xp, x, xp.empty_like(x)),
+    "gelu_recompute": lambda k, xp, x, w, t, r: k.gelu_recompute(xp, x, xp.empty_like(x)),
     "silu": lambda k, xp, x, w, t, r: k.silu(xp, x),
     "silu_backward": lambda k, xp, x, w, t, r: k.silu_backward(xp, x, x),
     "sigmoid": lambda k, xp, x, w, t, r: k.sigmoid(xp, x),

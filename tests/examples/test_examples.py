@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fsdpx.examples import digits, gpt
+from fsdpx.examples import digits
 from fsdpx.launch import catalog
+from fsdpx.nn import models
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -32,9 +33,9 @@ def run(ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess
 
 def test_digits_learns_and_does_not_see_the_ranks() -> None:
     one, two = (run(n, "fsdpx.examples.digits", "--epochs", "5") for n in (1, 2))
-    said = [re.search(r"accuracy on 1,000 new digits: (\d+\.\d) %", done.stdout) for done in (one, two)]
-    assert all(said)
-    right = [float(match[1]) for match in said if match]
+    matches = [re.search(r"accuracy on 1,000 new digits: (\d+\.\d) %", done.stdout) for done in (one, two)]
+    assert all(matches)
+    right = [float(match[1]) for match in matches if match]
     assert right[0] > 70
     assert abs(right[0] - right[1]) < 15
 
@@ -63,7 +64,7 @@ def test_gpt_on_a_mesh_gives_the_loss_and_the_text_of_one_process(sequence: str)
     assert losses[1] is not None
     assert losses[0].groups() == losses[1].groups()
     assert one.stdout.split("sample:")[1] == four.stdout.split("sample:")[1]
-    assert four.stdout.count("text: ") == 1  # said by one rank
+    assert four.stdout.count("text: ") == 1  # one rank prints it
     assert "fsdp on 4 ranks (pipe=2 x replica=1 x shard=1 x tensor=2)" in four.stdout
 
 
@@ -92,7 +93,7 @@ def test_gpt_hash_does_not_see_that_ranks_may_come_and_go(tmp_path: Path) -> Non
 def test_drawn_digits_are_reproducible() -> None:
     a, b = digits.draw(5, seed=3), digits.draw(5, seed=3)
     np.testing.assert_array_equal(a[0], b[0])
-    assert a[0].shape == (5, 1, digits.SIDE, digits.SIDE)
+    assert a[0].shape == (5, 1, models.DIGIT_SIDE, models.DIGIT_SIDE)
     assert set(a[1]) <= set(range(10))
 
 
@@ -105,8 +106,8 @@ def test_catalog_models_can_be_made(name: str) -> None:
 
 def test_sizes_have_their_parameter_counts() -> None:
     """12 d^2 + 13 d per block, embeddings and the last norm."""
-    for size in gpt.SIZES.values():
+    for name, size in models.SIZES.items():
         d = size.d_model
-        want = size.n_layers * (12 * d * d + 13 * d) + (gpt.VOCAB + size.seq_len) * d + 2 * d
-        specs = gpt.model(next(n for n, s in gpt.SIZES.items() if s is size)).specs()
-        assert sum(spec.size for name, spec in specs.items() if name != "head.weight") == want
+        want = size.n_layers * (12 * d * d + 13 * d) + (models.BYTES + size.seq_len) * d + 2 * d
+        specs = models.gpt(name).specs()
+        assert sum(spec.size for key, spec in specs.items() if key != "head.weight") == want

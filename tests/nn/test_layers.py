@@ -210,3 +210,19 @@ def test_importing_layers_loads_no_mpi_numba_or_cupy():
     code = "import sys, fsdpx.nn; print([m for m in ('mpi4py', 'numba', 'cupy', 'torch') if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "imported",
+    ["from fsdpx import nn", "import fsdpx.nn as nn", "from fsdpx.nn.linear import Linear; import fsdpx.nn as nn"],
+)
+def test_as_distributed_is_there_however_layers_are_imported(imported: str) -> None:
+    """`fsdpx.nn` does not import what trains its layers: the package hands it in."""
+    code = f"""
+{imported}
+import fsdpx, sys
+fsdpx.distribute = lambda model, **options: (model, options)
+print(nn.Linear(2, 3).as_distributed(strategy="ddp"), "mpi4py" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "(Linear(2, 3), {'strategy': 'ddp'}) False\n"

@@ -6,7 +6,6 @@ float32 and rounded once. Rows may be 0. Nothing is compiled, and Numba is not i
 
 from fsdpx.array.kernels.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
 from fsdpx.array.kernels.addition import add, add_bias, bias_gelu, sum_rows
-from fsdpx.array.kernels.again import gelu_again
 from fsdpx.array.kernels.attention import attention, attention_backward
 from fsdpx.array.kernels.choice import NUMBA, chosen, use
 from fsdpx.array.kernels.dropout import drop, drop_backward
@@ -22,6 +21,7 @@ from fsdpx.array.kernels.norm import (
     rms_norm_backward_input,
     rms_norm_backward_params,
 )
+from fsdpx.array.kernels.recompute import gelu_recompute
 from fsdpx.array.kernels.reduction import square_sum, square_sums
 from fsdpx.array.kernels.softmax import softmax, softmax_backward
 
@@ -41,8 +41,8 @@ __all__ = [
     "embedding_backward",
     "erf",
     "gelu",
-    "gelu_again",
     "gelu_backward",
+    "gelu_recompute",
     "layer_norm",
     "layer_norm_backward_input",
     "layer_norm_backward_params",

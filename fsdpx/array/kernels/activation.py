@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from fsdpx.array.kernels.choice import kernel
+from fsdpx.array.kernels.dispatch import kernel
 from fsdpx.array.kernels.gaussian import density, integral
 from fsdpx.errors import ConfigError
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.activation import gelu
-from fsdpx.array.kernels.choice import kernel
+from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = ["add", "add_bias", "bias_gelu", "sum_rows"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.choice import kernel
+from fsdpx.array.kernels.dispatch import kernel
 from fsdpx.array.random import Stretch
 
 __all__ = ["drop", "drop_backward", "keep_mask"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.choice import kernel
+from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = ["ERF", "SHIFT", "TAIL32", "TAIL64", "density", "erf", "integral", "tail"]
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fsdpx.array.kernels.choice import kernel
+from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = [
     "layer_norm",

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.choice import kernel
+from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = ["square_sum", "square_sums"]
 

@@ -2,7 +2,6 @@
 
 from fsdpx.array.kernels.compiled.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
 from fsdpx.array.kernels.compiled.addition import add, add_bias, bias_gelu, sum_rows
-from fsdpx.array.kernels.compiled.again import gelu_again
 from fsdpx.array.kernels.compiled.attention import attention, attention_backward
 from fsdpx.array.kernels.compiled.dropout import drop, drop_backward
 from fsdpx.array.kernels.compiled.embedding import embedding_backward
@@ -17,6 +16,7 @@ from fsdpx.array.kernels.compiled.norm import (
     rms_norm_backward_params,
 )
 from fsdpx.array.kernels.compiled.normal import normal
+from fsdpx.array.kernels.compiled.recompute import gelu_recompute
 from fsdpx.array.kernels.compiled.reduction import square_sum, square_sums
 from fsdpx.array.kernels.compiled.softmax import softmax, softmax_backward
 
@@ -33,8 +33,8 @@ __all__ = [
     "drop_backward",
     "embedding_backward",
     "gelu",
-    "gelu_again",
     "gelu_backward",
+    "gelu_recompute",
     "layer_norm",
     "layer_norm_backward_input",
     "layer_norm_backward_params",

@@ -10,7 +10,7 @@ from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import density, like, widest
 from fsdpx.array.parallel import over
 
-__all__ = ["gelu_again"]
+__all__ = ["gelu_recompute"]
 
 
 @jit
@@ -33,10 +33,10 @@ def _again_tanh(x, dy, y):
         dy[i] = dy[i] * (s + x[i] * s * (like(s, 1.0) - s) * slope)
 
 
-def gelu_again(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
+def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
     if not dy.flags.c_contiguous or dy.dtype != x.dtype:
         flat = np.array(dy, x.dtype, order="C")
-        y = gelu_again(xp, x, flat, approximate)
+        y = gelu_recompute(xp, x, flat, approximate)
         dy[...] = flat
         return y
     x = np.ascontiguousarray(x)

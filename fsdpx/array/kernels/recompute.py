@@ -3,13 +3,13 @@
 from typing import Any
 
 from fsdpx.array.kernels.activation import gelu, gelu_backward
-from fsdpx.array.kernels.choice import kernel
+from fsdpx.array.kernels.dispatch import kernel
 
-__all__ = ["gelu_again"]
+__all__ = ["gelu_recompute"]
 
 
 @kernel(into=("dy",))
-def gelu_again(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
+def gelu_recompute(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
     """gelu(x), as `gelu` gives it; dy becomes the gradient of x in place."""
     dy[...] = gelu_backward.__wrapped__(xp, x, dy, approximate)  # type: ignore[attr-defined]
     return gelu.__wrapped__(xp, x, approximate)  # type: ignore[attr-defined]

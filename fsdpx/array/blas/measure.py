@@ -1,0 +1,50 @@
+"""How fast each BLAS library multiplies on this machine: what a tuner chooses by."""
+
+from __future__ import annotations
+
+import math
+from time import perf_counter
+
+import numpy as np
+
+from fsdpx.array.blas import choice
+from fsdpx.array.blas.products import gemm
+
+__all__ = ["measure"]
+
+SHAPES = ((512, 1024, 256), (512, 256, 1024), (64, 256, 64), (64, 32, 32))
+"""(rows, columns, summed) of a transformer's products, of a tile of its attention, and of a small layer."""
+BUDGET = 0.1  # seconds of `measure`, about
+TURNS = 5
+
+
+def measure() -> dict[str, float]:
+    """GFLOP/s of each library on one thread in some tenths of a second: what a tuner chooses by.
+
+    The libraries take turns, and the fastest call of each product counts: what else runs here slows some of them.
+    The figure is the harmonic mean over the shapes: small products must not be lost among large ones.
+    """
+    before, names = choice.asked, list(choice.available())
+    best = {(name, shape): float("inf") for name in names for shape in SHAPES}
+    try:
+        for _ in range(TURNS):
+            for name in names:
+                choice.choose(name)
+                for shape in SHAPES:
+                    best[name, shape] = min(best[name, shape], _seconds(*shape, BUDGET / len(best) / TURNS))
+    finally:
+        choice.choose(before)
+    paces = {name: [best[name, shape] / (2 * math.prod(shape)) for shape in SHAPES] for name in names}
+    return {name: len(SHAPES) / sum(pace) / 1e9 for name, pace in paces.items()}
+
+
+def _seconds(rows: int, columns: int, summed: int, budget: float) -> float:
+    """Of the fastest of the products that fit into the budget, two at least: the first makes the library ready."""
+    a, b = np.ones((rows, summed), np.float32), np.ones((columns, summed), np.float32)
+    out = np.empty((rows, columns), np.float32)
+    gemm(out, a, b.T)
+    best, end = float("inf"), perf_counter() + budget
+    while (begin := perf_counter()) < end or best == float("inf"):
+        gemm(out, a, b.T)
+        best = min(best, perf_counter() - begin)
+    return best

@@ -1,0 +1,65 @@
+"""Models of fixed size that have a name: examples train them, `show` explains and `bench` times them."""
+
+from dataclasses import dataclass
+
+from fsdpx.nn.activation import GELU, ReLU
+from fsdpx.nn.batchnorm import BatchNorm
+from fsdpx.nn.container import Chain
+from fsdpx.nn.conv import Conv2d, MaxPool2d
+from fsdpx.nn.gpt import GPT
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.linear import Linear
+from fsdpx.nn.shape import Flatten
+
+__all__ = ["BYTES", "DIGIT_SIDE", "SIZES", "Size", "digits", "gpt", "mlp"]
+
+BYTES = 256
+"""The vocabulary of `gpt`: a token is a byte."""
+DIGIT_SIDE = 12
+"""Height and width in pixels of the images that `digits` classifies."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT: width, blocks, heads, context length in tokens."""
+
+    d_model: int
+    n_layers: int
+    n_heads: int
+    seq_len: int
+
+
+SIZES = {
+    "tiny": Size(256, 4, 4, 256),
+    "small": Size(512, 8, 8, 256),
+    "medium": Size(1024, 16, 16, 512),
+}
+
+
+def gpt(size: str, dropout: float = 0.0) -> GPT:
+    """A GPT over bytes with tied weights, of one of `SIZES`."""
+    s = SIZES[size]
+    return GPT(BYTES, s.d_model, s.n_layers, s.n_heads, s.seq_len, tie=True, dropout=dropout)
+
+
+def mlp(layers: int, width: int, activation: bool = True) -> Chain:
+    """`layers` square Linear, each followed by a GELU if there is to be an activation."""
+    pair: list[Layer] = [Linear(width, width), *([GELU()] if activation else [])]
+    return Chain(*pair * layers)
+
+
+def digits() -> Chain:
+    """A small convolutional network: images `(samples, 1, 12, 12)` -> logits of ten digits `(samples, 10)`."""
+    return Chain(
+        Conv2d(1, 16, 3, padding=1),
+        BatchNorm(16),
+        ReLU(),
+        MaxPool2d(2),
+        Conv2d(16, 32, 3, padding=1),
+        ReLU(),
+        MaxPool2d(2),
+        Flatten(),
+        Linear(32 * 9, 64),
+        ReLU(),
+        Linear(64, 10),
+    )
