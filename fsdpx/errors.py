@@ -20,22 +20,9 @@ FsdpxError
 from collections.abc import Iterable
 
 __all__ = [
-    "Aborted",
-    "CheckpointError",
-    "CommError",
-    "CommTimeout",
-    "ConfigError",
-    "DataError",
-    "DesyncError",
-    "FsdpxError",
-    "LaunchError",
-    "MeshError",
-    "NumericsError",
-    "ProgramError",
-    "RankLost",
-    "ShapeError",
-    "StateLost",
-]
+    "Aborted", "CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "DesyncError", "FsdpxError",
+    "LaunchError", "MeshError", "NumericsError", "ProgramError", "RankLost", "ShapeError", "StateLost",
+]  # fmt: skip
 
 
 class FsdpxError(Exception):

@@ -1,4 +1,4 @@
-"""The cores of a host, shared among its ranks: BLAS starts one thread per core in every rank unless told otherwise."""
+"""The cores of a host, divided among its ranks: by default BLAS starts one thread per core in every rank."""
 
 import os
 from typing import Any
@@ -12,15 +12,15 @@ _limits: list[Any] = []  # keeps the limits in force
 
 
 def share_cores(ranks_here: int) -> int:
-    """Have kernels and BLAS use cores / ranks threads (at least 1), or what the user set. Returns the number.
+    """Let kernels and BLAS use cores / ranks threads (at least 1), or as many as the user set. Returns the number.
 
-    Without this, R ranks on a host run R x cores threads that only get in each other's way.
+    Without this, R ranks on a host run R x cores threads, which slow each other down.
     """
-    asked = environment.read().threads
-    threads = asked if asked is not None else max(cores() // ranks_here, 1)
+    wanted = environment.read().threads
+    threads = wanted if wanted is not None else max(cores() // ranks_here, 1)
     parallel.set_threads(threads)
     blas.threads(threads)
-    if asked is None:
+    if wanted is None:
         from threadpoolctl import threadpool_limits
 
         _limits[:] = [threadpool_limits(limits=threads, user_api="blas")]

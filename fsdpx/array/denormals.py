@@ -1,8 +1,8 @@
-"""Numbers too small for full precision count as 0 while a step runs: processors compute with them far slower.
+"""Denormal numbers count as 0 while a step runs: processors compute with them far slower.
 
 Vanishing gradients, their squares in an optimiser and the far tail of a softmax are full of them (below 1.2e-38 in
-float32, 2.2e-308 in float64). GPUs and TensorFlow do the same. Processors other than x86, and machines without Numba,
-compute with them.
+float32, 2.2e-308 in float64). GPUs and TensorFlow flush them to 0 too. On processors other than x86, and without Numba,
+nothing is changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["flush_for_good", "flushed"]
 
 @contextmanager
 def flushed() -> Iterator[None]:
-    """Inside the block denormals count as 0 in this thread."""
+    """Within the block, denormals count as 0 in this thread."""
     control = _control()
     if control is None:
         yield
@@ -31,7 +31,7 @@ def flushed() -> Iterator[None]:
 
 
 def flush_for_good() -> None:
-    """The same from now on: for threads that do nothing else."""
+    """From now on denormals count as 0 in this thread: for threads that only run kernels."""
     control = _control()
     if control is not None:
         control.flush()

@@ -1,4 +1,4 @@
-"""Memory that a step frees stays with the process for the next step: no page is faulted in again."""
+"""Memory that a step frees stays with the process for the next step, which then has no page faults."""
 
 import ctypes
 import sys

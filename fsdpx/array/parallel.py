@@ -1,8 +1,8 @@
-"""The threads of this process for kernels: pieces of one call, worked through by the caller and a few helpers.
+"""The threads of this process for kernels: pieces of one call, run by the calling thread and a pool of workers.
 
-Kernels cut their arrays by rows, columns or elements, so that no number depends on which thread made it or on how many
-there are. Numba's own `prange` is not used: its default layer ("workqueue") ends the process when two threads call it
-at once, as thread ranks do, and it would tie the cut to the number of threads.
+Kernels cut their arrays by rows, columns or elements, so that no result depends on which thread computed it or on how
+many there are. Numba's own `prange` is not used: its default layer ("workqueue") ends the process when two threads call
+it at once, as thread ranks do, and it would tie the cut to the number of threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GRAIN = 1 << 16
 """Elements of a piece, at least."""
 WORTH = 1 << 18
 """Elements of a call that is worth cutting: a pass over so many takes 80 us, waking a thread and its answer 30 us."""
-PER_THREAD = 4  # pieces per thread: a helper that wakes late, or shares its core, holds nobody up for long
+PER_THREAD = 4  # pieces per thread: a worker that wakes late, or shares its core, delays the others less
 LINE = 64  # cuts fall on multiples of this many elements, so that two threads never write one cache line
 
 _threads = 1
@@ -85,20 +85,20 @@ def over_columns(function: Callable[..., Any], rows: Any, *rest: Any) -> None:
 def run(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None:
     """`function(*piece)` for every piece, in any order and on any thread; returns when all are done.
 
-    Worth it for compiled functions that let go of the GIL. All pieces are run even if one raises; the first error is
-    raised at the end. Any thread may call this at any time, from within a piece too: the caller works on its own
-    pieces, so it never waits for a helper that is busy elsewhere.
+    Meant for compiled functions that release the GIL. All pieces are run even if one raises; the first error is raised
+    at the end. Any thread may call this at any time, from within a piece too: the caller runs pieces of its own call,
+    so it never waits for a worker that is busy elsewhere.
     """
-    helpers = min(_threads, len(pieces)) - 1
-    if helpers < 1:
+    workers = min(_threads, len(pieces)) - 1
+    if workers < 1:
         for piece in pieces:
             function(*piece)
         return
-    _start(helpers)
+    _start(workers)
     job = _Job(function, pieces)
-    for _ in range(helpers):
+    for _ in range(workers):
         _calls.put(job)
-    errors = list(job.work())
+    errors = list(job.run_all())
     errors += [job.finished.get() for _ in range(len(pieces) - len(errors))]
     for error in errors:
         if error is not None:
@@ -106,7 +106,7 @@ def run(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None
 
 
 class _Job:
-    """One call. A deque gives each piece to one thread only; who has finished a piece says so."""
+    """One call of `run`. The deque gives each piece to one thread only; workers report each piece in `finished`."""
 
     __slots__ = ("finished", "function", "pieces")
 
@@ -115,8 +115,8 @@ class _Job:
         self.pieces = deque(pieces)
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
-    def work(self) -> list[BaseException | None]:
-        """Run pieces until none is left: an error or None for each."""
+    def run_all(self) -> list[BaseException | None]:
+        """The caller's part: run pieces until none is left; an error or None for each."""
         results: list[BaseException | None] = []
         while True:
             try:
@@ -125,7 +125,8 @@ class _Job:
                 return results
             results.append(self._one(piece))
 
-    def help(self) -> None:
+    def serve(self) -> None:
+        """A worker's part: run pieces until none is left."""
         while True:
             try:
                 piece = self.pieces.popleft()
@@ -141,25 +142,25 @@ class _Job:
         return None
 
 
-def _start(helpers: int) -> None:
-    """Have at least so many helpers; they sleep between calls and end with the process."""
+def _start(workers: int) -> None:
+    """Have at least so many workers; they sleep between calls and end with the process."""
     global _started
-    if _started >= helpers:
+    if _started >= workers:
         return
     with _lock:
-        for n in range(_started, helpers):
-            threading.Thread(target=_help, args=(_calls,), name=f"fsdpx kernel {n + 1}", daemon=True).start()
-        _started = max(_started, helpers)
+        for n in range(_started, workers):
+            threading.Thread(target=_serve, args=(_calls,), name=f"fsdpx kernel {n + 1}", daemon=True).start()
+        _started = max(_started, workers)
 
 
-def _help(calls: SimpleQueue[_Job]) -> None:
-    flush_for_good()  # as the thread that calls, inside a step
+def _serve(calls: SimpleQueue[_Job]) -> None:
+    flush_for_good()  # as in the calling thread, inside a step
     while True:
-        calls.get().help()
+        calls.get().serve()
 
 
 def _after_fork() -> None:
-    """A child has none of its parent's threads, and perhaps a lock that one of them held."""
+    """A child process has none of its parent's threads, and may have a lock that one of them held."""
     global _started, _lock, _calls
     _started, _lock, _calls = 0, threading.Lock(), SimpleQueue()
 

@@ -1,6 +1,6 @@
 """Counter-based random numbers: element i of the stream (seed, name) is a function of the three and nothing else.
 
-Any rank can make any range of any stream alone, so initialisation and dropout do not see how work is cut.
+Any rank can make any range of any stream alone, so initialisation and dropout do not depend on how work is cut.
 Generator: Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
 """
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Moment", "Random", "Stretch", "Window", "block", "normal", "permutation", "uniform"]
+__all__ = ["Moment", "Random", "Stretch", "Subarray", "block", "normal", "permutation", "uniform"]
 
 PIECE = 1 << 16  # elements made at a time: temporaries stay in cache and do not grow with the range
-RUN = 1024  # from this many numbers side by side on, others between two runs are left out instead of thrown away
+RUN = 1024  # contiguous numbers from which runs are made one by one, without the numbers between them
 WORDS = 4  # raw numbers per step of Philox's counter
 
 
@@ -62,7 +62,7 @@ def permutation(seed: int, name: str, n: int) -> np.ndarray:
 
 @dataclass
 class Moment:
-    """Where a run is: the step, and the global index of sample 0 of the microbatch. Moves on for all that share it."""
+    """The step, and the global index of sample 0 of the microbatch. Mutable: it advances for all that share it."""
 
     step: int = 0
     row: int = 0
@@ -70,14 +70,14 @@ class Moment:
 
 @dataclass(frozen=True, init=False)
 class Random:
-    """The random numbers a layer sees: of one seed, layer path and moment."""
+    """The random numbers of one layer: those of a seed, a layer path and a moment."""
 
     seed: int
     path: str
     moment: Moment
 
     def __init__(self, seed: int, path: str = "", step: int = 0, row: int = 0, moment: Moment | None = None) -> None:
-        """step and row begin a moment of their own; moment is one that is shared."""
+        """step, row: of a new moment; moment: a shared one, instead."""
         object.__setattr__(self, "seed", seed)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "moment", moment or Moment(step, row))
@@ -88,20 +88,20 @@ class Random:
         return Random(self.seed, path, moment=self.moment)
 
     def stretch(self, shape: tuple[int, ...]) -> Stretch:
-        """One number for each element of an array of `shape`, dim 0 of which is samples: (i, j) sees number
+        """One number per element of an array of `shape`, whose dim 0 is samples: element (i, j) has number
         `(moment.row + i) * prod(shape[1:]) + j` of the stream."""
         width = math.prod(shape[1:])
         start = self.moment.row * width
         return Stretch(self.seed, f"{self.path}@{self.moment.step}", start, start + shape[0] * width)
 
-    def window(self, shape: tuple[int, ...], cuts: Mapping[int, tuple[int, int]]) -> Window:
-        """One number for each element of an array of `shape` that is a part of a larger one, the numbers `stretch`
-        has for the whole. cuts: dim, not 0 -> (where the part begins in it, its size in the whole)."""
+    def subarray(self, shape: tuple[int, ...], cuts: Mapping[int, tuple[int, int]]) -> Subarray:
+        """One number per element of an array of `shape` that is a part of a larger one: those that `stretch` has for
+        the larger one. cuts: dim, not 0 -> (first index of the part, size of the larger array)."""
         starts, whole = [0] * len(shape), list(shape)
         for dim, (start, total) in cuts.items():
             starts[dim], whole[dim] = start, total
         starts[0] = self.moment.row
-        return Window(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
+        return Subarray(self.seed, f"{self.path}@{self.moment.step}", tuple(shape), tuple(starts), tuple(whole))
 
     def uniform(self, xp: Any, shape: tuple[int, ...]) -> Any:
         """float32 in [0, 1) on the device of `xp`; see `stretch` for which."""
@@ -135,7 +135,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Window:
+class Subarray:
     """Numbers of the stream (seed, name) for a part of `shape` of an array whose samples have the shape `whole[1:]`.
 
     Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the whole, counted in C order.
@@ -148,7 +148,7 @@ class Window:
     whole: tuple[int, ...]
 
     def fractions(self, xp: Any) -> Any:
-        """float32 in [0, 1) on the device of `xp`, in `shape`: as `Stretch` gives them for the whole."""
+        """float32 in [0, 1) on the device of `xp`, in `shape`."""
         if getattr(xp, "holds_no_data", False):
             return xp.empty(self.shape, dtype=np.float32)
         out, lead = np.empty(self.shape, np.float32), self._lead()
@@ -163,8 +163,8 @@ class Window:
         return xp.asarray(out)
 
     def _lead(self) -> int:
-        """The dim over which numbers are made in one go: those before it are counted through, and of those behind it
-        all numbers are made and what lies outside thrown away."""
+        """The dim over which numbers are made in one call. Dims before it are looped over; of dims after it all numbers
+        are made, and those outside the part are dropped."""
         cut = [d for d in range(1, len(self.shape)) if self.shape[d] != self.whole[d]]
         if not cut:
             return 0
@@ -174,7 +174,7 @@ class Window:
 
 
 def _key(seed: int, name: str) -> int:
-    """128 bits; seed and name are told apart by a byte that neither holds."""
+    """128 bits; a zero byte, which neither holds, separates seed and name."""
     return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest(), "little")
 
 

@@ -15,7 +15,7 @@ __all__ = ["Elementwise", "ShapeArray", "dtype_of_result", "elementwise", "reduc
 
 
 class Root:
-    """The memory that an array and all views of it would share."""
+    """The memory that an array and its views would share."""
 
     __slots__ = ("nbytes",)
 
@@ -24,9 +24,9 @@ class Root:
 
 
 class ShapeArray:
-    """An array of `shape` and `dtype` whose elements nobody asks for; as a number it is 0, as a truth False.
+    """An array of `shape` and `dtype` without elements; converted to a number it is 0, to a bool False.
 
-    Results have the shape and dtype that NumPy gives, and what NumPy refuses is refused with the same error type.
+    Results have the shape and dtype that NumPy gives, and errors are of the type that NumPy raises.
     """
 
     __slots__ = ("dtype", "root", "shape")
@@ -116,7 +116,7 @@ class ShapeArray:
         return ShapeArray((*self.shape[:-1], nbytes // item) if self.shape else (), dtype, self.root)
 
     def fill(self, value: Any) -> None:
-        """There is nothing to fill."""
+        """Nothing: there are no elements."""
 
     def item(self) -> Any:
         if self.size != 1:
@@ -151,7 +151,7 @@ class ShapeArray:
 
 
 def dtype_of_result(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
-    """The dtype NumPy gives: it is asked, with arrays of no elements; Python numbers stay what they are."""
+    """The dtype of `function` of the operands in NumPy, from a call with empty arrays; Python numbers stay numbers."""
     empty = [np.empty(0, o.dtype) if hasattr(o, "dtype") else o for o in operands]
     return np.asarray(function(*empty, **options)).dtype
 
@@ -230,7 +230,7 @@ def _filled(x: ShapeArray, wanted: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _broadcasts(shape: tuple[int, ...], into: tuple[int, ...]) -> bool:
-    """Whether `into` holds whole copies of `shape`."""
+    """Whether an array of `shape` can be broadcast to `into`."""
     pairs = zip(reversed(shape), reversed(into), strict=False)
     return len(shape) <= len(into) and all(n in (1, m) for n, m in pairs)
 

@@ -1,6 +1,6 @@
 """The namespace of shape-only arrays: NumPy's function names on arrays that hold no data.
 
-Layers and plain kernels run on it unchanged; memory, bytes and misfits of a model of any size follow at no cost.
+Layers and plain kernels run on it unchanged: memory, traffic and shape errors of a model of any size, at no cost.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import product
-from fsdpx.nn.embedding import Embedding
-from fsdpx.nn.gpt import TokenEmbedding
+from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.sort import Node, Sorted
 
 __all__ = ["Costs", "balanced", "cut_stages"]

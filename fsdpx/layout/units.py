@@ -8,7 +8,7 @@ from functools import cached_property
 
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page
-from fsdpx.nn.layer import Layer, Spec, join
+from fsdpx.nn.layer import Layer, Spec, dotted
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.sort import Node, Sorted, specs_of
 
@@ -177,7 +177,7 @@ def _share(spec: Spec, spread: Spread) -> int:
 
 def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]]:
     """Aliases that share the page of their parameter, and those that get a copy of it: alias -> name each."""
-    user = {join(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
+    user = {dotted(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
     for alias, name in model.ties.items():
@@ -217,7 +217,7 @@ def _owned(model: Sorted, ties: dict[str, str], specs: dict[str, Spec]) -> list[
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
-        names = [ties.get(full, full) for full in (join(node.path, local) for local in node.layer.specs())]
+        names = [ties.get(full, full) for full in (dotted(node.path, local) for local in node.layer.specs())]
         fresh = [n for n in dict.fromkeys(names) if n not in seen and not specs[n].state]
         seen.update(fresh)
         owned.append(fresh)
@@ -262,6 +262,6 @@ def _unit(
     inside = {node.output for node in nodes}
     inputs = dict.fromkeys(v for node in nodes for v in node.inputs if v not in inside)
     outputs = tuple(node.output for node in nodes if last_use[node.output] > group[-1])
-    names = [ties.get(f, f) for node in nodes for f in (join(node.path, n) for n in node.layer.specs())]
+    names = [ties.get(f, f) for node in nodes for f in (dotted(node.path, n) for n in node.layer.specs())]
     pages = dict.fromkeys(home[n] for n in names if n in home)
     return Unit(index, tuple(nodes), tuple(pages), tuple(inputs), outputs, spread.stage(group[0]))

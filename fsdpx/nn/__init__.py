@@ -10,8 +10,8 @@ from fsdpx.nn.context import PartTokenEmbedding
 from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.dropout import CutDropout, Dropout
-from fsdpx.nn.embedding import Embedding
-from fsdpx.nn.gpt import GPT, TokenEmbedding
+from fsdpx.nn.embedding import Embedding, TokenEmbedding
+from fsdpx.nn.gpt import GPT
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.layer import Env, Layer, Spec
 from fsdpx.nn.linear import Linear
@@ -26,64 +26,11 @@ from fsdpx.nn.tensor import ColumnLinear, RowLinear
 from fsdpx.nn.vocabulary import VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 
 __all__ = [
-    "GELU",
-    "GPT",
-    "MLP",
-    "MSE",
-    "Add",
-    "AvgPool2d",
-    "BCEWithLogits",
-    "BatchNorm",
-    "Chain",
-    "Column",
-    "ColumnLinear",
-    "Concat",
-    "Container",
-    "Conv2d",
-    "CrossEntropy",
-    "Cut",
-    "CutDropout",
-    "Dropout",
-    "Embedding",
-    "Enter",
-    "Env",
-    "Flatten",
-    "Framed",
-    "Graph",
-    "Layer",
-    "LayerNorm",
-    "Leave",
-    "Linear",
-    "Loss",
-    "MaxPool2d",
-    "MultiHeadAttention",
-    "Node",
-    "Own",
-    "PartTokenEmbedding",
-    "Planned",
-    "RMSNorm",
-    "ReLU",
-    "Residual",
-    "Row",
-    "RowLinear",
-    "SequenceLoss",
-    "SiLU",
-    "Sigmoid",
-    "Softmax",
-    "Sorted",
-    "Spec",
-    "Tanh",
-    "TokenEmbedding",
-    "TransformerBlock",
-    "Vocab",
-    "VocabCrossEntropy",
-    "VocabEmbedding",
-    "VocabTokenEmbedding",
-    "infer",
-    "init",
-    "models",
-    "parallelise",
-    "shapes",
-    "sort",
-    "specs_of",
-]
+    "GELU", "GPT", "MLP", "MSE", "Add", "AvgPool2d", "BCEWithLogits", "BatchNorm", "Chain", "Column", "ColumnLinear",
+    "Concat", "Container", "Conv2d", "CrossEntropy", "Cut", "CutDropout", "Dropout", "Embedding", "Enter", "Env",
+    "Flatten", "Framed", "Graph", "Layer", "LayerNorm", "Leave", "Linear", "Loss", "MaxPool2d", "MultiHeadAttention",
+    "Node", "Own", "PartTokenEmbedding", "Planned", "RMSNorm", "ReLU", "Residual", "Row", "RowLinear", "SequenceLoss",
+    "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding", "TransformerBlock", "Vocab",
+    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "infer", "init", "models", "parallelise", "shapes",
+    "sort", "specs_of",
+]  # fmt: skip

@@ -19,15 +19,19 @@ class ReLU(Layer):
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         y = env.xp.maximum(x, 0)
-        # The result, not the input: the next layer holds it anyway.
-        return y, (y,)
+        return y, (y,)  # the result, not the input: the next layer saves it anyway
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return dy * (saved[0] > 0), ()
 
 
 class GELU(Layer):
-    """x Phi(x) (Hendrycks and Gimpel 2016); `approximate="tanh"` is their formula with tanh."""
+    """x Phi(x), Phi the distribution function of N(0, 1) (Hendrycks and Gimpel 2016).
+
+    Parameters
+    ----------
+    approximate : "none", or "tanh" for x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))
+    """
 
     acts_on = "element"
 
@@ -88,7 +92,12 @@ class Sigmoid(Layer):
 
 
 class Softmax(Layer):
-    """exp(x) / sum exp(x) over `dim`, which must not be the dim of samples."""
+    """exp(x) / sum exp(x) over one dim.
+
+    Parameters
+    ----------
+    dim : any dim but 0, which is samples
+    """
 
     runs = ("softmax", "softmax_backward")
 

@@ -23,12 +23,19 @@ __all__ = ["Core", "Heads", "MultiHeadAttention", "scores_of", "split_heads"]
 class MultiHeadAttention(Layer):
     """softmax(q k^T / sqrt(d_head)) v per head, `(samples, time, d_model)` to the same (Vaswani et al. 2017).
 
-    Parameters `qkv.weight (3 d_model, d_model)`, rows of q, k, v in PyTorch's order of `in_proj_weight`,
-    `qkv.bias`, `out.weight (d_model, d_model)`, `out.bias`. Begins as PyTorch's: qkv from Xavier's uniform,
-    biases 0. causal: a position sees itself and what came before. dropout: on the attention weights; it needs
-    them whole, samples x heads x time x time, where otherwise the kernel decides what it keeps.
+    Weights `qkv.weight (3 d_model, d_model)` with rows in the order of PyTorch's `in_proj_weight`, `qkv.bias`,
+    `out.weight (d_model, d_model)`, `out.bias`; they begin as PyTorch's: qkv from Xavier's uniform, biases 0. With
+    "attention" in `env.recompute` only queries, keys and values are saved for backward, and the rest is recomputed.
 
-    With "attention" in `env.recompute` only queries, keys and values are kept for backward, and the rest is made again.
+    Parameters
+    ----------
+    d_model : features of the input and the result
+    n_heads : number of heads; d_model must be a multiple of it
+    causal : a position attends to itself and to earlier positions only
+    dropout : on the attention weights, which are then saved in full, (samples, heads, time, time)
+    bias : whether the two projections have biases
+    init : of `qkv.weight`, instead of Xavier's uniform
+    out_init : of `out.weight`, instead of that of `Linear`
     """
 
     def __init__(
@@ -63,7 +70,7 @@ class MultiHeadAttention(Layer):
     def rebuilt(
         self, qkv: Layer | None = None, out: Layer | None = None, core: Core | None = None
     ) -> MultiHeadAttention:
-        """The same attention with other projections, or another way from queries, keys and values to the result."""
+        """A copy with other projections, or another `core`; None: its own."""
         new = copy(self)
         new._qkv, new._out, new._core = qkv or self._qkv, out or self._out, core or self._core
         return new
@@ -87,14 +94,14 @@ class MultiHeadAttention(Layer):
         return y, (held_qkv, kept, held_out)
 
     def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
-        held_qkv, kept, held_out = self._whole(env, saved)
+        held_qkv, kept, held_out = self._completed(env, saved)
         parts, into = branches(p), branches(g)
         dmerged = self._out.backward(env, parts["out"], into.get("out", {}), held_out, dy)
         dqkv = self._core.backward(env, kept, dmerged)
         return self._qkv.backward(env, parts["qkv"], into.get("qkv", {}), held_qkv, dqkv)
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
-        held_qkv, kept, held_out = self._whole(env, saved)
+        held_qkv, kept, held_out = self._completed(env, saved)
         parts = branches(p)
         dmerged, kept_out = self._out.backward_input(env, parts["out"], held_out, dy)
         dqkv = self._core.backward(env, kept, dmerged)
@@ -107,13 +114,13 @@ class MultiHeadAttention(Layer):
             if name in parts:
                 layer.backward_params(env, parts[name], rest)
 
-    def _whole(self, env: Env, saved: Any) -> Any:
-        """What forward kept, with what it left out made again."""
+    def _completed(self, env: Env, saved: Any) -> Any:
+        """What forward saved, with what it left out recomputed."""
         if len(saved) == 3:
             return saved
         held_qkv, (qkv,) = saved
         merged, kept = self._core.forward(env, qkv)
-        return held_qkv, kept, (merged,)  # a projection keeps its input and nothing else
+        return held_qkv, kept, (merged,)  # a projection saves its input and nothing else
 
 
 class Core(Protocol):
@@ -129,9 +136,9 @@ class Core(Protocol):
 
 
 class Heads:
-    """Attention of the heads that are here, each over the whole time.
+    """Attention of all heads, or of this tensor rank's part of them, each over the full time.
 
-    A part of the heads is what falls to this rank of `env.mesh.tensor`, and drops what one rank alone would drop.
+    With a part of the heads, dropout has the mask that a single rank would have.
     """
 
     def __init__(self, n_heads: int, d_head: int, causal: bool, dropout: float) -> None:
@@ -161,7 +168,7 @@ class Heads:
         return heads.transpose(1, 3, 0, 2, 4).reshape(qkv.shape)
 
     def _dropped_backward(self, xp: Any, q: Array, k: Array, v: Array, do: Array, weights: Array, keep: Array) -> Array:
-        """Of q, k and v, (3, samples, heads, time, d_head)."""
+        """The gradients of q, k and v, (3, samples, heads, time, d_head)."""
         dweights = apply_mask(product(xp, do, v.swapaxes(-1, -2)), keep, self.dropout)
         rows = (-1, weights.shape[-1])
         dscores = kernels.softmax_backward(xp, weights.reshape(rows), dweights.reshape(rows))
@@ -191,7 +198,7 @@ def split_heads(merged: Array, count: int, d_head: int) -> list[Array]:
 
 
 def scores_of(xp: Any, q: Array, k: Array, causal: bool, scale: float) -> Array:
-    """scale q k^T; with `causal` -inf where a position may not look."""
+    """scale q k^T; with `causal` -inf at later positions."""
     scores = product(xp, q, k.swapaxes(-1, -2))
     scores *= scale
     if causal:

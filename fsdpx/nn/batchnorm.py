@@ -19,10 +19,21 @@ class BatchNorm(Layer):
     """(x - mean) / sqrt(var + eps) * weight + bias per channel, dim 1 (Ioffe and Szegedy 2015).
 
     `(samples, num_features, ...)` of any number of dims. When training, mean and variance are those of the
-    global batch: two sums over all data ranks in forward (first the mean, then the squares about it, so that
-    nothing cancels) and one in backward, 8 (num_features + 1), 8 num_features and 16 num_features bytes.
-    Ranks may hold different numbers of samples, or none. State `running_mean`, `running_var` (unbiased) moves
-    by `momentum` per forward when training, not when a forward is made again, and is what evaluation uses.
+    global batch: two all-reduces over the data axis in forward (the mean, then the squares about it, so that
+    nothing cancels) and one in backward, of 8 (num_features + 1), 8 num_features and 16 num_features bytes.
+    Ranks may hold different numbers of samples, or none. Evaluation uses the state `running_mean` and `running_var`
+    (unbiased), which a training forward updates, but not one that is recomputed.
+
+    Parameters
+    ----------
+    num_features : size of dim 1
+    eps : added to the variance
+    momentum : weight of the new statistics in the running ones
+    affine : whether it has `weight` (ones at first) and `bias` (zeros), both `(num_features,)`
+
+    Raises
+    ------
+    ShapeError : dim 1 of the input is not num_features
     """
 
     collective = True
@@ -47,7 +58,7 @@ class BatchNorm(Layer):
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
         if env.training:
             mean, var, count = self._statistics(env, x)
-            if not env.again:
+            if not env.recomputing:
                 self._move(p, mean, var, count)
         else:
             mean, var, count = p["running_mean"], p["running_var"], 0.0

@@ -22,10 +22,17 @@ __all__ = ["MLP", "TransformerBlock"]
 class MLP(Container):
     """down(activation(up(x))), then dropout: `(samples, ..., d_model)` to the same.
 
-    d_hidden: the width between, 4 d_model if None. Parameters `up.*` and `down.*`, two Linear. `init` and
-    `out_init` are those of their weights; with `init` the biases begin at 0.
+    Weights `up.*` and `down.*` of two Linear. The result of a GELU is not saved for backward but recomputed there.
 
-    The result of a GELU is not kept for backward: the pass that differentiates it makes it again.
+    Parameters
+    ----------
+    d_model : features of the input and the result
+    d_hidden : features between the two Linear; None: 4 d_model
+    dropout : probability that an element of the result is dropped
+    bias : whether the two Linear have biases
+    activation : a layer; None: `GELU()`
+    init : of `up.weight`; if given, biases begin at 0
+    out_init : of `down.weight`; None: `init`
     """
 
     unit = True
@@ -57,7 +64,7 @@ class MLP(Container):
         if isinstance(layers["activation"], GELU):
             form = layers["activation"].approximate
             self.runs = tuple(name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_recompute"))
-        super().__init__(*_line(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
+        super().__init__(*_chained(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         up, gelu, down = self._layers()
@@ -93,12 +100,12 @@ class MLP(Container):
         return dx, (kept_up, (), kept_down, ())[: len(self.steps)]
 
     def _layers(self) -> tuple[Any, Layer, Layer]:
-        """Up (a Linear, or one that is cut), activation and down."""
+        """Up (a Linear or ColumnLinear), activation and down."""
         up, activation, down = (step.layer for step in self.steps[:3])
         return up, activation, down
 
     def _through_gelu(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
-        """The gradient of the input of the GELU, and what `down` keeps for its second half."""
+        """The gradient of the GELU's input, and what `backward_params` of `down` needs."""
         _, gelu, down = self._layers()
         assert isinstance(gelu, GELU)
         _, h, mask = saved
@@ -106,13 +113,22 @@ class MLP(Container):
             dy, _ = step.layer.backward_input(env.at(step.name), {}, mask, dy)
         dh, kept = down.backward_input(env, p, (h,), dy)  # a new array: it may be changed
         a = kernels.gelu_recompute(env.xp, h, dh, gelu.approximate)
-        return dh, (a, *kept[1:])  # h stood for the input of `down`, which it keeps first
+        return dh, (a, *kept[1:])  # in place of h: the input of `down` is what it keeps first
 
 
 class TransformerBlock(Container):
     """x + attn(norm1(x)), then x + mlp(norm2(x)): the pre-norm block of GPT-2 (Radford et al. 2019).
 
-    `(samples, time, d_model)` to the same. dropout: on the attention weights and on both branches.
+    `(samples, time, d_model)` to the same.
+
+    Parameters
+    ----------
+    d_model, n_heads, causal : as in `MultiHeadAttention`
+    d_hidden : hidden features of the MLP; None: 4 d_model
+    dropout : on the attention weights and on the results of both branches
+    bias : whether the Linear and LayerNorm layers have biases
+    init : of all weights
+    out_init : of the two weights that end a branch; None: `init`
     """
 
     unit = True
@@ -146,8 +162,8 @@ class TransformerBlock(Container):
         super().__init__(steps, ("x",), ("add2",))
 
 
-def _line(layers: dict[str, Layer], source: str = "x") -> tuple[list[Step], tuple[str], tuple[str]]:
-    """Steps of `layers` one after the other, from the value `source`; its name; the last one's name."""
+def _chained(layers: dict[str, Layer], source: str = "x") -> tuple[list[Step], tuple[str], tuple[str]]:
+    """Steps of `layers` in a chain from the value `source`; its name; the name of the last value."""
     steps, value = [], source
     for name, layer in layers.items():
         steps.append(Step(name, layer, (value,), (name,)))
@@ -157,5 +173,5 @@ def _line(layers: dict[str, Layer], source: str = "x") -> tuple[list[Step], tupl
 
 def _branch(name: str, source: str, layers: dict[str, Layer]) -> list[Step]:
     """`name = source + layers(source)`."""
-    steps, _, (end,) = _line(layers, source)
+    steps, _, (end,) = _chained(layers, source)
     return [*steps, Step(name, Add(), (source, end), (name,))]

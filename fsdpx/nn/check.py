@@ -1,4 +1,4 @@
-"""Checks of constructor arguments and of input shapes, with one wording for all layers."""
+"""Checks of constructor arguments and input shapes: ConfigError and ShapeError in the same words for all layers."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def want_image(layer: object, x: Any, channels: int | None = None) -> None:
 
 
 def want_time(x: Any) -> None:
-    """Dim 1 of `x` must be a time, as far as its shape can tell: the features of activations come after it."""
+    """Dim 1 of `x` must be a time; judged by the number of dims, as activations have features after it."""
     least, wanted = (2, "(samples, time, ...)") if is_index(x) else (3, "(samples, time, ..., features)")
     if x.ndim < least:
         kind = "whole numbers" if is_index(x) else "floats"

@@ -20,7 +20,7 @@ __all__ = ["Chain", "Container", "Residual", "Step", "check_name"]
 
 @dataclass(frozen=True)
 class Step:
-    """One child at work: it reads the values `sources` and gives the values `gives`."""
+    """One child in execution order: `layer` reads the values `sources` and returns the values `gives`."""
 
     name: str
     layer: Layer
@@ -28,10 +28,10 @@ class Step:
     gives: tuple[str, ...]
 
 
-class Again:
-    """Stands in what a step keeps for the result of another, cheap step of `owner`, which backward makes again.
+class Recomputed:
+    """A placeholder in what a step saved, for the result of the cheap step `step` of `owner`: backward recomputes it.
 
-    y: that result while forward runs, so that no other array takes its id.
+    y: that result while forward runs, so that no other array gets its id.
     """
 
     __slots__ = ("owner", "step", "y")
@@ -41,14 +41,18 @@ class Again:
 
 
 class Container(Layer):
-    """The base of all composite layers: steps in execution order, between named inputs and outputs.
+    """The base of all composite layers: steps in execution order between named inputs and outputs.
 
-    unit: the container is one node of the sorted model, computed and gathered together, instead of being
-    opened. ties: alias -> canonical name of one shared parameter. frozen: name patterns (fnmatch) that are
-    not trained.
+    Parameters
+    ----------
+    steps : the children with the names of the values they read and return
+    inputs, outputs : names of the values that go in and come out
+    ties : alias -> canonical name: two names of one shared parameter
+    frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
     unit = False
+    """`sort` leaves the container whole, as one node that is gathered and computed together, instead of opening it."""
 
     def __init__(
         self,
@@ -74,10 +78,7 @@ class Container(Layer):
         return {step.name: step.layer for step in self.steps}
 
     def rewired(self, steps: Sequence[Step], outputs: Sequence[str] | None = None) -> Container:
-        """The same container with other steps; inputs, names, ties and what is frozen stay.
-
-        The parameters must be the same ones; how they lie over the tensor axis may differ.
-        """
+        """A copy with other steps, of the same parameters, which may be cut over the tensor axis differently."""
         new = copy(self)
         new.steps = tuple(steps)
         new.outputs = self.outputs if outputs is None else tuple(outputs)
@@ -93,22 +94,22 @@ class Container(Layer):
         parts = self._parts(p)
         values = dict(zip(self.inputs, _unpack(x, len(self.inputs)), strict=True))
         saved: list[Any] = []
-        made: dict[int, Again] = {}
+        made: dict[int, Recomputed] = {}
         for step, last in zip(self.steps, self._last, strict=True):
             read = _pack([values[source] for source in step.sources])
             y, held = step.layer.forward(env.at(step.name), parts.get(step.name, {}), read)
             saved.append(_mapped(held, lambda part: made.get(id(part), part)) if made else held)
-            if step.layer.cheap:  # what it keeps itself is what makes it again
-                made[id(y)] = Again(self, len(saved) - 1, y)
+            if step.layer.cheap:  # what it saved is what recomputes its result
+                made[id(y)] = Recomputed(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
             values.update(zip(step.gives, _unpack(y, len(step.gives)), strict=True))
-        for again in made.values():
-            again.y = None
+        for placeholder in made.values():
+            placeholder.y = None
         return _pack([values[name] for name in self.outputs]), tuple(saved)
 
     def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> Any:
-        """Both halves step by step, so that what the second half needs lives shortest."""
+        """Step by step, so that what `backward_params` of a step needs is freed soonest."""
         parts, into = self._parts(p), self._parts(g)
 
         def one(step: Step, held: Any, dy: Any) -> Any:
@@ -136,8 +137,8 @@ class Container(Layer):
     def _backwards(
         self, env: Env, parts: Mapping[str, Any], one: Callable[[Step, Any, Any], Any], saved: Any, dy: Any
     ) -> Any:
-        """The gradients of the inputs, with `one(step, saved, dy)` those of a step."""
-        whole = partial(self._whole, env, parts, saved)
+        """The gradients of the inputs; `one(step, saved, dy)` gives those of a step's inputs."""
+        whole = partial(self._resolved, env, parts, saved)
         grads = dict(zip(self.outputs, _unpack(dy, len(self.outputs)), strict=True))
         for step, held in zip(reversed(self.steps), reversed(saved), strict=True):
             dx = one(step, _mapped(held, whole), _pack([grads.pop(name) for name in step.gives]))
@@ -145,13 +146,13 @@ class Container(Layer):
                 grads[name] = _plus(grads.get(name), part)
         return _pack([grads[name] for name in self.inputs])
 
-    def _whole(self, env: Env, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
-        """What stands for a result of a cheap step as that result. (A closure that calls itself would be a cycle, and
-        keep all of `saved` until the collector comes.)"""
-        if not isinstance(part, Again) or part.owner is not self:
+    def _resolved(self, env: Env, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
+        """`part`, recomputed if it is a placeholder. Not a closure that calls itself: that would be a reference cycle,
+        and `saved` would live until the garbage collector runs."""
+        if not isinstance(part, Recomputed) or part.owner is not self:
             return part
-        step, whole = self.steps[part.step], partial(self._whole, env, parts, saved)
-        return step.layer.again(env.at(step.name), parts.get(step.name, {}), _mapped(saved[part.step], whole))
+        step, whole = self.steps[part.step], partial(self._resolved, env, parts, saved)
+        return step.layer.recompute(env.at(step.name), parts.get(step.name, {}), _mapped(saved[part.step], whole))
 
     def _bind(self, ties: dict[str, str], frozen: Sequence[str]) -> tuple[dict[str, Spec], dict[str, str]]:
         specs = prefixed(self.children().items())
@@ -175,11 +176,19 @@ class Container(Layer):
 
 
 class Chain(Container):
-    """Layers one after the other, named `"0"`, `"1"`, ... or by the keys of a dict.
+    """Layers one after the other, like `torch.nn.Sequential`.
 
-    ties: `{alias: canonical}` makes two parameters one, e.g. `{"head.weight": "embed.weight"}`.
-    frozen: patterns of parameters that are not trained, e.g. `["0.*"]`.
-    A layer used twice is two layers with parameters of their own, unless they are tied.
+    A layer that is passed twice is two layers with parameters of their own, unless they are tied.
+
+    Parameters
+    ----------
+    layers : layers, named "0", "1", ..., or dicts from name to layer
+    ties : alias -> canonical name of a shared parameter, e.g. `{"head.weight": "embed.weight"}`
+    frozen : name patterns (fnmatch) of parameters that are not trained, e.g. `["0.*"]`
+
+    Raises
+    ------
+    ConfigError : no layer, a bad or duplicate name, a wrong number of inputs, a tie or pattern that fits nothing
     """
 
     def __init__(
@@ -208,7 +217,12 @@ class Chain(Container):
 
 
 class Residual(Container):
-    """y = x + body(x) (He et al. 2015); one unit, the body's parameters are named `body.*`."""
+    """y = x + body(x) (He et al. 2015); one unit.
+
+    Parameters
+    ----------
+    body : a layer with one input and one output of the same shape; its parameters are named `body.*`
+    """
 
     unit = True
 
@@ -222,14 +236,14 @@ class Residual(Container):
 
 
 def check_name(owner: str, name: object) -> str:
-    """Names become parts of dotted paths: they must be text, not empty and without dots."""
+    """`name` if it can be part of a dotted path: text, not empty and without dots."""
     if not isinstance(name, str) or not name or "." in name:
         raise ConfigError(f"{owner}: {name!r} is no name for a layer; use text that is not empty and has no dot")
     return name
 
 
 def check_layer(owner: str, name: str, layer: object) -> Layer:
-    """Only instances of Layer can be wired."""
+    """`layer` if it is an instance of `Layer`."""
     if isinstance(layer, type) and issubclass(layer, Layer):
         raise ConfigError(f"{owner}: {name!r} is the class {layer.__name__}; write {layer.__name__}(...)")
     if not isinstance(layer, Layer):
@@ -247,7 +261,7 @@ def input_names(layer: Layer) -> tuple[str, ...]:
 
 
 def outputs_of(name: str, layer: Layer) -> tuple[str, ...]:
-    """The names of the values that child `name` gives: its own, or `name.output` if there are several."""
+    """The names of the values that child `name` returns: its own, or `name.output` if there are several."""
     if layer.n_outputs == 1:
         return (name,)
     assert isinstance(layer, Container), f"{layer!r}: only containers give several outputs"
@@ -271,7 +285,7 @@ def _patterns(frozen: Sequence[str]) -> tuple[str, ...]:
 
 
 def _last_reads(steps: Sequence[Step], outputs: Sequence[str]) -> list[list[str]]:
-    """For each step the values that nobody reads after it."""
+    """For each step the values that no later step reads."""
     seen, last = set(outputs), []
     for step in reversed(steps):
         fresh = [name for name in dict.fromkeys(step.sources) if name not in seen]
@@ -281,7 +295,7 @@ def _last_reads(steps: Sequence[Step], outputs: Sequence[str]) -> list[list[str]
 
 
 def _mapped(held: Any, function: Callable[[Any], Any]) -> Any:
-    """What a layer keeps, with `function` of everything that is no tuple."""
+    """What a layer saved, with `function` applied to everything that is not a tuple."""
     return tuple([_mapped(part, function) for part in held]) if type(held) is tuple else function(held)
 
 

@@ -1,19 +1,18 @@
 """Context parallelism: attention over a sequence that is cut over the tensor axis, and the positions of its tokens.
 
-Parameters are whole on every rank, activations cut along dim 1 from the embedding to the loss. Bytes that one rank
+Every rank holds all parameters; activations are cut along dim 1 from the embedding to the loss. Bytes that one rank
 sends per attention, n = bytes of one whole activation (samples, time, d_model), N = width of the axis:
 
                forward                              backward
     Ulysses    4 n(N-1)/N^2: all-to-all of q, k, v   4 n(N-1)/N^2
                in one message, and of the result
-    Ring       2 n(N-1)/N: k and v in one message,   2 n(N-1)/N for k and v again, and 2 n for their gradients,
+    Ring       2 n(N-1)/N: k and v in one message,   2 n(N-1)/N for k and v, and 2 n for their gradients,
                N - 1 times                           which go all the way round
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,64 +22,39 @@ from fsdpx.errors import ShapeError
 from fsdpx.nn import moves
 from fsdpx.nn.attention import Heads, scores_of, split_heads
 from fsdpx.nn.dropout import apply_mask, keep_mask
-from fsdpx.nn.embedding import check_index
-from fsdpx.nn.gpt import TokenEmbedding
-from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Env, Layer, Spec
-from fsdpx.nn.numeric import add_sum, product, wide
+from fsdpx.nn.embedding import Tokens
+from fsdpx.nn.layer import Array, Env
+from fsdpx.nn.numeric import product, wide
 from fsdpx.nn.tensor import named
 
 __all__ = ["PartTokenEmbedding", "Ring", "Ulysses"]
 
-PAGES, GRADIENTS = 0, 1
+KEYS_VALUES, GRADIENTS = 0, 1
 """Tags of the messages that carry keys and values, and of those that carry their gradients."""
 
 
-class PartTokenEmbedding(Layer):
-    """`TokenEmbedding` of this rank's part of the tokens, cut along dim 1 into equal parts: positions begin where the
-    part does. Gradients are this rank's part of the sum."""
+class PartTokenEmbedding(Tokens):
+    """`TokenEmbedding` of this tensor rank's part of the tokens, which are cut along dim 1 into equal parts.
 
-    runs = ("embedding_backward",)
+    Positions count from where the part begins. Gradients are this rank's part of the sum.
 
-    def __init__(
-        self, vocab: int, d_model: int, seq_len: int, *, init: Init | None = None, position_init: Init | None = None
-    ) -> None:
-        self._embedding = TokenEmbedding(vocab, d_model, seq_len, init=init, position_init=position_init)
-        self.vocab = vocab
-        self.d_model = d_model
-        self.seq_len = seq_len
-        self.init = init
-        self.position_init = position_init
+    Parameters
+    ----------
+    vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
+    """
 
-    def specs(self) -> dict[str, Spec]:
-        return self._embedding.specs()
-
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def _want(self, env: Env, x: Array) -> None:
         if x.ndim != 2 or x.shape[1] * env.mesh.tensor.size > self.seq_len:
             wanted = f"(samples, time <= {self.seq_len} / {env.mesh.tensor.size})"
             raise ShapeError(f"{self!r} wants a part of the tokens of shape {wanted}, got {tuple(x.shape)}")
-        check_index(self, x, self.vocab)
-        y = p["weight"][x]
-        y += p["position"][self._times(env, x)]
-        return y, (x,)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[None, Any]:
-        return None, (*saved, dy)
-
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
-        x, dy = kept
-        if "weight" in g:
-            kernels.embedding_backward(env.xp, g["weight"], x.reshape(-1), dy.reshape(-1, self.d_model))
-        if "position" in g:
-            add_sum(env.xp, g["position"][self._times(env, x)], dy, 0)
-
-    def _times(self, env: Env, x: Array) -> slice:
+    def _positions(self, env: Env, x: Array) -> slice:
         first = env.mesh.tensor.rank * x.shape[1]
         return slice(first, first + x.shape[1])
 
 
 class Ulysses:
-    """Attention by all-to-all: from all heads of a part of the time to the whole time of a part of the heads, and back
+    """Attention by all-to-all: from all heads of a part of the time to the full time of a part of the heads, and back
     (Jacobs et al. 2023). Heads need not divide evenly; each rank holds activations of 1/N of the heads x time."""
 
     def __init__(self, heads: Heads) -> None:
@@ -109,12 +83,12 @@ class Ulysses:
 
 
 class Ring:
-    """Attention by keys and values that go round the ranks while each keeps its queries (Liu et al. 2023).
+    """Ring attention: keys and values pass round the ranks while each rank keeps its queries (Liu et al. 2023).
 
     The results of the blocks are added by an online softmax (Milakov and Gimelshein 2018), so that no rank ever holds
-    keys, values or scores of more than a part of the time: memory is O(time / N). With `causal` a rank has nothing to
-    do for blocks that lie after its own; rank 0 waits while the last one works. Dropout's numbers are made twice
-    instead of being kept. Keys and values of the next block travel while this one is computed.
+    keys, values or scores of more than a part of the time: memory is O(time / N). With `causal` a rank skips the blocks
+    after its own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout anew
+    instead of saving masks. Keys and values of the next block are received while this one is computed.
     """
 
     def __init__(self, heads: Heads) -> None:
@@ -125,15 +99,15 @@ class Ring:
         if comm.size == 1:
             return self.heads.forward(env, qkv)
         q, k, v = split_heads(qkv, 3, self.heads.d_head)
-        page = xp.stack((k, v))
+        kv = xp.stack((k, v))
         o = xp.zeros(q.shape, dtype=wide(q.dtype))
         lse = xp.full(q.shape[:3], -math.inf, dtype=wide(q.dtype))
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
-            coming = _passed(env, page, PAGES, "keys and values") if step + 1 < comm.size else None
+            incoming = _shift(env, kv, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
             if self._sees(comm.rank, block):
-                o, lse = _added(xp, o, lse, *self._attend(env, q, page[0], page[1], block))
-            page = coming.wait() if coming else page
+                o, lse = _merged(xp, o, lse, *self._attend(env, q, kv[0], kv[1], block))
+            kv = incoming.wait() if incoming else kv
         merged = o.astype(qkv.dtype, copy=False).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
         return merged, (qkv, merged, (lse,))
 
@@ -145,29 +119,28 @@ class Ring:
         q, k, v = split_heads(qkv, 3, self.heads.d_head)
         (o,), (do,) = split_heads(merged, 1, self.heads.d_head), split_heads(dmerged, 1, self.heads.d_head)
         dtype = wide(qkv.dtype)
-        page, dq, travelling = xp.stack((k, v)), xp.zeros(q.shape, dtype=dtype), None
+        kv, dq, outgoing = xp.stack((k, v)), xp.zeros(q.shape, dtype=dtype), None
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
-            coming = _passed(env, page, PAGES, "keys and values") if step + 1 < comm.size else None
-            dpage = xp.zeros(page.shape, dtype=dtype)
+            incoming = _shift(env, kv, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+            dkv = xp.zeros(kv.shape, dtype=dtype)
             if self._sees(comm.rank, block):
-                some = self._attend_backward(env, q, page[0], page[1], o, lse, do, block)
+                some = self._attend_backward(env, q, kv[0], kv[1], o, lse, do, block)
                 dq += some[0]
-                dpage += some[1:]
-            if travelling:
-                dpage += travelling.wait()
-            travelling = _passed(env, dpage, GRADIENTS, "gradients of keys and values")
-            page = coming.wait() if coming else page
-        assert travelling is not None
-        dkv = travelling.wait()
-        heads = xp.concatenate((dq[None], dkv)).transpose(1, 3, 0, 2, 4)
+                dkv += some[1:]
+            if outgoing:
+                dkv += outgoing.wait()
+            outgoing = _shift(env, dkv, GRADIENTS, "gradients of keys and values")
+            kv = incoming.wait() if incoming else kv
+        assert outgoing is not None
+        heads = xp.concatenate((dq[None], outgoing.wait())).transpose(1, 3, 0, 2, 4)
         return heads.reshape(qkv.shape).astype(qkv.dtype, copy=False)
 
     def _sees(self, rank: int, block: int) -> bool:
         return not self.heads.causal or block <= rank
 
     def _attend(self, env: Env, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
-        """The result of one block by itself, and lse."""
+        """The result of one block alone, and its log-sum-exp."""
         causal, heads = self.heads.causal and block == env.mesh.tensor.rank, self.heads
         if not self._drops(env):
             return kernels.attention(env.xp, q, k, v, causal, heads.scale)
@@ -183,7 +156,7 @@ class Ring:
     def _attend_backward(
         self, env: Env, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
     ) -> Array:
-        """What one block adds to the gradients of q, k and v, given the whole result and its lse (Dao et al. 2022)."""
+        """What one block adds to the gradients of q, k and v, given the full result and its lse (Dao et al. 2022)."""
         causal, heads, xp = self.heads.causal and block == env.mesh.tensor.rank, self.heads, env.xp
         if not self._drops(env):
             return kernels.attention_backward(xp, q, k, v, o, lse, do, causal, heads.scale)
@@ -201,19 +174,19 @@ class Ring:
         return env.training and self.heads.dropout > 0.0
 
     def _keep(self, env: Env, shape: tuple[int, ...], block: int) -> Array:
-        """The mask of this rank's queries and the keys of `block`, of the whole (samples, heads, time, time)."""
+        """The mask of this rank's queries and the keys of `block`, of the full (samples, heads, time, time)."""
         rank, size, part = env.mesh.tensor.rank, env.mesh.tensor.size, shape[2]
         cuts = {2: (rank * part, size * part), 3: (block * part, size * part)}
         return keep_mask(env.at("dropout"), shape, self.heads.dropout, cuts)
 
 
-class _Passing:
-    """An array on its way to the next rank, and one that comes from the rank before."""
+class _Shift:
+    """An array that is being sent to the next rank of the ring, and one that is received from the rank before."""
 
     def __init__(self, env: Env, array: Array, tag: int, what: str) -> None:
         comm, xp = env.mesh.tensor, env.xp
         flat = xp.ascontiguousarray(array).reshape(-1)
-        self._shape, self._sent = array.shape, flat  # held until it is sent
+        self._shape, self._sent = array.shape, flat  # must live until it is sent
         self._into = xp.empty((flat.size,), dtype=flat.dtype)
         after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         self._handles = (
@@ -227,12 +200,12 @@ class _Passing:
         return self._into.reshape(self._shape)
 
 
-def _passed(env: Env, array: Array, tag: int, thing: str) -> _Passing:
-    return _Passing(env, array, tag, named(env, thing))
+def _shift(env: Env, array: Array, tag: int, thing: str) -> _Shift:
+    return _Shift(env, array, tag, named(env, thing))
 
 
-def _added(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
-    """The results of two sets of keys, each normalised by its own sum of exponentials, as the result of both."""
+def _merged(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
+    """The attention over two sets of keys, from that over each, normalised by its own sum of exponentials."""
     top = xp.maximum(lse, part_lse)
     total = top + xp.log(xp.exp(lse - top) + xp.exp(part_lse - top))
     o = o * xp.exp(lse - total)[..., None]

@@ -67,9 +67,18 @@ class Window:
 class Conv2d(Layer):
     """Cross-correlation of `(samples, in_channels, height, width)` with a window, plus bias.
 
-    Parameters `weight (out_channels, in_channels, kh, kw)` and `bias (out_channels,)`, from U(-k, k) with k =
+    Weights `weight (out_channels, in_channels, kh, kw)` and `bias (out_channels,)`, from U(-k, k) with k =
     1/sqrt(in_channels kh kw), as in PyTorch. The windows become the columns of one matrix product (im2col,
-    Chellapilla et al. 2006); the columns are made again in backward instead of being kept.
+    Chellapilla et al. 2006); backward recomputes the columns.
+
+    Parameters
+    ----------
+    in_channels, out_channels : size of dim 1 of the input and of the result
+    kernel_size : height and width of the window, one number for both or a pair; so are the next two
+    stride : by how many pixels the window moves
+    padding : rows and columns of zeros on each side
+    bias : whether there is a bias
+    init : of `weight`, instead of the uniform distribution
     """
 
     def __init__(
@@ -148,7 +157,14 @@ class Conv2d(Layer):
 
 
 class MaxPool2d(Layer):
-    """The largest value under each place of the window (the first of equals); default stride: its size."""
+    """The largest value in each window of `(samples, channels, height, width)`; the first of equals has the gradient.
+
+    Parameters
+    ----------
+    kernel_size : height and width of the window, one number for both or a pair; so are the next two
+    stride : by how many pixels the window moves; None: kernel_size
+    padding : rows and columns of -inf on each side, at most half of kernel_size
+    """
 
     def __init__(self, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> None:
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
@@ -176,7 +192,14 @@ class MaxPool2d(Layer):
 
 
 class AvgPool2d(Layer):
-    """The mean under each place of the window, padding counted as zeros; stride None is the window's size."""
+    """The mean of each window of `(samples, channels, height, width)`; padding counts.
+
+    Parameters
+    ----------
+    kernel_size : height and width of the window, one number for both or a pair; so are the next two
+    stride : by how many pixels the window moves; None: kernel_size
+    padding : rows and columns of zeros on each side, at most half of kernel_size
+    """
 
     def __init__(self, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> None:
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding

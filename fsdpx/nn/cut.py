@@ -1,4 +1,4 @@
-"""How a parameter lies over the tensor axis: blocks of one dim, each dealt out in multiples of a grain."""
+"""How a parameter is cut over the tensor axis: blocks of one dim, each split among the ranks in whole grains."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ def share(count: int, rank: int, width: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Cut:
-    """Dim `dim` consists of `blocks` equal blocks; of each, rank r of n holds a run of whole grains.
+    """How a dim is cut over n ranks: of k grains in each block, rank r holds [floor(k r/n), floor(k (r+1)/n)).
 
-    dim: of the full array. blocks: queries, keys and values that lie one after the other are 3. grain: what may not
-    be torn apart, the size of one head. With k grains in a block, rank r holds [grain floor(k r/n),
-    grain floor(k (r+1)/n)) of every block.
+    Parameters
+    ----------
+    dim : of the full array
+    blocks : equal blocks one after the other, each cut by itself; queries, keys and values are 3
+    grain : elements that must stay on one rank, such as those of one head
     """
 
     dim: int
@@ -37,7 +39,7 @@ class Cut:
         return [(b * size + self.grain * start, b * size + self.grain * stop) for b in range(self.blocks)]
 
     def grains(self, shape: tuple[int, ...]) -> int:
-        """How many grains a block of dim `dim` has; ConfigError if blocks or grains do not come out even."""
+        """How many grains a block of dim `dim` has; ConfigError if dim is not a multiple of blocks and grain."""
         count, rest = divmod(shape[self.dim], self.blocks * self.grain)
         if rest:
             raise ConfigError(f"{self}: {shape[self.dim]} is not {self.blocks} blocks of multiples of {self.grain}")
@@ -65,7 +67,7 @@ class Cut:
 
     def runs(self, shape: tuple[int, ...], rank: int, width: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The runs (start, stop) of flat elements of the full array that are local flat elements [start, stop), in
-        order: to fill a piece of a piece by global index. One run per row for a cut of dim 1."""
+        order. One run per row for a cut of dim 1."""
         inner = math.prod(shape[self.dim + 1 :])
         pieces = [(a * inner, b * inner) for a, b in self.ranges(shape, rank, width)]
         row, whole = sum(b - a for a, b in pieces), shape[self.dim] * inner

@@ -1,4 +1,4 @@
-"""The text of a layer or a loss: its constructor call, defaults left out."""
+"""The repr of a layer or a loss: its constructor call, without arguments that are at their defaults."""
 
 import inspect
 from typing import Any

@@ -15,8 +15,12 @@ __all__ = ["CutDropout", "Dropout", "apply_mask", "keep_mask"]
 class Dropout(Layer):
     """Each element is kept with probability 1 - p and then divided by 1 - p (Srivastava et al. 2014).
 
-    Whether an element is kept depends on the seed, the layer's path, the step and the element's place in the
-    global batch, never on how the batch is cut among ranks.
+    The mask depends on the seed, the layer's path, the step and the element's place in the global batch, not on how
+    the batch is cut among ranks.
+
+    Parameters
+    ----------
+    p : probability that an element is set to 0
     """
 
     runs = ("drop", "drop_backward")
@@ -36,9 +40,14 @@ class Dropout(Layer):
 
 
 class CutDropout(Layer):
-    """`Dropout` of an array that is cut over the tensor axis along `dim`: drops what one rank alone would drop.
+    """`Dropout` of an array that is cut over the tensor axis, with the mask that a single rank would have.
 
-    total: the size of the whole of `dim`, dealt out in multiples of `grain`; None: equal parts.
+    Parameters
+    ----------
+    p : probability that an element is set to 0
+    dim : the dim that is cut
+    total : size of `dim` in the full array; None: all ranks have equal parts
+    grain : with `total`: elements that stay on one rank, as `Cut` has it
     """
 
     runs = ("drop", "drop_backward")
@@ -73,9 +82,9 @@ class CutDropout(Layer):
 def keep_mask(
     env: Env, shape: tuple[int, ...], drop: float, cuts: Mapping[int, tuple[int, int]] | None = None
 ) -> Array:
-    """True where an element is kept; dim 0 of `shape` is samples. cuts: as `Random.window` has it."""
+    """True where an element is kept; dim 0 of `shape` is samples. cuts: as in `Random.subarray`."""
     if cuts:
-        return env.random.window(tuple(shape), cuts).fractions(env.xp) >= drop
+        return env.random.subarray(tuple(shape), cuts).fractions(env.xp) >= drop
     return env.random.uniform(env.xp, tuple(shape)) >= drop
 
 

@@ -4,20 +4,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdpx.array import kernels
-from fsdpx.errors import DataError
+from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn.check import positive
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import Array, Env, Layer, Spec
-from fsdpx.nn.numeric import is_index
+from fsdpx.nn.numeric import add_sum, is_index
 
-__all__ = ["Embedding", "check_index"]
+__all__ = ["Embedding", "TokenEmbedding", "Tokens", "check_index", "want_tokens"]
 
 
 class Embedding(Layer):
-    """`(samples, ...)` of whole numbers in [0, num_embeddings) -> `(samples, ..., embedding_dim)`.
+    """`(samples, ...)` of integers in [0, num_embeddings) -> rows of `weight`, `(samples, ..., embedding_dim)`.
 
-    Parameter `weight (num_embeddings, embedding_dim)`, from N(0, 1) as in PyTorch. The input gets no
-    gradient.
+    Parameters
+    ----------
+    num_embeddings : rows of `weight (num_embeddings, embedding_dim)`
+    embedding_dim : features of a row
+    init : of `weight`; None: N(0, 1) as in PyTorch
+
+    Raises
+    ------
+    DataError : the input is not of integers in range
     """
 
     acts_on = "position"
@@ -46,11 +53,86 @@ class Embedding(Layer):
             kernels.embedding_backward(env.xp, g["weight"], x.reshape(-1), rows)
 
 
+class Tokens(Layer):
+    """The base of token embeddings: weight[token] + position[time].
+
+    Subclasses say which tokens they accept (`_want`), which positions these have (`_positions`), and, where a rank
+    does not hold all rows of `weight`, how rows are looked up and their gradients added (`_rows`, `_add_rows`).
+    """
+
+    runs = ("embedding_backward",)
+
+    def __init__(
+        self, vocab: int, d_model: int, seq_len: int, *, init: Init | None = None, position_init: Init | None = None
+    ) -> None:
+        positive(self, vocab=vocab, d_model=d_model, seq_len=seq_len)
+        self.vocab = vocab
+        self.d_model = d_model
+        self.seq_len = seq_len
+        self.init = init
+        self.position_init = position_init
+
+    def specs(self) -> dict[str, Spec]:
+        return {
+            "weight": Spec((self.vocab, self.d_model), self.init or normal(1.0)),
+            "position": Spec((self.seq_len, self.d_model), self.position_init or normal(1.0)),
+        }
+
+    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+        self._want(env, x)
+        check_index(self, x, self.vocab)
+        y = self._rows(env, p["weight"], x)
+        y += p["position"][self._positions(env, x)]
+        return y, (x,)
+
+    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[None, Any]:
+        return None, (saved[0], dy)
+
+    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+        x, dy = kept
+        if "weight" in g:
+            self._add_rows(env, g["weight"], x, dy)
+        if "position" in g:
+            add_sum(env.xp, g["position"][self._positions(env, x)], dy, 0)
+
+    def _want(self, env: Env, x: Array) -> None:
+        want_tokens(self, x, self.seq_len)
+
+    def _positions(self, env: Env, x: Array) -> slice:
+        return slice(x.shape[1])
+
+    def _rows(self, env: Env, weight: Array, x: Array) -> Array:
+        return weight[x]
+
+    def _add_rows(self, env: Env, gw: Array, x: Array, dy: Array) -> None:
+        kernels.embedding_backward(env.xp, gw, x.reshape(-1), dy.reshape(-1, self.d_model))
+
+
+class TokenEmbedding(Tokens):
+    """Tokens `(samples, time)` -> weight[token] + position[time], `(samples, time, d_model)`.
+
+    Parameters
+    ----------
+    vocab : tokens are integers in [0, vocab)
+    d_model : features of the result
+    seq_len : the longest time
+    init : of `weight (vocab, d_model)`; None: N(0, 1)
+    position_init : of `position (seq_len, d_model)`; None: N(0, 1)
+    """
+
+
 def check_index(layer: Layer, x: Array, count: int) -> None:
-    """Refuse what is no row number; NumPy would take -1 for the last row and CuPy would wrap around."""
+    """DataError unless `x` holds numbers of `count` rows; NumPy would take -1 for the last row, CuPy would wrap."""
     if not is_index(x):
         raise DataError(f"{layer!r} wants whole numbers, got {x.dtype}")
     if x.size and (float(x.min()) < 0 or float(x.max()) >= count):
         low, high = int(x.min()), int(x.max())
         wrong = low if low < 0 else high
         raise DataError(f"{layer!r}: index {wrong} is out of range: it must be from 0 to {count - 1}")
+
+
+def want_tokens(layer: Layer, x: Array, seq_len: int) -> None:
+    """`x` must be (samples, time) with a time of at most `seq_len`."""
+    if x.ndim != 2 or x.shape[1] > seq_len:
+        wanted = f"(samples, time <= {seq_len})"
+        raise ShapeError(f"{layer!r} wants tokens of shape {wanted}, got {tuple(x.shape)}")

@@ -1,4 +1,4 @@
-"""Gradients as layers get them: arrays to add into, zeroed when they are first looked at and not before."""
+"""Gradients as layers get them: arrays to add into, which are set to zero when they are first read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Array = Any
 
 
 class Entry:
-    """One parameter's gradient. blank: nobody has written it yet, and what is in the array means nothing."""
+    """One parameter's gradient. blank: nothing was written yet, and the content of the array is undefined."""
 
     __slots__ = ("array", "blank")
 
@@ -20,7 +20,7 @@ class Entry:
         self.blank = blank
 
     def open(self) -> Array:
-        """The array as a sum to add to: a blank one is zero."""
+        """The array to add into; a blank one is set to zero first."""
         if self.blank:
             self.array[...] = 0
             self.blank = False
@@ -28,7 +28,7 @@ class Entry:
 
 
 class Gradients(Mapping[str, Array]):
-    """Name -> gradient: `g["weight"] += d` is right for every layer; `destination` saves the zeros and the addition.
+    """Name -> gradient: `g["weight"] += d` works for every layer; `destination` saves zeroing and adding.
 
     Tied parameters are one `Entry` under several names.
     """
@@ -43,7 +43,7 @@ class Gradients(Mapping[str, Array]):
         return self.entries[name].open()
 
     def __setitem__(self, name: str, array: Array) -> None:
-        """The second half of `g[name] += d`."""
+        """Called by `g[name] += d`, after the addition in place."""
         entry = self.entries[name]
         if array is not entry.array:
             entry.array[...] = array
@@ -59,7 +59,7 @@ class Gradients(Mapping[str, Array]):
         return len(self.entries)
 
     def branches(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
-        """By the first part of the names, as `fsdpx.nn.layer.branches`; aliases: further name -> name. Made once."""
+        """Grouped by the first part of the names, as `fsdpx.nn.layer.branches`; aliases: alias -> name. Cached."""
         if self._branches is None or self._branches[0] is not aliases:
             self._branches = (aliases, self._grouped(aliases))
         return self._branches[1]

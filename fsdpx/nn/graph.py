@@ -12,9 +12,20 @@ __all__ = ["Graph"]
 class Graph(Container):
     """`Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")}, inputs=("x", "z"), outputs=("sum",))`.
 
-    nodes: name -> (layer, names of what it reads: inputs or other nodes), in any order; they run in the order
-    written wherever that is possible. A nested Graph with several outputs is read as `"name.output"`.
-    Several inputs (or outputs) are given (or returned) as a tuple. ties, frozen: as in `Chain`.
+    Nodes run in the order they are written wherever that is possible. Several inputs (or outputs) are passed (or
+    returned) as a tuple. The outputs of a nested Graph with several are read as `"name.output"`.
+
+    Parameters
+    ----------
+    nodes : name -> (layer, names of the inputs or nodes that it reads)
+    inputs : names of the model's inputs
+    outputs : names of the values that are returned
+    ties : alias -> canonical name of a shared parameter, as in `Chain`
+    frozen : name patterns (fnmatch) of parameters that are not trained
+
+    Raises
+    ------
+    ConfigError : a cycle, an unknown or duplicate name, or a value that nothing reads
     """
 
     def __init__(
@@ -67,9 +78,9 @@ def _no_duplicates(names: list[str]) -> None:
 def _known(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> None:
     values = [*inputs, *(value for step in steps for value in step.gives)]
     reads = [(f"node {step.name!r} reads", source) for step in steps for source in step.sources]
-    for who, name in [*reads, *(("outputs name", name) for name in outputs)]:
+    for reader, name in [*reads, *(("outputs name", name) for name in outputs)]:
         if name not in values:
-            raise ConfigError(f"Graph: {who} {name!r}, which is unknown; there are {', '.join(values)}")
+            raise ConfigError(f"Graph: {reader} {name!r}, which is unknown; there are {', '.join(values)}")
 
 
 def _all_used(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> None:
@@ -77,11 +88,11 @@ def _all_used(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[st
     read = {*outputs, *(source for step in steps for source in step.sources)}
     values = [*inputs, *(value for step in steps for value in step.gives)]
     if idle := [value for value in values if value not in read]:
-        raise ConfigError(f"Graph: nobody reads {', '.join(map(repr, idle))}; remove them or name them in outputs")
+        raise ConfigError(f"Graph: nothing reads {', '.join(map(repr, idle))}; remove them or name them in outputs")
 
 
 def _order(steps: Sequence[Step], inputs: Sequence[str]) -> list[Step]:
-    """Topological, and as written wherever possible (Kahn 1962, always taking the first that is ready)."""
+    """In topological order, as written wherever possible (Kahn 1962, always taking the first that is ready)."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
         step = next((s for s in waiting if ready.issuperset(s.sources)), None)
@@ -94,10 +105,10 @@ def _order(steps: Sequence[Step], inputs: Sequence[str]) -> list[Step]:
 
 
 def _cycle(waiting: Sequence[Step]) -> str:
-    giver = {value: step for step in waiting for value in step.gives}
+    source_of = {value: step for step in waiting for value in step.gives}
     walk = [waiting[0]]
     while True:
-        before = next(giver[source] for source in walk[-1].sources if source in giver)
+        before = next(source_of[name] for name in walk[-1].sources if name in source_of)
         if before in walk:
             names = [step.name for step in walk[walk.index(before) :]]
             return " -> ".join(map(repr, [*names[::-1], names[-1]]))

@@ -1,4 +1,4 @@
-"""How parameters begin: functions of a seed, a name and a range, so any rank can fill any piece alone."""
+"""Initial values of parameters: functions of a seed, a name and a range, so any rank can fill any part alone."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -50,7 +50,7 @@ class Normal:
 @dataclass(frozen=True)
 class Sinusoid:
     """Rows of sines and cosines of falling frequency, one row per position, with root mean square `std`
-    (Vaswani et al. 2017). Neighbouring positions differ by a fixed rotation, so attention finds "one back" early.
+    (Vaswani et al. 2017). Neighbouring positions differ by a fixed rotation, which attention learns to use early.
     """
 
     std: float = 1.0
@@ -70,7 +70,7 @@ ones = Constant(1.0)
 
 
 def values(specs: Mapping[str, Any], seed: int = 0, dtype: Any = np.float32) -> dict[str, np.ndarray]:
-    """All parameters of `specs` (name -> Spec) whole, on the host: the values every placement starts from."""
+    """The full initial parameters of `specs` (name -> Spec) on the host; every layout begins with these values."""
     return {
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
         for name, spec in specs.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fsdpx.errors import ConfigError
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fsdpx.array.random import Random
     from fsdpx.comm.mesh import Axes
 
-__all__ = ["Array", "Env", "Layer", "Spec", "branches", "join", "prefixed"]
+__all__ = ["Array", "Env", "Layer", "Spec", "branches", "dotted", "join", "prefixed"]
 
 NO_TIES: dict[str, str] = {}
 Array = Any
@@ -29,9 +29,13 @@ Array = Any
 class Spec:
     """One parameter of a layer.
 
-    shape: as PyTorch has it, of the whole parameter. init: see `fsdpx.nn.init`. trainable: it gets a gradient and is
-    updated. state: it is written by `forward` itself when training (running statistics); never trainable.
-    cut: how it lies over the tensor axis; None: whole on every rank. It is created, saved and compared whole.
+    Parameters
+    ----------
+    shape : of the full parameter, as PyTorch has it; it is created, saved and compared at this shape
+    init : how its values begin, see `fsdpx.nn.init`
+    trainable : it has a gradient and is updated
+    state : `forward` writes it when training (running statistics); never trainable
+    cut : how it is cut over the tensor axis; None: every rank holds all of it
     """
 
     shape: tuple[int, ...]
@@ -51,12 +55,17 @@ class Spec:
 
 @dataclass(frozen=True)
 class Env:
-    """All that a layer may know of the world.
+    """All that a layer may know of its surroundings; frozen.
 
-    xp: the array namespace (numpy, cupy or `fsdpx.array.shapes`). mesh: the connected axes, for layers that
-    sum over ranks. random: counter-based numbers of this layer, step and global row. training: dropout drops,
-    statistics move. recompute: names of what layers do not keep for backward but make again ("attention").
-    again: this forward repeats an earlier one for backward, so state must not move a second time.
+    Parameters
+    ----------
+    xp : the array namespace: numpy, cupy or `fsdpx.array.shapes`
+    mesh : the connected mesh axes, for layers that communicate
+    random : counter-based random numbers of this layer, step and global row
+    training : dropout is active and running statistics are updated
+    recompute : names of activations that layers recompute in backward instead of saving ("attention")
+    recomputing : this forward repeats an earlier one for backward, so it must not update state a second time
+    again : the same as `recomputing`
     """
 
     xp: Any
@@ -64,59 +73,76 @@ class Env:
     random: Random
     training: bool = True
     recompute: frozenset[str] = frozenset()
-    again: bool = False
+    recomputing: bool = False
+    again: InitVar[bool] = False
+
+    def __post_init__(self, again: bool) -> None:
+        if again:
+            object.__setattr__(self, "recomputing", True)
 
     def at(self, name: str) -> Env:
-        """The same world one name further down: the random numbers of child `name`."""
-        return Env(self.xp, self.mesh, self.random.at(name), self.training, self.recompute, self.again)
+        """The environment of child `name`: the same but for its random numbers."""
+        return Env(self.xp, self.mesh, self.random.at(name), self.training, self.recompute, self.recomputing)
 
 
 class Layer(ABC):
-    """What is computed: configuration only, shared by all ranks, safe to use in several places.
+    """What is computed: configuration only, without arrays of its own, so one layer can stand in several places.
 
-    Arrays: dim 0 of every input and output is samples, and it may be 0. `p` maps the names of `specs()` to
-    arrays, which are views of flat buffers; `g` maps only the trainable names to gradients, into which a
-    layer *adds*. Neither the inputs nor `dy` may be changed; a result may be a view of them.
+    A layer of your own defines `specs`, `forward`, `backward_input` and, if it has parameters, `backward_params`;
+    `fsdpx.testing.LayerContract` tests it. All methods but `specs` and `children` take these arguments:
+
+    Parameters
+    ----------
+    env : array namespace, mesh, random numbers and training mode, see `Env`
+    p : name -> parameter, for the names of `specs()`; the arrays are views of flat buffers
+    g : name -> gradient, for the trainable names only; a layer *adds* into these arrays
+    x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is samples and may have size 0
+    dy : the gradient of the result, in its shape
+
+    `x`, `p` and `dy` must not be changed; a result may be a view of them.
     """
 
     n_inputs: int | None = 1
     """How many arrays `forward` takes (a tuple when not 1); None: any number."""
     n_outputs: int = 1
-    """How many arrays `forward` gives; only containers give more than one."""
+    """How many arrays `forward` returns; only containers return more than one."""
     cheap: bool = False
-    """Its result costs no more than a pass over memory: a container keeps what `again` needs instead of it."""
+    """`forward` costs no more than a pass over memory: a container saves the input of `recompute`, not the result."""
     collective: bool = False
-    """It calls collectives over `env.mesh.data`: all ranks there must run it equally often."""
+    """It calls collectives over `env.mesh.data`: all ranks of that axis must run it equally often."""
 
     acts_on: str = "sample"
-    """The least it treats by itself: "sample" (dim 0), "position" (dims 0 and 1) or "element". Layers that act on
-    positions can be run on a part of a sequence, those that act on elements also on a part of the features."""
+    """The least it can treat alone: "sample" (dim 0), "position" (dims 0 and 1) or "element". Layers that act on
+    positions can run on a part of a sequence, those that act on elements also on a part of the features."""
 
     runs: tuple[str, ...] = ()
     """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""
 
     _distribute: ClassVar[Callable[..., Any]]
-    """`fsdpx.distribute`; set by the package `fsdpx`, because layers import nothing that uses them."""
+    """`fsdpx.distribute`, set by the package `fsdpx`: layers import nothing that uses them."""
 
     def specs(self) -> dict[str, Spec]:
-        """Name -> `Spec` of every parameter, children's included with dotted names."""
+        """Name -> `Spec` of every parameter, those of children included under dotted names."""
         return {}
 
     def children(self) -> dict[str, Layer]:
         """Name -> layer inside this one."""
         return {}
 
-    def again(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
-        """The result of `forward`, from what it saved; for layers that are `cheap`."""
-        raise ConfigError(f"{self!r} is cheap but does not define again")
+    def recompute(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
+        """The result of `forward` once more, from what it saved; needed for layers that are `cheap`."""
+        raise ConfigError(f"{self!r} is cheap but does not define recompute")
 
     @abstractmethod
     def forward(self, env: Env, p: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
-        """`(y, saved)`: the result and a tuple of what backward needs (references, not copies)."""
+        """`(y, saved)`: the result, and a tuple of what backward needs (references, not copies)."""
 
     @abstractmethod
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Any) -> tuple[Any, Any]:
-        """`(dx, kept)`: the input's gradient (None for integers, a tuple for several), and what is kept."""
+        """`(dx, kept)`: the input's gradient, and what `backward_params` needs.
+
+        dx is a tuple for several inputs, with None for an input of integers, which has no gradient.
+        """
 
     def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
         """Add the gradients of the parameters into `g`; a name that is missing there is frozen."""
@@ -124,14 +150,14 @@ class Layer(ABC):
             raise ConfigError(f"{self!r} has parameters ({', '.join(g)}) but does not define backward_params")
 
     def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> Any:
-        """Both halves of backward: adds into `g`, returns `dx`. Defined anew where they are cheaper together."""
+        """`backward_input`, then `backward_params`; returns dx. Override it if both together cost less."""
         dx, kept = self.backward_input(env, p, saved, dy)
         if g:
             self.backward_params(env, g, kept)
         return dx
 
     def backward_leaf(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> None:
-        """`backward` where nobody reads `dx`: the input is data. Defined anew where `dx` is dear."""
+        """`backward` of a layer that reads the data, so dx is not needed. Override it if dx is expensive."""
         self.backward(env, p, g, saved, dy)
 
     def as_distributed(self, **options: Any) -> Any:
@@ -142,14 +168,17 @@ class Layer(ABC):
         return describe(self)
 
 
-def join(path: str, name: str) -> str:
-    """Dotted path of `name` below `path`; the root's path is empty."""
+def dotted(path: str, name: str) -> str:
+    """The path of `name` below `path`; the root's path is empty."""
     return f"{path}.{name}" if path and name else path or name
 
 
+join = dotted
+
+
 def prefixed(children: Iterable[tuple[str, Layer]]) -> dict[str, Spec]:
-    """All specs of `children`, each name behind its child's."""
-    return {join(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
+    """The specs of all `children`, each name preceded by its child's."""
+    return {dotted(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
 
 def branches(arrays: Mapping[str, Array]) -> Mapping[str, Mapping[str, Array]]:

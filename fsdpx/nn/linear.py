@@ -13,10 +13,18 @@ __all__ = ["Linear"]
 
 
 class Linear(Layer):
-    """`(samples, ..., in_features)` -> `(samples, ..., out_features)`.
+    """y = x weight^T + bias: `(samples, ..., in_features)` -> `(samples, ..., out_features)`.
 
-    Parameters `weight (out_features, in_features)` and `bias (out_features,)`, both from U(-k, k),
-    k = 1/sqrt(in_features), as in PyTorch; `init` and `bias_init` replace that.
+    Parameters
+    ----------
+    in_features, out_features : size of the last dim of the input and of the result; `weight (out, in)`
+    bias : whether there is a `bias (out_features,)`
+    init : of `weight`; None: U(-k, k) with k = 1/sqrt(in_features), as in PyTorch
+    bias_init : of `bias`; None: the same distribution
+
+    Raises
+    ------
+    ShapeError : the last dim of the input is not in_features
     """
 
     acts_on = "position"
@@ -52,7 +60,7 @@ class Linear(Layer):
 
     def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
         bias = p["bias"] if self.bias else None
-        if x.ndim == 2 and x.shape[1] == self.in_features:  # a small layer feels every call
+        if x.ndim == 2 and x.shape[1] == self.in_features:  # without reshapes, which a small layer feels
             return affine(env.xp, x, p["weight"], bias), (x,)
         want_last(self, x, self.in_features)
         return affine(env.xp, flat(x), p["weight"], bias).reshape(*x.shape[:-1], self.out_features), (x,)

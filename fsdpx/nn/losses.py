@@ -1,4 +1,4 @@
-"""Losses: a (sum, weight) pair over the samples, so that parts of a batch add up; the mean is their ratio."""
+"""Losses: a (total, weight) pair over the samples, so that parts of a batch add up; the mean is their ratio."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -16,26 +16,33 @@ __all__ = ["MSE", "BCEWithLogits", "CrossEntropy", "Loss"]
 
 
 class Loss(ABC):
-    """How wrong `y` is: `total` is a sum in float64, `weight` counts what was summed; loss = total / weight.
+    """The loss of an output `y` against a target: total / weight, a sum in float64 and the count of its summands.
 
-    The weight of a part may be 0 (no samples, or all ignored); the engine divides only over the whole batch.
+    The weight of a part of a batch may be 0 (no samples, or all ignored): only the totals and weights of the whole
+    global batch are divided. A loss of your own defines `forward`, `backward` and `validate`.
+
+    Parameters
+    ----------
+    env : array namespace and mesh, see `Env`
+    y : the model's output; dim 0 is samples and may have size 0
+    target : what y is compared with; dim 0 is samples
     """
 
     runs: tuple[str, ...] = ()
     """Names of the kernels it runs: compiled before the first step."""
     partial: bool = False
-    """(total, weight) is this rank's part only: the whole is the sum over the tensor axis."""
+    """(total, weight) is this tensor rank's part: the full pair is the sum over the tensor axis."""
     acts_on: str = "sample"
-    """The least it compares by itself: "sample" (dim 0) or "position" (dims 0 and 1): then total and weight of an
-    output and a target that are cut alike along dim 1 add up, and it can be used where a sequence is cut."""
+    """The least it can compare alone: "sample" (dim 0) or "position" (dims 0 and 1). A loss that acts on positions can
+    be used with a cut sequence: totals and weights of parts along dim 1 add up."""
 
     @abstractmethod
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        """`(total, weight, saved)`."""
+        """`(total, weight, saved)`; saved is what `backward` needs."""
 
     @abstractmethod
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
-        """`seed * d total / d y`, in the shape and dtype of y; seed 1 / global weight gives the mean's."""
+        """`seed * d total / d y`, in the shape and dtype of y; with seed = 1 / global weight that of the mean."""
 
     @abstractmethod
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
@@ -46,11 +53,14 @@ class Loss(ABC):
 
 
 class CrossEntropy(Loss):
-    """-log softmax(y)[target]; y `(samples, ..., classes)`, target `(samples, ...)` of whole numbers.
+    """-log softmax(y)[target]: y `(samples, ..., classes)`, target `(samples, ...)` of integers, as in PyTorch.
 
-    Positions with target `ignore_index` count nothing. `label_smoothing` e mixes the target with the uniform
-    distribution: (1 - e) onehot + e / classes (Szegedy et al. 2015), as in PyTorch. weight: positions that
-    count.
+    weight: the number of targets that are not ignored.
+
+    Parameters
+    ----------
+    ignore_index : targets of this value count nothing
+    label_smoothing : e in (1 - e) onehot + e / classes, the distribution that is compared with (Szegedy et al. 2015)
     """
 
     acts_on = "position"
@@ -89,7 +99,7 @@ class CrossEntropy(Loss):
 
 
 class MSE(Loss):
-    """(y - target)^2, summed; weight: the number of elements."""
+    """(y - target)^2, summed; y and target of one shape; weight: the number of elements."""
 
     acts_on = "position"
     runs = ("square_sum",)
@@ -106,7 +116,7 @@ class MSE(Loss):
 
 
 class BCEWithLogits(Loss):
-    """Binary cross entropy of sigmoid(y): max(y, 0) - y t + log(1 + exp(-|y|)); weight: elements."""
+    """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)); weight: the number of elements."""
 
     acts_on = "position"
     runs = ("sigmoid",)

@@ -1,4 +1,4 @@
-"""What a user says about how layers are cut: marks, and the layers that their name patterns match."""
+"""Marks: how a user wants layers to be cut over the tensor axis; and the layers that their name patterns match."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.block import MLP
 from fsdpx.nn.gpt import GPT
-from fsdpx.nn.layer import Layer, join
+from fsdpx.nn.layer import Layer, dotted
 
 __all__ = ["Column", "Mark", "Own", "Row", "Vocab", "matched", "paths"]
 
 
 @dataclass(frozen=True)
 class Column:
-    """A Linear becomes a `ColumnLinear`; activations behind it are cut along the features until a Row closes them.
+    """A Linear becomes a `ColumnLinear`: activations after it are cut along the features until a Row sums them.
 
-    gather_output: they are put together at once. blocks, grain: as `Cut` has them, for results that consist of equal
-    blocks, or of features that must stay together.
+    Parameters
+    ----------
+    gather_output : all-gather them at once instead
+    blocks, grain : for results of equal blocks, or with features that must stay on one rank, see `Cut`
     """
 
     gather_output: bool = False
@@ -31,30 +33,30 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A Linear that reads features that are cut becomes a `RowLinear`."""
+    """A Linear that reads cut features becomes a `RowLinear`."""
 
 
 @dataclass(frozen=True)
 class Vocab:
-    """An Embedding or TokenEmbedding is cut by rows; a Linear that ends the model gives logits cut by classes, for
-    `CrossEntropy`; for another loss they are put together."""
+    """An Embedding or TokenEmbedding is cut by rows. A Linear that ends the model returns logits that are cut by
+    classes for `CrossEntropy` and all-gathered for any other loss."""
 
 
 @dataclass(frozen=True)
 class Own:
-    """As the layer itself knows: MultiHeadAttention by heads, MLP by hidden features, and both wherever they lie
-    inside; in a GPT the embedding and the head by vocabulary too."""
+    """The layer's own plan: MultiHeadAttention is cut by heads, MLP by hidden features, and so are those inside the
+    layer; in a GPT the embedding and the head are cut by vocabulary too."""
 
 
-KNOWING = (MultiHeadAttention, MLP, GPT)
+WITH_PLAN = (MultiHeadAttention, MLP, GPT)
 Mark = Column | Row | Vocab | Own
 
 
 def matched(model: Layer, plan: Mapping[str, Any] | None) -> tuple[dict[str, Mark], set[str]]:
-    """Path -> mark of the layers that are named, and the paths of those that follow their own plan.
+    """Path -> mark of the layers that patterns match, and the paths of the layers that follow their own plan.
 
     plan: pattern (fnmatch on dotted paths, where `*` also matches dots; the first that matches wins) -> mark, a class
-    or an instance; None: everything follows its own plan.
+    or an instance; None: all layers follow their own plan.
     """
     if plan is not None and not isinstance(plan, Mapping):
         raise ConfigError(
@@ -78,16 +80,16 @@ def matched(model: Layer, plan: Mapping[str, Any] | None) -> tuple[dict[str, Mar
 
 
 def paths(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
-    """Every layer with its dotted path, the model itself with an empty one."""
+    """Every layer with its dotted path; that of the model itself is empty."""
     yield path, layer
     for name, child in layer.children().items():
-        yield from paths(child, join(path, name))
+        yield from paths(child, dotted(path, name))
 
 
 def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> set[str]:
-    """The paths at and below `path` that follow their own plan; what that says of a GPT's ends goes into `marks`."""
+    """The paths at and below `path` that follow their own plan. Of a GPT's own plan two marks go into `marks`."""
     if isinstance(marks.get(path), Own):
-        if not inside and not any(isinstance(found, KNOWING) for _, found in paths(layer)):
+        if not inside and not any(isinstance(found, WITH_PLAN) for _, found in paths(layer)):
             raise ConfigError(
                 f"tensor_plan: {path!r} {layer!r} has no plan of its own, only attention, MLP and GPT have: choose "
                 "nn.Column, nn.Row or nn.Vocab"
@@ -96,11 +98,11 @@ def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> set[s
         del marks[path]
     if inside and isinstance(layer, GPT):
         for end in ("embed", "head"):
-            if isinstance(marks.get(join(path, end), Own()), Own):
-                marks[join(path, end)] = Vocab()
+            if isinstance(marks.get(dotted(path, end), Own()), Own):
+                marks[dotted(path, end)] = Vocab()
     found = {path} if inside else set()
     for name, child in layer.children().items():
-        found |= _own(child, join(path, name), marks, inside)
+        found |= _own(child, dotted(path, name), marks, inside)
     return found
 
 

@@ -1,9 +1,9 @@
 """Moves between ranks in adjoint pairs: copy/sum, gather/scatter_sum, cut/join, and exchange with itself.
 
-An array over an axis of N ranks is one of three things:
+An array over an axis of N ranks is in one of three states:
 
     replicated   every rank holds the same value, which counts once
-    cut          every rank holds a part along one dim, and together they are one value
+    cut          every rank holds a part along one dim; together they are one value
     each         every rank holds a value of its own
 
     move          from         to           forward                adjoint
@@ -31,27 +31,16 @@ from fsdpx.errors import ShapeError
 from fsdpx.nn.cut import share
 
 __all__ = [
-    "Pending",
-    "copy",
-    "cut",
-    "exchange",
-    "gather",
-    "join",
-    "part",
-    "scatter_sum",
-    "start_gather",
-    "start_scatter_sum",
-    "start_sum",
-    "sum",
-    "want_even",
-]
+    "PendingMove", "copy", "cut", "exchange", "gather", "join", "part", "scatter_sum", "start_gather",
+    "start_scatter_sum", "start_sum", "sum", "want_even",
+]  # fmt: skip
 
 Array = Any
 Shape = tuple[int, ...]
 
 
-class Pending:
-    """A move that was issued: `wait()` gives its result. sent: what must stay alive until then."""
+class PendingMove:
+    """A move that was issued; `wait()` returns its result. sent: an array that must live until then."""
 
     __slots__ = ("_finish", "_handle", "_sent")
 
@@ -65,7 +54,7 @@ class Pending:
 
 
 def copy(xp: Any, comm: Communicator, x: Array) -> Array:
-    """Every rank goes on with the replicated `x`, each in its own way."""
+    """The replicated `x` itself: from here on each rank's value is its own, so the adjoint is `sum`."""
     return x
 
 
@@ -74,34 +63,34 @@ def sum(xp: Any, comm: Communicator, x: Array, *, fresh: bool = False, what: str
     return start_sum(xp, comm, x, fresh=fresh, what=what).wait()
 
 
-def start_sum(xp: Any, comm: Communicator, x: Array, *, fresh: bool = False, what: str = "") -> Pending:
+def start_sum(xp: Any, comm: Communicator, x: Array, *, fresh: bool = False, what: str = "") -> PendingMove:
     """`sum`, issued and not waited for."""
     if comm.size == 1:
-        return Pending(None, lambda: x)
+        return PendingMove(None, lambda: x)
     flat = _flat(xp, x)
     if not fresh:
         flat = flat.copy()
-    return Pending(comm.all_reduce(flat, what=what), lambda: flat.reshape(x.shape))
+    return PendingMove(comm.all_reduce(flat, what=what), lambda: flat.reshape(x.shape))
 
 
 def gather(xp: Any, comm: Communicator, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
-    """The parts of all ranks put together along `dim`. total: the size of the whole; None: `comm.size` equal parts."""
+    """The parts of all ranks concatenated along `dim`. total: the full size; None: `comm.size` equal parts."""
     return start_gather(xp, comm, x, dim, total, what=what).wait()
 
 
 def start_gather(
     xp: Any, comm: Communicator, x: Array, dim: int, total: int | None = None, *, what: str = ""
-) -> Pending:
+) -> PendingMove:
     """`gather`, issued and not waited for."""
     if comm.size == 1:
-        return Pending(None, lambda: x)
+        return PendingMove(None, lambda: x)
     dim = dim % x.ndim
     shapes = _part_shapes(x.shape, dim, x.shape[dim] * comm.size if total is None else total, comm)
     assert tuple(x.shape) == shapes[comm.rank], f"{what}: a part of shape {tuple(x.shape)}, not {shapes[comm.rank]}"
     counts = [math.prod(shape) for shape in shapes]
-    sent, flat = _flat(xp, x), xp.empty((_added(counts),), dtype=x.dtype)
+    sent, flat = _flat(xp, x), xp.empty((_total(counts),), dtype=x.dtype)
     handle = comm.all_gather(sent, flat, counts, what=what)
-    return Pending(handle, lambda: _joined(xp, flat, shapes, dim), sent)
+    return PendingMove(handle, lambda: _unpacked(xp, flat, shapes, dim), sent)
 
 
 def scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = "") -> Array:
@@ -111,18 +100,18 @@ def scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool =
 
 def start_scatter_sum(
     xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = ""
-) -> Pending:
+) -> PendingMove:
     """`scatter_sum`, issued and not waited for."""
     if comm.size == 1:
-        return Pending(None, lambda: x)
+        return PendingMove(None, lambda: x)
     dim = dim % x.ndim
     if even:
         want_even(x.shape, dim, comm.size, what)
     shapes = _part_shapes(x.shape, dim, x.shape[dim], comm)
     counts = [math.prod(shape) for shape in shapes]
-    sent, mine = _dealt(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
+    sent, mine = _packed(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
     handle = comm.reduce_scatter(sent, mine, counts=counts, what=what)
-    return Pending(handle, lambda: mine.reshape(shapes[comm.rank]), sent)
+    return PendingMove(handle, lambda: mine.reshape(shapes[comm.rank]), sent)
 
 
 def cut(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = "") -> Array:
@@ -133,16 +122,16 @@ def cut(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, 
 
 
 def join(xp: Any, comm: Communicator, x: Array, dim: int, total: int | None = None, *, what: str = "") -> Array:
-    """The whole of the parts, replicated: moves data as `gather`, but what follows is the same on every rank."""
+    """As `gather`, but the result is replicated: what follows is the same on every rank, so the adjoint is `cut`."""
     return gather(xp, comm, x, dim, total, what=what)
 
 
 def exchange(
     xp: Any, comm: Communicator, x: Array, split: int, merge: int, total: int | None = None, *, what: str = ""
 ) -> Array:
-    """From cut along `merge` to cut along `split`: dim `split` of `x` is dealt out, dim `merge` put together.
+    """All-to-all, from cut along `merge` to cut along `split`: `split` is scattered, `merge` concatenated.
 
-    total: the size of the whole of `merge`; None: equal parts. Its adjoint swaps `split` and `merge`.
+    total: the full size of `merge`; None: equal parts. Its adjoint swaps `split` and `merge`.
     """
     if comm.size == 1:
         return x
@@ -151,9 +140,9 @@ def exchange(
     whole = x.shape[merge] * comm.size if total is None else total
     into = _part_shapes(out[comm.rank], merge, whole, comm)
     counts, received = ([math.prod(shape) for shape in shapes] for shapes in (out, into))
-    sent, flat = _dealt(xp, x, out, split), xp.empty((_added(received),), dtype=x.dtype)
+    sent, flat = _packed(xp, x, out, split), xp.empty((_total(received),), dtype=x.dtype)
     comm.all_to_all(sent, flat, counts, received, what=what).wait()
-    return _joined(xp, flat, into, merge)
+    return _unpacked(xp, flat, into, merge)
 
 
 def part(x: Array, dim: int, start: int, stop: int) -> Array:
@@ -179,8 +168,8 @@ def _part_shapes(shape: Sequence[int], dim: int, total: int, comm: Communicator)
     return shapes
 
 
-def _dealt(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """The parts of `x` along `dim`, one after the other and flat; no copy where they lie so already."""
+def _packed(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
+    """The parts of `x` along `dim`, flat and one after the other; no copy if they already lie so."""
     if math.prod(x.shape[:dim]) == 1:
         return _flat(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)
@@ -192,10 +181,10 @@ def _dealt(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
     return flat
 
 
-def _joined(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
-    """The inverse of `_dealt`."""
+def _unpacked(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
+    """The inverse of `_packed`."""
     first = shapes[0]
-    whole = (*first[:dim], _added([shape[dim] for shape in shapes]), *first[dim + 1 :])
+    whole = (*first[:dim], _total([shape[dim] for shape in shapes]), *first[dim + 1 :])
     if math.prod(first[:dim]) == 1:
         return flat.reshape(whole)
     y = xp.empty(whole, dtype=flat.dtype)
@@ -207,8 +196,8 @@ def _joined(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
     return y
 
 
-def _added(counts: Sequence[int]) -> int:
-    total = 0  # the builtin's name is taken by the move
+def _total(counts: Sequence[int]) -> int:
+    total = 0  # in this file `sum` is the move
     for count in counts:
         total += count
     return total

@@ -19,8 +19,12 @@ __all__ = ["LayerNorm", "RMSNorm"]
 class LayerNorm(Layer):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dims (Ba et al. 2016).
 
-    normalized_shape: these dims, a number or several. Parameters `weight` (ones) and `bias` (zeros) of that
-    shape.
+    Parameters
+    ----------
+    normalized_shape : the size of the last dim, or those of several
+    eps : added to the variance
+    elementwise_affine : whether there is a `weight`, ones at first, of normalized_shape
+    bias : whether there is, beside `weight`, a `bias`, zeros at first
     """
 
     cheap = True
@@ -50,7 +54,7 @@ class LayerNorm(Layer):
         y, mean, rstd = kernels.layer_norm(env.xp, rows, _flat(p, "weight"), _flat(p, "bias"), self.eps)
         return y.reshape(x.shape), (x, mean, rstd)
 
-    def again(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
+    def recompute(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
         return self.forward(env, p, saved[0])[0]
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -67,7 +71,11 @@ class LayerNorm(Layer):
 class RMSNorm(Layer):
     """x / sqrt(mean(x^2) + eps) * weight over the last dims (Zhang and Sennrich 2019).
 
-    eps: None takes the machine epsilon of the dtype that is computed in, as PyTorch does.
+    Parameters
+    ----------
+    normalized_shape : the size of the last dim, or those of several
+    eps : added to the mean square; None: the machine epsilon of the dtype that is computed in, as in PyTorch
+    elementwise_affine : whether there is a `weight`, ones at first, of normalized_shape
     """
 
     runs = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
@@ -94,7 +102,7 @@ class RMSNorm(Layer):
         y, rstd = kernels.rms_norm(env.xp, _rows(self, x, self._shape), _flat(p, "weight"), eps)
         return y.reshape(x.shape), (x, rstd)
 
-    def again(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
+    def recompute(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
         return self.forward(env, p, saved[0])[0]
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:

@@ -22,7 +22,7 @@ def is_index(x: Any) -> bool:
 
 
 def flat(x: Any) -> Any:
-    """`(..., n)` as `(rows, n)`: a stack of matrices would be one BLAS call per sample."""
+    """`(..., n)` as `(rows, n)`, so that a product is one BLAS call and not one per sample."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""A model and its loss for a tensor axis: what each rank runs, and what the engine must know of it."""
+"""A model and its loss for a tensor axis: what each rank runs, and what the engine must know about it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,14 @@ SEQUENCES = (None, "parallel", "ulysses", "ring")
 
 @dataclass(frozen=True)
 class Planned:
-    """model, loss: what each rank of the tensor axis runs on the same batch. output_dim: the dim along which the
-    model's output is cut: -1 classes, 1 sequence, None if it is whole. partial: full names of the parameters of which
-    each rank computes a part of the gradient, to be summed over the axis once per step."""
+    """The result of `parallelise`: what each rank of the tensor axis runs on the same batch.
+
+    Parameters
+    ----------
+    model, loss : with layers that are cut over the axis
+    output_dim : the dim along which the model's output is cut: -1 classes, 1 sequence; None: not cut
+    partial : names of the parameters whose gradient each rank computes a part of, to be summed over the axis once
+    """
 
     model: Layer
     loss: Loss
@@ -40,16 +45,25 @@ def parallelise(
     plan: Mapping[str, Any] | None = None,
     sequence: str | None = None,
 ) -> Planned:
-    """`model` and `loss` for a tensor axis of `width` ranks; parameters keep their names, shapes and beginnings.
+    """`model` and `loss` for a tensor axis. Parameters keep their names, shapes and initial values.
 
-    plan: name pattern -> `Column`, `Row`, `Vocab` or `Own`, see `fsdpx.nn.marks`; None: attention, MLP and GPT as they
-    know themselves. sequence: None leaves activations between cut layers whole on every rank; "parallel" cuts them
-    along dim 1 (Korthikanti et al. 2022); "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) leave parameters
-    whole and cut activations along dim 1 from end to end. Communicates nothing; the same on every rank.
+    Communicates nothing; the result is the same on every rank.
 
-    loss: must say `acts_on = "position"` if the model's output stays cut along dim 1, as `sequence` leaves it.
+    Parameters
+    ----------
+    model : any layer; MultiHeadAttention, MLP and GPT have a plan of their own
+    loss : needs `acts_on = "position"` if `sequence` leaves the model's output cut along dim 1
+    width : ranks of the tensor axis
+    plan : name pattern (fnmatch) -> `Column`, `Row`, `Vocab` or `Own`; None: the layers' own plans
+    sequence : None, "parallel", "ulysses" or "ring", see below
 
-    Raises ConfigError, with the path of the layer, for what cannot be cut.
+    "parallel" cuts activations between cut layers along dim 1 (Korthikanti et al. 2022); None leaves them full on every
+    rank. "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) cut no parameters, but activations along dim 1
+    from end to end.
+
+    Raises
+    ------
+    ConfigError : with the path of the layer, for what cannot be cut
     """
     if not isinstance(width, int) or width < 1:
         raise ConfigError(f"a tensor axis of width {width!r}: it must be a whole number >= 1")
@@ -74,7 +88,7 @@ def parallelise(
 
 
 def _root(rewriter: Rewriter, model: Layer, loss: Loss, inputs: list[Kind]) -> Planned:
-    """The model with its ends: the first cut of what comes in whole, and what becomes of a result that is cut."""
+    """The model with its ends: where full inputs are cut, and what is done with a result that is cut."""
     new, enter = model, None
     if isinstance(model, Container) and not isinstance(model, MLP):
         new, kinds = rewriter.visit(model, "", inputs)
@@ -104,7 +118,7 @@ def _root(rewriter: Rewriter, model: Layer, loss: Loss, inputs: list[Kind]) -> P
 
 
 def _may_be_cut(loss: Any, sequence: str | None) -> None:
-    """The loss must add up over parts of the sequence; a loss that is no `Loss` need not say anything."""
+    """The loss must add up over parts of the sequence; one that is not a `Loss` may lack `acts_on`."""
     acts_on = getattr(loss, "acts_on", "sample")
     if acts_on == "position":
         return
@@ -119,13 +133,13 @@ def _may_be_cut(loss: Any, sequence: str | None) -> None:
 def _may_end(kind: Features) -> None:
     if not kind.ends:
         raise ConfigError(
-            f"{kind.source!r} is a Column that nobody closes: its features leave the model cut. Make a Linear behind "
+            f"{kind.source!r} is a Column that no Row closes: its features leave the model cut. Make a Linear behind "
             "it a Row, use Column(gather_output=True), or Vocab for logits"
         )
 
 
 def _canonical(rewriter: Rewriter, model: Layer) -> frozenset[str]:
-    """`partial` under the names that parameters have in the end, without those that are not trained."""
+    """`partial` under canonical names, without parameters that are not trained."""
     names = set()
     for name in rewriter.partial:
         while name in rewriter.ties:

@@ -1,4 +1,4 @@
-"""One walk through a model that puts layers cut over a tensor axis in place of whole ones, under the same names."""
+"""One pass over a model that replaces layers by those cut over a tensor axis, under the same names."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from fsdpx.nn.block import MLP
 from fsdpx.nn.container import Container, Step
 from fsdpx.nn.context import PartTokenEmbedding, Ring, Ulysses
 from fsdpx.nn.dropout import CutDropout, Dropout
-from fsdpx.nn.embedding import Embedding
-from fsdpx.nn.gpt import TokenEmbedding
-from fsdpx.nn.layer import Layer, join, prefixed
+from fsdpx.nn.embedding import Embedding, TokenEmbedding
+from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Column, Mark, Row, Vocab
 from fsdpx.nn.sequence import Enter
@@ -25,7 +24,7 @@ __all__ = ["Features", "Kind", "Part", "Rewriter", "Whole", "free"]
 
 @dataclass(frozen=True)
 class Whole:
-    """A value that every rank holds."""
+    """A value that every rank holds in full."""
 
     def __str__(self) -> str:
         return "a whole input"
@@ -41,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Features:
-    """A value whose last dim, `total` wide, is cut; `source` is the layer that cut it. ends: it may leave the model."""
+    """A value whose last dim, of full size `total`, was cut by layer `source`. ends: it may be the model's output."""
 
     total: int
     blocks: int
@@ -54,11 +53,11 @@ class Features:
 
 
 Kind = Whole | Part | Features
-"""How a value lies over the tensor axis."""
+"""How a value is cut over the tensor axis."""
 
 
 class Rewriter:
-    """One walk through a model: each layer becomes what fits the values that it gets, and says what it gives."""
+    """One pass over a model: replaces each layer by what fits its inputs, and finds out how its results are cut."""
 
     def __init__(self, width: int, sequence: str | None, marks: Mapping[str, Mark], own: set[str]) -> None:
         self.width, self.sequence, self.marks, self.own = width, sequence, marks, own
@@ -68,7 +67,7 @@ class Rewriter:
         self.ties: dict[str, str] = {}
 
     def visit(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
-        """The layer in place of `layer`, and how its results lie."""
+        """The layer that replaces `layer`, and how its results are cut."""
         if isinstance(layer, MultiHeadAttention | MLP | Container) and path in self.marks:
             raise ConfigError(
                 f"tensor_plan: {path!r} is a {type(layer).__name__}, which cannot be a {_name(self.marks[path])}: name "
@@ -88,7 +87,7 @@ class Rewriter:
         entered: dict[str, str] = {}
         steps: list[Step] = []
         for step in layer.steps:
-            below = join(path, step.name)
+            below = dotted(path, step.name)
             sources = []
             for place, source in enumerate(step.sources):
                 if self.enters(values[source], step.layer, below, place):
@@ -105,15 +104,15 @@ class Rewriter:
         return layer.rewired(steps), [values[name] for name in layer.outputs]
 
     def enters(self, kind: Kind, layer: Layer, path: str, place: int) -> bool:
-        """Whether a value that is whole must be cut along dim 1 before `layer` reads it."""
+        """Whether a value of this kind must be cut along dim 1 before `layer` reads it."""
         return self.sequence is not None and isinstance(kind, Whole) and not self._takes_whole(layer, path, place)
 
     def _takes_whole(self, layer: Layer, path: str, place: int) -> bool:
-        """An embedding that is cut by rows wants all tokens."""
+        """Whether `layer` needs all tokens: an embedding that is cut by rows does."""
         if isinstance(layer, Container) and not isinstance(layer, MLP):
             name = layer.inputs[place]
             readers = [(s, i) for s in layer.steps for i, source in enumerate(s.sources) if source == name]
-            return any(self._takes_whole(s.layer, join(path, s.name), i) for s, i in readers)
+            return any(self._takes_whole(s.layer, dotted(path, s.name), i) for s, i in readers)
         return isinstance(layer, Embedding | TokenEmbedding) and path in self.marks
 
     def _enter(self, layer: Container, source: str) -> Step:
@@ -121,13 +120,13 @@ class Rewriter:
         return Step(name, Enter(), (source,), (name,))
 
     def _ties(self, layer: Container, path: str, steps: Sequence[Step]) -> None:
-        """Parameters that are one must be cut alike."""
+        """Tied parameters must be cut alike."""
         specs = prefixed((step.name, step.layer) for step in steps)
         for alias, name in layer.ties.items():
-            self.ties[join(path, alias)] = join(path, name)
+            self.ties[dotted(path, alias)] = dotted(path, name)
             if specs[alias].cut != specs[name].cut:
                 raise ConfigError(
-                    f"{join(path, alias)!r} is tied to {join(path, name)!r}, but one lies over the tensor axis as "
+                    f"{dotted(path, alias)!r} is tied to {dotted(path, name)!r}, but one lies over the tensor axis as "
                     f"{specs[alias].cut} and the other as {specs[name].cut} (None is whole): cut both layers alike"
                 )
 
@@ -149,8 +148,8 @@ class Rewriter:
             return layer, [kind]
         self._enough(path, layer.n_heads, "heads")
         parts = isinstance(kind, Part)
-        qkv, out = (self._linear(child, join(path, name)) for name, child in layer.children().items())
-        row = self._row(out, join(path, "out"), layer.d_head, parts)
+        qkv, out = (self._linear(child, dotted(path, name)) for name, child in layer.children().items())
+        row = self._row(out, dotted(path, "out"), layer.d_head, parts)
         self.cuts += 1
         return layer.rebuilt(_column(qkv, sequence=parts, blocks=3, grain=layer.d_head), row), [kind]
 
@@ -163,16 +162,16 @@ class Rewriter:
         if self.context or not self._pair(path, "up", "down"):
             if not parts:
                 return layer, [kind]
-            self._by_itself(activation.layer, join(path, activation.name), kind, ("element", "position"))
+            self._by_itself(activation.layer, dotted(path, activation.name), kind, ("element", "position"))
             self._add_partial(layer, path)
             return layer.rewired([up, activation, down, *drop]), [kind]
-        hidden = self._features(join(path, "up"), 0)
-        self._by_itself(activation.layer, join(path, activation.name), hidden, ("element",))
+        hidden = self._features(dotted(path, "up"), 0)
+        self._by_itself(activation.layer, dotted(path, activation.name), hidden, ("element",))
         without = f"leave the {type(layer).__name__} whole, with a tensor_plan that does not name it"
-        self._no_parameters(activation.layer, join(path, activation.name), hidden, without)
-        wide = self._linear(up.layer, join(path, "up"))
+        self._no_parameters(activation.layer, dotted(path, activation.name), hidden, without)
+        wide = self._linear(up.layer, dotted(path, "up"))
         self._enough(path, wide.out_features, "hidden features")
-        row = self._row(self._linear(down.layer, join(path, "down")), join(path, "down"), 1, parts)
+        row = self._row(self._linear(down.layer, dotted(path, "down")), dotted(path, "down"), 1, parts)
         steps = [replace(up, layer=_column(wide, sequence=parts)), activation, replace(down, layer=row), *drop]
         self.cuts += 1
         return layer.rewired(steps), [kind]
@@ -233,7 +232,7 @@ class Rewriter:
         self._enough(path, layer.vocab, "tokens in its vocabulary")
         parts, size = self.sequence is not None, (layer.vocab, layer.d_model, layer.seq_len)
         if parts:
-            self.partial.add(join(path, "position"))
+            self.partial.add(dotted(path, "position"))
         new = VocabTokenEmbedding(*size, parts, init=layer.init, position_init=layer.position_init)
         return new, Part() if parts else Whole()
 
@@ -253,7 +252,7 @@ class Rewriter:
 
     def _pair(self, path: str, first: str, last: str) -> bool:
         """Whether the layer at `path` is cut between its children `first` and `last`."""
-        marks = [self.marks.get(join(path, name)) for name in (first, last)]
+        marks = [self.marks.get(dotted(path, name)) for name in (first, last)]
         if path in self.own:
             return True
         if marks == [None, None]:
@@ -267,7 +266,7 @@ class Rewriter:
 
     def _row(self, linear: Linear, path: str, grain: int, parts: bool) -> RowLinear:
         if parts and linear.bias:
-            self.partial.add(join(path, "bias"))
+            self.partial.add(dotted(path, "bias"))
         size = (linear.in_features, linear.out_features, linear.bias, parts, grain)
         return RowLinear(*size, init=linear.init, bias_init=linear.bias_init)
 
@@ -291,7 +290,7 @@ class Rewriter:
         return CutDropout(layer.p, -1, kind.total, kind.grain)
 
     def _by_itself(self, layer: Layer, path: str, kind: Kind, pieces: tuple[str, ...]) -> None:
-        """The layer must be able to work on what it gets without the rest."""
+        """ConfigError unless the layer can act on its part of the input alone."""
         if type(layer) is Dropout or layer.acts_on in pieces:
             return
         raise ConfigError(
@@ -304,8 +303,8 @@ class Rewriter:
         )
 
     def _no_parameters(self, layer: Layer, path: str, kind: Features, instead: str) -> None:
-        """Between a Column and its Row each rank would get the part of a gradient that its own features give."""
-        if names := ", ".join(join(path, name) for name in layer.specs()):
+        """Between a Column and its Row, every rank would compute the gradient from its own features only."""
+        if names := ", ".join(dotted(path, name) for name in layer.specs()):
             raise ConfigError(
                 f"{path!r} {layer!r} reads {kind}, but has parameters ({names}), which every rank holds whole and of "
                 f"whose gradient it would get a part only: {instead}"
@@ -327,7 +326,7 @@ class Rewriter:
         return Features(total, 1, 1, path)
 
     def _add_partial(self, layer: Layer, path: str) -> None:
-        self.partial.update(join(path, name) for name in layer.specs())
+        self.partial.update(dotted(path, name) for name in layer.specs())
 
 
 def _column(
@@ -338,7 +337,7 @@ def _column(
 
 
 def free(layer: Container, name: str) -> str:
-    """`name`, longer if something in the container is called so."""
+    """`name`, with underscores if the container has that name already."""
     taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
     while name in taken:
         name += "_"

@@ -1,4 +1,4 @@
-"""Whole arrays in and out of the region where they are cut over the tensor axis, and the loss of a part."""
+"""Layers that cut and gather arrays at the ends of a region that is cut over the tensor axis, and the loss there."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Params = Mapping[str, Array]
 
 
 class Enter(Layer):
-    """A whole array to this rank's part of dim 1, the sequence, which must be a multiple of the axis.
+    """A full array to this rank's part of dim 1, the sequence, whose length must be a multiple of the axis.
 
-    Backward puts the gradient together: n(N-1)/N bytes, n = bytes of the array. Whole numbers have none.
+    Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have none.
     """
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
@@ -36,7 +36,12 @@ class Enter(Layer):
 
 
 class Leave(Layer):
-    """This rank's part of the last dim to the whole array, `total` wide, on every rank: n(N-1)/N bytes."""
+    """This rank's part of the last dim to the full array on every rank: n(N-1)/N bytes.
+
+    Parameters
+    ----------
+    total : size of the last dim of the full array
+    """
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -49,9 +54,12 @@ class Leave(Layer):
 
 
 class Framed(Layer):
-    """A model that is one layer, between an `Enter` and a `Leave`, each None if there is nothing to do.
+    """A model of one layer between an `Enter` and a `Leave`; unlike a `Chain` it does not rename the parameters.
 
-    A chain would give the parameters longer names.
+    Parameters
+    ----------
+    layer : the model
+    enter, leave : what comes before and after it; None: nothing
     """
 
     def __init__(self, layer: Layer, enter: Enter | None = None, leave: Leave | None = None) -> None:
@@ -92,11 +100,14 @@ class Framed(Layer):
 
 
 class SequenceLoss(Loss):
-    """`loss` of an output that is cut along dim 1 over the `width` ranks of the tensor axis; the target is whole.
+    """`loss` of an output that is cut along dim 1 over the tensor axis; every rank has the full target.
 
-    The loss must act on each position by itself (`Loss.acts_on`): parts of output and target then add up.
+    Total and weight are those of this rank's part. Communicates nothing.
 
-    `total` and `weight` are those of this rank's part. Communicates nothing.
+    Parameters
+    ----------
+    loss : acts on each position alone (`Loss.acts_on`)
+    width : ranks of the tensor axis
     """
 
     acts_on = "position"

@@ -1,4 +1,4 @@
-"""Layers that only rearrange, add or join: Flatten, Add, Concat."""
+"""Layers that reshape, add or concatenate: Flatten, Add, Concat."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,12 @@ Params = Mapping[str, Array]
 
 
 class Flatten(Layer):
-    """`(samples, ...)` with the dims from `start_dim` on made one."""
+    """`(samples, ...)` with the dims from `start_dim` on merged into one.
+
+    Parameters
+    ----------
+    start_dim : the first dim that is merged, 1 or more
+    """
 
     def __init__(self, start_dim: int = 1) -> None:
         positive(self, start_dim=start_dim)
@@ -51,7 +56,12 @@ class Add(Layer):
 
 
 class Concat(Layer):
-    """Several arrays joined along `dim`, which must not be the dim of samples."""
+    """Several arrays, concatenated.
+
+    Parameters
+    ----------
+    dim : any dim but 0, which is samples
+    """
 
     n_inputs = None
 

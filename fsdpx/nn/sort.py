@@ -1,4 +1,4 @@
-"""A model sorted into the list of its leaves: what the program is compiled from."""
+"""A model as the list of its leaf layers in execution order: what the program is compiled from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdpx.errors import ShapeError
 from fsdpx.nn.container import Container, input_names
-from fsdpx.nn.layer import Env, Layer, Spec, join
+from fsdpx.nn.layer import Env, Layer, Spec, dotted
 
 if TYPE_CHECKING:
     from fsdpx.comm.mesh import Axes
@@ -18,7 +18,7 @@ __all__ = ["Node", "Sorted", "infer", "shapes", "sort", "specs_of"]
 
 @dataclass(frozen=True)
 class Node:
-    """One leaf: `layer` reads values `inputs` and gives value `output`; parameters are `path.name`."""
+    """One leaf: `layer` reads the values `inputs` and returns value `output`; its parameters are named `path.name`."""
 
     path: str
     layer: Layer
@@ -28,9 +28,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Sorted:
-    """Leaves in execution order over numbered values: the model's inputs first, then one value per node.
+    """Leaves in execution order over numbered values: first the model's inputs, then one value per node.
 
-    ties: full alias -> full canonical name. frozen: full canonical names that containers do not train.
+    ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze.
     """
 
     nodes: tuple[Node, ...]
@@ -41,7 +41,7 @@ class Sorted:
 
 
 def sort(model: Layer) -> Sorted:
-    """Open every container that is not a unit, whole; a lone layer is one node with an empty path."""
+    """The leaves of `model`: every container that is not a `unit` is opened; a single layer is a node with path ""."""
     inputs = input_names(model)
     nodes: list[Node] = []
     ties: dict[str, str] = {}
@@ -51,11 +51,11 @@ def sort(model: Layer) -> Sorted:
         if not isinstance(layer, Container) or layer.unit:
             nodes.append(Node(path, layer, tuple(values), len(inputs) + len(nodes)))
             return [nodes[-1].output]
-        ties.update({join(path, alias): join(path, name) for alias, name in layer.ties.items()})
-        frozen.update(join(path, name) for name, spec in layer.specs().items() if not spec.trainable)
+        ties.update({dotted(path, alias): dotted(path, name) for alias, name in layer.ties.items()})
+        frozen.update(dotted(path, name) for name, spec in layer.specs().items() if not spec.trainable)
         here = dict(zip(layer.inputs, values, strict=True))
         for step in layer.steps:
-            given = visit(step.layer, join(path, step.name), [here[source] for source in step.sources])
+            given = visit(step.layer, dotted(path, step.name), [here[source] for source in step.sources])
             here.update(zip(step.gives, given, strict=True))
         return [here[output] for output in layer.outputs]
 
@@ -65,24 +65,29 @@ def sort(model: Layer) -> Sorted:
 
 
 def specs_of(model: Sorted) -> dict[str, Spec]:
-    """Canonical dotted name -> `Spec`, in execution order, without aliases; frozen ones are not trainable."""
+    """Canonical dotted name -> `Spec`, in execution order, without aliases; frozen parameters are not trainable."""
     specs = {}
     for node in model.nodes:
         for name, spec in node.layer.specs().items():
-            full = join(node.path, name)
+            full = dotted(node.path, name)
             if full not in model.ties:
                 specs[full] = replace(spec, trainable=spec.trainable and full not in model.frozen)
     return specs
 
 
 def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: Axes | None = None) -> list[Any]:
-    """Shape-only outputs for shape-only `inputs`; parameters have `dtype`.
+    """The shape-only outputs of a model, as this rank holds them.
 
-    axes: where this rank stands, for models that are cut over a tensor axis; `FakeCommunicator` will do. Outputs are
-    then what this rank holds.
+    Parameters
+    ----------
+    model : from `sort`
+    inputs : shape-only arrays, one per input of the model
+    dtype : of the parameters
+    axes : the connected mesh of this rank, for models that are cut over a tensor axis; None: one rank
 
-    Raises ShapeError with the path of the layer that does not fit, what it got and from where, and what it
-    wants.
+    Raises
+    ------
+    ShapeError : with the path of the layer that does not fit, what it got and from where, and what it wants
     """
     values = shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
@@ -91,7 +96,7 @@ def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: Ax
 def shapes(
     model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", training: bool = True, axes: Axes | None = None
 ) -> list[Any]:
-    """Like `infer`, but all values in their numbering."""
+    """As `infer`, but all values, in their numbering."""
     from fsdpx.array import shapes as xp
     from fsdpx.array.namespace import dtype as dtype_of
     from fsdpx.array.random import Random

@@ -1,13 +1,13 @@
-"""Linear layers cut over the tensor axis: by columns of the product, and by rows of what is summed.
+"""Linear layers cut over the tensor axis, column-parallel and row-parallel.
 
-The pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnLinear and the RowLinear that closes it, activations are
+The pair of Megatron-LM (Shoeybi et al. 2019): between a ColumnLinear and the RowLinear that follows it, activations are
 cut along the features and nothing is communicated. With `sequence`, activations outside the pair are cut along dim 1
 (Korthikanti et al. 2022). Bytes that one rank sends, n = bytes of the activation outside, N = width of the axis:
 
                               forward          backward
     ColumnLinear              0                2n(N-1)/N
     RowLinear                 2n(N-1)/N        0
-    ColumnLinear, sequence     n(N-1)/N         n(N-1)/N, and n(N-1)/N to put its input together again
+    ColumnLinear, sequence     n(N-1)/N         n(N-1)/N, and n(N-1)/N to gather its input once more
     RowLinear, sequence        n(N-1)/N         n(N-1)/N
 """
 
@@ -31,16 +31,37 @@ __all__ = ["ColumnLinear", "RowLinear", "named"]
 Params = Mapping[str, Array]
 
 
-class ColumnLinear(Layer):
-    """`Linear` whose results are cut: `(samples, ..., in_features)` -> this rank's part of `out_features`.
-
-    Parameters as `Linear` has them and begins them; `weight` and `bias` are cut along dim 0, in `blocks` and `grain`
-    as `Cut` says. gather_output: the result is put together, whole on every rank. sequence: the input is cut along
-    dim 1; it is put together for the product, and again in backward instead of being kept. Backward sums the gradient
-    of the input over the axis while that of the weight is computed.
-    """
+class _CutLinear(Layer):
+    """What ColumnLinear and RowLinear share: the options of the Linear that they compute, and how it is cut."""
 
     runs = ("linear",)
+
+    def __init__(self, linear: Linear, sequence: bool, grain: int, cut: Cut) -> None:
+        self._linear = linear
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        self.sequence = bool(sequence)
+        self.grain = grain
+        self.init = linear.init
+        self.bias_init = linear.bias_init
+        self._cut = cut
+        cut.grains((linear.out_features, linear.in_features))
+
+
+class ColumnLinear(_CutLinear):
+    """Column-parallel `Linear`: `(samples, ..., in_features)` -> this rank's part of `out_features`.
+
+    `weight` and `bias` are those of `Linear`, cut along dim 0. Backward all-reduces the gradient of the input while
+    that of the weight is computed.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
+    gather_output : all-gather the result, so that every rank has all of it; needs blocks = grain = 1
+    sequence : the input is cut along dim 1; it is gathered for the product, and gathered anew in backward
+    blocks, grain : how `out_features` is cut, see `Cut`
+    """
 
     def __init__(
         self,
@@ -56,18 +77,10 @@ class ColumnLinear(Layer):
         bias_init: Init | None = None,
     ) -> None:
         positive(self, blocks=blocks, grain=grain)
-        self._linear = Linear(in_features, out_features, bias, init=init, bias_init=bias_init)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.bias = bool(bias)
+        linear = Linear(in_features, out_features, bias, init=init, bias_init=bias_init)
+        super().__init__(linear, sequence, grain, Cut(0, blocks, grain))
         self.gather_output = bool(gather_output)
-        self.sequence = bool(sequence)
         self.blocks = blocks
-        self.grain = grain
-        self.init = init
-        self.bias_init = bias_init
-        self._cut = Cut(0, blocks, grain)
-        self._cut.grains((out_features,))
         if gather_output and (blocks, grain) != (1, 1):
             raise ConfigError(f"{self!r}: gather_output works for blocks=1 and grain=1 only")
 
@@ -76,13 +89,13 @@ class ColumnLinear(Layer):
 
     def bare(self, env: Env, p: Params, x: Array) -> Array:
         """The product without the bias."""
-        x = self._whole(env, x)
+        x = self._full(env, x)
         return product(env.xp, flat(x), p["weight"].T).reshape(*x.shape[:-1], p["weight"].shape[0])
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        whole = self._whole(env, x)
-        y = affine(env.xp, flat(whole), p["weight"], p["bias"] if self.bias else None)
-        y = y.reshape(*whole.shape[:-1], p["weight"].shape[0])
+        full = self._full(env, x)
+        y = affine(env.xp, flat(full), p["weight"], p["bias"] if self.bias else None)
+        y = y.reshape(*full.shape[:-1], p["weight"].shape[0])
         if self.gather_output:
             y = moves.join(env.xp, env.mesh.tensor, y, -1, self.out_features, what=named(env, "output"))
         return y, (x,)
@@ -92,11 +105,11 @@ class ColumnLinear(Layer):
         comm, dy = env.mesh.tensor, self._part(env, dy)
         if comm.size == 1:
             return linear_backward(env.xp, g, p["weight"], flat(dy), flat(x)).reshape(x.shape)
-        whole = moves.Pending(None, lambda: x)
+        full = moves.PendingMove(None, lambda: x)
         if self.sequence and "weight" in g:
-            whole = moves.start_gather(env.xp, comm, x, 1, what=named(env, "input"))
+            full = moves.start_gather(env.xp, comm, x, 1, what=named(env, "input"))
         dx = self._start_input_gradient(env, p, dy)
-        _add_gradients(env, g, dy, whole.wait())
+        _add_gradients(env, g, dy, full.wait())
         return dx.wait()
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
@@ -105,10 +118,10 @@ class ColumnLinear(Layer):
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
-        _add_gradients(env, g, dy, self._whole(env, x) if "weight" in g else x)
+        _add_gradients(env, g, dy, self._full(env, x) if "weight" in g else x)
 
-    def _whole(self, env: Env, x: Array) -> Array:
-        """The input as every rank needs it."""
+    def _full(self, env: Env, x: Array) -> Array:
+        """The input, full along dim 1."""
         want_last(self, x, self.in_features)
         return moves.gather(env.xp, env.mesh.tensor, x, 1, what=named(env, "input")) if self.sequence else x
 
@@ -116,7 +129,7 @@ class ColumnLinear(Layer):
         """The gradient of what this rank computed."""
         return moves.cut(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
-    def _start_input_gradient(self, env: Env, p: Params, dy: Array) -> moves.Pending:
+    def _start_input_gradient(self, env: Env, p: Params, dy: Array) -> moves.PendingMove:
         dx = product(env.xp, flat(dy), p["weight"]).reshape(*dy.shape[:-1], self.in_features)
         comm, what = env.mesh.tensor, named(env, "input gradient")
         if self.sequence:
@@ -124,15 +137,18 @@ class ColumnLinear(Layer):
         return moves.start_sum(env.xp, comm, dx, fresh=True, what=what)
 
 
-class RowLinear(Layer):
-    """`Linear` of an input that is cut along its features: this rank's part of `in_features` -> `(..., out_features)`.
+class RowLinear(_CutLinear):
+    """Row-parallel `Linear`: this rank's part of `in_features` -> `(samples, ..., out_features)`.
 
-    Parameters as `Linear` has them and begins them; `weight` is cut along dim 1 in multiples of `grain`, `bias` is
-    whole on every rank and added once, after the sum over the axis. sequence: the sum is left cut along dim 1; the
-    gradient of `bias` is then this rank's part of it.
+    `weight` is that of `Linear`, cut along dim 1; every rank holds all of `bias`, which is added after the sum over the
+    axis.
+
+    Parameters
+    ----------
+    in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
+    sequence : leave the sum cut along dim 1; the gradient of `bias` is then this rank's part of it
+    grain : elements of `in_features` that stay on one rank, see `Cut`
     """
-
-    runs = ("linear",)
 
     def __init__(
         self,
@@ -146,16 +162,8 @@ class RowLinear(Layer):
         bias_init: Init | None = None,
     ) -> None:
         positive(self, grain=grain)
-        self._linear = Linear(in_features, out_features, bias, init=init, bias_init=bias_init)
-        self.in_features = in_features
-        self.out_features = out_features
-        self.bias = bool(bias)
-        self.sequence = bool(sequence)
-        self.grain = grain
-        self.init = init
-        self.bias_init = bias_init
-        self._cut = Cut(1, 1, grain)
-        self._cut.grains((out_features, in_features))
+        linear = Linear(in_features, out_features, bias, init=init, bias_init=bias_init)
+        super().__init__(linear, sequence, grain, Cut(1, 1, grain))
 
     def specs(self) -> dict[str, Spec]:
         specs = self._linear.specs()
@@ -173,18 +181,18 @@ class RowLinear(Layer):
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
-        whole = dy
+        full = dy
         if self.sequence:
-            whole = moves.gather(env.xp, env.mesh.tensor, dy, 1, what=named(env, "output gradient"))
-        dx = product(env.xp, flat(whole), p["weight"])
-        return dx.reshape(x.shape), (x, whole, dy)
+            full = moves.gather(env.xp, env.mesh.tensor, dy, 1, what=named(env, "output gradient"))
+        dx = product(env.xp, flat(full), p["weight"])
+        return dx.reshape(x.shape), (x, full, dy)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        x, whole, dy = (flat(array) for array in kept)
+        x, full, dy = (flat(array) for array in kept)
         if not self.sequence:
-            add_linear(env.xp, g, whole, x)
+            add_linear(env.xp, g, full, x)
             return
-        add_product(env.xp, g, "weight", whole.T, x)
+        add_product(env.xp, g, "weight", full.T, x)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, 0)
 
@@ -196,7 +204,7 @@ class RowLinear(Layer):
 
 
 def _add_gradients(env: Env, g: Params, dy: Array, x: Array) -> None:
-    """As `add_linear`; with a frozen weight `x` may still be cut."""
+    """`add_linear`; if the weight is frozen, `x` may be cut along dim 1 still."""
     if x.shape[:-1] == dy.shape[:-1]:
         add_linear(env.xp, g, flat(dy), flat(x))
     elif "bias" in g:
@@ -204,5 +212,5 @@ def _add_gradients(env: Env, g: Params, dy: Array, x: Array) -> None:
 
 
 def named(env: Env, thing: str) -> str:
-    """What is moved, for errors: the layer's path and the array."""
+    """What a call moves, for error messages: the layer's path and the array."""
     return f"{env.random.path} {thing}" if env.random.path else thing

@@ -9,7 +9,7 @@ __all__ = ["resolve_ties"]
 
 
 def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
-    """`ties` with every alias led to its last canonical name; both must exist and have one shape."""
+    """`ties` with chains of aliases resolved; both names of a tie must exist and have the same shape."""
     for name in [*ties, *ties.values()]:
         if name not in specs:
             raise ConfigError(f"{owner}: tie names {name!r}, which is no parameter; there are {', '.join(specs)}")

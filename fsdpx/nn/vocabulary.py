@@ -1,4 +1,4 @@
-"""Layers and the loss whose vocabulary is cut over the tensor axis: full logits never exist (Shoeybi et al. 2019)."""
+"""Layers and the loss with a vocabulary cut over the tensor axis: full logits never exist (Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from fsdpx.comm.communicator import ReduceOp
 from fsdpx.nn import moves
 from fsdpx.nn.check import positive, want_time
 from fsdpx.nn.cut import Cut, share
-from fsdpx.nn.embedding import Embedding, check_index
-from fsdpx.nn.gpt import TokenEmbedding, want_tokens
+from fsdpx.nn.embedding import Embedding, Tokens, check_index
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, Spec
 from fsdpx.nn.losses import CrossEntropy, Loss
-from fsdpx.nn.numeric import add_sum, wide
+from fsdpx.nn.numeric import wide
 from fsdpx.nn.tensor import named
 
 __all__ = ["VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding"]
@@ -30,9 +29,13 @@ ROWS = Cut(0)
 class VocabEmbedding(Layer):
     """`Embedding` whose rows are cut: each rank looks up the rows it holds, others are 0, and the results are summed.
 
-    sequence: the sum is left cut along dim 1, which must be a multiple of the axis. The input is whole, the parameter
-    that of `Embedding`. Bytes: an all-reduce of the result in forward and nothing in backward; with `sequence` a
-    reduce-scatter and an all-gather.
+    Bytes: an all-reduce of the result in forward and nothing in backward; with `sequence` a reduce-scatter and an
+    all-gather.
+
+    Parameters
+    ----------
+    num_embeddings, embedding_dim, init : as in `Embedding`; every rank gets the full input
+    sequence : leave the sum cut along dim 1, which must be a multiple of the axis
     """
 
     runs = ("embedding_backward",)
@@ -64,13 +67,14 @@ class VocabEmbedding(Layer):
             _add_rows(env, g["weight"], x, dy, self.num_embeddings, self.sequence)
 
 
-class VocabTokenEmbedding(Layer):
-    """`TokenEmbedding` whose `weight` is cut by rows; `position` is whole on every rank and added after the sum.
+class VocabTokenEmbedding(Tokens):
+    """`TokenEmbedding` whose `weight` is cut by rows; every rank holds all of `position`, added after the sum.
 
-    sequence: the result is left cut along dim 1; the gradient of `position` is then this rank's part of it.
+    Parameters
+    ----------
+    vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
+    sequence : leave the result cut along dim 1; the gradient of `position` is then this rank's part of it
     """
-
-    runs = ("embedding_backward",)
 
     def __init__(
         self,
@@ -82,48 +86,36 @@ class VocabTokenEmbedding(Layer):
         init: Init | None = None,
         position_init: Init | None = None,
     ) -> None:
-        self._embedding = TokenEmbedding(vocab, d_model, seq_len, init=init, position_init=position_init)
-        self.vocab = vocab
-        self.d_model = d_model
-        self.seq_len = seq_len
+        super().__init__(vocab, d_model, seq_len, init=init, position_init=position_init)
         self.sequence = bool(sequence)
-        self.init = init
-        self.position_init = position_init
 
     def specs(self) -> dict[str, Spec]:
-        specs = self._embedding.specs()
+        specs = super().specs()
         return specs | {"weight": replace(specs["weight"], cut=ROWS)}
 
-    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        want_tokens(self, x, self.seq_len)
-        check_index(self, x, self.vocab)
-        y = _looked_up(env, p["weight"], x, self.vocab, self.sequence)
-        y += p["position"][self._times(env, x)]
-        return y, (x,)
-
-    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
-        return None, (*saved, dy)
-
-    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        x, dy = kept
-        if "weight" in g:
-            _add_rows(env, g["weight"], x, dy, self.vocab, self.sequence)
-        if "position" in g:
-            add_sum(env.xp, g["position"][self._times(env, x)], dy, 0)
-
-    def _times(self, env: Env, x: Array) -> slice:
-        """The positions of what this rank gives."""
+    def _positions(self, env: Env, x: Array) -> slice:
+        """Those of the tokens whose results this rank returns."""
         comm = env.mesh.tensor
         return slice(*share(x.shape[1], comm.rank, comm.size)) if self.sequence else slice(x.shape[1])
 
+    def _rows(self, env: Env, weight: Array, x: Array) -> Array:
+        return _looked_up(env, weight, x, self.vocab, self.sequence)
+
+    def _add_rows(self, env: Env, gw: Array, x: Array, dy: Array) -> None:
+        _add_rows(env, gw, x, dy, self.vocab, self.sequence)
+
 
 class VocabCrossEntropy(Loss):
-    """`CrossEntropy` of logits that are cut along their last dim; `classes` is the size of the whole.
+    """`CrossEntropy` of logits that are cut along their last dim: y `(samples, ..., this rank's classes)`.
 
-    y `(samples, ..., this rank's classes)`, target `(samples, ...)` of whole numbers in [0, classes), whole on every
-    rank. `total` and `weight` are those of all classes, equal on all ranks of the axis. Forward all-reduces the largest
-    logit of each position and then its sum of exponentials, the target's logit and, with smoothing, the sum of logits:
-    3 or 4 arrays of (positions,) in all, in float64. Backward communicates nothing.
+    Every rank has the full target `(samples, ...)` and gets the same total and weight, those of all classes. Forward
+    all-reduces the largest logit of each position and then its sum of exponentials, the target's logit and, with
+    smoothing, the sum of logits: 3 or 4 arrays of (positions,) in all, in float64. Backward communicates nothing.
+
+    Parameters
+    ----------
+    classes : size of the last dim of the full logits
+    ignore_index, label_smoothing : as in `CrossEntropy`
     """
 
     acts_on = "position"

@@ -9,18 +9,6 @@ from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.optim.sgd import SGD
 
 __all__ = [
-    "LAMB",
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Groups",
-    "Lion",
-    "Optimizer",
-    "Rate",
-    "Run",
-    "Segment",
-    "Segments",
-    "no_decay",
-    "rate",
-    "schedules",
-]
+    "LAMB", "SGD", "Adam", "AdamW", "Groups", "Lion", "Optimizer", "Rate", "Run", "Segment", "Segments", "no_decay",
+    "rate", "schedules",
+]  # fmt: skip

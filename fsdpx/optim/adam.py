@@ -5,17 +5,24 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fsdpx.optim import kernels
-from fsdpx.optim.optimizer import Rate, demand_betas, demand_groups, demand_number, demand_rate, demand_shard
-from fsdpx.optim.segments import Groups, Segments
+from fsdpx.optim.elementwise import Elementwise
+from fsdpx.optim.optimizer import Rate
+from fsdpx.optim.segments import Groups
 
 __all__ = ["Adam", "AdamW"]
 
 
 @dataclass(frozen=True)
-class Adam:
-    """p -= lr m / (sqrt(v) + eps) with bias-corrected means m of g and v of g^2; weight decay is added to g.
+class Adam(Elementwise):
+    """p -= lr m / (sqrt(v) + eps) with bias-corrected means m of g and v of g^2 (Kingma & Ba 2015). Slots: m, v.
 
-    lr: number or schedule. groups: name pattern -> {"weight_decay", "lr_scale"}. Slots: m, v.
+    Parameters
+    ----------
+    lr : a number, or a schedule from 1-based step to number
+    betas : decay of the two means per step, each in [0, 1)
+    eps : added to the square root
+    weight_decay : times p, is added to g
+    groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
     lr: Rate = 1e-3
@@ -25,29 +32,18 @@ class Adam:
     groups: Groups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
 
-    def __post_init__(self) -> None:
-        _demand(self)
-
-    def update(
-        self,
-        xp: Any,
-        p: Any,
-        g: Any,
-        slots: Mapping[str, Any],
-        *,
-        lr: float,
-        step: int,
-        segments: Segments,
-        scale: float = 1.0,
-    ) -> None:
-        _update(self, xp, p, g, slots, lr, step, segments, scale, decoupled=False)
+    def _apply(self, xp: Any, p: Any, g: Any, slots: Mapping[str, Any], step: int, **rates: float) -> None:
+        _adam(self, xp, p, g, slots, step, decoupled=False, **rates)
 
 
 @dataclass(frozen=True)
-class AdamW:
-    """Adam with decoupled weight decay: p *= 1 - lr weight_decay before the step.
+class AdamW(Elementwise):
+    """Adam with decoupled weight decay: p *= 1 - lr weight_decay before the step (Loshchilov & Hutter 2019).
 
-    lr: number or schedule. groups: name pattern -> {"weight_decay", "lr_scale"}. Slots: m, v.
+    Parameters
+    ----------
+    lr, betas, eps, groups : as in `Adam`
+    weight_decay : share of p that is taken off per step, times lr
     """
 
     lr: Rate = 1e-3
@@ -57,59 +53,13 @@ class AdamW:
     groups: Groups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
 
-    def __post_init__(self) -> None:
-        _demand(self)
-
-    def update(
-        self,
-        xp: Any,
-        p: Any,
-        g: Any,
-        slots: Mapping[str, Any],
-        *,
-        lr: float,
-        step: int,
-        segments: Segments,
-        scale: float = 1.0,
-    ) -> None:
-        _update(self, xp, p, g, slots, lr, step, segments, scale, decoupled=True)
+    def _apply(self, xp: Any, p: Any, g: Any, slots: Mapping[str, Any], step: int, **rates: float) -> None:
+        _adam(self, xp, p, g, slots, step, decoupled=True, **rates)
 
 
-def _demand(self: Adam | AdamW) -> None:
-    demand_rate(self, self.lr)
-    demand_betas(self, self.betas)
-    demand_number(self, "eps", self.eps)
-    demand_number(self, "weight_decay", self.weight_decay)
-    demand_groups(self, self.groups)
-
-
-def _update(
-    self: Adam | AdamW,
-    xp: Any,
-    p: Any,
-    g: Any,
-    slots: Mapping[str, Any],
-    lr: float,
-    step: int,
-    segments: Segments,
-    scale: float,
-    decoupled: bool,
+def _adam(
+    self: Adam | AdamW, xp: Any, p: Any, g: Any, slots: Mapping[str, Any], step: int, decoupled: bool, **rates: float
 ) -> None:
-    demand_shard(self, p, g, slots, step, segments)
-    for run in segments.runs(self.groups):
-        at = slice(run.start, run.stop)
-        kernels.adam(
-            xp,
-            p[at],
-            g[at],
-            slots["m"][at],
-            slots["v"][at],
-            lr=lr * run.lr_scale,
-            beta1=self.betas[0],
-            beta2=self.betas[1],
-            eps=self.eps,
-            weight_decay=run.decay(self.weight_decay),
-            decoupled=decoupled,
-            step=step,
-            scale=scale,
-        )
+    beta1, beta2 = self.betas
+    options = {"beta1": beta1, "beta2": beta2, "eps": self.eps}
+    kernels.adam(xp, p, g, slots["m"], slots["v"], decoupled=decoupled, step=step, **options, **rates)

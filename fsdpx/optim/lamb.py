@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from fsdpx.array.sums import block_squares
 from fsdpx.optim import kernels
-from fsdpx.optim.optimizer import Rate, demand_betas, demand_groups, demand_number, demand_rate, demand_shard
+from fsdpx.optim.optimizer import Rate, check_options, check_shard
 from fsdpx.optim.plain import BLOCK
 from fsdpx.optim.segments import Groups, Segment, Segments
 
@@ -15,13 +15,20 @@ __all__ = ["LAMB"]
 
 @dataclass(frozen=True)
 class LAMB:
-    """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the whole parameter.
+    """u = m / (sqrt(v) + eps) + weight_decay p; p -= lr (|p| / |u|) u, with norms over the full parameter.
 
-    m, v are bias-corrected; the ratio is 1 where one of the norms is 0. Norms are added in float64 over
-    blocks of 1024 elements and then exactly: shards cut at block edges give the same bits as the whole,
-    others the same to rounding.
-    lr: number or schedule. groups: name pattern -> {"weight_decay", "lr_scale"}. Slots: m, v.
-    One message per update and flat array: a few numbers per parameter, through `segments.exchange`.
+    m, v are bias-corrected; the ratio is 1 where one of the norms is 0. Norms are added in float64 over blocks of 1024
+    elements and then exactly: shards cut at block edges give the same bits as the full array, others the same to
+    rounding. Slots: m, v. One all-gather of a few numbers per parameter for each update of a shard, by
+    `segments.exchange`.
+
+    Parameters
+    ----------
+    lr : a number, or a schedule from 1-based step to number
+    betas : decay of the two means per step, each in [0, 1)
+    eps : added to the square root
+    weight_decay : times p, is added to u
+    groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
     lr: Rate = 1e-3
@@ -32,11 +39,7 @@ class LAMB:
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
 
     def __post_init__(self) -> None:
-        demand_rate(self, self.lr)
-        demand_betas(self, self.betas)
-        demand_number(self, "eps", self.eps)
-        demand_number(self, "weight_decay", self.weight_decay)
-        demand_groups(self, self.groups)
+        check_options(self)
 
     def update(
         self,
@@ -50,26 +53,18 @@ class LAMB:
         segments: Segments,
         scale: float = 1.0,
     ) -> None:
-        demand_shard(self, p, g, slots, step, segments)
+        check_shard(self, p, g, slots, step, segments)
         if getattr(xp, "holds_no_data", False):
             return
         m, v = slots["m"], slots["v"]
         beta1, beta2 = self.betas
         kernels.moments(xp, m, v, g, beta1=beta1, beta2=beta2, scale=scale)
         runs = segments.overrides(self.groups)
-        fixed = [
-            {
-                "beta1": beta1,
-                "beta2": beta2,
-                "eps": self.eps,
-                "weight_decay": r.decay(self.weight_decay),
-                "step": step,
-            }
-            for r in runs
-        ]
-        squares = [_squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, fixed, strict=True)]
+        shared = {"beta1": beta1, "beta2": beta2, "eps": self.eps, "step": step}
+        options = [{**shared, "weight_decay": run.decay(self.weight_decay)} for run in runs]
+        squares = [_squares(xp, s, p, m, v, numbers) for s, numbers in zip(segments.items, options, strict=True)]
         norms = segments.square_sums([of_p for of_p, _ in squares], [of_u for _, of_u in squares])
-        for run, numbers, of_p, of_u in zip(runs, fixed, *norms, strict=True):
+        for run, numbers, of_p, of_u in zip(runs, options, *norms, strict=True):
             at = slice(run.start, run.stop)
             ratio = (of_p / of_u) ** 0.5 if of_p > 0 and of_u > 0 else 1.0
             kernels.follow(xp, p[at], m[at], v[at], rate=lr * run.lr_scale * ratio, **numbers)

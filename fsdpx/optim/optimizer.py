@@ -1,4 +1,4 @@
-"""What an optimiser is to the rest of the house, and the checks that all optimisers share."""
+"""The protocol of optimisers, and the checks that all of them share."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -22,15 +22,16 @@ To add groups of your own: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}
 
 
 class Optimizer(Protocol):
-    """Updates one flat shard in place. Holds hyperparameters only; the caller owns its state.
-
-    slots: names of the state arrays, each as large as the shard and zero before step 1.
-    """
+    """Updates one flat shard in place. Holds hyperparameters only; the caller owns its state."""
 
     @property
-    def lr(self) -> Rate: ...
+    def lr(self) -> Rate:
+        """The learning rate, a number or a schedule."""
+
     @property
-    def slots(self) -> tuple[str, ...]: ...
+    def slots(self) -> tuple[str, ...]:
+        """The names of the state arrays, each as large as the shard and zero before step 1."""
+
     def update(
         self,
         xp: Any,
@@ -43,15 +44,23 @@ class Optimizer(Protocol):
         segments: Segments,
         scale: float = 1.0,
     ) -> None:
-        """One step on the shard p `(n,)` with gradient g `(n,)`, which counts as g * scale and stays.
+        """One step on a shard, in place.
 
-        xp: namespace of the arrays. lr: `rate(optimizer, step)`. step: 1 for the first update. segments: what
-        p holds.
+        Parameters
+        ----------
+        xp : namespace of the arrays
+        p : the shard's parameters, flat `(n,)`; changed in place
+        g : their gradient `(n,)` before `scale`; not changed
+        slots : name -> state array `(n,)`; changed in place
+        lr : `rate(optimizer, step)`
+        step : 1 for the first update
+        segments : which parameters the shard holds
+        scale : factor on g
         """
 
 
 def rate(optimizer: Optimizer, step: int) -> float:
-    """The learning rate of 1-based `step`. A schedule that gives no finite number >= 0 is a ConfigError."""
+    """The learning rate of 1-based `step`; ConfigError if a schedule returns no finite number >= 0."""
     value = optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr
     if not _is_number(value) or value < 0:
         raise ConfigError(
@@ -64,48 +73,55 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def demand_number(owner: object, name: str, value: object, low: float = 0.0, below: float | None = None) -> None:
-    """value is a finite number in [low, below)."""
+def check_number(owner: object, name: str, value: object, low: float = 0.0, below: float | None = None) -> None:
+    """ConfigError unless `value` is a finite number in [low, below)."""
     wanted = f"a finite number >= {low:g}" + ("" if below is None else f" and < {below:g}")
     if not _is_number(value) or value < low or (below is not None and value >= below):  # type: ignore[operator]
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}): {wanted} is needed")
 
 
-def demand_rate(owner: object, lr: object) -> None:
-    if not callable(lr):
-        demand_number(owner, "lr", lr)
+def check_options(owner: Any) -> None:
+    """ConfigError unless those of lr, betas, momentum, eps, weight_decay and groups that `owner` has are valid."""
+    if not callable(owner.lr):
+        check_number(owner, "lr", owner.lr)
+    if hasattr(owner, "betas"):
+        _check_betas(owner, owner.betas)
+    for name, below in (("momentum", 1.0), ("eps", None), ("weight_decay", None)):
+        if hasattr(owner, name):
+            check_number(owner, name, getattr(owner, name), below=below)
+    _check_groups(owner, owner.groups)
 
 
-def demand_betas(owner: object, betas: object) -> None:
+def _check_betas(owner: object, betas: object) -> None:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ConfigError(f"{type(owner).__name__}(betas={betas!r}): a pair of numbers is needed, like (0.9, 0.999)")
     for i, beta in enumerate(betas):
-        demand_number(owner, f"betas[{i}]", beta, below=1.0)
+        check_number(owner, f"betas[{i}]", beta, below=1.0)
 
 
-def demand_groups(owner: object, groups: object) -> None:
-    who = type(owner).__name__
+def _check_groups(owner: object, groups: object) -> None:
+    kind = type(owner).__name__
     if not isinstance(groups, Mapping):
-        raise ConfigError(f"{who}(groups={groups!r}): a dict from name pattern to overrides is needed")
+        raise ConfigError(f"{kind}(groups={groups!r}): a dict from name pattern to overrides is needed")
     for pattern, values in groups.items():
         if not isinstance(pattern, str) or not isinstance(values, Mapping):
-            raise ConfigError(f"{who}: group {pattern!r}: {values!r} is no name pattern with a dict of overrides")
+            raise ConfigError(f"{kind}: group {pattern!r}: {values!r} is no name pattern with a dict of overrides")
         for name, value in values.items():
             if name not in OVERRIDES:
-                raise ConfigError(f"{who}: group {pattern!r} sets {name!r}; a group can set {' and '.join(OVERRIDES)}")
-            demand_number(owner, f"groups[{pattern!r}][{name!r}]", value)
+                raise ConfigError(f"{kind}: group {pattern!r} sets {name!r}; a group can set {' and '.join(OVERRIDES)}")
+            check_number(owner, f"groups[{pattern!r}][{name!r}]", value)
 
 
-def demand_shard(owner: object, p: Any, g: Any, slots: Mapping[str, Any], step: int, segments: Segments) -> None:
-    """All arrays of an update have the shard's size, and the slots are those asked for."""
-    who = type(owner).__name__
+def check_shard(owner: object, p: Any, g: Any, slots: Mapping[str, Any], step: int, segments: Segments) -> None:
+    """ShapeError unless all arrays have the shard's size; ConfigError unless the slots are those of `owner`."""
+    kind = type(owner).__name__
     names = tuple(owner.slots)  # type: ignore[attr-defined]
     if sorted(slots) != sorted(names):
-        raise ConfigError(f"{who}: needs the slots {list(names)}, got {sorted(slots)}")
+        raise ConfigError(f"{kind}: needs the slots {list(names)}, got {sorted(slots)}")
     for name, array in (("p", p), ("g", g), *slots.items()):
         if array.shape != (segments.size,):
             raise ShapeError(
-                f"{who}: {name} has shape {array.shape}, but its segments hold ({segments.size},) elements"
+                f"{kind}: {name} has shape {array.shape}, but its segments hold ({segments.size},) elements"
             )
     if step < 1:
-        raise ConfigError(f"{who}: step {step} is below 1, the first")
+        raise ConfigError(f"{kind}: step {step} is below 1, the first")

@@ -1,8 +1,8 @@
 """Update kernels in array-namespace terms: the reference, and what runs on CuPy or without Numba.
 
 Each works through the arrays in blocks that stay in cache, with two blocks of scratch. All operations are
-elementwise, so the results do not see the blocks. `compiled.py` has the same operations in the same order:
-the same bits.
+elementwise, so the results do not depend on the blocks. `compiled.py` has the same operations in the same order and so
+gives the same bits.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def blocked(body: Body) -> Body:
         n = arrays[0].size
         size = min(n, BLOCK if xp is np else DEVICE_BLOCK)
         a, b = xp.empty(size, arrays[0].dtype), xp.empty(size, arrays[0].dtype)
-        with np.errstate(all="ignore"):  # as compiled; whether numbers are finite is looked at where gradients are
+        with np.errstate(all="ignore"):  # as compiled; gradients are checked for finite values elsewhere
             for start in range(0, n, size):
                 parts = [x[start : start + size] for x in arrays]
                 k = parts[0].size

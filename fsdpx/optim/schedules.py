@@ -1,6 +1,6 @@
-"""Schedules: a learning rate as a function of the step. Values; callable with the 1-based step.
+"""Schedules: a learning rate as a function of the 1-based step, as a value that is called with it.
 
-They nest: `WarmUp(100, Cosine(3e-4, 900))` climbs to 3e-4 at step 100 and is back at 0 from step 1000 on.
+They nest: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 and is 0 from step 1000 on.
 """
 
 import math
@@ -8,41 +8,53 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fsdpx.errors import ConfigError
-from fsdpx.optim.optimizer import demand_number
+from fsdpx.optim.optimizer import check_number
 
 __all__ = ["Constant", "Cosine", "InverseSquareRoot", "Linear", "Step", "WarmUp"]
 
 
-def _demand_steps(owner: object, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{type(owner).__name__}({name}={value!r}): a whole number of steps, 1 or more, is needed")
+class Schedule:
+    """The base of these schedules: rates must be finite numbers >= 0, and numbers of steps 1 or more."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name not in ("steps", "every"):
+                if not callable(value):
+                    check_number(self, name, value)
+            elif not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                given = f"{type(self).__name__}({name}={value!r})"
+                raise ConfigError(f"{given}: a whole number of steps, 1 or more, is needed")
 
 
 @dataclass(frozen=True)
-class Constant:
-    """lr at every step."""
+class Constant(Schedule):
+    """The same rate at every step.
+
+    Parameters
+    ----------
+    lr : the rate
+    """
 
     lr: float
-
-    def __post_init__(self) -> None:
-        demand_number(self, "lr", self.lr)
 
     def __call__(self, step: int) -> float:
         return self.lr
 
 
 @dataclass(frozen=True)
-class Linear:
-    """From lr at step 1 in a straight line to `final` at step `steps` + 1 and after."""
+class Linear(Schedule):
+    """A straight line from lr at step 1 to `final` at step `steps` + 1, and `final` after that.
+
+    Parameters
+    ----------
+    lr : the rate of step 1
+    steps : length of the line
+    final : the rate at its end
+    """
 
     lr: float
     steps: int
     final: float = 0.0
-
-    def __post_init__(self) -> None:
-        demand_number(self, "lr", self.lr)
-        demand_number(self, "final", self.final)
-        _demand_steps(self, "steps", self.steps)
 
     def __call__(self, step: int) -> float:
         done = min((step - 1) / self.steps, 1.0)
@@ -50,18 +62,20 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Cosine:
-    """From lr at step 1 along half a cosine to `final` at step `steps` + 1 and after
-    (Loshchilov & Hutter 2017, without restarts)."""
+class Cosine(Schedule):
+    """Half a cosine from lr at step 1 to `final` at step `steps` + 1, and `final` after that (Loshchilov & Hutter 2017,
+    without restarts).
+
+    Parameters
+    ----------
+    lr : the rate of step 1
+    steps : length of the half cosine
+    final : the rate at its end
+    """
 
     lr: float
     steps: int
     final: float = 0.0
-
-    def __post_init__(self) -> None:
-        demand_number(self, "lr", self.lr)
-        demand_number(self, "final", self.final)
-        _demand_steps(self, "steps", self.steps)
 
     def __call__(self, step: int) -> float:
         done = min((step - 1) / self.steps, 1.0)
@@ -69,53 +83,55 @@ class Cosine:
 
 
 @dataclass(frozen=True)
-class InverseSquareRoot:
-    """lr sqrt(steps / (steps + step - 1)). With `WarmUp(steps, ...)` before it: lr min(t / steps, sqrt(steps
-    / t)), the schedule of Vaswani et al. 2017."""
+class InverseSquareRoot(Schedule):
+    """lr sqrt(steps / (steps + step - 1)). After `WarmUp(steps, ...)`: lr min(t / steps, sqrt(steps / t)), the schedule
+    of Vaswani et al. 2017.
+
+    Parameters
+    ----------
+    lr : the rate of step 1
+    steps : at step 3 steps + 1 the rate is half of lr
+    """
 
     lr: float
     steps: int
-
-    def __post_init__(self) -> None:
-        demand_number(self, "lr", self.lr)
-        _demand_steps(self, "steps", self.steps)
 
     def __call__(self, step: int) -> float:
         return self.lr * math.sqrt(self.steps / (self.steps + step - 1))
 
 
 @dataclass(frozen=True)
-class Step:
-    """lr, multiplied by `factor` after every `every` steps."""
+class Step(Schedule):
+    """lr, multiplied by `factor` after every `every` steps.
+
+    Parameters
+    ----------
+    lr : the rate of step 1
+    every : steps with the same rate
+    factor : what the rate is multiplied by
+    """
 
     lr: float
     every: int
     factor: float = 0.1
-
-    def __post_init__(self) -> None:
-        demand_number(self, "lr", self.lr)
-        demand_number(self, "factor", self.factor)
-        _demand_steps(self, "every", self.every)
 
     def __call__(self, step: int) -> float:
         return self.lr * self.factor ** ((step - 1) // self.every)
 
 
 @dataclass(frozen=True)
-class WarmUp:
-    """A straight line from 0 (before step 1) to the first rate of `then` at step `steps`, which is the first
-    step of `then`.
+class WarmUp(Schedule):
+    """A straight line from 0 before step 1 to the first rate of `then` at step `steps`, which is the first step of
+    `then` (Goyal et al. 2017).
 
-    then: a schedule, or a number for a constant rate (Goyal et al. 2017).
+    Parameters
+    ----------
+    steps : length of the line
+    then : the schedule that follows, or a number for a constant rate
     """
 
     steps: int
     then: Callable[[int], float] | float
-
-    def __post_init__(self) -> None:
-        _demand_steps(self, "steps", self.steps)
-        if not callable(self.then):
-            demand_number(self, "then", self.then)
 
     def __call__(self, step: int) -> float:
         after = max(step - self.steps + 1, 1)

@@ -20,8 +20,10 @@ Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of the shard are elements [offset, offset + stop - start) of parameter `name`,
-    which has `size` elements in all."""
+    """Elements [start, stop) of the shard are elements [offset, offset + stop - start) of parameter `name`.
+
+    size: elements of the full parameter.
+    """
 
     name: str
     start: int
@@ -36,7 +38,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, stop) of the shard share these. weight_decay None: the optimiser's own."""
+    """Elements [start, stop) of the shard have these hyperparameters. weight_decay: None: the optimiser's own."""
 
     start: int
     stop: int
@@ -49,11 +51,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Segments:
-    """The segments of a shard in order, without gaps, from element 0 on; a shard may be empty.
+    """What a shard holds.
 
-    exchange: takes this rank's object and returns the list of all ranks' that hold a shard of the same flat
-    array (`comm.all_gather_object`); None if this shard is the whole. It is called only by optimisers that
-    need a norm of whole parameters, once per update, and on ranks with an empty shard too.
+    Parameters
+    ----------
+    items : its segments in order, without gaps, from element 0 on; none if the shard is empty
+    exchange : `comm.all_gather_object` of the ranks that hold shards of the same flat array; None if there is one shard
+
+    Only optimisers that need norms of full parameters call `exchange`: once per update, on every rank.
     """
 
     items: tuple[Segment, ...]
@@ -73,7 +78,7 @@ class Segments:
         return self.items[-1].stop if self.items else 0
 
     def runs(self, groups: Groups) -> tuple[Run, ...]:
-        """The shard as the fewest stretches of equal hyperparameters."""
+        """The shard as the fewest runs of equal hyperparameters."""
         return self._made(_runs, groups)
 
     def overrides(self, groups: Groups) -> tuple[Run, ...]:
@@ -81,7 +86,7 @@ class Segments:
         return self._made(_overrides, groups)
 
     def _made(self, make: Callable[..., tuple[Run, ...]], groups: Groups) -> tuple[Run, ...]:
-        """Made once: an update asks in every step, and thousands of segments take longer to tell apart than to add."""
+        """Cached: every update needs them, and matching thousands of names takes longer than the update."""
         key = (make, freeze(groups))
         if key not in self._known:
             self._known[key] = make(self.items, key[1])
@@ -92,10 +97,10 @@ class Segments:
         return {}
 
     def square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
-        """Sums over whole parameters. Each column has one list of partial sums per segment; each result has,
-        for each segment, the sum of all partial sums of its parameter on all ranks.
+        """Sums over full parameters: per column and segment, of all partial sums of its parameter on all ranks.
 
-        Sums are correctly rounded, so they do not see in how many shards the same partial sums lie.
+        Each column has one list of partial sums per segment. The sums are correctly rounded, so they do not depend on
+        how the partial sums lie in shards.
         """
         mine = [(s.name, [expansion(column[i]) for column in columns]) for i, s in enumerate(self.items)]
         rows = [mine] if self.exchange is None else self.exchange(mine)

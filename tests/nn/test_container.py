@@ -172,9 +172,9 @@ NODE = (nn.Tanh(), "x")
         ),
         (
             lambda: nn.Graph({"a": NODE, "b": NODE}, outputs="a"),
-            "Graph: nobody reads 'b'; remove them or name them in outputs",
+            "Graph: nothing reads 'b'; remove them or name them in outputs",
         ),
-        (lambda: nn.Graph({"a": NODE}, inputs=("x", "z"), outputs="a"), "Graph: nobody reads 'z'"),
+        (lambda: nn.Graph({"a": NODE}, inputs=("x", "z"), outputs="a"), "Graph: nothing reads 'z'"),
         (
             lambda: nn.Graph({"a": nn.Tanh()}, outputs="a"),
             r"Graph: node 'a' must be \(layer, 'source', ...\), got Tanh\(\)",

@@ -262,7 +262,7 @@ WRONG = {
     "no such mark": (linears(4, 5), {"plan": {"0": "column"}}, r"tensor_plan\['0'\] = 'column': choose nn.Column"),
     "a plan that is a list": (linears(4, 5), {"plan": ["0"]}, r"tensor_plan=\['0'\]: give a dict of path patterns"),
     "a pattern that is a number": (linears(4, 5), {"plan": {0: nn.Row}}, r"tensor_plan: the pattern 0 must be text"),
-    "not closed": (linears(4, 5, 6), {"plan": {"1": nn.Column}}, r"'1' is a Column that nobody closes"),
+    "not closed": (linears(4, 5, 6), {"plan": {"1": nn.Column}}, r"'1' is a Column that no Row closes"),
     "read whole": (linears(4, 5, 6), {"plan": {"0": nn.Column}}, r"'1' Linear\(5, 6\) reads features that '0' cut"),
     "read by a Column": (
         linears(4, 5, 6),

@@ -12,7 +12,7 @@ from fsdpx import nn
 from fsdpx.array.random import Random
 from fsdpx.comm.mesh import alone
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import Again
+from fsdpx.nn.container import Recomputed
 from fsdpx.nn.layer import Env, Layer
 
 
@@ -57,7 +57,7 @@ def test_the_same_bits_with_less_kept(name: str, monkeypatch: pytest.MonkeyPatch
     kept, whole = ({id(a): a.nbytes for a in arrays(s) if isinstance(a, np.ndarray)} for s in (saved, more))
     if name != "given out":
         assert sum(kept.values()) < sum(whole.values())
-        assert any(isinstance(part, Again) for part in arrays(saved))
+        assert any(isinstance(part, Recomputed) for part in arrays(saved))
 
 
 def test_nothing_is_left_behind() -> None:
@@ -109,7 +109,7 @@ def test_statistics_do_not_move_when_a_forward_is_made_again() -> None:
     first, _ = layer.forward(env(), p, x)
     moved = p["running_mean"].copy()
     assert not np.array_equal(moved, np.ones(3))
-    second, _ = layer.forward(Env(np, alone(), Random(0), True, again=True).at("norm"), p, x)
+    second, _ = layer.forward(Env(np, alone(), Random(0), True, recomputing=True).at("norm"), p, x)
     assert first.tobytes() == second.tobytes()
     np.testing.assert_array_equal(p["running_mean"], moved)
 
@@ -119,5 +119,5 @@ def test_a_cheap_layer_must_say_how() -> None:
         cheap = True
 
     layer = nn.Residual(nn.Chain(Forgetful(), nn.Linear(16, 16)))
-    with pytest.raises(ConfigError, match=r"Forgetful\(\) is cheap but does not define again"):
+    with pytest.raises(ConfigError, match=r"Forgetful\(\) is cheap but does not define recompute"):
         run(layer)

@@ -79,7 +79,7 @@ def test_random_numbers_of_a_part_are_those_of_the_whole(shape, row, dims, data)
         stop = data.draw(st.integers(start, shape[dim]))
         places[dim], index[dim] = (start, shape[dim]), slice(start, stop)
     want = whole[tuple(index)]
-    got = Random(7, "layer", step=3, row=row).window(want.shape, places).fractions(np)
+    got = Random(7, "layer", step=3, row=row).subarray(want.shape, places).fractions(np)
     np.testing.assert_array_equal(got, want)
 
 
@@ -91,8 +91,8 @@ def test_random_numbers_of_long_parts(cuts):
         totals[dim], index[dim] = total, slice(start, start + shape[dim])
     random = Random(7, "layer", row=2)
     want = random.uniform(np, tuple(totals))[tuple(index)]
-    np.testing.assert_array_equal(random.window(tuple(shape), cuts).fractions(np), want)
-    assert random.window(tuple(shape), cuts).fractions(shapes).shape == tuple(shape)
+    np.testing.assert_array_equal(random.subarray(tuple(shape), cuts).fractions(np), want)
+    assert random.subarray(tuple(shape), cuts).fractions(shapes).shape == tuple(shape)
 
 
 PAIR = {"0": nn.Column, "2": nn.Row}

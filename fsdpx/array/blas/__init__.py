@@ -5,16 +5,6 @@ from fsdpx.array.blas.measure import measure
 from fsdpx.array.blas.products import affine, gemm, line, line_backward, linear_backward, linear_gradients
 
 __all__ = [
-    "affine",
-    "available",
-    "choose",
-    "chosen",
-    "gemm",
-    "line",
-    "line_backward",
-    "linear_backward",
-    "linear_gradients",
-    "measure",
-    "pointer",
-    "threads",
-]
+    "affine", "available", "choose", "chosen", "gemm", "line", "line_backward", "linear_backward", "linear_gradients",
+    "measure", "pointer", "threads",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which library computes the products of this process: a choice that is made before a job runs, or the default."""
+"""Which BLAS library computes the products of this process: one that was chosen before a job runs, or the default."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fsdpx.errors import ConfigError
 __all__ = ["ADDRESSES", "available", "choose", "chosen", "pointer", "threads"]
 
 NUMPY = "numpy"
-"""`numpy.matmul`: always here, and all there is without Numba."""
+"""`numpy.matmul`: always available, and the only choice without Numba."""
 
 asked: str | None = None  # by `choose`
 cut = 1  # see `threads`
 
 
 def available() -> dict[str, str]:
-    """Name -> path and version of all that `choose` takes."""
+    """Name -> path and version of the libraries that `choose` accepts."""
     libraries = {name: f"{one.path} ({one.version})" for name, one in (found() if _numba() else {}).items()}
     return {**libraries, NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
 
 def choose(name: str | None) -> None:
-    """From now on library `name` computes; None: the default. All ranks of a job must choose alike."""
+    """Compute products with library `name` from now on; None: the default. All ranks of a job must choose alike."""
     global asked
     if name is not None and name not in available():
         raise ConfigError(f"BLAS {name!r} is not here: choose one of {', '.join(available())}")
@@ -35,7 +35,7 @@ def choose(name: str | None) -> None:
 
 
 def chosen() -> str:
-    """The name of the library that computes."""
+    """The name of the library in use."""
     if asked is not None:
         return asked
     return (preferred() if _numba() else None) or NUMPY
@@ -47,7 +47,7 @@ def pointer(dtype: np.dtype) -> int:
 
 
 def threads(n: int | None = None) -> int:
-    """On how many threads a product is cut (now set to `n`); the library itself computes on one."""
+    """Among how many threads a product is cut (set to `n` if given); the library runs each piece on one thread."""
     global cut
     if n is not None:
         cut = n

@@ -1,4 +1,4 @@
-"""The BLAS libraries of this machine that can be called by address: where they are, and how each is made ready."""
+"""The BLAS libraries of this machine that can be called by address: where they are, and how each is set up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ AVX512 = 11  # the first of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch n
 
 @dataclass(frozen=True)
 class Library:
-    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes. single: have it use one thread from now on."""
+    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes. single: limits the library to one thread."""
 
     name: str
     path: str
@@ -43,14 +43,14 @@ def found() -> dict[str, Library]:
         for path in files():
             try:
                 library = make(path)
-            except (OSError, AttributeError):  # cannot be loaded here, or is not what its name says
+            except (OSError, AttributeError):  # it cannot be loaded, or lacks the functions that are needed
                 continue
             libraries.setdefault(library.name, library)
     return libraries
 
 
 def preferred() -> str | None:
-    """What runs without anybody's choice: MKL on Intel's processors, else NumPy's own OpenBLAS; None if neither is."""
+    """The default: MKL on Intel's processors, else NumPy's own OpenBLAS; None if neither was found."""
     names = list(found())
     if "mkl" in names and ("openblas" not in names or _intel()):
         return "mkl"
@@ -72,8 +72,8 @@ def _openblas_files() -> Iterator[Path]:
 def _mkl(path: Path) -> Library:
     """MKL computes in the calling thread only, and with the same bits in every run.
 
-    Its documentation promises the same bits for every alignment only to STRICT, which slows small products by a fifth;
-    with AVX-512 the bits were the same at all alignments without it.
+    Its documentation promises the same bits for every alignment only with STRICT, which slows small products by a
+    fifth; with AVX-512 the bits were the same at all alignments without it.
     """
     library = _load(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
@@ -95,7 +95,7 @@ def _openblas(path: Path) -> Library:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Its names stay its own (RTLD_LOCAL): other copies of BLAS in the process must not find them."""
+    """Loaded with RTLD_LOCAL: other copies of BLAS in the process must not bind to its symbols."""
     return ctypes.CDLL(str(path), mode=getattr(ctypes, "RTLD_LOCAL", ctypes.DEFAULT_MODE))
 
 

@@ -1,6 +1,6 @@
 """Products of 2-D NumPy arrays, written or added in place.
 
-A small layer spends as long here in Python as in BLAS: nothing is looked up or made that a call can do without.
+A small layer spends as long here in Python as in BLAS, so a call looks up and creates as little as possible.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Array = np.ndarray
 Sum = tuple[Array, bool]
 """Where a gradient goes, and whether it is added to what is there."""
 WORTH = 1 << 24
-"""Multiplications of a product that is worth cutting: 0.2 ms, seven times what waking a thread takes."""
+"""Multiplications from which a product is cut among threads: 0.2 ms, seven times what waking a thread takes."""
 LINE = 64  # cuts fall on multiples of it: whole tiles of the library's inner kernel, and no shared cache lines
 
 
 def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
     """out = a @ b, or out += a @ b: `(m, k)` and `(k, n)` into `(m, n)`.
 
-    float32 and float64 arrays with unit stride in one of their dims (views and transposes are) go to BLAS as they are;
-    all others to `numpy.matmul`.
+    float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without
+    a copy; all others to `numpy.matmul`.
     """
     if choice.cut > 1 and (pieces := _pieces(out, a, b)):
         parallel.run(_whole, [(*piece, accumulate) for piece in pieces])
@@ -50,7 +50,7 @@ def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
 
 
 def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) -> None:
-    """dy.T @ x into `weight` and the column sums of dy into `bias`; None is left out."""
+    """dy.T @ x into `weight` and the column sums of dy into `bias`; None: not computed."""
     at = ADDRESSES[dy.dtype.char]
     if at and dy.dtype is x.dtype and dy.flags.c_contiguous and (choice.cut == 1 or not _large(dy, x)):
         dweight, add_weight = weight or (NO_MATRIX[dy.dtype.char], False)
@@ -77,7 +77,7 @@ def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, 
 
 
 def line(out: Array, x: Array, weights: Array, biases: Array) -> bool:
-    """out[i] = out[i - 1] @ weights[i].T + biases[i] with out[-1] = x, in one call; False if it is not for BLAS.
+    """out[i] = out[i - 1] @ weights[i].T + biases[i] with out[-1] = x, in one call; False if BLAS cannot compute it.
 
     weights (layers, width, width), biases (layers, width), out (layers, rows, width).
     """
@@ -98,7 +98,7 @@ def line_backward(
 ) -> bool:
     """Gradients of `line`: that of x in dx[0] (dx: two arrays like x), those of parameters written or added.
 
-    False, and nothing is done, if it is not for BLAS.
+    False, without any effect, if BLAS cannot compute them.
     """
     at = ADDRESSES[x.dtype.char]
     if not at or _cut(x, weights[0]):
@@ -121,14 +121,14 @@ def _whole(out: Array, a: Array, b: Array, accumulate: bool) -> None:
 
 
 def _large(a: Array, b: Array) -> bool:
-    """Whether it pays to cut a product whose three sizes are those of a and the columns of b."""
+    """Whether a product is large enough to be cut; its three sizes are those of a and the columns of b."""
     return a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
 
 
 def _pieces(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
     """The product in as many pieces as there are threads, cut along the longer dim of `out`; none if it is small.
 
-    Where a product is cut shows in its last bits: a library may add long sums in an order that depends on the shape.
+    The cut changes the last bits: a library may add long sums in an order that depends on the shape.
     """
     (m, n), count = out.shape, choice.cut
     if not _large(a, b) or max(m, n) < count * LINE:
@@ -139,7 +139,7 @@ def _pieces(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
 
 
 class Compiled(dict[str, Callable[..., Any]]):
-    """Name -> compiled function, made when it is first called."""
+    """Name -> compiled function, compiled when it is first looked up."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         from fsdpx.array.kernels.compiled import product
@@ -158,6 +158,6 @@ ARGUMENTS = {
     "line": "i C3 C2r A3r A2r",
     "line_backward": "i C3 C2r C3r C2r A3r A2r A3 A2 b",
 }
-"""What the compiled functions take, see `fixed`."""
+"""The argument types of the compiled functions, see `fixed`."""
 NO_VECTOR = {char: np.empty(0, char) for char in "fd"}
 NO_MATRIX = {char: np.empty((0, 0), char) for char in "fd"}

@@ -11,17 +11,9 @@ from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.array.parallel import over
 
 __all__ = [
-    "argument_of",
-    "gelu",
-    "gelu_backward",
-    "gelu_of",
-    "gelu_tanh_of",
-    "integral_of",
-    "sigmoid",
-    "sigmoid_of",
-    "silu",
+    "argument_of", "gelu", "gelu_backward", "gelu_of", "gelu_tanh_of", "integral_of", "sigmoid", "sigmoid_of", "silu",
     "silu_backward",
-]
+]  # fmt: skip
 
 
 @register_jitable
