@@ -8,18 +8,21 @@ from fsdpx.program.grid import arrow, grid
 from fsdpx.program.machine import Machine, Overlap, idle, memory, overlap, peak_memory, simulate_programs
 from fsdpx.program.passes import one_by_one
 from fsdpx.program.pipeline import pipeline
-from fsdpx.program.plan import Plan
-from fsdpx.program.schedules import SCHEDULES, Schedule, in_flight, schedule
-from fsdpx.program.simulate import Costs, Event, bubble, simulate
+from fsdpx.program.pipeline_schedule import PipelineSchedule
+from fsdpx.program.schedules import SCHEDULES, ScheduleFunction, in_flight, schedule
+from fsdpx.program.simulate import Costs, bubble, simulate
 from fsdpx.program.slots import SLOTS, Slot, SlotKind, buffer_of
 from fsdpx.program.stage import Edge, Slots, Stage, StageUnit, expand
+from fsdpx.program.timeline import Event
 from fsdpx.program.validate import validate
 from fsdpx.program.verbs import VERBS, Move, Scratch, Verb
 
+Plan = PipelineSchedule
+
 __all__ = [
     "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Calls", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move",
-    "Overlap", "Plan", "Program", "Request", "Schedule", "Scratch", "Sizes", "Slot", "SlotKind", "Slots", "Stage",
-    "StageUnit", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check", "check_pipe", "compile", "expand", "grid",
-    "idle", "in_flight", "lifetimes", "memory", "one_by_one", "overlap", "parse", "peak_memory", "pipeline",
-    "schedule", "simulate", "simulate_programs", "traffic", "validate",
+    "Overlap", "PipelineSchedule", "Plan", "Program", "Request", "ScheduleFunction", "Scratch", "Sizes", "Slot",
+    "SlotKind", "Slots", "Stage", "StageUnit", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check",
+    "check_pipe", "compile", "expand", "grid", "idle", "in_flight", "lifetimes", "memory", "one_by_one", "overlap",
+    "parse", "peak_memory", "pipeline", "schedule", "simulate", "simulate_programs", "traffic", "validate",
 ]  # fmt: skip

@@ -1,11 +1,12 @@
 """One entry of a program: a verb, the unit or page and the microbatch it is about. Prints as "F3.0", parses back."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdpx.errors import ProgramError
 
-__all__ = ["Action", "parse"]
+__all__ = ["Action", "marked", "parse"]
 
 _TEXT = re.compile(r"([A-Z]+)(\d+)?(?:\.(\d+))?")
 
@@ -32,5 +33,14 @@ def _parse_one(word: str) -> Action:
     match = _TEXT.fullmatch(word)
     if match is None:
         raise ProgramError(f"{word!r} is no action: expected a verb in capitals, a number and .microbatch, as in F3.0")
-    op, unit, mb = match.groups()
-    return Action(op, None if unit is None else int(unit), None if mb is None else int(mb))
+    unit, mb = (None if number is None else int(number) for number in match.groups()[1:])
+    return Action(match[1], unit, mb)
+
+
+def marked(actions: Sequence[Action], at: int, around: int = 6) -> str:
+    """The neighbourhood of an action with an arrow under it."""
+    start = max(at - around, 0)
+    words = [str(a) for a in actions[start : at + around + 1]]
+    lead = "... " if start else ""
+    arrow = len(lead) + sum(len(w) + 1 for w in words[: at - start])
+    return f"  {lead}{' '.join(words)}\n  {' ' * arrow}^"

@@ -6,21 +6,34 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fsdpx.program.action import Action
-from fsdpx.program.passes import compute, compute_backward, one_by_one, page, recompute, reduce, reduce_carried
+from fsdpx.program.passes import compute, one_by_one, page, recompute, reduce, reduce_carried
 from fsdpx.program.slots import Slot
 from fsdpx.program.stage import Slots, Stage, expand
 
 __all__ = ["KINDS", "Program", "Request", "compile"]
 
+
+@dataclass(frozen=True)
+class Kind:
+    """about: what a program of this kind does. ops: its verbs in the order of the schedule, or one of them for all
+    microbatches. loss: the verb that closes a forward. results: kinds of the slots that the caller collects."""
+
+    about: str
+    ops: str
+    loss: str | None = None
+    results: tuple[str, ...] = ()
+    updates: bool = False
+
+
 KINDS = {
-    "step": "forward, backward, reduce and update",
-    "accumulate": "forward and backward; gradients are added up as the placement says",
-    "local": "forward and backward; gradients stay local (no_sync)",
-    "update": "reduce what is still local, then update",
-    "evaluate": "forward and the mean loss",
-    "predict": "forward only, nothing kept",
-    "forward": "forward, kept for a backward of the caller",
-    "backward": "backward from the caller's gradients",
+    "step": Kind("forward, backward, reduce and update", "FB", "LOSS", ("mean", "scale"), updates=True),
+    "accumulate": Kind("forward and backward; gradients are added up as the placement says", "FB", "LOSS", ("mean",)),
+    "local": Kind("forward and backward; gradients stay local (no_sync)", "FB", "LOSS", ("mean",)),
+    "update": Kind("reduce what is still local, then update", "", results=("scale",), updates=True),
+    "evaluate": Kind("forward and the mean loss", "E", "SCORE", ("mean", "weight")),
+    "predict": Kind("forward only, nothing kept", "E", results=("act",)),
+    "forward": Kind("forward, kept for a backward of the caller", "F", results=("act",)),
+    "backward": Kind("backward from the caller's gradients", "B"),
 }
 
 
@@ -72,38 +85,27 @@ class Program:
 
 
 def compile(request: Request) -> Program:
-    actions = _finish(_reduced(_paged(_compute(request), request), request), request)
+    stage, updates = request.stage, KINDS[request.kind].updates
+    actions = recompute(_compute(request), request.recompute if KINDS[request.kind].ops == "FB" else ())
+    actions = page(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
+    if _reduces(request):
+        actions = reduce(actions, stage, request.reduce_each, request.ahead, join=updates)
+    actions += _update(actions, request) if updates else []
     begins, ends, results = _begins(request), _ends(request), _results(request)
-    return Program(request.kind, tuple(actions), request.stage, request.microbatches, begins, ends, results)
+    return Program(request.kind, tuple(actions), stage, request.microbatches, begins, ends, results)
 
 
 def _compute(request: Request) -> list[Action]:
-    stage, m = request.stage, range(request.microbatches)
-    match request.kind:
-        case "step" | "accumulate" | "local":
-            order = request.order or one_by_one(len(m))
-            return recompute([*compute(order, stage, "LOSS"), Action("MEAN")], request.recompute)
-        case "evaluate":
-            return [*compute(_through("E", stage, m), stage, "SCORE"), Action("MEAN")]
-        case "predict":
-            return compute(_through("E", stage, m), stage, None)
-        case "forward":
-            return compute(_through("F", stage, m), stage, None)
-        case "backward":
-            return compute_backward(_through("B", stage, m), stage)
-        case "update":
-            return []
-    raise AssertionError(f"no kind of program {request.kind!r}")
+    kind, stage = KINDS[request.kind], request.stage
+    order = request.order or one_by_one(request.microbatches) if kind.ops == "FB" else _through(kind.ops, request)
+    seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
+    return [*seeds, *compute(order, stage, kind.loss), *([Action("MEAN")] if kind.loss else [])]
 
 
-def _through(op: str, stage: Stage, microbatches: Iterable[int]) -> list[Action]:
+def _through(op: str, request: Request) -> list[Action]:
     """Each microbatch through all stages of this rank, one after the other."""
-    numbers = [number for number, _ in stage.parts]
-    return [Action(op, s, m) for m in microbatches for s in (reversed(numbers) if op == "B" else numbers)]
-
-
-def _paged(actions: list[Action], request: Request) -> list[Action]:
-    return page(actions, request.stage, request.ahead, request.keep_full, sorted(request.resident))
+    numbers = [number for number, _ in request.stage.parts][:: -1 if op == "B" else 1]
+    return [Action(op, s, m) for m in range(request.microbatches if op else 0) for s in numbers]
 
 
 def _reduces(request: Request) -> bool:
@@ -111,24 +113,21 @@ def _reduces(request: Request) -> bool:
     return request.kind == "step" or (request.kind in ("accumulate", "backward") and request.reduce_each)
 
 
-def _reduced(actions: list[Action], request: Request) -> list[Action]:
-    join = request.kind == "step"
-    return reduce(actions, request.stage, request.reduce_each, request.ahead, join) if _reduces(request) else actions
-
-
-def _finish(actions: list[Action], request: Request) -> list[Action]:
-    if request.kind not in ("step", "update"):
-        return actions
+def _update(actions: list[Action], request: Request) -> list[Action]:
+    """The tail of a program that updates; what other programs left is reduced first."""
+    stage, tail = request.stage, list[Action]()
     if request.kind == "update":
-        actions = reduce_carried(sorted(request.grads), request.ahead)
-        actions += [Action("JOIN", p) for p in request.stage.trained]
+        tail = [*reduce_carried(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in stage.trained)]
+    tail += [*(Action("TIE", p) for p in stage.ties), Action("NORM")]
+    tail += [Action("COMMIT")] if _commits(request) else []
     resident = _resident_after(actions, request) if request.keep_full else set()
-    tail = [*(Action("TIE", p) for p in request.stage.ties), Action("NORM")]
-    tail += [Action("COMMIT")] if request.commit and request.kind == "step" else []
-    for p in reversed(request.stage.trained):
-        tail += [Action("FREE", p)] if p in resident else []
-        tail += [Action("UPDATE", p)]
-    return actions + tail
+    for p in reversed(stage.trained):
+        tail += [*([Action("FREE", p)] if p in resident else []), Action("UPDATE", p)]
+    return tail
+
+
+def _commits(request: Request) -> bool:
+    return request.commit and request.kind == "step"
 
 
 def _resident_after(actions: list[Action], request: Request) -> set[int]:
@@ -166,34 +165,24 @@ def _begins(request: Request) -> frozenset[Slot]:
 
 def _ends(request: Request) -> frozenset[Slot]:
     """What must be left, from the meaning of the kind alone: not from the list that `compile` made."""
-    stage, updates = request.stage, request.kind in ("step", "update")
-    slots = _lasting(stage)
+    stage, kind = request.stage, KINDS[request.kind]
+    slots = _lasting(stage) | set(_results(request))
     if request.keep_full:
-        touched = set(request.resident if request.kind == "update" else stage.pages)
-        slots |= _of("full", (p for p in touched if not (updates and stage.trainable[p])))
-    if request.kind in ("accumulate", "local", "backward"):
+        touched = set(stage.pages if kind.ops else request.resident)
+        slots |= _of("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
+    if kind.updates:
+        return frozenset(slots)
+    if "B" in kind.ops:
         slots |= _of("part" if _reduces(request) else "grad", stage.trained)
-        slots |= {Slot("weight")} if stage.scores else set()
-    if not _reduces(request) and request.kind != "update":
-        slots |= _of("grad", request.grads)
-    if not updates:
-        slots |= _of("part", request.parts) | ({Slot("weight")} if request.weighed else set())
-    if request.kind == "forward":
-        slots |= _saved(request)
-    return frozenset(slots | set(_results(request)))
+    slots |= _of("part", request.parts) | _of("grad", () if _reduces(request) else request.grads)
+    slots |= {Slot("weight")} if request.weighed or ("B" in kind.ops and stage.scores) else set()
+    return frozenset(slots | (_saved(request) if kind.ops == "F" else set()))
 
 
 def _results(request: Request) -> tuple[Slot, ...]:
-    match request.kind:
-        case "step":
-            return (Slot("mean"), Slot("scale"), *([Slot("agreed")] if request.commit else []))
-        case "accumulate" | "local":
-            return (Slot("mean"),)
-        case "evaluate":
-            return (Slot("mean"), Slot("weight")) if request.stage.scores else (Slot("mean"),)
-        case "update":
-            return (Slot("scale"),)
-        case "predict" | "forward":
-            outputs = request.stage.outputs if request.stage.scores else ()
-            return tuple(Slot("act", v, m) for m in range(request.microbatches) for v in outputs)
-    return ()
+    stage, kinds = request.stage, KINDS[request.kind].results
+    if kinds == ("act",):
+        outputs = stage.outputs if stage.scores else ()
+        return tuple(Slot("act", v, m) for m in range(request.microbatches) for v in outputs)
+    slots = tuple(Slot(kind) for kind in kinds if kind != "weight" or stage.scores)
+    return (*slots, Slot("agreed")) if _commits(request) else slots

@@ -7,9 +7,9 @@ from fsdpx.program.action import Action
 from fsdpx.program.compiler import Program
 from fsdpx.program.slots import SLOTS, Slot, buffer_of
 from fsdpx.program.stage import spell
-from fsdpx.program.verbs import VERBS, Move
+from fsdpx.program.verbs import VERBS
 
-__all__ = ["Calls", "Lifetime", "Sizes", "Traffic", "lifetimes", "traffic"]
+__all__ = ["Calls", "Lifetime", "Sizes", "Traffic", "filled", "lifetimes", "traffic"]
 
 
 Calls = tuple[tuple[str, int], ...]
@@ -42,10 +42,16 @@ class Traffic:
 
 
 def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
-    """Per mesh axis and collective, on this rank; per page n elements, own elements o on the axis:
+    """What a rank sends in a run of a program: calls and bytes per (mesh axis, collective).
 
-    all-gather and reduce-scatter n - o, all-reduce 2 (n - o); a message between stages its own. Control messages
-    ("pair") are a few bytes and left out, and so is what layers move themselves along the tensor axis.
+    A page of n elements, o of them this rank's own on the axis, counts n - o in an all-gather and a reduce-scatter,
+    2 (n - o) in an all-reduce. Control messages are a few bytes and left out, and so is what layers move themselves
+    along the tensor axis.
+
+    Parameters
+    ----------
+    program : what `fsdpx.program.compile` gives
+    sizes : elements and bytes of this rank's pages, ties and edges
     """
     total: dict[tuple[str, str], Traffic] = {}
     for action in program.actions:
@@ -58,31 +64,21 @@ def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
 def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, bytes) of an action."""
     itemsizes = {"param": sizes.param_itemsize, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
+    carried = {"reduce_scatter": sizes.calls, "all_reduce": sizes.calls_all}
     for move in VERBS[action.op].moves:
         if move.format == "control":
             continue
         assert action.unit is not None
         if move.amount == "edge":
             nbytes = sizes.edges.get((action.unit, action.mb or 0), 0)
-            if nbytes:
-                yield move.axis, move.call, nbytes
+            yield from [(move.axis, move.call, nbytes)] if nbytes else []
         elif move.axis == "peers":
             for axis, call, elements in sizes.ties[action.unit]:
                 yield axis, call, elements * itemsizes[move.format]
         elif sizes.widths[move.axis] > 1:
-            for call, times in _carried(move, sizes):
-                yield move.axis, call, _elements(move, action.unit, sizes) * times * itemsizes[move.format]
-
-
-def _carried(move: Move, sizes: Sizes) -> Calls:
-    """The collectives that a move of the table turns into."""
-    return {"reduce_scatter": sizes.calls, "all_reduce": sizes.calls_all}.get(move.call, ((move.call, 1),))
-
-
-def _elements(move: Move, page: int, sizes: Sizes) -> int:
-    if move.amount == "full":
-        return sizes.full[page] - sizes.shard[page]
-    return sizes.shard[page] - sizes.replica_own[page]
+            whole, own = (sizes.full, sizes.shard) if move.amount == "full" else (sizes.shard, sizes.replica_own)
+            for call, times in carried.get(move.call, ((move.call, 1),)):
+                yield move.axis, call, (whole[action.unit] - own[action.unit]) * times * itemsizes[move.format]
 
 
 @dataclass(frozen=True)
@@ -100,20 +96,21 @@ def lifetimes(program: Program) -> list[Lifetime]:
     Slots of one buffer are one life (sum3 goes on where grad3 ended). A buffer may live several times. Scratch that
     nobody ends lives to the last action.
     """
-    return sorted([*_filled(program), *_scratch(program)], key=lambda life: life.start)
-
-
-def _filled(program: Program) -> Iterator[Lifetime]:
     carried = {buffer_of(slot) for slot in program.begins | program.ends}
-    born: dict[Slot, int] = {}
+    lent = [x for x in filled(program) if SLOTS[x.slot.kind].lent and x.slot not in carried]
+    return sorted([*lent, *_scratch(program)], key=lambda life: life.start)
+
+
+def filled(program: Program) -> Iterator[Lifetime]:
+    """The lives of all buffers in slots. start: -1 for those of `begins`; stop: the number of actions for `ends`."""
+    born = dict.fromkeys(map(buffer_of, program.begins), -1)
     for at, slots in enumerate(program.slots):
-        given = {buffer_of(slot) for slot in (*slots.adds, *slots.gives)}
-        for buffer in given - carried:
-            if SLOTS[buffer.kind].lent:
-                born.setdefault(buffer, at)
+        given = dict.fromkeys(map(buffer_of, (*slots.adds, *slots.gives)), at)
+        born = given | born
         for buffer in map(buffer_of, slots.takes):
-            if buffer in born and buffer not in given:
+            if buffer not in given:
                 yield Lifetime(buffer, born.pop(buffer), at)
+    yield from (Lifetime(buffer, start, len(program.actions)) for buffer, start in born.items())
 
 
 def _scratch(program: Program) -> Iterator[Lifetime]:

@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from string import ascii_lowercase
 
-from fsdpx.program.action import Action
-from fsdpx.program.plan import Plan
+from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.simulate import Costs, Event, simulate
 from fsdpx.program.verbs import VERBS
 
@@ -15,17 +14,23 @@ UNIT = Costs(forward=1, backward_input=1, backward_params=1)
 IDLE = "."
 
 
-def grid(plan_or_events: "Plan | Sequence[Event]", width: int = 120) -> str:
-    """What each rank computes, in equal steps of time.
+def grid(drawn: PipelineSchedule | Sequence[Event], width: int = 120) -> str:
+    """What each rank computes, in equal steps of time, as text.
 
     A cell is a verb and a microbatch: "F0". Where a rank has several stages, a letter tells them apart ("F0b"), and a
-    last line says which is which. An action longer than a step goes on as "--", a step without work is ".". Plans are
-    drawn with forward and each half of backward as long as a step; events with the shortest action as the step.
-    Lines longer than `width` characters are cut and end in "...". Only what computes is drawn, no messages.
+    last line says which is which. An action longer than a step goes on as "--", a step without work is ".". Only what
+    computes is drawn, no messages.
 
-    Raises ProgramError for a plan whose ranks wait for each other.
+    Parameters
+    ----------
+    drawn : a schedule, with forward and each half of backward as long as a step; or events, with the shortest as a step
+    width : characters; longer lines are cut and end in "..."
+
+    Raises
+    ------
+    ProgramError : ranks wait for each other
     """
-    events = plan_or_events if isinstance(plan_or_events, Sequence) else simulate(plan_or_events, UNIT)
+    events = drawn if isinstance(drawn, Sequence) else simulate(drawn, UNIT)
     events = [e for e in events if VERBS[e.action.op].lane == "compute" and e.end > e.start and e.action.mb is not None]
     if not events:
         return "(nothing is computed)"
@@ -33,14 +38,15 @@ def grid(plan_or_events: "Plan | Sequence[Event]", width: int = 120) -> str:
     cells = _cells(events, letters)
     wide = max(len(cell) for row in cells.values() for cell in row)
     lead = len(f"rank {max(cells)}")
-    lines = [
-        f"{f'rank {rank}':<{lead}}  " + " ".join(f"{c:<{wide}}" for c in _joined(cells[rank], wide)).rstrip()
-        for rank in sorted(cells)
-    ]
-    return "\n".join([*(_cut(line, width) for line in lines), *_legend(letters)])
+    lines = []
+    for rank, row in sorted(cells.items()):
+        steps = ("-" * wide if cell == "-" else f"{cell:<{wide}}" for cell in row)
+        line = f"{f'rank {rank}':<{lead}}  {' '.join(steps).rstrip()}"
+        lines.append(line if len(line) <= width else line[: max(width - 4, 0)].rstrip() + " ...")
+    return "\n".join([*lines, *_legend(letters)])
 
 
-def _letters(events: Sequence[Event]) -> dict[int, str]:
+def _letters(events: Sequence[Event]) -> dict[int | None, str]:
     """Stage -> letter: the nth stage of its rank has the nth letter. Nothing where every rank has one stage."""
     there: dict[int, set[int]] = defaultdict(set)
     for event in events:
@@ -55,39 +61,31 @@ def _letters(events: Sequence[Event]) -> dict[int, str]:
     }
 
 
-def _legend(letters: dict[int, str]) -> list[str]:
-    stages: dict[str, list[str]] = defaultdict(list)
+def _legend(letters: dict[int | None, str]) -> list[str]:
+    stages: dict[str, str] = defaultdict(str)
     for stage, letter in sorted(letters.items()):
-        stages[letter].append(str(stage))
-    return ["; ".join(f"{letter}: stages {' '.join(stages[letter])}" for letter in sorted(stages))] if letters else []
+        stages[letter] += f" {stage}"
+    return ["; ".join(f"{letter}: stages{stages[letter]}" for letter in sorted(stages))] if letters else []
 
 
-def _cells(events: Sequence[Event], letters: dict[int, str]) -> dict[int, list[str]]:
+def _cells(events: Sequence[Event], letters: dict[int | None, str]) -> dict[int, list[str]]:
     """Per rank one text per step; what goes on from the step before is "-"."""
     step = min(e.end - e.start for e in events)
     zero = min(e.start for e in events)
     rows: dict[int, list[str]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.start, e.end)):
-        row = rows[event.rank]
+        row, action = rows[event.rank], event.action
         row += [IDLE] * (round((event.start - zero) / step) - len(row))
-        row.append(_label(event.action, letters))
+        row.append(f"{action.op}{action.mb}{letters.get(action.unit, '')}")
         row += ["-"] * (round((event.end - zero) / step) - len(row))
     return rows
 
 
-def _label(action: Action, letters: dict[int, str]) -> str:
-    return f"{action.op}{action.mb}{letters.get(action.unit, '') if action.unit is not None else ''}"
-
-
-def _joined(row: list[str], wide: int) -> list[str]:
-    return ["-" * wide if cell == "-" else cell for cell in row]
-
-
-def arrow(plan: Plan, rank: int, position: int, width: int = 120) -> str:
+def arrow(schedule: PipelineSchedule, rank: int, position: int, width: int = 120) -> str:
     """The lists of all ranks around one step, with a ^ under it: "rank 1  F1.0 B1.0 F1.1", in the order of the lists,
-    whatever the time. Works for plans that cannot run. position: may be the length of the list, for a missing end.
+    whatever the time. Works for schedules that cannot run. position: may be the length of the list, for a missing end.
     """
-    words = [[str(action) for action in row] for row in plan.ranks]
+    words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2
     room = max((width - lead - 8) // wide, 1)  # steps that fit beside "... " and " ..."
@@ -100,7 +98,3 @@ def arrow(plan: Plan, rank: int, position: int, width: int = 120) -> str:
         if number == rank:
             lines.append(" " * (len(text) + (position - first) * wide) + "^")
     return "\n".join(lines)
-
-
-def _cut(line: str, width: int) -> str:
-    return line if len(line) <= width else line[: max(width - 4, 0)].rstrip() + " ..."

@@ -7,14 +7,13 @@ reduce     REDUCE over shards once a page's gradients are complete, SETTLE where
            JOIN over replicas after the last one.
 """
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
 from fsdpx.program.action import Action
-from fsdpx.program.stage import Edge, Stage, StageUnit, expand
+from fsdpx.program.stage import Stage, StageUnit, expand
 from fsdpx.program.verbs import VERBS
 
-__all__ = ["compute", "compute_backward", "one_by_one", "page", "recompute", "reduce", "reduce_carried"]
+__all__ = ["compute", "one_by_one", "page", "recompute", "reduce", "reduce_carried"]
 
 Actions = list[Action]
 
@@ -56,20 +55,18 @@ class _Step:
         self.op, self.stage, self.mb = action.op, action.unit, action.mb
         self.forward, self.after = action.op in "FE", dict[int, Actions]()
         mine = [e for e in stage.edges if e.gradient is not self.forward and action.op != "W"]
-        self.recvs = [self._move("RECV", e) for e in mine if (e.receiver, e.target) == (stage.rank, self.stage)]
+        here = (stage.rank, self.stage)
+        self.recvs = [Action("RECV", e.number, self.mb) for e in mine if (e.receiver, e.target) == here]
         self.before: Actions = []
         units = dict(stage.parts)[self.stage]
-        for edge in mine:
-            if (edge.sender, edge.source) == (stage.rank, self.stage):
-                at = [u for u in units if edge.value in self._sends_after(stage.units[u])]
-                (self.after.setdefault(at[0], []) if at else self.before).append(self._move("SEND", edge))
-
-    def _move(self, op: str, edge: Edge) -> Action:
-        return Action(op, edge.number, self.mb)
+        for edge in [e for e in mine if (e.sender, e.source) == here]:
+            at = [u for u in units if edge.value in self._sends_after(stage.units[u])]
+            sends = self.after.setdefault(at[0], []) if at else self.before
+            sends.append(Action("SEND", edge.number, self.mb))
 
     def _sends_after(self, unit: StageUnit) -> tuple[int, ...]:
         """Forward: what the unit gives. Backward: what it adds a gradient to; the first unit is the last to do so."""
-        return unit.gives if self.forward else unit.takes + unit.reads
+        return unit.gives if self.forward else unit.inputs
 
     def early(self, before: "_Step") -> bool:
         """Whether the step before can run while what this one needs arrives: gradients that pass a rank twice are not
@@ -86,13 +83,6 @@ def recompute(actions: Actions, units: Collection[int]) -> Actions:
             result.append(Action("R", action.unit, action.mb))
         result.append(Action("C", action.unit, action.mb) if chosen and action.op == "F" else action)
     return result
-
-
-def compute_backward(order: Sequence[Action], stage: Stage) -> Actions:
-    """Backwards of forwards that were run before, from gradients that the caller brings."""
-    actions = compute(order, stage, None)
-    seeds = [Action("SEED", None, m) for m in sorted({a.mb for a in order if a.mb is not None})]
-    return [*seeds, *actions] if stage.scores else actions
 
 
 def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
@@ -136,39 +126,30 @@ def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) 
     and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
     With `join` the last SETTLE of a page is followed by its JOIN.
     """
-    adders = [[s.at for s in expand(a, stage, 1).adds if s.kind == "grad" and s.at is not None] for a in actions]
-    last = {(p, a.mb if each else None): i for i, a in enumerate(actions) for p in adders[i]}
-    rest = Counter(p for p, _ in last)  # reduces of each page still to be settled
-    result: Actions = []
-    flying: list[int] = []
-
-    def settle(p: int) -> None:
-        flying.remove(p)
-        rest[p] -= 1
-        result.append(Action("SETTLE", p))
-        if join and rest[p] == 0:
-            result.append(Action("JOIN", p))
-
-    for i, action in enumerate(actions):
-        for p in [p for p in flying if p in adders[i]]:
-            settle(p)
-        result.append(action)
-        for p in adders[i]:
-            if last[p, action.mb if each else None] == i:
-                result.append(Action("REDUCE", p))
-                flying.append(p)
-        while len(flying) > behind:
-            settle(flying[0])
-    while flying:
-        settle(flying[0])
-    return result
+    added = [[s.at for s in expand(a, stage, 1).adds if s.kind == "grad" and s.at is not None] for a in actions]
+    rounds = [a.mb if each else None for a in actions]
+    last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
+    complete = [[p for p in pages if last[p, rounds[i]] == i] for i, pages in enumerate(added)]
+    result = _reduced(zip(([a] for a in actions), added, complete, strict=True), behind)
+    settled = {a.unit: i for i, a in enumerate(result) if join and a.op == "SETTLE"}
+    ends = {i: [Action("JOIN", p)] for p, i in settled.items()}
+    return [x for i, a in enumerate(result) for x in (a, *ends.get(i, []))]
 
 
 def reduce_carried(pages: Sequence[int], behind: int) -> Actions:
-    """Reduce gradients that earlier programs left, at most `behind` + 1 at a time."""
+    """Reduce gradients that earlier programs left."""
+    return _reduced([([], [], [p]) for p in pages], behind)
+
+
+def _reduced(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
+    """steps: actions, the pages that they add into, and those of them whose gradients are complete then."""
     result: Actions = []
-    for i, p in enumerate(pages):
-        result.append(Action("REDUCE", p))
-        if i >= behind:
-            result.append(Action("SETTLE", pages[i - behind]))
-    return result + [Action("SETTLE", p) for p in pages[max(len(pages) - behind, 0) :]]
+    flying: list[int] = []
+    for actions, added, complete in steps:
+        result += [Action("SETTLE", p) for p in flying if p in added]
+        flying = [p for p in flying if p not in added] + list(complete)
+        result += [*actions, *(Action("REDUCE", p) for p in complete)]
+        over = max(len(flying) - behind, 0)
+        result += [Action("SETTLE", p) for p in flying[:over]]
+        flying = flying[over:]
+    return result + [Action("SETTLE", p) for p in flying]

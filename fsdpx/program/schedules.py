@@ -13,22 +13,20 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.program.action import Action
-from fsdpx.program.plan import Plan
+from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.validate import validate
 
 __all__ = [
-    "SCHEDULES", "Schedule", "gpipe", "in_flight", "interleaved", "one_f_one_b", "schedule", "validate",
+    "SCHEDULES", "ScheduleFunction", "gpipe", "in_flight", "interleaved", "one_f_one_b", "schedule", "validate",
     "zb_h1", "zb_h2", "zbv",
 ]  # fmt: skip
 
 Actions = list[Action]
+ScheduleFunction = Callable[..., Any]
+"""(ranks, microbatches, per_rank) -> PipelineSchedule, or for each rank a list of actions or their text."""
 
 
-Schedule = Callable[..., Any]
-"""(ranks, microbatches, per_rank) -> Plan, or lists of actions or of their text, one per rank."""
-
-
-def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
+def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """All forwards, then all backwards: Huang et al., "GPipe" (NeurIPS 2019).
 
     Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time.
@@ -37,7 +35,7 @@ def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
     return _one_stage_each("gpipe", ranks, microbatches, lambda rank: microbatches)
 
 
-def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
+def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """One forward, one backward: Narayanan et al., PipeDream-flush (ICML 2021), the default of Megatron-LM.
 
     The bubble of gpipe, with at most P - r microbatches in flight on rank r.
@@ -46,7 +44,7 @@ def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
     return _one_stage_each("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
 
 
-def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> Plan:
+def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     """1F1B over v stages per rank, stage s on rank s % P: Narayanan et al. (SC 2021), section 2.2.
 
     Microbatches go through the stages of a rank in rounds of P; a last round may be shorter.
@@ -62,10 +60,10 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> Plan:
         backwards = [Action("B", s, m) for group in rounds for s in reversed(stages) for m in group]
         both = _alternate(forwards, backwards, warm=2 * (ranks - rank - 1) + (per_rank - 1) * ranks)
         rows.append([action for action in both if action.mb in range(microbatches)])
-    return Plan.of("interleaved", rows, microbatches)
+    return PipelineSchedule.of("interleaved", rows, microbatches)
 
 
-def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
+def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """1F1B with backward in halves, the second late enough to fill the end: ZB-H1, Qi et al. (ICLR 2024), section 2.1.
 
     At most P - r microbatches wait for I on rank r, as in 1F1B, and r more for W: P in all on every rank.
@@ -75,7 +73,7 @@ def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
     return _one_stage_each("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
 
 
-def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
+def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """As zb_h1 with twice the warm-up, which fills the start as well: ZB-H2 of Qi et al. (ICLR 2024), section 2.2.
 
     At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more for W: 2P - 1 in all on every rank.
@@ -85,7 +83,7 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> Plan:
     return _one_stage_each("zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank)
 
 
-def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> Plan:
+def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     """Two stages per rank along a V, stage s on rank s going down and on rank 2P - 1 - s coming back: ZB-V, Qi et al.,
     "Pipeline Parallelism with Controllable Memory" (NeurIPS 2024).
 
@@ -102,7 +100,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> Plan:
         end = "iI" * rank + "iw" * after + "W" * whole + "w" * whole
         all_of_them = _spelled(start + "fiwFIW" * (whole - ranks) + end, rank, 2 * ranks - 1 - rank)
         rows.append([action for action in all_of_them if action.mb in range(microbatches)])
-    return Plan.of("zbv", rows, microbatches)
+    return PipelineSchedule.of("zbv", rows, microbatches)
 
 
 def _spelled(letters: str, down: int, back: int) -> Actions:
@@ -113,7 +111,7 @@ def _spelled(letters: str, down: int, back: int) -> Actions:
 
 def _one_stage_each(
     name: str, ranks: int, microbatches: int, warm: Callable[[int], int], late: Callable[[int], int] | None = None
-) -> Plan:
+) -> PipelineSchedule:
     """Stage r on rank r. warm: forwards of a rank before it alternates. late: by how many microbatches W follows I."""
     rows = []
     for rank in range(ranks):
@@ -121,7 +119,7 @@ def _one_stage_each(
             [Action(op, rank, m) for m in range(microbatches)] for op in ("F", "B" if late is None else "I", "W")
         )
         rows.append(_alternate(forwards, backwards, warm(rank), weights if late else [], late(rank) if late else 0))
-    return Plan.of(name, rows, microbatches)
+    return PipelineSchedule.of(name, rows, microbatches)
 
 
 def _alternate(
@@ -146,7 +144,7 @@ def _check_numbers(name: str, ranks: int, microbatches: int, per_rank: int, take
         )
 
 
-SCHEDULES: dict[str, Callable[[int, int, int], Plan]] = {
+SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
@@ -156,14 +154,24 @@ SCHEDULES: dict[str, Callable[[int, int, int], Plan]] = {
 }
 
 
-def schedule(choice: str | Path | Schedule, ranks: int, microbatches: int, per_rank: int | None = None) -> Plan:
-    """The plan of a schedule, validated.
+def schedule(
+    choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None = None
+) -> PipelineSchedule:
+    """A schedule for so many ranks and microbatches, validated.
 
-    choice: a name in SCHEDULES; a function (ranks, microbatches, per_rank) that returns a Plan or, for each rank, a
-    list of actions or their text; or the path of a text file with one line per rank, its actions separated by blanks,
-    where # begins a comment. per_rank: stages per rank; by default what the schedule prefers (1; interleaved, zbv 2).
+    Parameters
+    ----------
+    choice : a name in SCHEDULES; a function (ranks, microbatches, per_rank) that returns a PipelineSchedule or, for
+        each rank, a list of actions or their text; or the path of a text file with one line per rank, its actions
+        separated by blanks, where # begins a comment
+    ranks : of the pipe
+    microbatches : of a step
+    per_rank : stages per rank; by default what the schedule prefers (1; interleaved, zbv 2)
 
-    Raises ConfigError for numbers that do not fit the schedule, ProgramError for one that cannot run.
+    Raises
+    ------
+    ConfigError : numbers that do not fit the schedule
+    ProgramError : a schedule that cannot run
     """
     if callable(choice):
         return _from_function(choice, ranks, microbatches, per_rank)
@@ -174,10 +182,11 @@ def schedule(choice: str | Path | Schedule, ranks: int, microbatches: int, per_r
     if not Path(choice).is_file():
         names = ", ".join(map(repr, SCHEDULES))
         raise ConfigError(f"schedule={str(choice)!r} is none of {names}, no function, and no text file of that name")
-    return _own(Path(choice).name, _lines(Path(choice)), ranks, microbatches, per_rank)
+    lines = (line.split("#")[0].strip() for line in Path(choice).read_text(encoding="utf-8").splitlines())
+    return _fitting(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
 
 
-def _from_function(function: Schedule, ranks: int, microbatches: int, per_rank: int | None) -> Plan:
+def _from_function(function: ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:
     parameter = inspect.signature(function).parameters.get("per_rank")
     default = parameter.default if parameter and isinstance(parameter.default, int) else 1
     name = getattr(function, "__name__", "schedule")
@@ -186,52 +195,37 @@ def _from_function(function: Schedule, ranks: int, microbatches: int, per_rank: 
     except TypeError as error:
         raise ConfigError(f"schedule {name!r} must take (ranks, microbatches, per_rank): {error}") from error
     made = function(ranks, microbatches, default if per_rank is None else per_rank)
-    if not isinstance(made, Plan | list | tuple):
-        raise ConfigError(f"schedule {name!r} returned {made!r}: a Plan or a list of actions per rank is needed")
-    return _own(name, made, ranks, microbatches, per_rank)
+    if not isinstance(made, PipelineSchedule | list | tuple):
+        wanted = "a PipelineSchedule or a list of actions per rank"
+        raise ConfigError(f"schedule {name!r} returned {made!r}: {wanted} is needed")
+    return _fitting(name, made, ranks, microbatches, per_rank)
 
 
-def _lines(file: Path) -> list[str]:
-    lines = (line.split("#")[0].strip() for line in file.read_text(encoding="utf-8").splitlines())
-    return [line for line in lines if line]
+Rows = Iterable[str | Sequence[Action | str]]
 
 
-def _own(
-    name: str,
-    made: "Plan | Iterable[str | Sequence[Action | str]]",
-    ranks: int,
-    microbatches: int,
-    per_rank: int | None,
-) -> Plan:
-    plan = made if isinstance(made, Plan) else Plan.of(name, made, microbatches)
-    if len(plan.ranks) != ranks:
-        raise ConfigError(f"schedule {plan.name!r} is for {len(plan.ranks)} ranks, but the pipe has {ranks}")
-    if plan.microbatches != microbatches:
-        raise ConfigError(
-            f"schedule {plan.name!r} is for {plan.microbatches} microbatches, but microbatches={microbatches}"
-        )
-    if per_rank is not None and plan.stages != ranks * per_rank:
-        more = "more" if plan.stages > ranks * per_rank else "fewer"
-        raise ConfigError(
-            f"schedule {plan.name!r} has {plan.stages} stages on {ranks} ranks, {more} than the {ranks * per_rank} of "
-            f"per_rank={per_rank}"
-        )
-    validate(plan)
-    return plan
+def _fitting(
+    name: str, made: PipelineSchedule | Rows, ranks: int, microbatches: int, per_rank: int | None
+) -> PipelineSchedule:
+    """The schedule, if it can run and is for that many ranks, microbatches and stages."""
+    own = made if isinstance(made, PipelineSchedule) else PipelineSchedule.of(name, made, microbatches)
+    who = f"schedule {own.name!r}"
+    if len(own.ranks) != ranks:
+        raise ConfigError(f"{who} is for {len(own.ranks)} ranks, but the pipe has {ranks}")
+    if own.microbatches != microbatches:
+        raise ConfigError(f"{who} is for {own.microbatches} microbatches, but microbatches={microbatches}")
+    if per_rank is not None and own.stages != ranks * per_rank:
+        wanted = f"the {ranks * per_rank} of per_rank={per_rank}"
+        raise ConfigError(f"{who} has {own.stages} stages on {ranks} ranks, not {wanted}")
+    validate(own)
+    return own
 
 
-def in_flight(plan: Plan, until: str = "W") -> tuple[int, ...]:
+def in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, ...]:
     """Per rank, the most pairs of stage and microbatch whose F has run and whose last user of activations has not.
 
     until: "W" counts until B or W, "I" until B or I. After I only what the gradient of the parameters needs is kept, so
     the activation memory of Qi et al. is I-pairs times M_B plus the rest of the W-pairs times M_W.
     """
-    return tuple(_most(row, until) for row in plan.ranks)
-
-
-def _most(row: Sequence[Action], until: str) -> int:
-    now = most = 0
-    for action in row:
-        now += (action.op == "F") - (action.op in ("B", until))
-        most = max(most, now)
-    return most
+    changes = [[(action.op == "F") - (action.op in ("B", until)) for action in row] for row in schedule.ranks]
+    return tuple(max(itertools.accumulate(row), default=0) for row in changes)

@@ -35,7 +35,7 @@ SLOTS: dict[str, SlotKind] = {
     "shard": SlotKind("shard", "parameters"),
     "full": SlotKind("full", "parameters", lent=True),
     "slots": SlotKind("slots", "optimiser"),  # of a page: a dict name -> array
-    "memory": SlotKind("memory", "codec"),  # what a codec keeps per page, e.g. error feedback
+    "memory": SlotKind("memory", "codec memory"),  # what a codec keeps per page, e.g. error feedback
     "stats": SlotKind("stats", "state"),  # running statistics of a unit
     # gradients
     "grad": SlotKind("grad", "gradients", lent=True),

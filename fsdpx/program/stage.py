@@ -1,6 +1,6 @@
 """What a program knows of the model: units, pages and values as numbers, and how a word of the table becomes slots."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,10 @@ class StageUnit:
     takes: tuple[int, ...]
     reads: tuple[int, ...]
     gives: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return self.takes + self.reads
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,7 @@ class Stage:
 
     @cached_property
     def _read_here(self) -> frozenset[int]:
-        read = {v for u in self.here for v in self.units[u].takes + self.units[u].reads}
+        read = {v for u in self.here for v in self.units[u].inputs}
         return frozenset(read | (set(self.outputs) if self.scores else set()))
 
     def sends_last(self, edge: Edge) -> bool:
@@ -144,6 +148,10 @@ class Slots:
     gives: tuple[Slot, ...]
 
 
+Places = list[tuple[int | None, int | None]]
+"""Number and microbatch of slots."""
+
+
 def expand(action: Action, stage: Stage, microbatches: int) -> Slots:
     """The slots that an action takes, reads, adds into and gives."""
     verb = VERBS[action.op]
@@ -154,37 +162,12 @@ def expand(action: Action, stage: Stage, microbatches: int) -> Slots:
 def spell(word: str, action: Action, stage: Stage, microbatches: int) -> list[Slot]:
     """The slots that a word of the table of verbs stands for."""
     kind, _, over = word.partition(":")
-    match kind:
-        case "edge":
-            return _of_edge(over, action, stage)
-        case "act" | "dact":
-            return [Slot(kind, v, action.mb) for v in _values(kind, over, action, stage)]
-        case "final":
-            pages = stage.trained if over == "all" else (_unit(action),)
-            return [Slot("tied" if p in stage.tied else "total", p) for p in pages]
-    match over:
-        case "":
-            return [Slot(kind)]
-        case "page":
-            return [Slot(kind, action.unit)]
-        case "unit":
-            return [Slot(kind, action.unit, action.mb)]
-        case "pages":
-            pages = stage.units[_unit(action)].pages
-            return [Slot(kind, p) for p in pages if kind != "grad" or stage.trainable[p]]
-        case "coded":
-            return [Slot(kind, action.unit)] if action.unit in stage.coded else []
-        case "moving":
-            return [Slot(kind, action.unit)] if action.unit in stage.moving else []
-        case "mb":
-            return [Slot(kind, None, action.mb)]
-        case "all":
-            return [Slot(kind, None, m) for m in range(microbatches)] if stage.scores else []
-        case "scored":
-            return [Slot(kind)] if stage.scores else []
-        case "twins":
-            return [Slot(kind, p) for p in stage.ties.get(_unit(action), ())]
-    raise AssertionError(f"the table has no word {word!r}")
+    if kind == "edge":
+        return _of_edge(over, action, stage)
+    if kind == "final":
+        pages = stage.trained if over == "all" else (_unit(action),)
+        return [Slot("tied" if p in stage.tied else "total", p) for p in pages]
+    return [Slot(kind, at, mb) for at, mb in _OVER[over](action, stage, microbatches)]
 
 
 def _of_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
@@ -193,26 +176,38 @@ def _of_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
     return [Slot("dact" if edge.gradient else "act", edge.value, action.mb)] if wanted else []
 
 
-def _values(word_kind: str, over: str, action: Action, stage: Stage) -> Iterable[int]:
-    match over:
-        case "inputs":
-            return stage.used
-        case "outputs" if word_kind == "dact":
-            return [v for v in stage.outputs if v not in stage.inputs]
-        case "outputs":
-            return stage.outputs
-        case "last":
-            return stage.units[_unit(action)].takes
-        case "kept":
-            return stage.units[_unit(action)].reads
-        case "out":
-            return stage.units[_unit(action)].gives
-        case "in":
-            unit = stage.units[_unit(action)]
-            return [v for v in (*unit.takes, *unit.reads) if v not in stage.inputs]
-    raise AssertionError(f"the table has no values {over!r}")
-
-
 def _unit(action: Action) -> int:
     assert action.unit is not None
     return action.unit
+
+
+def _each(numbers: Iterable[int | None], mb: int | None = None) -> Places:
+    return [(n, mb) for n in numbers]
+
+
+def _made(values: Iterable[int], stage: Stage) -> list[int]:
+    """Those that have a gradient."""
+    return [v for v in values if v not in stage.inputs]
+
+
+# what a slot of the table ranges over, for an action `a` in a stage `s` with `n` microbatches
+_OVER: dict[str, Callable[[Action, Stage, int], Places]] = {
+    "": lambda a, s, n: [(None, None)],
+    "scored": lambda a, s, n: [(None, None)] if s.scores else [],
+    "mb": lambda a, s, n: [(None, a.mb)],
+    "all": lambda a, s, n: [(None, mb) for mb in range(n)] if s.scores else [],
+    "page": lambda a, s, n: [(a.unit, None)],
+    "coded": lambda a, s, n: _each({a.unit} & s.coded),
+    "twins": lambda a, s, n: _each(s.ties.get(_unit(a), ())),
+    "unit": lambda a, s, n: [(a.unit, a.mb)],
+    "moving": lambda a, s, n: _each({a.unit} & s.moving),
+    "pages": lambda a, s, n: _each(s.units[_unit(a)].pages),
+    "trained": lambda a, s, n: _each(p for p in s.units[_unit(a)].pages if s.trainable[p]),
+    "inputs": lambda a, s, n: _each(s.used, a.mb),
+    "outputs": lambda a, s, n: _each(s.outputs, a.mb),
+    "made": lambda a, s, n: _each(_made(s.outputs, s), a.mb),
+    "last": lambda a, s, n: _each(s.units[_unit(a)].takes, a.mb),
+    "kept": lambda a, s, n: _each(s.units[_unit(a)].reads, a.mb),
+    "out": lambda a, s, n: _each(s.units[_unit(a)].gives, a.mb),
+    "in": lambda a, s, n: _each(_made(s.units[_unit(a)].inputs, s), a.mb),
+}

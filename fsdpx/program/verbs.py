@@ -4,23 +4,23 @@ Running, checking, counting and printing all read this table; none of them knows
 
 In the table a slot is written as a kind and what it ranges over:
 
-    "full:page"      the slot of the action's own page, e.g. full3
-    "full:pages"     one slot for each page that the action's unit uses, tied ones included
-    "memory:coded"   of the action's page, if its reduce keeps memory;  "stats:moving"  of the action's unit, if it has
-                     running statistics
+    "full:page"      the slot of the action's own page, e.g. full3;  "memory:coded"  likewise, if its codec keeps memory
+    "full:pages"     one slot for each page that the action's unit uses, tied ones included;  "grad:trained"  of those
+                     that are trained;  "total:twins"  of the pages of this rank that hold one parameter
     "act:last"       activations that this unit is the last to read;  "act:kept"  those read again later
     "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
-    "dact:out" "dact:in" "dact:outputs"      gradients of the same
-    "saved:unit"     per unit and microbatch;  "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
+    "dact:out" "dact:in" "dact:made"  gradients of the unit's outputs, its inputs, and the model's outputs, each without
+                     the model's inputs
+    "stats:moving"   of the action's unit, if it has running statistics;  "saved:unit"  per unit and microbatch
+    "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
     "final:page" "final:all"  gradients as they are updated with: "total", or "tied" where TIE sums it with other ranks'
-    "total:twins"    of the pages of this rank that hold one parameter
-    "edge:last" "edge:kept" "edge:arrives"     what travels: an activation, or its gradient on the way back
+    "edge:last" "edge:kept" "edge:arrives"  what travels: an activation, or its gradient on the way back
     "weight:scored"  where the loss is computed;  "mean" "scale"  one for the whole step
 """
 
 from dataclasses import dataclass
 
-__all__ = ["VERBS", "Move", "Scratch", "Verb"]
+__all__ = ["VERBS", "Move", "Scratch", "Verb", "partner"]
 
 
 @dataclass(frozen=True)
@@ -74,90 +74,52 @@ class Verb:
 
 PAIR = Move("world", "all_gather", "pair", "control")
 
+# fmt: off
 VERBS: dict[str, Verb] = {
     # data in, data out
     "LOAD": Verb(gives=("act:inputs",), lane="host", about=""),
-    "LOSS": Verb(takes=("act:outputs",), adds=("dact:outputs", "weight"), gives=("loss:mb",), about=""),
+    "LOSS": Verb(takes=("act:outputs",), adds=("dact:made", "weight"), gives=("loss:mb",), about=""),
     "SCORE": Verb(takes=("act:outputs",), adds=("weight",), gives=("loss:mb",), about=""),
-    "SEED": Verb(takes=("seed:mb",), adds=("dact:outputs", "weight"), lane="host", about=""),
+    "SEED": Verb(takes=("seed:mb",), adds=("dact:made", "weight"), lane="host", about=""),
     "MEAN": Verb(takes=("loss:all",), gives=("mean",), lane="world", moves=(PAIR,), about=""),
     # from stage to stage
-    "SEND": Verb(
-        takes=("edge:last",),
-        reads=("edge:kept",),
-        lane="pipe",
-        moves=(Move("pipe", "send", "edge", "value"),),
-        about="edge",
-    ),
-    "RECV": Verb(gives=("edge:arrives",), lane="pipe", moves=(Move("pipe", "recv", "edge", "value"),), about="edge"),
+    "SEND": Verb(takes=("edge:last",), reads=("edge:kept",), about="edge",
+                 lane="pipe", moves=(Move("pipe", "send", "edge", "value"),)),
+    "RECV": Verb(gives=("edge:arrives",), about="edge", lane="pipe", moves=(Move("pipe", "recv", "edge", "value"),)),
     # parameters
-    "GATHER": Verb(
-        reads=("shard:page",),
-        gives=("full:page",),
-        lane="shard",
-        moves=(Move("shard", "all_gather", "full", "param"),),
-        about="page",
-        scratch=(Scratch("wire", "full:page"),),
-    ),
+    "GATHER": Verb(reads=("shard:page",), gives=("full:page",), about="page", scratch=(Scratch("wire", "full:page"),),
+                   lane="shard", moves=(Move("shard", "all_gather", "full", "param"),)),
     "FREE": Verb(takes=("full:page",), lane="host", about="page"),
     # compute
-    "F": Verb(
-        takes=("act:last",),
-        reads=("full:pages", "act:kept"),
-        adds=("stats:moving",),
-        gives=("act:out", "saved:unit"),
-    ),
+    "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
+              gives=("act:out", "saved:unit")),
     "E": Verb(takes=("act:last",), reads=("full:pages", "act:kept", "stats:moving"), gives=("act:out",)),
-    "C": Verb(
-        takes=("act:last",),
-        reads=("full:pages", "act:kept"),
-        adds=("stats:moving",),
-        gives=("act:out", "held:unit"),
-    ),
+    "C": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
+              gives=("act:out", "held:unit")),
     "R": Verb(takes=("held:unit",), reads=("full:pages", "stats:moving"), gives=("saved:unit",)),
-    "B": Verb(
-        takes=("dact:out", "saved:unit"),
-        reads=("full:pages", "stats:moving"),
-        adds=("grad:pages", "dact:in"),
-    ),
-    "I": Verb(
-        takes=("dact:out", "saved:unit"),
-        reads=("full:pages", "stats:moving"),
-        adds=("dact:in",),
-        gives=("kept:unit",),
-    ),
-    "W": Verb(takes=("kept:unit",), adds=("grad:pages",)),
-    # gradients
-    "REDUCE": Verb(
-        takes=("grad:page",),
-        adds=("part:page", "memory:coded"),  # the sum may go straight to where the part is kept
-        gives=("sum:page",),
-        lane="shard",
-        moves=(Move("shard", "reduce_scatter", "full", "grad"),),
-        about="page",
-        scratch=(Scratch("carry", "sum:page"), Scratch("trade", "part:page")),
-    ),
+    "B": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages", "stats:moving"), adds=("grad:trained", "dact:in")),
+    "I": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages", "stats:moving"), adds=("dact:in",),
+              gives=("kept:unit",)),
+    "W": Verb(takes=("kept:unit",), adds=("grad:trained",)),
+    # gradients; the sum of a reduce may go straight to where the part is kept
+    "REDUCE": Verb(takes=("grad:page",), adds=("part:page", "memory:coded"), gives=("sum:page",), about="page",
+                   scratch=(Scratch("carry", "sum:page"), Scratch("trade", "part:page")),
+                   lane="shard", moves=(Move("shard", "reduce_scatter", "full", "grad"),)),
     "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
-    "JOIN": Verb(
-        takes=("part:page",),
-        gives=("total:page",),
-        lane="replica",
-        moves=(Move("replica", "all_reduce", "shard", "grad"),),
-        about="page",
-        scratch=(Scratch("join"),),
-    ),
-    "TIE": Verb(
-        takes=("total:twins",),
-        gives=("tied:twins",),
-        lane="peers",
-        moves=(Move("peers", "all_gather", "shard", "tie"),),
-        about="page",
-        scratch=(Scratch("tie"),),
-    ),
+    "JOIN": Verb(takes=("part:page",), gives=("total:page",), about="page", scratch=(Scratch("join"),),
+                 lane="replica", moves=(Move("replica", "all_reduce", "shard", "grad"),)),
+    "TIE": Verb(takes=("total:twins",), gives=("tied:twins",), about="page", scratch=(Scratch("tie"),),
+                lane="peers", moves=(Move("peers", "all_gather", "shard", "tie"),)),
     # update
-    "NORM": Verb(
-        takes=("weight:scored",), reads=("final:all",), gives=("scale",), lane="world", moves=(PAIR,), about=""
-    ),
+    "NORM": Verb(takes=("weight:scored",), reads=("final:all",), gives=("scale",), about="",
+                 lane="world", moves=(PAIR,)),
     "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(PAIR,), about=""),
     "UPDATE": Verb(takes=("final:page",), reads=("scale",), adds=("shard:page", "slots:page"), about="page"),
 }
+# fmt: on
+
+
+def partner(op: str) -> str:
+    """The verb at the other end of a message: the receive of a send, and the send of a receive."""
+    call = "recv" if VERBS[op].calls("send") else "send"
+    return next(other for other, verb in VERBS.items() if verb.calls(call))

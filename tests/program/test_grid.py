@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fsdpx.program.action import parse
 from fsdpx.program.grid import arrow, grid
-from fsdpx.program.plan import Plan
+from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.schedules import SCHEDULES, schedule
 from fsdpx.program.simulate import Costs, Event, simulate
 
@@ -70,5 +70,5 @@ def test_the_arrow_stands_under_the_step(position: int) -> None:
 
 
 def test_the_arrow_works_for_plans_that_cannot_run() -> None:
-    plan = Plan.of("mine", ["B0.0 F0.0", "F1.0 B1.0 F1.1"], 2)
+    plan = PipelineSchedule.of("mine", ["B0.0 F0.0", "F1.0 B1.0 F1.1"], 2)
     assert arrow(plan, 0, 1) == "rank 0  B0.0 F0.0\n             ^\nrank 1  F1.0 B1.0 F1.1"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program.action import Action, parse
-from fsdpx.program.plan import Plan
+from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.schedules import SCHEDULES, gpipe, in_flight, interleaved, schedule
 from fsdpx.program.validate import validate
 
@@ -19,7 +19,7 @@ PREFERRED = {"interleaved": 2, "zbv": 2}
 
 
 @st.composite
-def plans(draw: st.DrawFn, least: int = 1) -> Plan:
+def plans(draw: st.DrawFn, least: int = 1) -> PipelineSchedule:
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     per_rank = draw(st.integers(2, 4)) if name == "interleaved" else PREFERRED.get(name, 1)
     return SCHEDULES[name](draw(st.integers(least, 6)), draw(st.integers(least, 12)), per_rank)
@@ -27,20 +27,20 @@ def plans(draw: st.DrawFn, least: int = 1) -> Plan:
 
 @PROPERTY
 @given(plans())
-def test_every_schedule_is_valid(plan: Plan) -> None:
+def test_every_schedule_is_valid(plan: PipelineSchedule) -> None:
     validate(plan)
-    assert Plan.of(plan.name, str(plan).splitlines(), plan.microbatches) == plan
+    assert PipelineSchedule.of(plan.name, str(plan).splitlines(), plan.microbatches) == plan
     per_rank = plan.stages // len(plan.ranks)
     assert [plan.home.count(rank) for rank in range(len(plan.ranks))] == [per_rank] * len(plan.ranks)
 
 
-def with_row(plan: Plan, rank: int, row: list[Action]) -> Plan:
+def with_row(plan: PipelineSchedule, rank: int, row: list[Action]) -> PipelineSchedule:
     return replace(plan, ranks=tuple(tuple(row) if r == rank else old for r, old in enumerate(plan.ranks)))
 
 
 @PROPERTY
 @given(plans(), st.data())
-def test_a_dropped_or_repeated_step_is_rejected(plan: Plan, data: st.DataObject) -> None:
+def test_a_dropped_or_repeated_step_is_rejected(plan: PipelineSchedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(plan.ranks) - 1))
     row = list(plan.ranks[rank])
     at = data.draw(st.integers(0, len(row) - 1))
@@ -53,7 +53,7 @@ def test_a_dropped_or_repeated_step_is_rejected(plan: Plan, data: st.DataObject)
 
 @PROPERTY
 @given(plans(least=2), st.data())
-def test_a_step_on_another_rank_is_rejected(plan: Plan, data: st.DataObject) -> None:
+def test_a_step_on_another_rank_is_rejected(plan: PipelineSchedule, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(plan.ranks) - 1))
     row = list(plan.ranks[rank])
     step = row.pop(data.draw(st.integers(0, len(row) - 1)))
@@ -66,7 +66,7 @@ def test_a_step_on_another_rank_is_rejected(plan: Plan, data: st.DataObject) -> 
 
 @PROPERTY
 @given(plans(least=2), st.data())
-def test_swapped_dependent_steps_are_rejected(plan: Plan, data: st.DataObject) -> None:
+def test_swapped_dependent_steps_are_rejected(plan: PipelineSchedule, data: st.DataObject) -> None:
     """Dependent: of one stage and microbatch, or both adding to the gradients of one stage."""
     rank = data.draw(st.integers(0, len(plan.ranks) - 1))
     row = list(plan.ranks[rank])
@@ -160,7 +160,7 @@ def test_a_text_file_is_a_schedule(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text("# two ranks\nF0.0 F0.1 B0.0 B0.1  # the first\n\nF1.0 B1.0 F1.1 B1.1\n")
     plan = schedule(file, 2, 2)
-    assert plan == schedule(str(file), 2, 2) == Plan.of("mine.txt", str(plan).splitlines(), 2)
+    assert plan == schedule(str(file), 2, 2) == PipelineSchedule.of("mine.txt", str(plan).splitlines(), 2)
     assert plan.ranks == schedule("1f1b", 2, 2).ranks
     with pytest.raises(ConfigError, match=r"'mine\.txt' is for 2 ranks, but the pipe has 3"):
         schedule(file, 3, 2)
@@ -195,7 +195,7 @@ def test_numbers_that_do_not_fit() -> None:
         schedule("interleaved", 4, 8, per_rank=1)
     with pytest.raises(ConfigError, match="'gpipe': ranks=2 and microbatches=0 must both be at least 1"):
         schedule("gpipe", 2, 0)
-    with pytest.raises(ConfigError, match="has 3 stages on 1 ranks, more than the 2 of per_rank=2"):
+    with pytest.raises(ConfigError, match="has 3 stages on 1 ranks, not the 2 of per_rank=2"):
         schedule(lambda ranks, m, per_rank: zigzag(3), 1, 1, per_rank=2)
     with pytest.raises(ConfigError, match="is for 4 microbatches, but microbatches=2"):
         schedule(lambda ranks, m, per_rank: gpipe(ranks, 4), 2, 2)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsdpx.errors import ConfigError, ProgramError
 from fsdpx.program import Action, Program, Request, compile, parse, pipeline
 from fsdpx.program.machine import Machine, Overlap, memory, overlap, peak_memory, simulate_programs
-from fsdpx.program.plan import Plan
+from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.schedules import in_flight, schedule
 from fsdpx.program.simulate import Costs, Event, bubble, by_rank, simulate
 
@@ -67,7 +67,7 @@ def test_published_bubbles_of_interleaved_leave_out_a_message_per_microbatch(row
     assert round((span - work) / span, 4) == pytest.approx(row.bubbles["interleaved"], abs=1e-9)
 
 
-def lost(plan: Plan, costs: Costs) -> float:
+def lost(plan: PipelineSchedule, costs: Costs) -> float:
     """The span less the work, in the unit of the costs."""
     spans = [row[-1].end - row[0].start for row in by_rank(simulate(plan, costs)).values()]
     return max(spans) - max(sum(map(costs.of, row)) for row in plan.ranks)
@@ -144,7 +144,7 @@ def test_costs_per_stage() -> None:
 
 
 def test_a_plan_that_waits_for_ever_is_named() -> None:
-    plan = Plan.of("mine", ["F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"], 2)
+    plan = PipelineSchedule.of("mine", ["F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"], 2)
     with pytest.raises(ProgramError, match=r"schedule 'mine': rank 0 waits forever at B0\.0; see validate"):
         simulate(plan, EQUAL)
 
@@ -152,7 +152,7 @@ def test_a_plan_that_waits_for_ever_is_named() -> None:
 # compiled programs
 
 
-def compiled(plan: Plan, keep_full: bool = True) -> list[Program]:
+def compiled(plan: PipelineSchedule, keep_full: bool = True) -> list[Program]:
     """A chain with one unit per stage."""
     units = [((u,), (u,), (u + 1,)) for u in range(plan.stages)]
     stages = pipeline(units, [True] * plan.stages, [0], [plan.stages], range(plan.stages), plan.home)
@@ -246,7 +246,9 @@ def test_the_norm_waits_for_all_ranks() -> None:
 def test_programs_that_wait_for_each_other_are_named() -> None:
     first, second = compiled(schedule("1f1b", 2, 1))
     silent = replace(first, actions=tuple(a for a in first.actions if a.op != "SEND"))
-    with pytest.raises(ProgramError, match=r"wait for each other\nrank 0 at B0\.0 for .*\nrank 1 at F1\.0 for act1\.0"):
+    with pytest.raises(
+        ProgramError, match=r"wait for each other\nrank 0 of .*, at B0\.0, waits for SEND1\.0 of rank 1\n"
+    ):
         simulate_programs([silent, second], Machine({}))
 
 

@@ -1,4 +1,4 @@
-"""A plan: what each rank of the pipe does in which order, stage by stage and microbatch by microbatch."""
+"""A pipeline schedule: what each rank of the pipe does in which order, stage by stage, microbatch by microbatch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from fsdpx.errors import ProgramError
 from fsdpx.program.action import Action, parse
 
-__all__ = ["Plan"]
+__all__ = ["PipelineSchedule"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PipelineSchedule:
     """What a schedule gives. ranks: one list of actions per rank of the pipe. home: the rank of each stage."""
 
     name: str
@@ -20,7 +20,7 @@ class Plan:
     microbatches: int
 
     @classmethod
-    def of(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> "Plan":
+    def of(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> "PipelineSchedule":
         """From lists of actions, or their text, per rank. A stage is at home where its first F stands.
 
         Raises ProgramError for text that is no action, and for stages without any F.
