@@ -1,11 +1,11 @@
-"""The arena: every large buffer of a rank, by name and kind, with its place planned from its lifetime.
+"""The arena: every large buffer of a rank, with its place planned from its lifetime.
 
 Kept buffers live as long as the trainer. Lent buffers live for part of a program: their lifetimes are known before it
 runs, so they are packed into one slab in which buffers that are never alive together share bytes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,40 +14,40 @@ import numpy as np
 ALIGN = 64  # bytes: a cache line, and the widest vector register
 BLOCK = 32 << 20  # bytes from which kept buffers are cut
 
-__all__ = ["ALIGN", "Arena", "Life", "Memory", "Plan", "place"]
+__all__ = ["ALIGN", "Arena", "Life", "Memory", "SlabPlan", "place"]
 
 
 @dataclass(frozen=True)
 class Life:
-    """A buffer of `nbytes` that is alive from action `start` to action `stop`, both included."""
+    """A buffer of `nbytes` that is alive from action `start` to action `stop`, both included. name: tells lives apart."""
 
-    name: str
+    name: Hashable
     start: int
     stop: int
     nbytes: int
 
 
 @dataclass(frozen=True)
-class Plan:
+class SlabPlan:
     """offsets: name -> first byte in the slab. nbytes: size of the slab. peak: the most bytes alive at one time."""
 
-    offsets: dict[str, int] = field(default_factory=dict)
+    offsets: dict[Hashable, int] = field(default_factory=dict)
     nbytes: int = 0
     peak: int = 0
 
 
-def place(lives: Iterable[Life]) -> Plan:
+def place(lives: Iterable[Life]) -> SlabPlan:
     """Offsets such that no two buffers alive together overlap: largest first, in order of birth, each at the lowest
     place that is free. For buffers of one size that is optimal (interval colouring)."""
     order = sorted(lives, key=lambda life: (-_size(life), life.start))
-    offsets: dict[str, int] = {}
+    offsets: dict[Hashable, int] = {}
     placed: list[tuple[int, Life]] = []
     for life in order:
         taken = sorted((at, at + _size(o)) for at, o in placed if life.start <= o.stop and o.start <= life.stop)
         offsets[life.name] = _lowest(taken, _size(life))
         placed.append((offsets[life.name], life))
     assert len(offsets) == len(order), "each life has a name of its own"
-    return Plan(offsets, max((at + _size(life) for at, life in placed), default=0), _peak(order))
+    return SlabPlan(offsets, max((at + _size(life) for at, life in placed), default=0), _peak(order))
 
 
 def _size(life: Life) -> int:
@@ -96,18 +96,16 @@ class Arena:
     def __init__(self, xp: Any, memory: Memory | None = None) -> None:
         self.xp = xp
         self.memory = memory
-        self.kept: dict[str, Any] = {}
-        self.kinds: dict[str, str] = {}
-        self.owned: dict[str, int] = {}
+        self.kept: dict[Hashable, Any] = {}
         self.blocks: list[Any] = []  # of shared memory, in which kept buffers lie
         self.slab: Any = None
         self.slab_nbytes = 0
         self.slab_shared = False
-        self.generation = 0  # grows when the slab moves: views made before are stale
+        self.generation = 0  # grows when the slab moves or a kept buffer goes: views made before are stale
         self.views: dict[tuple[int, int, str], Any] = {}
         self._rest = np.empty(0, np.uint8)  # of the block that kept buffers are cut from
 
-    def keep(self, name: str, kind: str, size: int, dtype: Any, *, passing: bool = False) -> Any:
+    def keep(self, name: Hashable, size: int, dtype: Any, *, passing: bool = False) -> Any:
         """A zeroed buffer of `size` elements that lives until `drop`; the same name returns the same buffer.
 
         passing: it will be dropped before the others, so its memory must not be a part of theirs.
@@ -115,7 +113,6 @@ class Arena:
         if name not in self.kept:
             make = self._zeros if self.xp is np and not passing else self.xp.zeros
             self.kept[name] = make((size,), dtype=dtype)
-            self.kinds[name] = kind
         return self.kept[name]
 
     def _zeros(self, shape: tuple[int], dtype: Any) -> Any:
@@ -129,17 +126,15 @@ class Arena:
         made, self._rest = self._rest[:used].view(dtype), self._rest[nbytes:]
         return made
 
-    def adopt(self, name: str, kind: str, buffer: Any, owned: int | None = None) -> None:
-        """Take `buffer`, made elsewhere, as the kept one of this name. owned: its bytes that count as this rank's."""
+    def adopt(self, name: Hashable, buffer: Any) -> None:
+        """Take `buffer`, made elsewhere, as the kept one of this name."""
         self.kept[name] = buffer
-        self.kinds[name] = kind
-        self.owned[name] = buffer.nbytes if owned is None else owned
 
-    def drop(self, name: str) -> None:
-        self.kept.pop(name, None)
-        self.kinds.pop(name, None)
+    def drop(self, name: Hashable) -> None:
+        if self.kept.pop(name, None) is not None:
+            self.generation += 1
 
-    def lend(self, plan: Plan) -> None:
+    def lend(self, plan: SlabPlan) -> None:
         """Make the slab large enough for a plan. Only between programs, when nothing lent is alive."""
         if plan.nbytes > self.slab_nbytes:
             self.views.clear()
@@ -160,8 +155,8 @@ class Arena:
 
     def close(self) -> None:
         """Forget all buffers and give shared memory back: no view of it may be used any more."""
-        for known in (self.kept, self.kinds, self.owned, self.views):
-            known.clear()
+        self.kept.clear()
+        self.views.clear()
         self._free_slab()
         self._rest = np.empty(0, np.uint8)
         self.slab_nbytes, self.slab_shared = 0, False
@@ -179,15 +174,6 @@ class Arena:
         start = offset + (-_address(self.slab)) % ALIGN
         nbytes = size * np.dtype(dtype).itemsize
         return self.slab[start : start + nbytes].view(dtype)
-
-    def nbytes(self) -> dict[str, int]:
-        """Bytes by kind; the slab counts as "working set"."""
-        total: dict[str, int] = defaultdict(int)
-        for name, buffer in self.kept.items():
-            total[self.kinds[name]] += self.owned.get(name, buffer.nbytes)
-        if self.slab_nbytes:
-            total["working set"] += self.slab_nbytes
-        return dict(total)
 
 
 def _address(array: Any) -> int:

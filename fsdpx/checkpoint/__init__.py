@@ -1,5 +1,1 @@
 """Checkpoints: a directory of standard safetensors files that all ranks write and read at once."""
-
-from fsdpx.checkpoint.series import Checkpoints
-
-__all__ = ["Checkpoints"]

@@ -19,8 +19,8 @@ from fsdpx.checkpoint.manifest import SUMS
 from fsdpx.checkpoint.pieces import Held, owned
 from fsdpx.checkpoint.save import Prepared
 from fsdpx.checkpoint.write import write
-from fsdpx.engine.engine import Engine
 from fsdpx.errors import CheckpointError
+from fsdpx.state.state import TrainState
 
 __all__ = ["Background"]
 
@@ -33,9 +33,9 @@ class Background:
     ranks have left their sums in the folder, so that the checkpoint is whole without another call to the trainer.
     """
 
-    def __init__(self, engine: Engine, prepared: Prepared) -> None:
-        self.world, self.prepared = engine.axes.world, prepared
-        self._copies = [_copied(piece) for piece in owned(engine)]
+    def __init__(self, state: TrainState, prepared: Prepared) -> None:
+        self.world, self.prepared = state.placement.axes.world, prepared
+        self._copies = [_copied(piece) for piece in owned(state)]
         self._problem: str | None = None
         self._ended: str | None = None  # why the commit failed
         self._wrote, self._stopped = threading.Event(), threading.Event()

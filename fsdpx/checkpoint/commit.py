@@ -23,7 +23,7 @@ try:
 except ImportError:  # Windows: two jobs there are not told apart
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Target", "current", "numbered", "place", "prune"]
+__all__ = ["Target", "current", "named", "numbered", "prune"]
 
 PREVIOUS, PARTIAL, LOCK, REMOVED = ".previous", ".partial-", ".lock", ".removed"
 
@@ -94,7 +94,7 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def place(path: str | os.PathLike[str]) -> Path:
+def named(path: str | os.PathLike[str]) -> Path:
     """A path whose last part is a name, so that others can lie beside it."""
     given = Path(path)
     return given.resolve() if given.name in ("", "..") else given

@@ -10,15 +10,16 @@ import numpy as np
 
 from fsdpx.checkpoint.agree import alone, same, together
 from fsdpx.checkpoint.format import Entry, array_type
-from fsdpx.checkpoint.pieces import held, slot_name
+from fsdpx.checkpoint.pieces import held
 from fsdpx.checkpoint.plan import STATE, STATE_KEY
 from fsdpx.checkpoint.read import read, sums
 from fsdpx.checkpoint.save import added
 from fsdpx.checkpoint.source import Source, checkpoint, weights
-from fsdpx.checkpoint.state import State, demand_state, restore
+from fsdpx.checkpoint.state import Scalars, demand_state, restore
 from fsdpx.comm.communicator import Communicator
-from fsdpx.engine.engine import Engine
 from fsdpx.errors import CheckpointError
+from fsdpx.state.rows import saved_tensors
+from fsdpx.state.state import TrainState
 
 __all__ = ["damaged", "load", "load_weights"]
 
@@ -26,41 +27,41 @@ Wanted = dict[str, tuple[np.dtype, tuple[int, ...]]]
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load(engine: Engine, path: Path, loader: Any, convert: bool, verify: bool) -> State:
+def load(state: TrainState, path: Path, loader: Any, convert: bool, verify: bool) -> Scalars:
     """Take weights, optimiser and everything else from a checkpoint. Collective."""
-    world, where = engine.axes.world, f"load {path}"
+    world, where = state.placement.axes.world, f"load {path}"
     same(world, "load", path=str(path), options=f"convert={convert}, verify={verify}")
     source = alone(world, where, lambda: checkpoint(path))
-    together(world, where, lambda: _demand_idle(engine))
+    together(world, where, lambda: _demand_data_here(state))
     if STATE not in source.files:
         raise CheckpointError(f"{where}: it holds weights alone; use load_weights")
-    state = State.parse(source.files[STATE].metadata.get(STATE_KEY), str(source.folder / STATE))
-    _demand(_weights_of(engine), source.only(state=False), where, convert)
-    _demand_slots(engine, state, source, where, convert)
+    scalars = Scalars.parse(source.files[STATE].metadata.get(STATE_KEY), str(source.folder / STATE))
+    _demand(_weights_of(state), source.only(state=False), where, convert)
+    _demand_slots(state, scalars, source, where, convert)
     if loader is not None:
-        together(world, where, lambda: _demand_data(loader, state))
+        together(world, where, lambda: _demand_data(loader, scalars))
     if verify:
         _demand_intact(world, source, where)
-    _fill(engine, source, where, lambda name: True)
-    restore(engine, state)
+    _fill(state, source, where, lambda name: True)
+    restore(state, scalars)
     if loader is not None:
-        together(world, where, lambda: loader.load_state_dict(state.data))
-    return state
+        together(world, where, lambda: loader.load_state_dict(scalars.data))
+    return scalars
 
 
-def load_weights(engine: Engine, path: Path, convert: bool) -> None:
+def load_weights(state: TrainState, path: Path, convert: bool) -> None:
     """Take the weights alone, from a checkpoint or from safetensors files of anybody. Collective."""
-    world, where = engine.axes.world, f"load_weights {path}"
+    world, where = state.placement.axes.world, f"load_weights {path}"
     same(world, "load_weights", path=str(path), options=f"convert={convert}")
-    source = _named(engine, alone(world, where, lambda: weights(path)))
-    together(world, where, lambda: _demand_idle(engine))
-    wanted = _weights_of(engine)
-    state = engine.layout.state.keys() - source.places.keys()
-    _demand({n: w for n, w in wanted.items() if n not in state}, source, where, convert)
+    source = _named(state, alone(world, where, lambda: weights(path)))
+    together(world, where, lambda: _demand_data_here(state))
+    wanted = _weights_of(state)
+    missing = state.placement.layout.state.keys() - source.places.keys()
+    _demand({n: w for n, w in wanted.items() if n not in missing}, source, where, convert)
     if source.manifest is not None:
         _demand_intact(world, source, where)
-    chosen = wanted.keys() - state
-    _fill(engine, source, where, lambda name: name in chosen)
+    chosen = wanted.keys() - missing
+    _fill(state, source, where, lambda name: name in chosen)
 
 
 def damaged(source: Source, rank: int = 0, world: Communicator | None = None) -> list[str]:
@@ -85,50 +86,48 @@ def _demand_intact(world: Communicator, source: Source, where: str) -> None:
     alone(world, where, judge)
 
 
-def _fill(engine: Engine, source: Source, where: str, chosen: Callable[[str], bool]) -> None:
+def _fill(state: TrainState, source: Source, where: str, chosen: Callable[[str], bool]) -> None:
     """From here on the trainer changes."""
-    world = engine.axes.world
+    world = state.placement.axes.world
     world.barrier(what=where).wait()  # others may still read what we share with them
-    pieces = (piece for piece in held(engine) if piece.name in source.places and chosen(piece.name))
-    together(world, where, lambda: read(source, pieces, engine.xp))
-    for slot in [slot for slot in engine.store if slot.startswith("full")]:
-        del engine.store[slot]
+    pieces = (piece for piece in held(state) if piece.name in source.places and chosen(piece.name))
+    together(world, where, lambda: read(source, pieces, state.placement.xp))
+    state.replaced()
 
 
-def _demand_idle(engine: Engine) -> None:
-    if getattr(engine.xp, "holds_no_data", False):
+def _demand_data_here(state: TrainState) -> None:
+    if state.placement.imaginary:
         raise CheckpointError("a dry run has no data to load into")
 
 
-def _demand_data(loader: Any, state: State) -> None:
+def _demand_data(loader: Any, scalars: Scalars) -> None:
     demand_state(loader, "load_state_dict")
-    if state.data is None:
+    if scalars.data is None:
         raise CheckpointError("it was saved without a loader, so it does not know a place in the data")
 
 
-def _weights_of(engine: Engine) -> Wanted:
-    return {name: (engine.dtype, spec.shape) for name, spec in engine.layout.specs.items()}
+def _weights_of(state: TrainState) -> Wanted:
+    return {name: (state.placement.dtype, spec.shape) for name, spec in state.placement.layout.specs.items()}
 
 
-def _demand_slots(engine: Engine, state: State, source: Source, where: str, convert: bool) -> None:
-    slots = tuple(engine.optimizer.slots)
-    if slots != state.slots:
+def _demand_slots(state: TrainState, scalars: Scalars, source: Source, where: str, convert: bool) -> None:
+    place, slots = state.placement, tuple(state.placement.optimizer.slots)
+    if slots != scalars.slots:
         raise CheckpointError(
-            f"{where}: the optimiser does not fit: {state.optimizer} with {_slots(state.slots)} in the checkpoint, "
-            f"{type(engine.optimizer).__name__} with {_slots(slots)} here; load_weights takes the weights alone"
+            f"{where}: the optimiser does not fit: {scalars.optimizer} with {_slots(scalars.slots)} in the checkpoint, "
+            f"{type(place.optimizer).__name__} with {_slots(slots)} here; load_weights takes the weights alone"
         )
-    specs = engine.layout.specs.items()
-    wanted = {slot_name(s, n): (engine.dtype, spec.shape) for s in slots for n, spec in specs if spec.trainable}
-    _demand(wanted, source.only(state=True), where, convert)
+    rest = {n: (place.dtype, s.shape) for n, s in saved_tensors(place).items() if n not in place.layout.specs}
+    _demand(rest, source.only(state=True), where, convert)
 
 
 def _slots(slots: tuple[str, ...]) -> str:
     return f"slots {', '.join(slots)}" if slots else "no slots"
 
 
-def _named(engine: Engine, source: Source) -> Source:
+def _named(state: TrainState, source: Source) -> Source:
     """The source with the canonical names of tied parameters; a second copy of one is left out."""
-    layout, files = engine.layout, {}
+    layout, files = state.placement.layout, {}
     seen: set[str] = {name for name in source.places if layout.canonical(name) == name}
     for file, contents in source.files.items():
         tensors: dict[str, Entry] = {}

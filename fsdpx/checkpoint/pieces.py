@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from fsdpx.engine.engine import Engine
 from fsdpx.layout.pages import Page
 from fsdpx.layout.ranges import Range, overlap
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec
+from fsdpx.state.ledger import Row
+from fsdpx.state.placement import Placement
+from fsdpx.state.rows import tensor_name
+from fsdpx.state.state import TrainState
 
-__all__ = ["BLOCK", "Block", "Held", "Run", "held", "owned", "slot_name"]
+__all__ = ["BLOCK", "Block", "Held", "Run", "held", "owned"]
 
 BLOCK = 4 << 20
 """Bytes that are moved at a time: what saving and loading need beside the shard is a few of these."""
@@ -60,46 +62,41 @@ class Held:
         return self.spec.cut.runs(self.spec.shape, self.rank, self.width, first, last)
 
 
-def slot_name(slot: str, name: str) -> str:
-    """The name of an optimiser's slot of a parameter, in the file."""
-    return f"{slot}/{name}"
+def held(state: TrainState) -> Iterator[Held]:
+    """All that this rank has of the train state, row by row of the ledger."""
+    for row, array in state.ledger.saved():
+        yield from _of_row(state.placement, row, array)
 
 
-def held(engine: Engine) -> Iterator[Held]:
-    """All that this rank has: parameters, slots of the optimiser, running statistics."""
-    for p in sorted(engine.pages):
-        yield from _of_page(engine, p)
-    for name, array in engine.state.items():
-        yield Held(name, array.reshape(-1), 0, engine.layout.specs[name], 0, 1)
-
-
-def owned(engine: Engine) -> Iterator[Held]:
+def owned(state: TrainState) -> Iterator[Held]:
     """What of it this rank writes: every element of every tensor is written by exactly one rank.
 
     Replicas hold the same and write an even part of it each. What the tensor axis does not cut is written by the first
     rank there: the others' shards of a page with cut parameters begin elsewhere. Copies of a tied parameter are written
     by the ranks that have the first one, running statistics by one rank of those that move them.
     """
-    place, axes = engine.axes.coordinates, engine.axes
-    for p in sorted(engine.pages.keys() - engine.layout.copies):
-        for one in _of_page(engine, p):
-            if one.spec.cut is not None or place.tensor == 0:
+    placement = state.placement
+    place, axes = placement.axes.coordinates, placement.axes
+    for row, array in state.ledger.saved():
+        if row.key.page in placement.layout.copies:
+            continue
+        for one in _of_row(placement, row, array):
+            if row.key.page is None:
+                yield from [one] if (placement.statistics_home[one.name], 0, 0, 0) == place else []
+            elif one.spec.cut is not None or place.tensor == 0:
                 yield one.part(place.replica, axes.replica.size)
-    for name, array in engine.state.items():
-        if (engine.state_home[name], 0, 0, 0) == place:
-            yield Held(name, array.reshape(-1), 0, engine.layout.specs[name], 0, 1)
 
 
-def _of_page(engine: Engine, p: int) -> Iterator[Held]:
-    """The shard's pieces of the parameters of a page, in its master and in every slot."""
-    state, spread = engine.pages[p], engine.layout.spread
-    arrays = {"": state.master, **state.slots}
-    for field, where in _fields(state.page, state.mine):
-        at = slice(where.start - state.mine.start, where.stop - state.mine.start)
-        make = partial(Held, start=where.start - field.offset, spec=engine.layout.specs[field.source])
-        for slot, array in arrays.items():
-            name = slot_name(slot, field.source) if slot else field.source
-            yield make(name, array[at], rank=spread.rank, width=spread.width)
+def _of_row(placement: Placement, row: Row, array: Any) -> Iterator[Held]:
+    """The parts of tensors that lie in a row: of a page, pieces of its parameters; else a tensor by itself."""
+    layout, (_, p, name) = placement.layout, row.key
+    if p is None:
+        yield Held(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
+        return
+    for field, where in _fields(layout.pages[p], row.span):
+        part, spread = array[where.start - row.span.start : where.stop - row.span.start], layout.spread
+        start, spec = where.start - field.offset, layout.specs[field.source]
+        yield Held(tensor_name(name, field.source), part, start, spec, spread.rank, spread.width)
 
 
 def _fields(page: Page, mine: Range) -> Iterator[tuple[Any, Range]]:

@@ -15,13 +15,15 @@ from fsdpx.checkpoint.agree import alone, same, together
 from fsdpx.checkpoint.commit import Target, prune, unnumbered
 from fsdpx.checkpoint.format import code_of
 from fsdpx.checkpoint.manifest import Manifest
-from fsdpx.checkpoint.pieces import owned, slot_name
+from fsdpx.checkpoint.pieces import owned
 from fsdpx.checkpoint.plan import Plan, Tensors, plan
-from fsdpx.checkpoint.state import State, state_of
+from fsdpx.checkpoint.state import Scalars, scalars_of
 from fsdpx.checkpoint.write import write
 from fsdpx.comm.communicator import Communicator
-from fsdpx.engine.engine import Engine
 from fsdpx.errors import CheckpointError
+from fsdpx.state.placement import Placement
+from fsdpx.state.rows import saved_tensors
+from fsdpx.state.state import TrainState
 
 __all__ = ["Choices", "Prepared", "added", "plan_of", "prepare", "save"]
 
@@ -69,13 +71,13 @@ class Prepared:
             self.target.abandon()
 
 
-def save(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> None:
+def save(state: TrainState, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> None:
     """Write the checkpoint `path`. Collective; returns when it is whole on disk, or raises alike on all ranks."""
-    world = engine.axes.world
-    prepared = prepare(engine, path, choices, loader, fit)
+    world = state.placement.axes.world
+    prepared = prepare(state, path, choices, loader, fit)
     try:
         sums: list[np.ndarray] = []
-        together(world, prepared.where, lambda: sums.append(write(prepared.folder, prepared.plan, owned(engine))))
+        together(world, prepared.where, lambda: sums.append(write(prepared.folder, prepared.plan, owned(state))))
         total = added(world, sums[0])
         alone(world, prepared.where, lambda: prepared.finish(total))
     except BaseException:
@@ -83,13 +85,13 @@ def save(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapping
         raise
 
 
-def prepare(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Prepared:
+def prepare(state: TrainState, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Prepared:
     """Everything up to the first byte of data. Collective."""
-    world, where = engine.axes.world, f"save to {path}"
+    world, where = state.placement.axes.world, f"save to {path}"
     same(world, "save", path=str(path), options=repr(choices))
-    states = together(world, where, lambda: _checked(engine, path, choices, loader, fit))
-    same(world, where, state=states[world.rank].text())
-    made = plan_of(engine, choices, states[0])
+    all_scalars = together(world, where, lambda: _checked(state, path, choices, loader, fit))
+    same(world, where, state=all_scalars[world.rank].text())
+    made = plan_of(state.placement, choices, all_scalars[0])
     same(world, where, layout=str({name: contents.size for name, contents in made.files.items()}))
     opened: list[Target] = []
 
@@ -106,29 +108,24 @@ def prepare(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapp
     return Prepared(where, made, folder, opened[0] if opened else None, path, choices.keep)
 
 
-def _checked(engine: Engine, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> State:
-    if getattr(engine.xp, "holds_no_data", False):
+def _checked(state: TrainState, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Scalars:
+    if state.placement.imaginary:
         raise CheckpointError("a dry run has no data to save")
-    if engine.adding:
+    if state.adding:
         raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
     choices.demand(path)
-    state = state_of(engine, loader, fit)
-    state.text()  # can be written
-    return state
+    scalars = scalars_of(state, loader, fit)
+    scalars.text()  # can be written
+    return scalars
 
 
-def plan_of(engine: Engine, choices: Choices, state: State) -> Plan:
+def plan_of(placement: Placement, choices: Choices, scalars: Scalars) -> Plan:
     """The same on every rank: from the model, the optimiser and the options alone."""
-    specs, code = engine.layout.specs, code_of(engine.dtype)
+    specs, code = placement.layout.specs, code_of(placement.dtype)
     saved = code if choices.dtype is None else code_of(dtype_of(choices.dtype))
     weights: Tensors = {name: (saved, spec.shape) for name, spec in specs.items()}
-    slots: Tensors = {
-        slot_name(slot, name): (code, spec.shape)
-        for slot in engine.optimizer.slots
-        for name, spec in specs.items()
-        if spec.trainable
-    }
-    return plan(weights, slots, state.text(), choices.shard_bytes)
+    rest = {name: spec for name, spec in saved_tensors(placement).items() if name not in specs}
+    return plan(weights, {n: (code, s.shape) for n, s in rest.items()}, scalars.text(), choices.shard_bytes)
 
 
 def added(world: Communicator, sums: np.ndarray) -> np.ndarray:

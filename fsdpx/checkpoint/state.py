@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fsdpx.checkpoint.format import unique
-from fsdpx.engine.engine import Engine
 from fsdpx.errors import CheckpointError
+from fsdpx.state.state import TrainState
 
-__all__ = ["State", "restore", "state_of"]
+__all__ = ["Scalars", "restore", "scalars_of"]
 
 
 @dataclass(frozen=True)
-class State:
+class Scalars:
     """steps: updates made. rows: samples since the last one. scaler: value and good steps of the loss scale. seed: of
     all random numbers, which are functions of it and of the place in training. slots: of the optimiser. data: what a
     loader's `state_dict` gave, if there was one. fit: how far the training loop was, if there was one."""
@@ -39,7 +39,7 @@ class State:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
 
     @classmethod
-    def parse(cls, text: str | None, where: str) -> State:
+    def parse(cls, text: str | None, where: str) -> Scalars:
         try:
             table = json.loads(text or "", object_pairs_hook=unique)
             made = cls(**{**table, "slots": tuple(table["slots"])})
@@ -51,34 +51,27 @@ class State:
         return made
 
 
-def state_of(engine: Engine, loader: Any, fit: Mapping[str, Any] | None) -> State:
+def scalars_of(state: TrainState, loader: Any, fit: Mapping[str, Any] | None) -> Scalars:
     """loader: anything with `state_dict`, or None."""
-    value, good, dynamic = engine.scaler.state()
-    optimizer = type(engine.optimizer).__name__
-    data = None if loader is None else dict(demand_state(loader, "state_dict").state_dict())
-    numbers = {"steps": engine.steps, "rows": engine.rows, "seed": engine.options.seed}
-    return State(
-        **numbers,
-        scale=value,
-        good=good,
-        dynamic=dynamic,
-        slots=tuple(engine.optimizer.slots),
-        optimizer=optimizer,
-        data=data,
+    optimizer, scaler = state.placement.optimizer, state.scaler
+    return Scalars(
+        steps=state.steps,
+        rows=state.samples,
+        seed=state.seed,
+        scale=float(scaler.value),
+        good=scaler.good,
+        dynamic=scaler.dynamic,
+        slots=tuple(optimizer.slots),
+        optimizer=type(optimizer).__name__,
+        data=None if loader is None else dict(demand_state(loader, "state_dict").state_dict()),
         fit=None if fit is None else dict(fit),
     )
 
 
-def restore(engine: Engine, state: State) -> None:
-    """Go on where `state` was taken. Random numbers are those of its seed from here on."""
-    engine.forget()
-    engine.drop_local()
-    engine.steps, engine.rows = state.steps, state.rows
-    if state.dynamic:
-        engine.scaler.restore(state.scale, state.good)
-    if state.seed != engine.options.seed:
-        engine.options = replace(engine.options, seed=state.seed)
-        engine.reseed()
+def restore(state: TrainState, scalars: Scalars) -> None:
+    """Go on where `scalars` were taken."""
+    scale = (scalars.scale, scalars.good) if scalars.dynamic else None
+    state.resume(scalars.steps, scalars.rows, scalars.seed, scale)
 
 
 def demand_state(loader: Any, method: str) -> Any:

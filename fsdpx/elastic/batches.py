@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.layout.tree import chunks_of
+from fsdpx.state.accumulation import Accumulation
 
 __all__ = ["Batch", "Recent", "arrays_of", "part_of"]
 
@@ -58,8 +58,8 @@ class Recent:
         self._first = number + 1
 
 
-def part_of(value: Any, rank: int, size: int, chunks: int | None) -> Any:
-    """The samples of data rank `rank` of `size`, in the order of ranks: an even part, or whole chunks.
+def part_of(value: Any, rank: int, accumulation: Accumulation) -> Any:
+    """The samples of a data rank, in the order of ranks: an even part, or whole chunks.
 
     value: an array, or a tuple or dict of them; dim 0 is samples.
     """
@@ -67,11 +67,8 @@ def part_of(value: Any, rank: int, size: int, chunks: int | None) -> Any:
     def take(array: Any) -> Any:
         if np.ndim(array) == 0:
             return array  # refused where all batches are
-        rows = len(array)
-        if chunks is None or rows % chunks:
-            return array[rows * rank // size : rows * (rank + 1) // size]
-        mine, each = chunks_of(chunks, rank, size), rows // chunks
-        return array[mine.start * each : mine.stop * each]
+        mine = accumulation.share(len(array), rank)
+        return array[mine.start : mine.stop]
 
     return _each(value, take)
 

@@ -9,21 +9,24 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 
 from fsdpx.array.arena import ALIGN
 from fsdpx.array.namespace import dtype, to_host
 from fsdpx.checkpoint.pieces import Held
-from fsdpx.checkpoint.state import State
+from fsdpx.checkpoint.state import Scalars
 from fsdpx.comm.communicator import Communicator, Handle
 from fsdpx.comm.steps import progress_of, spin
 from fsdpx.elastic.buddies import buddies
 from fsdpx.elastic.descriptors import Descriptor, describe, live
 from fsdpx.elastic.recut import let_go
-from fsdpx.engine.engine import Engine
 from fsdpx.errors import CommTimeout, RankLost
+from fsdpx.layout.ranges import Range
 from fsdpx.nn.layer import Spec
+from fsdpx.state.ledger import Key, Ledger, Row
+from fsdpx.state.state import TrainState
 
 __all__ = ["MESSAGE", "Copies", "Generation"]
 
@@ -37,22 +40,39 @@ class Generation:
     buddy it is. parts: views that are good until the `take` after the next."""
 
     step: int
-    state: State
-    parts: list[Held]
+    scalars: Scalars
+    parts: Sequence[Held]
+
+
+class Partners(NamedTuple):
+    """buddies: ranks that keep this rank's state. own: what it consists of. kept: rank -> the same, of those whose
+    buddy this rank is."""
+
+    buddies: tuple[int, ...]
+    own: list[Descriptor]
+    kept: dict[int, list[Descriptor]]
 
 
 class Buffers:
-    """Room for one generation. own: this rank's snapshot. kept: rank -> copy of its snapshot."""
+    """Memory for one generation, rows of the ledger. own: this rank's snapshot. kept: rank -> copy of its snapshot."""
 
-    def __init__(self, own: Sequence[Descriptor], kept: dict[int, list[Descriptor]]) -> None:
-        self.own = _aligned(_nbytes(own))
-        self.kept = {rank: _aligned(_nbytes(parts)) for rank, parts in kept.items()}
+    def __init__(self, ledger: Ledger, number: int, partners: Partners) -> None:
+        own, kept = partners.own, partners.kept
+        self._ledger, self._number, self._keys = ledger, number, list[Key]()
+        self.own = self._row("own", own)
+        self.kept = {rank: self._row(f"of rank {rank}", parts) for rank, parts in kept.items()}
         self.mine = _parts(self.own, own)
         self.parts = [*self.mine, *(part for rank, parts in kept.items() for part in _parts(self.kept[rank], parts))]
 
-    @property
-    def nbytes(self) -> int:
-        return self.own.nbytes + sum(buffer.nbytes for buffer in self.kept.values())
+    def _row(self, name: str, parts: Sequence[Descriptor]) -> np.ndarray:
+        buffer, key = _aligned(_nbytes(parts)), Key("copy", None, f"{name}, {self._number}")
+        self._ledger.add(Row(key, buffer.dtype, Range(0, buffer.size), "private", level="host"), buffer)
+        self._keys.append(key)
+        return buffer
+
+    def release(self) -> None:
+        for key in self._keys:
+            self._ledger.drop(key)
 
 
 class Copies:
@@ -66,45 +86,39 @@ class Copies:
     Sends copies x own bytes for every generation; a rank without buddies on other hosts has its copies on its own.
     """
 
-    def __init__(self, comm: Communicator, engine: Engine, copies: int, trains: bool = True) -> None:
-        """comm: of its own. engine: of an idle rank, any. copies: of each rank's state. Collective."""
-        self._comm, self._engine, self._trains = comm, engine, trains
-        self.needed = comm.size > 1 and engine.axes.replica.size <= copies
+    def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
+        """comm: of its own. state: of an idle rank, any. copies: of each rank's state. Collective."""
+        self._comm, self._state, self._trains = comm, state, trains
+        self.needed = comm.size > 1 and state.placement.axes.replica.size <= copies
         """False: every element is on as many other ranks anyway, or there is no other."""
         self.copying = 0.0
         """Seconds that the last `take` took: copying here."""
         self.travelling = 0.0
         """Seconds from the last `take` to the arrival of all it sent and received."""
-        self._complete: list[tuple[Buffers, int, State]] = []  # newest first
+        self._complete: list[tuple[Buffers, int, Scalars]] = []  # newest first
         self._spare: list[Buffers] = []
-        self._under_way: tuple[Buffers, int, State] | None = None
+        self._under_way: tuple[Buffers, int, Scalars] | None = None
         self._flying: deque[Handle] = deque()
         self._lost: RankLost | None = None  # met when transfers were begun
         weakref.finalize(self, let_go, self._flying)  # MPI may still write what was under way
         self._begun = 0.0
-        self._own: list[Descriptor] = []
-        self._kept: dict[int, list[Descriptor]] = {}
-        self._buddies: tuple[int, ...] = ()
+        self._made = 0  # buffers so far
+        self._partners = Partners((), [], {})
         if self.needed:
-            self._own = [describe(part) for part in self._live()]
-            everyone = comm.all_gather_object((platform.node(), self._own))
+            own = [describe(part) for part in self._live()]
+            everyone = comm.all_gather_object((platform.node(), own))
             placed = buddies([host for host, _ in everyone], copies)
-            self._buddies = placed[comm.rank]
-            self._kept = {rank: everyone[rank][1] for rank in range(comm.size) if comm.rank in placed[rank]}
+            kept = {rank: everyone[rank][1] for rank in range(comm.size) if comm.rank in placed[rank]}
+            self._partners = Partners(placed[comm.rank], own, kept)
 
     @property
     def nbytes(self) -> int:
         """Bytes beside the state, from the second `take` on: 2 x (own + kept), each part on its own cache lines."""
-        return 2 * (_nbytes(self._own) + sum(_nbytes(parts) for parts in self._kept.values()))
+        own, kept = self._partners.own, self._partners.kept
+        return 2 * (_nbytes(own) + sum(map(_nbytes, kept.values())))
 
-    @property
-    def allocated(self) -> int:
-        """Bytes of all buffers that there are now."""
-        known = [*self._complete, *([self._under_way] if self._under_way else [])]
-        return sum(buffers.nbytes for buffers in [*self._spare, *(buffers for buffers, _, _ in known)])
-
-    def take(self, state: State, step: int | None = None) -> None:
-        """Copy this rank's state as it is now, and begin to send it. step: its number, by default that of `state`.
+    def take(self, scalars: Scalars, step: int | None = None) -> None:
+        """Copy this rank's state as it is now, and begin to send it. step: its number, by default that of `scalars`.
 
         Returns when the copy is made; the transfers go on in `arrived`, which also tells of ranks that were lost now.
         """
@@ -112,17 +126,17 @@ class Copies:
         if not self.needed:
             return
         self._begun = perf_counter()
-        buffers = self._room()
+        buffers = self._buffers()
         for target, source in zip(buffers.mine, self._live(), strict=True):
             assert describe(source) == describe(target)
             target.array[...] = to_host(source.array)
-        self._under_way = buffers, state.steps if step is None else step, state
+        self._under_way = buffers, scalars.steps if step is None else step, scalars
         self.copying = perf_counter() - self._begun
         try:
             for rank, buffer in buffers.kept.items():
                 for part in _messages(buffer):
                     self._flying.append(self._comm.recv(part, rank, what=f"the state of rank {rank}"))
-            for rank in self._buddies:
+            for rank in self._partners.buddies:
                 for part in _messages(buffers.own):
                     self._flying.append(self._comm.send(part, rank, what="a copy of the state"))
         except RankLost as error:
@@ -158,7 +172,7 @@ class Copies:
 
     def generations(self) -> list[Generation]:
         """The complete ones, newest first."""
-        return [Generation(step, state, list(buffers.parts)) for buffers, step, state in self._complete]
+        return [Generation(step, scalars, list(buffers.parts)) for buffers, step, scalars in self._complete]
 
     def abandon(self) -> None:
         """Forget the generation under way, after a failure and `revoke`. Complete ones stay."""
@@ -172,6 +186,8 @@ class Copies:
     def trim(self) -> None:
         """Let go of all but the newest complete generation. Others are on the same ranks: whoever dies, none of them is
         whole if that one is not."""
+        for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
+            buffers.release()
         del self._complete[1:]
         self._spare.clear()
 
@@ -181,13 +197,16 @@ class Copies:
         self._comm.close()
 
     def _live(self) -> Iterable[Held]:
-        return live(self._engine) if self._trains else ()
+        return live(self._state) if self._trains else ()
 
-    def _room(self) -> Buffers:
+    def _buffers(self) -> Buffers:
         """The oldest of two complete generations gives way."""
         if len(self._complete) == 2:
             return self._complete.pop()[0]
-        return self._spare.pop() if self._spare else Buffers(self._own, self._kept)
+        if self._spare:
+            return self._spare.pop()
+        self._made += 1
+        return Buffers(self._state.ledger, self._made, self._partners)
 
 
 def _messages(buffer: np.ndarray) -> Iterator[np.ndarray]:
@@ -204,9 +223,9 @@ def _nbytes(parts: Sequence[Descriptor]) -> int:
 
 
 def _aligned(nbytes: int) -> np.ndarray:
-    room = np.empty(nbytes + ALIGN, np.uint8)
-    first = -room.ctypes.data % ALIGN
-    return room[first : first + nbytes]
+    memory = np.empty(nbytes + ALIGN, np.uint8)
+    first = -memory.ctypes.data % ALIGN
+    return memory[first : first + nbytes]
 
 
 def _parts(buffer: np.ndarray, parts: Sequence[Descriptor]) -> list[Held]:

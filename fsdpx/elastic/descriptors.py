@@ -1,4 +1,4 @@
-"""Who holds which elements: parts of tensors without their data, and what of a state is in nobody's hands."""
+"""Who holds which elements: parts of tensors without their data, and what of a state is held by no rank."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.checkpoint.pieces import Held, held, slot_name
-from fsdpx.engine.engine import Engine
-from fsdpx.layout.units import Layout
+from fsdpx.checkpoint.pieces import Held, held
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.layer import Spec
+from fsdpx.state.state import TrainState
 
-__all__ = ["Descriptor", "Gaps", "Runs", "describe", "live", "meet", "missing", "runs", "uncovered", "whole"]
+__all__ = ["Descriptor", "Gaps", "Runs", "describe", "live", "meet", "missing", "runs", "uncovered"]
 
 Gaps = tuple[np.ndarray, np.ndarray]
-"""Runs [start, stop) of a tensor that nobody has, in order."""
+"""Runs [start, stop) of a tensor that no rank has, in order."""
 GAPS = 4
 """Gaps of one tensor that are told in words; the rest is counted."""
 
@@ -86,14 +85,14 @@ def runs(part: Descriptor) -> Runs:
     return Runs(start[there], (start + end - begin)[there], begin[there] - first)
 
 
-def live(engine: Engine, statistics: Mapping[str, Any] | None = None) -> Iterator[Held]:
+def live(state: TrainState, statistics: Mapping[str, Any] | None = None) -> Iterator[Held]:
     """What of `held` is up to date here: running statistics are only where the pipe moves them.
 
-    statistics: name -> array, in place of the engine's running statistics. They move in forward, so those of a step
+    statistics: name -> array, in place of the running statistics as they are. They move in forward, so those of a step
     that did not come to its end are spoilt.
     """
-    home, here = engine.state_home, engine.axes.coordinates.pipe
-    for part in held(engine):
+    home, here = state.placement.statistics_home, state.placement.axes.coordinates.pipe
+    for part in held(state):
         if part.name not in home:
             yield part
         elif home[part.name] == here:
@@ -101,14 +100,8 @@ def live(engine: Engine, statistics: Mapping[str, Any] | None = None) -> Iterato
             yield replace(part, array=array.reshape(-1))
 
 
-def whole(layout: Layout, slots: Sequence[str]) -> dict[str, Spec]:
-    """Every tensor of a state: parameters, running statistics, and the optimiser's `slots` of what is trained."""
-    trained = {name: spec for name, spec in layout.specs.items() if spec.trainable}
-    return layout.specs | {slot_name(slot, name): spec for slot in slots for name, spec in trained.items()}
-
-
 def missing(have: Iterable[Iterable[Descriptor]], want: Mapping[str, Spec]) -> list[str]:
-    """The tensors of `want` of which some element is in nobody's hands, in words: "0.weight: elements 12..24 of 48".
+    """The tensors of `want` of which some element is held by no rank, in words: "0.weight: elements 12..24 of 48".
 
     have: of each rank. Pure: ranks that know the same say the same.
     """

@@ -15,7 +15,7 @@ from fsdpx.array.namespace import dtype, namespace_of
 from fsdpx.checkpoint.pieces import BLOCK
 from fsdpx.elastic.descriptors import Descriptor, Gaps, Runs, meet, runs, uncovered
 
-__all__ = ["Message", "Move", "Offer", "Plan", "Rows", "assign"]
+__all__ = ["Message", "Move", "RecutPlan", "Rows", "Supply", "assign"]
 
 SHARE = 8
 """What fills this part of a message travels alone, from where it lies to where it belongs; what is shorter is packed
@@ -64,7 +64,7 @@ class Move(NamedTuple):
     want: Rows
 
 
-class Offer(NamedTuple):
+class Supply(NamedTuple):
     """Part number `index` of what a rank has."""
 
     rank: int
@@ -83,7 +83,7 @@ class Message(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecutPlan:
     """What `rank` sends, receives and copies. Ranks that know the same lists derive plans that fit together.
 
     have, want: of every rank. block: bytes of one message, at most. It needs memory in proportion to the number of
@@ -96,18 +96,18 @@ class Plan:
     block: int = BLOCK
 
     def demand_possible(self) -> None:
-        """Alike on all ranks: somebody has every element that is wanted, in the format in which it is wanted."""
-        offers = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._offers.items()}
+        """Alike on all ranks: some rank has every element that is wanted, in the format in which it is wanted."""
+        supplies = {name: [o.part for some in ranks.values() for o in some] for name, ranks in self._supplies.items()}
         gaps: dict[str, Gaps] = {}
         formats: dict[str, set[str]] = {}
         for part in (part for some in self.want for part in some if part.size):
-            known = offers.get(part.name, [])
+            known = supplies.get(part.name, [])
             if part.name not in gaps:
                 gaps[part.name] = uncovered(known, math.prod(part.shape))
-                formats[part.name] = {offer.dtype for offer in known}
+                formats[part.name] = {supply.dtype for supply in known}
             every = sorted(formats[part.name] | {part.dtype})
             assert len(every) == 1, f"recut: {part.name} is {' and '.join(every)}"
-            assert not meet(gaps[part.name], part), f"recut: elements of {part} are in nobody's hands"
+            assert not meet(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
 
     @cached_property
     def own(self) -> list[Move]:
@@ -133,19 +133,19 @@ class Plan:
         return sorted(found)
 
     @cached_property
-    def _offers(self) -> dict[str, dict[int, list[Offer]]]:
+    def _supplies(self) -> dict[str, dict[int, list[Supply]]]:
         """Name -> rank -> what it has of it."""
-        found: dict[str, dict[int, list[Offer]]] = {}
+        found: dict[str, dict[int, list[Supply]]] = {}
         for rank, parts in enumerate(self.have):
             for index, part in enumerate(parts):
                 if part.size:
-                    found.setdefault(part.name, {}).setdefault(rank, []).append(Offer(rank, index, part))
+                    found.setdefault(part.name, {}).setdefault(rank, []).append(Supply(rank, index, part))
         return found
 
     @cached_property
     def _turns(self) -> dict[str, int]:
         """Where the turns of those that have a tensor begin."""
-        return {name: turn for turn, name in enumerate(sorted(self._offers))}
+        return {name: turn for turn, name in enumerate(sorted(self._supplies))}
 
     @cached_property
     def _incoming(self) -> list[Move]:
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def _outgoing(self) -> Iterator[tuple[int, Move]]:
-        mine = {name for name, ranks in self._offers.items() if self.rank in ranks}
+        mine = {name for name, ranks in self._supplies.items() if self.rank in ranks}
         for dest, wanted in enumerate(self.want):
             if dest != self.rank:
                 for i, part in enumerate(wanted):
@@ -165,20 +165,20 @@ class Plan:
         part = self.want[dest][index]
         if part.size == 0:
             return []
-        ranks = self._offers[part.name]
-        for offer in ranks.get(dest, ()):
-            if offer.part.frame == part.frame and offer.part.start <= part.start and part.stop <= offer.part.stop:
-                there = Rows(offer.number, part.start - offer.part.start, part.size, part.size, 1)
+        ranks = self._supplies[part.name]
+        for supply in ranks.get(dest, ()):
+            if supply.part.frame == part.frame and supply.part.start <= part.start and part.stop <= supply.part.stop:
+                there = Rows(supply.number, part.start - supply.part.start, part.size, part.size, 1)
                 return [Move(dest, there, Rows(index, 0, part.size, part.size, 1))]
         first, last = part.span
-        offers = [
-            offer
+        supplies = [
+            supply
             for rank in sorted(ranks)
-            for offer in ranks[rank]
-            if offer.part.span[0] < last and first < offer.part.span[1]
+            for supply in ranks[rank]
+            if supply.part.span[0] < last and first < supply.part.span[1]
         ]
         grid = max(self.block // dtype(part.dtype).itemsize, 1)
-        return assign(part, index, dest, offers, self._turns[part.name], grid)
+        return assign(part, index, dest, supplies, self._turns[part.name], grid)
 
     def _packed(self, moves: Iterable[Move], part: Callable[[Move], Descriptor]) -> Iterator[list[Move]]:
         """The moves of each message."""
@@ -201,27 +201,27 @@ class Plan:
             yield group
 
 
-def assign(want: Descriptor, index: int, receiver: int, offers: Sequence[Offer], turn: int, grid: int) -> list[Move]:
-    """How `want`, number `index` of what `receiver` wants, is put together from `offers`, in order for each source.
+def assign(want: Descriptor, index: int, receiver: int, supplies: Sequence[Supply], turn: int, grid: int) -> list[Move]:
+    """How `want`, number `index` of what `receiver` wants, is put together from `supplies`, in order for each source.
 
     An element comes from the receiver itself if it has it, else from one of those that have it: they take turns by
     `grid` elements, beginning with another one for every tensor (`turn`) and receiver.
     """
-    wanted, lying = runs(want), [runs(offer.part) for offer in offers]
+    wanted, lying = runs(want), [runs(supply.part) for supply in supplies]
     edges = _edges(wanted, lying, grid)
     to = _places(wanted, edges[:-1])
     inside = to >= 0
     start, size, to = edges[:-1][inside], np.diff(edges)[inside], to[inside]
     places = [_places(some, start) for some in lying]
-    others = [(i, place) for i, (o, place) in enumerate(zip(offers, places, strict=True)) if o.rank != receiver]
+    others = [(i, place) for i, (o, place) in enumerate(zip(supplies, places, strict=True)) if o.rank != receiver]
     chosen, at = np.full(start.size, -1), np.zeros(start.size, np.int64)
 
     def take(i: int, mask: np.ndarray) -> None:
         mask = mask & (chosen < 0)
         chosen[mask], at[mask] = i, places[i][mask]
 
-    for i, offer in enumerate(offers):
-        if offer.rank == receiver:
+    for i, supply in enumerate(supplies):
+        if supply.rank == receiver:
             take(i, places[i] >= 0)
     count = sum(((place >= 0).astype(np.int64) for _, place in others), np.zeros(start.size, np.int64))
     number, seen = (start // grid + turn + receiver) % np.maximum(count, 1), np.zeros(start.size, np.int64)
@@ -230,7 +230,7 @@ def assign(want: Descriptor, index: int, receiver: int, offers: Sequence[Offer],
         seen += place >= 0
     pieces = _regular(_joined(chosen, at, to, size))
     return [
-        Move(offers[i].rank, Rows(offers[i].number, a, a_step, n, lines), Rows(index, t, t_step, n, lines))
+        Move(supplies[i].rank, Rows(supplies[i].number, a, a_step, n, lines), Rows(index, t, t_step, n, lines))
         for i, a, a_step, t, t_step, n, lines in pieces
     ]
 

@@ -15,7 +15,7 @@ from fsdpx.checkpoint.pieces import BLOCK, Held
 from fsdpx.comm.communicator import Communicator, Handle
 from fsdpx.comm.survivors import Survivor, settle
 from fsdpx.elastic.descriptors import describe
-from fsdpx.elastic.moves import Message, Plan, Rows
+from fsdpx.elastic.moves import Message, RecutPlan, Rows
 from fsdpx.errors import RankLost
 
 __all__ = ["FLIGHT", "let_go", "recut"]
@@ -37,9 +37,9 @@ def recut(comm: Communicator, have: Sequence[Held], want: Sequence[Held], block:
     A rank receives the bytes that it wants and has not, in messages of at most `block` bytes. Beside the arrays it
     needs up to FLIGHT x block, and that only where elements do not follow each other.
     """
-    told = ([describe(part) for part in have], [describe(part) for part in want])
-    everyone = comm.all_gather_object(told)
-    plan = Plan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
+    mine = ([describe(part) for part in have], [describe(part) for part in want])
+    everyone = comm.all_gather_object(mine)
+    plan = RecutPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
     plan.demand_possible()
     given, taken = [_raw(part.array) for part in have], [_raw(part.array) for part in want]
     _travel(comm, plan, given, taken, [part.name for part in have], [part.name for part in want])
@@ -61,7 +61,7 @@ class Flight:
 
 
 def _travel(
-    comm: Communicator, plan: Plan, have: list[Any], want: list[Any], have_names: list[str], want_names: list[str]
+    comm: Communicator, plan: RecutPlan, have: list[Any], want: list[Any], have_names: list[str], want_names: list[str]
 ) -> None:
     """At any time the unfinished message with the least number is under way on both sides: all that either posted
     before it are done. So waiting for the oldest never ends in a circle, also where a send waits for its receive."""
@@ -93,7 +93,7 @@ def _posted(
     comm: Communicator, message: Message, arrays: list[Any], names: list[str], rooms: list[np.ndarray], block: int
 ) -> Flight:
     """From or to the array itself where it is one run of host memory, else through a room of its own."""
-    what = f"{names[message.rows[0].part]}, in new hands"
+    what = f"{names[message.rows[0].part]}, re-cut"
     call = comm.send if message.sends else comm.recv
     run = _run(message.rows, arrays)
     if run is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.save import Choices
-from fsdpx.checkpoint.state import State, restore
+from fsdpx.checkpoint.state import Scalars, restore
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import single
 from fsdpx.comm.survivors import Survivor
 from fsdpx.elastic.batches import Batch, Recent, arrays_of, part_of
-from fsdpx.elastic.crew import Crew, Recovery
+from fsdpx.elastic.coordinator import Coordinator, Recovery
 from fsdpx.elastic.options import Elastic
-from fsdpx.engine.operations import Mean, Scale
+from fsdpx.engine.results import Mean, Scale
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
-from fsdpx.nn.sort import sort
+from fsdpx.state.feed import Feed
 from fsdpx.trainer.batch import sum_of
 from fsdpx.trainer.recipe import Recipe
 from fsdpx.trainer.trainer import Step, Trainer
@@ -38,21 +38,16 @@ class ElasticTrainer(Trainer):
 
     def __init__(self, recipe: Recipe, control: Survivor, elastic: Elastic) -> None:
         """Collective over `control`, all ranks of the job."""
-        self._crew = Crew(recipe, control, elastic)
+        self._coordinator = Coordinator(recipe, control, elastic, self._commit)
         self._recent = Recent()
         self._given_up = False  # a save in the background, since the last one that went well
-        self._adopt()
+        self._whole = 0  # tells the last whole batch from others
+        super().__init__(self._coordinator.session)
 
     def _adopt(self) -> None:
-        """Become the trainer of the crew's engine."""
-        crew = self._crew
-        crew.engine.commit = self._commit
-        mesh, recipe = crew.engine.axes.mesh, crew.recipe
-        last, weight = getattr(self, "last", None), getattr(self, "weight", 0.0)
-        super().__init__(
-            crew.engine, sort(recipe.model), recipe.loss, recipe.microbatches_on(mesh), crew.built.dog
-        )  # fmt: skip
-        self.last, self.weight = last, weight
+        """Go on with the session of the ranks that are here now."""
+        self._session = self._coordinator.session
+        self._saving = None
 
     # -- what every trainer does ---------------------------------------------------------------------------------------
 
@@ -79,7 +74,7 @@ class ElasticTrainer(Trainer):
         def mine() -> Any:
             output = Trainer.predict(self, *self._parts(x))
             host = tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
-            parts = self.engine.axes.data.all_gather_object(host)
+            parts = self._session.place.axes.data.all_gather_object(host)
             if isinstance(host, tuple):
                 return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             return np.concatenate(parts)
@@ -101,7 +96,7 @@ class ElasticTrainer(Trainer):
 
         def mine() -> None:
             self._end_saving()
-            if any(self.engine.axes.world.all_gather_object(self._given_up)):
+            if any(self._session.place.axes.world.all_gather_object(self._given_up)):
                 raise CheckpointError("a save in the background was given up when a rank died: save again")
 
         try:
@@ -109,21 +104,21 @@ class ElasticTrainer(Trainer):
         finally:
             self._given_up = False
 
-    def _save(
+    def checkpoint(
         self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
     ) -> None:
         def mine() -> None:
-            self._crew.say("saving")
-            Trainer._save(self, path, choices, loader, fit, background)
+            self._coordinator.report("saving")
+            Trainer.checkpoint(self, path, choices, loader, fit, background)
 
         self._together("save", mine)
         self._given_up = False
 
-    def _resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> State:
-        state: State = self._replaced("load", lambda: Trainer._resume(self, path, loader, convert, verify))
+    def resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
+        scalars: Scalars = self._replaced("load", lambda: Trainer.resume(self, path, loader, convert, verify))
         if loader is not None and not self.trains:
-            loader.load_state_dict(state.data)
-        return state
+            loader.load_state_dict(scalars.data)
+        return scalars
 
     def no_batch(self) -> None:
         """Nothing to compare: all ranks have the same batches."""
@@ -131,7 +126,7 @@ class ElasticTrainer(Trainer):
     @property
     def world(self) -> Communicator:
         """All living ranks."""
-        return self._crew.control
+        return self._coordinator.control
 
     @property
     def parts(self) -> int:
@@ -153,25 +148,24 @@ class ElasticTrainer(Trainer):
         if not self._closed:
             self._together("close", self._end_saving)
             self._closed = True
-            self._programs.clear()
-            self._crew.close()
+            self._coordinator.close()
 
     # -- what only this one does ---------------------------------------------------------------------------------------
 
     @property
     def trains(self) -> bool:
         """Whether this rank trains; else it is idle and follows."""
-        return self._crew.trains
+        return self._coordinator.trains
 
     @property
     def training_ranks(self) -> int:
         """How many ranks train."""
-        return len(self._crew.built.training)
+        return len(self._coordinator.assembly.training)
 
     @property
     def recoveries(self) -> list[Recovery]:
         """What happened so far, oldest first; changes of size included."""
-        return self._crew.recoveries
+        return self._coordinator.recoveries
 
     def resize(self, ranks: int) -> None:
         """Train on that many ranks from now on, as far as there are so many and the mesh can use them. Collective."""
@@ -193,16 +187,16 @@ class ElasticTrainer(Trainer):
                 self._end_saving()  # it speaks on communicators that are closed now
             except CheckpointError:
                 self._given_up = True
-        self._crew.resize(ranks)
+        self._coordinator.resize(ranks)
         self._adopt()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
         """Make the steps whose batches are here and that do not count, or do not count any more."""
-        while self._crew.step < self._recent.last:
+        while self._coordinator.step < self._recent.last:
             try:
-                self._attempt(self._recent[self._crew.step + 1])
+                self._attempt(self._recent[self._coordinator.step + 1])
             except RankLost as error:
                 self._recover(error)
             except BaseException:
@@ -214,27 +208,26 @@ class ElasticTrainer(Trainer):
     def _attempt(self, batch: Batch) -> None:
         """The step after the last one that counts; RankLost if it does not come to count."""
         if self.trains:
-            self._told(lambda: Trainer.step(self, *self._parts(*batch)))
+            self._telling(lambda: Trainer.step(self, *self._parts(*batch)))
         else:
-            step, self.engine.steps, scale = self._crew.hear()
-            self.engine.scaler.restore(*scale)
-            self._crew.commit()
+            step, steps, scale = self._coordinator.hear()
+            self._session.state.follow(steps, *scale)
+            self._coordinator.commit()
             self.last = step
-        self._crew.committed()
-        self._recent.forget(self._crew.kept)
+        self._coordinator.committed()
+        self._recent.forget(self._coordinator.kept)
 
     def _commit(self, mean: Mean, scale: Scale) -> None:
         """In the program, between what needs other ranks and the update of this rank's shard."""
-        engine = self.engine
-        step = Step(float(mean.value), scale.norm, scale.rate, scale.skip)
-        self._crew.tell((step, engine.steps + (not scale.skip), engine.scaler.state()[:2]))
-        self._crew.commit()
+        step, scaler = Step.of(float(mean.value), scale), scale.scaler
+        self._coordinator.tell((step, self._session.state.steps + (not scale.skip), (scaler.value, scaler.good)))
+        self._coordinator.commit()
         self.last = step
 
     def _resize_if_asked(self) -> None:
         """Asked again with the next step, if a rank is lost now."""
         try:
-            wanted = self._crew.request() if self._crew.asked else None
+            wanted = self._coordinator.request() if self._coordinator.asked else None
             if wanted is not None:
                 self._resize(wanted)
         except RankLost as error:
@@ -247,10 +240,10 @@ class ElasticTrainer(Trainer):
 
         def one() -> T:
             if self.trains:
-                found = self._told(mine)
-                self._crew.tell(found)
+                found = self._telling(mine)
+                self._coordinator.tell(found)
             else:
-                found = self._crew.hear()
+                found = self._coordinator.hear()
             if after is not None:
                 after(found)
             return found
@@ -261,50 +254,51 @@ class ElasticTrainer(Trainer):
         """The same, where it gives the trainer another state, of which there are copies when it ends."""
 
         def secure(found: T) -> None:
-            if isinstance(found, State) and not self.trains:
-                restore(self.engine, found)
-            self._crew.secure()
+            if isinstance(found, Scalars) and not self.trains:
+                restore(self._session.state, found)
+            self._coordinator.secure()
 
         found = self._together(what, mine, secure)
-        self._crew.replaced()
-        self._recent.restart(self._crew.step)
+        self._coordinator.replaced()
+        self._recent.restart(self._coordinator.step)
         return found
 
     def _until_all(self, do: Callable[[], T]) -> T:
         while True:
             try:
                 found = do()
-                self._crew.agree()
+                self._coordinator.agree()
                 return found
             except RankLost as error:
                 self._recover(error)
                 self._catch_up()
 
-    def _told(self, run: Callable[[], T]) -> T:
+    def _telling(self, run: Callable[[], T]) -> T:
         """Errors that the ranks that train raise together are told to the others."""
         try:
             return run()
         except RankLost:
             raise
         except FsdpxError as error:
-            self._crew.tell_of_failure(error)
+            self._coordinator.tell_of_failure(error)
             raise
 
     def _recover(self, error: RankLost) -> None:
         if self._saving is not None:
             self._saving.abandon()
             self._given_up = True
-        self._crew.recover(error)
+        self._coordinator.recover(error)
         self._adopt()
 
     def _parts(self, *values: Any) -> tuple[Any, ...]:
         """This rank's samples of a whole batch."""
-        data = self.engine.axes.data
+        place = self._session.place
         self._whole = sum_of(array if hasattr(array, "dtype") else np.asarray(array) for array in arrays_of(values))
-        return tuple(part_of(value, data.rank, data.size, self.engine.options.chunks) for value in values)
+        return tuple(part_of(value, place.axes.data.rank, place.accumulation) for value in values)
 
-    def _features(self, arrays: Sequence[Any]) -> str:
-        return f"{super()._features(arrays)} of the whole batch number {self._whole:08x}"
+    def _feed(self, x: Any, y: Any, kind: str, training: bool = True) -> Feed:
+        self._open(kind)
+        return self._session.feed(x, y, kind, training, f" of the whole batch number {self._whole:08x}")
 
     # -- what keeps gradients between two calls ----------------------------------------------------------------------
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fsdpx.program import SLOTS, kind_of
-
-if TYPE_CHECKING:
-    from fsdpx.engine.engine import Engine
+from fsdpx.program import SLOTS
+from fsdpx.state.state import TrainState
+from fsdpx.state.transfer import Transfer
 
 __all__ = ["activation_bytes", "roots"]
 
 
-def activation_bytes(engine: Engine) -> int:
+def activation_bytes(state: TrainState) -> int:
     """Bytes of shape-only arrays in activation slots; views count once, with the array that they are views of.
 
-    Parameters that a layer keeps for backward are not counted: the arena counts them.
+    Parameters that a layer keeps for backward are not counted: the ledger counts them.
     """
     found: dict[int, int] = {}
-    for slot, value in engine.store.items():
-        if SLOTS[kind_of(slot)].memory == "activations":
-            found.update(roots(value.finish() if hasattr(value, "finish") else value))  # on its way, or there
-    arena = engine.arena
+    for slot, value in state.store.items():
+        if SLOTS[slot.kind].memory == "activations":
+            found.update(roots(value.finish() if isinstance(value, Transfer) else value))  # on its way, or there
+    arena = state.arena
     planned = {id(buffer.root) for buffer in (*arena.kept.values(), *([] if arena.slab is None else [arena.slab]))}
     return sum(nbytes for key, nbytes in found.items() if key not in planned)
 

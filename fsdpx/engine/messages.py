@@ -1,24 +1,28 @@
 """Messages between stages: values on their way to the next reader, and gradients on their way back."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
 
-from fsdpx.engine.engine import Engine
-from fsdpx.engine.gradients import Pending
+from fsdpx.engine.run import Run, Values, microbatch_of, number_of
 from fsdpx.errors import ShapeError
-from fsdpx.program import Edge
+from fsdpx.program import Action, Edge
 from fsdpx.state.pipe import tag
+from fsdpx.state.placement import Placement
+from fsdpx.state.transfer import Transfer
 
-__all__ = ["receive", "send"]
+__all__ = ["receive", "send", "travelling"]
 
 
-def send(engine: Engine, edge: Edge, mb: int, value: Any, action: str) -> None:
-    """Start to send a value; the interpreter waits for the end of the message at the end of the program."""
-    expected = _expected(engine, edge, mb)
+def send(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """Start to send a value; the run waits for the end of the message at its own end."""
+    (value,) = (*taken, *read)
+    edge, expected = run.place.stage.edges[number_of(action)], _expected(run, action)
     if expected is None:
-        return
-    xp = engine.xp
+        return ()
+    xp = run.place.xp
     if value is None:  # a gradient: nothing that counts depends on the value
         value = xp.zeros(expected.shape, dtype=expected.dtype)
     if tuple(value.shape) != tuple(expected.shape) or value.dtype != expected.dtype:
@@ -27,35 +31,40 @@ def send(engine: Engine, edge: Edge, mb: int, value: Any, action: str) -> None:
             f"expects {expected.dtype}{list(expected.shape)}: shapes of values may depend on shapes only"
         )
     flat = xp.ascontiguousarray(value).reshape(-1)
-    handle = engine.axes.pipe.send(flat, edge.receiver, _tag(engine, edge, mb), what=_what(engine, edge, action))
-    pending = Pending(handle, lambda: flat)  # which keeps the array until it is sent
-    engine.flying.append(("pipe", pending))
-    engine.sends.append(pending)
+    handle = run.place.axes.pipe.send(flat, edge.receiver, _tag(run, action), what=_what(run.place, edge, action))
+    run.issue("pipe", Transfer(handle, lambda: flat))  # which keeps the array until it is sent
+    return ()
 
 
-def receive(engine: Engine, edge: Edge, mb: int, action: str) -> Any:
+def receive(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The value, on its way; None where nothing travels."""
-    expected = _expected(engine, edge, mb)
+    edge, expected = run.place.stage.edges[number_of(action)], _expected(run, action)
     if expected is None:
-        return None
-    flat = engine.xp.empty((expected.size,), dtype=expected.dtype)
-    handle = engine.axes.pipe.recv(flat, edge.sender, _tag(engine, edge, mb), what=_what(engine, edge, action))
-    return Pending(handle, lambda: flat.reshape(expected.shape))
+        return (None,)
+    flat = run.place.xp.empty((expected.size,), dtype=expected.dtype)
+    handle = run.place.axes.pipe.recv(flat, edge.sender, _tag(run, action), what=_what(run.place, edge, action))
+    return (Transfer(handle, lambda: flat.reshape(expected.shape)),)
 
 
-def _expected(engine: Engine, edge: Edge, mb: int) -> Any:
-    """What travels, as a shape-only array: nothing for a rank without samples, and no gradient of whole numbers."""
-    batch = engine.batch[mb]
+def travelling(edge: Edge, value: Any) -> bool:
+    """Whether a value has a message on this edge: whole numbers have no gradient."""
+    return not (edge.gradient and np.dtype(value.dtype).kind in "iub")
+
+
+def _expected(run: Run, action: Action) -> Any:
+    """What travels, as a shape-only array: nothing for a rank without samples."""
+    batch, edge = run.batch(action), run.place.stage.edges[number_of(action)]
     if batch is None:
         return None
-    value = engine.message(edge.value, batch)
-    return None if edge.gradient and np.dtype(value.dtype).kind in "iub" else value
+    value = run.place.message(edge.value, batch)
+    return value if travelling(edge, value) else None
 
 
-def _tag(engine: Engine, edge: Edge, mb: int) -> int:
-    return tag(engine.stage, edge, mb, len(engine.batch))
+def _tag(run: Run, action: Action) -> int:
+    stage = run.place.stage
+    return tag(stage, stage.edges[number_of(action)], microbatch_of(action), len(run.feed.batch))
 
 
-def _what(engine: Engine, edge: Edge, action: str) -> str:
-    node = engine.model.nodes[edge.value - len(engine.model.inputs)]
+def _what(placement: Placement, edge: Edge, action: Action) -> str:
+    node = placement.model.nodes[edge.value - len(placement.model.inputs)]
     return f"{action} {'gradient' if edge.gradient else 'output'} of {node.path!r}"

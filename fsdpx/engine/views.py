@@ -15,11 +15,10 @@ __all__ = ["Views"]
 class Views:
     """Caches views by buffer: buffers are the same objects in every step, so the steady state makes no views."""
 
-    def __init__(self, layout: Layout, state: Mapping[str, Any], generation: int) -> None:
+    def __init__(self, layout: Layout, generation: int) -> None:
         self.generation = generation  # of the arena's slab
         self.stacks = Stacks()
         self._leaves: dict[int, tuple[Any, list[Any]]] = {}
-        self._state = dict(state)
         self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
         self._entries: dict[tuple[int, int], tuple[Any, dict[str, Entry]]] = {}
         self._params: dict[tuple[int, ...], tuple[Any, list[dict[str, Any]]]] = {}
@@ -55,12 +54,12 @@ class Views:
             cached = self._entries[key] = (buffer, made)
         return cached[1]
 
-    def params(self, unit: int, pages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Per node of a unit: local name -> array, non-trainable state included."""
+    def params(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Per node of a unit: local name -> array. pages: name -> array each, and the running statistics, if any."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
         if cached is None:
-            made = self._per_node(unit, pages, self._state)
+            made = self._per_node(unit, pages)
             cached = self._params[key] = (tuple(pages), made)  # holding the pages keeps their ids taken
         return cached[1]
 
@@ -69,12 +68,12 @@ class Views:
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)
         if cached is None:
-            made = [Gradients(entries) for entries in self._per_node(unit, pages, {})]
+            made = [Gradients(entries) for entries in self._per_node(unit, pages)]
             cached = self._grads[key] = (tuple(pages), made)
         return cached[1]
 
-    def _per_node(self, unit: int, pages: Sequence[dict[str, Any]], more: Mapping[str, Any]) -> list[dict[str, Any]]:
-        known: dict[str, Any] = dict(more)
+    def _per_node(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        known: dict[str, Any] = {}
         for views in pages:
             known.update(views)
         return [{local: known[full] for local, full in names if full in known} for names in self._names[unit]]

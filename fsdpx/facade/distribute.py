@@ -16,10 +16,10 @@ from fsdpx.elastic.trainer import ElasticTrainer
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.nn.layer import Layer
-from fsdpx.nn.sort import sort
-from fsdpx.trainer.recipe import Recipe
+from fsdpx.trainer.assemble import session_of
+from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
-from fsdpx.watch.watchdog import watch
+from fsdpx.watch.watchdog import watch_axes
 
 __all__ = ["distribute"]
 
@@ -85,20 +85,20 @@ def distribute(
     on every rank, and the result is an `ElasticTrainer` (docs/elastic.md).
     """
     recipe = Recipe(
-        model, loss, optimizer, strategy, mesh, microbatches, seed, precision, clip_norm, group_bytes, codec, chunks,
-        ahead, frozen, device, check, check_finite, tune, progress, schedule, stages, costs, recompute, tensor_plan,
-        sequence,
+        Training(
+            model, loss, optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite, recompute
+        ),
+        Distribution(
+            strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence
+        ),
+        Machinery(precision, device, check, tune, progress),
     )  # fmt: skip
     choice = Elastic.of(elastic)
-    if choice is not None and backend not in (None, "mpi"):
+    if choice is None:
+        return Trainer(session_of(recipe, _world(comm, backend), watch=watch_axes))
+    if backend not in (None, "mpi"):
         raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
-    if choice is not None:
-        return ElasticTrainer(recipe, resilient(comm), choice)
-    world = _world(comm, backend)
-    engine = recipe.engine(world)
-    axes = engine.axes
-    dog = watch(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor)
-    return Trainer(engine, sort(model), loss, recipe.microbatches_on(axes.mesh), dog)
+    return ElasticTrainer(recipe, resilient(comm), choice)
 
 
 def _world(comm: Any, backend: str | None) -> Communicator:

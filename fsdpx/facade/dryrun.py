@@ -55,12 +55,12 @@ def dry_run(
         if name in options:
             raise ConfigError(f"dry_run decides {name} itself")
     trainer = distribute(model, comm=FakeCommunicator(rank, ranks), device="shape", **options)
-    trainer.engine.counters.clear()
+    trainer.reset()
     held: list[int] = []
 
     def look(action: Action) -> None:
         if action.op in GROWING:
-            held.append(activation_bytes(trainer.engine))
+            held.append(activation_bytes(trainer.engine.state))
 
     trainer.engine.observers.append(look)
     trainer.step(_shapes(x), _shapes(y))

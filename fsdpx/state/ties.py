@@ -3,15 +3,13 @@ parts that the ranks of the tensor axis found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Axes
-
-if TYPE_CHECKING:
-    from fsdpx.engine.engine import Engine
+from fsdpx.state.placement import Placement
 
 __all__ = ["Tie", "add_together", "connect_ties"]
 
@@ -37,23 +35,23 @@ class Tie:
         return [self.ranks.count(rank) for rank in sorted(set(self.ranks))]
 
     def elements(self, one: int) -> int:
-        """Room for all ranks' gradients, when a page has `one` element here."""
+        """Elements of all ranks' gradients, when a page has `one` here."""
         return one * len(self.pages) if self.comm is not None else 0
 
 
-def connect_ties(engine: Engine) -> dict[int, Tie]:
+def connect_ties(placement: Placement) -> dict[int, Tie]:
     """The ties of this rank by their first page. Collective."""
-    layout, axes, place = engine.layout, engine.axes, engine.axes.coordinates
-    home = {p: stage.rank for stage in reversed(engine.stages) for p in stage.pages}
+    layout, axes, place = placement.layout, placement.axes, placement.axes.coordinates
+    home = {p: stage.rank for stage in reversed(placement.stages) for p in stage.pages}
     ties: dict[int, Tie] = {}
     for pages in layout.twins:
         ranks = tuple(home[p] for p in pages)
         comm = _peers(axes, sorted(set(ranks))) if len(set(ranks)) > 1 else None
-        if pages[0] in engine.stage.ties:
+        if pages[0] in placement.stage.ties:
             ties[pages[0]] = Tie(pages, ranks, comm, layout.pages[pages[0]].partial)
         elif comm is not None:
             comm.close()
-    for p in engine.stage.ties.keys() - ties.keys():
+    for p in placement.stage.ties.keys() - ties.keys():
         ties[p] = Tie((p,), (place.pipe,), None, True)
     return ties
 
@@ -65,13 +63,13 @@ def _peers(axes: Axes, ranks: Sequence[int]) -> Communicator:
     return axes.subgroup("peers", line if place.pipe in ranks else [axes.world.rank])
 
 
-def add_together(engine: Engine, tie: Tie, totals: Sequence[Any], room: Callable[[], Any], what: str) -> None:
+def add_together(axes: Axes, tie: Tie, totals: Sequence[Any], scratch: Any, what: str) -> None:
     """Sum in place, into all of this rank's `totals`. Bytes per page of n elements here, T tensor ranks, k copies of
     which this rank has some: 2 n (T - 1)/T over the tensor axis, n (k - own) among the ranks that have copies."""
     if tie.partial:
         for total in totals:
-            engine.axes.tensor.all_reduce(total, what=what).wait()
-    found = list(totals) if tie.comm is None else _gathered(tie, tie.comm, totals, room(), what)
+            axes.tensor.all_reduce(total, what=what).wait()
+    found = list(totals) if tie.comm is None else _gathered(tie, tie.comm, totals, scratch, what)
     total = found[-1]
     for other in reversed(found[:-1]):  # as in one process, where backward comes to later layers first
         total += other

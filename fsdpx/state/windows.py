@@ -1,4 +1,4 @@
-"""Which kept buffers lie where the other ranks of a machine can reach them, and what follows for their layout."""
+"""Which rows of the ledger lie where the other ranks of a machine can reach them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fsdpx.array.arena import ALIGN, Memory
+from fsdpx.array.arena import ALIGN, Arena, Memory
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.opening import node_of
-from fsdpx.engine.engine import Engine
+from fsdpx.state.ledger import Row
+from fsdpx.state.placement import Placement
 
-__all__ = ["memory_of", "share_gradients", "share_parameters"]
+__all__ = ["lay_out_in_windows", "memory_of", "sharers_of"]
 
 
 def memory_of(world: Communicator, xp: Any) -> Memory | None:
@@ -21,66 +22,50 @@ def memory_of(world: Communicator, xp: Any) -> Memory | None:
     return node if shared else None
 
 
-def share_parameters(engine: Engine) -> bool:
-    """Full parameters once per machine, each rank's shard a part of them: then a gather moves nothing there.
+def sharers_of(placement: Placement, arena: Arena) -> int:
+    """How many ranks of this machine can have their full parameters in common, each rank's shard a part of them, so
+    that a gather moves nothing there; 0 if they cannot.
 
-    Where the shard axis lies inside machines; or spans machines and the full parameters are kept anyway. Collective.
+    They can where the shard axis lies inside machines; or spans machines and full parameters are kept anyway.
+    Collective.
     """
-    if engine.arena.memory is None:
-        return False
-    node = node_of(engine.axes.shard)
-    fits = node is not None and engine.wire is None and (node.inside or (node.shares and engine.keep_full))
-    if not all(engine.axes.world.all_gather_object(fits)):
-        return False
+    if arena.memory is None:
+        return 0
+    node, own_format = node_of(placement.axes.shard), placement.formats.wire is None
+    fits = node is not None and own_format and (node.inside or (node.shares and placement.keep_full))
+    if not all(placement.axes.world.all_gather_object(fits)):
+        return 0
     assert node is not None
-    pages = [engine.layout.pages[p] for p in engine.stage.pages]
-    sizes = [page.size for page in pages]
-    block = node.share_one(_nbytes(engine, sizes))
+    return len(node.machine)
+
+
+def lay_out_in_windows(placement: Placement, arena: Arena, rows: Sequence[Row], what: str) -> bool:
+    """Let the arena keep these rows in one block of shared memory: one for each machine where they have sharers, else
+    one for each rank, where the others can read it. False, with a warning, if a machine has no room. Collective."""
+    nbytes = sum(map(_padded, rows)) + ALIGN
+    if rows and rows[0].sharers > 1:
+        node = node_of(placement.axes.shard)
+        block = None if node is None else node.share_one(nbytes)
+    else:
+        block = None if arena.memory is None else arena.memory.share(nbytes)
     if block is None:
-        _say(engine, "full parameters")
+        _warn(placement, what)
         return False
-    engine.arena.blocks.append(block)
-    for page, buffer in zip(pages, _cut(engine, block, sizes), strict=True):
-        engine.arena.adopt(f"full{page.index}", "parameters", buffer, buffer.nbytes // len(node.machine))
+    arena.blocks.append(block)
+    start = -block.__array_interface__["data"][0] % ALIGN  # each from a cache line on
+    for row in rows:
+        arena.adopt(row.key, block[start : start + row.nbytes].view(row.dtype))
+        start += _padded(row)
     return True
 
 
-def share_gradients(engine: Engine) -> None:
-    """Full gradients that are kept for the step, where the others can add them up. Collective."""
-    memory = engine.arena.memory
-    if memory is None or not engine.whole_grads:
-        return
-    pages = [engine.layout.pages[p] for p in engine.stage.trained]
-    sizes = [page.size * engine.copies for page in pages]
-    block = memory.share(_nbytes(engine, sizes))
-    if block is None:
-        return _say(engine, "gradients")
-    engine.arena.blocks.append(block)
-    for page, buffer in zip(pages, _cut(engine, block, sizes), strict=True):
-        engine.arena.adopt(f"grad{page.index}", "gradients", buffer)
+def _padded(row: Row) -> int:
+    return -(-row.nbytes // ALIGN) * ALIGN
 
 
-def _nbytes(engine: Engine, sizes: Sequence[int]) -> int:
-    return sum(_padded(engine, size) for size in sizes) + ALIGN
-
-
-def _padded(engine: Engine, size: int) -> int:
-    return -(-size * engine.dtype.itemsize // ALIGN) * ALIGN
-
-
-def _cut(engine: Engine, block: Any, sizes: Sequence[int]) -> list[Any]:
-    """Arrays of these sizes one after the other, each from a cache line on."""
-    start = -block.__array_interface__["data"][0] % ALIGN
-    made = []
-    for size in sizes:
-        made.append(block[start : start + size * engine.dtype.itemsize].view(engine.dtype))
-        start += _padded(engine, size)
-    return made
-
-
-def _say(engine: Engine, what: str) -> None:
+def _warn(placement: Placement, what: str) -> None:
     """Once, on one rank."""
-    if engine.axes.world.rank == 0:
+    if placement.axes.world.rank == 0:
         warnings.warn(
             f"fsdpx: a machine has too little shared memory (/dev/shm) for the {what}, so they travel as MPI messages: "
             "slower, same results. Give it more (containers: docker run --shm-size=4g)",

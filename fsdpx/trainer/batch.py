@@ -4,20 +4,22 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from fsdpx.array.namespace import from_host, to_host
+from fsdpx.array.shapes import ShapeArray
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Axes
-from fsdpx.engine.engine import Engine, Microbatch
-from fsdpx.errors import ConfigError, DataError, FsdpxError
-from fsdpx.layout.tree import chunks_of
+from fsdpx.errors import DataError, FsdpxError
+from fsdpx.state.feed import Microbatch
+from fsdpx.state.placement import Placement
 
 __all__ = [
-    "ENDED", "Part", "agree", "array_of", "check_chunks", "cut", "digest_of", "fits_chunks", "imagined_rows",
-    "inputs_of", "largest", "most_chunks", "sum_of", "target_of",
+    "ENDED", "Part", "agree", "array_of", "cut", "digest_of", "features_of", "inputs_of", "largest", "sum_of",
+    "target_of",
 ]  # fmt: skip
 
 
@@ -36,16 +38,16 @@ class Part:
         return int(self.inputs[0].shape[0])
 
 
-def inputs_of(engine: Engine, x: Any) -> tuple[Any, ...]:
+def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
     """The model's inputs in order, from an array, a tuple or a dict by name; floats in the model's format."""
-    names = engine.layout.inputs
+    names = placement.layout.inputs
     if isinstance(x, Mapping):
         if set(x) != set(names):
             raise DataError(f"the model's inputs are {', '.join(names)}, the batch has {', '.join(map(str, x))}")
         given = [x[name] for name in names]
     else:
         given = list(x) if isinstance(x, tuple | list) and len(names) > 1 else [x]
-    arrays = [array_of(engine, a) for a in given]
+    arrays = [array_of(placement, a) for a in given]
     if len(arrays) != len(names):
         raise DataError(f"the model has {len(names)} inputs ({', '.join(names)}), the batch has {len(arrays)}")
     for name, array in zip(names, arrays, strict=True):
@@ -56,27 +58,27 @@ def inputs_of(engine: Engine, x: Any) -> tuple[Any, ...]:
     return tuple(arrays)
 
 
-def target_of(engine: Engine, y: Any, samples: int) -> Any:
-    target = array_of(engine, y)
+def target_of(placement: Placement, y: Any, samples: int) -> Any:
+    target = array_of(placement, y)
     if target.ndim == 0 or target.shape[0] != samples:
         have = "a single number" if target.ndim == 0 else f"{target.shape[0]} samples"
         raise DataError(f"the target has {have}, the inputs have {samples}")
     return target
 
 
-def array_of(engine: Engine, value: Any) -> Any:
+def array_of(placement: Placement, value: Any) -> Any:
     """On the engine's device, floating point in its format."""
-    if getattr(engine.xp, "holds_no_data", False):
-        return value.astype(engine.dtype) if value.dtype.kind == "f" else value
+    if placement.imaginary:
+        return value.astype(placement.dtype) if value.dtype.kind == "f" else value
     try:
         array = value if type(value).__module__.split(".")[0] == "cupy" else np.asarray(value)
     except (TypeError, ValueError) as error:
         raise DataError(f"the batch is no array: {error}") from error
     if array.dtype.kind not in "fiubV":
         raise DataError(f"a batch of dtype {array.dtype} cannot be trained on: numbers are needed")
-    if array.dtype.kind in "fV" and array.dtype != engine.dtype:
-        array = array.astype(engine.dtype)
-    return from_host(engine.xp, array) if isinstance(array, np.ndarray) else array
+    if array.dtype.kind in "fV" and array.dtype != placement.dtype:
+        array = array.astype(placement.dtype)
+    return from_host(placement.xp, array) if isinstance(array, np.ndarray) else array
 
 
 ENDED = "no batch: its loader has come to its end"
@@ -148,67 +150,20 @@ def sum_of(arrays: Iterable[Any]) -> int:
     return total
 
 
-def cut(engine: Engine, part: Part, microbatches: int, chunked: bool = True) -> list[Microbatch | None]:
-    """Microbatches of one part, as even as can be; with chunks one per chunk, the same number on every rank."""
-    if engine.options.chunks is not None and chunked:
-        return _cut_chunks(engine, part, engine.options.chunks)
+def cut(placement: Placement, part: Part, microbatches: int, evenly: bool = False) -> list[Microbatch | None]:
+    """The microbatches of a part, as gradients add up; the same number on every rank. evenly: as even as can be."""
     bounds = [part.size * m // microbatches for m in range(microbatches + 1)]
-    return [_microbatch(part, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    if not evenly:
+        sums, rank = placement.accumulation, placement.axes.data.rank
+        bounds, microbatches = sums.bounds(part.rows, rank, microbatches), sums.microbatches(microbatches)
+    mine: list[Microbatch | None] = [_microbatch(part, a, b) for a, b in pairwise(bounds)]
+    return mine + [None] * (microbatches - len(mine))
 
 
-def largest(engine: Engine, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int) -> Microbatch:
+def largest(placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], microbatches: int) -> Microbatch:
     """As many samples as any microbatch of any rank has, without data."""
-    from fsdpx.array.shapes import ShapeArray
-
-    chunks = engine.options.chunks
-    most = -(-max(rows) // microbatches) if chunks is None else -(-sum(rows) // chunks)
+    most = placement.accumulation.largest(rows, microbatches)
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)
-
-
-def fits_chunks(engine: Engine, rows: tuple[int, ...]) -> bool:
-    """Whether the rows of all ranks are whole chunks, dealt as they should be."""
-    chunks, total = engine.options.chunks, sum(rows)
-    return bool(chunks and total and total % chunks == 0) and list(rows) == _dealt(chunks or 1, total, len(rows))
-
-
-def imagined_rows(engine: Engine, rows: int) -> tuple[int, ...]:
-    """What the other ranks of a dry run hold, from what this one does."""
-    chunks, ranks = engine.options.chunks, engine.axes.data.size
-    if chunks is None or not engine.chunks:
-        return (rows,) * ranks
-    return tuple(_dealt(chunks, rows // len(engine.chunks) * chunks, ranks))
-
-
-def _dealt(chunks: int, total: int, ranks: int) -> list[int]:
-    return [total // chunks * len(chunks_of(chunks, r, ranks)) for r in range(ranks)]
-
-
-def _cut_chunks(engine: Engine, part: Part, chunks: int) -> list[Microbatch | None]:
-    ranks, total = engine.axes.data.size, sum(part.rows)
-    if total % chunks or total == 0:
-        raise DataError(f"a global batch of {total} samples cannot be cut into chunks={chunks} equal parts")
-    each, wanted = total // chunks, _dealt(chunks, total, ranks)
-    if list(part.rows) != wanted:
-        raise DataError(
-            f"chunks={chunks} wants {wanted} samples on ranks 0 to {ranks - 1}, they have {list(part.rows)}"
-        )
-    mine: list[Microbatch | None] = [_microbatch(part, i * each, (i + 1) * each) for i in range(len(engine.chunks))]
-    return mine + [None] * (most_chunks(chunks, ranks) - len(mine))
-
-
-def most_chunks(chunks: int, ranks: int) -> int:
-    return max(len(chunks_of(chunks, r, ranks)) for r in range(ranks))
-
-
-def check_chunks(chunks: int | None, microbatches: int | None) -> None:
-    if chunks is None:
-        return
-    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-        raise ConfigError(f"chunks={chunks!r}: a positive number of equal parts of the global batch")
-    if microbatches not in (None, 1):
-        raise ConfigError(
-            f"chunks={chunks} and microbatches={microbatches}: each chunk is a microbatch, give only one of them"
-        )
 
 
 def _microbatch(part: Part, start: int, stop: int) -> Microbatch:

@@ -5,48 +5,39 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from fsdpx.errors import CheckpointError, ConfigError, DataError, NumericsError
+from fsdpx.trainer.history import History
+from fsdpx.trainer.series import Checkpoints, Resumable
 from fsdpx.watch.preempt import Preemption
 
-if TYPE_CHECKING:
-    from fsdpx.checkpoint.series import Checkpoints
-    from fsdpx.trainer.trainer import Trainer
-
-__all__ = ["History", "fit"]
+__all__ = ["Trains", "fit"]
 
 
-@dataclass
-class History:
-    """What happened. losses: one per step. validation: (step, loss) pairs. reason: why training ended. before: steps
-    that earlier runs made, if this one goes on from a checkpoint."""
-
-    losses: list[float] = field(default_factory=list)
-    validation: list[tuple[int, float]] = field(default_factory=list)
-    epochs: int = 0
-    reason: str = "all epochs done"
-    seconds: float = 0.0  # in training steps and their data, validation left out
-    before: int = 0
+class Trains(Resumable, Protocol):
+    """What the loop needs of a trainer."""
 
     @property
-    def steps(self) -> int:
-        """Steps made since the very start."""
-        return self.before + len(self.losses)
-
+    def steps(self) -> int: ...
     @property
-    def best(self) -> float:
-        """Lowest validation loss, inf without validation."""
-        return min((loss for _, loss in self.validation), default=math.inf)
+    def rank(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def weight(self) -> float: ...
+    def step(self, x: Any, y: Any) -> float: ...
+    def evaluate(self, x: Any, y: Any) -> float: ...
+    def no_batch(self) -> None: ...
+    def most(self, values: np.ndarray, what: str) -> np.ndarray: ...
 
 
 def fit(
-    trainer: Trainer,
+    trainer: Trains,
     loader: Iterable[Any],
     *,
     epochs: int = 1,
@@ -113,7 +104,7 @@ def fit(
 class _Saves:
     """When `fit` saves, and where it goes on. first: the epoch in which the run began."""
 
-    def __init__(self, trainer: Trainer, loader: Any, checkpoints: Checkpoints | None, history: History) -> None:
+    def __init__(self, trainer: Trains, loader: Any, checkpoints: Checkpoints | None, history: History) -> None:
         self.trainer, self.loader, self.checkpoints, self.history = trainer, loader, checkpoints, history
         begun = None if checkpoints is None else checkpoints.begin(trainer, loader, history)
         self.first = getattr(loader, "epoch", 0) if begun is None else begun
@@ -138,7 +129,7 @@ class _Saves:
         self.checkpoints.save(self.trainer, self.loader, self.history, self.first, background)
 
 
-def _next(trainer: Trainer, batches: Iterator[Any], history: History) -> Any:
+def _next(trainer: Trains, batches: Iterator[Any], history: History) -> Any:
     """The next batch, or None on all ranks together; DataError on all of them if only some have one."""
     begin = perf_counter()
     batch = next(batches, None)
@@ -148,7 +139,7 @@ def _next(trainer: Trainer, batches: Iterator[Any], history: History) -> Any:
     return batch
 
 
-def _step(trainer: Trainer, x: Any, y: Any, history: History) -> None:
+def _step(trainer: Trains, x: Any, y: Any, history: History) -> None:
     begin = perf_counter()
     loss = trainer.step(x, y)
     history.seconds += perf_counter() - begin
@@ -164,7 +155,7 @@ def _samples(x: Any) -> int:
 
 
 def _end(
-    trainer: Trainer,
+    trainer: Trains,
     history: History,
     validation: Iterable[Any] | None,
     patience: int | None,
@@ -189,7 +180,7 @@ def _since_best(history: History) -> int:
     return len(losses) - 1 - losses.index(min(losses))
 
 
-def _validate(trainer: Trainer, history: History, batches: Iterable[Any], line: _Line) -> None:
+def _validate(trainer: Trains, history: History, batches: Iterable[Any], line: _Line) -> None:
     """Mean of the batches' mean losses, each weighed by its weight."""
     losses, weights = [], []
     for x, y in batches:
@@ -205,7 +196,7 @@ def _validate(trainer: Trainer, history: History, batches: Iterable[Any], line: 
 class _Line:
     """Progress on rank 0: one line that moves on a terminal, a line every few seconds elsewhere."""
 
-    def __init__(self, trainer: Trainer, wanted: bool, unit: str, steps: int | None, done: int = 0) -> None:
+    def __init__(self, trainer: Trains, wanted: bool, unit: str, steps: int | None, done: int = 0) -> None:
         self.trainer, self.unit, self.steps = trainer, unit, steps
         self.wanted = wanted
         self.terminal = sys.stderr.isatty()

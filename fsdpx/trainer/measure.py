@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
 
+from fsdpx.engine.engine import Engine
 from fsdpx.program import VERBS, Action, Costs, Event, Machine, Program, idle, simulate_programs
-
-if TYPE_CHECKING:
-    from fsdpx.trainer.trainer import Trainer
+from fsdpx.state.clock import Timeline
 
 __all__ = ["Measured", "measure"]
 
@@ -53,24 +52,21 @@ class Measured:
         return simulate_programs(self.programs, self.machine)
 
 
-Timeline = list[tuple[Action, float, float]]
-
-
-def measure(trainer: Trainer, x: Any, y: Any, steps: int = 5) -> Measured:
-    """Train `steps` steps (and one before, to warm up) on this data rank's x and y, and keep time. Collective.
+def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measured:
+    """Make `steps` steps (and one before, to warm up), and keep time. Collective.
 
     The parameters move as in any step.
     """
-    trainer.step(x, y)
-    clock, axes = trainer.engine.clock, trainer.engine.axes
+    step()
+    axes = engine.placement.axes
     timelines: list[Timeline] = []
     for _ in range(steps):
         axes.world.barrier(what="measure").wait()
-        origin, clock.timeline = perf_counter(), []  # clocks of machines begin at different times
-        trainer.step(x, y)
-        timelines.append([(action, start - origin, end - origin) for action, start, end in clock.timeline])
-        clock.timeline = None
-    rows = axes.pipe.all_gather_object((timelines, trainer.engine.ran))
+        origin = perf_counter()  # clocks of machines begin at different times
+        with engine.clock.timeline() as timeline:
+            step()
+        timelines.append([(action, start - origin, end - origin) for action, start, end in timeline])
+    rows = axes.pipe.all_gather_object((timelines, engine.ran))
     quickest = min(range(steps), key=lambda i: max(_span(row[0][i]) for row in rows))
     lines = [found[quickest] for found, _ in rows]
     first = min(start for line in lines for _, start, _ in line)

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
-import numpy as np
-
 from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
-from fsdpx.program import Calls, Program, Sizes, Traffic, traffic
+from fsdpx.engine.messages import travelling
+from fsdpx.program import Program, Sizes, Traffic, traffic
+from fsdpx.state.placement import Placement
 from fsdpx.state.ties import Tie
 
 __all__ = ["Report", "bytes_text", "peak_rss", "report", "sizes_of", "table"]
@@ -19,7 +19,7 @@ __all__ = ["Report", "bytes_text", "peak_rss", "report", "sizes_of", "table"]
 @dataclass(frozen=True)
 class Report:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, from the program.
-    memory: bytes by kind that the arena holds. times: verb -> (seconds, seconds waited, count). overlap: mesh axis ->
+    memory: bytes by kind, of all that is held. times: verb -> (seconds, seconds waited, count). overlap: mesh axis ->
     share of the time transfers were under way in which this rank computed."""
 
     rank: int
@@ -72,53 +72,48 @@ class Report:
 
 
 def report(engine: Engine, program: Program) -> Report:
-    clock = engine.clock
+    clock, state, place = engine.clock, engine.state, engine.placement
     return Report(
-        rank=engine.axes.world.rank,
-        ranks=engine.axes.world.size,
-        steps=engine.steps,
-        parameters=engine.layout.size,
-        units=len(engine.layout.units),
-        traffic={(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in engine.counters},
+        rank=place.axes.world.rank,
+        ranks=place.axes.world.size,
+        steps=state.steps,
+        parameters=place.layout.size,
+        units=len(place.layout.units),
+        traffic={(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters},
         predicted=traffic(program, sizes_of(engine)),
-        memory=engine.arena.nbytes(),
+        memory=state.nbytes(),
         peak_rss=peak_rss(),
         times={op: (spent, waited, int(count)) for op, (spent, waited, count) in clock.rows.items()},
-        overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.flown.items() if flown > 0},
+        overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
     )
 
 
 def sizes_of(engine: Engine) -> Sizes:
     """What predictions need to know of this rank's placement."""
-    replica = engine.axes.replica
-    codec, chunked = engine.codec, engine.options.chunks is not None
-    rank, width = engine.axes.data.rank, engine.axes.shard.size
-    base = rank // width * width
-    groups = [range(r * width, (r + 1) * width) for r in range(replica.size)]
+    place, codec = engine.placement, engine.placement.codec
+    calls, calls_all = place.accumulation.calls(codec)
     return Sizes(
-        full={p: s.page.size for p, s in engine.pages.items()},
-        shard={p: s.mine.size for p, s in engine.pages.items()},
-        replica_own={p: split_evenly(s.mine.size, replica.size)[replica.rank] for p, s in engine.pages.items()},
-        param_itemsize=(engine.wire or engine.dtype).itemsize,
-        grad_itemsize=codec.itemsize or engine.dtype.itemsize,
-        tie_itemsize=engine.dtype.itemsize,
-        widths={"shard": engine.axes.shard.size, "replica": replica.size},
-        ties={p: tuple(_tied(engine, tie)) for p, tie in engine.ties.items()},
+        full={p: page.size for p, page in place.pages.items()},
+        shard={p: page.mine.size for p, page in place.pages.items()},
+        replica_own={p: place.replica_own(p) for p in place.pages},
+        param_itemsize=(place.formats.wire or place.dtype).itemsize,
+        grad_itemsize=codec.itemsize or place.dtype.itemsize,
+        tie_itemsize=place.dtype.itemsize,
+        widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},
+        ties={p: tuple(_tied(place, tie)) for p, tie in engine.state.ties.items()},
         edges=_edges(engine),
-        calls=_trades(engine, [range(base + s, base + s + 1) for s in range(width)], rank - base)
-        if chunked
-        else codec.calls,
-        calls_all=(*_trades(engine, groups, replica.rank), ("all_gather", 1)) if chunked else codec.calls_all,
+        calls=calls,
+        calls_all=calls_all,
     )
 
 
-def _tied(engine: Engine, tie: Tie) -> Iterator[tuple[str, str, int]]:
+def _tied(place: Placement, tie: Tie) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, elements) of a tie: see `add_together`."""
-    here = [p for p in tie.pages if p in engine.pages]
-    n = engine.pages[here[0]].mine.size
+    here = [p for p in tie.pages if p in place.pages]
+    n = place.pages[here[0]].mine.size
     if tie.partial:
-        tensor = engine.axes.tensor
+        tensor = place.axes.tensor
         for _ in here:
             yield "tensor", "all_reduce", 2 * (n - split_evenly(n, tensor.size)[tensor.rank])
     if tie.comm is not None:
@@ -128,20 +123,12 @@ def _tied(engine: Engine, tie: Tie) -> Iterator[tuple[str, str, int]]:
 def _edges(engine: Engine) -> dict[tuple[int, int], int]:
     """(edge, microbatch) -> bytes, as the last batch was."""
     found = {}
-    for edge in engine.stage.edges:
+    for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):
             if batch is not None:
-                value = engine.message(edge.value, batch)
-                stays = edge.gradient and np.dtype(value.dtype).kind in "iub"  # whole numbers have no gradient
-                found[edge.number, mb] = 0 if stays else value.size * value.dtype.itemsize
+                value = engine.placement.message(edge.value, batch)
+                found[edge.number, mb] = value.size * value.dtype.itemsize if travelling(edge, value) else 0
     return found
-
-
-def _trades(engine: Engine, groups: list[range], me: int) -> Calls:
-    """With chunks: as many exchanges as any group holds partial sums; each group sends its own."""
-    mine = len(engine.nodes(groups[me]))
-    rounds = max(len(engine.nodes(group)) for group in groups)
-    return tuple(("all_to_all", int(i < mine)) for i in range(rounds))
 
 
 def peak_rss() -> int:

@@ -9,93 +9,93 @@ import numpy as np
 
 from fsdpx.array.namespace import to_host
 from fsdpx.comm.communicator import ReduceOp
-from fsdpx.engine.engine import Engine
 from fsdpx.layout.pages import Page, product
-from fsdpx.state.pages import each_piece
+from fsdpx.program import Slot
+from fsdpx.state.allocate import fill
+from fsdpx.state.state import TrainState
 
 __all__ = ["put", "whole_gradients", "whole_parameters", "whole_state"]
 
 
-def whole_parameters(engine: Engine) -> dict[str, np.ndarray]:
+def whole_parameters(state: TrainState) -> dict[str, np.ndarray]:
     """Canonical name -> full array, on every rank's host. Collective."""
 
     def flat(page: Page) -> Any:
-        return _over_shards(engine, page, engine.pages[page.index].master)
+        return _over_shards(state, page, state.ledger.array("master", page.index))
 
-    return _everywhere(engine, flat, trained=False)
+    return _everywhere(state, flat, trained=False)
 
 
-def whole_gradients(engine: Engine) -> dict[str, np.ndarray]:
+def whole_gradients(state: TrainState) -> dict[str, np.ndarray]:
     """The same of the gradients in the store, not yet divided by the weight. Collective."""
 
     def flat(page: Page) -> Any:
         p, total = page.index, 0.0
-        if f"part{p}" in engine.store:
-            total = _over_shards(engine, page, engine.store[f"part{p}"])
-            engine.axes.replica.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
-        if f"grad{p}" in engine.store:
-            local = engine.store[f"grad{p}"].at(0).copy()
-            engine.axes.data.all_reduce(local, ReduceOp.SUM, what="gradients").wait()
+        if (part := state.store.get(Slot("part", p))) is not None:
+            total = _over_shards(state, page, part)
+            state.placement.axes.replica.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
+        if (gradient := state.store.get(Slot("grad", p))) is not None:
+            local = gradient.at(0).copy()
+            state.placement.axes.data.all_reduce(local, ReduceOp.SUM, what="gradients").wait()
             total = total + local
         if page.partial:
-            engine.axes.tensor.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
+            state.placement.axes.tensor.all_reduce(total, ReduceOp.SUM, what="gradients").wait()
         return total
 
-    return _everywhere(engine, flat, trained=True)
+    return _everywhere(state, flat, trained=True)
 
 
-def whole_state(engine: Engine) -> dict[str, np.ndarray]:
+def whole_state(state: TrainState) -> dict[str, np.ndarray]:
     """Running statistics, from the rank of the pipe whose layer moves them. Collective."""
     found = {}
-    for name, array in engine.state.items():
-        flat = np.array(to_host(array).reshape(-1))
-        engine.axes.pipe.broadcast(flat, engine.state_home[name], what=f"state {name}").wait()
-        found[name] = flat.reshape(engine.layout.specs[name].shape)
+    for name in state.placement.layout.state:
+        flat = np.array(to_host(state.statistic(name).reshape(-1)))
+        state.placement.axes.pipe.broadcast(flat, state.placement.statistics_home[name], what=f"state {name}").wait()
+        found[name] = flat.reshape(state.placement.layout.specs[name].shape)
     return found
 
 
-def put(engine: Engine, values: Mapping[str, Any]) -> None:
+def put(state: TrainState, values: Mapping[str, Any]) -> None:
     """Set this rank's shards from full arrays by canonical name."""
-    layout, spread = engine.layout, engine.layout.spread
+    layout, spread = state.placement.layout, state.placement.layout.spread
 
     def piece(name: str, start: int, stop: int) -> Any:
         spec, full = layout.specs[name], np.asarray(values[name])
         local = full if spec.cut is None else spec.cut.take(full, spread.rank, spread.width)
         return np.ascontiguousarray(local).reshape(-1)[start:stop]
 
-    for state in engine.pages.values():
-        each_piece(state, piece, engine.xp)
+    fill(state, piece)
 
 
-def _everywhere(engine: Engine, flat: Callable[[Page], Any], trained: bool) -> dict[str, np.ndarray]:
+def _everywhere(state: TrainState, flat: Callable[[Page], Any], trained: bool) -> dict[str, np.ndarray]:
     """flat: this rank's line of the tensor axis' elements of a page, for pages of this rank of the pipe."""
     found: dict[str, np.ndarray] = {}
-    homes = {p: stage.rank for stage in reversed(engine.stages) for p in stage.pages}
-    for page in engine.layout.pages:
+    homes = {p: stage.rank for stage in reversed(state.placement.stages) for p in stage.pages}
+    for page in state.placement.layout.pages:
         if trained and not page.trainable:
             continue
-        parts = _named(page, to_host(flat(page))) if page.index in engine.pages else None
+        parts = _named(page, to_host(flat(page))) if page.index in state.placement.pages else None
         for f in page.fields:
-            full = _over_tensor(engine, f.source, None if parts is None else parts[f.name])
-            engine.axes.pipe.broadcast(full.reshape(-1), homes[page.index], what=f"parameter {f.name}").wait()
+            full = _over_tensor(state, f.source, None if parts is None else parts[f.name])
+            state.placement.axes.pipe.broadcast(full.reshape(-1), homes[page.index], what=f"parameter {f.name}").wait()
             found[f.source] = full + found[f.source] if trained and f.source in found else full
     return found
 
 
-def _over_shards(engine: Engine, page: Page, shard: Any) -> Any:
-    state = engine.pages[page.index]
-    full = engine.xp.empty((page.size,), dtype=shard.dtype)
-    own = full[state.mine.start : state.mine.stop]
+def _over_shards(state: TrainState, page: Page, shard: Any) -> Any:
+    place, here = state.placement, state.placement.pages[page.index]
+    full = place.xp.empty((page.size,), dtype=shard.dtype)
+    own = full[here.mine.start : here.mine.stop]
     own[...] = shard[: own.size]
-    engine.axes.shard.all_gather(own, full, state.counts, what=f"page {engine.name(page.index)}").wait()
+    place.axes.shard.all_gather(own, full, here.counts, what=f"page {place.name(page.index)}").wait()
     return full
 
 
-def _over_tensor(engine: Engine, name: str, local: np.ndarray | None) -> np.ndarray:
+def _over_tensor(state: TrainState, name: str, local: np.ndarray | None) -> np.ndarray:
     """The full array from what the ranks of the tensor axis hold; on other stages room for it."""
-    spec, tensor = engine.layout.specs[name], engine.axes.tensor
+    spec, tensor = state.placement.layout.specs[name], state.placement.axes.tensor
     if local is None:
-        return np.empty(spec.shape, engine.dtype)
+        return np.empty(spec.shape, state.placement.dtype)
     if spec.cut is None or tensor.size == 1:
         return np.array(local)
     shapes = [spec.cut.local(spec.shape, rank, tensor.size) for rank in range(tensor.size)]

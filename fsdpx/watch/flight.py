@@ -6,9 +6,10 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 __all__ = ["LENGTH", "Entry", "Flight", "Recorder", "label", "log", "read", "read_all"]
@@ -30,6 +31,7 @@ _WAITS_AT = 136
 _SIZE = _START + LENGTH * _RECORD.size
 
 
+@lru_cache(maxsize=4096)
 def label(text: str, width: int = 112) -> bytes:
     """`text` as it is kept: cut to `width` bytes of UTF-8."""
     return text.encode()[:width].decode(errors="ignore").encode()
@@ -41,10 +43,13 @@ class Recorder:
     thread: who runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so far.
     """
 
-    __slots__ = ("_at", "_buffer", "_path", "beats", "ended", "serial", "thread")
+    __slots__ = ("_at", "_buffer", "_path", "beats", "ended", "serial", "thread", "timed_out")
 
-    def __init__(self, path: Path, rank: int, ranks: int, host: str) -> None:
-        self._path = path
+    def __init__(
+        self, path: Path, rank: int, ranks: int, host: str, timed_out: Callable[[], None] = lambda: None
+    ) -> None:
+        """timed_out: called when a wait of this rank has failed."""
+        self._path, self.timed_out = path, timed_out
         with path.open("w+b") as file:
             file.truncate(_SIZE)
             self._buffer = mmap.mmap(file.fileno(), _SIZE)
@@ -57,15 +62,15 @@ class Recorder:
         self.thread = thread
         _PROGRAM.pack_into(self._buffer, _PROGRAM_AT, step, label(kind, 24))
 
-    def begin(self, action: bytes, now: float) -> None:
+    def begin(self, action: str, now: float) -> None:
         """An action begins, at perf_counter() = now."""
         self.serial = number = self.serial + 1
         self._at = at = _START + number % LENGTH * 256
-        _RECORD.pack_into(self._buffer, at, number, now, 0.0, action, b"")
+        _RECORD.pack_into(self._buffer, at, number, now, 0.0, label(action), b"")
 
-    def waits(self, what: bytes) -> None:
+    def waits(self, what: str) -> None:
         """The action now needs what another one issued."""
-        _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, what)
+        _WAITS.pack_into(self._buffer, self._at + _WAITS_AT, label(what))
 
     def end(self, now: float) -> None:
         self.ended = self.serial

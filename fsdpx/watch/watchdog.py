@@ -23,10 +23,11 @@ from types import FrameType
 from typing import Any
 
 from fsdpx import environment
+from fsdpx.comm.mesh import Axes
 from fsdpx.comm.steps import Progress, progress_of, spin
 from fsdpx.watch.flight import LENGTH, Flight, Recorder, log, read_all
 
-__all__ = ["HUNG", "Watchdog", "report", "unwatch", "watch"]
+__all__ = ["HUNG", "Watchdog", "report", "unwatch", "watch", "watch_axes"]
 
 HUNG = 124
 """Exit status of a job that a watchdog ended, as of timeout(1)."""
@@ -62,6 +63,12 @@ def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | Non
     return dog
 
 
+def watch_axes(axes: Axes, timeout: float | None = None) -> Recorder | None:
+    """The same for all communicators of a mesh; the record that the engine of this rank keeps."""
+    dog = watch(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor, timeout=timeout)
+    return None if dog is None else dog.record
+
+
 def unwatch(comm: Any) -> Watchdog | None:
     """Let go of `comm`, which is given up: nobody waits there any more. Its watchdog can still `bury` those who died
     before they had let go themselves."""
@@ -84,7 +91,7 @@ class Watchdog:
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         folder.mkdir(parents=True, exist_ok=True)
-        self.record = Recorder(self._place(self.rank, "flight"), comm.rank, comm.size, self.host)
+        self.record = Recorder(self._place(self.rank, "flight"), comm.rank, comm.size, self.host, self.ask)
         self.record.thread = threading.get_ident()
         self._comm = weakref.ref(comm)
         self._progress: Progress = progress_of(comm)

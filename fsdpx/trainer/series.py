@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, TypeVar
 
 from fsdpx.checkpoint.commit import numbered
 from fsdpx.checkpoint.save import Choices
+from fsdpx.checkpoint.state import Scalars
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.trainer.history import History
 
-if TYPE_CHECKING:
-    from fsdpx.trainer.fit import History
-    from fsdpx.trainer.trainer import Trainer
-
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "Resumable"]
 
 NAME = "step-"
+T = TypeVar("T")
+
+
+class Resumable(Protocol):
+    """What checkpoints of a run need of a trainer."""
+
+    def wait_saved(self) -> None: ...
+    def alone(self, what: str, do: Callable[[], T]) -> T: ...
+    def resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> Scalars: ...
+    def checkpoint(
+        self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Checkpoints:
         found = list(numbered(Path(self.folder), NAME))
         return found[-1][1] if found else None
 
-    def begin(self, trainer: Trainer, loader: Any, history: History) -> int | None:
+    def begin(self, trainer: Resumable, loader: Any, history: History) -> int | None:
         """Go on from the newest one, if there is one and `resume` says so: its history comes into `history`, the epoch
         of the run's start is returned. Collective."""
         for method in ("state_dict", "load_state_dict", "epoch"):
@@ -64,7 +75,7 @@ class Checkpoints:
         path = trainer.alone(f"resume from {self.folder}", self.latest) if self.resume else None
         if path is None:
             return None
-        fit = trainer._resume(path, loader).fit
+        fit = trainer.resume(path, loader).fit
         if fit is None:
             raise CheckpointError(f"{path} was not saved by fit: load it, and let fit begin with resume=False")
         history.before = fit["done"]
@@ -72,7 +83,7 @@ class Checkpoints:
         history.validation.extend((step, loss) for step, loss in fit["validation"])
         return int(fit["first"])
 
-    def save(self, trainer: Trainer, loader: Any, history: History, first: int, background: bool) -> None:
+    def save(self, trainer: Resumable, loader: Any, history: History, first: int, background: bool) -> None:
         """Write the checkpoint of this step. Collective."""
         fit = {
             "done": history.steps,
@@ -80,4 +91,4 @@ class Checkpoints:
             "validation": [list(pair) for pair in history.validation],
         }
         choices = Choices(self.dtype, self.shard_bytes, self.keep)
-        trainer._save(self.path(history.steps), choices, loader, fit, background)
+        trainer.checkpoint(self.path(history.steps), choices, loader, fit, background)

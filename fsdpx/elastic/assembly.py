@@ -1,0 +1,171 @@
+"""A session for the ranks that are here now: who trains, from which step on, and in whose memory that step is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fsdpx.checkpoint.pieces import held
+from fsdpx.checkpoint.state import Scalars, restore, scalars_of
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.fake import FakeCommunicator
+from fsdpx.comm.survivors import Survivor
+from fsdpx.elastic.copies import Copies, Generation
+from fsdpx.elastic.descriptors import Descriptor, describe, missing
+from fsdpx.elastic.options import Elastic
+from fsdpx.elastic.recut import recut
+from fsdpx.elastic.seats import mesh_for, seated
+from fsdpx.engine.engine import Recorder
+from fsdpx.errors import StateLost
+from fsdpx.state.allocate import initialise
+from fsdpx.state.placement import Placement
+from fsdpx.state.rows import saved_tensors
+from fsdpx.state.tuning import Tuning
+from fsdpx.trainer.assemble import session_of
+from fsdpx.trainer.recipe import Recipe
+from fsdpx.trainer.session import Commit, Session
+from fsdpx.watch.watchdog import Watchdog, watch
+
+__all__ = ["Assembler", "Assembly", "Member"]
+
+
+class Summary(NamedTuple):
+    """A generation, as other ranks hear of it."""
+
+    step: int
+    scalars: str
+    parts: list[Descriptor]
+
+
+class Member(NamedTuple):
+    """What a rank says of itself. born: its rank when the job began. seat: its rank among those that train, None if
+    idle. fresh: step 0 of this trainer are the initial parameters."""
+
+    born: int
+    seat: int | None
+    fresh: bool
+    generations: list[Summary]
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What training goes on with. control: all ranks. born: of each of them. training: those of them that train.
+
+    group: the latter, None on an idle rank, whose session has no data. step: number of the last one that counts, 0 for
+    initial parameters. copied: the copies of that step have arrived here.
+    """
+
+    control: Survivor
+    born: list[int]
+    training: list[int]
+    group: Communicator | None
+    session: Session
+    copies: Copies
+    step: int
+    watchdog: Watchdog | None
+    copied: bool = False
+
+    @property
+    def trains(self) -> bool:
+        return self.group is not None
+
+    def close(self) -> None:
+        """Free what is no longer used, by those who live on. Collective."""
+        self.copies.close()
+        self.session.close()
+        if self.group is not None:
+            self.group.close()
+
+
+@dataclass(frozen=True)
+class Assembler:
+    """What every assembly of a run has in common. commit: see `Feed`."""
+
+    recipe: Recipe
+    tuning: Tuning
+    elastic: Elastic
+    commit: Commit
+
+    def build(self, control: Survivor, ranks: int | None) -> Assembly:
+        """At the begin of a run: initial parameters. Collective over `control`."""
+        everyone = [Member(rank, None, True, []) for rank in range(control.size)]
+        return self._build(control, everyone, ranks, initial=True, timeout=None)
+
+    def rebuild(
+        self,
+        control: Survivor,
+        member: Member,
+        generations: Sequence[Generation],
+        ranks: int | None,
+        report: Callable[[str], None],
+        timeout: float | None,
+    ) -> Assembly:
+        """On other ranks than before: the newest step of which every element is in the memory of some rank. Collective.
+
+        StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold. report: hears
+        how far it is. timeout: of the watchdog before; that of a communicator which was watched is longer.
+        """
+        mine = [Summary(g.step, g.scalars.text(), [describe(part) for part in g.parts]) for g in generations]
+        everyone: list[Member] = control.all_gather_object(member._replace(generations=mine))
+        report("recovery: all ranks have said what they hold")
+        built = self._build(control, everyone, ranks, initial=False, timeout=timeout)
+        report("recovery: the new trainer is there")
+        state = built.session.state
+        newest = _newest(state.placement, everyone)
+        if newest is None:
+            initialise(state)
+            return built
+        step, text = newest
+        have = [part for g in generations if g.step == step for part in g.parts]
+        recut(control, have, list(held(state)) if built.trains else [])
+        report("recovery: state has moved")
+        restore(state, Scalars.parse(text, f"the state of step {step}"))
+        if built.copies.needed:
+            built.copies.take(scalars_of(state, None, None), step)
+            built.copies.wait()
+            report("recovery: there are copies again")
+        return replace(built, step=step, copied=built.copies.needed)
+
+    def _build(
+        self, control: Survivor, everyone: list[Member], ranks: int | None, initial: bool, timeout: float | None
+    ) -> Assembly:
+        where, most = self.recipe.distribution, control.size if ranks is None else min(ranks, control.size)
+        mesh = mesh_for(where.mesh, where.strategy, most)
+        training = seated([one.seat for one in everyone], mesh.size)
+        trains = control.rank in training
+        group = control.split(0 if trains else None, training.index(control.rank) if trains else 0)
+        watchdog = watch(control, *([] if group is None else [group]), timeout=timeout)
+        recorder: Recorder | None = None if watchdog is None else watchdog.record
+        recipe, world = self.recipe.on(mesh), group
+        if world is None:
+            recipe, world, initial, recorder = recipe.without_data(), FakeCommunicator(0, mesh.size), True, None
+        session = session_of(
+            recipe, world, self.tuning, initial=initial, commit=self.commit, watch=lambda axes: recorder
+        )  # fmt: skip
+        copies = Copies(control.subgroup(range(control.size)), session.state, self.elastic.copies, trains)
+        born = [one.born for one in everyone]
+        return Assembly(control, born, training, group, session, copies, 0, watchdog)
+
+
+def _newest(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:
+    """The newest step that is whole in the memory of all ranks together, and its scalars; None for the very beginning,
+    which needs no memory."""
+    wanted = saved_tensors(placement)
+    lost: dict[int, list[str]] = {}
+    for step in sorted({g.step for one in everyone for g in one.generations}, reverse=True):
+        found = [g for one in everyone for g in one.generations if g.step == step]
+        lost[step] = missing([g.parts for g in found], wanted)
+        if not lost[step]:
+            return step, found[0].scalars
+    if all(one.fresh for one in everyone):
+        return None
+    what = "; ".join(f"of step {step}: {_listed(names)}" for step, names in lost.items()) or "nobody has any"
+    raise StateLost(
+        f"the ranks that are left cannot go on from memory, parts of the state died with the others ({what}). Start "
+        "again from the last checkpoint, or keep more copies: elastic=fsdpx.Elastic(copies=2)"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,201 @@
+"""What the verbs that compute do: data in, forward, loss, backward, recompute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fsdpx.engine import compute
+from fsdpx.engine.finite import demand_finite
+from fsdpx.engine.run import Run, Values, microbatch_of, number_of
+from fsdpx.nn.gradients import Entry
+from fsdpx.program import Action, StageUnit
+from fsdpx.state.gradients import Gradient
+
+__all__ = [
+    "backward", "backward_input", "backward_params", "checkpoint", "evaluate", "forward", "load", "loss", "recompute",
+    "score", "seed",
+]  # fmt: skip
+
+
+def load(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    batch, used = run.batch(action), run.place.stage.used
+    return (None,) * len(used) if batch is None else tuple(batch.inputs[v] for v in used)
+
+
+def forward(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    outputs, saved = _forward(run, action, taken, read, added, keep=True)
+    return (*outputs, saved, *added)
+
+
+def evaluate(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    unit = run.place.stage.units[number_of(action)]
+    inputs = len(unit.pages) + len(unit.reads)
+    outputs, _ = _forward(run, action, taken, read[:inputs], read[inputs:], keep=False)
+    return tuple(outputs)
+
+
+def checkpoint(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """A forward that keeps what it read: (value, array) pairs."""
+    outputs, _ = _forward(run, action, taken, read, added, keep=False)
+    if run.batch(action) is None:
+        return (*outputs, None, *added)
+    unit = run.place.stage.units[number_of(action)]
+    held = dict(zip((*unit.takes, *unit.reads), (*taken, *read[len(unit.pages) :]), strict=True))
+    return (*outputs, held, *added)
+
+
+def _forward(
+    run: Run, action: Action, taken: Values, read: Values, statistics: Values, keep: bool
+) -> tuple[list[Any], Any]:
+    u, batch = number_of(action), run.batch(action)
+    unit, place, views = run.place.stage.units[u], run.place, run.workspace.views
+    if batch is None:
+        return [None] * len(unit.gives), None
+    pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
+    values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
+    params = views.params(u, (*pages, *statistics))
+    saved = compute.forward(place.layout.units[u], run.envs(u, batch), params, values, keep, views.stacks)
+    outputs = [values[v] for v in unit.gives]
+    if place.options.check_finite:
+        for output in outputs:
+            demand_finite(place, output, f"the output of {place.layout.units[u].name!r}", action)
+    return outputs, saved
+
+
+def recompute(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    u, batch, views = number_of(action), run.batch(action), run.workspace.views
+    if batch is None:
+        return (None,)
+    unit, envs = run.place.layout.units[u], run.envs(u, batch, again=True)
+    return (compute.forward(unit, envs, views.params(u, read), dict(taken[0]), True, views.stacks),)
+
+
+def backward(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """Both halves at once: node by node, so that what the second half needs lives shortest."""
+    u, batch, stage, views = number_of(action), run.batch(action), run.place.stage, run.workspace.views
+    unit, pages = stage.units[u], _trained(run, u)
+    gradients, have = _gradients(run, pages, added), added[len(pages) :]
+    if batch is None:
+        return _without_samples(gradients, have)
+    inner, dvalues = _dvalues(run, unit, taken, have)
+    entries = _open(run, action, pages, gradients)
+    params, grads, saved = views.params(u, read), views.grads(u, entries), taken[len(unit.gives)]
+    envs = run.envs(u, batch)
+    compute.backward(run.place.layout.units[u], envs, params, grads, saved, dvalues, views.stacks, stage.inputs)
+    _close(run, action, entries)
+    return (*gradients, *(dvalues.get(v) for v in inner))
+
+
+def backward_input(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    u, batch = number_of(action), run.batch(action)
+    unit = run.place.stage.units[u]
+    if batch is None:
+        return (None, *added)
+    inner, dvalues = _dvalues(run, unit, taken, added)
+    saved, params = taken[len(unit.gives)], run.workspace.views.params(u, read)
+    kept = compute.backward_input(run.place.layout.units[u], run.envs(u, batch), params, saved, dvalues)
+    return (kept, *(dvalues.get(v) for v in inner))
+
+
+def backward_params(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    u, batch = number_of(action), run.batch(action)
+    pages = _trained(run, u)
+    gradients = _gradients(run, pages, added)
+    if batch is None:
+        return _without_samples(gradients, ())
+    entries = _open(run, action, pages, gradients)
+    grads = run.workspace.views.grads(u, entries)
+    compute.backward_params(run.place.layout.units[u], run.envs(u, batch), grads, taken[0])
+    _close(run, action, entries)
+    return tuple(gradients)
+
+
+def _trained(run: Run, unit: int) -> list[int]:
+    return [p for p in run.place.stage.units[unit].pages if run.place.stage.trainable[p]]
+
+
+def _dvalues(run: Run, unit: StageUnit, taken: Values, have: Values) -> tuple[list[int], dict[int, Any]]:
+    """The unit's inner inputs, and the gradients known so far by value: of its outputs, and from other readers."""
+    inner = [v for v in (*unit.takes, *unit.reads) if v not in run.place.stage.inputs]
+    known = dict(zip((*unit.gives, *inner), (*taken[: len(unit.gives)], *have), strict=True))
+    return inner, {v: d for v, d in known.items() if d is not None}
+
+
+def _gradients(run: Run, pages: list[int], added: Values) -> list[Gradient]:
+    return [run.workspace.gradient(p) if g is None else g for p, g in zip(pages, added, strict=False)]
+
+
+def _without_samples(gradients: list[Gradient], have: Values) -> Values:
+    for gradient in gradients:
+        gradient.without_samples()
+    return (*gradients, *have)
+
+
+def _open(run: Run, action: Action, pages: list[int], gradients: list[Gradient]) -> list[dict[str, Entry]]:
+    """The gradients of each page by name; those of a buffer that is used for the first time are blank."""
+    opened = []
+    for page, gradient in zip(pages, gradients, strict=True):
+        entries = run.workspace.views.entries(run.place.layout.pages[page], gradient.at(microbatch_of(action)))
+        if gradient.blank:
+            gradient.blank = False
+            for entry in entries.values():
+                entry.blank = True
+        opened.append(entries)
+    return opened
+
+
+def _close(run: Run, action: Action, opened: list[dict[str, Entry]]) -> None:
+    """What no layer wrote is zero. Looks for NaN and Inf, but not with a dynamic loss scale: it provokes overflow."""
+    for page in opened:
+        for entry in page.values():
+            if entry.blank:
+                entry.open()
+    if run.place.options.check_finite and not run.scaler.dynamic:
+        unit = run.place.layout.units[number_of(action)].name
+        for page in opened:
+            for name, entry in page.items():
+                demand_finite(run.place, entry.array, f"the gradient of {name!r} in unit {unit!r}", action)
+
+
+def loss(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """gives (total, weight) of the microbatch; adds the gradients of the outputs and the weight."""
+    batch, find = run.batch(action), run.place.loss
+    *have, weight = added
+    if batch is None:
+        return ((0.0, 0.0), *have, weight or 0.0)
+    env = run.env(batch)
+    y = taken[0] if len(taken) == 1 else taken
+    total, share, saved = find.forward(env, y, batch.target)
+    dy = find.backward(env, saved, run.scaler.value)
+    dys = _inner(run, (dy,) if len(taken) == 1 else tuple(dy))
+    return ((float(total), float(share)), *_sums(have, dys), (weight or 0.0) + float(share))
+
+
+def score(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """The same without gradients."""
+    batch = run.batch(action)
+    if batch is None:
+        return ((0.0, 0.0), added[0] or 0.0)
+    y = taken[0] if len(taken) == 1 else taken
+    total, share, _ = run.place.loss.forward(run.env(batch), y, batch.target)
+    return ((float(total), float(share)), (added[0] or 0.0) + float(share))
+
+
+def seed(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """The caller's gradients are those of a mean already: their weight is 1 in all."""
+    *have, weight = added
+    factor, axes = run.scaler.value, run.place.axes
+    dys = [d * factor if factor != 1.0 else d for d in _inner(run, taken[0])]
+    one = 1.0 if axes.data.rank == 0 and axes.tensor.rank == 0 else 0.0
+    return (*_sums(have, dys), one if weight is None else weight)
+
+
+def _inner(run: Run, dys: Values) -> list[Any]:
+    """Gradients of the outputs that are not inputs handed through."""
+    stage = run.place.stage
+    return [d for v, d in zip(stage.outputs, dys, strict=True) if v not in stage.inputs]
+
+
+def _sums(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:
+    return [h if d is None else d if h is None else h + d for h, d in zip(have, dys, strict=True)]

@@ -1,0 +1,57 @@
+"""A program with its memory on one rank, ready to run any number of times."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fsdpx.engine.operations import OPERATIONS
+from fsdpx.engine.run import Operation
+from fsdpx.engine.workspace import Workspace
+from fsdpx.program import VERBS, Action, Request, Slot, check, compile
+from fsdpx.state.placement import Placement
+from fsdpx.state.state import TrainState
+
+__all__ = ["Executable", "Step"]
+
+
+class Step(NamedTuple):
+    """One action with all that running it needs. words: it, in words. gives: slots given, then those added into."""
+
+    operation: Operation
+    action: Action
+    words: str
+    takes: tuple[Slot, ...]
+    reads: tuple[Slot, ...]
+    adds: tuple[Slot, ...]
+    gives: tuple[Slot, ...]
+    lane: str
+
+
+class Executable:
+    """Proved and planned when it is made. givers: slot -> the action that fills it, in words."""
+
+    def __init__(self, state: TrainState, request: Request) -> None:
+        place, program = state.placement, compile(request)
+        check(program)
+        place.pipe.prove(request, place.stages)
+        self.program = program
+        self.workspace = Workspace(state, program)
+        self.steps = [
+            Step(
+                OPERATIONS[a.op], a, f"{a} ({about(place, a, program.kind)})", s.takes, s.reads, s.adds,
+                (*s.gives, *s.adds), VERBS[a.op].lane,
+            )
+            for a, s in zip(program.actions, program.slots, strict=True)
+        ]  # fmt: skip
+        self.givers = {slot: step.words for step in self.steps for slot in step.gives}
+
+
+def about(placement: Placement, action: Action, kind: str) -> str:
+    """The unit, page or message that an action is about, in words."""
+    what, number = VERBS[action.op].about, action.unit
+    if number is None or not what:
+        return f"the {kind} program"
+    if what == "edge":
+        edge = placement.stage.edges[number]
+        return f"from rank {edge.sender} to rank {edge.receiver} of the pipe"
+    return f"unit {placement.layout.units[number].name!r}" if what == "unit" else f"page {placement.name(number)!r}"

@@ -1,0 +1,90 @@
+"""What the operations of one run of a program work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fsdpx.engine.workspace import Workspace
+from fsdpx.nn.layer import Env
+from fsdpx.program import Action
+from fsdpx.state.feed import Feed, Microbatch
+from fsdpx.state.placement import Placement
+from fsdpx.state.scaler import Scaler
+from fsdpx.state.state import TrainState
+from fsdpx.state.ties import Tie
+from fsdpx.state.transfer import Transfer
+
+__all__ = ["Operation", "Run", "Values", "Worlds", "microbatch_of", "number_of"]
+
+Values = tuple[Any, ...]
+
+
+class Worlds:
+    """What layers know of the world, one `Env` per node, made once: what moves in them is the moment."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.seed, self.moment, self.place, self._random = state.seed, state.moment, state.placement, state.random
+
+    def of(self, training: bool, again: bool) -> tuple[Env, list[list[Env]]]:
+        """Of the model as a whole, and of each node of each unit. again: this is a recompute."""
+        return self._all[training, again]
+
+    @cached_property
+    def _all(self) -> dict[tuple[bool, bool], tuple[Env, list[list[Env]]]]:
+        place, random = self.place, self._random
+        made = {}
+        for training, again in ((True, False), (False, False), (True, True)):
+            root = Env(place.xp, place.axes, random, training, recompute=place.options.recompute.cores, again=again)
+            made[training, again] = (root, [[root.at(n.path) for n in u.nodes] for u in place.layout.units])
+        return made
+
+
+@dataclass
+class Run:
+    """place: what is fixed. feed: what this run was given. ties: by their first page. step, scaler: number of updates
+    made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, by mesh axis; the
+    run waits for them at its end.
+    """
+
+    place: Placement
+    feed: Feed
+    workspace: Workspace
+    worlds: Worlds
+    ties: dict[int, Tie]
+    step: int
+    scaler: Scaler
+    issue: Callable[[str, Transfer], None]
+
+    def batch(self, action: Action) -> Microbatch | None:
+        """The microbatch that an action is about; None if this rank has no samples in it."""
+        return self.feed.batch[microbatch_of(action)]
+
+    def env(self, batch: Microbatch) -> Env:
+        """The world as the loss sees it, at this microbatch."""
+        return self._at(batch, False)[0]
+
+    def envs(self, unit: int, batch: Microbatch, again: bool = False) -> list[Env]:
+        """The world as each node of a unit sees it."""
+        return self._at(batch, again)[1][unit]
+
+    def _at(self, batch: Microbatch, again: bool) -> tuple[Env, list[list[Env]]]:
+        self.worlds.moment.step, self.worlds.moment.row = self.step, batch.row
+        return self.worlds.of(self.feed.training, again)
+
+
+Operation = Callable[[Run, Action, Values, Values, Values], Values]
+"""(run, action, taken, read, added) -> values given, then values added into, all in the order of the table."""
+
+
+def microbatch_of(action: Action) -> int:
+    assert action.mb is not None
+    return action.mb
+
+
+def number_of(action: Action) -> int:
+    """Of its unit, page or edge."""
+    assert action.unit is not None
+    return action.unit

@@ -1,0 +1,139 @@
+"""The memory of one program: where its short-lived buffers lie in the arena's slab, and views of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.arena import Life, SlabPlan, place
+from fsdpx.engine.views import Views
+from fsdpx.program import Program, Slot, lifetimes
+from fsdpx.state.gradients import Gradient
+from fsdpx.state.ledger import Key
+from fsdpx.state.rows import local_gradient
+from fsdpx.state.state import TrainState
+
+__all__ = ["Workspace", "lives", "plan"]
+
+class Workspace:
+    """Buffers for one program on one rank: full parameters and gradients that live for a use, and scratch, per page."""
+
+    def __init__(self, state: TrainState, program: Program) -> None:
+        self.state, self.program = state, program
+        self.place = state.placement
+        self.plan = _agreed(state, plan(state, program))
+        self.births: Counter[Slot] = Counter()
+        self._scratch: dict[Slot, int] = {}
+        self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
+
+    def enter(self, views: Views | None) -> Views:
+        """Before each run: grow the slab if need be; the views of an old one are made anew."""
+        arena = self.state.arena
+        self.births.clear()
+        arena.lend(self.plan)
+        if views is None or views.generation != arena.generation:
+            views = Views(self.place.layout, arena.generation)
+        self.views = views
+        return views
+
+    def buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
+        """The buffer of the next life of that kind for a page: lives come in the order of the program."""
+        slot = Slot(kind, page)
+        life = slot, self.births[slot]
+        self.births[slot] += 1
+        return self.state.arena.view(self.plan.offsets[life], size, dtype)
+
+    def full(self, page: int) -> Any:
+        """Memory for the full parameters of a page, kept or lent."""
+        kept = self.state.ledger.array("full", page)
+        return self.buffer("full", page, self.place.pages[page].size, self.place.dtype) if kept is None else kept
+
+    def part(self, page: int) -> Any:
+        """Where the reduced gradient of a page is kept."""
+        return self.state.ledger.array("part", page)
+
+    def gradient(self, page: int) -> Gradient:
+        """A blank full gradient of a page, kept or lent."""
+        place, row = self.place, self.state.ledger.rows[Key("grad", page)]
+        if row.kept:
+            buffer = self.state.ledger.arrays[row.key]
+        elif page in self._local:
+            buffer = self.state.local_gradient(local_gradient(place, page))
+        else:
+            buffer = self.buffer("grad", page, row.elements, row.dtype)
+        shared = self.state.arena.memory is not None
+        return place.accumulation.gradient(buffer, lambda b: self.views.leaves(b, row.span.size), at_home=shared)
+
+    def scratch(self, kind: str, page: int) -> Any:
+        """Short-lived memory of an action: bytes for a codec, elements of the gradients' format for all else."""
+        slot = Slot(kind, page)
+        if slot not in self._scratch:
+            self._scratch[slot] = scratch_nbytes(self.state, slot)
+        nbytes = self._scratch[slot]
+        dtype = np.dtype("uint8") if kind in BYTES else self.place.dtype
+        if nbytes:
+            return self.buffer(kind, page, nbytes // dtype.itemsize, dtype)
+        # nothing, but of the slab: in windows or not, as the scratch of other ranks
+        arena = self.state.arena
+        return self.place.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view(0, 0, dtype)
+
+
+BYTES = ("carry", "join")
+"""Kinds of scratch that codecs ask for in bytes."""
+
+
+def plan(state: TrainState, program: Program) -> SlabPlan:
+    """Where each life of each buffer lies; lives of one buffer are numbered in order of birth."""
+    births: Counter[Hashable] = Counter()
+    named = []
+    for life in lives(state, program):
+        named.append(replace(life, name=(life.name, births[life.name])))
+        births[life.name] += 1
+    return place(named)
+
+
+def _agreed(state: TrainState, own: SlabPlan) -> SlabPlan:
+    """Shared memory is made together: the slab is as large as the largest plan of all ranks."""
+    if state.arena.memory is None:
+        return own
+    return replace(own, nbytes=max(state.placement.axes.world.all_gather_object(own.nbytes)))
+
+
+def lives(state: TrainState, program: Program) -> list[Life]:
+    """All short-lived buffers of a program with their bytes on this rank, by birth; what has memory of its own has
+    none here."""
+    sized = ((life, _nbytes(state, life.slot)) for life in lifetimes(program))
+    return [Life(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
+
+
+def _nbytes(state: TrainState, slot: Slot) -> int:
+    row = state.ledger.rows.get(Key(slot.kind, slot.at))
+    if row is not None:
+        return 0 if row.kept else row.nbytes
+    return scratch_nbytes(state, slot)
+
+
+def scratch_nbytes(state: TrainState, slot: Slot) -> int:
+    """Memory that an action on a page needs beside its slots."""
+    place = state.placement
+    codec, axes, sums, itemsize = place.codec, place.axes, place.accumulation, place.dtype.itemsize
+    assert slot.at is not None
+    if slot.kind == "tie":
+        tie = state.ties[slot.at]
+        one = next(p for p in tie.pages if p in place.pages)
+        return tie.elements(place.pages[one].mine.size) * itemsize
+    page = place.pages[slot.at]
+    match slot.kind:
+        case "wire":
+            return 0 if place.formats.wire is None else page.size * place.formats.wire.itemsize
+        case "carry":
+            return sums.carry_nbytes(codec, page.size, axes.shard.size)
+        case "trade":
+            return sums.trade_elements(page.mine.size) * itemsize
+        case "join":
+            return sums.join_nbytes(codec, page.mine.size, axes.replica.size)
+    raise AssertionError(f"no memory is known for {slot}")

@@ -1,0 +1,242 @@
+"""How gradients add up: microbatch by microbatch and rank by rank, or along one fixed tree over chunks of the batch.
+
+One value answers every question that depends on it: how a batch is cut, how many partial sums are alive, what reduces
+need and move, whether sums may see how pages are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fsdpx.comm.codecs import Calls, Codec
+from fsdpx.comm.communicator import DONE, split_evenly
+from fsdpx.comm.mesh import Axes, Mesh
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
+from fsdpx.state.gradients import ChunkGradients, Gradient, Reduction, Subtrees, WholeGradient, same_memory
+from fsdpx.state.transfer import Transfer
+
+__all__ = ["Accumulation", "ByTree", "InOrder", "accumulation", "check_chunks", "microbatches_of"]
+
+
+def check_chunks(chunks: int | None, microbatches: int | None) -> None:
+    if chunks is None:
+        return
+    if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
+        raise ConfigError(f"chunks={chunks!r}: a positive number of equal parts of the global batch")
+    if microbatches not in (None, 1):
+        raise ConfigError(
+            f"chunks={chunks} and microbatches={microbatches}: each chunk is a microbatch, give only one of them"
+        )
+
+
+class InOrder:
+    """Microbatches add into one gradient in the order in which they run, and ranks as their collectives add."""
+
+    bitwise = False
+    """Whether results must not depend on how many ranks there are and how pages are cut."""
+    times = 1
+    """Partial gradients of a page that are alive at once."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.ranks = axes.data.size
+
+    def __repr__(self) -> str:
+        return "in order"
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def microbatches(self, wanted: int) -> int:
+        """How many pieces each rank's part runs in."""
+        return wanted
+
+    def bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
+        """Where the pieces of a rank's samples begin and end. rows: of all data ranks."""
+        return [rows[rank] * m // microbatches for m in range(microbatches + 1)]
+
+    def largest(self, rows: Sequence[int], microbatches: int) -> int:
+        """Samples of the largest piece on any rank."""
+        return -(-max(rows) // microbatches)
+
+    def fits(self, rows: Sequence[int]) -> bool:
+        """Whether a batch that is only looked at can be cut as those that are trained on."""
+        return True
+
+    def imagined(self, rows: int) -> tuple[int, ...]:
+        """What all ranks hold, imagined from what one does."""
+        return (rows,) * self.ranks
+
+    def share(self, rows: int, rank: int) -> range:
+        """The samples of a whole batch that come to a data rank."""
+        return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
+
+    def demand_pieces(self, what: str, why: str) -> None:
+        """ConfigError where a part of a global batch alone cannot be trained on."""
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], at_home: bool) -> Gradient:
+        """A blank gradient in `buffer`."""
+        return WholeGradient(buffer, at_home)
+
+    def settle(self, total: Any, part: Any) -> Any:
+        """A reduced sum comes to the part that is kept."""
+        if not same_memory(total, part):
+            part += total
+        return part
+
+    def join(self, part: Any, reduction: Reduction) -> Transfer:
+        """Start to sum a part over the replica axis, in place."""
+        r = reduction
+        if r.comm.size == 1:
+            return Transfer(DONE, lambda: part)
+        handle = r.codec.reduce_all(r.comm, part, r.carry, r.memory, what=r.what)
+        if r.carry.size:
+            handle.wait()  # its memory is lent for this action only
+        return Transfer(handle, lambda: part)
+
+    def carry_nbytes(self, codec: Codec, full: int, shards: int) -> int:
+        """Short-lived memory of a reduce of `full` elements, until it is settled."""
+        return codec.scratch(full, shards) if shards > 1 else 0
+
+    def join_nbytes(self, codec: Codec, own: int, replicas: int) -> int:
+        """Short-lived memory of a join of `own` elements."""
+        return codec.scratch(own, replicas) if replicas > 1 else 0
+
+    def trade_elements(self, own: int) -> int:
+        """Elements of partial sums that arrive from others, for a part of `own` elements."""
+        return 0
+
+    def calls(self, codec: Codec) -> tuple[Calls, Calls]:
+        """The collectives of a reduce and of a join, and how many times n - own elements each moves."""
+        return codec.calls, codec.calls_all
+
+
+class ByTree:
+    """The global batch is cut into equal chunks, whose gradients are added along one binary tree over chunk numbers:
+    the same bits at any number of ranks. Partial sums cost less whole than cut, so reduces wait for all of them."""
+
+    bitwise = True
+
+    def __init__(self, chunks: int, axes: Axes) -> None:
+        self.total, self.ranks = chunks, axes.data.size
+        self.shard, self.replica = (axes.shard.rank, axes.shard.size), (axes.replica.rank, axes.replica.size)
+        self.mine = chunks_of(chunks, axes.data.rank, axes.data.size)
+        self.times = self._depth()
+
+    def __repr__(self) -> str:
+        return f"in {self.total} chunks"
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def microbatches(self, wanted: int) -> int:
+        return max(len(chunks_of(self.total, r, self.ranks)) for r in range(self.ranks))
+
+    def bounds(self, rows: Sequence[int], rank: int, microbatches: int) -> list[int]:
+        total = sum(rows)
+        if total % self.total or total == 0:
+            raise DataError(f"a global batch of {total} samples cannot be cut into chunks={self.total} equal parts")
+        wanted = self._dealt(total)
+        if list(rows) != wanted:
+            raise DataError(
+                f"chunks={self.total} wants {wanted} samples on ranks 0 to {self.ranks - 1}, they have {list(rows)}"
+            )
+        each = total // self.total
+        return [i * each for i in range(len(self.mine) + 1)]
+
+    def largest(self, rows: Sequence[int], microbatches: int) -> int:
+        return -(-sum(rows) // self.total)
+
+    def fits(self, rows: Sequence[int]) -> bool:
+        total = sum(rows)
+        return bool(total and total % self.total == 0) and list(rows) == self._dealt(total)
+
+    def imagined(self, rows: int) -> tuple[int, ...]:
+        return tuple(self._dealt(rows // len(self.mine) * self.total)) if self.mine else (rows,) * self.ranks
+
+    def share(self, rows: int, rank: int) -> range:
+        if rows % self.total:
+            return range(rows * rank // self.ranks, rows * (rank + 1) // self.ranks)
+        chunks, each = chunks_of(self.total, rank, self.ranks), rows // self.total
+        return range(chunks.start * each, chunks.stop * each)
+
+    def demand_pieces(self, what: str, why: str) -> None:
+        raise ConfigError(f"{what}: with chunks {why}")
+
+    def _dealt(self, total: int) -> list[int]:
+        return [total // self.total * len(chunks_of(self.total, r, self.ranks)) for r in range(self.ranks)]
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], at_home: bool) -> Gradient:
+        return ChunkGradients(cut(buffer), self.mine, self.total, self._held)
+
+    def settle(self, total: Any, part: Any) -> Any:
+        """Partial sums stay apart until all of them are there."""
+        return total
+
+    def join(self, part: Subtrees, reduction: Reduction) -> Transfer:
+        r = reduction
+        total = part.join(r.comm, self._groups, r.part, r.what)
+        return Transfer(DONE, lambda: total)
+
+    def carry_nbytes(self, codec: Codec, full: int, shards: int) -> int:
+        return 0
+
+    def join_nbytes(self, codec: Codec, own: int, replicas: int) -> int:
+        return 0
+
+    def trade_elements(self, own: int) -> int:
+        """Those of the shard axis stay until the replicas have traded as well."""
+        elements = own * sum(map(len, self._held)) if self.shard[1] > 1 else 0
+        if self.replica[1] > 1:
+            elements += split_evenly(own, self.replica[1])[self.replica[0]] * sum(map(len, self._groups))
+        return elements
+
+    def calls(self, codec: Codec) -> tuple[Calls, Calls]:
+        """As many exchanges as any rank holds partial sums; each sends its own."""
+        return _trades(self._held, self.shard[0]), (*_trades(self._groups, self.replica[0]), ("all_gather", 1))
+
+    @property
+    def _held(self) -> list[tuple[Node, ...]]:
+        """What the chunks of each rank of this shard axis add up to."""
+        base = self.replica[0] * self.shard[1]
+        return [self._nodes(range(base + s, base + s + 1)) for s in range(self.shard[1])]
+
+    @property
+    def _groups(self) -> list[tuple[Node, ...]]:
+        """What the chunks of all ranks of each replica add up to."""
+        width = self.shard[1]
+        return [self._nodes(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
+
+    def _nodes(self, ranks: range) -> tuple[Node, ...]:
+        first, last = (chunks_of(self.total, r, self.ranks) for r in (ranks[0], ranks[-1]))
+        return nodes_of(self.total, range(first.start, last.stop))
+
+    def _depth(self) -> int:
+        """Partial sums alive at once: the depth of this rank's tree."""
+        stack: Stack[None] = Stack(self.total, lambda a, b: None)
+        most = 1
+        for c in self.mine:
+            most = max(most, len(stack.entries) + 1)
+            stack.push(Node(0, c), None)
+        return most
+
+
+Accumulation = InOrder | ByTree
+
+
+def accumulation(chunks: int | None, axes: Axes) -> Accumulation:
+    return InOrder(axes) if chunks is None else ByTree(chunks, axes)
+
+
+def microbatches_of(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
+    """What was said, else 1, or 4 for each rank of a pipe."""
+    if wanted is not None:
+        return wanted
+    return 1 if mesh.width("pipe") == 1 or chunks is not None else 4 * mesh.width("pipe")
+
+
+def _trades(held: Sequence[Sequence[Node]], rank: int) -> Calls:
+    return tuple(("all_to_all", int(i < len(held[rank]))) for i in range(max(map(len, held))))

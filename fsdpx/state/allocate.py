@@ -1,0 +1,116 @@
+"""From a placement to the state of a rank: memory for every row of its ledger, and initial values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.arena import Arena
+from fsdpx.array.namespace import from_host
+from fsdpx.nn.layer import Spec
+from fsdpx.state.ledger import Ledger, Row
+from fsdpx.state.placement import Placement
+from fsdpx.state.rows import rows_of
+from fsdpx.state.state import TrainState
+from fsdpx.state.ties import connect_ties
+from fsdpx.state.windows import lay_out_in_windows, memory_of, sharers_of
+
+__all__ = ["allocate", "fill", "initialise"]
+
+BLOCK = 1 << 20
+"""Elements of a whole parameter that are made at once when only columns of it are kept."""
+
+
+def allocate(placement: Placement, initial: bool = True) -> TrainState:
+    """The state of this rank. Collective. initial: with initial parameters; else the caller fills them in, or calls
+    `initialise`."""
+    world, xp = placement.axes.world, placement.xp
+    arena = Arena(xp, memory_of(world, xp) if placement.tuning.windows else None)
+    rows = _placed(placement, arena)
+    ledger = Ledger(rows)
+    for row in rows:
+        if row.kept:
+            ledger.arrays[row.key] = _memory(arena, ledger, row)
+    _initial_statistics(placement, ledger)
+    state = TrainState(placement, arena, ledger, connect_ties(placement))
+    if initial:
+        initialise(state)
+    return state
+
+
+def _placed(placement: Placement, arena: Arena) -> list[Row]:
+    """The rows of this rank, those that ranks share in shared memory already."""
+    sharers = sharers_of(placement, arena)
+    rows = list(rows_of(placement, arena.memory is not None, sharers))
+    if sharers:
+        full = [row for row in rows if row.key.kind == "full"]
+        if not lay_out_in_windows(placement, arena, full, "full parameters"):
+            rows = list(rows_of(placement, True, 0))
+    gradients = [row for row in rows if row.key.kind == "grad"]
+    if arena.memory is not None and placement.keep_grads:
+        lay_out_in_windows(placement, arena, gradients, "gradients")
+    return rows
+
+
+def _memory(arena: Arena, ledger: Ledger, row: Row) -> Any:
+    if row.inside is None:
+        return arena.keep(row.key, row.elements, row.dtype)
+    return ledger.arrays[row.inside][row.at : row.at + row.elements]
+
+
+def _initial_statistics(placement: Placement, ledger: Ledger) -> None:
+    for row in ledger:
+        if row.key.kind == "statistic":
+            spec, seed = placement.layout.state[row.key.name], placement.options.seed
+            values = spec.init(seed, row.key.name, 0, spec.size, spec.shape).astype(row.dtype)
+            ledger.arrays[row.key][...] = from_host(placement.xp, values)
+
+
+def initialise(state: TrainState) -> None:
+    """Fill this rank's shards by (seed, name, global range): the values do not see the layout."""
+    layout, seed = state.placement.layout, state.seed
+    spread = layout.spread
+
+    def values(name: str, start: int, stop: int) -> np.ndarray:
+        spec = layout.specs[name]
+        if spec.cut is None or spread.width == 1:
+            return spec.init(seed, name, start, stop, spec.shape)
+        runs = list(spec.cut.runs(spec.shape, spread.rank, spread.width, start, stop))
+        return np.concatenate([part for some in _near(runs) for part in _of_runs(spec, seed, name, some)])
+
+    fill(state, values)
+
+
+def fill(state: TrainState, values: Any) -> None:
+    """Set this rank's shards from `values(parameter name, first element, one past the last)`, of what its line of the
+    tensor axis holds of the parameter."""
+    for p, page in state.placement.pages.items():
+        master = state.ledger.array("master", p)
+        for piece in page.page.pieces(page.mine):
+            f = page.page.fields[piece.have]
+            host = values(f.source, piece.start - f.offset, piece.stop - f.offset)
+            target = master[piece.start - page.mine.start : piece.stop - page.mine.start]
+            target[...] = from_host(state.placement.xp, host.astype(target.dtype, copy=False))
+
+
+Runs = list[tuple[int, int]]
+
+
+def _near(runs: Runs) -> Iterator[Runs]:
+    """Runs in groups that lie within BLOCK elements: fewer calls than one per row."""
+    group: Runs = []
+    for run in runs:
+        if group and run[1] - group[0][0] > BLOCK:
+            yield group
+            group = []
+        group.append(run)
+    if group:
+        yield group
+
+
+def _of_runs(spec: Spec, seed: int, name: str, runs: Runs) -> list[Any]:
+    first, last = runs[0][0], runs[-1][1]
+    made = spec.init(seed, name, first, last, spec.shape)
+    return [made[a - first : b - first] for a, b in runs]

@@ -1,0 +1,196 @@
+"""Full gradients of a page while backward adds into them, and how they become this rank's reduced part."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.comm.codecs import Codec
+from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
+from fsdpx.layout.ranges import Range
+from fsdpx.layout.tree import Node, Stack
+from fsdpx.state.transfer import Transfer
+
+__all__ = ["ChunkGradients", "Gradient", "Reduction", "Subtrees", "WholeGradient", "same_memory"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What summing the gradient of one page over one mesh axis needs. part: where this rank's sum is kept; first: there
+    is nothing in it yet. mine: this rank's elements. carry, scratch: short-lived memory of the codec, of a tree."""
+
+    comm: Communicator
+    codec: Codec
+    counts: Sequence[int]
+    mine: Range
+    part: Any
+    first: bool
+    memory: Mapping[str, Any]
+    carry: Any
+    scratch: Any
+    what: str
+
+
+class WholeGradient:
+    """One full gradient; microbatches add into it in the order in which they run.
+
+    blank: nothing has been written yet; the first action that works on it leaves no element unwritten.
+    """
+
+    def __init__(self, buffer: Any, at_home: bool) -> None:
+        """at_home: a reduced part lies at its own place in the buffer, which others may read elsewhere; else in
+        front."""
+        self.buffer, self.at_home = buffer, at_home
+        self.blank = True
+
+    def at(self, microbatch: int) -> Any:
+        return self.buffer
+
+    def without_samples(self) -> None:
+        """A microbatch without samples gives zeros, if none before gave more."""
+        if self.blank:
+            self.buffer[...] = 0
+            self.blank = False
+
+    def reduce(self, reduction: Reduction) -> Transfer:
+        """Start to sum over the shard axis; the result is this rank's part.
+
+        The first sum goes straight to where the part is kept, others into the gradient's own memory.
+        """
+        full, r = self.buffer, reduction
+        if r.comm.size == 1:
+            if r.first and not same_memory(full, r.part):
+                r.part[...] = full
+            return Transfer(DONE, lambda: r.part if r.first else full)
+        spare = full[r.mine.start : r.mine.stop] if self.at_home else full[: r.mine.size]
+        out = r.part if r.first else spare
+        handle = r.codec.reduce(r.comm, full, out, r.counts, r.carry, r.memory, what=r.what)
+        return Transfer(handle, lambda: out)
+
+
+class ChunkGradients:
+    """Gradients of chunks, added along the canonical tree. leaves: buffers for all partial sums alive at once.
+
+    blank: nothing has been written into the current leaf, as in `WholeGradient`.
+    """
+
+    blank = False
+
+    def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[Node]]) -> None:
+        """chunks: of this rank. total: of the global batch. held: what each rank of the shard axis has in the end."""
+        self.free = leaves[::-1]
+        self.chunks, self.held = chunks, held
+        self.stack: Stack[Any] = Stack(total, self._add)
+        self.current: tuple[int, Any] | None = None
+
+    def at(self, microbatch: int) -> Any:
+        """The leaf of the chunk that runs as `microbatch`; the one before is complete then."""
+        if self.current is None or self.current[0] != microbatch:
+            self._close()
+            self.current = (microbatch, self.free.pop())
+            self.blank = True
+        return self.current[1]
+
+    def without_samples(self) -> None:
+        """A chunk that is not there adds nothing."""
+
+    def reduce(self, reduction: Reduction) -> Transfer:
+        """Along the tree: partial sums go to the owners of their elements, who add them in tree order.
+
+        Bytes per rank: nodes x (n - n/N), where nodes is how many subtrees the rank's chunks make up: one when the
+        number of ranks is a power of two that divides the number of chunks.
+        """
+        self._close()
+        r = reduction
+        trade = Trade(r.comm, self.stack.entries, self.held, r.counts, self.stack.chunks, r.scratch, r.what)
+        return Transfer(trade, lambda: Subtrees(trade.finish(), r.scratch[trade.used :], self.stack.chunks))
+
+    def _close(self) -> None:
+        if self.current is not None:
+            microbatch, leaf = self.current
+            self.current = None
+            self.stack.push(Node(0, self.chunks[microbatch]), leaf)
+
+    def _add(self, left: Any, right: Any) -> Any:
+        left += right
+        self.free.append(right)
+        return left
+
+
+Gradient = WholeGradient | ChunkGradients
+
+
+@dataclass(frozen=True)
+class Subtrees:
+    """This rank's elements of partial sums that are not one sum yet, the scratch that is left, and all chunks."""
+
+    entries: list[tuple[Node, Any]]
+    scratch: Any
+    total: int
+
+    def join(self, replica: Communicator, groups: Sequence[Sequence[Node]], out: Any, what: str) -> Any:
+        """The sum over the replica axis, in `out`. groups: what each replica's ranks hold. Blocking: the memory of the
+        entries is lent until this action."""
+        if replica.size == 1:
+            out[...] = self.entries[0][1]
+            return out
+        counts = split_evenly(out.size, replica.size)
+        own = Trade(replica, self.entries, groups, counts, self.total, self.scratch, what).finish()[0][1]
+        replica.all_gather(own, out, counts, what=what).wait()
+        return out
+
+
+class Trade:
+    """One exchange of partial sums: each rank ends with its elements of every node of the group, added as far as the
+    tree allows. `held[r]` are the nodes of rank r; scratch takes what arrives, an array of the gradients' dtype."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        entries: list[tuple[Node, Any]],
+        held: Sequence[Sequence[Node]],
+        counts: Sequence[int],
+        total: int,
+        scratch: Any,
+        what: str,
+    ) -> None:
+        self.total, self.used = total, 0
+        self.handles: list[Handle] = []
+        self.arrived: list[tuple[Node, Any]] = list(entries)
+        if comm.size > 1:
+            self.arrived = []
+            own, none = counts[comm.rank], [0] * comm.size
+            for i in range(max(map(len, held))):
+                sources = [r for r in range(comm.size) if i < len(held[r])]
+                received = scratch[self.used : self.used + own * len(sources)]
+                self.used += received.size
+                outgoing = (entries[i][1], counts) if i < len(entries) else (scratch[:0], none)
+                incoming = [own if r in sources else 0 for r in range(comm.size)]
+                self.handles.append(comm.all_to_all(outgoing[0], received, outgoing[1], incoming, what=what))
+                self.arrived += [(held[r][i], received[k * own : (k + 1) * own]) for k, r in enumerate(sources)]
+
+    def test(self) -> bool:
+        done = [handle.test() for handle in self.handles]  # poke them all
+        return all(done)
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+    def finish(self) -> list[tuple[Node, Any]]:
+        self.wait()
+        stack: Stack[Any] = Stack(self.total, _add)
+        for node, values in sorted(self.arrived, key=lambda entry: entry[0].start):
+            stack.push(node, values)
+        return stack.entries
+
+
+def _add(left: Any, right: Any) -> Any:
+    left += right
+    return left
+
+
+def same_memory(a: Any, b: Any) -> bool:
+    """Whether two flat views start at the same byte."""
+    return a is b or (
+        hasattr(a, "__array_interface__") and a.__array_interface__["data"] == b.__array_interface__["data"]
+    )

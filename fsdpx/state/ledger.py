@@ -1,0 +1,137 @@
+"""The ledger: what a rank holds, as a table of rows with their arrays.
+
+Allocation, checkpoints, re-cuts, recovery and reports iterate these rows; none of them lists by itself what there is.
+A feature that keeps something new adds rows (and a kind, if none fits).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from fsdpx.layout.ranges import Range
+
+__all__ = ["KINDS", "Key", "Kind", "Ledger", "Row"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """memory: under which a report counts it. saved: it belongs to the train state, so checkpoints hold it, re-cuts
+    move it and recovery keeps copies of it; everything else can be made again from what is saved."""
+
+    memory: str
+    saved: bool = False
+
+
+KINDS = {
+    "master": Kind("parameters", saved=True),  # the parameters that the optimiser updates
+    "full": Kind("parameters"),  # gathered, in the format in which layers compute
+    "grad": Kind("gradients"),  # of whole pages, as backward adds into them
+    "part": Kind("gradients"),  # summed over ranks
+    "slot": Kind("optimiser", saved=True),  # state of the optimiser
+    "memory": Kind("codec memory"),  # of a codec, such as error feedback
+    "statistic": Kind("state", saved=True),  # running statistics of layers
+    "average": Kind("averages", saved=True),  # of parameters over time
+    "copy": Kind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
+}
+
+Owner = Literal["shard", "all", "private"]
+"""Which ranks hold the same elements: "shard", those that stand at this place of the shard axis; "all" ranks, where no
+other axis cuts the tensor; "private", none: the contents belong to this rank alone."""
+
+Level = Literal["device", "host", "disk", "rank"]
+"""Where the bytes are: with the arrays that are computed on, in host memory, on disk, or in the memory of another
+rank."""
+
+Lifetime = Literal["run", "step", "use"]
+"""How long the contents are good: as long as there is a trainer, until the next update, or while an action uses them.
+What lives for a use has no memory of its own: programs plan where it lies."""
+
+
+class Key(NamedTuple):
+    """What tells rows apart. page: None for a tensor by itself. name: which of several: an optimiser's slot, a
+    tensor."""
+
+    kind: str
+    page: int | None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One array. span: its elements, in the page's (or the tensor's) numbers. times: how many such arrays lie behind
+    each other (partial sums). inside, at: the row in whose memory it lies, and from which element on. sharers: ranks of
+    this machine that have the memory in common."""
+
+    key: Key
+    dtype: Any
+    span: Range
+    owner: Owner = "shard"
+    lifetime: Lifetime = "run"
+    level: Level = "device"
+    times: int = 1
+    inside: Key | None = None
+    at: int = 0
+    sharers: int = 1
+
+    @property
+    def elements(self) -> int:
+        return self.span.size * self.times
+
+    @property
+    def nbytes(self) -> int:
+        return self.elements * int(self.dtype.itemsize)
+
+    @property
+    def kept(self) -> bool:
+        """Whether it has memory between programs."""
+        return self.lifetime != "use"
+
+    @property
+    def saved(self) -> bool:
+        return KINDS[self.key.kind].saved
+
+
+class Ledger:
+    """Rows in the order in which they were added, and the array of each row that is kept."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self.rows = {row.key: row for row in rows}
+        self.arrays: dict[Key, Any] = {}
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows.values())
+
+    def add(self, row: Row, array: Any) -> None:
+        assert row.key not in self.rows, f"{row.key} is there already"
+        self.rows[row.key], self.arrays[row.key] = row, array
+
+    def drop(self, key: Key) -> None:
+        del self.rows[key]
+        self.arrays.pop(key, None)
+
+    def array(self, kind: str, page: int | None, name: str = "") -> Any:
+        """The array of a row; None if there is no such row, or if programs plan where it lies."""
+        return self.arrays.get(Key(kind, page, name))
+
+    def of_page(self, kind: str, page: int) -> dict[str, Any]:
+        """All arrays of a kind of one page, by name."""
+        return {key.name: array for key, array in self.arrays.items() if key[:2] == (kind, page)}
+
+    def saved(self) -> Iterator[tuple[Row, Any]]:
+        """The rows of the train state with their arrays."""
+        return ((row, self.arrays[row.key]) for row in self if row.saved)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by kind of memory of all rows that have memory of their own, those in common divided by the sharers."""
+        total: Counter[str] = Counter()
+        for row in self:
+            if row.kept and row.inside is None:
+                total[KINDS[row.key.kind].memory] += row.nbytes // row.sharers
+        return dict(total)
+
+    def clear(self) -> None:
+        self.rows.clear()
+        self.arrays.clear()

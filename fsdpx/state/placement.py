@@ -1,0 +1,264 @@
+"""The placement of one rank: what is fixed as long as there are these ranks. Model, layout, mesh, formats, options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from fsdpx.comm.codecs import Codec
+from fsdpx.comm.communicator import split_evenly
+from fsdpx.comm.fake import FakeCommunicator
+from fsdpx.comm.mesh import Axes, connect
+from fsdpx.config import Precision, Sharding
+from fsdpx.layout.pages import Page, cut
+from fsdpx.layout.ranges import Range
+from fsdpx.layout.units import Layout, Unit
+from fsdpx.nn.layer import join
+from fsdpx.nn.sort import Sorted, shapes
+from fsdpx.optim import Segment, Segments
+from fsdpx.program import Stage
+from fsdpx.state.accumulation import Accumulation, accumulation
+from fsdpx.state.feed import Microbatch
+from fsdpx.state.pipe import Pipe
+from fsdpx.state.recompute import Recompute
+from fsdpx.state.tuning import Tuning
+
+__all__ = ["Formats", "Options", "Placement", "ShardedPage", "statistics_of"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a step may be asked for beside its placement.
+
+    clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
+    added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: in words. recompute: units that
+    run forward again.
+    """
+
+    seed: int = 0
+    clip_norm: float | None = None
+    chunks: int | None = None
+    check_finite: bool = False
+    schedule: str | None = None
+    recompute: Recompute = field(default_factory=Recompute)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Number formats by role. compute: of parameters, gradients and activations. wire: of parameters on their way, None
+    if the same. precision: what was asked for."""
+
+    compute: np.dtype
+    wire: np.dtype | None
+    precision: Precision
+
+
+@dataclass(frozen=True)
+class ShardedPage:
+    """A page cut over the shard axis. shards: of all its ranks. mine: the one of this rank."""
+
+    page: Page
+    shards: tuple[Range, ...]
+    rank: int
+
+    @property
+    def mine(self) -> Range:
+        return self.shards[self.rank]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        return [r.size for r in self.shards]
+
+    @property
+    def size(self) -> int:
+        return self.page.size
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """stages: what each rank of the pipe sees. model: sorted, as this line of the tensor axis runs it. output_dim: dim
+    of the model's output that is cut over the tensor axis. pipe: the schedule, for any number of microbatches."""
+
+    xp: Any
+    model: Sorted
+    layout: Layout
+    stages: tuple[Stage, ...]
+    axes: Axes
+    sharding: Sharding
+    formats: Formats
+    codec: Codec
+    optimizer: Any
+    loss: Any
+    options: Options
+    tuning: Tuning
+    pipe: Pipe
+    output_dim: int | None = None
+
+    # -- this rank -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def stage(self) -> Stage:
+        return self.stages[self.axes.pipe.rank]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of parameters, gradients and activations."""
+        return self.formats.compute
+
+    @property
+    def imaginary(self) -> bool:
+        """Whether arrays have shapes only: a dry run."""
+        return bool(getattr(self.xp, "holds_no_data", False))
+
+    @cached_property
+    def pages(self) -> dict[int, ShardedPage]:
+        """The pages of this rank of the pipe, by number."""
+        shard, snap = self.axes.shard, self.accumulation.bitwise
+        pages = (self.layout.pages[p] for p in self.stage.pages)
+        return {page.index: ShardedPage(page, cut(page, shard.size, snap), shard.rank) for page in pages}
+
+    @cached_property
+    def accumulation(self) -> Accumulation:
+        """How gradients add up."""
+        return accumulation(self.options.chunks, self.axes)
+
+    @property
+    def keep_full(self) -> bool:
+        """Full parameters stay until the update: asked for, or the shard is the whole."""
+        return self.sharding.full_params == "step" or self.axes.shard.size == 1
+
+    @property
+    def keep_grads(self) -> bool:
+        """Full gradients have memory of their own."""
+        return self.sharding.full_grads == "step" or self.axes.shard.size == 1
+
+    @property
+    def reduce_each(self) -> bool:
+        """Each microbatch's gradients are reduced at once, unless partial sums cost less whole than cut."""
+        return self.sharding.full_grads == "use" and self.axes.shard.size > 1 and not self.accumulation.bitwise
+
+    @property
+    def product_threads(self) -> int:
+        """Products cut among threads end in other last bits; bitwise results do not tell how many there were."""
+        return 1 if self.accumulation.bitwise else self.tuning.threads
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether the loss found here counts: ranks of one tensor line find the same, unless each finds a part."""
+        return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
+
+    @property
+    def pipe_home(self) -> int:
+        """The rank of the pipe where the outputs are."""
+        return self.layout.spread.home[-1]
+
+    @cached_property
+    def statistics(self) -> dict[int, tuple[str, ...]]:
+        """Unit -> names of the running statistics that its layers move, for the units of this rank."""
+        units = (self.layout.units[u] for u in self.stage.here)
+        found = {unit.index: statistics_of(self.layout, unit) for unit in units}
+        return {unit: names for unit, names in found.items() if names}
+
+    @cached_property
+    def statistics_home(self) -> dict[str, int]:
+        """The rank of the pipe that moves each running statistic."""
+        spread, layout = self.layout.spread, self.layout
+        users = ((join(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
+        names = ((layout.canonical(name), i) for name, i in users)
+        return {name: spread.rank_of(i) for name, i in names if name in layout.state}
+
+    @cached_property
+    def codec_memory(self) -> dict[int, dict[str, int]]:
+        """Page -> what the codec keeps for it, "axis/name" -> elements."""
+        shard, replica = self.axes.shard.size > 1, self.axes.replica.size > 1
+        found: dict[int, dict[str, int]] = {}
+        for p in self.stage.coded & set(self.stage.trained):
+            page, memory = self.pages[p], found.setdefault(p, {})
+            for axis, wide, size in (("shard", shard, page.size), ("replica", replica, page.mine.size)):
+                known = self.codec.memory(size) if wide else {}
+                memory |= {f"{axis}/{name}": n for name, n in known.items()}
+        return found
+
+    @cached_property
+    def segments(self) -> dict[int, Segments]:
+        """What this rank's shard of each page holds, in the optimiser's terms."""
+        alone = self.axes.shard.size == self.axes.tensor.size == 1
+        exchange = None if alone else partial(_exchange, self)
+        return {p: Segments(_segments(self.pages[p]), exchange) for p in self.stage.trained}
+
+    def name(self, page: int) -> str:
+        """A page in words, for errors: the names it holds."""
+        return self._names[page]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        ends = [(page.fields[0].name, page.fields[-1].name) for page in self.layout.pages]
+        return [first if first == last else f"{first}..{last}" for first, last in ends]
+
+    # -- others --------------------------------------------------------------------------------------------------------
+
+    def everyone(self, values: list[float], what: str) -> list[list[float]]:
+        """A few float64 numbers of every rank, in rank order, on every rank."""
+        comm, n = self.axes.world, len(values)
+        if comm.size == 1:
+            return [values]
+        table = np.zeros(n * comm.size)
+        table[comm.rank * n : (comm.rank + 1) * n] = values
+        comm.all_gather(table[comm.rank * n : (comm.rank + 1) * n], table, what=what).wait()
+        return table.reshape(comm.size, n).tolist()
+
+    def message(self, value: int, batch: Microbatch, tensor: int | None = None) -> Any:
+        """Shape and dtype of a value of a microbatch, as a shape-only array; on rank `tensor` of the tensor axis."""
+        rank = self.axes.tensor.rank if tensor is None else tensor
+        key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
+        if key not in self._shapes:
+            from fsdpx.array.shapes import ShapeArray
+
+            inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
+            self._shapes[key] = shapes(self.model, inputs, self.dtype, axes=self.imagined(rank))
+        return self._shapes[key][value]
+
+    def imagined(self, tensor: int) -> Axes:
+        """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""
+        if tensor not in self._imagined:
+            mesh, place = self.axes.mesh, self.axes.coordinates._replace(tensor=tensor)
+            self._imagined[tensor] = connect(mesh, FakeCommunicator(mesh.rank(place), mesh.size))
+        return self._imagined[tensor]
+
+    @cached_property
+    def _imagined(self) -> dict[int, Axes]:
+        return {}
+
+    @cached_property
+    def _shapes(self) -> dict[Any, list[Any]]:
+        return {}
+
+    def replica_own(self, page: int) -> int:
+        """Elements of this rank's shard of a page that it would own in an all-reduce over replicas."""
+        replica = self.axes.replica
+        return split_evenly(self.pages[page].mine.size, replica.size)[replica.rank]
+
+
+def statistics_of(layout: Layout, unit: Unit) -> tuple[str, ...]:
+    """Names of the running statistics that the layers of a unit move."""
+    names = (layout.canonical(join(n.path, local)) for n in unit.nodes for local in n.layer.specs())
+    return tuple(dict.fromkeys(name for name in names if name in layout.state))
+
+
+def _segments(page: ShardedPage) -> tuple[Segment, ...]:
+    items, start = [], page.mine.start
+    for piece in page.page.pieces(page.mine):
+        f = page.page.fields[piece.have]
+        items.append(Segment(f.source, piece.start - start, piece.stop - start, piece.start - f.offset, f.size))
+    return tuple(items)
+
+
+def _exchange(placement: Placement, mine: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
+    """Sums over parameters of all ranks that hold a part of them; what the tensor axis holds twice counts once."""
+    layout, tensor = placement.layout, placement.axes.tensor
+    counted = [entry for entry in mine if tensor.rank == 0 or layout.specs[entry[0]].cut is not None]
+    rows = placement.axes.shard.all_gather_object(counted)
+    return [row for line in tensor.all_gather_object(rows) for row in line] if tensor.size > 1 else rows

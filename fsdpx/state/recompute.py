@@ -1,0 +1,44 @@
+"""Recompute (activation checkpointing, Chen et al. 2016): which units keep only what they read, and run forward again
+before their backward."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.errors import ConfigError
+
+__all__ = ["Recompute", "recompute"]
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)\s*")
+_BYTES = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """every: one of so many units, 0 none. budget: bytes that what backward needs may take on a rank, or None. cores:
+    kinds of layers that keep less inside their unit."""
+
+    every: int = 0
+    budget: int | None = None
+    cores: frozenset[str] = frozenset()
+
+
+def recompute(choice: Any) -> Recompute:
+    """From what a user says: None, "all", "attention", every k-th unit as a number, or a budget such as "512MiB"."""
+    if choice is None:
+        return Recompute()
+    if choice is True or choice == "all":
+        return Recompute(every=1)
+    if choice == "attention":
+        return Recompute(cores=frozenset({"attention"}))
+    if isinstance(choice, int) and not isinstance(choice, bool) and choice > 0:
+        return Recompute(every=choice)
+    match = _SIZE.fullmatch(choice) if isinstance(choice, str) else None
+    if match is None:
+        raise ConfigError(
+            f"recompute={choice!r}: choose 'all', 'attention', a number k for every k-th unit, or the bytes that may "
+            "be kept for backward, such as '512MiB'"
+        )
+    return Recompute(budget=int(float(match[1]) * _BYTES[match[2][0]]))

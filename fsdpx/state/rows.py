@@ -1,0 +1,69 @@
+"""Which rows a rank's ledger has: the one place that says what is held, in which format, for how long and by whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fsdpx.layout.ranges import Range
+from fsdpx.nn.layer import Spec
+from fsdpx.state.ledger import Key, Lifetime, Row
+from fsdpx.state.placement import Placement, ShardedPage
+
+__all__ = ["local_gradient", "rows_of", "saved_tensors", "tensor_name"]
+
+
+def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
+    """All rows of this rank. windows: ranks of a machine share memory. sharers: so many ranks have their full
+    parameters in common there, 0 if none do."""
+    for page in placement.pages.values():
+        yield from _parameters(placement, page, sharers)
+        if page.page.trainable:
+            yield from _gradients(placement, page, windows)
+            for name in placement.optimizer.slots:
+                yield Row(Key("slot", page.page.index, name), placement.dtype, page.mine)
+            for name, elements in placement.codec_memory.get(page.page.index, {}).items():
+                yield Row(Key("memory", page.page.index, name), placement.dtype, Range(0, elements), "private")
+    for name, spec in placement.layout.state.items():
+        yield Row(Key("statistic", None, name), placement.dtype, Range(0, spec.size), "all")
+
+
+def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[Row]:
+    """The shard is a part of the full parameters where these are kept in the same format."""
+    p, dtype = page.page.index, placement.dtype
+    kept = placement.keep_full or sharers > 0
+    full = Row(Key("full", p), dtype, Range(0, page.size), "all", "step" if kept else "use", sharers=max(sharers, 1))
+    yield full
+    inside = full.key if kept and placement.formats.wire is None else None
+    yield Row(Key("master", p), dtype, page.mine, inside=inside, at=page.mine.start if inside else 0)
+
+
+def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[Row]:
+    """The reduced part lies in the full gradient where that is kept: at its own place in windows, which other ranks may
+    be reading elsewhere, else in front."""
+    p, dtype, kept = page.page.index, placement.dtype, placement.keep_grads
+    lifetime: Lifetime = "step" if kept else "use"
+    times = placement.accumulation.times
+    yield (full := Row(Key("grad", p), dtype, Range(0, page.size), "private", lifetime, times=times))
+    inside = full.key if kept else None
+    yield Row(Key("part", p), dtype, page.mine, lifetime="step", inside=inside, at=page.mine.start * (kept and windows))
+
+
+def local_gradient(placement: Placement, page: int) -> Row:
+    """A whole gradient that is kept on this rank until the update, where gradients live for a use otherwise."""
+    span, times = Range(0, placement.pages[page].size), placement.accumulation.times
+    return Row(Key("grad", page, "local"), placement.dtype, span, "private", "step", times=times)
+
+
+def tensor_name(row: str, parameter: str) -> str:
+    """The name of a tensor of the train state, in files and among ranks: "m/0.weight"; of a parameter itself, its
+    own."""
+    return f"{row}/{parameter}" if row else parameter
+
+
+def saved_tensors(placement: Placement) -> dict[str, Spec]:
+    """Every tensor of the train state of the whole model, the same on every rank: parameters and running statistics,
+    then what the optimiser keeps of each trained parameter."""
+    specs = placement.layout.specs
+    trained = {name: spec for name, spec in specs.items() if spec.trainable}
+    slots = placement.optimizer.slots
+    return specs | {tensor_name(slot, name): spec for slot in slots for name, spec in trained.items()}

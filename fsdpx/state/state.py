@@ -1,0 +1,144 @@
+"""The train state of one rank: what lasts from step to step, by ledger, and what programs leave in slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fsdpx.array.arena import Arena
+from fsdpx.array.random import Moment, Random
+from fsdpx.program import Slot
+from fsdpx.state.ledger import Ledger, Row
+from fsdpx.state.placement import Placement
+from fsdpx.state.scaler import Scaler
+from fsdpx.state.ties import Tie
+
+__all__ = ["TrainState"]
+
+LASTING = frozenset({"shard", "slots", "memory", "stats"})
+"""Kinds of slots that are there before and after every program."""
+
+
+class TrainState:
+    """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
+    batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
+    kinds of programs since the last update, alike on all ranks."""
+
+    def __init__(self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie]) -> None:
+        self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
+        self.store: dict[Slot, Any] = {}
+        self.scaler = Scaler.of(placement.formats.precision)
+        self.seed = placement.options.seed
+        self.moment = Moment()
+        self.steps = self.samples = 0
+        self.adding = ""
+        self.ran: set[str] = set()
+        self._fill_store()
+
+    def _fill_store(self) -> None:
+        """The slots that every program finds, as views of the ledger's arrays."""
+        place, ledger = self.placement, self.ledger
+        self.store |= {Slot("shard", p): ledger.array("master", p) for p in place.pages}
+        self.store |= {Slot("slots", p): ledger.of_page("slot", p) for p in place.stage.trained}
+        for p in place.codec_memory:
+            self.store[Slot("memory", p)] = ledger.of_page("memory", p)
+        for unit, names in place.statistics.items():
+            self.store[Slot("stats", unit)] = {name: self.statistic(name) for name in names}
+
+    def statistic(self, name: str) -> Any:
+        """A running statistic in its shape."""
+        return self.ledger.array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
+
+    @property
+    def random(self) -> Random:
+        """Random numbers of layers: functions of the seed and of the place in training."""
+        return Random(self.seed, moment=self.moment)
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def holding(self, kind: str) -> frozenset[int]:
+        """The pages, units or values of which a slot of this kind is filled."""
+        return frozenset(slot.at for slot in self.store if slot.kind == kind and slot.at is not None)
+
+    def discard(self, kinds: Iterable[str]) -> None:
+        """Empty all slots of these kinds."""
+        unwanted = set(kinds)
+        for slot in [slot for slot in self.store if slot.kind in unwanted]:
+            del self.store[slot]
+
+    def set_aside(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
+        """Take out of the store what earlier programs left, but for some kinds: `store.update` brings it back."""
+        stay = LASTING | set(but)
+        return {slot: self.store.pop(slot) for slot in [slot for slot in self.store if slot.kind not in stay]}
+
+    def see(self, samples: int) -> None:
+        """So many samples of the global batch have been trained on since the last update."""
+        self.samples = samples
+
+    def add(self, how: str) -> None:
+        """Gradients are about to come from `how`."""
+        self.adding = how
+
+    def note(self, kind: str) -> None:
+        """A program of this kind runs."""
+        self.ran.add(kind)
+
+    def updated(self, skipped: bool, scaler: Scaler) -> None:
+        """An update has come to its end. skipped: gradients overflowed, and nothing has changed."""
+        self.steps += not skipped
+        self.scaler = scaler
+        self.samples, self.adding = 0, ""
+        self.ran = {"updated"}
+        self.drop_local()
+
+    def follow(self, steps: int, value: float, good: int) -> None:
+        """An update that other ranks have made."""
+        self.steps, self.scaler = steps, self.scaler.restored(value, good)
+
+    def resume(self, steps: int, samples: int, seed: int, scale: tuple[float, int] | None) -> None:
+        """Go on where a state was taken. Random numbers are those of its seed from here on."""
+        self.forget()
+        self.drop_local()
+        self.steps, self.samples, self.seed = steps, samples, seed
+        if scale is not None:
+            self.scaler = self.scaler.restored(*scale)
+
+    def replaced(self) -> None:
+        """Parameters have changed: gathered ones are stale, here and on every rank."""
+        self.discard(["full"])
+        self.ran.discard("updated")
+
+    def forget(self) -> None:
+        """After an error: what the broken program left in slots is lost, gradients included; parameters are whole."""
+        self.adding = ""
+        self.ran.clear()
+        self.set_aside(but=())
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def local_gradient(self, row: Row) -> Any:
+        """Memory for a whole gradient that stays on this rank until the update, while `no_sync` asks for it."""
+        if row.key not in self.ledger.arrays:
+            self.ledger.add(row, self.arena.keep(row.key, row.elements, row.dtype, passing=True))
+        return self.ledger.arrays[row.key]
+
+    def drop_local(self) -> None:
+        """Give back the gradients that `no_sync` asked for."""
+        for key in [row.key for row in self.ledger if row.key.name == "local" and row.key.kind == "grad"]:
+            self.ledger.drop(key)
+            self.arena.drop(key)
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by kind of memory, of everything that is held now."""
+        found = self.ledger.nbytes()
+        return found | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
+
+    def close(self) -> None:
+        """Free the memory that ranks share and the communicators that were made for it. Collective."""
+        self.store.clear()
+        self.ledger.clear()
+        self.arena.close()
+        for tie in self.ties.values():
+            if tie.comm is not None:
+                tie.comm.close()
+        self.placement.axes.close()

@@ -1,0 +1,204 @@
+"""From a recipe and a world to a session: all ranks check every choice alike before any byte of data moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fsdpx import config, environment
+from fsdpx.array.heap import keep_pages
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.array.namespace import namespace
+from fsdpx.comm.codecs import Codec, Plain
+from fsdpx.comm.codecs import codec as codec_of
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.guarded import Guarded
+from fsdpx.comm.mesh import Axes, Mesh, connect
+from fsdpx.comm.poker import Poker
+from fsdpx.config import Precision, Sharding
+from fsdpx.engine.engine import Engine, Recorder
+from fsdpx.engine.warm import warm
+from fsdpx.errors import ConfigError
+from fsdpx.layout.stages import cut_stages
+from fsdpx.layout.units import Layout, Spread, lay_out
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.plan import Planned, parallelise
+from fsdpx.nn.sort import Sorted, sort
+from fsdpx.program import Stage, pipeline
+from fsdpx.state.accumulation import accumulation, microbatches_of
+from fsdpx.state.allocate import allocate
+from fsdpx.state.pipe import Pipe
+from fsdpx.state.placement import Formats, Options, Placement, statistics_of
+from fsdpx.state.recompute import Recompute, recompute
+from fsdpx.state.tuning import Tuning, tune_for
+from fsdpx.trainer.choices import agree, check_model, is_collective
+from fsdpx.trainer.recipe import Distribution, Recipe, Training
+from fsdpx.trainer.session import Commit, Session
+
+__all__ = ["placement_of", "session_of"]
+
+Watch = Callable[[Axes], Recorder | None]
+"""Begins to look after this rank on its axes. Collective."""
+
+
+def session_of(
+    recipe: Recipe,
+    world: Communicator,
+    tuning: Tuning | None = None,
+    *,
+    initial: bool = True,
+    commit: Commit | None = None,
+    watch: Watch | None = None,
+) -> Session:
+    """The session of this rank of `world`. Collective: ranks compare their recipes first.
+
+    tuning: choices made before, instead of measuring or looking for them. initial: with initial parameters; else the
+    caller fills them in. commit: see `Feed`.
+    """
+    place, planned = placement_of(recipe, world, tuning)
+    training, progress = recipe.training, recipe.machinery.progress
+    poker = _poker(place.tuning.progress if progress is None else progress, place)
+    if place.xp is np:
+        keep_pages()
+    norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
+    lines, dtype = any(unit.lines for unit in place.layout.units), place.dtype
+    warm(place.xp, planned.model, planned.loss, training.optimizer, dtype, dtype, norm, lines)
+    state = allocate(place, initial)
+    recorder = None if watch is None else watch(place.axes)
+    microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
+    return Session(Engine(state, poker, recorder), sort(training.model), training.loss, microbatches, commit)
+
+
+def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Planned]:
+    """Where everything goes on this rank, and the model as this line of the tensor axis runs it. Collective."""
+    training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
+    formats, xp = config.precision(machinery.precision), namespace(machinery.device)
+    again = recompute(training.recompute)
+    settings = environment.read()
+    guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
+    tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
+    axes, sharding = _axes(distribution, world, guard)
+    planned = _planned(training.model, training.loss, axes, distribution.tensor_plan, distribution.sequence)
+    ordered = sort(planned.model)
+    check_model(ordered, training.chunks)
+    pipe = Pipe(distribution.schedule, axes.pipe.size, _per_rank(distribution.stages, axes.pipe.size))
+    microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
+    each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
+    layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning)
+    _check_recompute(again, layout)
+    carried = _carried(distribution.codec, formats, tuning, training.chunks)
+    words = _words(distribution.schedule)
+    options = Options(training.seed, training.clip_norm, training.chunks, training.check_finite, words, again)
+    agree(
+        world, axes.mesh, sharding, formats, options, layout, ordered, layout.spread.starts,
+        pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
+        training.loss, type(carried).__name__, microbatches, machinery.device,
+    )  # fmt: skip
+    return Placement(
+        xp, ordered, layout, _stages(layout, carried, axes), axes, sharding, _formats(formats), carried,
+        training.optimizer, planned.loss, options, tuning, pipe, planned.output_dim,
+    ), planned  # fmt: skip
+
+
+def _formats(formats: Precision) -> Formats:
+    compute, wire = dtype_of(formats.compute), dtype_of(formats.wire)
+    return Formats(compute, None if wire.itemsize >= compute.itemsize else wire, formats)
+
+
+def _layout(
+    training: Training,
+    distribution: Distribution,
+    ordered: Sorted,
+    planned: Planned,
+    axes: Axes,
+    home: tuple[int, ...],
+    formats: Precision,
+    tuning: Tuning,
+) -> Layout:
+    """Units and pages. home: the rank of each stage of the pipe."""
+    starts = cut_stages(ordered, len(home), distribution.stages, distribution.costs)
+    apart = accumulation(training.chunks, axes).bitwise
+    spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, apart)
+    group = tuning.group_bytes if distribution.group_bytes is None else distribution.group_bytes
+    return lay_out(ordered, dtype_of(formats.compute).itemsize, group, training.frozen, spread)
+
+
+def _planned(model: Layer, loss: Any, axes: Axes, plan: Any, sequence: str | None) -> Planned:
+    """What this line of the tensor axis runs: the model itself, if there is no such axis."""
+    if axes.tensor.size == 1 and plan is None and sequence is None:
+        return Planned(model, loss, None, frozenset())
+    return parallelise(model, loss, axes.tensor.size, plan, sequence)
+
+
+def _check_recompute(again: Recompute, layout: Layout) -> None:
+    if again.every > len(layout.units):
+        raise ConfigError(
+            f"recompute={again.every}: every {again.every}th unit of {len(layout.units)} is none; take a smaller number"
+        )
+
+
+def _carried(codec: str | Codec | None, formats: Precision, tuning: Tuning, chunks: int | None) -> Codec:
+    carried = codec_of(codec, formats.sums, formats.compute, "library" if tuning.windows else tuning.algorithm)
+    if chunks is not None and not isinstance(carried, Plain):
+        raise ConfigError(
+            f"chunks={chunks}: chunks travel and are added in {formats.compute}; leave codec out, and for 16-bit "
+            "parameters say precision=fsdpx.Precision(params='bf16')"
+        )
+    return carried
+
+
+def _per_rank(stages: Any, ranks: int) -> int | None:
+    """How many stages each rank gets, if it was said."""
+    if stages is None:
+        return None
+    if not isinstance(stages, list | tuple):
+        raise ConfigError(f"stages={stages!r}: a list is needed, of the first layers of all stages or of their sizes")
+    if len(stages) == 0 or len(stages) % ranks:
+        raise ConfigError(
+            f"stages={list(stages)}: {len(stages)} stages cannot be dealt out to {ranks} ranks of the pipe"
+        )
+    return len(stages) // ranks
+
+
+def _words(schedule: Any) -> str:
+    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
+
+
+def _axes(distribution: Distribution, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
+    strategy = distribution.strategy
+    mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
+    named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
+    if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
+        raise ConfigError(f"strategy {strategy!r} wants a shard axis of width {named.shard}, the mesh says {mesh}")
+    width = mesh.width("replica") * mesh.width("shard")
+    lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
+    ahead = lifetimes.ahead if distribution.ahead is None else distribution.ahead
+    return connect(mesh, world, check=check), replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
+
+
+def _poker(progress: str, place: Placement) -> Poker | None:
+    """Layers that call collectives themselves leave no action to a thread."""
+    if progress not in ("loop", "thread"):
+        raise ConfigError(f"progress={progress!r}: choose loop or thread")
+    busy = place.axes.tensor.size > 1 or any(is_collective(node.layer) for node in place.model.nodes)
+    return Poker() if progress == "thread" and not busy else None
+
+
+def _stages(layout: Layout, codec: Codec, axes: Axes) -> tuple[Stage, ...]:
+    """What each rank of the pipe sees."""
+    wide = axes.shard.size > 1 or axes.replica.size > 1
+    return pipeline(
+        [(u.pages, u.inputs, u.outputs) for u in layout.units],
+        [page.trainable for page in layout.pages],
+        range(len(layout.inputs)),
+        layout.outputs,
+        [unit.stage for unit in layout.units],
+        layout.spread.home,
+        layout.twins,
+        [page.index for page in layout.pages if page.partial],
+        moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
+        coded=[page.index for page in layout.pages if page.trainable and wide and codec.memory(page.size)],
+    )

@@ -1,0 +1,184 @@
+"""A model on one placement: from batches to programs that run. A trainer holds one; an elastic trainer holds another
+one after every change of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from fsdpx.array.shapes import ShapeArray
+from fsdpx.engine.engine import Engine
+from fsdpx.engine.executable import Executable
+from fsdpx.engine.finite import demand_finite
+from fsdpx.engine.results import Scale
+from fsdpx.errors import FsdpxError
+from fsdpx.nn.sort import Sorted, infer
+from fsdpx.program import Program, Request, Slot, compile, one_by_one
+from fsdpx.state.feed import Feed, Microbatch
+from fsdpx.trainer import batch as batches
+from fsdpx.trainer.outputs import whole_outputs
+from fsdpx.trainer.recompute import recomputed_units
+
+__all__ = ["Session"]
+
+Commit = Callable[[Any, Any], None]
+
+
+class Session:
+    """model, loss: as one process has them, to check batches against. commit: see `Feed`."""
+
+    def __init__(
+        self, engine: Engine, model: Sorted, loss: Any, microbatches: int, commit: Commit | None = None
+    ) -> None:
+        self.engine, self.state, self.place = engine, engine.state, engine.placement
+        self.microbatches, self.commit = microbatches, commit
+        self._model, self._loss = model, loss
+        self._executables: dict[tuple[Request, frozenset[str]], Executable] = {}
+        self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
+        self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
+        self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
+
+    # -- batches -------------------------------------------------------------------------------------------------------
+
+    def feed(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> Feed:
+        """A checked and agreed batch, cut into microbatches. kind: of the program. also: what else ranks must agree on.
+
+        Collective: all ranks raise the same error if the batch of one of them is not good."""
+        place, error = self.place, None
+        inputs: tuple[Any, ...] = ()
+        target, features, rows = None, "", 0
+        try:
+            inputs = batches.inputs_of(place, x)
+            rows = int(inputs[0].shape[0])
+            if kind in ("step", "accumulate", "evaluate"):
+                target = batches.target_of(place, y, rows)
+            arrays = [*inputs, *([] if target is None else [target])]
+            features = batches.features_of(arrays) + also
+            if place.axes.data.size < place.axes.world.size:  # several ranks work on the same samples
+                features += batches.digest_of(arrays)
+            self._validate(inputs, target)
+        except FsdpxError as problem:
+            error = problem
+        if not place.imaginary:
+            everyone = batches.agree(place.axes, features, rows, error)
+        elif error is not None:
+            raise error
+        else:
+            everyone = place.accumulation.imagined(rows)
+        return Feed(self._microbatches(inputs, target, everyone, kind), training, self.commit)
+
+    def _microbatches(
+        self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
+    ) -> list[Microbatch | None]:
+        """Cut this rank's part; samples that are trained on are counted since the last update."""
+        place, state, whole = self.place, self.state, kind in ("forward", "predict")
+        trains = kind in ("step", "accumulate", "forward")
+        before = 0 if kind in ("step", "accumulate") and not state.adding else state.samples
+        row = sum(rows[: place.axes.data.rank]) + (before if trains else 0)
+        part = batches.Part(inputs, target, rows, row)
+        evenly = whole or (kind == "evaluate" and not place.accumulation.fits(rows))
+        made = batches.cut(place, part, 1 if whole else self.microbatches, evenly)
+        if trains:
+            state.see(before + sum(rows))
+            if place.options.recompute.budget is not None:
+                self._largest = batches.largest(place, inputs, rows, self.microbatches)
+        return made
+
+    def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
+        """What can be known before any communication: shapes through the whole model, labels, finite inputs."""
+        place, key = self.place, _shapes(inputs)
+        shapes = self._fits.get(key)
+        if shapes is None:
+            outputs = infer(self._model, [ShapeArray(a.shape, a.dtype) for a in inputs], place.dtype)
+            if place.axes.tensor.size > 1:  # what is cut must divide
+                place.message(0, batches.largest(place, inputs, (inputs[0].shape[0],), 1))
+            shapes = self._fits[key] = [tuple(o.shape) for o in outputs]
+        if target is not None:
+            self._loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
+        if place.options.check_finite:
+            for name, array in zip(place.layout.inputs, inputs, strict=True):
+                demand_finite(place, array, f"input {name!r}")
+
+    # -- programs ------------------------------------------------------------------------------------------------------
+
+    def run(self, kind: str, feed: Feed, local: bool = False) -> dict[Slot, Any]:
+        """Run a program. local: gradients stay on this rank, whatever the placement says."""
+        request = self.request(kind, len(feed.batch), local)
+        # memory that ranks share is made together: what they ran before is the same, what it left may not be
+        key = (request, frozenset(self.state.ran))
+        if key not in self._executables:
+            self._executables[key] = self.engine.prepare(request)
+        self.state.note(kind)
+        return self.engine.run(self._executables[key], feed)
+
+    def updated(self, scale: Scale) -> None:
+        """An update has come to its end."""
+        self.state.updated(scale.skip, scale.scaler)
+        self.engine.drop_stale_views()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Run without seeing or touching gradients that are being accumulated."""
+        state, adding = self.state, self.state.adding
+        kept = state.set_aside()
+        try:
+            yield
+        finally:
+            state.store.update(kept)
+            state.add(adding)
+
+    def request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> Request:
+        """What to compile: the placement, and what earlier programs left in the store. fresh: as if nothing was
+        left."""
+        place, holding = self.place, _nothing if fresh else self.state.holding
+        steps = kind in ("step", "accumulate", "local")
+        return Request(
+            kind,
+            place.stage,
+            microbatches,
+            keep_full=place.keep_full,
+            reduce_each=place.reduce_each and not local,
+            ahead=place.sharding.ahead,
+            resident=holding("full"),
+            grads=holding("grad"),
+            parts=holding("part"),
+            weighed=not fresh and Slot("weight") in self.state.store,
+            order=place.pipe.order(microbatches, place.axes.pipe.rank) if steps else None,
+            recompute=self._recompute(microbatches) if steps else frozenset(),
+            commit=self.commit is not None,
+        )
+
+    @property
+    def program(self) -> Program:
+        """The step, begun with nothing left over."""
+        microbatches = self.place.accumulation.microbatches(self.microbatches)
+        return compile(self.request("step", microbatches, fresh=True))
+
+    def _recompute(self, microbatches: int) -> frozenset[int]:
+        """The same for every step with batches of one size; a budget takes a forward on shapes to find them."""
+        pipe, batch = self.place.pipe, self._largest
+        key = (microbatches, None if batch is None else _shapes(batch.inputs))
+        if key not in self._recomputed:
+            orders = [pipe.order(microbatches, r) or one_by_one(microbatches) for r in range(pipe.width)]
+            self._recomputed[key] = recomputed_units(self.place, orders, batch)
+        return self._recomputed[key]
+
+    def outputs(self, results: Mapping[Slot, Any], feed: Feed) -> tuple[Any, ...]:
+        """The model's outputs, whole, on every rank that works on the same samples."""
+        (batch,) = feed.batch
+        assert batch is not None
+        return whole_outputs(self.place, tuple(results.values()), self._fits[_shapes(batch.inputs)], batch)
+
+    def close(self) -> None:
+        """Free what the engine holds. Collective."""
+        self._executables.clear()
+        self.engine.close()
+
+
+def _shapes(inputs: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((a.shape, str(a.dtype)) for a in inputs)
+
+
+def _nothing(kind: str) -> frozenset[int]:
+    return frozenset()
