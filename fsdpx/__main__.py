@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _alone():
             print(f"fsdpx {args.command}: {error}", file=sys.stderr)
             return 2
-        raise  # the hook of the MPI job says it once and ends all ranks
+        raise  # the excepthook of the MPI job prints it once and ends all ranks
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
     commands = p.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
-    _start(commands.add_parser("run", help="start N ranks; again, from the last checkpoint, when a death ends the job"))
+    _start(commands.add_parser("run", help="start N ranks; restart from the last checkpoint when a death ends the job"))
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
     _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
     _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
@@ -73,8 +73,8 @@ def _ckpt(p: argparse.ArgumentParser) -> None:
 
 def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
-    p.add_argument("--max-restarts", type=int, default=3, help="starts after the first (default: 3)")
-    p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks to go on with (default: as many as -n)")
+    p.add_argument("--max-restarts", type=int, default=3, help="at most so many restarts (default: 3)")
+    p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks of a restart (default: as many as -n)")
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
     p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
     p.add_argument("--folder", type=Path, default=None, help="where records of failed starts are kept")

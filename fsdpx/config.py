@@ -1,7 +1,7 @@
-"""The choices a user makes, as values: what is sharded for how long, and in which number format.
+"""The choices of a user as values: what is sharded for how long, and in which number formats.
 
-A strategy is no class. It is the width of two mesh axes and two lifetimes, and the familiar
-names are presets over that (ZeRO: Rajbhandari et al., SC'20; FSDP: Zhao et al., VLDB'23).
+A strategy is the widths of two mesh axes and two lifetimes; the familiar names are presets of these (ZeRO: Rajbhandari
+et al., SC'20; FSDP: Zhao et al., VLDB'23).
 """
 
 from dataclasses import dataclass, replace
@@ -17,12 +17,18 @@ LIFETIMES = ("step", "use")
 
 @dataclass(frozen=True)
 class Sharding:
-    """Who holds what, and for how long.
+    """What is sharded, and how long full parameters and gradients live.
 
-    replica, shard: widths of the two data-parallel mesh axes; None for one of them fills the world.
-    full_params: "use" frees gathered parameters once their unit has run, "step" keeps them until the update.
-    full_grads: "use" reduces each microbatch's gradients at once, "step" adds up all microbatches first.
-    ahead: how many units beyond the running one may be gathered, and how many reduces may be in flight.
+    Parameters
+    ----------
+    replica, shard : widths of the two data-parallel mesh axes; None for one of them fills the world
+    full_params : "use" frees gathered parameters once their unit has run, "step" keeps them until the update
+    full_grads : "use" reduces the gradients of each microbatch, "step" adds those of all microbatches first
+    ahead : how many units beyond the running one may be gathered, and how many reduces may be in flight
+
+    Raises
+    ------
+    ConfigError : a value that is none of these
     """
 
     replica: int | None = 1
@@ -56,9 +62,9 @@ PRESETS: dict[str, Sharding] = {
 
 
 def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
-    """The placement behind a name, its widths filled in so that replica * shard == ranks.
+    """The `Sharding` of a name, with its widths filled in so that replica * shard == ranks.
 
-    "hybrid" without widths takes the smallest divisor of `ranks` that is at least its square root as shard width.
+    "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root.
     """
     if isinstance(strategy, str):
         if strategy not in PRESETS:
@@ -88,12 +94,20 @@ def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
 class Precision:
     """Number formats by role, as dtype names.
 
-    compute: what layers compute in, and what the parameters and optimiser state on the shard are kept in.
-    params: the format in which parameters travel (and are rounded to) when gathered. reduce: the format in which
-    gradients travel; 16-bit formats are added in fp32, in rank order. None: as compute; else float16 or bf16.
-    loss_scale: factor on the loss before backward; "dynamic" begins at `initial_scale`, halves on overflow and doubles
-    after `growth_interval` good steps (Micikevicius et al., 2018). Gradients here are sums over the batch, not
-    means, so a smaller scale than elsewhere does the same.
+    Gradients are sums over the batch, not means, so the loss scale can be smaller than elsewhere.
+
+    Parameters
+    ----------
+    compute : "float32" or "float64": of layers, and of the sharded master parameters and optimiser state
+    params : "float16" or "bf16": what parameters are rounded to for the all-gather; None: compute
+    reduce : "float16" or "bf16": what gradients are rounded to for the reduce, which adds in fp32; None: compute
+    loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
+    initial_scale : where a dynamic scale begins; it halves on overflow
+    growth_interval : steps without overflow after which a dynamic scale doubles
+
+    Raises
+    ------
+    ConfigError : a value that is none of these
     """
 
     compute: str = "float32"
@@ -116,12 +130,12 @@ class Precision:
 
     @property
     def wire(self) -> str:
-        """The format of parameters on their way."""
+        """The format in which parameters are sent."""
         return self.params or self.compute
 
     @property
     def sums(self) -> str:
-        """The format of gradients on their way."""
+        """The format in which gradients are sent."""
         return self.reduce or self.compute
 
 
@@ -138,7 +152,7 @@ PRECISIONS: dict[str, Precision] = {
 
 
 def precision(choice: "str | Precision | None") -> Precision:
-    """The formats behind a name; None means float32."""
+    """The `Precision` of a name; None means float32."""
     if choice is None:
         return PRECISIONS["float32"]
     if isinstance(choice, Precision):

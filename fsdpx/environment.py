@@ -1,4 +1,4 @@
-"""What the launcher and the user say through environment variables; nothing else reads the environment."""
+"""The environment variables of the launcher and the user; no other module reads the environment."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ _NO = ("", "0", "false", "no", "off")
 
 @dataclass(frozen=True)
 class Environment:
-    """What was found.
+    """What the environment variables say.
 
-    check: exchange fingerprints before collectives (FSDPX_CHECK=1). node: ranks of one machine speak through
-    shared memory (FSDPX_NODE=0: through MPI messages). tune: choose by measurement what was not said (FSDPX_TUNE=0:
-    take the defaults). cache: where measurements are kept (FSDPX_CACHE; else fsdpx in the user's cache).
-    timeout: seconds a wait for peers may last (FSDPX_TIMEOUT; None: the default). launcher: what started this
-    process as one of several ranks, in words, or None. expected_size: the number of ranks it says it started
-    (FSDPX_EXPECT_SIZE goes before it), or None. rank: which one this is, as far as the launcher says, or None.
-    watch: have a watchdog and a flight record on every rank (FSDPX_WATCH=0: no). run: folder of this job, made by
-    `fsdpx run`, for flight records and what ranks tell the launcher (FSDPX_RUN; None: temporary files). restart: how
-    often `fsdpx run` has started this job anew (FSDPX_RESTART). ulfm: mpiexec of Open MPI lets the job outlive its
-    ranks (--with-ft ulfm, which sets OMPI_MCA_mpi_ft_enable). slurm_job: number of the Slurm job (SLURM_JOB_ID).
-    threads: BLAS threads per rank as the user set them (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS).
+    Parameters
+    ----------
+    check : exchange fingerprints before collectives (FSDPX_CHECK=1)
+    node : ranks of one host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
+    tune : measure options that were not given (FSDPX_TUNE=0: take the defaults)
+    cache : folder of measurements (FSDPX_CACHE; else fsdpx in the user's cache)
+    timeout : seconds that a wait for other ranks may last (FSDPX_TIMEOUT; None: the default)
+    launcher : the name of what started this process as one of several ranks, or None
+    expected_size : the number of ranks that it started (FSDPX_EXPECT_SIZE takes precedence), or None
+    watch : every rank has a watchdog and a flight record (FSDPX_WATCH=0: no)
+    run : folder of this job, made by `fsdpx run`, for flight records and notes (FSDPX_RUN; None: temporary files)
+    restart : how often `fsdpx run` has restarted this job (FSDPX_RESTART)
+    ulfm : Open MPI lets the job outlive its ranks (--with-ft ulfm, which sets OMPI_MCA_mpi_ft_enable)
+    slurm_job : number of the Slurm job (SLURM_JOB_ID)
+    rank : of this process, as the launcher says, or None
+    threads : BLAS threads per rank that the user set (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS)
     """
 
     check: bool = False
@@ -52,9 +57,8 @@ class Environment:
 def read(environ: Mapping[str, str] = os.environ) -> Environment:
     """The environment of this process; LaunchError for a variable that cannot be read.
 
-    In a job of Slurm the SLURM_ variables also describe the batch script and the daemons that mpiexec starts,
-    so they count only in a job step, and only where no PMI_ or OMPI_ variable says that another launcher
-    stands between.
+    In a Slurm job the SLURM_ variables also describe the batch script and the daemons that mpiexec starts. So they
+    count only in a job step without PMI_ or OMPI_ variables, which mean that another launcher was used inside it.
     """
     launcher, size = _launcher(environ)
     expected = _number(environ, "FSDPX_EXPECT_SIZE")
@@ -77,10 +81,10 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
 
 
 def check_size(size: int, environment: Environment, library: str = "MPI") -> None:
-    """LaunchError if the launcher says another number of ranks than the `size` that MPI says.
+    """LaunchError if the launcher started another number of ranks than MPI's `size`.
 
-    Happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then a world
-    of its own.
+    This happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then alone in its
+    MPI_COMM_WORLD.
     """
     expected = environment.expected_size
     if expected is None or expected == size:
@@ -111,7 +115,7 @@ def _launcher(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
 
 
 def _rank(environ: Mapping[str, str]) -> int | None:
-    """For what a rank has to say before, or without, MPI; else MPI itself is asked."""
+    """For messages before MPI is initialised, or without it; otherwise MPI knows the rank."""
     for variable in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
         if environ.get(variable, "").isdecimal():
             return int(environ[variable])
@@ -119,7 +123,7 @@ def _rank(environ: Mapping[str, str]) -> int | None:
 
 
 def _threads(environ: Mapping[str, str]) -> int | None:
-    """The libraries read these themselves and forgive nonsense, so nonsense counts as not set."""
+    """The libraries read these themselves and ignore invalid values, so those count as not set."""
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         text = environ.get(variable, "").strip()
         if text.isdecimal() and int(text) > 0:

@@ -1,4 +1,4 @@
-"""Every error a user can meet, in one tree.
+"""Every error that fsdpx raises, in one tree.
 
 FsdpxError
 ├── ConfigError (ValueError)      an option, a model or a combination of them that cannot work
@@ -12,8 +12,8 @@ FsdpxError
 └── CommError (RuntimeError)      ranks that no longer agree
     ├── DesyncError               ranks called different collectives
     ├── CommTimeout               a peer did not answer in time
-    ├── RankLost                  a rank has died, or another rank has given the communicator up
-    ├── StateLost                 what died with ranks is in no other rank's memory
+    ├── RankLost                  a rank has died, or another rank has revoked the communicator
+    ├── StateLost                 the state of dead ranks has no copy in another rank's memory
     └── Aborted                   another rank failed first
 """
 
@@ -74,9 +74,9 @@ class CommTimeout(CommError, TimeoutError):
 
 
 class RankLost(CommError):
-    """A rank of this communicator has died, or another rank has given the communicator up because one has.
+    """A rank of this communicator has died, or another rank has revoked the communicator because one has.
 
-    ranks: those of this communicator that are known here to be dead; may be empty.
+    ranks: those of this communicator that are known to be dead on this rank; may be empty.
     """
 
     def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
@@ -85,8 +85,8 @@ class RankLost(CommError):
 
 
 class StateLost(CommError):
-    """Parts of the state died with ranks, and are in no other rank's memory; the same on all ranks that live."""
+    """Parts of the state were lost with dead ranks and have no copy in another rank's memory; on all survivors."""
 
 
 class Aborted(CommError):
-    """Another rank failed first; this one was woken up to end with it."""
+    """Another rank failed first; this one was interrupted to end with it."""

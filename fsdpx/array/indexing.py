@@ -1,4 +1,4 @@
-"""What shape an index selects: NumPy's rules for basic and integer-array indexing, without arrays."""
+"""The shape that an index selects: NumPy's rules for basic and integer-array indexing, without arrays."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def _spelled_out(index: tuple[Any, ...], ndim: int) -> list[Any]:
 
 
 def _as_array(part: Any) -> Any:
-    """Lists become arrays; what cannot be an index is refused."""
+    """Lists become arrays; TypeError or IndexError for what cannot be an index."""
     if isinstance(part, list):
         part = np.asarray(part)
     if part is None or part is Ellipsis or isinstance(part, slice) or _is_number(part):

@@ -1,4 +1,4 @@
-"""The door to an array library: NumPy, CuPy or shape-only arrays, and dtypes by name."""
+"""The namespace of an array library (NumPy, CuPy or shape-only arrays), and dtypes by name."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def from_host(xp: Any, array: np.ndarray) -> Any:
 
 
 def dtype(name: str | np.dtype) -> np.dtype:
-    """The dtype behind a name; "bf16" and "bfloat16" are the one of ml_dtypes. A dtype is itself."""
+    """The dtype of a name; "bf16" and "bfloat16" are that of ml_dtypes. A dtype is returned as it is."""
     if isinstance(name, np.dtype):
         return name
     if name not in DTYPES:

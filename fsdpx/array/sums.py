@@ -1,4 +1,4 @@
-"""Sums that do not see how their terms are spread over ranks: fixed blocks, added exactly."""
+"""Sums that do not depend on how their terms are distributed over ranks: fixed blocks, added exactly."""
 
 import math
 from collections.abc import Sequence
@@ -27,8 +27,7 @@ def exact_sum(values: Sequence[float]) -> float:
 
 
 def expansion(values: Sequence[float]) -> list[float]:
-    """A few numbers whose exact sum is the exact sum of `values`: what a message needs to carry, and no
-    rounding."""
+    """A few numbers with the same exact sum as `values`: what is sent instead of them, without rounding."""
     parts: list[float] = []
     rest = exact_sum(values)
     while rest != 0.0:

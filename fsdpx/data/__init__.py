@@ -1,4 +1,4 @@
-"""Data: which samples each rank trains on when, and reading them ahead."""
+"""Data: datasets, the order in which ranks train on their samples, and reading them ahead."""
 
 from fsdpx.data.dataset import ArrayDataset, Dataset
 from fsdpx.data.loader import DataLoader

@@ -1,4 +1,4 @@
-"""What a dataset is, and datasets that lie in arrays."""
+"""The protocol of datasets, and datasets in arrays."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -11,16 +11,23 @@ __all__ = ["ArrayDataset", "Dataset", "collate"]
 
 
 class Dataset(Protocol):
-    """Samples by number. One that also has `take(indices) -> batch` is asked for whole batches instead of
-    samples."""
+    """Samples by number. If it also has `take(indices) -> batch`, the loader reads whole batches with it."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Any: ...
 
 
 class ArrayDataset:
-    """Arrays with one sample per row: `ArrayDataset(x, y)[3]` is `(x[3], y[3])`. Memory-mapped arrays stay on
-    disk."""
+    """Arrays with one sample per row: `ArrayDataset(x, y)[3]` is `(x[3], y[3])`.
+
+    Parameters
+    ----------
+    arrays : dim 0 of each is samples; memory-mapped arrays stay on disk
+
+    Raises
+    ------
+    DataError : no array, no samples, or different numbers of samples
+    """
 
     def __init__(self, *arrays: Any) -> None:
         if not arrays:
@@ -46,7 +53,7 @@ class ArrayDataset:
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Samples stacked on a new dim 0: arrays and numbers to an array, tuples and dicts entry by entry."""
+    """Samples stacked along a new dim 0: arrays and numbers to an array, tuples and dicts entry by entry."""
     first = samples[0]
     if isinstance(first, dict):
         return {key: collate([sample[key] for sample in samples]) for key in first}
@@ -62,10 +69,10 @@ def collate(samples: Sequence[Any]) -> Any:
     return np.stack(arrays)
 
 
-def nothing_of(batch: Any) -> Any:
-    """The same kind of batch with no rows."""
+def emptied(batch: Any) -> Any:
+    """A batch of the same structure with no rows."""
     if isinstance(batch, dict):
-        return {key: nothing_of(value) for key, value in batch.items()}
+        return {key: emptied(value) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return tuple(nothing_of(value) for value in batch)
+        return tuple(emptied(value) for value in batch)
     return batch[:0]

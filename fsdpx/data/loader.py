@@ -1,4 +1,4 @@
-"""The loader: this rank's part of every global batch, read ahead, with an exact place to resume."""
+"""The loader: this rank's part of every global batch, read ahead, with an exact position to resume from."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.data.dataset import Dataset, collate, nothing_of
+from fsdpx.data.dataset import Dataset, collate, emptied
 from fsdpx.data.prefetch import Prefetch
 from fsdpx.data.sampler import DistributedSampler
 from fsdpx.errors import ConfigError, DataError
@@ -18,22 +18,27 @@ __all__ = ["DataLoader"]
 class DataLoader:
     """Iterates over this rank's batches of one epoch.
 
-    batch_size: samples of the GLOBAL batch, shared by the ranks; at another world size the global batches are
-    the same.
-    comm: any object with `rank` and `size` (a communicator of data-parallel ranks); or rank and size; or
-    neither: 0 of 1.
-    shuffle, seed, drop_last, chunks: as in `DistributedSampler`; or pass a `sampler` instead of these and
-    batch_size.
-    collate: list of samples -> batch (default: stack). transform: batch -> batch. Both run in the thread.
-    prefetch: batches read ahead by one thread; 0 reads in the caller's. The thread makes no call to MPI.
+    A batch is what the dataset's `take` or `collate` returns, `(x, y)` for the datasets of this package; of a short
+    last batch a rank may get zero rows. An exception while reading is raised where the batch was requested. Starting to
+    iterate ends an iteration that is still in progress. The thread ends with the loop, with `close()`, `with`, or
+    garbage collection.
 
-    A batch is what the dataset's `take` or `collate` gives, `(x, y)` for the datasets of this package; of a
-    short last batch a rank may get zero rows. An exception while reading is raised where the batch was asked
-    for.
+    Parameters
+    ----------
+    dataset : samples by number, see `Dataset`
+    batch_size : samples of the GLOBAL batch, which the ranks share; it is the same at any number of ranks
+    comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`
+    rank, size : instead of comm; 0 of 1 if neither is given
+    shuffle, seed, drop_last, chunks : as in `DistributedSampler`
+    sampler : instead of batch_size, comm and the four before
+    collate : list of samples -> batch; None: `take` of the dataset if it has one, else stack
+    transform : batch -> batch; runs, as collate does, in the thread that reads
+    prefetch : batches read ahead by a thread, which makes no call to MPI; 0: no thread
 
-    `state_dict` counts the batches that the consumer has received, not those read ahead. Starting to iterate
-    ends an iteration that is still under way. Threads end with the loop, with `close()`, `with`, or garbage
-    collection.
+    Raises
+    ------
+    DataError : an empty dataset, or one that does not give a single batch
+    ConfigError : options that contradict each other
     """
 
     def __init__(
@@ -59,16 +64,11 @@ class DataLoader:
             raise ConfigError(f"DataLoader(prefetch={prefetch!r}): a number of batches, 0 or more, is needed")
         if sampler is None:
             rank, size = _place(comm, rank, size)
-            order: dict[str, Any] = {
-                "shuffle": shuffle,
-                "seed": seed,
-                "drop_last": drop_last,
-                "chunks": chunks,
-            }
+            order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "chunks": chunks}
             sampler = DistributedSampler(len(dataset), rank, size, batch=_size(batch_size), **order)
         else:
             given = {"batch_size": batch_size, "comm": comm, "rank": rank, "size": size, "chunks": chunks}
-            _demand_alone(given, shuffle, seed, drop_last)
+            _check_unused(given, shuffle, seed, drop_last)
             if sampler.n != len(dataset):
                 raise ConfigError(f"DataLoader: the sampler is of {sampler.n} samples, the dataset has {len(dataset)}")
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
@@ -85,7 +85,7 @@ class DataLoader:
         return self.sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch. The epoch it is in already goes on where it is."""
+        """Go to the start of an epoch; nothing if that is the current one."""
         if epoch != self.epoch:
             self.close()
         self.sampler.set_epoch(epoch)
@@ -101,17 +101,17 @@ class DataLoader:
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch and position after the last batch received; the same on every rank, good for any world
-        size."""
+        """Epoch and position after the last batch that was received, not read ahead; the same on every rank, valid at
+        any number of ranks."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next iteration go on where `state_dict` was taken."""
+        """Let the next iteration continue where `state_dict` was taken."""
         self.close()
         self.sampler.load_state_dict(state)
 
     def close(self) -> None:
-        """End the iteration under way and its thread, if any."""
+        """End the iteration in progress and its thread, if any."""
         running = self._running and self._running()
         if running:
             running.close()
@@ -130,7 +130,7 @@ class DataLoader:
         else:
             stack = self.collate or collate
             samples = [self.dataset[i] for i in indices.tolist()]
-            batch = stack(samples) if samples else nothing_of(stack([self.dataset[0]]))
+            batch = stack(samples) if samples else emptied(stack([self.dataset[0]]))
         return self.transform(batch) if self.transform else batch
 
     def __repr__(self) -> str:
@@ -138,7 +138,7 @@ class DataLoader:
 
 
 class _Iteration:
-    """One epoch under way. Moves the sampler's position as the consumer receives batches."""
+    """One epoch in progress. Advances the sampler's position as the consumer receives batches."""
 
     def __init__(self, loader: DataLoader) -> None:
         self._sampler = loader.sampler
@@ -198,8 +198,8 @@ def _size(batch_size: Any) -> int:
     return index(batch_size)
 
 
-def _demand_alone(given: dict[str, Any], shuffle: bool, seed: int, drop_last: bool) -> None:
-    """With a sampler, nothing that the sampler has decided."""
+def _check_unused(given: dict[str, Any], shuffle: bool, seed: int, drop_last: bool) -> None:
+    """ConfigError if options are given that the sampler already decides."""
     names = [name for name, value in given.items() if value is not None]
     names += [n for n, v in {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}.items() if v]
     if names:

@@ -1,4 +1,4 @@
-"""Which samples are trained on when, and by which rank: global batches first, ranks second."""
+"""The samples of every global batch, and the part of each rank: the batches do not depend on the number of ranks."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,8 +17,11 @@ __all__ = ["DistributedSampler", "Share"]
 class Share:
     """A rank's part of one global batch.
 
-    indices: its samples, int64, maybe none. rows: samples of the global batch. after: position in the epoch's
-    order once this batch is done.
+    Parameters
+    ----------
+    indices : its samples, int64; may be empty
+    rows : samples of the global batch
+    after : position in the epoch's order after this batch
     """
 
     indices: np.ndarray
@@ -27,22 +30,30 @@ class Share:
 
 
 class DistributedSampler:
-    """The samples 0 .. n-1, ordered by (seed, epoch), cut into global batches, each shared by the ranks.
+    """The samples 0 .. n-1, ordered by (seed, epoch), cut into global batches, each split among the ranks.
 
-    Step k's global batch is order[k batch : (k+1) batch]. Rank r of `size` holds elements floor(len r / size)
-    to floor(len (r+1) / size) of it, so at any world size the global batches are the same and each sample
-    comes exactly once per epoch; nothing is repeated to fill up.
+    Step k's global batch is order[k batch : (k+1) batch]; rank r of `size` has elements floor(len r / size) to
+    floor(len (r+1) / size) of it. So the global batches are the same at any number of ranks, and each sample comes
+    exactly once per epoch: nothing is repeated as padding.
 
-    batch: samples of a global batch; None means `size`, one per rank (rank r gets order[r::size], as in
-    PyTorch).
-    drop_last: leave out a last global batch that is shorter than `batch`.
-    chunks: for a trainer with `chunks=S`: `batch` is a multiple of S, and rank r holds chunks floor(S r /
-    size) to floor(S (r+1) / size) of S equal pieces. What of a short last batch does not divide by S is left
-    out.
+    Iterating yields this rank's indices; `batches()` yields one array per step. `epoch` and `position` (samples of the
+    global order that are done) advance meanwhile, and the end of an epoch begins the next. A loop that was left early
+    restarts its epoch, unless `load_state_dict` came before.
 
-    It iterates over this rank's indices; `batches()` gives them one array per step. `epoch` and `position`
-    (samples of the global order that are done) move along; an epoch that ended makes way for the next. A loop
-    that was left early starts its epoch again, unless `load_state_dict` came before.
+    Parameters
+    ----------
+    n : samples of the dataset
+    rank, size : this data rank, and how many there are
+    shuffle : a new random order every epoch; else 0 .. n-1
+    seed : of the order
+    drop_last : leave out a last global batch that is shorter than `batch`
+    batch : samples of a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
+    chunks : the trainer's: batch is a multiple of it, ranks get whole chunks, a short batch is cut to a multiple of it
+
+    Raises
+    ------
+    DataError : no samples, or too few for one batch
+    ConfigError : a rank, batch or number of chunks that does not fit
     """
 
     def __init__(
@@ -79,7 +90,7 @@ class DistributedSampler:
         self._resume = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch. The epoch it is in already goes on where it is."""
+        """Go to the start of an epoch; nothing if that is the current one."""
         if _whole("epoch", epoch, 0) != self.epoch:
             self.epoch, self.position, self._resume = index(epoch), 0, False
 
@@ -90,7 +101,7 @@ class DistributedSampler:
         return permutation(self.seed, f"sampler.{epoch}", self.n)
 
     def plan(self, epoch: int, position: int = 0) -> Iterator[Share]:
-        """This rank's shares of an epoch from `position` on. Changes nothing."""
+        """This rank's shares of an epoch from `position` on. Does not advance the sampler."""
         order = self.order(epoch)
         while rows := self._rows(position):
             low, high = self._bounds(rows)
@@ -99,14 +110,14 @@ class DistributedSampler:
             position = after
 
     def start(self) -> int:
-        """Where an iteration that begins now begins: 0, or right after `load_state_dict` where that says."""
+        """The position where a new iteration begins: 0, or that of a `load_state_dict` just before."""
         if not self._resume:
             self.position = 0
         self._resume = False
         return self.position
 
     def ended(self) -> None:
-        """The epoch is done: on to the next."""
+        """Begin the next epoch."""
         self.epoch, self.position = self.epoch + 1, 0
 
     def batches(self) -> Iterator[np.ndarray]:
@@ -134,13 +145,13 @@ class DistributedSampler:
         return whole + (self._rows(self.n - rest) > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands: the same on every rank, good for any world size."""
+        """Epoch and position: the same on every rank, valid at any number of ranks."""
         over = self._rows(self.position) == 0
         epoch, position = (self.epoch + 1, 0) if over else (self.epoch, self.position)
         return {"epoch": epoch, "position": position, "n": self.n, "seed": self.seed, "shuffle": self.shuffle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken. A state of other data or another order is a DataError."""
+        """Continue where `state_dict` was taken; DataError if it is of other data or another order."""
         for name in ("n", "seed", "shuffle"):
             if name in state and state[name] != getattr(self, name):
                 raise DataError(

@@ -18,28 +18,34 @@ __all__ = ["TextDataset", "stdlib_sources"]
 
 SKIPPED = ("__pycache__", "site-packages", "dist-packages", "node_modules")
 OPEN_FILES = 64  # memory maps kept open; each holds a file descriptor
-STRETCHES = 16  # the split alternates at most so often,
-STRETCH = 1 << 16  # in stretches of at least so many bytes
+STRETCHES = 16  # into which the text is split at most,
+STRETCH = 1 << 16  # each of at least so many bytes
 
 Split = Literal["train", "validation", "all"]
 Piece = tuple[Path, int, int]
 
 
 def stdlib_sources() -> Path:
-    """The folder of Python's own standard library: some tens of MB of source text on every machine."""
+    """The folder of Python's standard library: some tens of MB of source text on every machine."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 class TextDataset:
-    """The bytes of files and folders, one file after the other, in windows: sample i is
-    `x = bytes[i T : i T + T]`, `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
+    """The bytes of files and folders, one file after the other: sample i is `x = bytes[i T : i T + T]`,
+    `y = bytes[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` of `dtype`.
 
-    path: a file, a folder, or several. Of a folder (and those below it; caches, installed packages and names
-    that start with a dot are left out) files with one of `suffixes` are taken, sorted by their path in it.
-    Empty files and files met twice are left out.
-    split: "train" or "validation" take disjoint parts of the text: it is cut into up to 16 stretches of at
-    least 64 KiB, and the last `fraction` of each is for validation. The split depends on the text and
-    `fraction` alone, not on rank or seq_len. "all": everything.
+    Parameters
+    ----------
+    path : a file, a folder, or several; files are sorted by path, empty and duplicate ones left out
+    seq_len : bytes of a sample
+    suffixes : of the files that are read from folders; caches, installed packages and hidden names are left out
+    split : "train", "validation" or "all"; the first two are disjoint and depend on the text and `fraction` only
+    fraction : share of the text for validation: the end of each of up to 16 stretches of at least 64 KiB
+    dtype : an integer dtype that holds 0 to 255
+
+    Raises
+    ------
+    DataError : no text, or less than seq_len + 1 bytes in the split
     """
 
     vocab = 256

@@ -96,7 +96,7 @@ def generate(trainer: fsdpx.Trainer, size: Size, count: int, seed: int, prompt: 
     does not read the padding.
     """
     text = list(prompt)
-    rng, parts = np.random.Generator(np.random.Philox(seed)), trainer.engine.axes.tensor.size
+    rng, parts = np.random.Generator(np.random.Philox(seed)), trainer.placement.axes.tensor.size
     for _ in range(count):
         context = text[-size.seq_len :]
         filled = np.array([context + [0] * (-len(context) % parts)])
@@ -136,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     strike(trainer, parse(args.chaos), environment.read().restart)
     loader, validation = loaders(args, trainer.data, prints=comm.rank == 0)
     if comm.rank == 0:
-        count, on = trainer.engine.layout.size, f" ({trainer.engine.axes.mesh})" if args.mesh else ""
+        count, on = trainer.placement.layout.size, f" ({trainer.placement.axes.mesh})" if args.mesh else ""
         print(
             f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks{on}, {args.dtype}\n"
-            f"chosen: {trainer.engine.tuning}",
+            f"chosen: {trainer.placement.tuning}",
             flush=True,
         )
     with loader:

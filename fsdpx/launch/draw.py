@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.program.action import Action
-from fsdpx.program.simulate import Event
+from fsdpx.program.timeline import Event
 from fsdpx.program.verbs import VERBS
 
 __all__ = ["draw"]
@@ -21,13 +21,20 @@ LETTER = 0.011  # of the width of the picture that a character takes
 
 
 def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
-    """Write a picture (PNG, or what the suffix of `path` says) with one row per rank and return its path.
+    """Write a picture with one row per rank; returns its path.
 
-    What is computed fills the row, with its microbatch where the box is wide enough; what moves runs along the bottom,
-    in grey where it waits for other ranks.
-    Where a rank has several stages, later ones are darker. events: of `simulate`, of `simulate_programs`, or measured.
+    Computation fills the row, with the microbatch's number where the box is wide enough; communication runs along the
+    bottom, grey where it waits for other ranks. If a rank has several stages, later ones are darker.
 
-    Raises ConfigError without matplotlib, or without any event that takes time.
+    Parameters
+    ----------
+    events : of `simulate`, of `simulate_programs`, or measured
+    path : of the picture; its suffix says the format
+    title : above the picture
+
+    Raises
+    ------
+    ConfigError : matplotlib is not installed, or no event takes time
     """
     shown = [event for event in events if event.end > event.start]
     if not shown:
@@ -79,14 +86,14 @@ def _colour(action: Action) -> str:
 
 
 def _shades(events: Sequence[Event]) -> dict[tuple[int, int | None], float]:
-    """(rank, stage) -> how much light is left: less for later stages of a rank."""
+    """(rank, stage) -> brightness from 0 to 1, less for later stages of a rank."""
     computed = [e for e in events if VERBS[e.action.op].lane == "compute" and e.action.unit is not None]
-    there = {
+    stages_of = {
         rank: sorted({e.action.unit or 0 for e in computed if e.rank == rank}) for rank in {e.rank for e in computed}
     }
     return {
         (rank, stage): 1 - 0.45 * n / max(len(stages) - 1, 1)
-        for rank, stages in there.items()
+        for rank, stages in stages_of.items()
         for n, stage in enumerate(stages)
     }
 

@@ -1,4 +1,4 @@
-"""`info`: what this machine and this Python offer to fsdpx, in words."""
+"""`info`: what fsdpx finds on this machine and in this Python."""
 
 import importlib.metadata
 import os
@@ -34,7 +34,7 @@ def info() -> str:
 
 
 def _shared() -> str:
-    """Room for windows: what the ranks of this machine share."""
+    """Free shared memory, for the windows of the ranks of this host."""
     if not os.path.isdir("/dev/shm"):
         return "no limit of its own"
     found = os.statvfs("/dev/shm")

@@ -1,4 +1,4 @@
-"""One rank under `fsdpx run`: runs the script, and leaves a note of how it began and how it ended."""
+"""One rank under `fsdpx run`: runs the script, and writes a note when it begins and when it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 import signal
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fsdpx import environment
@@ -20,7 +20,7 @@ _PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Note:
-    """status: how the rank ended, None while it runs or if it never came to its end. error: type of the exception."""
+    """status: the exit status, None while the rank runs or if it was killed. error: the type of its exception."""
 
     rank: int
     process: int
@@ -29,7 +29,7 @@ class Note:
     error: str = ""
 
     def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)  # on other hosts it may not be there
+        folder.mkdir(parents=True, exist_ok=True)  # on other hosts it may not exist
         partial = folder / f"rank-{self.rank:05}.partial"
         partial.write_text(json.dumps(asdict(self)))
         partial.replace(folder / f"rank-{self.rank:05}.json")
@@ -57,16 +57,13 @@ def main() -> None:
     except BaseException as error:
         _ended(begun, error).write(settings.run)
         raise
-    Note(begun.rank, begun.process, begun.host, 0).write(settings.run)
+    replace(begun, status=0).write(settings.run)
 
 
 def _ended(begun: Note, error: BaseException) -> Note:
-    if isinstance(error, SystemExit):
-        code = error.code
-        return Note(
-            begun.rank, begun.process, begun.host, code if isinstance(code, int) else int(code is not None)
-        )  # fmt: skip
-    return Note(begun.rank, begun.process, begun.host, 1, type(error).__name__)
+    if not isinstance(error, SystemExit):
+        return replace(begun, status=1, error=type(error).__name__)
+    return replace(begun, status=error.code if isinstance(error.code, int) else int(error.code is not None))
 
 
 def _end_with_parent() -> None:

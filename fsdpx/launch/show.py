@@ -1,4 +1,4 @@
-"""`show`: a step explained before it runs: its program, its units, what it moves and what it keeps in memory."""
+"""`show`: what a training step will do, without running it: its program, units, traffic and memory."""
 
 import argparse
 
@@ -7,9 +7,9 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.launch.catalog import entry
-from fsdpx.launch.mesh import check, recompute, words
+from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
-from fsdpx.program import Costs, Plan, bubble, grid, in_flight, simulate
+from fsdpx.program import Costs, PipelineSchedule, bubble, grid, in_flight, simulate
 from fsdpx.trainer.report import bytes_text, table
 
 __all__ = ["show"]
@@ -17,18 +17,18 @@ __all__ = ["show"]
 LONG = 400  # actions; longer programs are printed with their middle left out
 WIDE = 250  # characters of a line of the grid
 UNIT = Costs(forward=1, backward_input=1, backward_params=1)
-OF_LAYERS = ("tensor", "data")  # axes that layers speak over by themselves: no verb of the program does
+OF_LAYERS = ("tensor", "data")  # axes over which layers communicate, without verbs of the program
 
 
 def show(args: argparse.Namespace) -> str:
     example = entry(args.example)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
-    check(mesh, args.schedule, args.sequence)
+    check_axes(mesh, args.schedule, args.sequence)
     ranks, batch = _ranks(args, mesh), example.batch if args.batch is None else args.batch
     if ranks < 1 or batch < 1:
         raise ConfigError(f"show --ranks {ranks} --batch {batch}: both at least 1")
     full = (mesh or Mesh()).filled(args.strategy, ranks)
-    rows = _rows(full, args.rank, batch, args.chunks) if 0 <= args.rank < ranks else 1  # else the dry run complains
+    rows = _rows(full, args.rank, batch, args.chunks) if 0 <= args.rank < ranks else 1  # else the dry run raises
     run = dry_run(
         example.model(),
         example.x(rows),
@@ -46,31 +46,31 @@ def show(args: argparse.Namespace) -> str:
         ahead=args.ahead,
         schedule=args.schedule or "1f1b",
         sequence=args.sequence,
-        recompute=recompute(args.recompute),
+        recompute=parse_recompute(args.recompute),
     )
-    where = "" if mesh is None else f" on {words(full)}"
+    where = "" if mesh is None else f" on {mesh_text(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {args.rank} of {ranks}, batch {batch}"
     parts = [head, _program(run), _units(run), _traffic(run), _memory(run)]
-    plan = run.trainer.engine.pipe.plan(run.program.microbatches)
-    parts += [_schedule(plan)] if args.grid else []
-    parts += [_drawing(plan, args.png)] if args.png else []
+    schedule = run.trainer.placement.pipe.plan(run.program.microbatches)
+    parts += [_schedule(schedule)] if args.grid else []
+    parts += [_drawing(schedule, args.png)] if args.png else []
     return "\n\n".join(parts)
 
 
 def _ranks(args: argparse.Namespace, mesh: Mesh | None) -> int:
-    """As many as were asked for; else as many as the mesh has, its open axis 1 wide."""
+    """As many as given; else as many as the mesh has, with width 1 for an axis that is open."""
     if args.ranks is not None:
         return int(args.ranks)
     return 4 if mesh is None else (mesh.pipe or 1) * (mesh.replica or 1) * (mesh.shard or 1) * (mesh.tensor or 1)
 
 
 def _rows(mesh: Mesh, rank: int, batch: int, chunks: int | None) -> int:
-    """Samples of the global batch that come to this rank: those of its data rank."""
+    """Samples of the global batch of this rank's data rank."""
     place, size = mesh.coordinates(rank), mesh.width("data")
-    line = place.replica * mesh.width("shard") + place.shard
+    data_rank = place.replica * mesh.width("shard") + place.shard
     if chunks is not None:
-        return batch // chunks * len(chunks_of(chunks, line, size))
-    return batch * (line + 1) // size - batch * line // size
+        return batch // chunks * len(chunks_of(chunks, data_rank, size))
+    return batch * (data_rank + 1) // size - batch * data_rank // size
 
 
 def _program(run: DryRun) -> str:
@@ -82,9 +82,9 @@ def _program(run: DryRun) -> str:
 
 
 def _units(run: DryRun) -> str:
-    """Of all stages; what other ranks of the pipe hold has no "on this rank"."""
-    layout, state = run.trainer.engine.layout, run.trainer.engine.pages
-    pipe = run.trainer.engine.axes.pipe.size > 1
+    """The units of all stages; those of other pipe ranks have no "on this rank"."""
+    layout, state = run.trainer.placement.layout, run.trainer.placement.pages
+    pipe = run.trainer.placement.axes.pipe.size > 1
     rows: list[tuple[str, ...]] = [("unit", *["stage"] * pipe, "layers", "parameters", "on this rank", "pages")]
     for unit in layout.units:
         here = [p for p in unit.pages if p in state]
@@ -107,7 +107,7 @@ def _gathers(run: DryRun) -> int:
     """Before the first loss, or on the other ranks of the pipe before the first backward."""
     words = [str(action) for action in run.program.actions]
     end = next(i for i, word in enumerate(words) if word.startswith(("LOSS", "B", "I")))
-    moves = run.trainer.engine.axes.shard.size > 1
+    moves = run.trainer.placement.axes.shard.size > 1
     return sum(word.startswith("GATHER") for word in words[:end]) if moves else 0
 
 
@@ -131,22 +131,22 @@ def _memory(run: DryRun) -> str:
     return table(rows)
 
 
-def _schedule(plan: Plan) -> str:
-    """The order of forwards and backwards on all ranks of the pipe, in time steps that F, I and W each take."""
-    idle = bubble(simulate(plan, UNIT), plan, UNIT)
-    pairs = ", ".join(map(str, in_flight(plan)))
-    numbers = f"{_count(plan.stages, 'stage')}, {_count(plan.microbatches, 'microbatch', 'es')}"
-    head = f"schedule {plan.name}: {numbers}; F, I and W as long as a step"
+def _schedule(schedule: PipelineSchedule) -> str:
+    """The order of forwards and backwards on all pipe ranks, in time steps of the length of one F, I or W."""
+    idle = bubble(simulate(schedule, UNIT), schedule, UNIT)
+    pairs = ", ".join(map(str, in_flight(schedule)))
+    numbers = f"{_count(schedule.stages, 'stage')}, {_count(schedule.microbatches, 'microbatch', 'es')}"
+    head = f"schedule {schedule.name}: {numbers}; F, I and W as long as a step"
     found = f"bubble {idle:.1%} (simulated, messages take no time); in flight by rank: {pairs}"
-    return f"{head}\n{grid(plan, WIDE)}\n{found}"
+    return f"{head}\n{grid(schedule, WIDE)}\n{found}"
 
 
 def _count(number: int, word: str, plural: str = "s") -> str:
     return f"{number} {word}{plural * (number != 1)}"
 
 
-def _drawing(plan: Plan, path: str) -> str:
+def _drawing(schedule: PipelineSchedule, path: str) -> str:
     from fsdpx.launch.draw import draw
 
-    title = f"{plan.name}, {len(plan.ranks)} ranks, {plan.microbatches} microbatches"
-    return f"drawn: {draw(simulate(plan, UNIT), path, title)}"
+    title = f"{schedule.name}, {len(schedule.ranks)} ranks, {schedule.microbatches} microbatches"
+    return f"drawn: {draw(simulate(schedule, UNIT), path, title)}"

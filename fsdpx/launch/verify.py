@@ -1,4 +1,4 @@
-"""`verify`: the promise of equal results, checked on this machine: N ranks against one process, tensor by tensor."""
+"""`verify`: compares the training of N ranks with that of one process on this machine, tensor by tensor."""
 
 import argparse
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from fsdpx.comm.local import single
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError
-from fsdpx.launch.mesh import check, recompute, words
+from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
 from fsdpx.program import SCHEDULES
 
@@ -32,7 +32,7 @@ Found = tuple[list[float], dict[str, Any], str]
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT that can be cut: layers enough for the stages, heads and a sequence for the tensor axis."""
+    """A GPT with enough layers for the stages of a mesh, and enough heads and positions for its tensor axis."""
 
     width: int = 24
     layers: int = 2
@@ -50,45 +50,45 @@ class Size:
 
 @dataclass(frozen=True)
 class Case:
-    """One training to compare. mesh: None leaves it to the strategy. again: what is recomputed, as it was said."""
+    """One training to compare. mesh: None: that of the strategy. recompute: as on the command line."""
 
     strategy: str
     precision: str
     mesh: Mesh | None = None
     schedule: str | None = None
     sequence: str | None = None
-    again: str | None = None
+    recompute: str | None = None
     chunks: int | None = None
     microbatches: int | None = None
     steps: int = 6
 
     @property
     def tolerance(self) -> float:
-        """With chunks no bit may differ, but for sums that the tensor axis cuts."""
+        """With chunks every bit must be the same, except for sums that the tensor axis cuts."""
         exact = self.chunks is not None and (self.mesh is None or self.mesh.width("tensor") == 1)
         return 0.0 if exact else TOLERANCE[self.precision]
 
     @property
     def alone(self) -> "Case":
-        """The same in one process."""
+        """The same training in one process."""
         return Case("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
-        """Beside strategy, precision and ranks."""
-        parts = [] if self.mesh is None else [words(self.mesh)]
+        """Everything but strategy, precision and ranks."""
+        parts = [] if self.mesh is None else [mesh_text(self.mesh)]
         parts += [self.schedule or "1f1b"] if self.mesh is not None and self.mesh.width("pipe") > 1 else []
         parts += [] if self.sequence is None else [f"sequence {self.sequence}"]
-        parts += [] if self.again is None else [f"recompute {self.again}"]
+        parts += [] if self.recompute is None else [f"recompute {self.recompute}"]
         return "".join(f", {part}" for part in parts)
 
 
 def verify(args: argparse.Namespace) -> int:
-    """0 if all is well, 1 if a tensor differs."""
+    """The exit status: 0 if all tensors agree, else 1."""
     return verify_on(fsdpx.init("mpi" if args.no_node else None), args)
 
 
 def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
-    """The same on the ranks of `comm`. Collective."""
+    """`verify` on the ranks of `comm`. Collective."""
     good = True
     for case in cases(args, comm.size):
         good &= _compare(comm, case, Size.on(case.mesh))
@@ -96,13 +96,13 @@ def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
 
 
 def cases(args: argparse.Namespace, ranks: int) -> list[Case]:
-    """Every strategy that was asked for in every precision, and on a mesh under every schedule and sequence."""
+    """The product of the strategies, precisions, schedules and sequences that were given."""
     strategies = list(PRESETS) if args.strategy == "all" else [args.strategy]
     formats = list(TOLERANCE) if args.precision == "all" else [args.precision]
     if not set(formats) <= set(TOLERANCE):
         raise ConfigError(f"verify --precision {args.precision}: choose float64, float32 or all")
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
-    check(mesh, args.schedule, args.sequence)
+    check_axes(mesh, args.schedule, args.sequence)
     schedules: list[str | None] = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
     sequences = SEQUENCES if args.sequence == "all" else (args.sequence,)
     return [
@@ -115,7 +115,7 @@ def cases(args: argparse.Namespace, ranks: int) -> list[Case]:
 
 
 def lay(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
-    """The mesh with all widths; strategies that cut nothing have all of the data axis as replicas."""
+    """The mesh with all widths filled in; for ddp the whole data axis is replicas."""
     full = mesh.filled(strategy, ranks)
     if strategy in PRESETS and PRESETS[strategy].shard == 1:
         return replace(full, replica=full.width("data"), shard=1)
@@ -140,7 +140,7 @@ def _alone(case: Case, size: Size) -> Found:
 
 
 def _train(comm: Communicator, case: Case, size: Size) -> Found:
-    """A small GPT with tied weights and dropout, clipped, on batches of which the last is short."""
+    """Train a small GPT with tied weights, dropout and clipping on batches of which the last is short."""
     exact = case.chunks is not None
     model = nn.GPT(VOCAB, size.width, size.layers, size.heads, size.seq_len, tie=True, dropout=0.0 if exact else 0.1)
     trainer = model.as_distributed(
@@ -157,7 +157,7 @@ def _train(comm: Communicator, case: Case, size: Size) -> Found:
         seed=7,
         schedule=case.schedule or "1f1b",
         sequence=case.sequence,
-        recompute=recompute(case.again),
+        recompute=parse_recompute(case.recompute),
     )
     losses = [trainer.step(x, y) for x, y in _batches(trainer.data, case.steps, case.chunks, size.seq_len)]
     text = f", chunks {case.chunks}, sha256 {trainer.fingerprint()[:16]}" if exact else ""
@@ -174,7 +174,7 @@ def _microbatches(case: Case) -> int:
 def _batches(
     comm: Communicator, steps: int, chunks: int | None, seq_len: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The same global batches at any world size, this data rank's part of them."""
+    """This data rank's part of global batches that are the same at any number of ranks."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):
         rows = 2 * chunks if chunks else FULL_BATCH if step < steps - 1 else LAST_BATCH
@@ -191,7 +191,7 @@ def _batches(
 def _verdict(
     want: dict[str, Any], got: dict[str, Any], want_losses: list[float], got_losses: list[float], tolerance: float
 ) -> tuple[bool, str]:
-    """Relative to the largest element of each tensor; the first one over the tolerance is named."""
+    """Whether all tensors agree, relative to the largest element of each, and a line that names the worst."""
     worst, where = 0.0, "the losses"
     pairs = [("the losses", np.array(want_losses), np.array(got_losses))]
     pairs += [(name, want[name], got[name]) for name in want]

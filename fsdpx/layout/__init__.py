@@ -1,1 +1,1 @@
-"""Who holds what: ranges, pages, units and the train state of a rank."""
+"""Which rank holds what: the units, pages and shards of a model, the stages of a pipe, the chunks of a batch."""

@@ -1,4 +1,4 @@
-"""Pages: parameters that lie in one flat array and are gathered and reduced together."""
+"""Pages: flat arrays of parameters that are gathered and reduced together, and how they are cut into shards."""
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -15,8 +15,8 @@ __all__ = ["Field", "Page", "cut", "product"]
 class Field:
     """One parameter's place in a page: elements [offset, offset + size) hold it in C order.
 
-    shape: of what this rank's line of the tensor axis holds of it. source: the parameter whose values these are,
-    another name than `name` for one that is tied to a layer on another rank.
+    shape: of the part that belongs to this rank of the tensor axis. source: the parameter whose values these are; it
+    differs from `name` for a copy of a parameter that is tied across ranks.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Field:
 class Page:
     """A flat array of `size` elements that holds `fields` without gaps.
 
-    partial: each rank of the tensor axis finds only a part of its gradient.
+    partial: each rank of the tensor axis computes only a part of its gradient.
     """
 
     index: int
@@ -48,7 +48,7 @@ class Page:
         partial: bool = False,
         sources: Mapping[str, str] | None = None,
     ) -> "Page":
-        """sources: name -> source, where they differ."""
+        """A page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
         sizes = [product(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
         known = sources or {}
@@ -63,7 +63,7 @@ class Page:
         return overlap([Range(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
     def grid(self) -> list[int]:
-        """Places where a bit-exact cut may fall: block edges, counted from each field's own start."""
+        """Where a cut changes no bit of a sum over blocks: block edges, counted from each field's own start."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, GRAIN)]
         return edges + [self.size]
 
@@ -76,9 +76,10 @@ def product(shape: Sequence[int]) -> int:
 
 
 def cut(page: Page, width: int, snap: bool = False) -> tuple[Range, ...]:
-    """The page in `width` shards. Rank r holds [floor(n r / width), floor(n (r+1) / width)): no padding, sizes
-    differ by at most one. With `snap` each bound moves to the nearest block edge, so that sums over blocks
-    do not see where the page was cut."""
+    """The page in `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
+
+    snap: move each bound to the nearest block edge, so that sums over blocks do not depend on the cut.
+    """
     bounds = [page.size * r // width for r in range(width + 1)]
     if snap and width > 1:
         grid = page.grid()

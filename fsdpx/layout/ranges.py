@@ -1,4 +1,4 @@
-"""Half-open ranges of one logical array, and the one function that says which parts of two cuts meet."""
+"""Half-open ranges of a logical array, and the overlaps of two ways to cut it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,9 +29,9 @@ class Piece:
 
 
 def overlap(have: Sequence[Range], want: Sequence[Range]) -> list[Piece]:
-    """Every non-empty meeting of two lists of ranges, each sorted and free of overlaps within itself. O(n + m).
+    """Every non-empty overlap of two lists of ranges, each sorted and without overlaps in itself. O(n + m).
 
-    Reload, resize, optimiser segments and checkpoint slices are all this question.
+    Answers how to reload, resize, find optimiser segments and slice checkpoints.
     """
     pieces = []
     h = w = 0

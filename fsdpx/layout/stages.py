@@ -1,4 +1,4 @@
-"""Where a model is cut into the stages of a pipe: by hand, or so that the dearest stage costs as little as possible."""
+"""Where a model is cut into pipeline stages: by hand, or such that the largest cost of a stage is minimal."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,16 +12,20 @@ from fsdpx.nn.sort import Node, Sorted
 __all__ = ["Costs", "balanced", "cut_stages"]
 
 Costs = Mapping[str, float]
-"""Pattern of layer paths (fnmatch; the first that matches wins) -> cost of one sample, in any unit."""
+"""Pattern of layer paths (fnmatch; the first that matches wins) -> cost per sample, in any unit."""
 
 
 def cut_stages(
     model: Sorted, count: int, stages: Sequence[str | int] | None = None, costs: Costs | None = None
 ) -> tuple[int, ...]:
-    """The number of the first node of each of `count` stages.
+    """The index of the first node of each of `count` stages.
 
-    stages: the path of the first layer of each stage, or how many layers each stage has. costs: for the automatic cut;
-    a layer that no pattern matches costs as much as it has parameters to multiply with.
+    Parameters
+    ----------
+    model : from `fsdpx.nn.sort`
+    count : stages of the pipe
+    stages : the path of the first layer of each stage, or the number of layers of each stage; None: automatic
+    costs : for the automatic cut; a layer that no pattern matches costs as much as it has elements of weight matrices
     """
     nodes = model.nodes
     if count > len(nodes):
@@ -43,17 +47,16 @@ def cut_stages(
 
 
 def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:
-    """Where each of `count` runs begins, none empty, so that the dearest run is as cheap as can be.
+    """Where each of `count` non-empty runs begins, such that the largest cost of a run is as small as possible.
 
-    Bisection over the dearest run's cost; runs are filled from the left (the classic chains-on-chains partition,
-    Pinar and Aykanat 2004).
+    Bisection over that cost; runs are filled from the left (chains-on-chains partitioning, Pinar and Aykanat 2004).
     """
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if len(_filled(costs, middle, count)) <= count else (middle, high)
     starts = _filled(costs, high, count)
-    while len(starts) < count:  # cheap models leave runs over: the longest one is split
+    while len(starts) < count:  # fewer runs were enough: the most expensive one is split
         ends = [*starts[1:], len(costs)]
         long = [i for i in range(len(starts)) if ends[i] - starts[i] > 1]
         i = max(long, key=lambda i: sum(costs[starts[i] : ends[i]]))
@@ -73,7 +76,7 @@ def _filled(costs: Sequence[float], limit: float, count: int) -> list[int]:
 
 
 def _numbers(stages: Sequence[str | int]) -> bool:
-    """Whether stages are given by numbers of layers, not by name."""
+    """Whether stages are given by numbers of layers instead of names."""
     kinds = {type(stage) for stage in stages}
     if kinds not in ({int}, {str}):
         raise ConfigError(f"stages={list(stages)}: name the first layers of all stages, or give numbers of layers")

@@ -1,7 +1,7 @@
-"""The canonical binary tree over the chunks of a global batch: which partial sums a run of chunks collapses to.
+"""The fixed binary tree along which the chunks of a global batch are summed.
 
-Node (level, index) sums chunks [index * 2**level, (index + 1) * 2**level), clipped to the number of chunks. Adding
-along this tree, and only along it, makes a sum independent of how chunks are spread over ranks and time.
+Node (level, index) is the sum of chunks [index * 2**level, (index + 1) * 2**level), clipped to the number of chunks. As
+all sums follow this tree, their bits do not depend on which rank computes which chunks, and when.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,9 @@ def root(chunks: int) -> Node:
 
 
 class Stack(Generic[T]):
-    """Partial sums of neighbouring nodes, collapsed as soon as two siblings are there (a binary counter).
+    """Partial sums of adjacent nodes; two siblings are added as soon as both are there (a binary counter).
 
-    `add(left, right) -> sum` may work in place on `left`. Memory: at most log2(chunks) + 1 partial sums.
+    add: (left, right) -> sum, may work in place on `left`. Memory: at most log2(chunks) + 1 partial sums.
     """
 
     def __init__(self, chunks: int, add: Callable[[T, T], T]) -> None:
@@ -44,7 +44,7 @@ class Stack(Generic[T]):
         self.entries: list[tuple[Node, T]] = []
 
     def push(self, node: Node, value: T) -> None:
-        """Nodes arrive from left to right without gaps."""
+        """Add a node; nodes come from left to right without gaps."""
         self.entries.append((self._raised(node), value))
         while len(self.entries) > 1 and self._siblings():
             (left, a), (_, b) = self.entries[-2:]
@@ -64,7 +64,7 @@ class Stack(Generic[T]):
 
 
 def nodes_of(chunks: int, run: range) -> tuple[Node, ...]:
-    """The fewest nodes that cover a run of chunks: what is left of `Stack` after pushing them one by one."""
+    """The fewest nodes that cover a run of chunks: what a `Stack` holds after pushing them one by one."""
     stack: Stack[None] = Stack(chunks, lambda a, b: None)
     for c in run:
         stack.push(Node(0, c), None)

@@ -18,17 +18,21 @@ GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
 
 LEAST, NARROW = 4, 128
-"""Layers of a line, at least; and their width, at most: products of larger ones take longer than Python."""
+"""The fewest layers of a line and their largest width: products of wider layers take longer than Python's calls."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How a model lies over the pipe and tensor axes; by default on one rank of each.
+    """How a model is distributed over the pipe and tensor axes; by default over one rank of each.
 
-    starts: the first node of each stage. home: the rank of each stage on the pipe. rank, width: this rank's place on
-    the tensor axis. partial: parameters whose gradients each tensor rank finds a part of. apart: layers with a tied
-    parameter get a copy each wherever they are, not only on other ranks: its gradients are added in one order then,
-    however the model is cut.
+    Parameters
+    ----------
+    starts : the first node of each stage
+    home : the pipe rank of each stage
+    rank, width : this rank's index on the tensor axis, and its size
+    partial : parameters of whose gradients each tensor rank computes a part
+    apart : every layer with a tied parameter gets a copy of its own, also on the same rank, so that the gradients are
+        added in the same order however the model is cut
     """
 
     starts: tuple[int, ...] = (0,)
@@ -46,7 +50,7 @@ class Spread:
         return self.home[self.stage(node)]
 
     def shape(self, spec: Spec) -> tuple[int, ...]:
-        """What of a parameter lies on this line of the tensor axis."""
+        """The shape of this tensor rank's part of a parameter."""
         return spec.shape if spec.cut is None else tuple(spec.cut.local(spec.shape, self.rank, self.width))
 
 
@@ -63,7 +67,7 @@ class Unit:
 
     @cached_property
     def lines(self) -> dict[int, int]:
-        """First node -> one past the last of lines: small square linear layers, each reading only the one before."""
+        """First node -> one past the last, of each line: a chain of small square Linear layers that run as one call."""
         found, start = {}, 0
         for i in range(1, len(self.nodes) + 1):
             if i == len(self.nodes) or not self._follows(i):
@@ -85,7 +89,7 @@ class Unit:
 
 
 def _small(layer: Layer) -> int:
-    """The width of a linear layer that can stand in a line, else 0."""
+    """The width of a Linear that can be part of a line, else 0."""
     if type(layer) is not Linear or not layer.bias or layer.in_features != layer.out_features:
         return 0
     return layer.in_features if layer.in_features <= NARROW else 0
@@ -93,17 +97,23 @@ def _small(layer: Layer) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The model as data: units in execution order, their pages, and replicated non-trainable state.
+    """The model as data: units in execution order and their pages.
 
-    specs: canonical name -> spec, whole. ties: alias -> the name under which the pages hold it. twins: pages with
-    copies of one parameter, the one of its first user first.
+    Parameters
+    ----------
+    specs : canonical name -> spec of the full parameter
+    ties : alias -> the name under which the pages hold it
+    aliases : alias -> canonical name, of the model
+    inputs, outputs : names of the model's inputs, and numbers of the values that are its outputs
+    spread : how the model is distributed over the pipe and tensor axes
+    twins : groups of pages with copies of the same tied parameter, the page of its first user first
     """
 
     units: tuple[Unit, ...]
     pages: tuple[Page, ...]
     specs: dict[str, Spec]
     ties: dict[str, str]
-    aliases: dict[str, str]  # alias -> canonical name, of the model
+    aliases: dict[str, str]
     inputs: tuple[str, ...]
     outputs: tuple[int, ...]
     spread: Spread
@@ -122,12 +132,12 @@ class Layout:
 
     @cached_property
     def copies(self) -> frozenset[int]:
-        """Pages whose parameters an earlier page holds as well."""
+        """Pages that hold copies of tied parameters of an earlier page."""
         return frozenset(p for group in self.twins for p in group[1:])
 
     @property
     def size(self) -> int:
-        """Elements of all parameters, whole, each counted once."""
+        """Elements of all full parameters, tied ones counted once."""
         return sum(spec.size for spec in self.specs.values() if not spec.state)
 
 
@@ -138,9 +148,15 @@ def lay_out(
     frozen: Sequence[str] = (),
     spread: Spread | None = None,
 ) -> Layout:
-    """Group the nodes of a sorted model into units of at least `group_bytes` of own parameters and lay out their pages.
+    """Group the nodes of a model into units, and lay out the pages of their parameters.
 
-    frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own.
+    Parameters
+    ----------
+    model : from `fsdpx.nn.sort`
+    itemsize : bytes of an element
+    group_bytes : consecutive nodes are grouped until a unit has so many bytes of parameters; None: `GROUP_BYTES`
+    frozen : name patterns (fnmatch) of parameters that are not trained; they get pages of their own
+    spread : how the model is distributed over the pipe and tensor axes; None: one rank of each
     """
     limit, spread = GROUP_BYTES if group_bytes is None else group_bytes, spread or Spread()
     if limit < 0:
@@ -171,12 +187,12 @@ def lay_out(
 
 
 def _share(spec: Spec, spread: Spread) -> int:
-    """Elements of a parameter on each rank of the tensor axis, alike on all of them."""
+    """Elements of a parameter on a rank of the tensor axis, rounded up so that all ranks get the same number."""
     return spec.size if spec.cut is None else -(-spec.size // spread.width)
 
 
 def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]]:
-    """Aliases that share the page of their parameter, and those that get a copy of it: alias -> name each."""
+    """alias -> name for the aliases that share the page of their parameter, and for those that get a copy of it."""
     user = {dotted(node.path, local): i for i, node in enumerate(model.nodes) for local in node.layer.specs()}
     shared: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -189,7 +205,7 @@ def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]
 def _together(
     names: Sequence[str], specs: dict[str, Spec], spread: Spread, copies: dict[str, str], alone: set[str]
 ) -> list[list[str]]:
-    """The parameters of a unit by page: those that are updated, summed and tied alike."""
+    """The parameters of a unit by page: a page is trainable or not, partial or not, and has a tied parameter alone."""
     pages: dict[tuple[bool, bool, str], list[str]] = {}
     for name in names:
         partial = copies.get(name, name) in spread.partial
@@ -213,7 +229,7 @@ def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
 
 
 def _owned(model: Sorted, ties: dict[str, str], specs: dict[str, Spec]) -> list[list[str]]:
-    """For each node the parameters that it is the first to use; state is no parameter."""
+    """For each node the parameters that it is the first to use, without state."""
     seen: set[str] = set()
     owned = []
     for node in model.nodes:
@@ -225,8 +241,7 @@ def _owned(model: Sorted, ties: dict[str, str], specs: dict[str, Spec]) -> list[
 
 
 def _groups(weights: list[int], limit: int, start: int) -> list[list[int]]:
-    """Consecutive runs that reach `limit`, counted from node `start`; what is left at the end joins the last run if it
-    is too small alone."""
+    """Consecutive runs of nodes that reach `limit`, counted from node `start`; a smaller rest is added to the last."""
     groups: list[list[int]] = []
     current: list[int] = []
     total = 0

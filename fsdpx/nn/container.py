@@ -158,7 +158,7 @@ class Container(Layer):
         specs = prefixed(self.children().items())
         ties = resolve_ties(type(self).__name__, ties, specs)
         free = {name: spec for name, spec in specs.items() if name not in ties}
-        for pattern in (frozen := _patterns(frozen)):
+        for pattern in (frozen := (frozen,) if isinstance(frozen, str) else tuple(frozen)):
             if not any(fnmatchcase(name, pattern) for name in free):
                 raise ConfigError(
                     f"{type(self).__name__}: frozen={pattern!r} matches no parameter; there are {', '.join(free)}"
@@ -278,10 +278,6 @@ def _named(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{owner}: duplicate layer names {', '.join(map(repr, twice))}")
     return [(name, check_layer(owner, name, layer)) for name, layer in named]
-
-
-def _patterns(frozen: Sequence[str]) -> tuple[str, ...]:
-    return (frozen,) if isinstance(frozen, str) else tuple(frozen)
 
 
 def _last_reads(steps: Sequence[Step], outputs: Sequence[str]) -> list[list[str]]:

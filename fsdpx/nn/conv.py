@@ -156,7 +156,19 @@ class Conv2d(Layer):
         return dy.swapaxes(0, 1).reshape(self.out_channels, dy.shape[0] * math.prod(dy.shape[2:]))
 
 
-class MaxPool2d(Layer):
+class _Pool2d(Layer):
+    """The options of MaxPool2d and AvgPool2d."""
+
+    def __init__(self, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> None:
+        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
+        window = _window(self, kernel_size, kernel_size if stride is None else stride, padding)
+        if any(2 * p > k for p, k in zip(window.padding, window.kernel, strict=True)):
+            name = type(self).__name__
+            raise ConfigError(f"{name}: padding {padding!r} must be at most half of kernel_size {kernel_size!r}")
+        self._window = window
+
+
+class MaxPool2d(_Pool2d):
     """The largest value in each window of `(samples, channels, height, width)`; the first of equals has the gradient.
 
     Parameters
@@ -165,10 +177,6 @@ class MaxPool2d(Layer):
     stride : by how many pixels the window moves; None: kernel_size
     padding : rows and columns of -inf on each side, at most half of kernel_size
     """
-
-    def __init__(self, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> None:
-        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
-        self._window = _pool_window(self, kernel_size, stride, padding)
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         want_image(self, x)
@@ -191,19 +199,13 @@ class MaxPool2d(Layer):
         return self._window.cut(image, shape), ()
 
 
-class AvgPool2d(Layer):
-    """The mean of each window of `(samples, channels, height, width)`; padding counts.
+class AvgPool2d(_Pool2d):
+    """The mean of each window of `(samples, channels, height, width)`; padding counts as zeros.
 
     Parameters
     ----------
-    kernel_size : height and width of the window, one number for both or a pair; so are the next two
-    stride : by how many pixels the window moves; None: kernel_size
-    padding : rows and columns of zeros on each side, at most half of kernel_size
+    kernel_size, stride, padding : as in `MaxPool2d`
     """
-
-    def __init__(self, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0) -> None:
-        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
-        self._window = _pool_window(self, kernel_size, stride, padding)
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         want_image(self, x)
@@ -229,10 +231,3 @@ def _window(layer: Layer, kernel: Pair, stride: Pair, padding: Pair) -> Window:
         pair(layer, "stride", stride, 1),
         pair(layer, "padding", padding, 0),
     )
-
-
-def _pool_window(layer: Layer, kernel: Pair, stride: Pair | None, padding: Pair) -> Window:
-    window = _window(layer, kernel, kernel if stride is None else stride, padding)
-    if any(2 * p > k for p, k in zip(window.padding, window.kernel, strict=True)):
-        raise ConfigError(f"{type(layer).__name__}: padding {padding!r} must be at most half of kernel_size {kernel!r}")
-    return window

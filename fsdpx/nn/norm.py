@@ -16,7 +16,22 @@ from fsdpx.nn.numeric import wide
 __all__ = ["LayerNorm", "RMSNorm"]
 
 
-class LayerNorm(Layer):
+class _Norm(Layer):
+    """What LayerNorm and RMSNorm share: rows of the last dims, and a result that is recomputed."""
+
+    cheap = True
+
+    def __init__(self, normalized_shape: int | Sequence[int], elementwise_affine: bool) -> None:
+        self.normalized_shape = normalized_shape
+        self.elementwise_affine = bool(elementwise_affine)
+        self._shape = _dims(self, normalized_shape)
+        self.acts_on = "position" if len(self._shape) == 1 else "sample"
+
+    def recompute(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
+        return self.forward(env, p, saved[0])[0]
+
+
+class LayerNorm(_Norm):
     """(x - mean) / sqrt(var + eps) * weight + bias over the last dims (Ba et al. 2016).
 
     Parameters
@@ -27,7 +42,6 @@ class LayerNorm(Layer):
     bias : whether there is, beside `weight`, a `bias`, zeros at first
     """
 
-    cheap = True
     runs = ("layer_norm", "layer_norm_backward_input", "layer_norm_backward_params")
 
     def __init__(
@@ -37,12 +51,9 @@ class LayerNorm(Layer):
         elementwise_affine: bool = True,
         bias: bool = True,
     ) -> None:
-        self.normalized_shape = normalized_shape
+        super().__init__(normalized_shape, elementwise_affine)
         self.eps = float(eps)
-        self.elementwise_affine = bool(elementwise_affine)
         self.bias = bool(bias)
-        self._shape = _dims(self, normalized_shape)
-        self.acts_on = "position" if len(self._shape) == 1 else "sample"
 
     def specs(self) -> dict[str, Spec]:
         if not self.elementwise_affine:
@@ -53,9 +64,6 @@ class LayerNorm(Layer):
         rows = _rows(self, x, self._shape)
         y, mean, rstd = kernels.layer_norm(env.xp, rows, _flat(p, "weight"), _flat(p, "bias"), self.eps)
         return y.reshape(x.shape), (x, mean, rstd)
-
-    def recompute(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
-        return self.forward(env, p, saved[0])[0]
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd = saved
@@ -68,7 +76,7 @@ class LayerNorm(Layer):
             kernels.layer_norm_backward_params(env.xp, *kept, _flat(g, "weight"), _flat(g, "bias"))
 
 
-class RMSNorm(Layer):
+class RMSNorm(_Norm):
     """x / sqrt(mean(x^2) + eps) * weight over the last dims (Zhang and Sennrich 2019).
 
     Parameters
@@ -80,19 +88,11 @@ class RMSNorm(Layer):
 
     runs = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
 
-    cheap = True
-
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float | None = None,
-        elementwise_affine: bool = True,
+        self, normalized_shape: int | Sequence[int], eps: float | None = None, elementwise_affine: bool = True
     ) -> None:
-        self.normalized_shape = normalized_shape
+        super().__init__(normalized_shape, elementwise_affine)
         self.eps = None if eps is None else float(eps)
-        self.elementwise_affine = bool(elementwise_affine)
-        self._shape = _dims(self, normalized_shape)
-        self.acts_on = "position" if len(self._shape) == 1 else "sample"
 
     def specs(self) -> dict[str, Spec]:
         return {"weight": Spec(self._shape, ones)} if self.elementwise_affine else {}
@@ -101,9 +101,6 @@ class RMSNorm(Layer):
         eps = float(np.finfo(wide(x.dtype)).eps) if self.eps is None else self.eps
         y, rstd = kernels.rms_norm(env.xp, _rows(self, x, self._shape), _flat(p, "weight"), eps)
         return y.reshape(x.shape), (x, rstd)
-
-    def recompute(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
-        return self.forward(env, p, saved[0])[0]
 
     def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
         x, rstd = saved

@@ -165,7 +165,7 @@ class Rewriter:
             self._by_itself(activation.layer, dotted(path, activation.name), kind, ("element", "position"))
             self._add_partial(layer, path)
             return layer.rewired([up, activation, down, *drop]), [kind]
-        hidden = self._features(dotted(path, "up"), 0)
+        hidden = Features(0, 1, 1, dotted(path, "up"))
         self._by_itself(activation.layer, dotted(path, activation.name), hidden, ("element",))
         without = f"leave the {type(layer).__name__} whole, with a tensor_plan that does not name it"
         self._no_parameters(activation.layer, dotted(path, activation.name), hidden, without)
@@ -321,9 +321,6 @@ class Rewriter:
                 f"{path!r} has {count} {things}, fewer than the {self.width} ranks of the tensor axis: use "
                 f"Mesh(tensor={max(count, 1)}) or less{way}"
             )
-
-    def _features(self, path: str, total: int) -> Features:
-        return Features(total, 1, 1, path)
 
     def _add_partial(self, layer: Layer, path: str) -> None:
         self.partial.update(dotted(path, name) for name in layer.specs())

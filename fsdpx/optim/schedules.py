@@ -68,9 +68,7 @@ class Cosine(Schedule):
 
     Parameters
     ----------
-    lr : the rate of step 1
-    steps : length of the half cosine
-    final : the rate at its end
+    lr, steps, final : as in `Linear`
     """
 
     lr: float

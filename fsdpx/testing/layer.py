@@ -1,4 +1,4 @@
-"""LayerContract: what every layer promises, as tests that a user's layer inherits."""
+"""LayerContract: tests of what every layer must do, to be inherited."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,38 +14,40 @@ Arrays = tuple[np.ndarray, ...]
 
 
 class LayerContract:
-    """Inherit, give `make()` and `inputs()`, and run it with pytest:
+    """Inherit, define `make` and `inputs`, and run it with pytest:
 
         class TestScale(LayerContract):
             def make(self): return Scale(6)
             def inputs(self): return self.normal(4, 6)
 
-    make: a new layer. inputs: a float64 (or integer) array, or a tuple of them, with at least 2 samples in
-    dim 0. Gradients are compared in float64 with central differences along random directions.
+    Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`).
     """
 
     training = True
+    """The mode in which the layer is run, see `Env`."""
     step = 1e-6
-    """Length of the numeric derivative's step."""
+    """Step of the central differences."""
     tolerance = 1e-6
-    """Relative to the derivative, or absolute where that is below 1."""
+    """Largest difference from the central difference, relative to it, or absolute where it is below 1."""
     tolerance32 = 1e-4
-    """Largest difference of float32 from float64, likewise."""
+    """Largest difference of float32 from float64 results, likewise."""
     rows_alone = True
-    """A sample's result does not depend on the other samples (not so for BatchNorm)."""
+    """A sample's result does not depend on the other samples (False for BatchNorm)."""
 
     def make(self) -> Layer:
+        """A new layer to be tested."""
         raise TypeError(f"{type(self).__name__} must define make(), which returns the layer to be tested")
 
     def inputs(self) -> Any:
+        """A float64 or integer array, or a tuple of them, with at least 2 samples in dim 0."""
         raise TypeError(f"{type(self).__name__} must define inputs(), which returns what the layer is tested on")
 
     def normal(self, *shape: int) -> np.ndarray:
-        """Normal numbers, the same in every run."""
+        """Normally distributed numbers of this shape, the same in every run."""
         return np.random.default_rng(sum(shape)).standard_normal(shape)
 
     def integers(self, below: int, *shape: int) -> np.ndarray:
-        """Whole numbers in [0, below), the same in every run."""
+        """Integers in [0, below) of this shape, the same in every run."""
         return np.random.default_rng(sum(shape)).integers(0, below, shape)
 
     def test_the_gradient_of_the_input_is_the_derivative(self) -> None:
@@ -86,11 +88,11 @@ class LayerContract:
         _, _, dx, whole = self._pass(layer, p, x)
         for frozen in whole:
             rest = {name: np.zeros_like(array) for name, array in whole.items() if name != frozen}
-            _, _, dx_again, _ = self._pass(layer, p, x, g=rest)
+            _, _, dx_frozen, _ = self._pass(layer, p, x, g=rest)
             assert frozen not in rest
             for name in rest:
                 np.testing.assert_array_equal(rest[name], whole[name], err_msg=f"{name} without {frozen}")
-            for a, b in zip(dx, dx_again, strict=True):
+            for a, b in zip(dx, dx_frozen, strict=True):
                 np.testing.assert_array_equal(a, b)
 
     def test_at_the_data_the_gradients_of_the_parameters_are_the_same(self) -> None:
@@ -129,7 +131,7 @@ class LayerContract:
             np.testing.assert_array_equal(array, 0.0, err_msg=f"no samples, but a gradient of {name}")
 
     def test_samples_do_not_see_each_other(self) -> None:
-        """The batch cut in two gives the same results, and gradients that add up, random numbers included."""
+        """Two parts of the batch give the same results, random numbers included, and gradients that add up."""
         layer, x, p = self._setting()
         if not self.rows_alone:
             return
@@ -194,7 +196,7 @@ class LayerContract:
         x = _parts(self.inputs())
         assert all(len(part) >= 2 for part in x), "inputs() must give at least 2 samples"
         p = values(layer.specs(), seed=1, dtype=np.float64)
-        # Away from zeros and ones, where a forgotten factor would not show.
+        # Not at zeros and ones, where a missing factor would not be noticed.
         moved = {n: a + 0.1 * np.abs(_direction(11, a)) for n, a in p.items()}
         return layer, x, moved
 
@@ -205,7 +207,7 @@ class LayerContract:
         return Env(xp, alone(), Random(seed=5, path="layer", step=3, row=row), self.training)
 
     def _forward(self, layer: Layer, p: Mapping[str, np.ndarray], x: Arrays) -> tuple[Arrays, Any]:
-        """On a copy of the parameters: state may move."""
+        """On a copy of the parameters: forward may update state."""
         y, saved = layer.forward(self._env(np), {name: array.copy() for name, array in p.items()}, _pack(x))
         return _parts(y), saved
 
@@ -227,7 +229,7 @@ class LayerContract:
 
     def _close(self, got: float, want: float, what: str) -> None:
         limit = self.tolerance * max(1.0, abs(want))
-        assert abs(got - want) <= limit, f"{what}: backward says {got!r}, the difference quotient {want!r}"
+        assert abs(got - want) <= limit, f"{what}: backward gives {got!r}, the central difference {want!r}"
 
 
 def _pack(parts: Any) -> Any:

@@ -1,11 +1,4 @@
-"""The contract of an optimiser, as a test class to inherit.
-
-class TestMine(OptimizerContract):
-    def make(self, **options):
-        return Mine(**options)
-
-Shards run on threads of their own, so that optimisers that need sums over whole parameters can meet.
-"""
+"""OptimizerContract: tests of what every optimiser must do, to be inherited."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -22,17 +15,21 @@ TOTAL = sum(SIZES.values())
 
 
 class OptimizerContract:
-    """`make(**options)` builds the optimiser under test and takes at least `lr`.
+    """Inherit, define `make`, and run it with pytest:
 
-    grain: 1 if shards may be cut anywhere without a change of bits, 1024 if at multiples of that within each
-    parameter.
-    grouped: whether `make` takes `groups` with "lr_scale" and "weight_decay", and `weight_decay` itself.
+        class TestMine(OptimizerContract):
+            def make(self, **options): return Mine(**options)
+
+    Each shard is updated in a thread of its own, so that optimisers can add norms of full parameters.
     """
 
     grain: int = 1
+    """1 if shards may be cut anywhere without a change of bits, 1024 if only at multiples of it in each parameter."""
     grouped: bool = True
+    """`make` takes `groups` with "lr_scale" and "weight_decay", and `weight_decay` itself."""
 
     def make(self, **options: Any) -> Optimizer:
+        """A new optimiser to be tested; options has at least `lr`."""
         raise AssertionError("inherit OptimizerContract and define make(self, **options)")
 
     def test_names_its_slots(self) -> None:
@@ -136,17 +133,17 @@ class OptimizerContract:
         """Three steps on the shards between `cuts`, each shard on a thread of its own."""
         bounds = [0, *cuts, TOTAL]
         optimizer = self.make(lr=0.01)
-        meeting = _Meeting(len(bounds) - 1)
+        threads = _Threads(len(bounds) - 1)
 
         def train(r: int) -> dict[str, Any]:
             low, high = bounds[r], bounds[r + 1]
             p, g, slots = self._state(dtype, slice(low, high))
-            segments = _segments(low, high, meeting.exchange(r))
+            segments = _segments(low, high, threads.exchange(r))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
             return {"p": p, **slots}
 
-        shards = meeting.run(train)
+        shards = threads.run(train)
         return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
 
     def _same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -163,7 +160,7 @@ def _places() -> dict[str, slice]:
 
 
 def _segments(low: int, high: int, exchange: Callable[[Any], list[Any]] | None = None) -> Segments:
-    """What a shard [low, high) of all parameters holds."""
+    """The segments of a shard [low, high) of all parameters."""
     items = []
     for name, place in _places().items():
         start, stop = max(low, place.start), min(high, place.stop)
@@ -172,8 +169,8 @@ def _segments(low: int, high: int, exchange: Callable[[Any], list[Any]] | None =
     return Segments(tuple(items), exchange)
 
 
-class _Meeting:
-    """Threads that hand each other objects: an all-gather without a communicator."""
+class _Threads:
+    """Threads with an all-gather of objects, without a communicator."""
 
     def __init__(self, size: int) -> None:
         self.size, self.barrier, self.table = size, threading.Barrier(size, timeout=30), [None] * size
@@ -182,9 +179,9 @@ class _Meeting:
         def all_gather(mine: Any) -> list[Any]:
             self.table[rank] = mine
             self.barrier.wait()
-            everyone = list(self.table)
+            gathered = list(self.table)
             self.barrier.wait()
-            return everyone
+            return gathered
 
         return all_gather
 

@@ -1,4 +1,4 @@
-"""Fixtures of the array room."""
+"""Fixtures: both versions of a kernel, every float dtype, with rows and without."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from fsdpx.array import kernels
 
 @pytest.fixture(params=["plain", "numba"])
 def mode(request):
-    """Each test runs on both codes of a kernel."""
+    """Each test runs with both versions of a kernel."""
     with kernels.use(request.param):
         yield request.param
 

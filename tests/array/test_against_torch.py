@@ -1,4 +1,4 @@
-"""Every kernel, both codes, every float dtype, with rows and without, against PyTorch in float64."""
+"""Every kernel, both versions, every float dtype, with rows and without, against PyTorch in float64."""
 
 import numpy as np
 import pytest

@@ -88,9 +88,9 @@ def test_the_same_bits_at_every_alignment(library: str, shape: tuple[int, int, i
     a, b = rng.standard_normal((m, k)).astype("f4"), rng.standard_normal((k, n)).astype("f4")
 
     def at(offset: int, values: np.ndarray) -> np.ndarray:
-        room = np.empty(values.size + 32, "f4")
-        start = (-room.ctypes.data // 4) % 16 + offset
-        moved = room[start : start + values.size].reshape(values.shape)
+        storage = np.empty(values.size + 32, "f4")
+        start = (-storage.ctypes.data // 4) % 16 + offset
+        moved = storage[start : start + values.size].reshape(values.shape)
         moved[...] = values
         return moved
 

@@ -23,9 +23,9 @@ def test_compiled_and_plain_drop_the_same(start, size, p, kind, seed):
         y, keep = kernels.drop(np, x, numbers, p)
     with kernels.use("numba"):
         y2, keep2 = kernels.drop(np, x, numbers, p)
-        again = kernels.drop_backward(np, x, keep2, p)
+        backward = kernels.drop_backward(np, x, keep2, p)
     np.testing.assert_array_equal(keep2, keep, strict=True)
-    assert y.tobytes() == y2.tobytes() == again.tobytes()
+    assert y.tobytes() == y2.tobytes() == backward.tobytes()
 
 
 @SETTINGS

@@ -1,4 +1,4 @@
-"""The door to array libraries."""
+"""Namespaces of array libraries, and dtypes by name."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a tolerance against an oracle does not show: tails, overflow, NaN, slices, order, refusals."""
+"""What a tolerance against PyTorch does not show: tails, overflow, NaN, slices, order, refusals."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Counter-based random numbers do not see how a stream is cut."""
+"""Counter-based random numbers do not depend on how a stream is cut."""
 
 import math
 

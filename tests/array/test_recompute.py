@@ -1,4 +1,4 @@
-"""GELU made again while it is differentiated: the same as the two kernels it stands for."""
+"""GELU recomputed while it is differentiated: the same as the two kernels that it replaces."""
 
 import numpy as np
 import pytest

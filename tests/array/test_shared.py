@@ -87,5 +87,5 @@ for function in (shared.add32, shared.add64):
     function(row.__array_interface__["data"][0])
     print(sum(function.stats.cache_misses.values()))
 """
-    said = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(2)]
-    assert said[1].stdout.split() == ["0", "0"]
+    runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(2)]
+    assert runs[1].stdout.split() == ["0", "0"]

@@ -1,4 +1,4 @@
-"""After `warm` a kernel neither compiles nor loads anything; what cannot be compiled or kept is said once."""
+"""After `warm` a kernel neither compiles nor loads anything; a cache that cannot be written is one warning."""
 
 import subprocess
 import sys
@@ -89,8 +89,8 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert kernels.square_sum(np, np.ones(3, np.float32)) == 3.0
     assert kernels.sigmoid(np, np.zeros(3, np.float32)).tolist() == [0.5] * 3
-said = [str(c.message) for c in caught]
-assert len(said) == 1 and "set NUMBA_CACHE_DIR to a folder that can be written" in said[0], said
+results = [str(c.message) for c in caught]
+assert len(results) == 1 and "set NUMBA_CACHE_DIR to a folder that can be written" in results[0], results
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=180)
 
@@ -105,5 +105,5 @@ kernels.gelu(np, np.ones((5, 4), np.float32))
 print("numba.experimental.jitclass.base" in sys.modules)
 """
     run = [sys.executable, "-W", "error", "-c", code]
-    said = [subprocess.run(run, check=True, timeout=120, capture_output=True, text=True).stdout for _ in range(2)]
-    assert said[1].split() == ["False"]
+    results = [subprocess.run(run, check=True, timeout=120, capture_output=True, text=True).stdout for _ in range(2)]
+    assert results[1].split() == ["False"]

@@ -99,7 +99,7 @@ def test_epochs_and_seeds_shuffle_differently():
 
 def test_the_order_is_the_same_in_every_process():
     code = "from fsdpx.data import DistributedSampler as D; print(list(D(30, seed=3)))"
-    said = {
+    orders = {
         subprocess.run(
             [sys.executable, "-c", code],
             env={"PYTHONHASHSEED": seed},
@@ -109,7 +109,7 @@ def test_the_order_is_the_same_in_every_process():
         ).stdout
         for seed in ("1", "2")
     }
-    assert said == {f"{list(DistributedSampler(30, seed=3))}\n"}
+    assert orders == {f"{list(DistributedSampler(30, seed=3))}\n"}
 
 
 @quick

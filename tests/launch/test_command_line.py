@@ -1,4 +1,4 @@
-"""The command line: info, show and verify say what they promise; real MPI jobs where they need one."""
+"""The command line: what info, show and verify print; real MPI jobs where they need one."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Pictures of schedules and programs are written, or it is said why not."""
+"""Pictures of schedules and programs are written, or a ConfigError names the reason."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,8 @@ from fsdpx.errors import ConfigError
 from fsdpx.launch.draw import draw
 from fsdpx.program.action import parse
 from fsdpx.program.schedules import schedule
-from fsdpx.program.simulate import Costs, Event, simulate
+from fsdpx.program.simulate import Costs, simulate
+from fsdpx.program.timeline import Event
 
 STEP = [
     Event(0, action, start, end)

@@ -1,4 +1,4 @@
-"""What each launcher says about the number of ranks, and what is said when MPI disagrees."""
+"""The number of ranks that each launcher sets, and the error when MPI disagrees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mesh as a command line says it: read, filled by the strategy, refused with a reason."""
+"""A mesh on the command line: parsed, filled by the strategy, refused with a reason."""
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,7 @@ from fsdpx.comm import Communicator
 from fsdpx.comm.mesh import AXES
 from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError, FsdpxError, MeshError
-from fsdpx.launch.mesh import check, recompute, words
+from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.launch.verify import lay
 
 
@@ -66,8 +66,8 @@ def test_strategies_without_shards_have_all_data_ranks_as_replicas() -> None:
     assert lay(Mesh.parse("shard=2,pipe=2,tensor=2"), "ddp", 8) == Mesh(replica=2, shard=1, pipe=2, tensor=2)
     assert lay(Mesh.parse("shard=2,pipe=2,tensor=2"), "zero2", 8) == Mesh(shard=2, pipe=2, tensor=2)
     assert lay(Mesh.parse("pipe=2"), "hybrid", 8) == Mesh(replica=2, shard=2, pipe=2)
-    assert words(lay(Mesh.parse("pipe=2"), "ddp", 8)) == "pipe=2 x replica=4"
-    assert words(Mesh(shard=1)) == "one rank"
+    assert mesh_text(lay(Mesh.parse("pipe=2"), "ddp", 8)) == "pipe=2 x replica=4"
+    assert mesh_text(Mesh(shard=1)) == "one rank"
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_what_would_mean_nothing_is_refused(
     text: str | None, schedule: str | None, sequence: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        check(None if text is None else Mesh.parse(text), schedule, sequence)
+        check_axes(None if text is None else Mesh.parse(text), schedule, sequence)
     assert message in str(caught.value)
 
 
 def test_recompute_is_a_number_or_a_word() -> None:
-    assert [recompute(text) for text in (None, "all", "2", "512MiB")] == [None, "all", 2, "512MiB"]
+    assert [parse_recompute(text) for text in (None, "all", "2", "512MiB")] == [None, "all", 2, "512MiB"]

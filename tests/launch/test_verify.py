@@ -56,14 +56,14 @@ def test_every_strategy_on_three_axes(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_chunks_on_a_pipe_differ_in_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     on_threads("--mesh pipe=2 --schedule zbv --chunks 4 --precision float32 --steps 2", 4)
-    (said,) = lines(capsys)
-    assert re.match(r"OK  fsdp float32, 4 ranks, pipe=2 x shard=2, zbv, chunks 4, sha256 \w{16}: .*allowed 0$", said)
+    (line,) = lines(capsys)
+    assert re.match(r"OK  fsdp float32, 4 ranks, pipe=2 x shard=2, zbv, chunks 4, sha256 \w{16}: .*allowed 0$", line)
 
 
 def test_without_a_mesh_the_line_is_short(capsys: pytest.CaptureFixture[str]) -> None:
     on_threads("--strategy zero1 --precision float64 --steps 2", 3)
-    (said,) = lines(capsys)
-    assert said.startswith("OK  zero1 float64, 3 ranks: largest relative difference ")
+    (line,) = lines(capsys)
+    assert line.startswith("OK  zero1 float64, 3 ranks: largest relative difference ")
 
 
 def test_a_difference_is_found_and_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +80,8 @@ def test_a_difference_is_found_and_named(capsys: pytest.CaptureFixture[str], mon
 
     monkeypatch.setitem(operations.OPERATIONS, "SEND", lossy)
     assert on_threads("--mesh pipe=2 --precision float64 --steps 2", 2) == [1, 1]
-    (said,) = lines(capsys)
-    assert re.match(r"DIFFERS  fsdp float64, 2 ranks, pipe=2, 1f1b: .* differs by \S+ relative, more than 1e-12", said)
+    (line,) = lines(capsys)
+    assert re.match(r"DIFFERS  fsdp float64, 2 ranks, pipe=2, 1f1b: .* differs by \S+ relative, more than 1e-12", line)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One rank by itself: an Env and parameters to run layers by hand."""
+"""One rank alone: an Env and parameters to run layers with."""
 
 from typing import Any
 

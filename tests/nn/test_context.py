@@ -54,11 +54,11 @@ def test_attention_by_itself_and_no_samples(sequence):
 def test_recomputed_attention_gives_the_same_bits(sequence):
     x, target = rng.standard_normal((2, 8, 12)), rng.standard_normal((2, 8, 12))
     model = nn.TransformerBlock(12, 3, dropout=0.3)
-    kept, again = (
+    kept, recomputed = (
         compare(model, nn.MSE(), x, target, 2, sequence=sequence, options={"recompute": frozenset(names)})[1]
         for names in ((), ("attention",))
     )
-    for one, other in zip(kept, again, strict=True):
+    for one, other in zip(kept, recomputed, strict=True):
         assert one.dx.tobytes() == other.dx.tobytes()
         assert all(one.g[name].tobytes() == other.g[name].tobytes() for name in one.g)
         moved = other.backward.of("tensor").bytes - one.backward.of("tensor").bytes
@@ -80,7 +80,7 @@ def test_bytes_of_ulysses(width):
 
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_bytes_of_a_ring(width):
-    """Liu et al. 2023: keys and values go to N - 1 others, and in backward their gradients N times, home again."""
+    """Liu et al. 2023: keys and values go to N - 1 others, and in backward their gradients N times, to their rank."""
     b, s, h = 2, 12, 24
     x, target = rng.standard_normal((b, s, h)), rng.standard_normal((b, s, h))
     _, runs = compare(nn.MultiHeadAttention(h, 12), nn.MSE(), x, target, width, sequence="ring")

@@ -191,8 +191,8 @@ class WrongContract(LayerContract):
 @pytest.mark.parametrize(
     ("wrong", "test", "message"),
     [
-        ("dx", "test_the_gradient_of_the_input_is_the_derivative", "d input: backward says"),
-        ("dw", "test_the_gradient_of_each_parameter_is_the_derivative", "d weight: backward says"),
+        ("dx", "test_the_gradient_of_the_input_is_the_derivative", "d input: backward gives"),
+        ("dw", "test_the_gradient_of_each_parameter_is_the_derivative", "d weight: backward gives"),
         ("dw", "test_zero_samples", "no samples, but a gradient of weight"),
         ("overwrites", "test_backward_adds_to_the_gradients", "weight"),
         ("frozen", "test_a_frozen_parameter_is_left_alone", "weight"),

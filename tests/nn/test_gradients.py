@@ -1,4 +1,4 @@
-"""Gradients that nobody has written yet: zero for whoever looks, and never zeroed for whoever writes them whole."""
+"""Blank gradients are zero when they are read, and are not zeroed when they are written in full."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What the contract and the oracle do not say: options, 16 bits, statistics over ranks, "
+"""What the contract and PyTorch do not cover: options, 16 bits, statistics over ranks, "
 "dropout, bad indices."""
 
 import subprocess

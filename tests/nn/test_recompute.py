@@ -1,4 +1,4 @@
-"""Results of cheap layers are not kept for backward but made again: the same bits, less memory, nothing left behind."""
+"""Results of cheap layers are recomputed in backward instead of saved: the same bits, less memory, nothing left."""
 
 import gc
 import weakref
@@ -79,10 +79,10 @@ def test_nothing_is_left_behind() -> None:
 def test_attention_made_again_in_backward(dropout: float, split: bool) -> None:
     """Only queries, keys and values are kept, of everything that attention makes."""
     layer = nn.MultiHeadAttention(16, 2, dropout=dropout)
-    kept, again = (attention(layer, names, split) for names in (frozenset[str](), frozenset({"attention"})))
-    for got, wanted in zip(again[1:], kept[1:], strict=True):
+    kept, recomputed = (attention(layer, names, split) for names in (frozenset[str](), frozenset({"attention"})))
+    for got, wanted in zip(recomputed[1:], kept[1:], strict=True):
         assert got.tobytes() == wanted.tobytes()
-    shapes = [a.shape for a in arrays(again[0])]
+    shapes = [a.shape for a in arrays(recomputed[0])]
     assert shapes == [(3, 5, 16), (3, 5, 48)]
     assert len(list(arrays(kept[0]))) > len(shapes)
 

@@ -33,12 +33,12 @@ def cuts(draw):
 def test_the_pieces_of_a_cut_make_the_whole(where, width):
     cut, shape = where
     array = np.arange(math.prod(shape)).reshape(shape)
-    again = np.full(shape, -1)
+    restored = np.full(shape, -1)
     for rank in range(width):
         piece = cut.take(array, rank, width)
         assert piece.shape == cut.local(shape, rank, width)
-        cut.put(again, piece, rank, width)
-    np.testing.assert_array_equal(again, array)
+        cut.put(restored, piece, rank, width)
+    np.testing.assert_array_equal(restored, array)
 
 
 @steady

@@ -1,4 +1,4 @@
-"""PyTorch as the oracle: results, gradients, and the names, shapes and first values of parameters."""
+"""PyTorch as the reference: results, gradients, and the names, shapes and first values of parameters."""
 
 import numpy as np
 import pytest

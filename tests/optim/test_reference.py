@@ -1,4 +1,4 @@
-"""The optimisers against PyTorch and against their papers' formulas, written down again."""
+"""The optimisers against PyTorch and against the formulas of their papers."""
 
 import numpy as np
 import pytest

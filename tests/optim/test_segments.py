@@ -55,9 +55,9 @@ def test_sums_go_over_all_shards_of_a_parameter():
 
 
 def test_an_empty_shard_takes_part_in_the_exchange():
-    said = []
-    assert Segments((), lambda mine: said.append(mine) or [mine]).square_sums([], []) == ([], [])
-    assert said == [[]]
+    exchanged = []
+    assert Segments((), lambda mine: exchanged.append(mine) or [mine]).square_sums([], []) == ([], [])
+    assert exchanged == [[]]
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=60)

@@ -1,4 +1,4 @@
-"""Kernels: what layers and optimisers compute, each as plain array code and, where it pays, as compiled code.
+"""Kernels: what layers compute, each as plain array code and, where it is faster, as compiled code.
 
 `f(xp, ...)` runs on NumPy, CuPy and shape-only arrays, in float64 and float32; float16 and bf16 arrays are computed in
 float32 and rounded once. Rows may be 0. Nothing is compiled, and Numba is not imported, before a kernel first needs it.

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, one head after the other: no array of all heads' probabilities is ever made."""
+"""Scaled dot-product attention, one head after the other: the probabilities of all heads never exist at once."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -12,11 +12,11 @@ __all__ = ["attention", "attention_backward", "merged", "time_first"]
 
 @kernel()
 def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-    """softmax(scale q k^T) v per head (Vaswani et al. 2017); causal: a position sees itself and what came before.
+    """softmax(scale q k^T) v per head (Vaswani et al. 2017); causal: a position attends to none that is later.
 
     q, k, v: (B, H, T, D), any strides. Returns o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of
     exponentials, which is all that backward needs (Rabe and Staats 2021). In memory o has time before heads, so that
-    putting the heads side by side again is a view. Peak: one head's T x T; compiled, 64 rows of it.
+    merging the heads is a view. Peak: one head's T x T; compiled, 64 rows of it.
     """
     o, lse = time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     mask = _mask(xp, q) if causal else None
@@ -32,7 +32,7 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
 
 @kernel()
 def attention_backward(xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float) -> Any:
-    """dq, dk, dv of `attention` as one array (3, B, H, T, D), probabilities made again from lse (Dao et al. 2022).
+    """dq, dk, dv of `attention` as one array (3, B, H, T, D), probabilities recomputed from lse (Dao et al. 2022).
 
     In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product.
 
@@ -64,7 +64,7 @@ def merged(xp: Any, q: Any) -> Any:
 
 
 def _heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:
-    """Every (sample, head); of arrays without data one stands for all."""
+    """Every (sample, head); for arrays without data the first one only."""
     return np.ndindex(*(min(n, 1) for n in q.shape[:2]) if getattr(xp, "holds_no_data", False) else q.shape[:2])
 
 
@@ -74,7 +74,7 @@ def _scores(xp: Any, q: Any, k: Any, mask: Any, scale: float) -> Any:
 
 
 def _mask(xp: Any, q: Any) -> Any:
-    """0 where a position may look, -inf where it may not, (T, T)."""
+    """0 at positions that are attended to, -inf at later ones, (T, T)."""
     time = xp.arange(q.shape[2])
     hidden = time[None, :] > time[:, None]
     return xp.where(hidden, xp.full((), -np.inf, dtype=q.dtype), xp.zeros((), dtype=q.dtype))

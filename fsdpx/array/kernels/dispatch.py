@@ -19,12 +19,12 @@ __all__ = ["kernel"]
 def kernel(
     *, narrow: int = 1, into: tuple[str, ...] = (), halves: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on float32
-    and float64 NumPy arrays its compiled namesake may run instead.
+    """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on float32 and
+    float64 NumPy arrays the compiled function of the same name may run instead.
 
     narrow: how many of the results are rounded back to the 16-bit dtype of the first array.
-    into: names of arguments that are changed in place; they are passed on as they are.
-    halves: False if the plain code itself knows what to do with 16-bit arrays.
+    into: names of arguments that are changed in place; they are passed on unchanged.
+    halves: False if the plain code handles 16-bit arrays itself.
     """
 
     def register(plain: Callable[..., Any]) -> Callable[..., Any]:

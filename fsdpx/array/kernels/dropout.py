@@ -18,21 +18,21 @@ def keep_mask(xp: Any, numbers: Stretch, shape: tuple[int, ...], p: float) -> An
 
 @kernel()
 def drop(xp: Any, x: Any, numbers: Stretch, p: float) -> tuple[Any, Any]:
-    """x / (1 - p) where kept, else 0, and the mask; element i sees the i-th number."""
+    """x / (1 - p) where kept, else 0, and the mask; element i is compared with number i."""
     keep = keep_mask(xp, numbers, x.shape, p)
     return drop_backward.__wrapped__(xp, x, keep, p), keep  # type: ignore[attr-defined]
 
 
 @kernel()
 def drop_backward(xp: Any, dy: Any, keep: Any, p: float) -> Any:
-    """dy / (1 - p) where kept, else 0: also forward, once the mask is known."""
+    """dy / (1 - p) where kept, else 0; with a given mask this is also forward."""
     dx = dy * keep
     dx *= scale(p)
     return dx
 
 
 def scale(p: float) -> float:
-    """What keeps the mean; nothing is left to scale at p = 1."""
+    """The factor that preserves the mean; 1 at p = 1, where no element is kept."""
     return 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 

@@ -1,4 +1,4 @@
-"""16-bit floats in and out of float32: stored, and added without rounding in between."""
+"""16-bit floats to and from float32, and sums of them in float32."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def _cast(xp: Any, x: Any, dtype: Any) -> Any:
 
 
 def _fit(half: Any, wide: Any) -> bool:
-    """Whether the compiled code knows the pair."""
+    """Whether the compiled code takes this pair of arrays."""
     return (
         wide.dtype == np.float32
         and half.dtype.name in FORMATS

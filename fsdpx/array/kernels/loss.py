@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits with whole-number targets, as a sum, and its gradient."""
+"""Cross entropy of rows of logits with integer targets, as a sum, and its gradient."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def cross_entropy(
 ) -> tuple[float, float, Any]:
     """-sum over rows and classes of wanted log softmax(logits), wanted = (1 - e) onehot + e / classes.
 
-    logits (n, classes), target (n,) of whole numbers in [0, classes) or ignore_index: such a row counts nothing.
+    logits (n, classes), target (n,) of integers in [0, classes), or ignore_index for a row that does not count.
     Returns the sum (added in float64), the number of rows that count, and lse (n,) = log sum exp of each row.
     """
     top = xp.max(logits, axis=1, keepdims=True)

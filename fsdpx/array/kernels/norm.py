@@ -5,13 +5,9 @@ from typing import Any
 from fsdpx.array.kernels.dispatch import kernel
 
 __all__ = [
-    "layer_norm",
-    "layer_norm_backward_input",
-    "layer_norm_backward_params",
-    "rms_norm",
-    "rms_norm_backward_input",
+    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input",
     "rms_norm_backward_params",
-]
+]  # fmt: skip
 
 
 @kernel()

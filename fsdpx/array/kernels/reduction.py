@@ -1,4 +1,4 @@
-"""Sums of squares of flat arrays, in float64 over blocks that do not depend on who adds them."""
+"""Sums of squares of flat arrays, in float64 over blocks that do not depend on ranks or threads."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Kernels made ready before they are timed: compiled, or loaded from the cache, by a call on a few numbers each."""
+"""Kernels compiled, or loaded from the cache, before the first step: by a call with a few numbers each."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -56,7 +56,7 @@ SAMPLES: dict[str, Sample] = {
 
 
 def warm(names: Iterable[str], dtype: Any) -> None:
-    """Make the kernels of these names ready for `dtype`; 16-bit floats are computed in float32. Unknown names, and
+    """Compile or load the kernels of these names for `dtype`; 16-bit floats are computed in float32. Unknown names, and
     kernels that run as plain code, cost nothing."""
     half_float = np.dtype(dtype).itemsize == 2
     wide = np.dtype(np.float32 if half_float else dtype)
@@ -86,7 +86,7 @@ def _line(x: Any) -> None:
 
 
 def _linear(x: Any, w: Any) -> None:
-    """The products of a Linear, which are no kernels: they run by the BLAS that was chosen."""
+    """The products of a Linear, which are not kernels but run by the chosen BLAS."""
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
     blas.affine(y, x, weight, w)
     blas.gemm(y, x, weight)

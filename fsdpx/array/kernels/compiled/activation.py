@@ -1,4 +1,4 @@
-"""Activations as one pass over memory each."""
+"""Activations, each in one pass over memory."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.array.parallel import over
 
 __all__ = [
-    "argument_of", "gelu", "gelu_backward", "gelu_of", "gelu_tanh_of", "integral_of", "sigmoid", "sigmoid_of", "silu",
-    "silu_backward",
+    "argument_of", "gelu", "gelu_backward", "gelu_of", "gelu_tanh_of", "gelu_tanh_slope", "integral_of", "sigmoid",
+    "sigmoid_of", "silu", "silu_backward",
 ]  # fmt: skip
 
 
@@ -44,6 +44,13 @@ def gelu_of(x):
 def gelu_tanh_of(x):
     """One element of `gelu` with approximate="tanh"."""
     return x * sigmoid_of(argument_of(x))
+
+
+@register_jitable
+def gelu_tanh_slope(x, s):
+    """The derivative of `gelu_tanh_of`, s being `sigmoid_of(argument_of(x))`."""
+    slope = (x * x * like(s, 3.0 * CUBIC) + like(s, 1.0)) * like(s, SLOPE)
+    return s + x * s * (like(s, 1.0) - s) * slope
 
 
 @jit
@@ -94,9 +101,7 @@ def _gelu_tanh_loop(x, y):
 def _gelu_tanh_backward_loop(x, dy, dx):
     widest()
     for i in range(x.size):
-        s = sigmoid_of(argument_of(x[i]))
-        slope = (x[i] * x[i] * like(s, 3.0 * CUBIC) + like(s, 1.0)) * like(s, SLOPE)
-        dx[i] = dy[i] * (s + x[i] * s * (like(s, 1.0) - s) * slope)
+        dx[i] = dy[i] * gelu_tanh_slope(x[i], sigmoid_of(argument_of(x[i])))
 
 
 def _over(loop: Any, *arrays: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Small arrays as the loops know them, whoever made them: Numba compiles again for read-only or unaligned ones."""
+"""Small arrays in the one layout that loops are compiled for: Numba compiles anew for read-only or unaligned arrays."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""Attention in blocks of rows, one compiled function for all heads: tiles by BLAS, one pass over a tile between them.
+"""Attention in blocks of rows: one compiled function for all heads that calls BLAS for products of tiles.
 
-No more than a block of rows x time is alive per thread (Dao et al. 2022, with whole rows instead of an online softmax).
+A thread holds a block of rows x time at most (Dao et al. 2022, with full rows instead of an online softmax).
 """
 
 from typing import Any
@@ -21,8 +21,8 @@ __all__ = ["attention", "attention_backward"]
 
 BLOCK = 64  # rows of scores alive at a time; with `causal` the keys behind a block are never computed
 HIDDEN = 60.0
-"""How far below its row a hidden score of a block is set, so that loops over rows are all as long as the block: the
-last few elements of a loop of any other length cost as much as all before. Then it is 0: nothing is seen of it."""
+"""How far below the maximum of its row a masked score is set before exp, so that all loops over rows have the length of
+the block: the tail of a loop of another length costs as much as all before. After exp the element is set to 0."""
 
 
 @jit(fastmath=REORDER)
@@ -154,13 +154,13 @@ def attention_backward(
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
-    """x as BLAS reads it: rows of elements side by side, any distance between them."""
+    """x, or a copy if BLAS cannot read it: rows must be contiguous, at any distance."""
     step, width, size = x.strides[2], x.shape[3], x.itemsize
     fits = x.strides[3] == size and step % size == 0 and step >= width * size
     return x if fits else np.ascontiguousarray(x)
 
 
 def _pieces(pairs: int) -> list[tuple[int, int]]:
-    """The pairs, dealt out in runs to the threads; each pair is computed alike wherever it runs."""
+    """Runs of (sample, head) pairs for the threads; the result of a pair does not depend on its run."""
     count = max(1, min(pairs, 4 * parallel.threads())) if parallel.threads() > 1 else 1
     return [(pairs * n // count, pairs * (n + 1) // count) for n in range(count)]

@@ -1,4 +1,4 @@
-"""The control register of the vector unit (MXCSR): whether denormals are computed with, or count as 0."""
+"""The control register of the vector unit (MXCSR), which says whether denormals count as 0."""
 
 import platform
 from typing import Any
@@ -51,7 +51,7 @@ def _control(builder: Any, way: str, place: Any = None) -> tuple[Any, Any]:
 
 @jit
 def flush():
-    """From now on this thread takes denormals for 0; gives what `restore` needs."""
+    """From now on denormals count as 0 in this thread; returns what `restore` needs."""
     return _flush()
 
 

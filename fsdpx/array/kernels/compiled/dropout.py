@@ -1,4 +1,4 @@
-"""Dropout in one pass: random numbers are made where they are used."""
+"""Dropout in one pass: random numbers are generated in cache, just before they are used."""
 
 from typing import Any
 

@@ -13,7 +13,7 @@ __all__ = ["embedding_backward"]
 
 @jit
 def _first_wrong(index, rows):
-    """The first index that is out of range, or -1."""
+    """Position of the first index that is out of range, or -1."""
     for i in range(index.size):
         if not -rows <= index[i] < rows:
             return i

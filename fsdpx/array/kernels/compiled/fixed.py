@@ -1,4 +1,4 @@
-"""Compiled once, for fixed kinds of arrays: not again for every layout that comes along."""
+"""Functions that are compiled once, for fixed argument types, and not for every layout that they are called with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def fixed(function: Any, arguments: str) -> Callable[..., Any]:
     layout, `C2` one in C order; a final r: it is only read, so it may be read-only and lie at any byte."""
     made = _functions.get(function)
     if made is None:
-        with _lock:  # thread ranks: none may close a function that another one is compiling
+        with _lock:  # a thread rank must not disable the compiler while another one is compiling
             made = _functions.get(function) or _functions.setdefault(function, _compiled(function, arguments))
     return made
 

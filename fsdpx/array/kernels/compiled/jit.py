@@ -1,4 +1,4 @@
-"""How a kernel is compiled: without the GIL, with IEEE division, kept on disk when a folder can be written."""
+"""How a kernel is compiled: without the GIL, with IEEE division, cached on disk if there is a writable folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCES = Path(__file__).parent.parent
 
 
 def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False) -> Any:
-    """Numba's njit; compiled at the first call, and that from the cache where there is one."""
+    """Numba's njit; compiled at the first call, or loaded from the cache."""
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
     dispatcher: Any = numba.njit(function, nogil=True, error_model="numpy", fastmath=fastmath)
@@ -34,14 +34,14 @@ def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False) ->
 
 
 class Cache(FunctionCache):
-    """Numba's cache with one file per function, signature and version of the sources, and without errors from the disk.
+    """Numba's cache with one file per function, signature and version of the sources; a failing disk is a warning.
 
-    Numba keeps all signatures of a function in one numbered series, in which two ranks that compile at the same time
-    can take each other's number; and it looks at the file of the kernel only, not at those it takes functions from.
+    Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
+    and it checks only the kernel's own source file, not those of the functions it calls.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Without the `refresh` of Numba's own, which imports all that it can compile: what is loaded is compiled."""
+        """As Numba's, without its `refresh`, which imports everything that only compiling needs."""
         rtsys.initialize(target_context)
         try:
             self._open(sig, target_context.codegen())
@@ -60,7 +60,7 @@ class Cache(FunctionCache):
         super()._save_overload(sig, data)
 
     def _open(self, sig: Any, codegen: Any) -> None:
-        """Point at the file of this signature; the compiler's lock is held."""
+        """Select the file of this signature; the caller holds the compiler's lock."""
         key = repr((str(sig), codegen.magic_tuple(), _fingerprint()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
         self._cache_file = IndexDataCacheFile(self._cache_path, name, _fingerprint())
@@ -76,7 +76,7 @@ _warned = False
 
 
 def _warn(error: Exception) -> None:
-    """Once per process: what it costs and what helps."""
+    """Warn once per process."""
     global _warned
     if not _warned:
         _warned = True

@@ -1,4 +1,4 @@
-"""Cross entropy row by row: logits are read, nothing of their size is made in forward."""
+"""Cross entropy row by row: forward allocates nothing of the size of the logits."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def _backward(logits, target, lse, gradient, seed, ignored, wanted, share):
 
 
 def _checked(logits: Any, target: Any, ignored: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Both as the loops take them, and the rows that count."""
+    """Both in the layout of the loops, and the number of rows that count; IndexError for a bad target."""
     logits, target = np.ascontiguousarray(logits), owned(target, np.int64)
     counted, row = _survey(target, logits.shape[1], ignored)
     if row >= 0:

@@ -10,13 +10,9 @@ from fsdpx.array.kernels.compiled.rows import square_distance, total
 from fsdpx.array.parallel import over, over_columns
 
 __all__ = [
-    "layer_norm",
-    "layer_norm_backward_input",
-    "layer_norm_backward_params",
-    "rms_norm",
-    "rms_norm_backward_input",
+    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "rms_norm", "rms_norm_backward_input",
     "rms_norm_backward_params",
-]
+]  # fmt: skip
 
 BLOCK = 32  # rows added up before they are added to the total: rounding grows with rows / BLOCK + BLOCK
 
@@ -76,7 +72,7 @@ def _backward_params(start, stop, x, dy, mean, rstd, gw, gb):
 
 
 def _or(weight: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
-    """A missing weight as an array that changes nothing: one compiled form serves all."""
+    """`weight`, or an array of the neutral value `default` if it is None, so that one compiled loop serves both."""
     return np.full(x.shape[1], default, x.dtype) if weight is None else owned(weight)
 
 
@@ -95,7 +91,7 @@ def _gradient(x: Any, weight: Any, centred: bool, mean: Any, rstd: Any, dy: Any)
 
 
 def _add_sums(x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
-    """Straight into gw and gb where the loop can write there."""
+    """Add the sums into gw and gb, directly where the loop can write there."""
     x, dy = np.ascontiguousarray(x), np.ascontiguousarray(dy)
     sums = [g if _direct(g, x) else np.zeros(x.shape[1], x.dtype) for g in (gw, gb)]
     over_columns(_backward_params, x, dy, mean, rstd, *sums)

@@ -90,7 +90,7 @@ def _normal(out, start, key0, key1):
 
 
 def normal(numbers: Stretch) -> np.ndarray:
-    """As `array.random.normal`, for elements [start, stop)."""
+    """`array.random.normal` of elements [start, stop)."""
     out = np.empty(numbers.stop - numbers.start)
     parts = parallel.cuts(out.size, parallel.GRAIN // 4)
     parallel.run(_normal, [(out[a:b], numbers.start + a, *numbers.keys) for a, b in parts])

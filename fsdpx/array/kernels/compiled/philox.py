@@ -1,4 +1,4 @@
-"""Philox 4x64 (Salmon et al., SC'11) made where it is used, bit for bit that of `array.random`."""
+"""Philox 4x64 (Salmon et al., SC'11) as compiled code, with the bits of `array.random`."""
 
 import numpy as np
 from numba.extending import register_jitable

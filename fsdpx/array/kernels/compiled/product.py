@@ -1,6 +1,6 @@
-"""Calls of cblas gemm by address, and what is fused with them: biases forward, their gradients backward.
+"""Calls of cblas gemm by address, fused with biases in forward and their gradients in backward.
 
-The address is an argument: it differs between processes, and compiled code is kept on disk.
+The address is an argument, because it differs between processes and compiled code is cached on disk.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alp
 
 @register_jitable
 def _order(x):
-    """How cblas is to read x, and the distance of its rows (columns): 0 if neither dim has unit stride."""
+    """The transpose flag of x for cblas and its leading dimension, 0 if neither dim has unit stride."""
     size, rows, columns = x.itemsize, x.shape[0], x.shape[1]
     down, across = x.strides[0], x.strides[1]
     if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
@@ -48,7 +48,7 @@ def _order(x):
 
 @register_jitable
 def multiply(at, out, a, b, alpha, beta):
-    """out = alpha a b + beta out, 2-D; False and nothing done if their shapes or strides are not for BLAS."""
+    """out = alpha a b + beta out, 2-D; False, without effect, if BLAS cannot take their shapes or strides."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False

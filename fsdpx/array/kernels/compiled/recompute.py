@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
-from fsdpx.array.kernels.compiled.activation import argument_of, integral_of, sigmoid_of
+from fsdpx.array.kernels.activation import DENSITY, exact
+from fsdpx.array.kernels.compiled.activation import argument_of, gelu_tanh_slope, integral_of, sigmoid_of
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import density, like, widest
 from fsdpx.array.parallel import over
@@ -14,7 +14,7 @@ __all__ = ["gelu_recompute"]
 
 
 @jit
-def _again(x, dy, y):
+def _gelu_loop(x, dy, y):
     widest()
     for i in range(x.size):
         bell = density(x[i])
@@ -24,13 +24,12 @@ def _again(x, dy, y):
 
 
 @jit
-def _again_tanh(x, dy, y):
+def _gelu_tanh_loop(x, dy, y):
     widest()
     for i in range(x.size):
         s = sigmoid_of(argument_of(x[i]))
-        slope = (x[i] * x[i] * like(s, 3.0 * CUBIC) + like(s, 1.0)) * like(s, SLOPE)
         y[i] = x[i] * s
-        dy[i] = dy[i] * (s + x[i] * s * (like(s, 1.0) - s) * slope)
+        dy[i] = dy[i] * gelu_tanh_slope(x[i], s)
 
 
 def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
@@ -41,5 +40,5 @@ def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "n
         return y
     x = np.ascontiguousarray(x)
     y = np.empty_like(x)
-    over(_again if exact(approximate) else _again_tanh, (x.reshape(-1), dy.reshape(-1), y.reshape(-1)))
+    over(_gelu_loop if exact(approximate) else _gelu_tanh_loop, (x.reshape(-1), dy.reshape(-1), y.reshape(-1)))
     return y

@@ -1,4 +1,4 @@
-"""Sums of squares of flat arrays in one pass: by fixed blocks, so that threads do not show."""
+"""Sums of squares of flat arrays in one pass, by fixed blocks, so that they do not depend on threads."""
 
 from typing import Any
 

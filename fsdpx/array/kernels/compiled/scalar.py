@@ -128,7 +128,7 @@ def _exp_within(x):
 
 @register_jitable
 def density(x):
-    """exp(-x^2 / 2), without its constant. What rounding the square lost is made good: in the tail it counts."""
+    """exp(-x^2 / 2), without its constant, corrected for the rounding of the square, which matters in the tail."""
     x = _within(x, _density_limit(x))
     half = x * like(x, -0.5)
     square = half * x
@@ -157,7 +157,7 @@ def order(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def unorder(typingctx: Any, n: Any) -> Any:
-    """The float that `order` made n of."""
+    """The inverse of `order`."""
     real = types.float32 if n == types.int32 else types.float64
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -169,8 +169,8 @@ def unorder(typingctx: Any, n: Any) -> Any:
 
 @intrinsic
 def widest(typingctx: Any) -> Any:
-    """Lets LLVM use the widest registers in the function it stands in: by default it takes half of AVX-512, which
-    costs a third of the speed where arithmetic and not memory is the limit."""
+    """Lets LLVM use the widest registers in the calling function. By default it uses half of AVX-512, which costs a
+    third of the speed of loops that are limited by arithmetic."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         set.add(builder.function.attributes, '"prefer-vector-width"="512"')  # llvmlite knows no attributes with values

@@ -1,6 +1,7 @@
-"""Meetings of processes in memory they share, as compiled code on addresses: wait for flags, add, say that it is done.
+"""Rendezvous of processes in shared memory, as compiled code on addresses: wait for flags, add arrays, set flags.
 
-What is to be done is a row of 64-bit words, so that a call passes one address; `fsdpx.comm.planned` writes the row.
+A rendezvous ("meeting") is described by a row of 64-bit words, so that a call passes one address.
+`fsdpx.comm.persistent` writes the row.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ LINE = 64  # bytes of a cache line, which to LLVM is a vector
 STEP = 4  # lines added at a time
 
 RANKS, LANE, ELEMENTS, DIVISOR, STREAM, WRITTEN, HEAD = range(7)
-"""Words of a row: ranks of the machine, this one's place among them, elements to add, what sums are divided by, whether
-they go past the caches, to how many arrays. After these HEAD words come for each rank the address of its board, that of
-its array, and the place it must have posted (PLACE words); then the addresses of what is written."""
+"""Words of a row: ranks of the host, this rank among them, elements to add, the divisor of the sums, whether stores
+bypass the caches, the number of arrays that are written. After these HEAD words follow for each rank the address of its
+board, that of its array, and the location that it must have posted (PLACE words); then the addresses of the results."""
 PLACE = 3
 POSTED, FINISHED, WORDS = 0, 8, 16
 """Bytes from the start of a record on a board."""
 LATE, MOVED, HELD, COMPLETE = range(4)
-"""How a meeting stands: not all have come; some array lies elsewhere; others still read or write; complete."""
+"""The state of a meeting: not all ranks are there; an array has moved; other ranks still read or write; complete."""
 
 
 @intrinsic
 def load(typingctx: Any, address: Any) -> Any:
-    """The word at an address; nothing that follows is read before it."""
+    """The word at an address, with acquire order."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load_atomic(_pointer(builder, arguments[0], WORD), "acquire", 8)
@@ -48,7 +49,7 @@ def load(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write a word when all that was written before can be seen."""
+    """Write a word to an address, with release order."""
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.store_atomic(arguments[1], _pointer(builder, arguments[0], WORD), "release", 8)
@@ -59,13 +60,13 @@ def store(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def rest(typingctx: Any) -> Any:
-    """Let a loop that only looks go easy on the core."""
+    """The pause instruction, for loops that poll."""
     return _processor("llvm.x86.sse2.pause")
 
 
 @intrinsic
 def drain(typingctx: Any) -> Any:
-    """Streamed lines can be seen before what is written from now on: on x86 a release store does not say so."""
+    """Order streamed stores before all later stores; on x86 a release store does not."""
     return _processor("llvm.x86.sse.sfence")
 
 
@@ -94,7 +95,7 @@ def _pointer(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def adding(lines: int, streaming: bool = False) -> Any:
-    """Code that adds `lines` vectors, or one element if 0, `at` bytes from the start of every array, in rank order."""
+    """An intrinsic that adds `lines` vectors, or one element if 0, at byte `at` of every array, in rank order."""
 
     @intrinsic
     def add(typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any) -> Any:
@@ -157,7 +158,7 @@ def add64(row):
 
 @jit
 def meet32(row, number, at, looks):
-    """A meeting whose work is `add32`, moved on as far as it goes; `at` is where its records are on the boards."""
+    """Advance a meeting that runs `add32` as far as possible; `at` is the offset of its records on the boards."""
     return _meet(row, number, at, looks, np.float32(0))
 
 
@@ -169,13 +170,13 @@ def meet64(row, number, at, looks):
 
 @jit
 def come(row, number, at, looks):
-    """A meeting without work."""
+    """Advance a meeting that adds nothing: a barrier."""
     return COMPLETE if _there(row, number, at + POSTED, looks) else LATE
 
 
 @jit
 def _there(row, number, at, looks):
-    """Whether all have written the number, or a later one, within so many looks."""
+    """Whether all ranks have written `number`, or a later one, after at most `looks` polls."""
     for rank in range(load(row + 8 * RANKS)):
         flag = load(row + 8 * (HEAD + rank)) + at
         while rank != load(row + 8 * LANE) and load(flag) < number:
