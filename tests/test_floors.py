@@ -1,90 +1,144 @@
-"""The floors of the house: each imports only what lies below it, and `import fsdpx` loads nothing heavy."""
+"""The floors of the house: each imports only what lies below it, no file is part of a circle, nothing is too large."""
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from reading import NAME, Package
 
-PACKAGE = Path(__file__).parents[1] / "fsdpx"
-GROUND = {"fsdpx.errors", "fsdpx.config", "fsdpx.version", "fsdpx.environment"}
-BELOW_STATE = {"array", "comm", "nn", "layout", "program", "optim"}
-ALLOWED = {
-    "array": set(),
-    "comm": {"array"},
-    "nn": {"array", "comm"},
-    "layout": {"array", "comm", "nn"},
-    "program": set(),
-    "optim": {"array"},
-    "data": {"array"},
-    "state": BELOW_STATE | {"engine", "trainer"},
-    "engine": BELOW_STATE | {"state", "watch", "trainer"},
-    "watch": {"comm"},
-    "checkpoint": BELOW_STATE | {"state", "engine"},
-    "trainer": BELOW_STATE | {"state", "engine", "watch", "checkpoint"},
-    "elastic": BELOW_STATE | {"state", "engine", "watch", "checkpoint", "trainer"},
-    "facade": BELOW_STATE | {"state", "engine", "watch", "checkpoint", "trainer", "elastic"},
-    "examples": BELOW_STATE | {"data", "trainer", "testing"},
-    "testing": {"array", "comm", "nn", "optim"},
+PACKAGE = Package.of(Path(__file__).parents[1] / NAME)
+
+GROUND = ("errors", "config", "version", "environment")
+FLOORS = (
+    GROUND,
+    ("program",),
+    ("array",),
+    ("comm",),
+    ("nn", "optim", "data"),
+    ("layout",),
+    ("state",),
+    ("engine",),
+    ("checkpoint", "watch"),
+    ("trainer",),
+    ("elastic",),
+    ("facade",),
+    ("launch", "examples"),
+)
+"""From the ground up. Folders of one floor do not know each other."""
+
+BESIDE = ("testing",)
+"""What users inherit; of the floors only what users copy knows it."""
+
+NARROWER = {
+    "program": {"errors"},
+    "optim": {"array", *GROUND},
+    "data": {"array", *GROUND},
+    "testing": {"array", "comm", "nn", "optim", "program", *GROUND},
 }
+"""Folders that may import less than all that is below."""
+
+WIDER = {"examples": {"testing"}}
+
+SHARE, FIELDS, LINES = 0.18, 15, 50
 
 
-def imports(file: Path) -> set[str]:
-    """Modules of this package that a file imports, at any depth, except for type checking only."""
-    found: set[str] = set()
-    for node in _runtime_nodes(ast.parse(file.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.startswith("fsdpx")}
+def room(module: str) -> str:
+    """The folder of a module or, on the ground, its file: "fsdpx.nn.layer" -> "nn"; of the door "fsdpx"."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else NAME
 
 
-def _runtime_nodes(tree: ast.AST) -> list[ast.AST]:
-    nodes: list[ast.AST] = []
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
+def below(own: str) -> set[str]:
+    """What the files of a folder may import beside the folder itself."""
+    if own in NARROWER:
+        return NARROWER[own]
+    height = next(i for i, floor in enumerate(FLOORS) if own in floor)
+    level = set(GROUND) - {own} if own in GROUND else set()
+    return level | {name for floor in FLOORS[:height] for name in floor} | WIDER.get(own, set())
+
+
+def folder(file: str) -> str:
+    return file.split("/")[0].removesuffix(".py")
+
+
+def wrong_imports(package: Package) -> list[str]:
+    """The door and the command line are above all floors."""
+    found = []
+    for file in package.sources:
+        own = folder(file)
+        if own in ("__init__", "__main__"):
             continue
-        nodes += [child, *_runtime_nodes(child)]
-    return nodes
+        allowed = below(own) | {own}
+        found += [f"{file} imports {name}" for name in sorted(package.imports(file)) if room(name) not in allowed]
+    return found
 
 
-@pytest.mark.parametrize("floor", ALLOWED)
-def test_a_floor_imports_only_what_is_below(floor: str) -> None:
-    wrong = []
-    for file in (PACKAGE / floor).rglob("*.py"):
-        for name in imports(file):
-            below = any(
-                name == f"fsdpx.{room}" or name.startswith(f"fsdpx.{room}.") for room in {floor, *ALLOWED[floor]}
-            )
-            ground = any(name == g or name.startswith(f"{g}.") for g in GROUND) or name.startswith("fsdpx.environment")
-            door = name.removeprefix("fsdpx") == "" or name == "fsdpx.environment"
-            facade = floor in ("examples", "testing", "nn") and name.count(".") <= 1
-            if not (below or ground or door or facade):
-                wrong.append(f"{file.relative_to(PACKAGE)} imports {name}")
-    assert wrong == []
+def folders(package: Package) -> set[str]:
+    return {folder(file) for file in package.sources if "/" in file}
+
+
+def too_large(package: Package) -> list[str]:
+    lines = package.lines()
+    total = sum(lines.values())
+    return [f"{name} has {n} of {total} lines" for name, n in lines.items() if name and n > SHARE * total]
+
+
+def wide_classes(package: Package) -> list[str]:
+    found = package.fields().items()
+    return [f"{where} has {len(names)}: {', '.join(sorted(names))}" for where, names in found if len(names) > FIELDS]
+
+
+def long_functions(package: Package) -> list[str]:
+    return [f"{where} has {n} lines" for where, n in package.lengths().items() if n > LINES]
+
+
+def readers(package: Package) -> list[str]:
+    """`launch` hands all variables on to the processes it starts, and reads none."""
+    found = [where for file in package.sources if file != "environment.py" for where in package.environment(file)]
+    return [where for where in found if not (where.startswith("launch/") and where.endswith(" whole"))]
+
+
+def none(wrong: list[str]) -> None:
+    """All that is wrong is shown, one below the other."""
+    if wrong:
+        pytest.fail("\n".join(wrong), pytrace=False)
+
+
+def test_a_file_imports_only_what_is_below() -> None:
+    none(wrong_imports(PACKAGE))
+
+
+def test_no_circle_of_files() -> None:
+    none([" -> ".join([*circle, circle[0]]) for circle in PACKAGE.circles()])
 
 
 def test_program_needs_the_standard_library_only() -> None:
-    for file in (PACKAGE / "program").glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            for module in modules:
-                top = module.split(".")[0]
-                assert module.startswith("fsdpx.program") or module == "fsdpx.errors" or top in sys.stdlib_module_names
-
-
-def test_the_ground_imports_nothing() -> None:
-    assert imports(PACKAGE / "errors.py") == set()
-    assert {i.rsplit(".", 1)[0] for i in imports(PACKAGE / "config.py")} <= {"fsdpx.errors"}
+    files = [file for file in PACKAGE.sources if file.startswith("program/")]
+    assert files
+    none([f"{f} imports {m}" for f in files for m in sorted(PACKAGE.foreign(f) - sys.stdlib_module_names)])
 
 
 def test_every_folder_is_on_a_floor() -> None:
-    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms == set(ALLOWED) | {"launch"}
+    assert folders(PACKAGE) == {name for floor in FLOORS[1:] for name in floor} | set(BESIDE)
+    assert {folder(file) for file in PACKAGE.sources if "/" not in file} == {*GROUND, "__init__", "__main__"}
+
+
+def test_no_folder_is_too_large() -> None:
+    none(too_large(PACKAGE))
+
+
+def test_no_class_has_too_many_fields() -> None:
+    none(wide_classes(PACKAGE))
+
+
+def test_no_function_is_too_long() -> None:
+    none(long_functions(PACKAGE))
+
+
+def test_one_file_reads_the_environment() -> None:
+    assert PACKAGE.environment("environment.py")
+    none(readers(PACKAGE))
 
 
 @pytest.mark.parametrize("statement", ["import fsdpx", "from fsdpx import nn, optim, data", "import fsdpx.comm"])
@@ -94,19 +148,200 @@ def test_import_loads_nothing_heavy(statement: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_one_file_reads_the_environment() -> None:
-    readers = {
-        str(file.relative_to(PACKAGE))
-        for file in PACKAGE.rglob("*.py")
-        if any(word in file.read_text() for word in ("os.environ", "os.getenv"))
-    }
-    assert {name for name in readers if not name.startswith("launch/")} == {"environment.py"}
-
-
 def test_public_names_are_all_there() -> None:
     import fsdpx
 
-    for name in fsdpx.__all__:
-        assert getattr(fsdpx, name) is not None
+    none([name for name in fsdpx.__all__ if getattr(fsdpx, name, None) is None])
+    assert set(fsdpx.__all__) <= set(dir(fsdpx))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         fsdpx.nothing  # noqa: B018
+
+
+def test_what_is_wrong_is_shown() -> None:
+    none([])
+    with pytest.raises(pytest.fail.Exception, match="one\ntwo"):
+        none(["one", "two"])
+
+
+# -- do the rules above see what they forbid? On small made-up packages ----------------------------------------------
+
+DOOR = """
+from importlib import import_module
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from fsdpx.facade.distribute import distribute
+_HOME = {"Mesh": "fsdpx.comm.mesh"}
+def __getattr__(name): return getattr(import_module(_HOME[name]), name)
+"""
+EMPTY = dict.fromkeys(
+    [
+        "errors.py", "version.py", "config.py", "environment.py", "__main__.py", "facade/__init__.py",
+        "facade/distribute.py", "comm/__init__.py", "comm/mesh.py", "nn/__init__.py", "nn/layer.py",
+        "optim/__init__.py", "engine/__init__.py", "engine/engine.py", "watch/__init__.py", "checkpoint/__init__.py",
+        "program/__init__.py", "array/__init__.py", "array/arena.py", "testing/__init__.py", "data/__init__.py",
+        "launch/__init__.py", "examples/__init__.py",
+    ],
+    "",
+)  # fmt: skip
+
+
+def made(files: dict[str, str]) -> Package:
+    """Of a door, empty files and `files`."""
+    return Package(EMPTY | {"__init__.py": DOOR} | files)
+
+
+def layer(text: str) -> Package:
+    return made({"nn/layer.py": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import fsdpx.engine.engine", "fsdpx.engine.engine"),
+        ("import fsdpx.engine.engine as e", "fsdpx.engine.engine"),
+        ("from fsdpx.engine import engine", "fsdpx.engine.engine"),
+        ("from fsdpx.engine import Engine", "fsdpx.engine"),
+        ("from fsdpx.engine.engine import Engine", "fsdpx.engine.engine"),
+        ("from ..engine.engine import Engine", "fsdpx.engine.engine"),
+        ("from .. import engine", "fsdpx.engine"),
+        ("from . import layer", "fsdpx.nn.layer"),
+        ("from fsdpx import engine", "fsdpx.engine"),
+        ("from fsdpx import engine as e\ne.engine.Engine()", "fsdpx.engine.engine"),
+        ("from fsdpx import distribute", "fsdpx.facade.distribute"),
+        ("from fsdpx import Mesh", "fsdpx.comm.mesh"),
+        ("from fsdpx import unknown", "fsdpx"),
+        ("def f():\n    from fsdpx.engine import engine", "fsdpx.engine.engine"),
+        ("def f():\n    import fsdpx\n    return fsdpx.distribute()", "fsdpx.facade.distribute"),
+        ("import fsdpx as f\nf.engine.engine.Engine()", "fsdpx.engine.engine"),
+        ("import fsdpx.comm\nfsdpx.engine.Engine()", "fsdpx.engine"),
+        ("import fsdpx\ngetattr(fsdpx, 'distribute')", "fsdpx"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fsdpx.engine", "fsdpx.engine"),
+        ("import importlib\nimportlib.import_module('fsdpx.engine.engine')", "fsdpx.engine.engine"),
+        ("from importlib import import_module\nimport_module('fsdpx.engine')", "fsdpx.engine"),
+        ("import importlib\nPLACE = 'fsdpx.engine'\nimportlib.import_module(PLACE)", "fsdpx.engine"),
+        ("import importlib\nimportlib.import_module('fsd' + 'px.engine')", "fsdpx"),
+        ("__import__('fsdpx.engine.engine')", "fsdpx.engine.engine"),
+        ("class A:\n    def f(self):\n        from fsdpx.engine.engine import Engine as E", "fsdpx.engine.engine"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_import_is_seen(text: str, found: str) -> None:
+    assert found in made({"nn/__init__.py": text}).imports("nn/__init__.py")
+
+
+def test_what_is_no_import_is_not_seen() -> None:
+    quiet = '"""fsdpx.engine"""\nimport os.path, numpy\nnames = ["fsdpx.engine"]\nfsdpx = 3  # import fsdpx.engine\n'
+    assert layer(quiet).imports("nn/layer.py") == set()
+    assert layer("import importlib\nimportlib.import_module('numba')").imports("nn/layer.py") == set()
+    assert layer("import fsdpx\nfsdpx.Mesh").imports("nn/layer.py") == {"fsdpx.comm.mesh"}
+
+
+@pytest.mark.parametrize(
+    ("files", "wrong"),
+    [
+        ({"nn/layer.py": "from fsdpx.comm.mesh import Mesh"}, None),
+        ({"nn/layer.py": "from fsdpx import errors"}, None),
+        ({"engine/engine.py": "from fsdpx import nn, optim, data"}, None),
+        ({"config.py": "from fsdpx.errors import ConfigError"}, None),
+        ({"examples/__init__.py": "import fsdpx\nfrom fsdpx import testing\nfsdpx.distribute()"}, None),
+        ({"__init__.py": "import fsdpx.launch"}, None),
+        ({"__main__.py": "import fsdpx.launch"}, None),
+        ({"nn/layer.py": "import fsdpx\nfsdpx.distribute()"}, "nn/layer.py imports fsdpx.facade.distribute"),
+        ({"comm/mesh.py": "import fsdpx.nn"}, "comm/mesh.py imports fsdpx.nn"),
+        ({"nn/layer.py": "import fsdpx.optim"}, "nn/layer.py imports fsdpx.optim"),
+        ({"watch/__init__.py": "import fsdpx.checkpoint"}, "watch/__init__.py imports fsdpx.checkpoint"),
+        ({"launch/__init__.py": "import fsdpx.examples"}, "launch/__init__.py imports fsdpx.examples"),
+        ({"launch/__init__.py": "import fsdpx.testing"}, "launch/__init__.py imports fsdpx.testing"),
+        ({"optim/__init__.py": "import fsdpx.comm"}, "optim/__init__.py imports fsdpx.comm"),
+        ({"data/__init__.py": "import fsdpx.comm"}, "data/__init__.py imports fsdpx.comm"),
+        ({"program/__init__.py": "import fsdpx.config"}, "program/__init__.py imports fsdpx.config"),
+        (
+            {"testing/__init__.py": "from fsdpx import distribute"},
+            "testing/__init__.py imports fsdpx.facade.distribute",
+        ),
+        ({"errors.py": "import fsdpx.program"}, "errors.py imports fsdpx.program"),
+        ({"launch/__init__.py": "import fsdpx.__main__"}, "launch/__init__.py imports fsdpx.__main__"),
+        ({"facade/__init__.py": "from fsdpx import *"}, "facade/__init__.py imports fsdpx"),
+    ],
+)
+def test_floors_are_kept_apart(files: dict[str, str], wrong: str | None) -> None:
+    assert wrong_imports(made(files)) == ([wrong] if wrong else [])
+
+
+def test_circles_are_found() -> None:
+    assert made({"nn/__init__.py": "from fsdpx.nn.layer import Layer"}).circles() == []
+    two = made(
+        {
+            "nn/__init__.py": "from fsdpx.nn.layer import Layer",
+            "nn/layer.py": "def f():\n    from fsdpx.nn import Layer",
+        }
+    )
+    assert two.circles() == [["nn/__init__.py", "nn/layer.py"]]
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from fsdpx.engine import engine"
+    three = made(
+        {
+            "nn/layer.py": "import fsdpx\nfsdpx.distribute",
+            "engine/engine.py": "import fsdpx.nn.layer",
+            "facade/distribute.py": typed,
+        }
+    )
+    assert three.circles() == [["engine/engine.py", "nn/layer.py", "facade/distribute.py"]]
+
+
+def test_what_comes_from_elsewhere_is_found() -> None:
+    text = "import os.path\ndef f():\n    from numpy.linalg import norm\n    import fsdpx.errors\nfrom . import x"
+    assert made({"program/__init__.py": text}).foreign("program/__init__.py") == {"os", "numpy"}
+
+
+def test_folders_that_are_too_large_are_found() -> None:
+    small = {f"{name}/__init__.py": "x = 1\n" * 16 for name in ("nn", "comm", "data", "optim", "array")}
+    fair = Package(
+        {**small, "engine/__init__.py": "x = 1\n" * 10, "engine/a.py": "x = 1\n" * 6, "errors.py": "1\n" * 4}
+    )
+    assert too_large(fair) == []
+    uneven = Package({**small, "engine/__init__.py": "x = 1\n" * 10, "engine/a.py": "x = 1\n" * 9, "errors.py": "1\n"})
+    assert too_large(uneven) == ["engine has 19 of 100 lines"]
+
+
+FIFTEEN = "\n".join(f"    f{i}: int" for i in range(13))
+METHOD = "    def m({0}):\n        {0}.a, ({0}.b, c.d) = 1, (2, 3)\n        {0}.f3 = 4\n        def g(): {1}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "wrong"), [("self.a += 1", []), ("self.last = 1", ["last"]), ("setattr(self, 'last', 1)", ["last"])]
+)
+@pytest.mark.parametrize("own", ["self", "this"])
+def test_classes_with_too_many_fields_are_found(own: str, more: str, wrong: list[str]) -> None:
+    source = f"class A:\n    KINDS = 3\n{FIFTEEN}\n{METHOD.format(own, more.replace('self', own))}"
+    found = wide_classes(layer(source))
+    assert [name.split(" has ")[0] for name in found] == ["nn/layer.py:1 A"] * len(wrong)
+    assert all(f"{FIELDS + 1}: a, b, f0" in text and "last" in text for text in found)
+
+
+def test_functions_that_are_too_long_are_found() -> None:
+    def source(lines: int, said: str = "") -> str:
+        return (
+            f"class A:\n    @property\n    def f(\n        self,\n    ):\n        '''Text{said}'''\n"
+            + "        x = 1\n" * lines
+        )
+
+    assert long_functions(layer(source(47))) == []
+    assert long_functions(layer(source(47, "\n" * 30))) == []
+    assert long_functions(layer(source(48))) == ["nn/layer.py:3 f has 51 lines"]
+    assert long_functions(layer(source(48, "\n" * 30))) == ["nn/layer.py:3 f has 51 lines"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wrong"),
+    [
+        ("nn/layer.py", "import os\nos.environ['A']", "nn/layer.py:2 environ"),
+        ("nn/layer.py", "import os as o\nx = o.getenv('A')", "nn/layer.py:2 getenv"),
+        ("nn/layer.py", "from os import environ as e", "nn/layer.py:1 environ"),
+        ("nn/layer.py", "import os.path\nx = {**os.environ}", "nn/layer.py:2 whole"),
+        ("launch/__init__.py", "import os\nx = os.environ.get('A')", "launch/__init__.py:2 environ"),
+        ("launch/__init__.py", "import os\nx = {**os.environ, 'A': 1}, dict(os.environ), dict(**os.environ)", None),
+        ("environment.py", "import os\nx = os.environ.get('A')", None),
+        ("nn/layer.py", "from fsdpx import environment\nenvironment.read()", None),
+    ],
+)
+def test_readers_of_the_environment_are_found(name: str, text: str, wrong: str | None) -> None:
+    assert readers(made({name: text})) == ([wrong] if wrong else [])

@@ -1,0 +1,52 @@
+"""The page about the architecture names what there is: its paths exist, and every folder of the package is on it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+needs_page = pytest.mark.skipif(not PAGE.exists(), reason="there is no docs/architecture.md")
+
+
+def paths(text: str) -> list[str]:
+    """What a page names in the package and in the tests: files, and folders that end in a slash."""
+    found = re.findall(r"(?<![\w/.-])(?:fsdpx|tests)/(?:[\w.*-]+/)*(?:[\w*-]+\.\w+)?", text)
+    return sorted({path for path in found if path not in ("fsdpx/", "tests/")})
+
+
+def missing(text: str, root: Path) -> list[str]:
+    return [path for path in paths(text) if not any(root.glob(path))]
+
+
+def unnamed(text: str, root: Path) -> list[str]:
+    """Folders of the package that have no path on the page."""
+    folders = sorted(file.parent.name for file in root.glob("fsdpx/*/__init__.py"))
+    return [name for name in folders if not re.search(rf"(?<![\w/])(?:fsdpx/)?{name}/|`{name}`", text)]
+
+
+@needs_page
+def test_its_paths_exist() -> None:
+    text = PAGE.read_text()
+    assert paths(text), "the page names no path at all"
+    assert missing(text, ROOT) == []
+
+
+@needs_page
+def test_every_folder_is_on_it() -> None:
+    assert unnamed(PAGE.read_text(), ROOT) == []
+
+
+def test_what_is_missing_is_found(tmp_path: Path) -> None:
+    for name in ("fsdpx/nn/__init__.py", "fsdpx/comm/__init__.py", "fsdpx/nn/layer.py", "tests/nn/test_a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    text = (
+        "`fsdpx/nn/layer.py`, fsdpx/nn/gone.py, (tests/nn/test_a.py) and tests/nn/test_b.py; fsdpx/comm/, tests/gone/."
+    )
+    assert missing(text, tmp_path) == ["fsdpx/nn/gone.py", "tests/gone/", "tests/nn/test_b.py"]
+    assert missing("docs/fsdpx/nn/gone.py, fsdpx/nn/*.py and https://x.org/tests/y.py", tmp_path) == []
+    assert unnamed(text, tmp_path) == []
+    assert unnamed("only `nn` and communication", tmp_path) == ["comm"]
+    assert unnamed("| comm/ | fsdpx/comm/mesh.py", tmp_path) == ["nn"]
