@@ -1,7 +1,8 @@
 """How ranks speak: communicators, the mesh and the functional API. Importing it loads no MPI."""
 
 from fsdpx.comm.backend import Backend
-from fsdpx.comm.communicator import DONE, Communicator, Done, Handle, ReduceOp, split_evenly
+from fsdpx.comm.calls import DONE, Call, Done, Handle, ReduceOp, split_evenly
+from fsdpx.comm.communicator import Communicator, Wrapper
 from fsdpx.comm.counted import Count, Counted, Counters
 from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.guarded import Guarded
@@ -17,6 +18,7 @@ __all__ = [
     "DONE",
     "Axes",
     "Backend",
+    "Call",
     "Communicator",
     "Coordinates",
     "Count",
@@ -31,6 +33,7 @@ __all__ = [
     "Mesh",
     "ReduceOp",
     "Survivor",
+    "Wrapper",
     "adopt",
     "alone",
     "connect",

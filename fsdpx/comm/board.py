@@ -7,12 +7,10 @@ window fence orders the words before the number.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from mpi4py import MPI
 
-from fsdpx.comm.communicator import Array
+from fsdpx.comm.calls import Array
 from fsdpx.comm.host import Window
 
 __all__ = ["SLOTS", "Board"]
@@ -38,13 +36,13 @@ class Board:
         self._bytes[self.rank][:] = 0  # a library may hand out memory that was used before
         comm.Barrier()
 
-    def post(self, number: int, place: Sequence[int] | None = None) -> int:
-        """Say that this rank's data of a collective may be read, and where they lie. Returns where the record is: bytes
-        from each of `addresses`."""
+    def post(self, number: int, words: memoryview | None = None) -> int:
+        """Say that this rank's data of a collective may be read, and where they lie (`Place.words`). Returns where the
+        record is: bytes from each of `addresses`."""
         at = number % SLOTS * self._record
         mine = self._mine
-        if place is not None:
-            mine[at + 2], mine[at + 3], mine[at + 4] = place
+        if words is not None:
+            mine[at + 2 : at + 5] = words
         self._fence()
         mine[at] = number
         return 8 * at

@@ -1,108 +1,37 @@
-"""How ranks speak: the one protocol that every backend keeps, and the values it speaks in."""
+"""How ranks speak: the one interface that every backend has. Each verb makes a `Call` and issues it."""
 
 from __future__ import annotations
 
-import enum
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any
 
-from fsdpx.errors import ConfigError
+from fsdpx.comm.calls import (
+    DONE,
+    AllCounts,
+    Array,
+    Arrays,
+    Call,
+    Counts,
+    Done,
+    Handle,
+    Pieces,
+    ReduceOp,
+    even_pieces,
+    pieces,
+    split_evenly,
+)
+from fsdpx.comm.steps import Progress, progress_of
 
-__all__ = ["DONE", "Array", "Communicator", "Done", "Handle", "Pieces", "ReduceOp", "pieces", "split_evenly"]
-
-Array = Any
-"""A flat array: one-dimensional, C-contiguous, of numpy, cupy or `fsdpx.array.shapes`."""
-
-
-class ReduceOp(enum.Enum):
-    """How the values of all ranks become one. bool: SUM and MAX are `or`, PROD and MIN are `and`."""
-
-    SUM = "sum"
-    AVG = "avg"
-    MAX = "max"
-    MIN = "min"
-    PROD = "prod"
-
-    __hash__ = object.__hash__
-
-    @classmethod
-    def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """`op` itself, or the operation of that name ("sum", "AVG"); ConfigError for anything else."""
-        if isinstance(op, ReduceOp):
-            return op
-        if isinstance(op, str) and op.lower() in cls._value2member_map_:
-            return cls(op.lower())
-        names = ", ".join(member.name for member in cls)
-        raise ConfigError(f"unknown reduce operation {op!r}: use one of ReduceOp.{{{names}}}")
+__all__ = ["DONE", "Array", "Call", "Communicator", "Done", "Handle", "Pieces", "ReduceOp", "Wrapper"]
+__all__ += ["even_pieces", "pieces", "split_evenly"]
 
 
-class Pieces(NamedTuple):
-    """How a flat array of `total` elements is cut: piece r is `[displs[r], displs[r] + counts[r])`."""
-
-    counts: tuple[int, ...]
-    displs: tuple[int, ...]
-    total: int
-    even: bool
-
-    def part(self, array: Array, rank: int) -> Array:
-        """The view of `array` that is the piece of `rank`."""
-        start = self.displs[rank]
-        return array[start : start + self.counts[rank]]
+SUM = ReduceOp.SUM
+EVEN: AllCounts = (None,)
 
 
-@lru_cache(maxsize=512)
-def pieces(counts: tuple[int, ...]) -> Pieces:
-    """The cut with these counts, one piece right after the other."""
-    displs, total = [], 0
-    for count in counts:
-        displs.append(total)
-        total += count
-    return Pieces(counts, tuple(displs), total, len(set(counts)) == 1)
-
-
-@lru_cache(maxsize=512)
-def even_pieces(n: int, parts: int) -> Pieces:
-    """The balanced cut of n elements: piece r starts at floor(n r / parts)."""
-    edges = [n * r // parts for r in range(parts + 1)]
-    return pieces(tuple(stop - start for start, stop in pairwise(edges)))
-
-
-def split_evenly(n: int, parts: int) -> list[int]:
-    """Counts of the balanced cut of n elements: floor(n (r+1) / parts) - floor(n r / parts) for piece r."""
-    return list(even_pieces(n, parts).counts)
-
-
-@runtime_checkable
-class Handle(Protocol):
-    """A transfer that was issued. The buffers belong to it until `test` is true or `wait` returns."""
-
-    def test(self) -> bool:
-        """True when the transfer is complete; pokes it forward if not. Never blocks."""
-        ...
-
-    def wait(self) -> None:
-        """Return when the transfer is complete; CommTimeout or CommError when it will not be."""
-        ...
-
-
-class Done:
-    """The handle of what is already complete."""
-
-    __slots__ = ()
-
-    def test(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return None
-
-
-DONE = Done()
-
-
-class Communicator(Protocol):
+class Communicator(ABC):
     """An ordered group of ranks that move flat arrays between them.
 
     Every verb is issued at once, returns a `Handle` and allocates nothing but the scratch it states. All
@@ -115,20 +44,38 @@ class Communicator(Protocol):
     A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent. Bytes
     given below are those that one rank sends (or receives) with an optimal algorithm, n = bytes of the full
     array, N = `size` (Patarasu and Yuan 2009; Chan et al. 2007).
+
+    A new backend inherits `fsdpx.comm.Backend`, a communicator around another one `fsdpx.comm.Wrapper`.
     """
 
-    @property
-    def rank(self) -> int: ...
+    rank: int
+    size: int
+    progress: Progress
+    """What waits on this communicator and its groups poke."""
 
-    @property
-    def size(self) -> int: ...
+    @abstractmethod
+    def issue(self, call: Call) -> Handle:
+        """Begin what `call` says; every verb below comes here."""
+
+    def _call(
+        self,
+        verb: str,
+        arrays: Arrays,
+        op: ReduceOp,
+        root: int,
+        counts: AllCounts,
+        what: str,
+        tag: int = 0,
+        how: str = "library",
+    ) -> Handle:
+        return self.issue(Call(verb, arrays, op, root, counts, what, tag, how))
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
         """Put every rank's `send` into every rank's `recv`, in rank order: n(N-1)/N bytes.
 
         In place when `send` is this rank's own piece of `recv`.
         """
-        ...
+        return self._call("all_gather", (send, recv), SUM, 0, EVEN if counts is None else (tuple(counts),), what)
 
     def reduce_scatter(
         self,
@@ -145,7 +92,7 @@ class Communicator(Protocol):
         then undefined.
         Scratch: n for 16-bit arrays, none else.
         """
-        ...
+        return self._call("reduce_scatter", (send, recv), op, 0, EVEN if counts is None else (tuple(counts),), what)
 
     def all_reduce(
         self, buf: Array, op: ReduceOp = ReduceOp.SUM, algorithm: str = "library", *, what: str = ""
@@ -155,15 +102,15 @@ class Communicator(Protocol):
         `algorithm` is "library" (the backend's own) or "ring" (`fsdpx.comm.ring`; scratch n/N; not for 16-bit
         arrays). Scratch: n for 16-bit arrays.
         """
-        ...
+        return self._call("all_reduce", (buf,), op, 0, (), what, 0, algorithm)
 
     def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
         """Copy `buf` of rank `root` into `buf` of all others: n bytes."""
-        ...
+        return self._call("broadcast", (buf,), SUM, root, (), what)
 
     def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
         """Reduce `send` over the ranks into `recv` of `root`, which may be `send` itself: n bytes."""
-        ...
+        return self._call("reduce", (send, recv), op, root, (), what)
 
     def gather(
         self,
@@ -175,7 +122,7 @@ class Communicator(Protocol):
         what: str = "",
     ) -> Handle:
         """Put every rank's `send` into `recv` of `root`: n(N-1)/N bytes there, n/N elsewhere."""
-        ...
+        return self._call("gather", (send, recv), SUM, root, (_counts(counts),), what)
 
     def scatter(
         self,
@@ -187,7 +134,7 @@ class Communicator(Protocol):
         what: str = "",
     ) -> Handle:
         """Cut `send` of `root` into every rank's `recv`: n(N-1)/N bytes there, n/N elsewhere."""
-        ...
+        return self._call("scatter", (send, recv), SUM, root, (_counts(counts),), what)
 
     def all_to_all(
         self,
@@ -199,36 +146,78 @@ class Communicator(Protocol):
         what: str = "",
     ) -> Handle:
         """Send piece r of `send` to rank r; receive into piece r of `recv` what rank r sent here."""
-        ...
+        counts = (_counts(send_counts), _counts(recv_counts))
+        return self._call("all_to_all", (send, recv), SUM, 0, counts, what)
 
     def send(self, buf: Array, dest: int, tag: int = 0, *, what: str = "") -> Handle:
         """Send `buf` to `dest`; messages of one (source, dest, tag) arrive in order. 0 <= tag < 16384."""
-        ...
+        return self._call("send", (buf,), SUM, dest, (), what, tag)
 
     def recv(self, buf: Array, source: int, tag: int = 0, *, what: str = "") -> Handle:
         """Receive from rank `source` a message of exactly `buf.size` elements."""
-        ...
+        return self._call("recv", (buf,), SUM, source, (), what, tag)
 
     def barrier(self, *, what: str = "") -> Handle:
         """Complete when every rank has issued it."""
-        ...
+        return self._call("barrier", (), SUM, 0, (), what)
 
+    @abstractmethod
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """The communicator of one `color`, ordered by (key, rank); None for color None. Blocking."""
-        ...
 
+    @abstractmethod
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of `ranks`, in that order. All call it, each with its own group. Blocking."""
-        ...
 
+    @abstractmethod
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's `obj` on every rank. Blocking, pickled: for small control messages, not for data."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Free what the backend holds. Collective; the communicator is unusable afterwards."""
-        ...
 
+    @abstractmethod
     def abort(self, code: int = 1) -> None:
         """End all ranks of the job now, with exit status `code`."""
-        ...
+
+
+class Wrapper(Communicator):
+    """A communicator around another one, `comm`: override `issue` to see, delay or change its calls.
+
+    Groups are wrapped alike; override `wrap` if that takes more than `type(self)(group)`.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.rank, self.size, self.progress = comm.rank, comm.size, progress_of(comm)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.comm!r})"
+
+    def issue(self, call: Call) -> Handle:
+        return self.comm.issue(call)
+
+    def wrap(self, group: Communicator) -> Communicator:
+        """The same around a group of `comm`."""
+        return type(self)(group)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        part = self.comm.split(color, key)
+        return None if part is None else self.wrap(part)
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+        return self.wrap(self.comm.subgroup(ranks))
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self.comm.all_gather_object(obj)
+
+    def close(self) -> None:
+        self.comm.close()
+
+    def abort(self, code: int = 1) -> None:
+        self.comm.abort(code)
+
+
+def _counts(counts: Sequence[int] | None) -> Counts:
+    return None if counts is None else tuple(counts)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp, even_pieces
-from fsdpx.comm.steps import progress_of
+from fsdpx.comm.calls import Call, Handle
+from fsdpx.comm.communicator import Communicator, Wrapper
+from fsdpx.comm.verbs import moved
 
 __all__ = ["Count", "Counted", "Counters"]
 
@@ -62,124 +62,21 @@ class Counters:
             yield axis, verb, count.calls, count.bytes
 
 
-class Counted:
-    """A communicator that notes each call under its axis and passes it on. One rank alone counts nothing.
-
-    Bytes are those of an optimal algorithm, so that they do not depend on the backend: n = bytes of the full
-    array, own = this rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own) of the
-    balanced cut. broadcast, reduce: n. gather, scatter: n - own at root, own elsewhere. all_to_all: what goes
-    to others. send, recv: n. barrier: 0.
-    """
+class Counted(Wrapper):
+    """A communicator that notes each call under its axis, with the bytes that `moved` says. One rank counts nothing."""
 
     def __init__(self, comm: Communicator, axis: str, counters: Counters) -> None:
-        self.comm, self.axis, self.counters = comm, axis, counters
-        self.rank, self.size = comm.rank, comm.size
-        self.progress = progress_of(comm)
+        super().__init__(comm)
+        self.axis, self.counters = axis, counters
 
     def __repr__(self) -> str:
         return f"Counted({self.comm!r}, {self.axis!r})"
 
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
-        handle = self.comm.all_gather(send, recv, counts, what=what)
-        return self._note(handle, "all_gather", (recv.size - send.size) * recv.dtype.itemsize)
-
-    def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        op: ReduceOp = ReduceOp.SUM,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
-        handle = self.comm.reduce_scatter(send, recv, op, counts, what=what)
-        return self._note(handle, "reduce_scatter", (send.size - recv.size) * send.dtype.itemsize)
-
-    def all_reduce(
-        self, buf: Array, op: ReduceOp = ReduceOp.SUM, algorithm: str = "library", *, what: str = ""
-    ) -> Handle:
-        handle = self.comm.all_reduce(buf, op, algorithm, what=what)
-        others = buf.size - even_pieces(buf.size, self.size).counts[self.rank]
-        return self._note(handle, "all_reduce", 2 * others * buf.dtype.itemsize)
-
-    def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
-        return self._note(self.comm.broadcast(buf, root, what=what), "broadcast", _nbytes(buf))
-
-    def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
-        return self._note(self.comm.reduce(send, recv, op, root, what=what), "reduce", _nbytes(send))
-
-    def gather(
-        self,
-        send: Array,
-        recv: Array | None,
-        root: int,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
-        handle = self.comm.gather(send, recv, root, counts, what=what)
-        return self._note(handle, "gather", self._rooted(root, recv, send))
-
-    def scatter(
-        self,
-        send: Array | None,
-        recv: Array,
-        root: int,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
-        handle = self.comm.scatter(send, recv, root, counts, what=what)
-        return self._note(handle, "scatter", self._rooted(root, send, recv))
-
-    def all_to_all(
-        self,
-        send: Array,
-        recv: Array,
-        send_counts: Sequence[int] | None = None,
-        recv_counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
-        handle = self.comm.all_to_all(send, recv, send_counts, recv_counts, what=what)
-        counts = even_pieces(send.size, self.size).counts if send_counts is None else send_counts
-        return self._note(handle, "all_to_all", (send.size - counts[self.rank]) * send.dtype.itemsize)
-
-    def send(self, buf: Array, dest: int, tag: int = 0, *, what: str = "") -> Handle:
-        return self._note(self.comm.send(buf, dest, tag, what=what), "send", _nbytes(buf))
-
-    def recv(self, buf: Array, source: int, tag: int = 0, *, what: str = "") -> Handle:
-        return self._note(self.comm.recv(buf, source, tag, what=what), "recv", _nbytes(buf))
-
-    def barrier(self, *, what: str = "") -> Handle:
-        return self._note(self.comm.barrier(what=what), "barrier", 0)
-
-    def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        part = self.comm.split(color, key)
-        return None if part is None else Counted(part, self.axis, self.counters)
-
-    def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        return Counted(self.comm.subgroup(ranks), self.axis, self.counters)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Not counted: control messages, not data."""
-        return self.comm.all_gather_object(obj)
-
-    def close(self) -> None:
-        self.comm.close()
-
-    def abort(self, code: int = 1) -> None:
-        self.comm.abort(code)
-
-    def _note(self, handle: Handle, verb: str, nbytes: int) -> Handle:
+    def issue(self, call: Call) -> Handle:
+        handle = self.comm.issue(call)
         if self.size > 1:
-            self.counters.add(self.axis, verb, nbytes)
+            self.counters.add(self.axis, call.verb, moved(self, call))
         return handle
 
-    def _rooted(self, root: int, whole: Array | None, part: Array) -> int:
-        others = _nbytes(whole) - _nbytes(part) if self.rank == root else _nbytes(part)
-        return others
-
-
-def _nbytes(array: Array) -> int:
-    return array.size * array.dtype.itemsize
+    def wrap(self, group: Communicator) -> Communicator:
+        return Counted(group, self.axis, self.counters)

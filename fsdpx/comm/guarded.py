@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp
-from fsdpx.comm.steps import progress_of, spin
+from fsdpx.comm.calls import Call, Handle
+from fsdpx.comm.communicator import Communicator, Wrapper
+from fsdpx.comm.steps import spin
+from fsdpx.comm.verbs import terms
 from fsdpx.errors import DesyncError
 
 __all__ = ["Guarded"]
@@ -19,7 +21,7 @@ _ENDINGS = 8
 _TAG = 7
 
 
-class Guarded:
+class Guarded(Wrapper):
     """Exchanges a fingerprint of each collective on a channel of its own, then passes the call on.
 
     A fingerprint is the verb, `what`, the dtype, the element count, the operation and the root, as far as
@@ -30,118 +32,39 @@ class Guarded:
     """
 
     def __init__(self, comm: Communicator, timeout: float = 10.0, channel: Communicator | None = None) -> None:
-        self.comm, self.timeout = comm, timeout
-        self.rank, self.size = comm.rank, comm.size
+        super().__init__(comm)
+        self.timeout = timeout
         self._channel = channel or comm.subgroup(range(comm.size))
-        self.progress = progress_of(comm)
         self._calls = 0
 
-    def __repr__(self) -> str:
-        return f"Guarded({self.comm!r})"
+    def issue(self, call: Call) -> Handle:
+        if self.size > 1 and call.verb not in ("send", "recv"):
+            self._agree(call.name + "".join(f", {key} {value}" for key, value in terms(call).items()))
+        return self.comm.issue(call)
 
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
-        self._agree("all_gather", what, recv, counts=_listed(counts))
-        return self.comm.all_gather(send, recv, counts, what=what)
-
-    def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        op: ReduceOp = ReduceOp.SUM,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
-        self._agree("reduce_scatter", what, send, op=ReduceOp.of(op).name, counts=_listed(counts))
-        return self.comm.reduce_scatter(send, recv, op, counts, what=what)
-
-    def all_reduce(
-        self, buf: Array, op: ReduceOp = ReduceOp.SUM, algorithm: str = "library", *, what: str = ""
-    ) -> Handle:
-        self._agree("all_reduce", what, buf, op=ReduceOp.of(op).name, algorithm=algorithm)
-        return self.comm.all_reduce(buf, op, algorithm, what=what)
-
-    def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
-        self._agree("broadcast", what, buf, root=root)
-        return self.comm.broadcast(buf, root, what=what)
-
-    def reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, *, what: str = "") -> Handle:
-        self._agree("reduce", what, send, op=ReduceOp.of(op).name, root=root)
-        return self.comm.reduce(send, recv, op, root, what=what)
-
-    def gather(
-        self,
-        send: Array,
-        recv: Array | None,
-        root: int,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
-        self._agree("gather", what, None, dtype=send.dtype, root=root)
-        return self.comm.gather(send, recv, root, counts, what=what)
-
-    def scatter(
-        self,
-        send: Array | None,
-        recv: Array,
-        root: int,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
-        self._agree("scatter", what, None, dtype=recv.dtype, root=root)
-        return self.comm.scatter(send, recv, root, counts, what=what)
-
-    def all_to_all(
-        self,
-        send: Array,
-        recv: Array,
-        send_counts: Sequence[int] | None = None,
-        recv_counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
-        self._agree("all_to_all", what, None, dtype=send.dtype)
-        return self.comm.all_to_all(send, recv, send_counts, recv_counts, what=what)
-
-    def send(self, buf: Array, dest: int, tag: int = 0, *, what: str = "") -> Handle:
-        return self.comm.send(buf, dest, tag, what=what)
-
-    def recv(self, buf: Array, source: int, tag: int = 0, *, what: str = "") -> Handle:
-        return self.comm.recv(buf, source, tag, what=what)
-
-    def barrier(self, *, what: str = "") -> Handle:
-        self._agree("barrier", what, None)
-        return self.comm.barrier(what=what)
+    def wrap(self, group: Communicator) -> Communicator:
+        return Guarded(group, self.timeout)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        self._agree("split", "", None)
-        part = self.comm.split(color, key)
-        return None if part is None else Guarded(part, self.timeout)
+        self._agree("split")
+        return super().split(color, key)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        self._agree("subgroup", "", None)
-        return Guarded(self.comm.subgroup(ranks), self.timeout)
+        self._agree("subgroup")
+        return super().subgroup(ranks)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        self._agree("all_gather_object", "", None)
-        return self.comm.all_gather_object(obj)
+        self._agree("all_gather_object")
+        return super().all_gather_object(obj)
 
     def close(self) -> None:
-        """Free the channel; the guarded communicator stays open for who made it."""
+        """Free the channel; the guarded communicator stays open for its owner."""
         self._channel.close()
 
-    def abort(self, code: int = 1) -> None:
-        self.comm.abort(code)
-
-    def _agree(self, verb: str, what: str, array: Array | None, **terms: Any) -> None:
+    def _agree(self, call: str) -> None:
         """Return when every rank is about to call the same; DesyncError on all of them otherwise."""
         if self.size == 1:
             return
-        if array is not None:
-            terms = {"dtype": array.dtype, "elements": array.size} | terms
-        call = verb + (f" of {what}" if what else "") + "".join(f", {key} {value}" for key, value in terms.items())
         calls = self._exchange(call)
         if any(other != calls[0] for other in calls):
             raise DesyncError(f"ranks called different collectives (call {self._calls}): {_grouped(calls)}")
@@ -170,10 +93,6 @@ class Guarded:
         for handle in sends:
             handle.wait()
         return [bytes(text).rstrip(b"\0").decode(errors="replace") for text in texts]
-
-
-def _listed(counts: Sequence[int] | None) -> str:
-    return "even" if counts is None else str(list(counts))
 
 
 def _encode(call: str) -> np.ndarray:

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from fsdpx.comm.calls import Array
 from fsdpx.comm.checks import address
-from fsdpx.comm.communicator import Array
 
 __all__ = ["Host", "Place", "Window", "free_bytes"]
 
@@ -27,6 +27,11 @@ class Place(NamedTuple):
     window: int
     owner: int
     offset: int
+
+    @property
+    def words(self) -> memoryview:
+        """The same as three 64-bit words."""
+        return np.array(self, np.int64).data
 
 
 class Window:
@@ -63,7 +68,7 @@ class Host:
         self.leader = comm.bcast(world.Get_rank(), 0)
         self.common: set[int] = set()  # windows of which all ranks of a group use the same part
         self.windows: dict[int, Window] = {}
-        self.planned: ModuleType | None = None  # `fsdpx.comm.planned`, once there is memory to share
+        self.persistent: ModuleType | None = None  # `fsdpx.comm.persistent`, once there is memory to share
         self._owners: dict[int, tuple[int, int]] = {}
         self._places: dict[int, tuple[Array, Place]] = {}
         self._views: dict[tuple[int, ...], Array] = {}

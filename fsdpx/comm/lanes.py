@@ -8,126 +8,134 @@ and the numbers of all meetings of a call are taken when it is issued.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fsdpx.comm.checks import overlay
-from fsdpx.comm.communicator import Array, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.comm.checks import copy
 from fsdpx.comm.host import Place
 from fsdpx.comm.mpi import MpiCommunicator
+from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.reduction import fold
 from fsdpx.comm.steps import spin
 from fsdpx.errors import CommTimeout
 
-if TYPE_CHECKING:
-    from fsdpx.comm.node import NodeCommunicator
+__all__ = ["Lanes"]
 
-__all__ = ["all_gather", "all_gather_common", "all_reduce", "reduce_scatter"]
+
+class Lanes:
+    """near: the ranks of this machine. across: those of this rank's lane. machines: ranks by machine, equally many.
+
+    turn: the ticket that may reach the network next.
+    """
+
+    def __init__(self, near: Neighbours, across: MpiCommunicator, machines: list[list[int]]) -> None:
+        self.near, self.across, self.machines = near, across, machines
+        self.lane = [machine[near.lane] for machine in machines]
+        self.turn = self._tickets = 0
+
+    def all_gather(self, call: Call, place: Place) -> Iterator[Handle]:
+        """The own lane from the other machines, the other lanes from the neighbours' buffers; L ranks share the
+        network."""
+        near, turn, number = self.near, self._ticket(), self.near.reserve()
+        recv, cut = call.arrays[1], call.cuts[0]
+        yield turn
+        yield self._gather(call)
+
+        def read() -> None:
+            ranks = [(index, machine[index]) for index in near.others for machine in self.machines]
+            near.copy_pieces(number, [(index, cut.part(recv, rank), cut.displs[rank]) for index, rank in ranks])
+
+        yield near.meet(number, place, call, read)
+
+    def all_gather_common(self, call: Call) -> Iterator[Handle]:
+        """Into one buffer per machine: each lane arrives there once."""
+        near, turn = self.near, self._ticket()
+        first, second = near.reserve(), near.reserve()
+        send, recv = call.arrays
+        own = call.cuts[0].part(recv, near.rank)
+        copy(own, send)
+        yield near.sync(first, call)  # from here on no rank of the machine reads what lay there before
+        yield turn
+        yield self._gather(call.on((own, recv)))
+        yield near.sync(second, call)
+
+    def reduce_scatter(self, call: Call, place: Place) -> Iterator[Handle]:
+        """Pieces of the own lane are added inside the machine, then over the lane. Scratch: n/L for L ranks a
+        machine."""
+        near, turn, number = self.near, self._ticket(), self.near.reserve()
+        (send, recv), (cut,) = call.arrays, call.cuts
+        sums = pieces(tuple(cut.counts[rank] for rank in self.lane))
+        partial = np.empty(sums.total, send.dtype)
+
+        def add() -> None:
+            for i, rank in enumerate(self.lane):
+                sources = near.sources(number, cut.part(send, rank), cut.displs[rank])
+                fold(sources, _inner(call.op), [sums.part(partial, i)])
+
+        yield near.meet(number, place, call, add)
+        yield turn
+        yield self._move(call, (partial, recv), (sums,))
+        self._average(call, recv)
+
+    def all_reduce(self, call: Call, place: Place) -> Iterator[Handle]:
+        """A slice per rank of the machine: added inside, then over the lane, then copied by the neighbours."""
+        near, turn = self.near, self._ticket()
+        first, second = near.reserve(), near.reserve()
+        (buf,) = call.arrays
+        cut = even_pieces(buf.size, len(near.ranks))
+        own = cut.part(buf, near.lane)
+
+        def add() -> None:
+            fold(near.sources(first, own, cut.displs[near.lane]), _inner(call.op), [own])
+
+        yield near.meet(first, place, call, add)
+        yield turn
+        yield self._move(call, (own,), ())
+        self._average(call, own)
+
+        def read() -> None:
+            near.copy_pieces(second, [(index, cut.part(buf, index), cut.displs[index]) for index in near.others])
+
+        yield near.meet(second, place, call, read)
+
+    def _ticket(self) -> Turn:
+        self._tickets += 1
+        return Turn(self, self._tickets - 1)
+
+    def _gather(self, call: Call) -> Handle:
+        cut = call.cuts[0]
+        self.turn += 1
+        counts, displs = [cut.counts[rank] for rank in self.lane], [cut.displs[rank] for rank in self.lane]
+        return self.across.all_gather_at(call, counts, displs)
+
+    def _move(self, call: Call, arrays: tuple[Array, ...], cuts: tuple[Pieces, ...]) -> Handle:
+        """Reduce partial sums over the lane."""
+        self.turn += 1
+        return self.across.move(Call(call.verb, arrays, _inner(call.op), what=call.what, cuts=cuts))
+
+    def _average(self, call: Call, total: Array) -> None:
+        if call.op is ReduceOp.AVG:
+            np.divide(total, self.near.size, total)
 
 
 class Turn:
     """Complete when all calls that were issued before have reached the network."""
 
-    __slots__ = ("_node", "_ticket")
+    __slots__ = ("_lanes", "_ticket")
 
-    def __init__(self, node: NodeCommunicator, ticket: int) -> None:
-        self._node, self._ticket = node, ticket
+    def __init__(self, lanes: Lanes, ticket: int) -> None:
+        self._lanes, self._ticket = lanes, ticket
 
     def test(self) -> bool:
-        return self._node.turn >= self._ticket  # later: while somebody waits here, a poke may take the step
+        return self._lanes.turn >= self._ticket  # later: while a wait for this lasts, a poke may take the step
 
     def wait(self) -> None:
-        node = self._node
-        if not spin(self.test, node.progress, node.timeout):
-            raise CommTimeout(f"rank {node.rank} waited {node.timeout:g} s for a call that it issued before")
+        near = self._lanes.near
+        if not spin(self.test, near.progress, near.timeout):
+            raise CommTimeout(f"rank {near.rank} waited {near.timeout:g} s for a call that it issued before")
 
 
-def all_gather(
-    node: NodeCommunicator, place: Place, send: Array, recv: Array, cut: Pieces, ticket: int, what: str
-) -> Iterator[Handle]:
-    """The own lane from the other machines, the other lanes from the neighbours' buffers; L ranks share the network."""
-    number = node.reserve()
-    yield Turn(node, ticket)
-    yield _lane_gather(node, send, recv, cut, what)
-
-    def copy() -> None:
-        for index in node.others:
-            for machine in node.machines:
-                part, start = cut.part(recv, machine[index]), cut.displs[machine[index]]
-                part[...] = node.peer(index, number, start, part.size, part.dtype)
-
-    yield node.meet(number, place, "all_gather", what, copy)
-
-
-def all_gather_common(
-    node: NodeCommunicator, send: Array, recv: Array, cut: Pieces, ticket: int, what: str
-) -> Iterator[Handle]:
-    """Into one buffer per machine: each lane arrives there once."""
-    first, second = node.reserve(), node.reserve()
-    own = cut.part(recv, node.rank)
-    if not overlay(send, own):
-        own[...] = send
-    yield node.sync(first, "all_gather", what)  # nobody here reads what lay there before
-    yield Turn(node, ticket)
-    yield _lane_gather(node, own, recv, cut, what)
-    yield node.sync(second, "all_gather", what)
-
-
-def _lane_gather(node: NodeCommunicator, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
-    lane = [machine[node.lane] for machine in node.machines]
-    node.turn += 1
-    return _across(node).all_gather_at(send, recv, [cut.counts[r] for r in lane], [cut.displs[r] for r in lane], what)
-
-
-def reduce_scatter(
-    node: NodeCommunicator, place: Place, send: Array, recv: Array, op: ReduceOp, cut: Pieces, ticket: int, what: str
-) -> Iterator[Handle]:
-    """Pieces of the own lane are added inside the machine, then over the lane. Scratch: n/L for L ranks a machine."""
-    lane = [machine[node.lane] for machine in node.machines]
-    sums = pieces(tuple(cut.counts[r] for r in lane))
-    partial = np.empty(sums.total, send.dtype)
-    number, inner = node.reserve(), ReduceOp.SUM if op is ReduceOp.AVG else op
-
-    def add() -> None:
-        for i, r in enumerate(lane):
-            fold(node.sources(number, cut.part(send, r), cut.displs[r]), inner, [sums.part(partial, i)])
-
-    yield node.meet(number, place, "reduce_scatter", what, add)
-    yield Turn(node, ticket)
-    node.turn += 1
-    yield _across(node)._reduce_scatter(partial, recv, inner, sums, what)
-    if op is ReduceOp.AVG:
-        np.divide(recv, node.size, recv)
-
-
-def all_reduce(
-    node: NodeCommunicator, place: Place, buf: Array, op: ReduceOp, ticket: int, what: str
-) -> Iterator[Handle]:
-    """A slice per rank of the machine: added inside, then over the lane, then copied by the neighbours."""
-    cut = even_pieces(buf.size, len(node.machine))
-    own = cut.part(buf, node.lane)
-    first, second = node.reserve(), node.reserve()
-    inner = ReduceOp.SUM if op is ReduceOp.AVG else op
-
-    def add() -> None:
-        fold(node.sources(first, own, cut.displs[node.lane]), inner, [own])
-
-    yield node.meet(first, place, "all_reduce", what, add)
-    yield Turn(node, ticket)
-    node.turn += 1
-    yield _across(node)._all_reduce(own, inner, what)
-    if op is ReduceOp.AVG:
-        np.divide(own, node.size, own)
-
-    def copy() -> None:
-        for index in node.others:
-            part = cut.part(buf, index)
-            part[...] = node.peer(index, second, cut.displs[index], part.size, part.dtype)
-
-    yield node.meet(second, place, "all_reduce", what, copy)
-
-
-def _across(node: NodeCommunicator) -> MpiCommunicator:
-    assert isinstance(node.across, MpiCommunicator)
-    return node.across
+def _inner(op: ReduceOp) -> ReduceOp:
+    """How partial results are reduced: an average is divided at the very end."""
+    return ReduceOp.SUM if op is ReduceOp.AVG else op

@@ -12,16 +12,19 @@ from operator import and_
 from typing import Any
 
 from fsdpx.comm.backend import Backend
-from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp
-from fsdpx.comm.reduction import reduce_in_order
+from fsdpx.comm.calls import Call, Handle, named
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.direct import COLLECTIVES
 from fsdpx.comm.rendezvous import Group, Message, Operation, Transfer, Vote, World
 from fsdpx.comm.steps import Progress
-from fsdpx.errors import Aborted, DesyncError, RankLost
+from fsdpx.comm.survivors import Survivor
+from fsdpx.comm.verbs import terms
+from fsdpx.errors import Aborted, RankLost
 
 __all__ = ["LocalCommunicator", "single"]
 
 
-class LocalCommunicator(Backend):
+class LocalCommunicator(Backend, Survivor):
     """One thread rank's side of a group; a `Survivor` where the world survives deaths (`spawn(survive=True)`).
 
     A collective completes when the last rank arrives; that rank moves the data of all.
@@ -33,8 +36,9 @@ class LocalCommunicator(Backend):
     def __init__(
         self, group: Group, rank: int, progress: Progress | None = None, delays: random.Random | None = None
     ) -> None:
-        super().__init__(rank, len(group.members), progress or Progress())
+        super().__init__(rank, len(group.members), progress)
         self._group = group
+        self.survives = group.world.survive
         self._calls = self._votes = 0
         self._parts: list[LocalCommunicator] = []
         self._delays = delays
@@ -42,80 +46,13 @@ class LocalCommunicator(Backend):
     def __repr__(self) -> str:
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
 
-    def _all_gather(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
-        def move(given: list[Any]) -> None:
-            for rank, (part, _) in enumerate(given):
-                for _, whole in given:
-                    _copy_unless_same(cut.part(whole, rank), part)
-
-        return self._meet("all_gather", what, (recv.dtype.name, cut.counts), (send, recv), move)
-
-    def _reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
-        def move(given: list[Any]) -> None:
-            for rank, (_, part) in enumerate(given):  # in place, part is the start of a send: pieces read by now
-                reduce_in_order([cut.part(whole, rank) for whole, _ in given], op, part)
-
-        return self._meet("reduce_scatter", what, (send.dtype.name, cut.counts, op.name), (send, recv), move)
-
-    def _all_reduce(self, buf: Array, op: ReduceOp, what: str) -> Handle:
-        def move(given: list[Any]) -> None:
-            reduce_in_order(given, op, given[0])
-            for other in given[1:]:
-                other[...] = given[0]
-
-        return self._meet("all_reduce", what, (buf.dtype.name, buf.size, op.name), buf, move)
-
-    def _broadcast(self, buf: Array, root: int, what: str) -> Handle:
-        def move(given: list[Any]) -> None:
-            for other in given:
-                _copy_unless_same(other, given[root])
-
-        return self._meet("broadcast", what, (buf.dtype.name, buf.size, root), buf, move)
-
-    def _reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, what: str) -> Handle:
-        def move(given: list[Any]) -> None:
-            reduce_in_order([part for part, _ in given], op, given[root][1])
-
-        return self._meet("reduce", what, (send.dtype.name, send.size, op.name, root), (send, recv), move)
-
-    def _gather(self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str) -> Handle:
-        def move(given: list[Any]) -> None:
-            _, whole, cut = given[root]
-            for rank, (part, _, _) in enumerate(given):
-                _same_size("gather", what, rank, part, root, cut.counts[rank])
-                _copy_unless_same(cut.part(whole, rank), part)
-
-        return self._meet("gather", what, (send.dtype.name, root), (send, recv, cut), move)
-
-    def _scatter(self, send: Array | None, recv: Array, root: int, cut: Pieces | None, what: str) -> Handle:
-        def move(given: list[Any]) -> None:
-            whole, _, cut = given[root]
-            for rank, (_, part, _) in enumerate(given):
-                _same_size("scatter", what, rank, part, root, cut.counts[rank])
-                _copy_unless_same(part, cut.part(whole, rank))
-
-        return self._meet("scatter", what, (recv.dtype.name, root), (send, recv, cut), move)
-
-    def _all_to_all(self, send: Array, recv: Array, sent: Pieces, received: Pieces, what: str) -> Handle:
-        def move(given: list[Any]) -> None:
-            for source, (whole, _, sent, _) in enumerate(given):
-                for dest, (_, target, _, received) in enumerate(given):
-                    part = sent.part(whole, dest)
-                    _same_size("all_to_all", what, source, part, dest, received.counts[source])
-                    received.part(target, source)[...] = part
-
-        return self._meet("all_to_all", what, (send.dtype.name,), (send, recv, sent, received), move)
-
-    def _barrier(self, what: str) -> Handle:
-        return self._meet("barrier", what, (), None, lambda given: None)
-
-    def _send(self, buf: Array, dest: int, tag: int, what: str) -> Handle:
-        message = Message(f"send{_of(what)} to rank {dest}, tag {tag}", buf, self.rank, dest)
-        return self._post(message, (self.rank, dest, tag), sending=True)
-
-    def _recv(self, buf: Array, source: int, tag: int, what: str) -> Handle:
-        message = Message(f"recv{_of(what)} from rank {source}, tag {tag}", buf, self.rank, source)
-        return self._post(message, (source, self.rank, tag), sending=False)
+    def move(self, call: Call) -> Handle:
+        if call.verb in COLLECTIVES:
+            return self._meet(call.verb, call.what, tuple(terms(call).values()), call, COLLECTIVES[call.verb])
+        sending, (array,) = call.verb == "send", call.arrays
+        name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
+        pair = (self.rank, call.root) if sending else (call.root, self.rank)
+        return self._post(Message(name, array, self.rank, call.root), (*pair, call.tag), sending)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         def move(given: list[Any]) -> dict[int, tuple[Group, list[int]]]:
@@ -149,10 +86,6 @@ class LocalCommunicator(Backend):
         raise error
 
     # -- deaths ----------------------------------------------------------------------------------
-
-    @property
-    def survives(self) -> bool:
-        return self._group.world.survive
 
     def lost(self) -> tuple[int, ...]:
         return self._group.lost()
@@ -214,7 +147,7 @@ class LocalCommunicator(Backend):
             operation = group.operations.get(number)
             if operation is None:
                 operation = group.operations[number] = Operation(verb, what, terms, group.members)
-            group.check(f"{verb}{_of(what)}", self.rank, operation.needs)
+            group.check(named(verb, what), self.rank, operation.needs)
             group.world.fail_on(operation.difference(self.rank, verb, what, terms))
             last = operation.arrive(self.rank, given)
             if last:
@@ -261,17 +194,3 @@ class LocalCommunicator(Backend):
 def single() -> LocalCommunicator:
     """A communicator of one rank, without MPI."""
     return LocalCommunicator(Group(World(), [0]), 0)
-
-
-def _of(what: str) -> str:
-    return f" of {what}" if what else ""
-
-
-def _copy_unless_same(target: Array, source: Array) -> None:
-    if target is not source:
-        target[...] = source
-
-
-def _same_size(verb: str, what: str, source: int, part: Array, dest: int, count: int) -> None:
-    if part.size != count:
-        raise DesyncError(f"{verb}{_of(what)}: rank {source} has a piece of {part.size}, rank {dest} counts {count}")

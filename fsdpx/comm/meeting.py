@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fsdpx.comm.board import Board
+from fsdpx.comm.calls import Call, named
 from fsdpx.comm.steps import Progress, spin
 from fsdpx.errors import CommTimeout
 
@@ -16,20 +17,20 @@ GLANCES = 32
 
 
 class Group(Protocol):
-    """Who meets: a communicator, as far as a meeting looks. machine: its ranks on this machine, in order."""
+    """Who meets: neighbours, as far as a meeting looks."""
 
     rank: int
     size: int
     timeout: float
     progress: Progress
     board: Board
-    machine: list[int]
+    ranks: list[int]
     others: list[int]
 
 
 def late(call: object, group: Group, missing: Sequence[int]) -> CommTimeout:
     """What a wait raises when it has lasted too long. missing: who of the machine did not come."""
-    ranks = [group.machine[index] for index in missing]
+    ranks = [group.ranks[index] for index in missing]
     return CommTimeout(
         f"{call} is not complete after {group.timeout:g} s: ranks {ranks} did not call it with an array of a "
         "window, or have ended"
@@ -46,15 +47,14 @@ class Meeting:
         self,
         group: Group,
         number: int,
-        verb: str,
-        what: str,
+        call: Call,
         work: Callable[[], None] | None = None,
         *,
         of: Sequence[int] | None = None,
         held: bool = True,
         last: Callable[[], None] | None = None,
     ) -> None:
-        self._group, self._number, self._verb, self._what = group, number, verb, what
+        self._group, self._number, self._verb, self._what = group, number, call.verb, call.what
         self._work, self._held, self._last = work, held, last
         self._missing = list(group.others if of is None else of)
         self._stage = 0
@@ -90,8 +90,7 @@ class Meeting:
         return self.test() and (self._work is None or all(board.finished(o, number) for o in self._group.others))
 
     def __str__(self) -> str:
-        what = f" of {self._what}" if self._what else ""
-        return f"{self._verb}{what} on rank {self._group.rank} of {self._group.size}"
+        return f"{named(self._verb, self._what)} on rank {self._group.rank} of {self._group.size}"
 
     def _waits_for(self, there: Callable[[int, int], bool]) -> bool:
         missing, number = self._missing, self._number

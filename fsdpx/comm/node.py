@@ -16,27 +16,26 @@ import numpy as np
 from mpi4py import MPI
 
 from fsdpx.array.kernels.choice import installed
-from fsdpx.comm import lanes
 from fsdpx.comm.backend import Backend
-from fsdpx.comm.board import SLOTS, Board
-from fsdpx.comm.checks import overlay
-from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp, even_pieces
+from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces
+from fsdpx.comm.checks import copy, overlay
+from fsdpx.comm.communicator import EVEN, Communicator
 from fsdpx.comm.host import Host, Place
-from fsdpx.comm.meeting import Meeting
+from fsdpx.comm.lanes import Lanes
 from fsdpx.comm.mpi import LIMIT, TIMEOUT, MpiCommunicator
+from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.reduction import compilable, fold, is_half
-from fsdpx.comm.steps import Steps, spin
-from fsdpx.errors import CommTimeout
+from fsdpx.comm.steps import Steps
 
 if TYPE_CHECKING:
-    from fsdpx.comm.planned import Plan
+    from fsdpx.comm.persistent import Persistent
 
 __all__ = ["SMALL", "NodeCommunicator"]
 
 SMALL = 8 << 10
 """Bytes up to which sums travel as messages, unless they are compiled."""
-PLANS = 4096
-"""Plans that are kept."""
+KEPT = 4096
+"""Persistent collectives that are kept."""
 
 
 class NodeCommunicator(Backend):
@@ -62,43 +61,35 @@ class NodeCommunicator(Backend):
 
     def _start(self, mpi: MpiCommunicator, host: Host, owns: bool) -> None:
         super().__init__(mpi.rank, mpi.size, mpi.progress)
-        self.mpi, self.host, self.timeout = mpi, host, mpi.timeout
+        self.mpi, self.host = mpi, host
         self._owns = owns
         everyone = mpi.all_gather_object((host.leader, host.rank, installed()))
         names = list(dict.fromkeys(leader for leader, _, _ in everyone))
+        number = names.index(host.leader)
         self.machines = [[r for r, (leader, _, _) in enumerate(everyone) if leader == name] for name in names]
-        self.machine = self.machines[names.index(host.leader)]
-        self.lane = self.machine.index(self.rank)
-        self.others = [index for index in range(len(self.machine)) if index != self.lane]
-        self._homes = [everyone[r][1] for r in self.machine]
+        self.machine = self.machines[number]
+        self._home = everyone[self.machine[0]][1]
         even = len({len(m) for m in self.machines}) == 1 and len(self.machine) > 1
         self.inside = even and len(self.machines) == 1
         self.compiles = self.inside and all(able for _, _, able in everyone)
-        self.across = mpi.split(self.lane, self.rank) if even and not self.inside else None
-        if even:
-            local = mpi.raw.Split(names.index(host.leader), self.rank)
-            self.board = Board(cast(MPI.Intracomm, local))
-            local.Free()
-        self._number = 0
-        self.latest: list[Any] = [None] * SLOTS
-        self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._waits: Plan | None = None
-        self.turn, self._tickets = 0, 0
+        across = mpi.split(self.machine.index(self.rank), self.rank) if even and not self.inside else None
+        self.near = Neighbours(mpi, host, self.machine, number) if even else None
+        self.lanes: Lanes | None = None
+        if across is not None:
+            assert isinstance(across, MpiCommunicator)
+            assert self.near is not None
+            self.lanes = Lanes(self.near, across, self.machines)
+        self._kept: dict[Any, Persistent] = {}
 
     def __repr__(self) -> str:
         return f"NodeCommunicator(rank={self.rank}, size={self.size}, machines={len(self.machines)})"
-
-    @property
-    def planned(self) -> ModuleType | None:
-        """The code of planned calls, where it is loaded."""
-        return self.host.planned if self.compiles else None
 
     # -- memory ----------------------------------------------------------------------------------
 
     @property
     def shares(self) -> bool:
         """Whether arrays in windows are worth it: several ranks of this group on each machine, equally many."""
-        return self.inside or self.across is not None
+        return self.near is not None
 
     def share(self, nbytes: int) -> Array | None:
         """Memory of this rank that its machine can reach, as bytes; ranks may ask for different amounts.
@@ -111,242 +102,184 @@ class NodeCommunicator(Backend):
     def share_one(self, nbytes: int) -> Array | None:
         """The same, but one piece of memory for all ranks of this group on a machine."""
         self._prepare()
-        number = self.host.window(nbytes if self.lane == 0 else 0)
+        number = self.host.window(nbytes if self.rank == self.machine[0] else 0)
         if number is None:
             return None
         self.host.common.add(number)
-        return self.host.part(number, self._homes[0])
+        return self.host.part(number, self._home)
 
     def release(self, array: Array) -> None:
         """Give back what `share` or `share_one` gave. Collective like they are."""
         self.host.release(array)
 
-    # -- collectives -----------------------------------------------------------------------------
+    # -- calls -----------------------------------------------------------------------------------
 
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
-        plan = self._plans.get((id(send), id(recv), counts if counts is None else tuple(counts)))
-        if plan is None or not plan.fits(send, recv):
-            return super().all_gather(send, recv, counts, what=what)
-        if plan.own is not None:
-            plan.own[...] = send
-        return plan.issue(self.reserve(), what)
+    def issue(self, call: Call) -> Handle:
+        known = self._known(call.verb, call.arrays, call.op, call.counts, call.algorithm)
+        return super().issue(call) if known is None else known.begin(call.arrays, call.what)
 
-    def reduce_scatter(
+    def _call(
         self,
-        send: Array,
-        recv: Array,
-        op: ReduceOp = ReduceOp.SUM,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
+        verb: str,
+        arrays: Arrays,
+        op: ReduceOp,
+        root: int,
+        counts: AllCounts,
+        what: str,
+        tag: int = 0,
+        how: str = "library",
     ) -> Handle:
-        plan = self._plans.get((id(send), id(recv), op, counts if counts is None else tuple(counts)))
-        if plan is None or not plan.fits(send, recv):
-            return super().reduce_scatter(send, recv, op, counts, what=what)
-        return plan.issue(self.reserve(), what)
+        """What is known need not become a `Call` first: that takes a tenth of the time of a small collective."""
+        known = self._known(verb, arrays, op, counts, how)
+        if known is None:
+            return super()._call(verb, arrays, op, root, counts, what, tag, how)
+        return known.begin(arrays, what)
 
-    def all_reduce(
-        self, buf: Array, op: ReduceOp = ReduceOp.SUM, algorithm: str = "library", *, what: str = ""
-    ) -> Handle:
-        plan = self._plans.get((id(buf), op)) if algorithm == "library" else None
-        if plan is None or not plan.fits(buf, buf):
-            return super().all_reduce(buf, op, algorithm, what=what)
-        return plan.issue(self.reserve(), what)
+    def _known(self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str) -> Persistent | None:
+        """A call that was made before with these arrays is known to be good, and how it goes. That no array is given
+        another shape or dtype in place is taken for granted; that its id may belong to another by now is not."""
+        if not arrays:
+            return self._kept.get(verb)
+        first, last = arrays[0], arrays[-1]
+        known = self._kept.get((verb, id(first), id(last), op, counts, how))
+        return known if known is not None and known.first() is first and known.last() is last else None
 
-    def _all_gather(self, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
-        into, source = self._find(recv), self._find(send)
+    def move(self, call: Call) -> Handle:
+        """In shared memory where that is possible, else by MPI."""
+        begin = _SHARED.get(call.verb)
+        handle = begin(self, call, self.near) if begin is not None and self.near is not None else None
+        return self.mpi.move(call) if handle is None else handle
+
+    def _all_gather(self, call: Call, near: Neighbours) -> Handle | None:
+        send, recv = call.arrays
+        into, source = self.host.find(recv), self.host.find(send)
         if into is not None and into.window in self.host.common:
-            return self._gather_common(into, source, send, recv, cut, what)
+            if self.lanes is not None:
+                return self._steps(self.lanes.all_gather_common(call))
+            return self._gather_common(call, near, into, source)
         if self.inside and source is not None:
-            return self._gather_from(source, send, recv, cut, what)
-        if self.across is not None and into is not None:
-            return self._steps(lanes.all_gather(self, into, send, recv, cut, self._ticket(), what))
-        return self.mpi._all_gather(send, recv, cut, what)
+            return self._gather_from(call, near, source)
+        if self.lanes is not None and into is not None:
+            return self._steps(self.lanes.all_gather(call, into))
+        return None
 
-    def _gather_common(
-        self, into: Place, source: Place | None, send: Array, recv: Array, cut: Pieces, what: str
-    ) -> Handle:
-        """Into memory that all share: this rank's piece lies there, all there is to do is to say so."""
-        if self.across is not None:
-            return self._steps(lanes.all_gather_common(self, send, recv, cut, self._ticket(), what))
+    def _gather_common(self, call: Call, near: Neighbours, into: Place, source: Place | None) -> Handle:
+        """Into memory that all share: once this rank's piece lies there, all there is to do is to say so."""
+        (send, recv), (cut,) = call.arrays, call.cuts
         own, start = cut.part(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
+        if self.persistent is not None:
+            return self._keep(call, self.persistent.gathered(near, call, None if there else own), cut)
         if not there:
             own[...] = send
-        if self.planned is None:
-            return self.sync(self.reserve(), "all_gather", what)
-        plan = self.planned.gathered(self, [send, recv], None if there else own)
-        return self._first(plan, [(id(send), id(recv), counts) for counts in self._sayings(cut)], what)
+        return near.sync(near.reserve(), call)
 
-    def _gather_from(self, place: Place, send: Array, recv: Array, cut: Pieces, what: str) -> Handle:
-        """Everybody copies the others' pieces from where they lie: n - n/N read and written."""
-        number, own = self.reserve(), cut.part(recv, self.rank)
-        if not overlay(send, own):
-            own[...] = send
+    def _gather_from(self, call: Call, near: Neighbours, place: Place) -> Handle:
+        """Every rank copies the others' pieces from where they lie: n - n/N read and written."""
+        (send, recv), (cut,) = call.arrays, call.cuts
+        number = near.reserve()
+        copy(cut.part(recv, self.rank), send)
 
-        def copy() -> None:
-            for other in self.others:
-                part = cut.part(recv, other)
-                part[...] = self.peer(other, number, 0, part.size, part.dtype)
+        def read() -> None:
+            near.copy_pieces(number, [(other, cut.part(recv, other), 0) for other in near.others])
 
-        return self.meet(number, place, "all_gather", what, copy)
+        return near.meet(number, place, call, read)
 
-    def _reduce_scatter(self, send: Array, recv: Array, op: ReduceOp, cut: Pieces, what: str) -> Handle:
-        place = self._find_sum(send, op)
+    def _reduce_scatter(self, call: Call, near: Neighbours) -> Handle | None:
+        (send, recv), (cut,) = call.arrays, call.cuts
+        place = self._find_sum(send, call.op)
         if place is None:
-            return self.mpi._reduce_scatter(send, recv, op, cut, what)
-        if self.across is not None:
-            return self._steps(lanes.reduce_scatter(self, place, send, recv, op, cut, self._ticket(), what))
+            return None
+        if self.lanes is not None:
+            return self._steps(self.lanes.reduce_scatter(call, place))
         # The start of `send` is others' to read until all have finished; its own piece is not.
-        aside = overlay(send, recv) and self.lane > 0
-        if self.planned is not None and compilable(send.dtype, op) and not aside and isinstance(recv, np.ndarray):
-            plan = self.planned.added(self, "reduce_scatter", [send, recv], place, op, cut)
-            return self._first(plan, [(id(send), id(recv), op, counts) for counts in self._sayings(cut)], what)
-        number, own = self.reserve(), cut.part(send, self.rank)
+        aside = overlay(send, recv) and near.lane > 0
+        if self.persistent is not None and _compiled(call) and not aside and isinstance(recv, np.ndarray):
+            return self._keep(call, self.persistent.added(near, call, place, cut), cut)
+        number, own = near.reserve(), cut.part(send, self.rank)
         target = own if aside else recv
 
         def add() -> None:
-            fold(self.sources(number, own, cut.displs[self.rank]), op, [target])
+            fold(near.sources(number, own, cut.displs[self.rank]), call.op, [target])
 
-        last = partial(np.copyto, recv, own) if aside else None
-        return self.meet(number, place, "reduce_scatter", what, add, last=last)
+        return near.meet(number, place, call, add, last=partial(np.copyto, recv, own) if aside else None)
 
-    def _all_reduce(self, buf: Array, op: ReduceOp, what: str) -> Handle:
-        place = self._find_sum(buf, op)
+    def _all_reduce(self, call: Call, near: Neighbours) -> Handle | None:
+        (buf,) = call.arrays
+        place = self._find_sum(buf, call.op)
         if place is None:
-            return self.mpi._all_reduce(buf, op, what)
-        if self.across is not None:
-            return self._steps(lanes.all_reduce(self, place, buf, op, self._ticket(), what))
+            return None
+        if self.lanes is not None:
+            return self._steps(self.lanes.all_reduce(call, place))
         cut = even_pieces(buf.size, self.size)
-        if self.planned is not None and compilable(buf.dtype, op):
-            return self._first(self.planned.added(self, "all_reduce", [buf], place, op, cut), [(id(buf), op)], what)
-        number = self.reserve()
+        if self.persistent is not None and _compiled(call):
+            return self._keep(call, self.persistent.added(near, call, place, cut))
+        number = near.reserve()
 
         def add() -> None:
-            """Each rank adds one slice and writes the sum into everybody's buffer: nobody else touches that slice."""
-            slices = self.sources(number, cut.part(buf, self.rank), cut.displs[self.rank])
-            fold(slices, op, slices)
+            """Each rank adds one slice and writes the sum into every rank's buffer: no other touches that slice."""
+            slices = near.sources(number, cut.part(buf, self.rank), cut.displs[self.rank])
+            fold(slices, call.op, slices)
 
-        return self.meet(number, place, "all_reduce", what, add)
+        return near.meet(number, place, call, add)
 
-    def _broadcast(self, buf: Array, root: int, what: str) -> Handle:
-        place = self._find(buf) if self.inside else None
+    def _broadcast(self, call: Call, near: Neighbours) -> Handle | None:
+        (buf,) = call.arrays
+        place = self.host.find(buf) if self.inside else None
         if place is None:
-            return self.mpi._broadcast(buf, root, what)
-        number = self.reserve()
+            return None
+        number, root = near.reserve(), call.root
 
-        def copy() -> None:
+        def read() -> None:
             if self.rank != root:
-                buf[...] = self.peer(root, number, 0, buf.size, buf.dtype)
+                near.copy_pieces(number, [(root, buf, 0)])
 
-        return self.meet(number, place, "broadcast", what, copy, held=self.rank == root)
+        return near.meet(number, place, call, read, held=self.rank == root)
 
-    def _all_to_all(self, send: Array, recv: Array, sent: Pieces, received: Pieces, what: str) -> Handle:
-        place = self._find(send) if self.inside else None
+    def _all_to_all(self, call: Call, near: Neighbours) -> Handle | None:
+        (send, recv), (sent, received) = call.arrays, call.cuts
+        place = self.host.find(send) if self.inside else None
         if place is None:
-            return self.mpi._all_to_all(send, recv, sent, received, what)
-        number, board = self.reserve(), self.board
-        board.payload(self.lane, number).view(np.int64)[: self.size] = sent.displs
+            return None
+        number = near.reserve()
+        near.payload(near.lane, number)[: self.size] = sent.displs
 
-        def copy() -> None:
+        def read() -> None:
             received.part(recv, self.rank)[...] = sent.part(send, self.rank)
-            for other in self.others:
-                part, starts = received.part(recv, other), board.payload(other, number).view(np.int64)
-                part[...] = self.peer(other, number, int(starts[self.rank]), part.size, part.dtype)
+            starts = {other: int(near.payload(other, number)[self.rank]) for other in near.others}
+            near.copy_pieces(number, [(other, received.part(recv, other), starts[other]) for other in near.others])
 
-        return self.meet(number, place, "all_to_all", what, copy)
+        return near.meet(number, place, call, read)
 
-    def _barrier(self, what: str) -> Handle:
-        if self.planned is None:
-            return self.sync(self.reserve(), "barrier", what) if self.inside else self.mpi._barrier(what)
-        if self._waits is None:
-            self._waits = self.planned.barrier(self)
-        return self._waits.issue(self.reserve(), what)
+    def _barrier(self, call: Call, near: Neighbours) -> Handle | None:
+        if self.persistent is not None:
+            made = self._kept["barrier"] = self.persistent.barrier(near, call)
+            return made.begin((), call.what)
+        return near.sync(near.reserve(), call) if self.inside else None
 
-    def _first(self, plan: Plan, keys: Sequence[tuple[Any, ...]], what: str) -> Handle:
-        """A call that was planned just now; from the next one on it is found by its key."""
-        if len(self._plans) >= PLANS:
-            self._plans.clear()
-        self._plans.update(dict.fromkeys(keys, plan))
-        return plan.issue(self.reserve(), what)
+    def _keep(self, call: Call, made: Persistent, cut: Pieces | None = None) -> Handle:
+        """Begin what was found out just now; from the next call on it is known, however its counts are said."""
+        if len(self._kept) >= KEPT:
+            self._kept.clear()
+        counts: list[AllCounts] = [call.counts]
+        if cut is not None:
+            counts = [(cut.counts,)] + ([EVEN] if cut == even_pieces(cut.total, self.size) else [])
+        for said in counts:
+            first, last = call.arrays[0], call.arrays[-1]
+            self._kept[call.verb, id(first), id(last), call.op, said, call.algorithm] = made
+        return made.begin(call.arrays, call.what)
 
-    def _sayings(self, cut: Pieces) -> Sequence[tuple[int, ...] | None]:
-        """The `counts` that mean this cut."""
-        return (None, cut.counts) if cut == even_pieces(cut.total, self.size) else (cut.counts,)
-
-    # -- left to MPI -----------------------------------------------------------------------------
-
-    def _reduce(self, send: Array, recv: Array | None, op: ReduceOp, root: int, what: str) -> Handle:
-        return self.mpi._reduce(send, recv, op, root, what)
-
-    def _gather(self, send: Array, recv: Array | None, root: int, cut: Pieces | None, what: str) -> Handle:
-        return self.mpi._gather(send, recv, root, cut, what)
-
-    def _scatter(self, send: Array | None, recv: Array, root: int, cut: Pieces | None, what: str) -> Handle:
-        return self.mpi._scatter(send, recv, root, cut, what)
-
-    def _send(self, buf: Array, dest: int, tag: int, what: str) -> Handle:
-        return self.mpi._send(buf, dest, tag, what)
-
-    def _recv(self, buf: Array, source: int, tag: int, what: str) -> Handle:
-        return self.mpi._recv(buf, source, tag, what)
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return self.mpi.all_gather_object(obj)
-
-    def abort(self, code: int = 1) -> None:
-        self.mpi.abort(code)
-
-    # -- meetings --------------------------------------------------------------------------------
-
-    def reserve(self) -> int:
-        """The number of a meeting: taken when a call is issued, in one order on all ranks, however late it meets."""
-        self._number += 1
-        slot = self._number % SLOTS
-        taken = self.latest[slot] is not None and not self._free(slot)
-        if taken and not spin(partial(self._free, slot), self.progress, self.timeout):
-            raise CommTimeout(f"{self.latest[slot]}: {SLOTS} meetings later, not all ranks have taken part")
-        self.latest[slot] = "a call"
-        return self._number
-
-    def _free(self, slot: int) -> bool:
-        """Whether the place on the board can be used anew: all have read what was there."""
-        latest = self.latest[slot]
-        return latest is None or (not isinstance(latest, str) and latest.free())
-
-    def sync(self, number: int, verb: str, what: str) -> Handle:
-        """A meeting without work: complete when all have come."""
-        self.board.post(number)
-        return self._meet(number, verb, what, held=False)
-
-    def meet(self, number: int, place: Place, verb: str, what: str, work: Callable[[], None], **terms: Any) -> Handle:
-        """Post where an array lies; `work` when all have done so, complete when all have finished theirs."""
-        self.board.post(number, place)
-        return self._meet(number, verb, what, work, **terms)
-
-    def peer(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
-        """A slice of the array that rank `index` of the machine posted."""
-        return self.host.view(self.board.words(index, number, 3), start, size, dtype)
-
-    def sources(self, number: int, own: Array, start: int) -> list[Array]:
-        """Everybody's slice that begins at `start` and is as long as `own`, in rank order."""
-        count = range(len(self.machine))
-        return [own if i == self.lane else self.peer(i, number, start, own.size, own.dtype) for i in count]
-
-    def _meet(self, number: int, verb: str, what: str, work: Callable[[], None] | None = None, **terms: Any) -> Meeting:
-        meeting = Meeting(self, number, verb, what, work, **terms)
-        self.latest[number % SLOTS] = meeting
-        return meeting
+    @property
+    def persistent(self) -> ModuleType | None:
+        """The code of persistent collectives, where it is loaded."""
+        return self.host.persistent if self.compiles else None
 
     def _prepare(self) -> None:
         """Who has memory to share wants collectives to be fast: from now on those that repeat run as compiled code."""
-        if self.compiles and self.planned is None:
-            from fsdpx.comm import planned
+        if self.compiles and self.persistent is None:
+            from fsdpx.comm import persistent
 
-            self.host.planned = planned
-
-    def _find(self, array: Array) -> Place | None:
-        return self.host.find(array) if self.shares else None
+            self.host.persistent = persistent
 
     def _find_sum(self, array: Array, op: ReduceOp) -> Place | None:
         """Few bytes are faster as messages where the sum is not compiled: MPI libraries need no Python. 16-bit sums are
@@ -354,16 +287,15 @@ class NodeCommunicator(Backend):
         small = array.nbytes <= SMALL and not (self.compiles and compilable(array.dtype, op))
         if small or not (self.inside or not is_half(array.dtype)):
             return None
-        return self._find(array)
-
-    def _ticket(self) -> int:
-        self._tickets += 1
-        return self._tickets - 1
+        return self.host.find(array)
 
     def _steps(self, generator: Iterator[Handle]) -> Handle:
         return Steps(generator, self.progress)
 
     # -- groups ----------------------------------------------------------------------------------
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return self.mpi.all_gather_object(obj)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         part = self.mpi.split(color, key)
@@ -375,10 +307,28 @@ class NodeCommunicator(Backend):
         return group
 
     def close(self) -> None:
-        if self.shares:
-            self.board.close()
-        if self.across is not None:
-            self.across.close()
+        if self.near is not None:
+            self.near.board.close()
+        if self.lanes is not None:
+            self.lanes.across.close()
         if self._owns:
             self.host.close()
         self.mpi.close()
+
+    def abort(self, code: int = 1) -> None:
+        self.mpi.abort(code)
+
+
+def _compiled(call: Call) -> bool:
+    return compilable(call.arrays[0].dtype, call.op)
+
+
+_SHARED: dict[str, Callable[[NodeCommunicator, Call, Neighbours], Handle | None]] = {
+    "all_gather": NodeCommunicator._all_gather,
+    "reduce_scatter": NodeCommunicator._reduce_scatter,
+    "all_reduce": NodeCommunicator._all_reduce,
+    "broadcast": NodeCommunicator._broadcast,
+    "all_to_all": NodeCommunicator._all_to_all,
+    "barrier": NodeCommunicator._barrier,
+}
+"""What shared memory does better, or None where the arrays of a call do not lie there."""

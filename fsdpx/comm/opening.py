@@ -1,9 +1,14 @@
-"""Opening the world: from a backend's name, or from what the user already has, to a communicator."""
+"""Opening the world: from a backend's name, or from what the user already has, to a communicator.
+
+`BACKENDS` is the registry: a new backend is one more entry.
+"""
 
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdpx.comm import default
 from fsdpx.comm.communicator import Communicator
@@ -17,9 +22,25 @@ if TYPE_CHECKING:
     from fsdpx.comm.survivors import Survivor
     from fsdpx.environment import Environment
 
-__all__ = ["BACKENDS", "adopt", "node_of", "resilient", "world"]
+__all__ = ["BACKENDS", "Asked", "Opener", "adopt", "node_of", "resilient", "world"]
 
-BACKENDS = ("node", "mpi", "local", "fake")
+
+class Asked(NamedTuple):
+    """What a communicator is wanted for. comm: of another library, to be adopted; rank, size: of a fake."""
+
+    settings: Environment
+    comm: Any = None
+    rank: int | None = None
+    size: int | None = None
+
+
+class Opener(NamedTuple):
+    """How a backend is opened. adopts: whether it takes communicators of another library like this one. suits: whether
+    it is the one to take where no name is given; the first that suits is taken."""
+
+    open: Callable[[Asked], Communicator]
+    adopts: Callable[[Any], bool] = lambda comm: False
+    suits: Callable[[Asked], bool] = lambda asked: False
 
 
 def world(
@@ -40,32 +61,26 @@ def world(
         return adopt(comm, backend)
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out")
-    if backend == "fake":
-        return FakeCommunicator(rank or 0, 1 if size is None else size)
-    if rank is not None or size is not None:
+    if backend != "fake" and (rank is not None or size is not None):
         raise ConfigError(
             f"rank and size belong to backend='fake'; backend={backend!r} has the ranks that were started"
         )
-    settings = environment.read()
-    if backend == "local" or (backend is None and settings.launcher is None):
-        from fsdpx.array import cores
-
-        cores.share_cores(1)
-        return single()
-    return _mpi(None, settings, backend)
+    return _open(backend, Asked(environment.read(), None, rank, size))
 
 
 def adopt(comm: Any, backend: str | None = None) -> Communicator:
     """`comm` as a `Communicator`: itself, or around a duplicate of an mpi4py communicator."""
+    from fsdpx import environment
+
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
-    if _is_raw(comm):
-        from fsdpx import environment
-
-        if backend not in (None, "node", "mpi"):
-            raise ConfigError(f"comm is an mpi4py communicator, but backend={backend!r}: leave backend out")
-        return _mpi(comm, environment.read(), backend)
-    raise ConfigError(f"comm={comm!r} is neither an mpi4py communicator nor an fsdpx Communicator")
+    able = [name for name, opener in BACKENDS.items() if opener.adopts(comm)]
+    if not able:
+        raise ConfigError(f"comm={comm!r} is neither an mpi4py communicator nor an fsdpx Communicator")
+    if backend not in (None, *able):
+        library = type(comm).__module__.partition(".")[0]
+        raise ConfigError(f"comm is an {library} communicator, but backend={backend!r}: leave backend out")
+    return _open(backend, Asked(environment.read(), comm))
 
 
 def node_of(comm: Any) -> NodeCommunicator | None:
@@ -113,11 +128,55 @@ def _opened() -> Communicator:
     return opened.comm if opened else world(None if environment.read().launcher is None else "mpi")
 
 
+def _open(backend: str | None, asked: Asked) -> Communicator:
+    suits = (name for name, opener in BACKENDS.items() if opener.suits(asked))
+    return BACKENDS[backend or next(suits)].open(asked)
+
+
 def _is_raw(comm: Any) -> bool:
     return type(comm).__module__.startswith("mpi4py")
 
 
-def _mpi(comm: Any, settings: Environment, backend: str | None) -> Communicator:
+def _is_mpi(asked: Asked) -> bool:
+    return asked.settings.launcher is not None if asked.comm is None else _is_raw(asked.comm)
+
+
+def _is_node(asked: Asked) -> bool:
+    return _is_mpi(asked) and asked.settings.node and not asked.settings.ulfm
+
+
+def _local(asked: Asked) -> Communicator:
+    from fsdpx.array import cores
+
+    cores.share_cores(1)
+    return single()
+
+
+def _fake(asked: Asked) -> Communicator:
+    return FakeCommunicator(asked.rank or 0, 1 if asked.size is None else asked.size)
+
+
+def _mpi(asked: Asked, shared: bool = False) -> Communicator:
+    """shared: memory inside machines, where there are several ranks."""
+    from fsdpx.array import cores
+    from fsdpx.comm import abort
+
+    ranks = _ranks_of_mpi(asked)
+    from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator
+    from fsdpx.comm.node import NodeCommunicator
+
+    kind = NodeCommunicator if shared and ranks > 1 else MpiCommunicator
+    made: NodeCommunicator | MpiCommunicator = kind(asked.comm, timeout=asked.settings.timeout or TIMEOUT)
+    abort.install(made)
+    ranks_here = made.all_gather_object(platform.node()).count(platform.node())
+    made.progress.patience = PATIENT if cores.share_cores(ranks_here) * ranks_here <= cores.cores() else 0
+    return made
+
+
+def _ranks_of_mpi(asked: Asked) -> int:
+    """How many ranks the communicator has, after MPI is loaded and seen to agree with the launcher."""
+    from fsdpx import environment
+
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -125,21 +184,14 @@ def _mpi(comm: Any, settings: Environment, backend: str | None) -> Communicator:
             f"no MPI library could be loaded ({error}): "
             "install one with pip install 'fsdpx[mpich]', or use backend='local'"
         ) from error
-    from fsdpx import environment
-    from fsdpx.array import cores
-    from fsdpx.comm import abort
-    from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator
-    from fsdpx.comm.node import NodeCommunicator
-
     library = MPI.Get_library_version().strip("\0").split("\n")[0].replace("\t", " ")
-    environment.check_size(MPI.COMM_WORLD.Get_size(), settings, f"MPI ({' '.join(library.split())})")
-    size = MPI.COMM_WORLD.Get_size() if comm is None else comm.Get_size()
-    made: NodeCommunicator | MpiCommunicator
-    if size > 1 and (backend == "node" or (backend is None and settings.node and not settings.ulfm)):
-        made = NodeCommunicator(comm, timeout=settings.timeout or TIMEOUT)
-    else:
-        made = MpiCommunicator(comm, timeout=settings.timeout or TIMEOUT)
-    abort.install(made)
-    ranks_here = made.all_gather_object(platform.node()).count(platform.node())
-    made.progress.patience = PATIENT if cores.share_cores(ranks_here) * ranks_here <= cores.cores() else 0
-    return made
+    environment.check_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({' '.join(library.split())})")
+    return (MPI.COMM_WORLD if asked.comm is None else asked.comm).Get_size()
+
+
+BACKENDS = {
+    "node": Opener(partial(_mpi, shared=True), _is_raw, _is_node),
+    "mpi": Opener(_mpi, _is_raw, _is_mpi),
+    "local": Opener(_local, suits=lambda asked: asked.comm is None),
+    "fake": Opener(_fake),
+}

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from fsdpx.array.kernels import add_widened, store
-from fsdpx.comm.communicator import Array, ReduceOp
+from fsdpx.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
 __all__ = ["combine", "compilable", "fold", "is_half", "kind_of", "objection", "reduce_in_order"]

@@ -9,13 +9,13 @@ from typing import Protocol
 import numpy as np
 from mpi4py import MPI
 
-from fsdpx.comm.communicator import Array, ReduceOp
+from fsdpx.comm.calls import Array, Call, ReduceOp, named
 from fsdpx.comm.reduction import is_half
 from fsdpx.comm.steps import Progress, spin
 from fsdpx.comm.survivors import loss
 from fsdpx.errors import CommError, CommTimeout
 
-__all__ = ["Requests", "lost", "mpi_op", "told", "wire"]
+__all__ = ["Requests", "lost", "mpi_op", "translated", "wire"]
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.AVG: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
 _OPS[ReduceOp.PROD] = MPI.PROD
@@ -46,8 +46,8 @@ class Requests:
 
     __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
 
-    def __init__(self, comm: Waiting, verb: str, what: str, requests: list[MPI.Request], buffers: object) -> None:
-        self._comm, self._verb, self._what = comm, verb, what
+    def __init__(self, comm: Waiting, call: Call, requests: list[MPI.Request], buffers: object) -> None:
+        self._comm, self._verb, self._what = comm, call.verb, call.what
         self._requests = requests
         self._buffers = buffers
         self._error: CommError | None = None
@@ -60,7 +60,7 @@ class Requests:
             done = self._test()
         except MPI.Exception as error:
             if self._error is None:
-                self._error = told(error, str(self), self._comm.raw)
+                self._error = translated(error, str(self), self._comm.raw)
                 self._error.__cause__ = error
             done = not self.active
         if done:
@@ -82,11 +82,10 @@ class Requests:
             raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
 
     def __str__(self) -> str:
-        what = f" of {self._what}" if self._what else ""
-        return f"{self._verb}{what} on rank {self._comm.rank} of {self._comm.size}"
+        return f"{named(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
 
 
-def told(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
+def translated(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
     """An error of MPI in our words: RankLost if `comm` has lost a rank or was revoked, CommError else.
 
     The class of the error alone does not say it: of several requests only "an error in a status" is known, and a

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp, even_pieces
+from fsdpx.comm.calls import Array, Call, Handle, ReduceOp, even_pieces
+from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.reduction import combine
 from fsdpx.comm.steps import Steps, progress_of
 
 __all__ = ["all_reduce", "steps"]
-
-Transfer = Callable[[Array, int, int, str], Handle]
 
 
 def all_reduce(
@@ -29,35 +28,34 @@ def all_reduce(
     same bits. `tag` must differ between rings that are under way at once. The handle takes its steps when it is
     tested or waited for, and with the communicators of fsdpx in any other wait, too. Scratch: n/N.
     """
-
-    def send(array: Array, dest: int, number: int, label: str) -> Handle:
-        return comm.send(array, dest, number, what=label)
-
-    def recv(array: Array, source: int, number: int, label: str) -> Handle:
-        return comm.recv(array, source, number, what=label)
-
-    generator = steps(send, recv, comm.rank, comm.size, buf, ReduceOp.of(op), tag, what)
-    return Steps(generator, progress_of(comm))
+    call = Call("all_reduce", (buf,), ReduceOp.of(op), what=what, tag=tag)
+    return Steps(steps(comm.issue, comm.rank, comm.size, call), progress_of(comm))
 
 
-def steps(
-    send: Transfer, recv: Transfer, rank: int, size: int, buf: Array, op: ReduceOp, tag: int, what: str
-) -> Iterator[Handle]:
-    """Reduce-scatter around the ring, then all-gather around the ring; yields the handle of each transfer."""
+def steps(issue: Callable[[Call], Handle], rank: int, size: int, call: Call) -> Iterator[Handle]:
+    """Reduce-scatter around the ring, then all-gather around the ring; yields the handle of each message."""
+    buf, op = call.arrays[0], call.op
     cut = even_pieces(buf.size, size)
     right, left = (rank + 1) % size, (rank - 1) % size
+
+    def send(piece: int) -> Handle:
+        part = cut.part(buf, piece % size)
+        return issue(Call("send", (part,), root=right, what=call.what, tag=call.tag))
+
+    def recv(part: Array) -> Handle:
+        return issue(Call("recv", (part,), root=left, what=call.what, tag=call.tag))
+
     scratch = np.empty_like(buf[: max(cut.counts)])
     for step in range(size - 1):
-        outgoing, own = cut.part(buf, (rank - step) % size), cut.part(buf, (rank - step - 1) % size)
-        incoming = scratch[: own.size]
-        sent = send(outgoing, right, tag, what)
-        yield recv(incoming, left, tag, what)
+        own = cut.part(buf, (rank - step - 1) % size)
+        incoming, sent = scratch[: own.size], send(rank - step)
+        yield recv(incoming)
         combine(op)(own, incoming, out=own)
         yield sent
     if op is ReduceOp.AVG:
         own = cut.part(buf, (rank + 1) % size)
         own /= size
     for step in range(size - 1):
-        sent = send(cut.part(buf, (rank + 1 - step) % size), right, tag, what)
-        yield recv(cut.part(buf, (rank - step) % size), left, tag, what)
+        sent = send(rank + 1 - step)
+        yield recv(cut.part(buf, (rank - step) % size))
         yield sent

@@ -3,56 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.communicator import Handle
+from fsdpx.comm.calls import Call, Handle
 from fsdpx.comm.steps import Finish
+from fsdpx.comm.verbs import VERBS
 
 __all__ = ["staged"]
 
-Primitive = Callable[..., Handle]
 
+def staged(call: Call, move: Callable[[Call], Handle]) -> Handle:
+    """`move(call)`, where `move` knows host arrays only and `call` may be of arrays of any device.
 
-def staged(reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> Callable[[Primitive], Primitive]:
-    """Let a primitive that knows host arrays only take arrays of any device.
-
-    reads, writes: positions of the arrays it reads and writes. Host arrays pass as they are. Scratch: a host
-    copy of each array.
+    Host arrays pass as they are. Scratch: a host copy of each array.
     """
-    touched = tuple(sorted({*reads, *writes}))
-
-    def decorate(primitive: Primitive) -> Primitive:
-        @wraps(primitive)
-        def call(self: Any, *args: Any) -> Handle:
-            for index in touched:
-                array = args[index]
-                if array is not None and not isinstance(array, np.ndarray):
-                    return _through_host(primitive, self, args, reads, writes)
-            return primitive(self, *args)
-
-        return call
-
-    return decorate
+    for array in call.arrays:
+        if array is not None and not isinstance(array, np.ndarray):
+            return _through_host(call, move)
+    return move(call)
 
 
-def _through_host(
-    primitive: Primitive, self: Any, args: tuple[Any, ...], reads: tuple[int, ...], writes: tuple[int, ...]
-) -> Handle:
+def _through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
     from fsdpx.array.namespace import from_host, namespace_of, to_host
 
-    host = list(args)
-    for index in {*reads, *writes}:
-        if args[index] is not None:
-            fresh = index not in reads
-            host[index] = np.empty(args[index].shape, args[index].dtype) if fresh else to_host(args[index])
-    handle = primitive(self, *host)
+    verb, arrays = VERBS[call.verb], call.arrays
+    host = list(arrays)
+    for index in {*verb.reads, *verb.writes}:
+        if arrays[index] is not None:
+            fresh = index not in verb.reads
+            host[index] = np.empty(arrays[index].shape, arrays[index].dtype) if fresh else to_host(arrays[index])
+    handle = move(call.on(tuple(host)))
 
     def back() -> None:
-        for index in writes:
-            if args[index] is not None:
-                args[index][...] = from_host(namespace_of(args[index]), host[index])
+        for index in verb.writes:
+            if arrays[index] is not None:
+                arrays[index][...] = from_host(namespace_of(arrays[index]), host[index])
 
     return Finish(handle, back)

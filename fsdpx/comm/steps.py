@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from fsdpx.comm.communicator import DONE, Handle
+from fsdpx.comm.calls import DONE, Handle
 
 __all__ = ["PATIENT", "Finish", "Progress", "Steps", "progress_of", "spin"]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
 
-from fsdpx.comm.communicator import Communicator, Handle
-from fsdpx.comm.steps import Progress
+from fsdpx.comm.calls import Handle
+from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CommError, RankLost
 
 __all__ = ["Survivor", "loss", "settle", "survives"]
@@ -15,8 +15,7 @@ __all__ = ["Survivor", "loss", "settle", "survives"]
 _NAP = 1e-4
 
 
-@runtime_checkable
-class Survivor(Communicator, Protocol):
+class Survivor(Communicator):
     """A communicator that tells its ranks of deaths, and outlives them (Bland et al. 2013, user-level failure
     mitigation).
 
@@ -26,38 +25,31 @@ class Survivor(Communicator, Protocol):
     `shrink`; then go on with the new communicator and groups of it.
     """
 
-    @property
-    def progress(self) -> Progress:
-        """What waits on this communicator and its groups poke."""
-        ...
+    survives: bool
+    """Whether the others live on when a rank dies. If not, a death ends the job, and no rank meets RankLost."""
 
-    @property
-    def survives(self) -> bool:
-        """Whether the others live on when a rank dies. If not, a death ends the job, and nobody meets RankLost."""
-        ...
-
+    @abstractmethod
     def revoke(self) -> None:
         """Give up this communicator and the groups that this rank is in and made of it by `split` and `subgroup`: what
         any rank has under way or begins there, except `agree` and `shrink`, raises RankLost. Local: it waits for
         nobody, and any rank may call it at any time."""
-        ...
 
+    @abstractmethod
     def agree(self, flags: int) -> int:
         """The bitwise AND of every rank's `flags` (0 <= flags < 2^31), 0 if any rank has died: the same on all ranks
         that live. Blocking; works on a revoked communicator, never raises for a death."""
-        ...
 
+    @abstractmethod
     def shrink(self) -> Survivor:
         """A new communicator of the ranks that live, in rank order. Blocking; all that live call it.
 
         Nobody in it is known to be dead when it is made; who dies meanwhile is found out with the next call. It has a
         `progress` of its own: its waits do not stumble over what is left of the old one.
         """
-        ...
 
+    @abstractmethod
     def lost(self) -> tuple[int, ...]:
         """Ranks of this communicator that are known here to be dead."""
-        ...
 
 
 def survives(comm: Communicator) -> bool:

@@ -10,11 +10,12 @@ from typing import cast
 import numpy as np
 from mpi4py import MPI
 
-from fsdpx.comm.communicator import Communicator, Handle
+from fsdpx.comm.calls import Call, Handle
+from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mpi import MpiCommunicator
 from fsdpx.comm.requests import Requests, lost
 from fsdpx.comm.steps import Progress, spin
-from fsdpx.comm.survivors import settle
+from fsdpx.comm.survivors import Survivor, settle
 from fsdpx.errors import CommTimeout, RankLost
 
 __all__ = ["UlfmCommunicator", "ulfm_active"]
@@ -44,7 +45,7 @@ def finalize_without_the_dead() -> None:
         ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
 
 
-class UlfmCommunicator(MpiCommunicator):
+class UlfmCommunicator(MpiCommunicator, Survivor):
     """An MPI communicator (duplicated) as a `Survivor`: messages only, no shared memory.
 
     Where ULFM is not active it works as long as nobody dies: `agree` is an all-reduce, `shrink` a duplicate, `revoke`
@@ -62,10 +63,10 @@ class UlfmCommunicator(MpiCommunicator):
     def __repr__(self) -> str:
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
-    def _issue(self, verb: str, what: str, requests: list[MPI.Request], *buffers: object) -> Handle:
+    def _begun(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
         """Keeps the handle, and with it the buffers: when a rank is lost, who had the handle may let go of it while
         others still send."""
-        handle = Requests(self, verb, what, requests, buffers)
+        handle = Requests(self, call, requests, buffers)
         if len(self._under_way) >= _KEPT:
             self._under_way = [kept for kept in self._under_way if kept.active]
         self._under_way.append(handle)
@@ -112,7 +113,7 @@ class UlfmCommunicator(MpiCommunicator):
             if not spin(decided, Progress(self.progress.patience), self.timeout):
                 raise CommTimeout(f"agree on rank {self.rank} of {self.size} is not complete after {self.timeout:g} s")
         except MPI.Exception as error:
-            failure = self._told(error, "agree")
+            failure = self._translated(error, Call("agree"))
             if not isinstance(failure, RankLost):
                 raise failure from error
             return 0
@@ -125,7 +126,7 @@ class UlfmCommunicator(MpiCommunicator):
             try:
                 comm = before.raw.Shrink() if self.survives else before.raw.Dup()
             except MPI.Exception as error:
-                raise self._told(error, "shrink") from error
+                raise self._translated(error, Call("shrink")) from error
             made = object.__new__(UlfmCommunicator)
             made._start(cast(MPI.Intracomm, comm), self.timeout, self.limit, Progress(self.progress.patience))
             if made.agree(1):

@@ -103,7 +103,7 @@ class TestCommonMemoryOverMachines(TestOverMachines):
 
 def test_a_cluster_has_lanes_when_its_machines_are_alike(cluster):
     size = cluster.size
-    assert (cluster.across is not None) == (size % 2 == 0 and size > 2)
+    assert (cluster.lanes is not None) == (size % 2 == 0 and size > 2)
     assert cluster.inside == (size == 2)
     assert cluster.shares == (size % 2 == 0)
 

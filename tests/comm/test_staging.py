@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 import pytest
 
-from fsdpx.comm.communicator import DONE
+from fsdpx.comm.calls import DONE, Call
 from fsdpx.comm.staging import staged
 
 
@@ -38,22 +38,21 @@ class Later:
 
 
 class Doubling:
-    """A backend whose only verb writes twice what it reads."""
+    """A backend that writes twice what it reads."""
 
     def __init__(self, handle):
         self.handle = handle
 
-    @staged(reads=(0,), writes=(1,))
-    def double(self, send, recv, extra):
-        assert type(send) in (np.ndarray, type(None))
-        if recv is not None:
-            assert type(recv) is np.ndarray
-            recv[:] = 2 * send
-        return self.handle
+    def double(self, send, recv):
+        return staged(Call("reduce", (send, recv)), self.move)
 
-    @staged(reads=(0,), writes=(0,))
     def in_place(self, buf):
-        buf *= 2
+        return staged(Call("all_reduce", (buf,)), self.move)
+
+    def move(self, call):
+        assert all(type(array) in (np.ndarray, type(None)) for array in call.arrays)
+        if call.arrays[-1] is not None:
+            call.arrays[-1][:] = 2 * call.arrays[0]
         return self.handle
 
 
@@ -67,7 +66,7 @@ def _device(monkeypatch):
 
 def test_results_come_back_when_the_transfer_is_complete():
     send, recv = DeviceArray([1, 2]), DeviceArray([0, 0])
-    handle = Doubling(Later()).double(send, recv, 0)
+    handle = Doubling(Later()).double(send, recv)
     assert not handle.test()
     assert recv.hidden.tolist() == [0, 0]
     assert handle.test()
@@ -81,7 +80,35 @@ def test_in_place_none_and_host_arrays():
     buf = DeviceArray([1, 2])
     Doubling(DONE).in_place(buf).wait()
     assert buf.hidden.tolist() == [2, 4]
-    assert Doubling(DONE).double(DeviceArray([1]), None, 0).test()
+    assert Doubling(DONE).double(DeviceArray([1]), None).test()
     host = np.zeros(2)
-    assert Doubling(DONE).double(np.ones(2), host, 0) is DONE
+    assert Doubling(DONE).double(np.ones(2), host) is DONE
     assert host.tolist() == [2, 2]
+
+
+def test_what_is_only_read_does_not_come_back_and_what_is_only_written_does_not_go():
+    send, recv = DeviceArray([1, 2]), DeviceArray([3, 4])
+    seen = []
+
+    def move(call):
+        seen.extend(call.arrays)
+        return DONE
+
+    staged(Call("send", (send,)), move)
+    staged(Call("recv", (recv,)), move).wait()
+    assert seen[0].tolist() == [1, 2]
+    seen[0][:] = 9
+    assert send.hidden.tolist() == [1, 2]
+    assert np.array_equal(recv.hidden, seen[1])
+    assert seen[1] is not recv.hidden
+
+
+def test_the_call_is_the_same_but_for_its_arrays():
+    found = []
+
+    def move(call):
+        found.append(call)
+        return DONE
+
+    staged(Call("recv", (DeviceArray([0]),), root=3, what="w", tag=7), move)
+    assert [(call.verb, call.root, call.what, call.tag) for call in found] == [("recv", 3, "w", 7)]

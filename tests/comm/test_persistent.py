@@ -77,9 +77,9 @@ def test_repeated_sums_have_the_bits_of_sums_in_rank_order(world, room, dtype, o
 
 
 def test_streamed_results_are_the_same(world, room, monkeypatch):
-    from fsdpx.comm import planned
+    from fsdpx.comm import persistent
 
-    monkeypatch.setattr(planned, "STREAM", 0)
+    monkeypatch.setattr(persistent, "STREAM", 0)
 
     def body(comm):
         if not comm.shares:
@@ -147,10 +147,10 @@ def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
             return
         buf, piece = room[:800].view(np.float64), np.empty(split_evenly(100, comm.size)[comm.rank])
         comm.reduce_scatter(buf, piece).wait()
-        key = (id(buf), id(piece), ReduceOp.SUM, None)
-        assert key in comm._plans
+        key = ("reduce_scatter", id(buf), id(piece), ReduceOp.SUM, (None,), "library")
+        assert key in comm._kept
         other = np.empty(piece.size + 1)
-        comm._plans[id(buf), id(other), ReduceOp.SUM, None] = comm._plans[key]
+        comm._kept["reduce_scatter", id(buf), id(other), ReduceOp.SUM, (None,), "library"] = comm._kept[key]
         with pytest.raises(ShapeError, match=r"reduce_scatter of page 0 on rank \d+: recv has \d+ elements"):
             comm.reduce_scatter(buf, other, what="page 0")
 

@@ -1,0 +1,89 @@
+"""The ranks of a group on one machine, and where they meet: numbered calls on a board, arrays in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+from mpi4py import MPI
+
+from fsdpx.comm.board import SLOTS, Board
+from fsdpx.comm.calls import Array, Call, Handle
+from fsdpx.comm.host import Host, Place
+from fsdpx.comm.meeting import Meeting
+from fsdpx.comm.mpi import MpiCommunicator
+from fsdpx.comm.steps import spin
+from fsdpx.errors import CommTimeout
+
+__all__ = ["Neighbours"]
+
+
+class Neighbours:
+    """ranks: those of `mpi` on this machine, this rank being number `lane` of them. latest: for each place on the
+    board, the call that has it. Collective over `mpi`: `number` tells the machines apart."""
+
+    def __init__(self, mpi: MpiCommunicator, host: Host, ranks: list[int], number: int) -> None:
+        self.rank, self.size, self.timeout, self.progress = mpi.rank, mpi.size, mpi.timeout, mpi.progress
+        self.host = host
+        self.ranks = ranks
+        self.lane = ranks.index(mpi.rank)
+        self.others = [index for index in range(len(ranks)) if index != self.lane]
+        local = mpi.raw.Split(number, mpi.rank)
+        self.board = Board(cast(MPI.Intracomm, local))
+        local.Free()
+        self.latest: list[Any] = [None] * SLOTS
+        self._number = 0
+
+    def reserve(self, call: object = "a call") -> int:
+        """The number of a meeting: taken when a call is issued, in one order on all ranks, however late it meets."""
+        self._number = number = self._number + 1
+        slot, latest = number % SLOTS, self.latest
+        if latest[slot] is not None:
+            self._make_room(slot)
+        latest[slot] = call
+        return number
+
+    def _make_room(self, slot: int) -> None:
+        free = partial(self._free, slot)
+        if not free() and not spin(free, self.progress, self.timeout):
+            raise CommTimeout(f"{self.latest[slot]}: {SLOTS} meetings later, not all ranks have taken part")
+
+    def _free(self, slot: int) -> bool:
+        """Whether the place on the board can be used anew: all have read what was there."""
+        latest = self.latest[slot]
+        return latest is None or (not isinstance(latest, str) and latest.free())
+
+    def sync(self, number: int, call: Call) -> Handle:
+        """A meeting without work: complete when all have come."""
+        self.board.post(number)
+        return self._meet(number, call, held=False)
+
+    def meet(self, number: int, place: Place, call: Call, work: Callable[[], None], **terms: Any) -> Handle:
+        """Post where an array lies; `work` when all have done so, complete when all have finished theirs."""
+        self.board.post(number, place.words)
+        return self._meet(number, call, work, **terms)
+
+    def _meet(self, number: int, call: Call, work: Callable[[], None] | None = None, **terms: Any) -> Meeting:
+        meeting = Meeting(self, number, call, work, **terms)
+        self.latest[number % SLOTS] = meeting
+        return meeting
+
+    def peer(self, index: int, number: int, start: int, size: int, dtype: np.dtype) -> Array:
+        """A slice of the array that rank `index` of the machine posted."""
+        return self.host.view(self.board.words(index, number, 3), start, size, dtype)
+
+    def sources(self, number: int, own: Array, start: int) -> list[Array]:
+        """The slice of every rank that begins at `start` and is as long as `own`, in rank order."""
+        count = range(len(self.ranks))
+        return [own if i == self.lane else self.peer(i, number, start, own.size, own.dtype) for i in count]
+
+    def payload(self, index: int, number: int) -> Array:
+        """A word for each rank that rank `index` of the machine gives with its post."""
+        return self.board.payload(index, number).view(np.int64)
+
+    def copy_pieces(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:
+        """Read each array of (index, array, start) from where rank `index` has posted."""
+        for index, array, start in pieces:
+            array[...] = self.peer(index, number, start, array.size, array.dtype)

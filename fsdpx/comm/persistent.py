@@ -1,0 +1,159 @@
+"""Persistent collectives in shared memory: arguments checked and addresses found once, then started many times, with
+waiting and adding as compiled code.
+
+They keep to the board of `Meeting`, so a rank that uses one meets ranks that use the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from weakref import ref
+
+import numpy as np
+
+from fsdpx.array.kernels.compiled import shared
+from fsdpx.comm.board import SLOTS
+from fsdpx.comm.calls import Array, Call, Pieces, ReduceOp, named
+from fsdpx.comm.checks import address
+from fsdpx.comm.host import Place
+from fsdpx.comm.meeting import late
+from fsdpx.comm.neighbours import Neighbours
+from fsdpx.comm.steps import spin
+
+__all__ = ["STREAM", "Persistent", "Started", "added", "barrier", "gathered"]
+
+LOOKS = 512
+"""How often compiled code looks at a flag, about 20 us, before Python waits and moves other transfers on, too."""
+STREAM = 4 << 20
+"""Bytes of a result that would only drive others out of the caches: it is written past them. Below it, reading it
+soon after from a cache is worth more."""
+
+Run = Callable[[int, int, int, int], int]
+_SUMS: dict[str, Run] = {"f": shared.meet32, "d": shared.meet64}
+
+
+def gathered(near: Neighbours, call: Call, own: Array | None) -> Persistent:
+    """An all-gather into an array that all share. own: where our piece goes there, if it is not there yet."""
+    return Persistent(near, call, shared.come, None, own, _row(near, 0, 1, []))
+
+
+def barrier(near: Neighbours, call: Call) -> Persistent:
+    return Persistent(near, call, shared.come, None, None, _row(near, 0, 1, []))
+
+
+def added(near: Neighbours, call: Call, place: Place, cut: Pieces) -> Persistent:
+    """This rank's piece of every rank's first array, of which ours lies at `place`, is added up: into the second, or,
+    if there is none, into every rank's first."""
+    first, last, rank = call.arrays[0], call.arrays[-1], near.rank
+    apart = len(call.arrays) > 1
+    outs = [address(last)] if apart else [0] * near.size
+    divisor = near.size if call.op is ReduceOp.AVG else 1
+    row = _row(near, cut.counts[rank], divisor, outs, stream=apart and last.nbytes >= STREAM)
+    made = Persistent(near, call, _SUMS[first.dtype.char], place, None, row)
+    made.skip = cut.displs[rank] * first.dtype.itemsize
+    made.take(near.lane, place)
+    return made
+
+
+def _row(near: Neighbours, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
+    """What compiled code reads, without addresses of arrays."""
+    ranks = near.size
+    head = [ranks, near.lane, n, divisor, int(stream), len(outs)]
+    return np.array([*head, *near.board.addresses, *[0] * ranks, *[-1] * (shared.PLACE * ranks), *outs], np.int64)
+
+
+class Persistent:
+    """What a call with these arrays does, whenever it is made. They are not held: they may be large.
+
+    run: the compiled code, `row` what it reads. words: where this rank's array lies, if others read it. own: what
+    arrays[0] is copied to before. skip: bytes of every rank's array before those that this rank adds.
+    """
+
+    __slots__ = (
+        "_everywhere", "_row", "_words", "first", "last", "near", "own", "run", "skip", "start", "verb", "words"
+    )  # fmt: skip
+
+    def __init__(
+        self, near: Neighbours, call: Call, run: Run, place: Place | None, own: Array | None, row: Array
+    ) -> None:
+        self.near, self.verb, self.run, self.own = near, call.verb, run, own
+        self.words = None if place is None else place.words
+        arrays = call.arrays or (row,)
+        self.first, self.last = ref(arrays[0]), ref(arrays[-1])
+        self._everywhere = place is not None and len(arrays) == 1
+        self._row, self._words, self.start = row, memoryview(row), address(row)
+        self.skip = 0
+
+    def begin(self, arrays: tuple[Array, ...], what: str) -> Started:
+        """Start it once more."""
+        if self.own is not None:
+            self.own[...] = arrays[0]
+        near, started = self.near, Started()
+        started.persistent, started.what, started.done = self, what, False
+        started.number = number = near.reserve(started)
+        started.at = near.board.post(number, self.words)
+        near.progress.pending.append(started)
+        return started
+
+    def find(self, number: int) -> None:
+        """Learn where the others' arrays lie in the meeting of this number."""
+        for lane in self.near.others:
+            self.take(lane, self.near.board.words(lane, number, shared.PLACE))
+
+    def take(self, lane: int, place: Sequence[int]) -> None:
+        """Note where the array of a rank lies."""
+        words, ranks, (window, owner, offset) = self._words, self.near.size, place
+        found = self.near.host.address(window, owner) + offset + self.skip
+        words[shared.HEAD + ranks + lane] = found
+        for i, word in enumerate(place):
+            words[shared.HEAD + 2 * ranks + shared.PLACE * lane + i] = word
+        if self._everywhere:
+            words[shared.HEAD + (2 + shared.PLACE) * ranks + lane] = found
+
+
+class Started:
+    """The handle of a persistent collective that was started: what `Meeting` is to any other call. Without `__init__`,
+    which takes a fifth of the time of a start."""
+
+    __slots__ = ("at", "done", "number", "persistent", "what")
+    persistent: Persistent
+    what: str
+    number: int
+    at: int
+    done: bool
+
+    def test(self) -> bool:
+        return self.done or self._go(0)
+
+    def wait(self) -> None:
+        near = self.persistent.near
+        if self.done or self._go(LOOKS if near.progress.patience else 0):
+            return
+        if not spin(self.test, near.progress, near.timeout):
+            raise late(self, near, self._late())
+
+    def free(self) -> bool:
+        """Whether its place on the board can be used anew."""
+        return self.test()
+
+    def __str__(self) -> str:
+        near = self.persistent.near
+        return f"{named(self.persistent.verb, self.what)} on rank {near.rank} of {near.size}"
+
+    def _go(self, looks: int) -> bool:
+        persistent, number = self.persistent, self.number
+        stands = persistent.run(persistent.start, number, self.at, looks)
+        if stands == shared.MOVED:
+            persistent.find(number)
+            stands = persistent.run(persistent.start, number, self.at, looks)
+        if stands != shared.COMPLETE:
+            return False
+        self.done = True
+        persistent.near.progress.pending.remove(self)
+        persistent.near.latest[number % SLOTS] = None
+        return True
+
+    def _late(self) -> list[int]:
+        near, number = self.persistent.near, self.number
+        absent = [lane for lane in near.others if not near.board.posted(lane, number)]
+        return absent or [lane for lane in near.others if not near.board.finished(lane, number)]

@@ -1,0 +1,134 @@
+"""The verbs of a communicator: one table of what each takes, from which calls are checked, counted and compared."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fsdpx.comm import checks
+from fsdpx.comm.calls import Array, Call, ReduceOp, even_pieces
+from fsdpx.comm.checks import Ranks
+from fsdpx.errors import ShapeError
+
+__all__ = ["VERBS", "Verb", "check", "moved", "terms"]
+
+
+class Verb(NamedTuple):
+    """arrays: their names. cut: those that are cut, by one entry of `call.counts` each. at_root: the one that only root
+    has. peer: what `call.root` is called. reduces: values are combined. alike: all ranks have equally many elements."""
+
+    arrays: tuple[str, ...] = ("send", "recv")
+    cut: tuple[str, ...] = ()
+    at_root: str = ""
+    peer: str = ""
+    reduces: bool = False
+    alike: bool = True
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Positions of the arrays that it reads."""
+        return tuple(i for i, name in enumerate(self.arrays) if name != "recv" and self.peer != "source")
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        """Positions of the arrays that it writes."""
+        return tuple(i for i, name in enumerate(self.arrays) if name != "send" and self.peer != "dest")
+
+
+VERBS = {
+    "all_gather": Verb(cut=("recv",)),
+    "reduce_scatter": Verb(cut=("send",), reduces=True),
+    "all_reduce": Verb(("buf",), reduces=True),
+    "broadcast": Verb(("buf",), peer="root"),
+    "reduce": Verb(at_root="recv", peer="root", reduces=True),
+    "gather": Verb(cut=("recv",), at_root="recv", peer="root", alike=False),
+    "scatter": Verb(cut=("send",), at_root="send", peer="root", alike=False),
+    "all_to_all": Verb(cut=("send", "recv"), alike=False),
+    "send": Verb(("buf",), peer="dest"),
+    "recv": Verb(("buf",), peer="source"),
+    "barrier": Verb(()),
+}
+
+
+def check(comm: Ranks, call: Call) -> None:
+    """Raise if the arguments are bad; else fill in what the call left open, `call.op` and `call.cuts`."""
+    verb = VERBS[call.verb]
+    if verb.peer:
+        checks.peer(comm, call, verb.peer, call.root)
+    whole_here = not verb.at_root or comm.rank == call.root
+    for name, array in zip(verb.arrays, call.arrays, strict=True):
+        if name != verb.at_root:
+            checks.flat(comm, call, name, array)
+        elif whole_here:
+            checks.at_root(comm, call, name, array)
+    if whole_here and len(verb.arrays) == 2:
+        checks.same_dtype(comm, call, *call.arrays)
+    if verb.cut:
+        _check_cut(comm, call, verb, whole_here)
+    elif verb.at_root and whole_here:
+        checks.piece(comm, call, verb.at_root, call.arrays[1], call.arrays[0].size)
+    if verb.reduces:
+        checks.operation(comm, call)
+    if verb.peer in ("dest", "source"):
+        checks.tag_in_range(comm, call)
+
+
+def _check_cut(comm: Ranks, call: Call, verb: Verb, whole_here: bool) -> None:
+    if whole_here:
+        arrays = dict(zip(verb.arrays, call.arrays, strict=True))
+        cuts = zip(verb.cut, call.counts, strict=True)
+        call.cuts = tuple(checks.pieces_of(comm, call, name, arrays[name], counts) for name, counts in cuts)
+        counts: Any = call.cuts[0].counts
+    else:
+        counts = call.counts[0]
+        if counts is not None:
+            checks.one_each(comm, call, counts)
+    if len(verb.cut) == 2:
+        sent, received = (cut.counts[comm.rank] for cut in call.cuts)
+        if sent != received:
+            message = f"it sends {sent} elements to itself, but receives {received}"
+            checks.complain(ShapeError, comm, call, message)
+    elif counts is not None:
+        own = 1 - verb.arrays.index(verb.cut[0])
+        checks.piece(comm, call, verb.arrays[own], call.arrays[own], counts[comm.rank])
+
+
+def moved(comm: Ranks, call: Call) -> int:
+    """Bytes that this rank must send or receive with an optimal algorithm, whatever the backend does.
+
+    n = bytes of the full array, own = this rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own)
+    of the balanced cut. broadcast, reduce: n. gather, scatter: n - own at root, own elsewhere. all_to_all: what goes
+    to others. send, recv: n. barrier: 0. One rank alone: 0.
+    """
+    verb, arrays = VERBS[call.verb], call.arrays
+    if comm.size == 1 or not arrays:
+        return 0
+    if len(verb.cut) == 1:
+        whole, part = arrays if verb.cut[0] == "send" else arrays[::-1]
+        elements = whole.size - part.size if not verb.at_root or comm.rank == call.root else part.size
+        return elements * part.dtype.itemsize
+    n = elements = arrays[0].size
+    if call.verb == "all_reduce":
+        elements = 2 * (n - even_pieces(n, comm.size).counts[comm.rank])
+    elif call.verb == "all_to_all":
+        elements = n - (call.counts[0] or even_pieces(n, comm.size).counts)[comm.rank]
+    return elements * arrays[0].dtype.itemsize
+
+
+def terms(call: Call) -> dict[str, Any]:
+    """What all ranks must say alike; counts as they were given, or as `check` has resolved them."""
+    verb, found = VERBS[call.verb], dict[str, Any]()
+    if verb.arrays:
+        array: Array = call.arrays[1 if ("recv" in verb.cut[:1] and not verb.at_root) or verb.at_root == "send" else 0]
+        found["dtype"] = array.dtype.name
+        if verb.alike:
+            found["elements"] = array.size
+    if verb.reduces:
+        found["op"] = ReduceOp.of(call.op).name
+    if verb.cut and verb.alike:
+        counts = call.cuts[0].counts if call.cuts else call.counts[0]
+        found["counts"] = "even" if counts is None else list(counts)
+    if call.verb == "all_reduce":
+        found["algorithm"] = call.algorithm
+    if verb.peer:
+        found["root"] = call.root
+    return found

@@ -1,0 +1,189 @@
+"""What users copy: a wrapper is a few lines around `issue`, a communicator is one file, a backend one entry."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdpx.comm import (
+    BACKENDS,
+    DONE,
+    Backend,
+    Call,
+    Communicator,
+    Counted,
+    Counters,
+    FakeCommunicator,
+    Handle,
+    Wrapper,
+    opening,
+    single,
+    spawn,
+)
+from fsdpx.comm.steps import Progress, spin
+from fsdpx.testing import CommunicatorContract
+
+
+class Delayed(Wrapper):
+    """Every call begins up to a millisecond later."""
+
+    def issue(self, call: Call) -> Handle:
+        time.sleep(random.Random(call.verb).random() / 1000)
+        return super().issue(call)
+
+
+class Traced(Wrapper):
+    """Every call leaves a line."""
+
+    def __init__(self, comm: Communicator, lines: list[str]) -> None:
+        super().__init__(comm)
+        self.lines = lines
+
+    def issue(self, call: Call) -> Handle:
+        self.lines.append(f"{call.name} on rank {self.rank}")
+        return super().issue(call)
+
+    def wrap(self, group: Communicator) -> Communicator:
+        return Traced(group, self.lines)
+
+
+class TestDelayed(CommunicatorContract):
+    def run(self, body: Callable[[Communicator], Any]) -> Any:
+        spawn(lambda comm: body(Delayed(comm)), 3, timeout=60)
+
+
+class TestTraced(CommunicatorContract):
+    def run(self, body: Callable[[Communicator], Any]) -> Any:
+        spawn(lambda comm: body(Traced(comm, [])), 2, timeout=60)
+
+
+def test_a_trace_names_every_call_of_groups_too() -> None:
+    lines: list[str] = []
+    comm = Traced(FakeCommunicator(1, 4), lines)
+    comm.all_reduce(np.ones(3), what="the loss")
+    comm.subgroup([0, 1]).barrier()
+    assert lines == ["all_reduce of the loss on rank 1", "barrier on rank 1"]
+
+
+def test_wrappers_go_around_each_other() -> None:
+    lines, counters = list[str](), Counters()
+    comm = Counted(Delayed(Traced(FakeCommunicator(0, 2), lines)), "data", counters)
+    comm.reduce_scatter(np.ones(6), np.ones(3))
+    assert lines == ["reduce_scatter on rank 0"]
+    assert list(counters) == [("data", "reduce_scatter", 1, 24)]
+
+
+# -- a communicator in one file ----------------------------------------------------------------------------------------
+
+Queues = dict[tuple[Any, ...], "queue.SimpleQueue[np.ndarray]"]
+
+
+class Post:
+    """Queues that all threads share, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self.queues: Queues = {}
+        self.lock = threading.Lock()
+
+    def of(self, *key: Any) -> queue.SimpleQueue[np.ndarray]:
+        with self.lock:
+            return self.queues.setdefault(key, queue.SimpleQueue())
+
+
+class Arrival:
+    """The handle of a receive: complete when the message is there, those before it with the same tag taken first."""
+
+    def __init__(
+        self, line: list[Arrival], letters: queue.SimpleQueue[np.ndarray], into: np.ndarray, progress: Progress
+    ) -> None:
+        self.line, self.letters, self.into, self.here, self.progress = line, letters, into, False, progress
+        line.append(self)
+
+    def test(self) -> bool:
+        while not self.here and not self.letters.empty():
+            first = self.line.pop(0)
+            first.into[...] = self.letters.get()
+            first.here = True
+        return self.here
+
+    def wait(self) -> None:
+        assert spin(self.test, self.progress, timeout=30)
+
+
+class QueueCommunicator(Backend):
+    """Ranks are threads, messages are copies in queues: all that a backend has to know is to send and to receive."""
+
+    def __init__(self, post: Post, name: tuple[Any, ...], members: list[int], rank: int) -> None:
+        super().__init__(rank, len(members))
+        self.post, self.name, self.members = post, name, members
+        self.lines: dict[tuple[int, int], list[Arrival]] = {}
+        self.splits = 0
+
+    def move(self, call: Call) -> Handle:
+        if call.verb == "send":
+            self.post.of(self.name, self.rank, call.root, call.tag).put(call.arrays[0].copy())
+            return DONE
+        if call.verb == "recv":
+            line = self.lines.setdefault((call.root, call.tag), [])
+            letters = self.post.of(self.name, call.root, self.rank, call.tag)
+            return Arrival(line, letters, call.arrays[0], self.progress)
+        return super().move(call)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        self.splits += 1
+        asked = self.all_gather_object((color, key, self.rank))
+        if color is None:
+            return None
+        ranks = [rank for other, _, rank in sorted(a for a in asked if a[0] is not None) if other == color]
+        name, members = (*self.name, self.splits, color), [self.members[rank] for rank in ranks]
+        part = QueueCommunicator(self.post, name, members, ranks.index(self.rank))
+        part.progress = self.progress
+        return part
+
+    def close(self) -> None: ...
+
+    def abort(self, code: int = 1) -> None:
+        raise SystemExit(code)
+
+
+def on_queues(size: int, body: Callable[[Communicator], Any]) -> list[Any]:
+    post = Post()
+    return spawn(lambda comm: body(QueueCommunicator(post, (), list(range(size)), comm.rank)), size, timeout=60)
+
+
+class TestACommunicatorIsOneFile(CommunicatorContract):
+    def run(self, body: Callable[[Communicator], Any]) -> Any:
+        for size in (1, 2, 3):
+            on_queues(size, body)
+
+
+def test_a_communicator_is_one_file() -> None:
+    def body(comm: Communicator) -> tuple[list[float], list[tuple[str, str, int, int]]]:
+        counters = Counters()
+        counted = Counted(comm, "world", counters)
+        x = np.arange(4.0) + comm.rank
+        counted.all_reduce(x).wait()
+        return x.tolist(), list(counters)
+
+    assert on_queues(2, body) == [([1.0, 3.0, 5.0, 7.0], [("world", "all_reduce", 1, 32)])] * 2
+
+
+def test_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Foreign:
+        """A communicator of another library."""
+
+    opener = opening.Opener(lambda asked: single(), lambda comm: isinstance(comm, Foreign), lambda asked: asked.comm)
+    monkeypatch.setitem(BACKENDS, "foreign", opener)
+    assert opening.world("foreign").size == 1
+    assert opening.adopt(Foreign()).size == 1
+    with pytest.raises(ValueError, match="but backend='mpi': leave backend out"):
+        opening.adopt(Foreign(), "mpi")
+    with pytest.raises(ValueError, match="use one of node, mpi, local, fake, foreign, or None to find out"):
+        opening.world("smoke")
