@@ -1,4 +1,4 @@
-"""Contract test classes that users inherit for their own communicators, layers and optimisers."""
+"""Contract test classes that users inherit for their own communicators, layers, optimisers and schedules."""
 
 from importlib import import_module
 from typing import Any
@@ -7,9 +7,10 @@ _HOME = {
     "CommunicatorContract": "fsdpx.testing.communicator",
     "LayerContract": "fsdpx.testing.layer",
     "OptimizerContract": "fsdpx.testing.optimizer",
+    "ScheduleContract": "fsdpx.testing.schedule",
 }
 
-__all__ = ["CommunicatorContract", "LayerContract", "OptimizerContract"]
+__all__ = ["CommunicatorContract", "LayerContract", "OptimizerContract", "ScheduleContract"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,10 @@
 """Small stages and requests that the program tests share."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 
-from fsdpx.program import Program, Request, Stage, compile
+from fsdpx.program import Program, Request, Stage, compile, pipeline, schedule
 
 CHAIN = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""
@@ -29,9 +31,48 @@ def requests(kind: str, stage: Stage, microbatches: int, placement: str, ahead: 
     )  # fmt: skip
 
 
+TWINS = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,)), ((3, 4), (3, 1), (4,))]
+"""Four units in a row; the last one reads what the first one gave as well, and has a copy of its page."""
+
+
+def twins(home: Iterable[int]) -> tuple[Stage, ...]:
+    """One stage per unit of TWINS; unit 1 has running statistics, the codec of page 2 keeps memory."""
+    return pipeline(TWINS, [True] * 5, [0], [4], (0, 1, 2, 3), tuple(home), ((0, 4),), moving=[1], coded=[2])
+
+
+def pipe(
+    name: str, microbatches: int = 4, placement: str = "fsdp", recompute: bool = False, commit: bool = False
+) -> list[Program]:
+    """The programs of all ranks of a pipe with four stages."""
+    per_rank = {"interleaved": 2, "zbv": 2}.get(name, 1)
+    made = schedule(name, 4 // per_rank, microbatches, per_rank)
+    again = frozenset(range(4)) if recompute else frozenset()
+    request = replace(requests("step", twins(made.home)[0], microbatches, placement), commit=commit)
+    return [
+        compile(replace(request, stage=stage, order=made.ranks[stage.rank], recompute=again & set(stage.here)))
+        for stage in twins(made.home)
+    ]
+
+
+def pipes() -> dict[str, list[Program]]:
+    """The pipes whose programs are kept in tests/golden, one per rank."""
+    return {
+        "1f1b-fsdp": pipe("1f1b", 2),
+        "zb-h1-zero2-recompute": pipe("zb-h1", 2, "zero2", recompute=True),
+        "interleaved-kept-grads-commit": pipe("interleaved", 2, "kept-grads", commit=True),
+        "zbv-ddp": pipe("zbv", 2, "ddp"),
+    }
+
+
 def golden() -> dict[str, Program]:
-    """The programs whose text is kept in tests/golden."""
+    """The programs of one rank whose text is kept in tests/golden."""
     names = product(("step",), STAGES, PLACEMENTS, (1, 2))
     steps = {f"{k}-{s}-{p}-{m}": compile(requests(k, STAGES[s], m, p)) for k, s, p, m in names}
     others = ("accumulate", "local", "update", "evaluate", "predict", "forward", "backward")
     return steps | {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
+
+
+def everything() -> dict[str, Program]:
+    """All programs whose text is kept in tests/golden."""
+    ranks = {f"pipe-{name}-rank{r}": program for name, found in pipes().items() for r, program in enumerate(found)}
+    return golden() | ranks

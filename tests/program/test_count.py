@@ -1,7 +1,7 @@
 """Traffic and lifetimes read off programs equal the formulas."""
 
 import pytest
-from cases import CHAIN, TIED, requests
+from cases import CHAIN, TIED, pipe, requests, twins
 
 from fsdpx.program import Lifetime, Program, Request, Sizes, compile, lifetimes, traffic
 
@@ -42,6 +42,26 @@ def test_ddp_moves_no_parameters() -> None:
     assert list(moved) == [("replica", "all_reduce")]
     assert moved["replica", "all_reduce"].bytes == 2 * MOVED
     assert moved["replica", "all_reduce"].calls == 4
+
+
+def test_each_move_has_the_bytes_of_its_format() -> None:
+    """Parameters in 2 bytes, gradients in 4, those that TIE sums in 8; messages as they are."""
+    ties = {0: (("peers", "all_gather", 50),)}
+    edges = {(edge.number, 0): 100 + edge.number for edge in twins(range(4))[0].edges}
+    sizes = Sizes(
+        [90] * 5, [30] * 5, [10] * 5, 2, 4, {"shard": 3, "replica": 3}, ties=ties, tie_itemsize=8, edges=edges
+    )
+    first = pipe("1f1b", 1)[0]
+    moved = {key: (found.calls, found.bytes) for key, found in traffic(first, sizes).items()}
+    sends, recvs = ([a.unit for a in first.actions if a.op == op] for op in ("SEND", "RECV"))
+    assert moved == {
+        ("shard", "all_gather"): (1, 60 * 2),
+        ("shard", "reduce_scatter"): (1, 60 * 4),
+        ("replica", "all_reduce"): (1, 2 * 20 * 4),
+        ("peers", "all_gather"): (1, 50 * 8),
+        ("pipe", "send"): (1, 100 + sends[0]),
+        ("pipe", "recv"): (1, 100 + recvs[0]),
+    }
 
 
 def test_hybrid_reduces_shards_over_replicas() -> None:
@@ -85,6 +105,7 @@ def ends(program: Program, kind: str) -> list[tuple[str, str]]:
 
 def test_scratch_lives_until_its_slot_is_read_or_taken() -> None:
     program = compile(requests("step", CHAIN, 2, "fsdp"))
+    assert {life.slot.kind for life in lifetimes(program)} == {"full", "grad", "wire", "carry", "trade", "join"}
     assert ends(program, "wire")[:3] == [("GATHER0", "F0.0"), ("GATHER1", "F1.0"), ("GATHER2", "F2.0")]
     assert ends(program, "carry") == [(f"REDUCE{p}", f"SETTLE{p}") for p in (3, 2, 1, 0, 3, 2, 1, 0)]
     assert ends(program, "join") == [(f"JOIN{p}", f"JOIN{p}") for p in (3, 2, 1, 0)]

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from cases import golden
+from cases import everything
 
-from fsdpx.program import check, parse
+from fsdpx.program import VERBS, check, parse
 
 FOLDER = Path(__file__).parents[1] / "golden"
-PROGRAMS = golden()
+PROGRAMS = everything()
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -20,6 +20,11 @@ def test_program_text_is_the_golden_one(name: str) -> None:
 
 def test_no_golden_file_is_left_over() -> None:
     assert {path.stem for path in FOLDER.glob("*.txt")} == set(PROGRAMS)
+
+
+def test_every_verb_is_in_some_golden_file() -> None:
+    there = {action.op for path in FOLDER.glob("*.txt") for action in parse(path.read_text())}
+    assert there == set(VERBS)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -3,29 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from cases import PLACEMENTS
+from cases import PLACEMENTS, pipe, pipes, twins
 
 from fsdpx.errors import ProgramError
-from fsdpx.program import SCHEDULES, Action, Program, Request, Stage, check, check_pipe, compile, pipeline, schedule
+from fsdpx.program import SCHEDULES, Action, Machine, Program, check, check_pipe, pipeline, simulate_programs
 
-TWINS = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,)), ((3, 4), (3, 1), (4,))]
-"""Four units in a row; the last one reads what the first one gave as well, and has a copy of its page."""
-
-
-def stages(home: tuple[int, ...], cuts: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[Stage, ...]:
-    return pipeline(TWINS, [True] * 5, [0], [4], cuts, home, ((0, 4),))
-
-
-def programs(name: str, microbatches: int = 4, placement: str = "fsdp", recompute: bool = False) -> list[Program]:
-    per_rank = {"interleaved": 2, "zbv": 2}.get(name, 1)
-    plan = schedule(name, 4 // per_rank, microbatches, per_rank)
-    keep, each = PLACEMENTS[placement]
-    again = frozenset(range(4)) if recompute else frozenset()
-    request = Request("step", stages(plan.home)[0], microbatches, keep_full=keep, reduce_each=each)
-    return [
-        compile(replace(request, stage=stage, order=plan.ranks[stage.rank], recompute=again & set(stage.here)))
-        for stage in stages(plan.home)
-    ]
+PIPES = pipes() | {f"{name}-again": pipe(name, 2, recompute=True) for name in SCHEDULES}
 
 
 def prove(found: list[Program]) -> None:
@@ -39,26 +22,28 @@ def prove(found: list[Program]) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_comes_to_its_end(name: str, placement: str, recompute: bool) -> None:
     for microbatches in (1, 2, 5):
-        prove(programs(name, microbatches, placement, recompute))
+        prove(pipe(name, microbatches, placement, recompute))
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_mutants_are_rejected(name: str) -> None:
-    """Without any action of any rank, or with it twice, or with a message moved behind its reader."""
-    found = programs(name, 2, recompute=True)
+@pytest.mark.parametrize("name", PIPES)
+def test_deleted_or_repeated_actions_are_rejected(name: str) -> None:
+    """Whatever `check` cannot see on its rank, `check_pipe` sees beside the others."""
+    found = PIPES[name]
     for rank, program in enumerate(found):
         actions = program.actions
         for i, action in enumerate(actions):
             for made in (actions[:i] + actions[i + 1 :], actions[: i + 1] + actions[i:]):
+                mutant = replace(program, actions=made)
                 try:
-                    prove([*found[:rank], replace(program, actions=made), *found[rank + 1 :]])
+                    check(mutant)
+                    check_pipe([*found[:rank], mutant, *found[rank + 1 :]])
                 except ProgramError:
                     continue
                 pytest.fail(f"{name}, rank {rank}: a program with {action} dropped or repeated was accepted")
 
 
 def test_values_go_from_reader_to_reader() -> None:
-    edges = stages((0, 1, 2, 3))[0].edges
+    edges = twins((0, 1, 2, 3))[0].edges
     forward = [(e.value, e.source, e.target) for e in edges if not e.gradient]
     back = [(e.value, e.source, e.target) for e in edges if e.gradient]
     assert forward == [(1, 0, 1), (1, 1, 3), (2, 1, 2), (3, 2, 3)]
@@ -74,7 +59,7 @@ def test_no_rank_gets_a_value_twice() -> None:
 
 
 def test_a_deadlock_is_shown_with_an_arrow_on_every_rank() -> None:
-    found = programs("gpipe", 2)
+    found = pipe("gpipe", 2)
     first, message = found[0], Action("SEND", 0, 0)
     late = [a for a in first.actions if a != message]
     late.insert(late.index(Action("MEAN")), message)
@@ -90,10 +75,36 @@ def test_a_deadlock_is_shown_with_an_arrow_on_every_rank() -> None:
 
 
 def test_a_message_on_the_wrong_rank_is_named() -> None:
-    found = programs("1f1b", 1)
+    found = pipe("1f1b", 1)
     strange = next(a for a in found[0].actions if a.op == "SEND")
     found[0] = replace(found[0], actions=tuple(a for a in found[0].actions if a != strange))
     other = found[2]
     found[2] = replace(other, actions=(strange, *other.actions))
     with pytest.raises(ProgramError, match=r"SEND\S+, stands on rank 2 of the pipe, where it does not belong"):
+        check_pipe(found)
+
+
+def test_a_message_behind_a_meeting_of_all_ranks_is_a_deadlock() -> None:
+    """Nobody leaves MEAN before all have come; in simulated time, ranks go on until they need the mean."""
+    found = pipe("1f1b", 1)
+    moved = [a for a in found[0].actions if a.op == "SEND"]
+    rest = [a for a in found[0].actions if a.op != "SEND"]
+    mean = rest.index(Action("MEAN"))
+    found[0] = replace(found[0], actions=(*rest[: mean + 1], *moved, *rest[mean + 1 :]))
+    with pytest.raises(ProgramError, match=r"wait for each other\nrank 0 .* at B0\.0, waits for SEND\d\.0 of rank 1\n"):
+        check_pipe(found)
+    late = pipe("1f1b", 1)
+    last = next(a for a in reversed(late[3].actions) if a.op == "SEND")
+    others = [a for a in late[3].actions if a != last]
+    mean = others.index(Action("MEAN"))
+    late[3] = replace(late[3], actions=(*others[: mean + 1], last, *others[mean + 1 :]))
+    with pytest.raises(ProgramError, match=rf"rank 3 of the pipe, at {last}, waits for rank 0, rank 1, rank 2\n"):
+        check_pipe(late)
+    assert simulate_programs(late, Machine({}))
+
+
+def test_all_ranks_meet_in_the_same_verbs() -> None:
+    found = pipe("gpipe", 1)
+    found[2] = replace(found[2], actions=tuple(a for a in found[2].actions if a.op != "NORM"))
+    with pytest.raises(ProgramError, match="rank 0 of the pipe meets all others in MEAN NORM, rank 2 in MEAN"):
         check_pipe(found)

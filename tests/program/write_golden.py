@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from cases import golden
+from cases import everything
 
 folder = Path(__file__).parents[1] / "golden"
 for stale in folder.glob("*.txt"):
     stale.unlink()
-for name, program in golden().items():
+for name, program in everything().items():
     (folder / f"{name}.txt").write_text(f"{program}\n")
-print(f"{len(golden())} programs in {folder}")
+print(f"{len(everything())} programs in {folder}")

@@ -1,0 +1,106 @@
+"""ScheduleContract: tests of what every pipeline schedule must do, to be inherited."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fsdpx.program import (
+    Costs,
+    PipelineSchedule,
+    Request,
+    ScheduleFunction,
+    check,
+    check_pipe,
+    compile,
+    in_flight,
+    pipeline,
+    schedule,
+    simulate,
+    validate,
+)
+
+__all__ = ["ScheduleContract"]
+
+
+class ScheduleContract:
+    """Inherit, define `make`, and run it with pytest:
+
+        class TestMine(ScheduleContract):
+            def make(self): return mine
+            def most_in_flight(self, ranks, microbatches, rank): return ranks - rank
+
+    Every test runs for all of `ranks` with all of `microbatches`.
+    """
+
+    ranks: tuple[int, ...] = (1, 2, 3, 4, 7)
+    """Sizes of the pipe."""
+    microbatches: tuple[int, ...] = (1, 2, 3, 4, 9)
+    """Numbers of microbatches of a step."""
+    per_rank: int | None = None
+    """Stages per rank; None: as the schedule prefers."""
+
+    def make(self) -> str | Path | ScheduleFunction:
+        """The schedule to be tested, as `schedule=` of `fsdpx.distribute` takes it: a function, a name or a path."""
+        raise TypeError(f"{type(self).__name__} must define make(), which returns the schedule to be tested")
+
+    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int | None:
+        """The most pairs of stage and microbatch whose activations a rank keeps at once; None: not promised."""
+        return None
+
+    def test_it_can_run_at_every_size(self) -> None:
+        """As `fsdpx.program.validate` proves."""
+        for made in self._made():
+            validate(made)
+
+    def test_every_rank_gets_the_same(self) -> None:
+        """Each rank calls the function by itself."""
+        for made, again in zip(self._made(), self._made(), strict=True):
+            assert made == again
+
+    def test_every_microbatch_goes_forward_and_backward_through_every_stage(self) -> None:
+        for made in self._made():
+            actions = [(a.op, a.unit, a.mb) for row in made.ranks for a in row]
+            for stage in range(made.stages):
+                for mb in range(made.microbatches):
+                    done = sorted(op for op, *at in actions if at == [stage, mb])
+                    assert done in (["B", "F"], ["F", "I", "W"]), f"{made.name}: stage {stage}, microbatch {mb}: {done}"
+
+    def test_gradients_are_added_in_the_order_of_microbatches(self) -> None:
+        """Then every schedule gives the same bits."""
+        for made in self._made():
+            for row in made.ranks:
+                for stage in {a.unit for a in row}:
+                    order = [a.mb for a in row if a.unit == stage and a.op in ("B", "W")]
+                    assert order == list(range(made.microbatches)), f"{made.name}: stage {stage} adds {order}"
+
+    def test_no_rank_waits_for_ever(self) -> None:
+        """However long forward, backward and messages take: one rank works or one message is under way at any time."""
+        for made in self._made():
+            for costs in (Costs(1, 1, 1), Costs(3, 1, 1, 0.5), Costs(1, 5, 2), Costs(1, 0, 4, 2)):
+                work = sum(costs.of(action) for row in made.ranks for action in row)
+                messages = costs.communication * sum(len(row) for row in made.ranks)
+                assert max(event.end for event in simulate(made, costs)) <= work + messages
+
+    def test_programs_of_all_ranks_come_to_their_end(self) -> None:
+        """With messages, gathers and reduces, for a model with one unit per stage and a value that skips stages."""
+        for made in self._made():
+            n = made.stages
+            units = [((u,), (u, 1) if u == n - 1 > 1 else (u,), (u + 1,)) for u in range(n)]
+            stages = pipeline(units, [True] * n, [0], [n], range(n), made.home)
+            programs = [
+                compile(Request("step", stage, made.microbatches, order=row))
+                for stage, row in zip(stages, made.ranks, strict=True)
+            ]
+            check_pipe(programs)
+            for program in programs:
+                check(program)
+
+    def test_activations_in_flight_stay_in_bounds(self) -> None:
+        for made in self._made():
+            for rank, most in enumerate(in_flight(made)):
+                bound = self.most_in_flight(len(made.ranks), made.microbatches, rank)
+                assert bound is None or most <= bound, f"{made.name}: {most} in flight on rank {rank}, not {bound}"
+
+    def _made(self) -> Iterator[PipelineSchedule]:
+        for ranks in self.ranks:
+            for microbatches in self.microbatches:
+                yield schedule(self.make(), ranks, microbatches, self.per_rank)

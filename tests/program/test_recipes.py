@@ -1,0 +1,117 @@
+"""What CONTRIBUTING promises: a schedule is one function, a verb is one row of the table."""
+
+from dataclasses import replace
+
+import pytest
+from cases import TWINS, requests, twins
+
+from fsdpx.errors import ProgramError
+from fsdpx.program import (
+    SLOTS,
+    VERBS,
+    Action,
+    Machine,
+    Move,
+    Program,
+    Request,
+    Scratch,
+    Sizes,
+    Slot,
+    SlotKind,
+    Stage,
+    Verb,
+    check,
+    check_pipe,
+    compile,
+    expand,
+    lifetimes,
+    schedule,
+    simulate_programs,
+    traffic,
+)
+from fsdpx.testing import ScheduleContract
+
+
+def eager(ranks: int, microbatches: int, per_rank: int) -> list[list[str]]:
+    """1F1B in which a rank runs ahead by two forwards more than it must."""
+
+    def row(rank: int) -> list[str]:
+        warm = min(ranks - rank + 1, microbatches)
+        steps = [f"F{rank}.{m}" for m in range(warm)]
+        for m in range(microbatches):
+            steps += [f"B{rank}.{m}", *([f"F{rank}.{m + warm}"] if m + warm < microbatches else [])]
+        return steps
+
+    return [row(rank) for rank in range(ranks)]
+
+
+class TestEager(ScheduleContract):
+    def make(self) -> object:
+        return eager
+
+    def most_in_flight(self, ranks: int, microbatches: int, rank: int) -> int:
+        return min(ranks - rank + 1, microbatches)
+
+
+def test_a_schedule_is_one_function() -> None:
+    made = schedule(eager, 4, 6)
+    request = Request("step", twins(made.home)[0], 6)
+    programs = [compile(replace(request, stage=s, order=made.ranks[s.rank])) for s in twins(made.home)]
+    for program in programs:
+        check(program)
+    check_pipe(programs)
+    assert [row.count("B") for row in map(str, programs)] == [6] * 4
+
+
+COPY = Verb(
+    reads=("shard:page",),
+    gives=("copy:page",),
+    lane="copies",
+    moves=(Move("replica", "broadcast", "shard", "param"),),
+    about="page",
+    scratch=(Scratch("staging", "copy:page"),),
+)
+"""A new verb: this rank's part of a page goes to the other replicas."""
+
+DROP = Verb(takes=("copy:page",), lane="host", about="page")
+
+
+@pytest.fixture
+def copying(monkeypatch: pytest.MonkeyPatch) -> Program:
+    """A step that copies page 0 while it computes."""
+    monkeypatch.setitem(VERBS, "COPY", COPY)
+    monkeypatch.setitem(VERBS, "DROP", DROP)
+    monkeypatch.setitem(SLOTS, "copy", SlotKind("copy", "copies", lent=True))
+    monkeypatch.setitem(SLOTS, "staging", SlotKind("staging", "scratch", lent=True))
+    program = compile(requests("step", Stage.of(TWINS, [True] * 5, [0], [4]), 1, "fsdp"))
+    return replace(program, actions=(Action("COPY", 0), *program.actions[:-1], Action("DROP", 0), program.actions[-1]))
+
+
+def test_a_verb_is_a_row(copying: Program) -> None:
+    assert expand(COPY_0, copying.stage, 1).gives == (Slot("copy", 0),)
+    check(copying)
+    for action in (COPY_0, Action("DROP", 0)):
+        with pytest.raises(ProgramError, match="copy0"):
+            check(replace(copying, actions=tuple(a for a in copying.actions if a != action)))
+    with pytest.raises(ProgramError, match="collective 0 is COPY0 in program 0 but GATHER0 in program 1"):
+        check(copying, replace(copying, actions=(*copying.actions[1:-2], COPY_0, *copying.actions[-2:])))
+
+
+def test_a_verb_is_counted(copying: Program) -> None:
+    sizes = Sizes([100] * 5, [50] * 5, [10] * 5, 4, 4, {"shard": 2, "replica": 5})
+    moved = traffic(copying, sizes)["replica", "broadcast"]
+    assert (moved.calls, moved.bytes) == (1, (50 - 10) * 4)
+    lives = {str(life.slot): (life.start, life.stop) for life in lifetimes(copying)}
+    assert lives["copy0"] == lives["staging0"] == (0, len(copying.actions) - 2)
+
+
+def test_a_verb_is_simulated(copying: Program) -> None:
+    seconds = {("COPY", None): 3.0, ("F", None): 1.0, ("B", None): 1.0}
+    events = {str(event.action): event for event in simulate_programs([copying], Machine(seconds))}
+    assert (events["COPY0"].start, events["COPY0"].end) == (0, 3)
+    assert (events["F0.0"].start, events["B0.0"].end) == (0, 8)  # it runs beside the computing
+    slow = simulate_programs([copying], Machine(seconds | {("COPY", None): 30.0}))
+    assert slow[-1].start == 30  # UPDATE stands behind DROP, which waits for the copy
+
+
+COPY_0 = Action("COPY", 0)
