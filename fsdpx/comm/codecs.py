@@ -1,60 +1,102 @@
 """Codecs: how the gradients of one page are carried when they are reduced."""
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 
 from fsdpx.array.kernels import add_widened, store
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace_of
-from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
+from fsdpx.comm.calls import Array, Handle, ReduceOp, split_evenly
+from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError
 
 __all__ = ["Cast", "Codec", "Plain", "codec"]
 
-
 Calls = tuple[tuple[str, int], ...]
+Memory = Mapping[str, Array]
 
 
-class Codec(Protocol):
-    """Sums a flat gradient over a communicator.
+class Codec(ABC):
+    """Sums a flat gradient over a communicator; inherit it for a codec of your own.
 
-    calls, calls_all: the collectives that `reduce` and `reduce_all` make, for predictions of traffic, and how many
-    times each moves n - own elements of `itemsize` bytes. itemsize None: that of the gradient.
-    """
-
-    itemsize: int | None
-    calls: Calls
-    calls_all: Calls
-
-    def reduce(
-        self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str
-    ) -> Handle:
-        """Sum `grad` (n elements) over the ranks; this rank's part (`counts[rank]` elements) arrives in `out`.
-
-        `out` may be the start of `grad`, which is lost in any case. memory: what `scratch` asked for.
-        """
-        ...
-
-    def reduce_all(self, comm: Communicator, grad: Any, memory: Any, *, what: str) -> Handle:
-        """Sum `grad` over the ranks, in place, for all of them."""
-        ...
-
-    def scratch(self, size: int, width: int) -> int:
-        """Bytes of memory that a reduce of `size` elements over `width` ranks needs."""
-        ...
-
-
-class Plain:
-    """Gradients travel as they are: one reduce-scatter, or one all-reduce; (n - n/N) or twice that per rank.
-
-    algorithm: of all-reduces, "library" (the backend's own) or "ring" (ours; faster than some libraries' from a few
-    MiB on).
+    Attributes
+    ----------
+    itemsize : int or None
+        Bytes of an element on its way; None: as many as in the gradient.
+    calls : tuple of (str, int)
+        The collectives that `reduce` makes, for predictions of traffic, and how many times each moves n - own elements
+        of `itemsize` bytes.
+    calls_all : tuple of (str, int)
+        The same of `reduce_all`.
     """
 
     itemsize: int | None = None
     calls: Calls = (("reduce_scatter", 1),)
     calls_all: Calls = (("all_reduce", 2),)
+
+    @abstractmethod
+    def reduce(
+        self,
+        comm: Communicator,
+        grad: Array,
+        out: Array,
+        counts: Sequence[int],
+        scratch: Array,
+        memory: Memory,
+        *,
+        what: str,
+    ) -> Handle:
+        """Sum `grad` over the ranks; this rank's part arrives in `out`.
+
+        Parameters
+        ----------
+        comm : Communicator
+            The ranks to sum over.
+        grad : array
+            n elements, flat; lost in any case.
+        out : array
+            `counts[comm.rank]` elements; it may be the start of `grad`.
+        counts : sequence of int
+            Elements of the part of each rank.
+        scratch : array
+            As many bytes as `scratch(n, comm.size)` says, free until the handle is complete.
+        memory : mapping of str to array
+            What `memory(n)` asked for: zero before the first step, then as this codec left it. Empty for codecs that
+            keep nothing.
+        what : str
+            Names the gradient in errors.
+        """
+
+    @abstractmethod
+    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+        """Sum `grad` over the ranks, in place, for all of them; arguments as in `reduce`."""
+
+    def scratch(self, size: int, width: int) -> int:
+        """Bytes that a reduce of `size` elements over `width` ranks needs while it lasts."""
+        return 0
+
+    def memory(self, size: int) -> Mapping[str, int]:
+        """What this rank keeps from step to step for a gradient of `size` elements, an error feedback for example.
+
+        Returns
+        -------
+        mapping of str to int
+            Name to number of elements, in the dtype of the gradient.
+        """
+        return {}
+
+
+class Plain(Codec):
+    """Gradients travel as they are: one reduce-scatter, or one all-reduce; (n - n/N) or twice that per rank.
+
+    Parameters
+    ----------
+    algorithm : {"library", "ring"}
+        Of all-reduces: the backend's own, or ours, which is faster than some libraries' from a few MiB on.
+    """
 
     def __init__(self, algorithm: str = "library") -> None:
         if algorithm not in ("library", "ring"):
@@ -62,20 +104,31 @@ class Plain:
         self.algorithm = algorithm
 
     def reduce(
-        self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str
+        self,
+        comm: Communicator,
+        grad: Array,
+        out: Array,
+        counts: Sequence[int],
+        scratch: Array,
+        memory: Memory,
+        *,
+        what: str,
     ) -> Handle:
         return comm.reduce_scatter(grad, out, ReduceOp.SUM, counts, what=what)
 
-    def reduce_all(self, comm: Communicator, grad: Any, memory: Any, *, what: str) -> Handle:
+    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         return comm.all_reduce(grad, ReduceOp.SUM, self.algorithm, what=what)
 
-    def scratch(self, size: int, width: int) -> int:
-        return 0
 
-
-class Cast:
+class Cast(Codec):
     """Gradients travel in 16 bits to their owner, who adds them in fp32 in rank order: (n - n/N) 2-byte elements,
-    one rounding per contribution, none in the sum. For all ranks the sum is rounded once more and gathered."""
+    one rounding per contribution, none in the sum. For all ranks the sum is rounded once more and gathered.
+
+    Parameters
+    ----------
+    name : {"bf16", "float16"}
+        The format that travels.
+    """
 
     itemsize: int | None = 2
     calls: Calls = (("all_to_all", 1),)
@@ -87,15 +140,27 @@ class Cast:
             raise ConfigError(f"Cast({name!r}): a 16-bit format is needed, float16 or bf16")
 
     def scratch(self, size: int, width: int) -> int:
-        """What is sent (n elements) and what is received (a part from each rank, n + width at most)."""
+        """What is sent (n elements) and what is received (a part from each rank: n + width at most if the cut is
+        balanced; a larger part finds memory of its own)."""
         return 2 * (2 * size + width)
 
     def reduce(
-        self, comm: Communicator, grad: Any, out: Any, counts: Sequence[int], memory: Any, *, what: str
+        self,
+        comm: Communicator,
+        grad: Array,
+        out: Array,
+        counts: Sequence[int],
+        scratch: Array,
+        memory: Memory,
+        *,
+        what: str,
     ) -> Handle:
         n, own, width = grad.size, counts[comm.rank], comm.size
-        wire, parts = memory[: 2 * n].view(self.dtype), memory[2 * n : 2 * (n + own * width)].view(self.dtype)
-        xp = namespace_of(grad)
+        xp, wire = namespace_of(grad), scratch[: 2 * n].view(self.dtype)
+        if 2 * (n + own * width) <= scratch.size:
+            parts = scratch[2 * n : 2 * (n + own * width)].view(self.dtype)
+        else:
+            parts = xp.empty(own * width, dtype=self.dtype)
         store(xp, grad, wire)  # an overflow becomes Inf, which the loss scale looks for
         handle = comm.all_to_all(wire, parts, counts, [own] * width, what=what)
 
@@ -106,14 +171,12 @@ class Cast:
 
         return Finish(handle, add)
 
-    def reduce_all(self, comm: Communicator, grad: Any, memory: Any, *, what: str) -> Handle:
-        from fsdpx.comm.communicator import split_evenly
-
+    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         n, counts = grad.size, split_evenly(grad.size, comm.size)
         own, start = counts[comm.rank], sum(counts[: comm.rank])
         total = namespace_of(grad).empty((own,), dtype=grad.dtype)
-        self.reduce(comm, grad, total, counts, memory, what=what).wait()
-        wire = memory[: 2 * n].view(self.dtype)
+        self.reduce(comm, grad, total, counts, scratch, memory, what=what).wait()
+        wire = scratch[: 2 * n].view(self.dtype)
         store(namespace_of(grad), total, wire[start : start + own])
         handle = comm.all_gather(wire[start : start + own], wire, counts, what=what)
 
@@ -123,8 +186,8 @@ class Cast:
         return Finish(handle, widen)
 
 
-def codec(choice: "str | Codec | None", reduce: str, compute: str, algorithm: str = "library") -> Codec:
-    """The codec behind a name, or the one that a precision implies; all-reduces by `algorithm` if nobody says more."""
+def codec(choice: str | Codec | None, reduce: str, compute: str, algorithm: str = "library") -> Codec:
+    """The codec behind a name, or the one that a precision implies, whose all-reduces are by `algorithm`."""
     if choice is None:
         return Plain(algorithm) if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast(reduce)
     if isinstance(choice, str):
@@ -133,6 +196,6 @@ def codec(choice: "str | Codec | None", reduce: str, compute: str, algorithm: st
         if choice in ("bf16", "fp16", "float16"):
             return Cast("float16" if choice == "fp16" else choice)
         raise ConfigError(f"unknown codec {choice!r}: choose one of plain, ring, bf16, fp16, or pass a Codec")
-    if not all(hasattr(choice, name) for name in ("reduce", "reduce_all", "scratch", "calls", "calls_all", "itemsize")):
-        raise ConfigError(f"codec={choice!r} is no Codec: pass plain, ring, bf16, fp16 or an object with its methods")
+    if not isinstance(choice, Codec):
+        raise ConfigError(f"codec={choice!r} is no Codec: pass plain, ring, bf16, fp16 or an object of a class of it")
     return choice

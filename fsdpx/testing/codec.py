@@ -1,0 +1,151 @@
+"""The contract of `Codec`, as tests that any codec can inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdpx.comm.calls import split_evenly
+from fsdpx.comm.codecs import Codec
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.counted import Counted, Counters
+from fsdpx.comm.threads import spawn
+
+__all__ = ["CodecContract"]
+
+SIZES = (1, 2, 3, 4, 5)
+
+
+class CodecContract:
+    """Inherit it and say in `make` how your codec is made.
+
+    Attributes
+    ----------
+    error : float
+        How far a sum may be off in the first step, as a share of the sum of the absolute values that were added;
+        `reduce_all` may be off by twice that. The error of float32 sums comes on top.
+    dtype : str
+        Of the gradients.
+    """
+
+    error: float = 0.0
+    dtype: str = "float32"
+
+    def make(self) -> Codec:
+        """The codec; overridden by the test class of each."""
+        raise TypeError(f"{type(self).__name__} must define make()")
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("n", [0, 1, 60, 61])
+    def test_each_rank_gets_its_part_of_the_sum(self, size: int, n: int) -> None:
+        self._reduced(size, split_evenly(n, size))
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_parts_may_be_uneven(self, size: int) -> None:
+        self._reduced(size, [(3 * rank + 1) % 5 for rank in range(size)])
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("n", [0, 1, 60, 61])
+    def test_all_ranks_get_the_same_sum(self, size: int, n: int) -> None:
+        def body(comm: Communicator) -> np.ndarray:
+            codec, grad = self.make(), self._gradient(n, comm.rank)
+            codec.reduce_all(comm, grad, self._scratch(codec, n, size), self._memory(codec, n), what="g").wait()
+            return grad
+
+        found = spawn(body, size, timeout=60)
+        assert len({grad.tobytes() for grad in found}) == 1
+        self._close(found[0], size, slice(0, n), n, 2 * self.error)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_the_result_may_be_the_start_of_the_gradient(self, size: int) -> None:
+        self._reduced(size, [(3 * rank + 1) % 5 for rank in range(size)], in_place=True)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_calls_and_bytes_are_as_declared(self, size: int) -> None:
+        n = 60 * size
+
+        def body(comm: Communicator) -> tuple[Counters, Counters]:
+            codec, kept = self.make(), (Counters(), Counters())
+            memory, scratch = self._memory(codec, n), self._scratch(codec, n, size)
+            grad, counts = self._gradient(n, comm.rank), split_evenly(n, size)
+            part, all_of_it = (Counted(comm, "x", counters) for counters in kept)
+            codec.reduce(part, grad, np.empty(counts[comm.rank], grad.dtype), counts, scratch, memory, what="g").wait()
+            codec.reduce_all(all_of_it, self._gradient(n, comm.rank), scratch, memory, what="g").wait()
+            return kept
+
+        codec = self.make()
+        itemsize = codec.itemsize or np.dtype(self.dtype).itemsize
+        for found in spawn(body, size, timeout=60):
+            for counters, declared in zip(found, (codec.calls, codec.calls_all), strict=True):
+                moved = sorted((verb, times * (n - n // size) * itemsize) for verb, times in declared)
+                assert sorted((verb, nbytes) for _, verb, _, nbytes in counters) == (moved if size > 1 else [])
+                assert all(calls == 1 for _, _, calls, _ in counters)
+
+    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("n", [1, 61])
+    def test_nothing_is_written_beyond_what_was_declared(self, size: int, n: int) -> None:
+        def body(comm: Communicator) -> None:
+            codec, counts = self.make(), split_evenly(n, size)
+            declared = codec.scratch(n, size)
+            scratch = np.full(declared + 64, 77, np.uint8)
+            memory = self._memory(codec, n)
+            out = np.full(counts[comm.rank] + 8, 77, self.dtype)
+            mine = out[: counts[comm.rank]]
+            codec.reduce(comm, self._gradient(n, comm.rank), mine, counts, scratch[:declared], memory, what="g").wait()
+            codec.reduce_all(comm, self._gradient(n, comm.rank), scratch[:declared], memory, what="g").wait()
+            assert np.all(scratch[declared:] == 77)
+            assert np.all(out[counts[comm.rank] :] == 77)
+            assert {name: array.size for name, array in memory.items()} == dict(codec.memory(n))
+
+        spawn(body, size, timeout=60)
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_what_is_kept_is_in_the_memory(self, size: int) -> None:
+        """Two codecs that share a memory step by step do what one does: nothing is kept anywhere else."""
+
+        def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
+            n, counts = 61, split_evenly(61, comm.size)
+            memory, scratch = self._memory(codecs[0], n), self._scratch(codecs[0], n, comm.size)
+            found = []
+            for step in range(4):
+                out = np.empty(counts[comm.rank], self.dtype)
+                grad = self._gradient(n, comm.rank + 10 * step)
+                codecs[step % len(codecs)].reduce(comm, grad, out, counts, scratch, memory, what="g").wait()
+                found.append(out.tobytes())
+            return found
+
+        one = spawn(lambda comm: body(comm, [self.make()]), size, timeout=60)
+        assert one == spawn(lambda comm: body(comm, [self.make(), self.make()]), size, timeout=60)
+
+    def _reduced(self, size: int, counts: Sequence[int], in_place: bool = False) -> None:
+        n = sum(counts)
+
+        def body(comm: Communicator) -> np.ndarray:
+            codec, grad = self.make(), self._gradient(n, comm.rank)
+            own = counts[comm.rank]
+            out = grad[:own] if in_place else np.full(own, np.nan, grad.dtype)
+            scratch, memory = self._scratch(codec, n, size), self._memory(codec, n)
+            codec.reduce(comm, grad, out, counts, scratch, memory, what="g").wait()
+            return out
+
+        for rank, out in enumerate(spawn(body, size, timeout=60)):
+            start = sum(counts[:rank])
+            self._close(out, size, slice(start, start + counts[rank]), n, self.error)
+
+    def _close(self, got: np.ndarray, size: int, part: slice, n: int, error: float) -> None:
+        terms = np.array([self._gradient(n, rank)[part] for rank in range(size)], np.float64)
+        allowed = (error + size * float(np.finfo(self.dtype).eps)) * np.abs(terms).sum(0)
+        assert got.shape == terms.shape[1:]
+        assert np.all(np.abs(got - terms.sum(0)) <= allowed)
+
+    def _gradient(self, n: int, seed: int) -> np.ndarray:
+        return np.random.default_rng([n, seed]).standard_normal(n).astype(self.dtype)
+
+    def _scratch(self, codec: Codec, n: int, size: int) -> np.ndarray:
+        return np.full(codec.scratch(n, size), 77, np.uint8)
+
+    def _memory(self, codec: Codec, n: int) -> dict[str, Any]:
+        return {name: np.zeros(elements, self.dtype) for name, elements in codec.memory(n).items()}

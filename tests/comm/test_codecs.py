@@ -1,0 +1,123 @@
+"""Every codec keeps the contract; one with error feedback is a file of its own, and worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fsdpx.comm import Communicator, Handle, spawn, split_evenly
+from fsdpx.comm.codecs import Cast, Codec, Plain, codec
+from fsdpx.errors import ConfigError
+from fsdpx.testing import CodecContract
+
+
+class TestPlain(CodecContract):
+    def make(self) -> Codec:
+        return Plain()
+
+
+class TestPlainInDoublePrecision(TestPlain):
+    dtype = "float64"
+
+
+class TestRing(CodecContract):
+    def make(self) -> Codec:
+        return Plain("ring")
+
+
+class TestBfloat16(CodecContract):
+    error = 2**-8
+
+    def make(self) -> Codec:
+        return Cast("bf16")
+
+
+class TestFloat16(CodecContract):
+    error = 2**-10
+
+    def make(self) -> Codec:
+        return Cast("float16")
+
+
+class Feedback(Cast):
+    """What rounding takes from a gradient is kept, and added to the next one (Seide et al. 2014)."""
+
+    def memory(self, size: int) -> Mapping[str, int]:
+        return {"error": size}
+
+    def reduce(
+        self,
+        comm: Communicator,
+        grad: Any,
+        out: Any,
+        counts: Sequence[int],
+        scratch: Any,
+        memory: Mapping[str, Any],
+        *,
+        what: str,
+    ) -> Handle:
+        error = memory["error"]
+        grad += error
+        error[...] = grad - grad.astype(self.dtype).astype(grad.dtype)
+        return super().reduce(comm, grad, out, counts, scratch, memory, what=what)
+
+
+class TestFeedback(CodecContract):
+    error = 2**-8
+
+    def make(self) -> Codec:
+        return Feedback("bf16")
+
+
+def total_of_steps(codec: Codec, steps: int, size: int = 3, n: int = 7) -> np.ndarray:
+    """The sum over ranks and steps of the same gradients, of numbers that bfloat16 does not have."""
+
+    def body(comm: Communicator) -> np.ndarray:
+        counts = split_evenly(n, size)
+        scratch, total = np.empty(codec.scratch(n, size), np.uint8), np.zeros(counts[comm.rank], np.float64)
+        memory = {name: np.zeros(elements, np.float32) for name, elements in codec.memory(n).items()}
+        out = np.empty(counts[comm.rank], np.float32)
+        for _ in range(steps):
+            codec.reduce(comm, gradient(n, comm.rank), out, counts, scratch, memory, what="g").wait()
+            total += out
+        return total
+
+    return np.concatenate(spawn(body, size, timeout=60))
+
+
+def gradient(n: int, rank: int) -> np.ndarray:
+    return (1 + np.arange(n) / 7 + rank / 3 + 1e-3).astype(np.float32)
+
+
+def test_a_codec_with_state_is_one_file() -> None:
+    exact = sum(gradient(7, rank).astype(np.float64) for rank in range(3))
+    off = {}
+    for name, made in {"feedback": Feedback("bf16"), "cast": Cast("bf16")}.items():
+        off[name] = [np.abs(total_of_steps(made, steps) / steps - exact).max() for steps in (1, 10, 200)]
+    assert off["feedback"][1] < off["feedback"][0] / 3
+    assert off["feedback"][2] < off["feedback"][0] / 30
+    assert off["cast"][2] == pytest.approx(off["cast"][0], rel=1e-3)
+
+
+def test_codecs_by_name() -> None:
+    assert isinstance(codec(None, "float32", "float32"), Plain)
+    assert isinstance(codec("plain", "float32", "float32"), Plain)
+    assert codec("ring", "float32", "float32").algorithm == "ring"
+    assert codec("fp16", "float32", "float32").dtype == np.float16
+    assert codec(None, "bf16", "float32").dtype == ml_dtypes.bfloat16
+    mine = Feedback("bf16")
+    assert codec(mine, "float32", "float32") is mine
+    assert dict(Plain().memory(3)) == {}
+    for bad, words in {"zip": "unknown codec 'zip'", 3: "codec=3 is no Codec"}.items():
+        with pytest.raises(ConfigError, match=words):
+            codec(bad, "float32", "float32")
+
+
+@pytest.mark.parametrize("make", [lambda: Plain("tree"), lambda: Cast("float32")])
+def test_bad_codecs_are_named(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ring|16-bit"):
+        make()
