@@ -35,8 +35,19 @@ class Coordinates(NamedTuple):
 class Mesh:
     """Widths of the four axes; one of them may be None and is then as wide as fills the world.
 
-    order: the axes from the slowest to the fastest in rank order. Ranks are numbered machine by machine as a rule, so
-    that the last axis stays inside a machine.
+    Parameters
+    ----------
+    replica : int, optional
+        Copies of the model on the data axis.
+    shard : int, optional
+        Ranks over which each copy is cut; fills the world by default.
+    pipe : int, optional
+        Pipeline stages.
+    tensor : int, optional
+        Ranks over which single layers are cut.
+    order : tuple of str
+        The axes from the slowest to the fastest in rank order. Ranks are numbered machine by machine as a rule, so
+        that the last axis stays inside a machine.
     """
 
     replica: int | None = 1

@@ -29,14 +29,31 @@ def spawn(
     delays: int | None = None,
     survive: bool = False,
 ) -> list[Any]:
-    """Run `fn(comm, *args)` on `size` thread ranks and return the list of results, by rank.
+    """Run a function on ranks that are threads of this process.
 
     The first exception of any rank ends the others and is raised again here, with a note that names the rank.
-    When a rank is not done after `timeout` seconds, CommTimeout says where each one stands. `delays` is the
-    seed of random sleeps of up to 2 ms before each communication, for tests. survive: a rank that raises `Died`
-    (fsdpx.comm.rendezvous) dies alone; the others, whose communicators are `Survivor`s, live on, and its result is
-    None; if all die, the first death is raised here. `fsdpx.all_reduce` and its kind use the rank's own communicator
-    inside `fn`.
+    `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
+
+    Parameters
+    ----------
+    fn : callable
+        Called as `fn(comm, *args)` on every rank.
+    size : int
+        Number of ranks.
+    *args : Any
+        Passed on.
+    timeout : float
+        Seconds after which CommTimeout says where each rank stands that is not done.
+    delays : int, optional
+        Seed of random sleeps of up to 2 ms before each communication, for tests.
+    survive : bool
+        A rank that raises `Died` (fsdpx.comm.rendezvous) dies alone: the others, whose communicators are `Survivor`s,
+        live on, and its result is None. If all die, the first death is raised here.
+
+    Returns
+    -------
+    list
+        What each rank returned, by rank.
     """
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")

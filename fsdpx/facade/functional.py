@@ -61,7 +61,16 @@ def init(
 ) -> Communicator:
     """Open the default communicator and return it; again without arguments: the one that is open.
 
-    Arguments as in `fsdpx.comm.world`. FSDPX_CHECK=1 puts a guard in front of it.
+    With FSDPX_CHECK=1 every collective is compared over the ranks before it begins.
+
+    Parameters
+    ----------
+    backend : {"node", "mpi", "local", "fake"}, optional
+        As in `fsdpx.comm.world`; found out if it is left out.
+    comm : mpi4py communicator or Communicator, optional
+        Used instead of all ranks; an mpi4py communicator is duplicated.
+    rank, size : int, optional
+        Of a fake communicator.
     """
     existing = defaults.current()
     asked = (backend, comm, rank, size) != (None, None, None, None)
@@ -134,7 +143,19 @@ def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Lit
 @overload
 def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., *, async_op: Literal[True]) -> Future: ...
 def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False) -> Array | Future:
-    """`x` reduced over all ranks, in the shape of `x`. `out` takes the result, and may be `x` itself."""
+    """Reduce `x` over all ranks, in the shape of `x`.
+
+    Parameters
+    ----------
+    x : array_like
+        Of the same shape and dtype on every rank.
+    op : ReduceOp or str
+        How values are combined, by default SUM.
+    out : array, optional
+        Takes the result; may be `x` itself. A new array otherwise.
+    async_op : bool
+        Return a `Future` at once.
+    """
     x = _array(x)
     if out is None:
         out = x.copy()
@@ -147,7 +168,13 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
 
 
 def all_gather(x: Any) -> Array:
-    """`x` of every rank, stacked on a new first dimension; `x` has the same shape everywhere."""
+    """Stack `x` of every rank on a new first dimension.
+
+    Parameters
+    ----------
+    x : array_like
+        Of the same shape and dtype on every rank.
+    """
     x, comm = _array(x), default()
     out = _empty(x, (comm.size, *x.shape))
     comm.all_gather(_flattened(x), out.reshape(-1)).wait()
@@ -155,7 +182,15 @@ def all_gather(x: Any) -> Array:
 
 
 def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
-    """`x` reduced over all ranks, cut along dim 0: this rank's rows, floor(n r/N) to floor(n (r+1)/N)."""
+    """Reduce `x` over all ranks and return this rank's rows of the result, floor(n r/N) to floor(n (r+1)/N).
+
+    Parameters
+    ----------
+    x : array_like
+        n rows, of the same shape and dtype on every rank.
+    op : ReduceOp or str
+        How values are combined, by default SUM.
+    """
     x, comm = _array(x), default()
     rows, cut = _rows("reduce_scatter", x, comm.size)
     out = _empty(x, (rows.counts[comm.rank], *x.shape[1:]))
@@ -164,14 +199,32 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
 
 
 def broadcast(x: Any, root: int = 0) -> Array:
-    """`x` of rank `root` on every rank; `x` has the same shape and dtype everywhere."""
+    """Return `x` of one rank on every rank.
+
+    Parameters
+    ----------
+    x : array_like
+        Of the same shape and dtype on every rank.
+    root : int
+        The rank whose `x` it is.
+    """
     out = _array(x).copy()
     default().broadcast(_flat("x", out), root).wait()
     return out
 
 
 def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | None:
-    """`x` reduced over all ranks at rank `root`; None elsewhere."""
+    """Reduce `x` over all ranks at one of them; None elsewhere.
+
+    Parameters
+    ----------
+    x : array_like
+        Of the same shape and dtype on every rank.
+    op : ReduceOp or str
+        How values are combined, by default SUM.
+    root : int
+        The rank that gets the result.
+    """
     x, comm = _array(x), default()
     out = _empty(x, x.shape) if comm.rank == root else None
     comm.reduce(_flattened(x), None if out is None else out.reshape(-1), ReduceOp.of(op), root).wait()
@@ -179,7 +232,15 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | 
 
 
 def gather(x: Any, root: int = 0) -> Array | None:
-    """`x` of every rank stacked on a new first dimension at rank `root`; None elsewhere."""
+    """Stack `x` of every rank on a new first dimension at one of them; None elsewhere.
+
+    Parameters
+    ----------
+    x : array_like
+        Of the same shape and dtype on every rank.
+    root : int
+        The rank that gets the result.
+    """
     x, comm = _array(x), default()
     out = _empty(x, (comm.size, *x.shape)) if comm.rank == root else None
     comm.gather(_flattened(x), None if out is None else out.reshape(-1), root).wait()
@@ -187,7 +248,15 @@ def gather(x: Any, root: int = 0) -> Array | None:
 
 
 def scatter(x: Any = None, root: int = 0) -> Array:
-    """`x` of rank `root` cut along its first dimension: this rank's rows. Other ranks need not pass `x`."""
+    """Cut `x` of one rank along its first dimension and return this rank's rows, balanced as in `reduce_scatter`.
+
+    Parameters
+    ----------
+    x : array_like
+        Needed at `root` only.
+    root : int
+        The rank whose `x` it is.
+    """
     comm = default()
     x = _array(x) if comm.rank == root else None
     shape, dtype = comm.all_gather_object(None if x is None else (x.shape, x.dtype))[root]
@@ -202,7 +271,13 @@ def scatter(x: Any = None, root: int = 0) -> Array:
 
 
 def all_to_all(x: Any) -> Array:
-    """Row block r of `x` goes to rank r; row block r of the result came from there. N divides dim 0."""
+    """Send row block r of `x` to rank r; row block r of the result came from there.
+
+    Parameters
+    ----------
+    x : array_like
+        Of the same shape and dtype on every rank; the number of ranks divides its first dimension.
+    """
     x, comm = _array(x), default()
     if x.ndim == 0 or x.shape[0] % comm.size:
         raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
@@ -212,12 +287,32 @@ def all_to_all(x: Any) -> Array:
 
 
 def send(x: Any, dest: int, tag: int = 0) -> None:
-    """Send `x` to rank `dest`; return when `x` may be changed again."""
+    """Send `x` to another rank; return when `x` may be changed again.
+
+    Parameters
+    ----------
+    x : array_like
+        What is sent.
+    dest : int
+        The rank that receives it.
+    tag : int
+        The one that the receiver names, 0 to 16383.
+    """
     default().send(_flattened(_array(x)), dest, tag).wait()
 
 
 def recv(out: Array, source: int, tag: int = 0) -> Array:
-    """Receive from rank `source` an array of the shape and dtype of `out`, into it."""
+    """Receive an array from another rank and return it.
+
+    Parameters
+    ----------
+    out : array
+        Takes what arrives, which must be of its size and dtype.
+    source : int
+        The rank that sends it.
+    tag : int
+        The one that the sender names.
+    """
     default().recv(_flat("out", out), source, tag).wait()
     return out
 

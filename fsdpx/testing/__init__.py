@@ -4,13 +4,14 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
+    "CodecContract": "fsdpx.testing.codec",
     "CommunicatorContract": "fsdpx.testing.communicator",
     "LayerContract": "fsdpx.testing.layer",
     "OptimizerContract": "fsdpx.testing.optimizer",
     "ScheduleContract": "fsdpx.testing.schedule",
 }
 
-__all__ = ["CommunicatorContract", "LayerContract", "OptimizerContract", "ScheduleContract"]
+__all__ = ["CodecContract", "CommunicatorContract", "LayerContract", "OptimizerContract", "ScheduleContract"]
 
 
 def __getattr__(name: str) -> Any:
