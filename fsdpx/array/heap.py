@@ -12,8 +12,8 @@ NEVER = -1
 def keep_pages() -> bool:
     """Ask the C library to keep freed memory, instead of giving arrays of more than 128 KiB back to the system at once.
 
-    A page that comes back costs a fault and is zeroed by the kernel: at 4 KiB pages about as long as filling it. The
-    price: the process keeps its peak. Linux with glibc; elsewhere nothing happens, and the result is False.
+    A new page costs a fault and is zeroed by the kernel, at 4 KiB about as long as filling it. In return the process
+    keeps its peak of memory. Linux with glibc; elsewhere nothing is changed and the result is False.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--elastic", action="store_true", help="go on when ranks die, leave or join (docs/elastic.md)")
     p.add_argument("--copies", type=int, default=1, help="of each rank's state in other ranks' memory")
     p.add_argument("--ranks", type=int, default=None, help="how many train at first; the others wait")
-    p.add_argument("--resize", default=None, help="a file that says how many ranks train from now on")
+    p.add_argument("--resize", default=None, help="a file with the number of ranks that are to train")
     p.add_argument("--chaos", default="", help="what to do to ranks, such as 'kill 2@900, stop 0@1500' (rank@action)")
     p.add_argument("--sample", type=int, default=0, help="bytes of text to write at the end")
     p.add_argument("--hash", action="store_true", help="print the SHA-256 of all parameters at the end")

@@ -1,4 +1,4 @@
-"""ckpt: look at a checkpoint, check it, compare two, convert one. One process, no MPI, a few blocks of memory."""
+"""`ckpt`: inspect, verify, compare and convert checkpoints, in one process without MPI and with little memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**
 
 def add_options(p: argparse.ArgumentParser) -> None:
     actions = p.add_subparsers(dest="action", required=True)
-    inspect = actions.add_parser("inspect", help="files, tensors, and where training stands")
+    inspect = actions.add_parser("inspect", help="files, tensors, and the state of training")
     verify = actions.add_parser("verify", help="headers, sizes and the digests of all bytes; exit status 1 if damaged")
     diff = actions.add_parser("diff", help="names, shapes, formats, largest differences; exit status 1 if any")
     convert = actions.add_parser("convert", help="weights in another format, in one file or several")
@@ -32,7 +32,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def ckpt(args: argparse.Namespace) -> int:
-    """Print what was asked for; the exit status. CheckpointError for what cannot be read or written."""
+    """Run one action and print its result; the exit status. CheckpointError if a file cannot be read or written."""
     try:
         return _ckpt(args)
     except OSError as error:

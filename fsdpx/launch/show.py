@@ -21,6 +21,7 @@ OF_LAYERS = ("tensor", "data")  # axes over which layers communicate, without ve
 
 
 def show(args: argparse.Namespace) -> str:
+    """The text of `show` for the options of its command line."""
     example = entry(args.example)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     check_axes(mesh, args.schedule, args.sequence)

@@ -83,6 +83,7 @@ class Rewriter:
         return new, [kind]
 
     def container(self, layer: Container, path: str, kinds: Sequence[Kind]) -> tuple[Container, list[Kind]]:
+        """`visit` of a container: of its steps, with an `Enter` before those that must read a part of the sequence."""
         values = dict(zip(layer.inputs, kinds, strict=True))
         entered: dict[str, str] = {}
         steps: list[Step] = []

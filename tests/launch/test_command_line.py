@@ -155,11 +155,12 @@ def test_verify_names_the_first_tensor_that_differs(messages: bool) -> None:
     """A communicator that loses a little of what it sums; with --no-node it is another one that sums."""
     code = (
         "import sys, fsdpx.comm.node as m, fsdpx.__main__ as f\n"
-        "whole = m.NodeCommunicator.reduce_scatter\n"
-        "def lossy(self, send, recv, *a, **k):\n"
-        "    send[: 1] += 1e-6\n"
-        "    return whole(self, send, recv, *a, **k)\n"
-        "m.NodeCommunicator.reduce_scatter = lossy\n"
+        "whole = m.NodeCommunicator.issue\n"
+        "def lossy(self, call):\n"
+        "    if call.verb == 'reduce_scatter':\n"
+        "        call.arrays[0][: 1] += 1e-6\n"
+        "    return whole(self, call)\n"
+        "m.NodeCommunicator.issue = lossy\n"
         "sys.exit(f.main(['verify', '--strategy', 'fsdp', '--precision', 'float64', *sys.argv[1:]]))\n"
     )
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_"))}

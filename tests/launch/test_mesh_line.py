@@ -49,7 +49,8 @@ def test_filled_as_the_engine_fills_it(text: str, strategy: str) -> None:
 
         model = nn.GPT(31, 16, 2, 4, 8)
         options = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "strategy": strategy}
-        return str(model.as_distributed(mesh=Mesh.parse(text), comm=comm, device="shape", **options).engine.axes.mesh)
+        trainer = model.as_distributed(mesh=Mesh.parse(text), comm=comm, device="shape", **options)
+        return str(trainer.placement.axes.mesh)
 
     def outcome(made: object) -> str:
         try:

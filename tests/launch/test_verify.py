@@ -72,11 +72,11 @@ def test_a_difference_is_found_and_named(capsys: pytest.CaptureFixture[str], mon
 
     whole = operations.OPERATIONS["SEND"]
 
-    def lossy(engine, room, action, taken, read, added):  # type: ignore[no-untyped-def]
+    def lossy(run, action, taken, read, added):  # type: ignore[no-untyped-def]
         for value in (*taken, *read):
             if value is not None and value.size:
                 np.multiply(value, 1 + 1e-9, out=value)
-        return whole(engine, room, action, taken, read, added)
+        return whole(run, action, taken, read, added)
 
     monkeypatch.setitem(operations.OPERATIONS, "SEND", lossy)
     assert on_threads("--mesh pipe=2 --precision float64 --steps 2", 2) == [1, 1]

@@ -1,4 +1,4 @@
-"""Matrix products by the best BLAS library that is here, straight into the arrays where they are wanted."""
+"""Matrix products by the chosen BLAS library, written or added in place."""
 
 from fsdpx.array.blas.choice import available, choose, chosen, pointer, threads
 from fsdpx.array.blas.measure import measure

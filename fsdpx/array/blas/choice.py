@@ -61,7 +61,7 @@ def _library() -> Library | None:
 
 
 class Addresses(dict[str, int]):
-    """Character of a dtype -> address of its gemm, looked up when it is first asked for."""
+    """Character of a dtype -> address of its gemm, found when it is first used."""
 
     def __missing__(self, char: str) -> int:
         library = _library() if char in "fd" else None

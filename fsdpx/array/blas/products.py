@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array import kernels, parallel
+from fsdpx.array import parallel
 from fsdpx.array.blas import choice
 from fsdpx.array.blas.choice import ADDRESSES
+from fsdpx.array.kernels import addition
 
 __all__ = ["affine", "gemm", "line", "line_backward", "linear_backward", "linear_gradients"]
 
@@ -46,7 +47,7 @@ def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
         return
     gemm(out, x, weight.T)
     if bias is not None:
-        kernels.add_bias(np, out, bias)
+        addition.add_bias(np, out, bias)
 
 
 def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) -> None:
@@ -60,7 +61,7 @@ def linear_gradients(weight: Sum | None, bias: Sum | None, dy: Array, x: Array) 
     if weight is not None:
         gemm(weight[0], dy.T, x, weight[1])
     if bias is not None:
-        kernels.sum_rows(np, dy, *bias)
+        addition.sum_rows(np, dy, *bias)
 
 
 def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, x: Array, by: Array) -> None:

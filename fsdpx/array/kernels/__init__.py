@@ -4,6 +4,9 @@
 float32 and rounded once. Rows may be 0. Nothing is compiled, and Numba is not imported, before a kernel first needs it.
 """
 
+from typing import Any
+
+from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
 from fsdpx.array.kernels.addition import add, add_bias, bias_gelu, sum_rows
 from fsdpx.array.kernels.attention import attention, attention_backward
@@ -32,3 +35,12 @@ __all__ = [
     "narrowed", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "sigmoid", "silu", "silu_backward",
     "softmax", "softmax_backward", "square_sum", "square_sums", "store", "sum_rows", "use", "widened",
 ]  # fmt: skip
+
+
+def _compiled() -> Any:
+    from fsdpx.array.kernels import compiled
+
+    return compiled
+
+
+choice.load = _compiled

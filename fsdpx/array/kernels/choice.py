@@ -6,7 +6,6 @@ The table follows `bench/kernels.py`; it never depends on a measurement made whi
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +27,8 @@ NUMBA = frozenset({
 })  # fmt: skip
 """The kernels that run as Numba code by default, each with its reason in the table of `bench/kernels.py`."""
 
-COMPILED = "fsdpx.array.kernels.compiled"
+load: Callable[[], Any] = dict
+"""Imports and returns the compiled kernels; set by the package `kernels`: their files import this one."""
 active: Mode = "default"
 """The mode that `use` has set."""
 
@@ -89,4 +89,4 @@ def _warn() -> None:
 
 @functools.cache
 def _compiled(name: str) -> Callable[..., Any] | None:
-    return getattr(importlib.import_module(COMPILED), name, None)
+    return getattr(load(), name, None)
