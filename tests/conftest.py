@@ -4,14 +4,24 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
-for folder in ("program", "engine", "comm"):
+for folder in ("program", "engine", "comm", "watch"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
+settings.register_profile("check", max_examples=10, derandomize=True, database=None, deadline=None)
 settings.register_profile("suite", max_examples=60, derandomize=True, database=None, deadline=None)
 settings.register_profile("thorough", max_examples=3000, database=None, deadline=None)
 settings.load_profile("suite")
 
 os.environ.setdefault("FSDPX_TUNE", "0")  # measurements belong to the tests that are about them
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it a print is several writes, and lines of the ranks of a job mix
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """No rank of a job starts another job."""
+    for item in items:
+        if item.get_closest_marker("jobs"):
+            item.add_marker(pytest.mark.mpi_skip)

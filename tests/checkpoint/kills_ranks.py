@@ -18,7 +18,7 @@ from kills import Kill, fill, run, said, save_without_end, small
 
 from fsdpx import Trainer, init
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "resilience"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "watch"))
 from trials import MPIEXEC, environment, none_left
 
 RANKS = 3

@@ -15,7 +15,7 @@ from fsdpx import spawn
 from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 
-pytestmark = pytest.mark.mpi_skip
+pytestmark = pytest.mark.jobs
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from amount import examples
 from fuzz import Fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Fuzz:
     return Fuzz(tmp_path_factory.mktemp("fuzz"))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(seed=st.integers(0, 2**32))
 def test_mutated_files_are_refused_or_the_same(fuzz: Fuzz, seed: int) -> None:
     fuzz.refused(seed)

@@ -4,22 +4,23 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from amount import examples
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from models import KNOWN
 
 from fsdpx import FakeCommunicator, Mesh, optim
 from fsdpx.checkpoint.pieces import Held, held, owned
-from fsdpx.engine.engine import Engine
 from fsdpx.errors import ConfigError
+from fsdpx.state.state import TrainState
 
 
-def engines(case: str, mesh: Mesh, **options: Any) -> list[Engine]:
+def states(case: str, mesh: Mesh, **options: Any) -> list[TrainState]:
     """Of all ranks, without data."""
     chosen = KNOWN[case]
     options = {"loss": chosen.loss, "optimizer": optim.AdamW(), "mesh": mesh, "device": "shape", **options}
     ranks = range(mesh.size)
-    return [chosen.model().as_distributed(comm=FakeCommunicator(r, mesh.size), **options).engine for r in ranks]
+    return [chosen.model().as_distributed(comm=FakeCommunicator(r, mesh.size), **options).engine.state for r in ranks]
 
 
 def runs(pieces: list[Held], elements: int) -> dict[str, list[tuple[int, int]]]:
@@ -36,7 +37,7 @@ MESHES = st.builds(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(
     mesh=MESHES,
     chunks=st.sampled_from([None, 12]),
@@ -49,12 +50,12 @@ def test_every_element_is_written_once(
 ) -> None:
     options = {"sequence": sequence} if sequence and mesh.tensor > 1 else {}
     try:
-        ranks = engines("wide", mesh, chunks=chunks, group_bytes=group_bytes, **options)
+        ranks = states("wide", mesh, chunks=chunks, group_bytes=group_bytes, **options)
     except ConfigError:  # heads that this way of cutting sequences does not divide
         reject()
     total = defaultdict(list)
-    for engine in ranks:
-        for name, some in runs(list(owned(engine)), elements).items():
+    for state in ranks:
+        for name, some in runs(list(owned(state)), elements).items():
             total[name] += some
     specs = ranks[0].layout.specs
     assert set(total) == {f"{slot}{name}" for slot in ("", "m/", "v/") for name in specs}
@@ -68,14 +69,14 @@ def test_every_element_is_written_once(
 
 @pytest.mark.parametrize("mesh", [Mesh(shard=3), Mesh(shard=2, pipe=2), Mesh(replica=2, shard=1, pipe=2)], ids=str)
 def test_running_statistics_are_written_by_one_and_read_by_all(mesh: Mesh) -> None:
-    ranks = engines("norms", mesh, group_bytes=600)
+    ranks = states("norms", mesh, group_bytes=600)
     for name in ("1.running_mean", "1.running_var"):
-        assert sum(piece.name == name for engine in ranks for piece in owned(engine)) == 1
-        assert all(sum(piece.name == name for piece in held(engine)) == 1 for engine in ranks)
+        assert sum(piece.name == name for state in ranks for piece in owned(state)) == 1
+        assert all(sum(piece.name == name for piece in held(state)) == 1 for state in ranks)
 
 
 def test_copies_of_a_tied_parameter_are_written_once_and_read_by_both_stages() -> None:
-    first, last = engines("wide", Mesh(shard=1, pipe=2))
+    first, last = states("wide", Mesh(shard=1, pipe=2))
     assert "embed.weight" in {piece.name for piece in owned(first)}
     assert "embed.weight" not in {piece.name for piece in owned(last)}
     assert "embed.weight" in {piece.name for piece in held(last)}

@@ -14,10 +14,10 @@ from stopped import READY, train
 from fsdpx import spawn
 from fsdpx.watch.preempt import PREEMPTED
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "resilience"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "watch"))
 from trials import MPIEXEC, environment, none_left
 
-pytestmark = pytest.mark.mpi_skip
+pytestmark = pytest.mark.jobs
 
 
 @pytest.mark.parametrize(("name", "whom"), [("SIGUSR1", "launcher"), ("SIGTERM", "ranks")])

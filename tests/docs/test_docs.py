@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import few
 
 import fsdpx
 from fsdpx import environment, nn, optim, spawn
@@ -37,7 +38,7 @@ def shell(page: Path) -> list[str]:
     return [line for line in lines if line]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if "```python" in p.read_text()], ids=name)
+@pytest.mark.parametrize("page", few([p for p in PAGES if "```python" in p.read_text()], 2), ids=name)
 def test_blocks_run_and_print_what_follows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     fsdpx.finalize()

@@ -9,7 +9,7 @@ import pytest
 from jobs_ulfm import unable
 from trials_elastic import POINTS, SAVING, Death, Plan, Trial, demand, run
 
-pytestmark = pytest.mark.mpi_skip
+pytestmark = pytest.mark.jobs
 
 TIMEOUT = 2.0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import few
 from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
 import fsdpx
@@ -123,7 +124,7 @@ def test_the_whole_batch_on_every_rank() -> None:
     loss, output = spawn(alone, 1)[0]
     for got in run(3, body):
         assert got[0] == loss
-        np.testing.assert_allclose(got[1], output, rtol=1e-5)
+        np.testing.assert_allclose(got[1], output, rtol=0, atol=1e-5 * np.abs(output).max())
 
 
 def test_errors_reach_those_who_follow() -> None:
@@ -190,7 +191,7 @@ def test_parameters_that_are_given(tmp_path: Path) -> None:
     assert got == [(spawn(alone, 1)[0], 2)] * 2
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", few([True, False], 2))
 def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
     """Deaths, a change of size, checkpoints and the end of the loop."""
     rng = np.random.default_rng(1)
@@ -217,14 +218,16 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
     assert again[0][2] == wanted[0][2]
 
 
-@pytest.mark.parametrize("optimizer", [optim.AdamW(lr=0.01), optim.LAMB(lr=0.01)], ids=["AdamW", "LAMB"])
-@pytest.mark.parametrize("action", ["COMMIT", "UPDATE1"])
-def test_a_rank_dies_when_all_have_agreed(optimizer: Any, action: str) -> None:
+DEATHS = [("LAMB", "COMMIT"), ("LAMB", "UPDATE1"), ("AdamW", "UPDATE1")]
+
+
+@pytest.mark.parametrize(("optimizer", "action"), few(DEATHS, 3))
+def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
     """LAMB still speaks then, so that some ranks meet the loss in the step and others after it."""
-    options = {"optimizer": optimizer, "mesh": Mesh(replica=2, shard=2)}
+    options = {"optimizer": getattr(optim, optimizer)(lr=0.01), "mesh": Mesh(replica=2, shard=2)}
     wanted = train(4, **options)[0]
-    for rank in range(4):
-        for step in (1, 3):
+    for rank in few(range(4), 3):
+        for step in few((1, 3), 2):
             got = train(4, [Kill(rank, action, before=step)], **options)
             assert len(got) == 3
             assert all(one.losses == wanted.losses and one.fingerprint == wanted.fingerprint for one in got)

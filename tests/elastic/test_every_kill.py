@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from amount import CHECK, examples, few
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_threads import STEPS, Kill, train
@@ -11,7 +12,7 @@ from fsdpx import Elastic
 from fsdpx.program import VERBS, Action
 from fsdpx.program import parse as actions_of
 
-RANKS = {"ddp": 3, "zero1": 3, "fsdp": 3, "hybrid": 4}
+RANKS = {"fsdp": 3, "zero1": 3, "ddp": 3, "hybrid": 4}
 _calm: dict[str, list] = {}
 
 
@@ -25,17 +26,14 @@ def speaks(action: Action) -> bool:
     return bool(VERBS[action.op].moves) or action.op in ("COMMIT", "SETTLE")
 
 
-@pytest.mark.parametrize("strategy", RANKS)
+@pytest.mark.parametrize("strategy", few(RANKS, 3))
 def test_every_rank_at_every_action(strategy: str) -> None:
     wanted = calm(strategy)
-    seen: dict[str, int] = dict.fromkeys(wanted[0].actions, 0)
     each = [a for a in dict.fromkeys(wanted[0].actions) if speaks(actions_of(a)[0])]
     assert {"COMMIT", "MEAN", "NORM", "REDUCE0"} <= set(each)
     assert all(wanted[0].actions.count(a) >= STEPS for a in each)
-    for rank in range(RANKS[strategy]):
-        for action in seen:
-            if action not in each:
-                continue
+    for number, action in enumerate(few(each, 2)):
+        for rank in [number % RANKS[strategy]] if CHECK else range(RANKS[strategy]):
             got = train(RANKS[strategy], [Kill(rank, action, before=2)], strategy)
             where = f"rank {rank} died after {action} of step 3"
             assert len(got) == RANKS[strategy] - 1, where
@@ -66,19 +64,19 @@ POINTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", few(POINTS, 2))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:
     options = {"elastic": Elastic(every=1, copies=2)}
     wanted = train(4, (), strategy, **options)
-    for first, second in ((0, 1), (3, 0), (2, 3)):
+    for first, second in few(((0, 1), (3, 0), (2, 3)), 3):
         got = train(4, [Kill(first, "REDUCE0", before=2), Kill(second, point)], strategy, **options)
         assert len(got) == 2
         assert {one.fingerprint for one in got} == {wanted[0].fingerprint}
         assert sum(len(r.lost) for r in got[0].recoveries) == 2
 
 
-@settings(max_examples=max(settings().max_examples // 4, 1))  # 15, or 750 in the thorough profile
+@settings(max_examples=examples(15))
 @given(
     ranks=st.integers(2, 5), strategy=st.sampled_from(list(RANKS)), every=st.integers(1, 3), data=st.data(),
 )  # fmt: skip

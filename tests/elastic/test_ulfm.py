@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from jobs_ulfm import ROOT, job, unable
 
-pytestmark = pytest.mark.mpi_skip
+pytestmark = pytest.mark.jobs
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Small models, batches and one way to train them, shared by the engine tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,17 @@ from fsdpx import Trainer, nn, optim
 from fsdpx.comm import Communicator
 from fsdpx.layout.tree import chunks_of
 
-STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid")
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+"""Each another program on two ranks or more; test_presets.py says why that is all. On one rank all are one program."""
+
+HYBRID = 4, 6, 8
+"""Where "hybrid" is not "fsdp": two replicas of shards of 2, 3 and 4."""
+
+
+def placed(sizes: Iterable[int], hybrid: Iterable[int] = HYBRID) -> list[tuple[str, int]]:
+    """Strategy and number of ranks, each of which says something of its own."""
+    many = [(strategy, size) for size in sizes for strategy in (STRATEGIES if size > 1 else ["fsdp"])]
+    return many + [("hybrid", size) for size in hybrid]
 
 
 def mlp() -> nn.Layer:

@@ -4,29 +4,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models import CASES, STRATEGIES, make, part
+from models import CASES, make, part, placed
 
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.engine import gradients
+from fsdpx.state import gradients
 
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every buffer holds NaN when it becomes a gradient."""
-    begin, close = gradients.Plainly.__init__, gradients.Chunked._close
+    begin, close = gradients.WholeGradient.__init__, gradients.ChunkGradients._close
 
-    def born(self: gradients.Plainly, buffer: Any) -> None:
+    def born(self: gradients.WholeGradient, buffer: Any, at_home: bool) -> None:
         buffer[...] = np.nan
-        begin(self, buffer)
+        begin(self, buffer, at_home)
 
-    def closed(self: gradients.Chunked) -> None:
+    def closed(self: gradients.ChunkGradients) -> None:
         close(self)
         for leaf in self.free:
             leaf[...] = np.nan
 
-    monkeypatch.setattr(gradients.Plainly, "__init__", born)
-    monkeypatch.setattr(gradients.Chunked, "_close", closed)
+    monkeypatch.setattr(gradients.WholeGradient, "__init__", born)
+    monkeypatch.setattr(gradients.ChunkGradients, "_close", closed)
 
 
 def run(comm: Communicator, case: str, strategy: str, sizes: tuple[int, ...] = (6, 6), **options: Any) -> bool:
@@ -40,10 +40,10 @@ def run(comm: Communicator, case: str, strategy: str, sizes: tuple[int, ...] = (
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "size"), placed([2], [4]))
 @pytest.mark.parametrize("case", CASES)
-def test_strategies(case: str, strategy: str) -> None:
-    assert all(spawn(lambda comm: run(comm, case, strategy, microbatches=2), 2))
+def test_strategies(case: str, strategy: str, size: int) -> None:
+    assert all(spawn(lambda comm: run(comm, case, strategy, microbatches=2), size))
 
 
 @pytest.mark.usefixtures("poison")

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from models import STRATEGIES, train
+from amount import few
+from models import train
 
 from fsdpx import optim, spawn
 from fsdpx.comm import Communicator
@@ -12,17 +13,23 @@ from fsdpx.errors import ConfigError, DataError
 
 def run(comm: Communicator, case: str, strategy: str, **options: Any) -> tuple[list[float], str]:
     losses, _, trainer = train(
-        comm, case, strategy, sizes=(16,) * 5, chunks=8, clip_norm=0.2, precision="float32", **options
+        comm, case, strategy, sizes=(16,) * 3, chunks=8, clip_norm=0.2, precision="float32", **options
     )
     return losses, trainer.fingerprint()
+
+
+PLACES = [
+    ("ddp", 1), ("fsdp", 2), ("zero2", 2), ("ddp", 3), ("zero1", 3), ("zero2", 3), ("fsdp", 3), ("hybrid", 4),
+    ("zero1", 4), ("ddp", 5), ("fsdp", 5), ("hybrid", 6), ("fsdp", 8), ("zero2", 8), ("hybrid", 8),
+]  # fmt: skip
+"""Each strategy where 8 chunks come out even and where they do not."""
 
 
 @pytest.mark.parametrize("case", ["mlp", "gpt"])
 def test_one_hash_at_any_world_size_and_strategy(case: str) -> None:
     seen = {
         (tuple(losses), digest)
-        for size in (1, 2, 3, 4, 5, 8)
-        for strategy in STRATEGIES
+        for strategy, size in few(PLACES, 2)
         for losses, digest in spawn(lambda comm, s=strategy: run(comm, case, s), size, delays=size)
     }
     assert len(seen) == 1
@@ -107,7 +114,7 @@ def test_memory_does_not_grow_with_steps() -> None:
         seen = []
         for _ in range(4):
             trainer.step(x[part(comm, 8, 8)], y[part(comm, 8, 8)])
-            views = trainer.engine.views
+            views = trainer.engine._views
             seen.append(sum(map(len, (views._pages, views._entries, views._params, views._grads, views._leaves))))
         return seen
 
@@ -115,9 +122,11 @@ def test_memory_does_not_grow_with_steps() -> None:
         assert len(set(seen)) == 1
 
 
-@pytest.mark.parametrize(("size", "chunks"), [(2, 3), (3, 8), (4, 7), (5, 8)])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hybrid"])
-def test_counted_equals_predicted(size: int, chunks: int, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "size", "chunks"),
+    [*((strategy, *n) for strategy in ("ddp", "fsdp") for n in [(2, 3), (3, 8), (4, 7), (5, 8)]), ("hybrid", 4, 7)],
+)
+def test_counted_equals_predicted(strategy: str, size: int, chunks: int) -> None:
     def go(comm: Communicator) -> Any:
         from models import CASES, make, part
         from numpy.random import default_rng

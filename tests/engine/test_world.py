@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
-from models import CASES, STRATEGIES, distance, make, part, train
+from models import CASES, HYBRID, STRATEGIES, distance, make, part, train
 
 from fsdpx import spawn
 from fsdpx.comm import Communicator
@@ -23,31 +24,62 @@ def world(request: Any) -> Iterator[Communicator]:
     comm.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("case", CASES)
-def test_equals_one_process(world: Communicator, case: str, strategy: str) -> None:
+EACH = pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid"])
+
+
+@pytest.fixture(autouse=True)
+def _says_something(request: Any, world: Communicator) -> None:
+    """See test_presets.py."""
+    strategy = request.node.callspec.params.get("strategy", "fsdp")
+    if strategy == "hybrid" and world.size not in HYBRID:
+        pytest.skip("hybrid is fsdp on so many ranks")
+    if strategy != "fsdp" and world.size == 1:
+        pytest.skip("on one rank all strategies are one")
+
+
+@lru_cache
+def alone(case: str) -> Any:
+    return spawn(lambda comm: train(comm, case, "ddp", clip_norm=0.3), 1)[0]
+
+
+@EACH
+def test_equals_one_process(world: Communicator, strategy: str) -> None:
     """AdamW with clipping in float64; the last batch has 3 samples, so some ranks have none."""
-    losses, want, _ = spawn(lambda comm: train(comm, case, "ddp", clip_norm=0.3), 1)[0]
+    equals_one_process(world, "gpt", strategy)
+
+
+def test_statistics_over_the_batch_equal_one_process(world: Communicator) -> None:
+    """A layer that speaks over the data axis by itself."""
+    equals_one_process(world, "norms", "fsdp")
+
+
+def equals_one_process(world: Communicator, case: str, strategy: str) -> None:
+    losses, want, _ = alone(case)
     got_losses, got, trainer = train(world, case, strategy, clip_norm=0.3, check=True)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
     assert distance(want, got) < 1e-12
     trainer.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def in_chunks(comm: Communicator, how: str) -> tuple[list[float], str]:
+    losses, _, trainer = train(comm, "gpt", how, sizes=(16,) * 3, chunks=8, clip_norm=0.2, precision="float32")
+    digest = trainer.fingerprint()
+    trainer.close()
+    return losses, digest
+
+
+@lru_cache
+def alone_in_chunks() -> tuple[list[float], str]:
+    return spawn(in_chunks, 1, "ddp")[0]
+
+
+@EACH
 def test_one_hash(world: Communicator, strategy: str) -> None:
     """MPI ranks end with the bits of thread ranks."""
-
-    def run(comm: Communicator, how: str) -> Any:
-        losses, _, trainer = train(comm, "gpt", how, sizes=(16,) * 3, chunks=8, clip_norm=0.2, precision="float32")
-        digest = trainer.fingerprint()
-        trainer.close()
-        return losses, digest
-
-    assert run(world, strategy) == spawn(lambda comm: run(comm, "ddp"), 1)[0]
+    assert in_chunks(world, strategy) == alone_in_chunks()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@EACH
 def test_counted_equals_predicted(world: Communicator, strategy: str) -> None:
     trainer = make(world, "mlp", strategy, microbatches=2)
     x, y = CASES["mlp"].batch(np.random.default_rng(0), 10)
@@ -80,7 +112,7 @@ def test_ranks_that_call_different_things_are_named(world: Communicator) -> None
     if world.size == 1:
         pytest.skip("one rank cannot disagree with itself")
     trainer = make(world, "mlp", check=True)
-    axis = trainer.engine.axes.data
+    axis = trainer.placement.axes.data
 
     def act() -> None:
         if world.rank == 0:

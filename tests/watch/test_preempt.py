@@ -104,7 +104,7 @@ trainer.fit(endless(), preempt=Preemption(save=save), progress=False)
 """
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 @pytest.mark.parametrize("whom", ["launcher", "rank 1"])
 def test_a_signal_to_the_launcher_or_to_one_rank(tmp_path: Path, whom: str) -> None:
     (tmp_path / "job.py").write_text(TRAINER + LOOP)

@@ -77,9 +77,9 @@ def test_thread_ranks_have_nothing_to_measure(monkeypatch):
 
 def test_what_the_user_says_goes_before(monkeypatch):
     monkeypatch.setattr(tuning, "_kept", lambda key: Tuning(blas.chosen(), group_bytes=8192))
-    assert len(_trainer(tune=True).engine.layout.units) == 32
-    assert len(_trainer(tune=True, group_bytes=4 * 4224).engine.layout.units) == 16
-    assert len(_trainer(tune=False).engine.layout.units) == 1
+    assert len(_trainer(tune=True).placement.layout.units) == 32
+    assert len(_trainer(tune=True, group_bytes=4 * 4224).placement.layout.units) == 16
+    assert len(_trainer(tune=False).placement.layout.units) == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"tuning": 3}', '{"tuning": {"blas": "mkl", "speed": 1}}'])

@@ -3,11 +3,12 @@
 import time
 import warnings
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import pytest
-from models import CASES, STRATEGIES, distance, make, part, train
+from models import CASES, HYBRID, STRATEGIES, distance, make, part, train
 
 import fsdpx
 from fsdpx import spawn
@@ -40,12 +41,22 @@ def cluster() -> Iterator[Communicator]:
     comm.close()
 
 
+@pytest.fixture(params=[*STRATEGIES, "hybrid"])
+def strategy(request: Any, cluster: Communicator) -> str:
+    """See test_presets.py."""
+    if request.param == "hybrid" and cluster.size not in HYBRID:
+        pytest.skip("hybrid is fsdp on so many ranks")
+    if request.param != "fsdp" and cluster.size == 1:
+        pytest.skip("on one rank all strategies are one")
+    return str(request.param)
+
+
+@lru_cache
 def _alone(case: str, **options: Any) -> tuple[list[float], dict[str, np.ndarray], str]:
     losses, got, trainer = spawn(lambda comm: train(comm, case, "ddp", **options), 1)[0]
     return losses, got, trainer.fingerprint()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_several_machines_equal_one_process(cluster: Communicator, strategy: str) -> None:
     losses, want, _ = _alone("gpt", clip_norm=0.3)
     got_losses, got, trainer = train(cluster, "gpt", strategy, clip_norm=0.3, check=True)
@@ -54,7 +65,6 @@ def test_several_machines_equal_one_process(cluster: Communicator, strategy: str
     trainer.close()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_hash_over_machines(cluster: Communicator, strategy: str) -> None:
     options = {"sizes": (16,) * 2, "chunks": 8, "clip_norm": 0.2, "precision": "float32"}
     _, _, want = _alone("mlp", **options)
@@ -73,12 +83,12 @@ def test_hybrid_shards_inside_machines_and_joins_between_them(cluster: Communica
         trainer.close()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_a_thread_that_moves_transfers_changes_nothing(world: Communicator, strategy: str) -> None:
+@pytest.mark.parametrize("how", ["ddp", "zero2", "fsdp"])
+def test_a_thread_that_moves_transfers_changes_nothing(world: Communicator, how: str) -> None:
     options = {"chunks": 8, "sizes": (16,) * 3, "precision": "float32"}
-    _, _, want = train(world, "gpt", strategy, **options)
-    _, _, got = train(world, "gpt", strategy, progress="thread", **options)
-    assert got.engine.poker is not None
+    _, _, want = train(world, "gpt", how, **options)
+    _, _, got = train(world, "gpt", how, progress="thread", **options)
+    assert got.engine._poker is not None
     assert want.fingerprint() == got.fingerprint()
     want.close()
     got.close()
@@ -109,10 +119,10 @@ def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicato
 def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None:
     trainer = make(world, "mlp", "fsdp")
     sizes = world.all_gather_object(trainer.report().memory["parameters"])
-    itemsize = trainer.engine.dtype.itemsize
+    itemsize = trainer.placement.dtype.itemsize
     if world.size > 1:
-        assert sum(sizes) <= trainer.engine.layout.size * itemsize
-        assert all(state.full is not None for state in trainer.engine.pages.values())
+        assert sum(sizes) <= trainer.placement.layout.size * itemsize
+        assert all(trainer.engine.state.ledger.array("full", p) is not None for p in trainer.placement.pages)
     trainer.close()
 
 
@@ -124,7 +134,7 @@ def test_no_room_means_messages_and_one_warning(world: Communicator, monkeypatch
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         _, got, trainer = train(world, "mlp", "zero2", precision="float32")
-    assert not trainer.engine.arena.slab_shared
+    assert not trainer.engine.state.arena.slab_shared
     assert distance(want, got) < 1e-5
     texts = [str(w.message) for w in said if "shared memory" in str(w.message)]
     if world.size > 1:

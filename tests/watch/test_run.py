@@ -108,7 +108,7 @@ def start(folder: Path, what: str, starts: str, *options: str) -> subprocess.Com
     return done
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 def test_a_rank_that_dies_twice_is_left_out(tmp_path: Path) -> None:
     done = start(tmp_path, KILL, "01", "--min-ranks", "2")
     assert done.returncode == 0, done.stderr
@@ -121,7 +121,7 @@ def test_a_rank_that_dies_twice_is_left_out(tmp_path: Path) -> None:
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("what", "name", "status"), [("1 / 0", "ZeroDivisionError", 1), ("sys.exit(3)", "exit status 3", 3)]
 )
@@ -133,14 +133,14 @@ def test_an_error_is_tried_twice(tmp_path: Path, what: str, name: str, status: i
     assert "B0.0 (unit '0')" in (tmp_path / "kept" / "start-1" / "actions.txt").read_text()
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 def test_restarts_end(tmp_path: Path) -> None:
     done = start(tmp_path, KILL, "0123", "--max-restarts", "1")
     assert re.fullmatch(KILLED, str(done.returncode))
     assert "1 of 1 restarts are used up. Records: " in done.stderr
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 def test_a_job_that_hangs_is_started_again(tmp_path: Path) -> None:
     done = start(tmp_path, "time.sleep(60)", "0")
     assert done.returncode == 0, done.stderr
@@ -159,7 +159,7 @@ trainer.fit(endless(), preempt=preempt if sys.argv[2] == "1" else None, progress
 """
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path: Path, number: signal.Signals) -> None:
     job = subprocess.Popen(
@@ -211,7 +211,7 @@ def lone(folder: Path, statuses: str, lost_in: str, *options: str) -> subprocess
     )  # fmt: skip
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 @pytest.mark.parametrize("status", ["0", "137"])
 def test_a_death_that_is_survived_is_no_reason_to_start_again(tmp_path: Path, status: str) -> None:
     done = lone(tmp_path, status, "never", "--elastic")
@@ -233,7 +233,7 @@ def test_what_counts_is_how_the_others_ended() -> None:
     assert _ending(0, {}, {}, [], elastic=True).kind == "done"  # no folder that the launcher sees
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 def test_a_job_that_lost_its_state_is_started_again(tmp_path: Path) -> None:
     done = lone(tmp_path, "0 0", "0", "--elastic")
     assert done.returncode == 0, done.stderr
@@ -242,7 +242,6 @@ def test_a_job_that_lost_its_state_is_started_again(tmp_path: Path) -> None:
     assert len((tmp_path / "asked").read_text().splitlines()) == 2
 
 
-@pytest.mark.mpi_skip
 @pytest.mark.parametrize("said", ["HYDRA build details:", "mpiexec (Open MPI) 4.1.6", "slurm 23.11.4", ""])
 def test_elastic_needs_open_mpi_5(tmp_path: Path, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     launcher = tmp_path / "launcher"
@@ -284,7 +283,7 @@ trainer.close()
 """
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 def test_a_real_job_whose_state_is_lost_first_and_saved_by_a_copy_then(tmp_path: Path) -> None:
     """Rank 1 dies in the first start, where there are no copies; rank 0 in the second one, which rank 1 ends."""
     said = subprocess.run([str(MPIEXEC), "--version"], capture_output=True, text=True, env=environment()).stdout

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trials import TRAINER, environment, none_left
@@ -52,7 +53,7 @@ def train(folder: Path, ranks: int, planned: tuple[Blow, ...], strategy: str = "
     return (*results[0], last)
 
 
-@settings(max_examples=settings().max_examples // 5)  # 12, or 600 in the thorough profile
+@settings(max_examples=examples(12))
 @given(
     seed=st.integers(0, 2**32), ranks=st.integers(2, 3), starts=st.integers(1, 3),
     strategy=st.sampled_from(["ddp", "zero2", "fsdp"]),
@@ -142,7 +143,7 @@ def fingerprint_of_a_run(folder: Path, planned: str) -> str:
     return found.pop()
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 def test_processes_that_are_killed_and_stopped(tmp_path: Path) -> None:
     wanted = fingerprint_of_a_run(tmp_path / "calm", "")
     assert fingerprint_of_a_run(tmp_path / "wild", "kill 1@50 in 0, stop 2@20 in 1") == wanted

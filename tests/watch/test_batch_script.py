@@ -34,7 +34,7 @@ def command(folder: Path, name: str, text: str) -> None:
     (folder / name).chmod(0o755)
 
 
-@pytest.mark.mpi_skip
+@pytest.mark.jobs
 def test_the_time_limit_comes_near(tmp_path: Path) -> None:
     bin_ = tmp_path / "bin"
     bin_.mkdir()

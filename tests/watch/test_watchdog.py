@@ -11,7 +11,7 @@ from trials import STEPS, TRAINER, job, none_left
 from fsdpx.watch.flight import Recorder
 from fsdpx.watch.watchdog import unwatch, watch
 
-pytestmark = pytest.mark.mpi_skip
+pytestmark = pytest.mark.jobs
 
 TIMEOUT = 2.0
 NOWHERE = "outside = lambda step: None\n"

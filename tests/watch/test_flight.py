@@ -6,6 +6,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,7 @@ def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> Recorder:
     return Recorder(folder / f"rank-{rank:05}.flight", rank, ranks, "host")
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(actions=st.integers(0, 3 * LENGTH), open_=st.booleans())
 def test_the_last_actions_are_there_in_order(actions: int, open_: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,0 @@
-"""Tests of this folder import their neighbours by name."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
