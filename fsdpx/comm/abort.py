@@ -25,11 +25,7 @@ class Abort:
         self._begun = False
 
     def __call__(
-        self,
-        kind: type[BaseException],
-        error: BaseException | None,
-        trace: TracebackType | None,
-        thread: str = "",
+        self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
     ) -> None:
         with self._lock:
             first, self._begun = not self._begun, True
@@ -59,11 +55,7 @@ def install(comm: Communicator) -> None:
 
 
 def report(
-    rank: int,
-    kind: type[BaseException],
-    error: BaseException | None,
-    trace: TracebackType | None,
-    thread: str = "",
+    rank: int, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
 ) -> str:
     """The traceback, every line in its place, under a head that names rank and host."""
     head = f"[rank {rank}/{platform.node()}]" + (f" in thread {thread}" if thread else "")

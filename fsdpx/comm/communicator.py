@@ -113,25 +113,13 @@ class Communicator(ABC):
         return self._call("reduce", (send, recv), op, root, (), what)
 
     def gather(
-        self,
-        send: Array,
-        recv: Array | None,
-        root: int,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
+        self, send: Array, recv: Array | None, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
         """Put every rank's `send` into `recv` of `root`: n(N-1)/N bytes there, n/N elsewhere."""
         return self._call("gather", (send, recv), SUM, root, (_counts(counts),), what)
 
     def scatter(
-        self,
-        send: Array | None,
-        recv: Array,
-        root: int,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
+        self, send: Array | None, recv: Array, root: int, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
         """Cut `send` of `root` into every rank's `recv`: n(N-1)/N bytes there, n/N elsewhere."""
         return self._call("scatter", (send, recv), SUM, root, (_counts(counts),), what)

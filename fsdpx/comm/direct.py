@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fsdpx.comm.calls import Array, Call
-from fsdpx.comm.reduction import reduce_in_order
+from fsdpx.comm.reduction import fold
 from fsdpx.errors import DesyncError
 
 __all__ = ["COLLECTIVES"]
@@ -23,12 +23,12 @@ def all_gather(calls: Sequence[Call]) -> None:
 def reduce_scatter(calls: Sequence[Call]) -> None:
     for rank, call in enumerate(calls):  # in place, what is written is the start of a send: pieces read by now
         parts = [call.cuts[0].part(other.arrays[0], rank) for other in calls]
-        reduce_in_order(parts, call.op, call.arrays[1])
+        fold(parts, call.op, [call.arrays[1]])
 
 
 def all_reduce(calls: Sequence[Call]) -> None:
     first = calls[0].arrays[0]
-    reduce_in_order([call.arrays[0] for call in calls], calls[0].op, first)
+    fold([call.arrays[0] for call in calls], calls[0].op, [first])
     for call in calls[1:]:
         call.arrays[0][...] = first
 
@@ -40,7 +40,7 @@ def broadcast(calls: Sequence[Call]) -> None:
 
 
 def reduce(calls: Sequence[Call]) -> None:
-    reduce_in_order([call.arrays[0] for call in calls], calls[0].op, calls[calls[0].root].arrays[1])
+    fold([call.arrays[0] for call in calls], calls[0].op, [calls[calls[0].root].arrays[1]])
 
 
 def gather(calls: Sequence[Call]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpx.comm.calls import Array, Call, Handle, Pieces, even_pieces
 from fsdpx.comm.checks import copy
-from fsdpx.comm.reduction import reduce_in_order
+from fsdpx.comm.reduction import fold
 from fsdpx.comm.steps import Progress, Steps
 
 __all__ = ["COLLECTIVES", "Pairs"]
@@ -127,7 +127,7 @@ def _reduce_to_owners(comm: Messenger, call: Call, send: Array, recv: Array, cut
     own = cut.part(send, comm.rank)
     rows = np.empty((comm.size, own.size), send.dtype)
     yield comm.exchange(call, _cut(comm, send, cut), [(rank, rows[rank]) for rank in _others(comm)])
-    reduce_in_order([own if rank == comm.rank else rows[rank] for rank in range(comm.size)], call.op, recv)
+    fold([own if rank == comm.rank else rows[rank] for rank in range(comm.size)], call.op, [recv])
 
 
 def _others(comm: Messenger) -> list[int]:

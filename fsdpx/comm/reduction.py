@@ -11,7 +11,7 @@ from fsdpx.array.kernels import add_widened, store
 from fsdpx.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
-__all__ = ["combine", "compilable", "fold", "is_half", "kind_of", "objection", "reduce_in_order"]
+__all__ = ["combine", "compilable", "fold", "is_half", "kind_of", "objection"]
 
 _KINDS = {
     "float64": "float",
@@ -62,20 +62,6 @@ def objection(op: ReduceOp, dtype: np.dtype) -> str | None:
     if op is ReduceOp.AVG and kind_of(dtype) in ("integer", "bool"):
         return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
     return None
-
-
-def reduce_in_order(arrays: Sequence[Array], op: ReduceOp, out: Array) -> None:
-    """`out` = arrays[0] op arrays[1] op ... in that order, 16-bit in float32. `out` may be one of them."""
-    ufunc = combine(op)
-    wide = np.dtype(np.float32) if is_half(out.dtype) else out.dtype
-    with np.errstate(all="ignore"):
-        total = np.empty(arrays[0].shape, wide)
-        _load(arrays[0], total)
-        for array in arrays[1:]:
-            _merge(ufunc, array, total)
-        if op is ReduceOp.AVG:
-            total /= len(arrays)
-        _load(total, out)
 
 
 BLOCK = 1 << 15

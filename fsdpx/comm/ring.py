@@ -14,14 +14,7 @@ from fsdpx.comm.steps import Steps, progress_of
 __all__ = ["all_reduce", "steps"]
 
 
-def all_reduce(
-    comm: Communicator,
-    buf: Array,
-    op: ReduceOp = ReduceOp.SUM,
-    *,
-    tag: int = 0,
-    what: str = "",
-) -> Handle:
+def all_reduce(comm: Communicator, buf: Array, op: ReduceOp = ReduceOp.SUM, *, tag: int = 0, what: str = "") -> Handle:
     """All-reduce `buf` in place with the sends and receives of any communicator.
 
     Every element is combined once per rank around the ring and on one rank only, so all ranks end with the

@@ -134,16 +134,16 @@ def test_what_all_have_come_to_succeeds_though_one_dies_then() -> None:
 def test_nobody_is_told_of_a_loss_while_his_arrays_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 comes last and moves; rank 0 revokes in the middle of it."""
     inside, revoked, heard = threading.Event(), threading.Event(), []
-    reduce_in_order = direct.reduce_in_order
+    fold = direct.fold
 
     def slow(*args: Any) -> None:
         inside.set()
         assert revoked.wait(20)
         heard.append("moved")
-        reduce_in_order(*args)
+        fold(*args)
 
     def body(comm: Survivor) -> float:
-        monkeypatch.setattr(direct, "reduce_in_order", slow)
+        monkeypatch.setattr(direct, "fold", slow)
         array = np.ones(2)
         if comm.rank == 2:
             comm.recv(np.ones(1), 0).wait()
@@ -169,7 +169,7 @@ def test_a_rank_that_dies_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     def die(*args: Any) -> None:
         raise Died
 
-    monkeypatch.setattr(direct, "reduce_in_order", die)
+    monkeypatch.setattr(direct, "fold", die)
 
     def body(comm: Survivor) -> int:
         with pytest.raises(RankLost, match="has died"):
