@@ -65,16 +65,7 @@ def _run(name: str, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]
 
 
 def sgd(
-    xp: Any,
-    p: Any,
-    g: Any,
-    m: Any,
-    *,
-    lr: float,
-    momentum: float,
-    nesterov: bool,
-    weight_decay: float,
-    scale: float,
+    xp: Any, p: Any, g: Any, m: Any, *, lr: float, momentum: float, nesterov: bool, weight_decay: float, scale: float
 ) -> None:
     """d = scale g + weight_decay p; m = momentum m + d; p -= lr (d + momentum m if nesterov else m).
 
@@ -113,16 +104,7 @@ def adam(
 
 
 def lion(
-    xp: Any,
-    p: Any,
-    g: Any,
-    m: Any,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    scale: float,
+    xp: Any, p: Any, g: Any, m: Any, *, lr: float, beta1: float, beta2: float, weight_decay: float, scale: float
 ) -> None:
     """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g.
 
@@ -137,17 +119,7 @@ def moments(xp: Any, m: Any, v: Any, g: Any, *, beta1: float, beta2: float, scal
 
 
 def direction(
-    xp: Any,
-    u: Any,
-    p: Any,
-    m: Any,
-    v: Any,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
+    xp: Any, u: Any, p: Any, m: Any, v: Any, *, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
 ) -> None:
     """u = m / (1 - beta1^step) / (sqrt(v / (1 - beta2^step)) + eps) + weight_decay p, into u."""
     _run("direction", xp, (u, p, m, v), (*_unbias(beta1, beta2, step), eps, weight_decay))
