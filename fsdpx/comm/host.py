@@ -77,7 +77,7 @@ class Host:
     def allocate(self, nbytes: int) -> Array | None:
         """`nbytes` of memory of this rank that all ranks of its machine can reach; ranks may differ.
 
-        None, on all ranks, if some machine has no room for what its ranks want. Collective over the world.
+        None, on all ranks, if some machine has too little memory for what its ranks want. Collective over the world.
         """
         window = self.window(nbytes)
         return None if window is None else self.windows[window].parts[self.rank]
@@ -114,7 +114,7 @@ class Host:
         window.free()
 
     def find(self, array: Array) -> Place | None:
-        """Where an array lies, None if not in a window. Asked again for the same object, the answer is known."""
+        """Where an array lies, None if not in a window. The answer is kept for the same object."""
         known = self._places.get(id(array))
         if known is not None:
             return known[1]
@@ -158,7 +158,7 @@ class Host:
 
 
 def free_bytes() -> int:
-    """Room for shared memory on this machine; without a limit of its own, more than anybody wants."""
+    """Bytes of shared memory that are left on this machine; without a limit of its own, more than any rank wants."""
     if not os.path.isdir(SHARED):
         return 1 << 62
     found = os.statvfs(SHARED)

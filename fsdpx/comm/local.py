@@ -91,7 +91,7 @@ class LocalCommunicator(Backend, Survivor):
         return self._group.lost()
 
     def revoke(self) -> None:
-        """Groups also where nobody holds them any more: others may wait in them for this rank."""
+        """Groups too, even those that this rank no longer uses: others may wait in them for it."""
         self._group.revoke()
         for part in self._parts:
             part.revoke()

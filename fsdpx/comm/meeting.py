@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from fsdpx.comm.board import Board
-from fsdpx.comm.calls import Call, named
-from fsdpx.comm.steps import Progress, spin
+from fsdpx.comm.calls import DONE, Call, Handle, named
+from fsdpx.comm.steps import Progress, Steps, spin
 from fsdpx.errors import CommTimeout
 
 __all__ = ["Meeting", "late"]
@@ -37,11 +37,33 @@ def late(call: object, group: Group, missing: Sequence[int]) -> CommTimeout:
     )
 
 
-class Meeting:
-    """work: what this rank does when all of `of` have posted (indices of the machine), or None. held: the others read
-    this rank's data, so it is complete when they have finished. last: what this rank does at the very end."""
+class Arrivals:
+    """The handle of a stage: complete when `seen(rank, number)` is true of all others of the machine."""
 
-    __slots__ = ("_group", "_held", "_last", "_missing", "_number", "_stage", "_verb", "_what", "_work")
+    __slots__ = ("_group", "_missing", "_name", "_number", "_seen")
+
+    def __init__(self, group: Group, number: int, name: str, seen: Callable[[int, int], bool]) -> None:
+        self._group, self._number, self._name, self._seen = group, number, name, seen
+        self._missing = list(group.others)
+
+    def test(self) -> bool:
+        missing, seen, number = self._missing, self._seen, self._number
+        while missing and seen(missing[-1], number):
+            missing.pop()
+        return not missing
+
+    def wait(self) -> None:
+        group = self._group
+        if any(self.test() for _ in range(GLANCES)) or spin(self.test, group.progress, group.timeout):
+            return
+        raise late(f"{self._name} on rank {group.rank} of {group.size}", group, self._missing)
+
+
+class Meeting(Steps):
+    """work: what this rank does when all have posted, or None. held: the others read this rank's data, so it is
+    complete when they have finished. last: what this rank does at the very end."""
+
+    __slots__ = ("_free",)
 
     def __init__(
         self,
@@ -50,58 +72,25 @@ class Meeting:
         call: Call,
         work: Callable[[], None] | None = None,
         *,
-        of: Sequence[int] | None = None,
         held: bool = True,
         last: Callable[[], None] | None = None,
     ) -> None:
-        self._group, self._number, self._verb, self._what = group, number, call.verb, call.what
-        self._work, self._held, self._last = work, held, last
-        self._missing = list(group.others if of is None else of)
-        self._stage = 0
-        if not self.test():
-            group.progress.pending.append(self)
+        board, name = group.board, named(call.verb, call.what)
+        read = Arrivals(group, number, name, board.finished)
 
-    def test(self) -> bool:
-        if self._stage == 2:
-            return True
-        board, number = self._group.board, self._number
-        if self._stage == 0:
-            if self._waits_for(board.posted):
-                return False
-            self._stage = 1
-            if self._work is not None:
-                self._work()
+        def stages() -> Iterator[Handle]:
+            yield Arrivals(group, number, name, board.posted)
+            if work is not None:
+                work()
                 board.finish(number)
-            self._missing = list(self._group.others) if self._held else []
-        if self._waits_for(board.finished):
-            return False
-        self._end()
-        return True
+            if held:
+                yield read
+            if last is not None:
+                last()
 
-    def wait(self) -> None:
-        group = self._group
-        if any(self.test() for _ in range(GLANCES)) or spin(self.test, group.progress, group.timeout):
-            return
-        raise late(self, group, self._missing)
+        self._free = read if work is not None else DONE
+        super().__init__(stages(), group.progress)
 
     def free(self) -> bool:
         """Whether all have read this rank's record, so that its place on the board can be used anew."""
-        board, number = self._group.board, self._number
-        return self.test() and (self._work is None or all(board.finished(o, number) for o in self._group.others))
-
-    def __str__(self) -> str:
-        return f"{named(self._verb, self._what)} on rank {self._group.rank} of {self._group.size}"
-
-    def _waits_for(self, there: Callable[[int, int], bool]) -> bool:
-        missing, number = self._missing, self._number
-        while missing and there(missing[-1], number):
-            missing.pop()
-        return bool(missing)
-
-    def _end(self) -> None:
-        self._stage = 2
-        if self._last is not None:
-            self._last()
-        pending = self._group.progress.pending
-        if self in pending:
-            pending.remove(self)
+        return self.test() and self._free.test()

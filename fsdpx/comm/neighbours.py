@@ -41,11 +41,11 @@ class Neighbours:
         self._number = number = self._number + 1
         slot, latest = number % SLOTS, self.latest
         if latest[slot] is not None:
-            self._make_room(slot)
+            self._wait_for_place(slot)
         latest[slot] = call
         return number
 
-    def _make_room(self, slot: int) -> None:
+    def _wait_for_place(self, slot: int) -> None:
         free = partial(self._free, slot)
         if not free() and not spin(free, self.progress, self.timeout):
             raise CommTimeout(f"{self.latest[slot]}: {SLOTS} meetings later, not all ranks have taken part")

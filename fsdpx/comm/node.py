@@ -94,7 +94,7 @@ class NodeCommunicator(Backend):
     def share(self, nbytes: int) -> Array | None:
         """Memory of this rank that its machine can reach, as bytes; ranks may ask for different amounts.
 
-        None, on all ranks, if a machine has no room. Collective over the communicator that was opened first.
+        None, on all ranks, if a machine has too little memory. Collective over the communicator that was opened first.
         """
         self._prepare()
         return self.host.allocate(nbytes)
@@ -258,15 +258,15 @@ class NodeCommunicator(Backend):
         return near.sync(near.reserve(), call) if self.inside else None
 
     def _keep(self, call: Call, made: Persistent, cut: Pieces | None = None) -> Handle:
-        """Begin what was found out just now; from the next call on it is known, however its counts are said."""
+        """Begin what was found out just now; from the next call on it is known, however its counts are written."""
         if len(self._kept) >= KEPT:
             self._kept.clear()
         counts: list[AllCounts] = [call.counts]
         if cut is not None:
             counts = [(cut.counts,)] + ([EVEN] if cut == even_pieces(cut.total, self.size) else [])
-        for said in counts:
+        for each in counts:
             first, last = call.arrays[0], call.arrays[-1]
-            self._kept[call.verb, id(first), id(last), call.op, said, call.algorithm] = made
+            self._kept[call.verb, id(first), id(last), call.op, each, call.algorithm] = made
         return made.begin(call.arrays, call.what)
 
     @property

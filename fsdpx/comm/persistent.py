@@ -26,7 +26,7 @@ LOOKS = 512
 """How often compiled code looks at a flag, about 20 us, before Python waits and moves other transfers on, too."""
 STREAM = 4 << 20
 """Bytes of a result that would only drive others out of the caches: it is written past them. Below it, reading it
-soon after from a cache is worth more."""
+from a cache shortly after is worth more."""
 
 Run = Callable[[int, int, int, int], int]
 _SUMS: dict[str, Run] = {"f": shared.meet32, "d": shared.meet64}

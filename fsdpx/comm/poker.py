@@ -1,6 +1,6 @@
 """A thread that moves transfers on while the rank computes: for machines with a core to spare, and slow networks.
 
-MPI moves most transfers only while somebody calls it, and the engine calls it between actions. The thread calls it
+MPI moves most transfers only while it is called, and the engine calls it between actions. The thread calls it
 during them. The rank's own thread never speaks to MPI at the same time, so the library need not allow more than one
 caller at once (MPI_THREAD_SERIALIZED).
 """
@@ -30,7 +30,7 @@ class Poker:
 
     @contextmanager
     def during(self, poke: Callable[[], object]) -> Iterator[None]:
-        """Inside the block the thread calls `poke` again and again; an error it meets is raised at the end."""
+        """Inside the block the thread calls `poke` repeatedly; an error it meets is raised at the end."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fsdpx progress", daemon=True)
             self._thread.start()

@@ -66,7 +66,7 @@ class World:
             raise Aborted(f"another rank failed first: {type(failure).__name__}: {failure}") from failure
 
     def bury(self, rank: int) -> None:
-        """This rank has died, and will not touch anybody's arrays any more: wake who waits for it."""
+        """This rank has died, and will not touch any arrays any more: wake the ranks that wait for it."""
         with self.condition:
             self.dead.add(rank)
             self.condition.notify_all()
@@ -123,7 +123,7 @@ class Group:
     def broken(self, event: Operation | Message, rank: int) -> RankLost | None:
         """Why an event that is not done never will be. With the lock.
 
-        What is being moved is completed also in a revoked group, unless the rank that moves dies of it: nobody is told
+        What is being moved is completed also in a revoked group, unless the rank that moves dies of it: no rank is told
         that a transfer has failed while another thread still writes into its arrays.
         """
         lost = self.lost()

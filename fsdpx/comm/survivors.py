@@ -1,4 +1,4 @@
-"""Communicators whose ranks may die: what the others are told, and what they can do about it."""
+"""Communicators whose ranks may die: how the others learn of it, and what they can do."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Survivor(Communicator):
     @abstractmethod
     def revoke(self) -> None:
         """Give up this communicator and the groups that this rank is in and made of it by `split` and `subgroup`: what
-        any rank has under way or begins there, except `agree` and `shrink`, raises RankLost. Local: it waits for
-        nobody, and any rank may call it at any time."""
+        any rank has under way or begins there, except `agree` and `shrink`, raises RankLost. Local: it waits for no
+        other, and any rank may call it at any time."""
 
     @abstractmethod
     def agree(self, flags: int) -> int:
@@ -43,7 +43,7 @@ class Survivor(Communicator):
     def shrink(self) -> Survivor:
         """A new communicator of the ranks that live, in rank order. Blocking; all that live call it.
 
-        Nobody in it is known to be dead when it is made; who dies meanwhile is found out with the next call. It has a
+        No rank in it is known to be dead when it is made; a death meanwhile is found out with the next call. It has a
         `progress` of its own: its waits do not stumble over what is left of the old one.
         """
 
@@ -59,7 +59,7 @@ def survives(comm: Communicator) -> bool:
 
 def loss(where: str, ranks: Sequence[int]) -> RankLost:
     """The error of a call, described by `where`, that will not be complete because `ranks` have died; none: because
-    somebody gave the communicator up."""
+    a rank gave the communicator up."""
     if not ranks:
         return RankLost(f"{where}: another rank has given this communicator up, for a rank that has died")
     who = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
@@ -67,7 +67,7 @@ def loss(where: str, ranks: Sequence[int]) -> RankLost:
 
 
 def settle(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
-    """Test transfers that nobody waits for any more until each is complete or broken; then their buffers are free.
+    """Test transfers whose result is no longer wanted until each is complete or broken; then their buffers are free.
 
     For what was under way on a revoked communicator: its errors are expected and dropped. Returns those that are
     neither after `seconds`; their buffers must stay.

@@ -48,7 +48,7 @@ def finalize_without_the_dead() -> None:
 class UlfmCommunicator(MpiCommunicator, Survivor):
     """An MPI communicator (duplicated) as a `Survivor`: messages only, no shared memory.
 
-    Where ULFM is not active it works as long as nobody dies: `agree` is an all-reduce, `shrink` a duplicate, `revoke`
+    Where ULFM is not active it works as long as no rank dies: `agree` is an all-reduce, `shrink` a duplicate, `revoke`
     nothing. Deaths on this machine are found within milliseconds, those of whole machines when the launcher finds
     out: by a heartbeat, where it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by its sockets.
     """
@@ -80,7 +80,7 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
         return lost(self._comm)
 
     def revoke(self) -> None:
-        """Groups also where nobody holds them any more: others may wait in them for this rank."""
+        """Groups too, even those that this rank no longer uses: others may wait in them for it."""
         if self.survives and self._comm != MPI.COMM_NULL and not self._comm.Is_revoked():
             self._comm.Revoke()
         for part in self._parts:
