@@ -26,15 +26,15 @@ class Action:
 
 def parse(text: str) -> tuple[Action, ...]:
     """The inverse of printing: actions separated by white space."""
-    return tuple(_parse_one(word) for word in text.split())
-
-
-def _parse_one(word: str) -> Action:
-    match = _TEXT.fullmatch(word)
-    if match is None:
-        raise ProgramError(f"{word!r} is no action: expected a verb in capitals, a number and .microbatch, as in F3.0")
-    unit, mb = (None if number is None else int(number) for number in match.groups()[1:])
-    return Action(match[1], unit, mb)
+    actions = []
+    for word in text.split():
+        match = _TEXT.fullmatch(word)
+        if match is None:
+            wanted = "expected a verb in capitals, a number and .microbatch, as in F3.0"
+            raise ProgramError(f"{word!r} is no action: {wanted}")
+        unit, mb = (None if number is None else int(number) for number in match.groups()[1:])
+        actions.append(Action(match[1], unit, mb))
+    return tuple(actions)
 
 
 def marked(actions: Sequence[Action], at: int, around: int = 6) -> str:

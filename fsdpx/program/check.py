@@ -7,7 +7,7 @@ from dataclasses import replace
 from fsdpx.errors import ProgramError
 from fsdpx.program.action import Action, marked
 from fsdpx.program.compiler import Program
-from fsdpx.program.machine import edge_of, run
+from fsdpx.program.machine import run
 from fsdpx.program.slots import buffer_of
 from fsdpx.program.verbs import VERBS, partner
 
@@ -53,10 +53,8 @@ def _check_order(first: Program, other: Program, rank: int) -> None:
     ours, theirs = ([a for a in program.actions if VERBS[a.op].moves] for program in (first, other))
     for at, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
-            raise ProgramError(
-                f"collective {at} is {a} in program 0 but {b} in program {rank}\n"
-                f"{marked(ours, at)}\n{marked(theirs, at)}"
-            )
+            what = f"collective {at} is {a} in program 0 but {b} in program {rank}"
+            raise ProgramError(f"{what}\n{marked(ours, at)}\n{marked(theirs, at)}")
     if len(ours) != len(theirs):
         raise ProgramError(f"program 0 issues {len(ours)} collectives, program {rank} issues {len(theirs)}")
 
@@ -89,7 +87,7 @@ def _check_pairs(programs: Sequence[Program]) -> None:
             sends = VERBS[action.op].calls("send")
             if not sends and not VERBS[action.op].calls("recv"):
                 continue
-            edge = edge_of(program, action)
+            edge = program.stage.edge(action)
             if rank != (edge.sender if sends else edge.receiver):
                 raise _error(program.actions, at, f"stands on rank {rank} of the pipe, where it does not belong")
             if counts[action] > 1:

@@ -119,23 +119,12 @@ def _update(actions: list[Action], request: Request) -> list[Action]:
     if request.kind == "update":
         tail = [*reduce_carried(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in stage.trained)]
     tail += [*(Action("TIE", p) for p in stage.ties), Action("NORM")]
-    tail += [Action("COMMIT")] if _commits(request) else []
-    resident = _resident_after(actions, request) if request.keep_full else set()
+    tail += [Action("COMMIT")] if Slot("agreed") in _results(request) else []
+    last: dict[int | None, str] = dict.fromkeys(request.resident, "GATHER")
+    last |= {a.unit: a.op for a in actions if a.op in ("GATHER", "FREE")}
     for p in reversed(stage.trained):
-        tail += [*([Action("FREE", p)] if p in resident else []), Action("UPDATE", p)]
+        tail += [*([Action("FREE", p)] if last.get(p) == "GATHER" else []), Action("UPDATE", p)]
     return tail
-
-
-def _commits(request: Request) -> bool:
-    return request.commit and request.kind == "step"
-
-
-def _resident_after(actions: list[Action], request: Request) -> set[int]:
-    have = set(request.resident)
-    for a in actions:
-        if a.unit is not None and a.op in ("GATHER", "FREE"):
-            (have.add if a.op == "GATHER" else have.discard)(a.unit)
-    return have
 
 
 def _of(kind: str, numbers: Iterable[int]) -> set[Slot]:
@@ -149,16 +138,12 @@ def _lasting(stage: Stage) -> set[Slot]:
     return _of("shard", stage.pages) | _of("slots", trained) | kept
 
 
-def _saved(request: Request) -> set[Slot]:
-    return {Slot("saved", u, m) for u in request.stage.here for m in range(request.microbatches)}
-
-
 def _begins(request: Request) -> frozenset[Slot]:
     stage = request.stage
     slots = _lasting(stage) | _of("full", request.resident) | _of("grad", request.grads) | _of("part", request.parts)
     slots |= {Slot("weight")} if request.weighed else set()
     if request.kind == "backward":
-        slots |= _saved(request)
+        slots |= {Slot("saved", u, m) for u in stage.here for m in range(request.microbatches)}
         slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.scores else set()
     return frozenset(slots)
 
@@ -176,7 +161,8 @@ def _ends(request: Request) -> frozenset[Slot]:
         slots |= _of("part" if _reduces(request) else "grad", stage.trained)
     slots |= _of("part", request.parts) | _of("grad", () if _reduces(request) else request.grads)
     slots |= {Slot("weight")} if request.weighed or ("B" in kind.ops and stage.scores) else set()
-    return frozenset(slots | (_saved(request) if kind.ops == "F" else set()))
+    slots |= {Slot("saved", u, m) for u in stage.here for m in range(request.microbatches) if kind.ops == "F"}
+    return frozenset(slots)
 
 
 def _results(request: Request) -> tuple[Slot, ...]:
@@ -185,4 +171,4 @@ def _results(request: Request) -> tuple[Slot, ...]:
         outputs = stage.outputs if stage.scores else ()
         return tuple(Slot("act", v, m) for m in range(request.microbatches) for v in outputs)
     slots = tuple(Slot(kind) for kind in kinds if kind != "weight" or stage.scores)
-    return (*slots, Slot("agreed")) if _commits(request) else slots
+    return (*slots, Slot("agreed")) if request.commit and request.kind == "step" else slots

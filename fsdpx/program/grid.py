@@ -11,7 +11,6 @@ from fsdpx.program.verbs import VERBS
 __all__ = ["arrow", "grid"]
 
 UNIT = Costs(forward=1, backward_input=1, backward_params=1)
-IDLE = "."
 
 
 def grid(drawn: PipelineSchedule | Sequence[Event], width: int = 120) -> str:
@@ -75,7 +74,7 @@ def _cells(events: Sequence[Event], letters: dict[int | None, str]) -> dict[int,
     rows: dict[int, list[str]] = defaultdict(list)
     for event in sorted(events, key=lambda e: (e.start, e.end)):
         row, action = rows[event.rank], event.action
-        row += [IDLE] * (round((event.start - zero) / step) - len(row))
+        row += ["."] * (round((event.start - zero) / step) - len(row))
         row.append(f"{action.op}{action.mb}{letters.get(action.unit, '')}")
         row += ["-"] * (round((event.end - zero) / step) - len(row))
     return rows

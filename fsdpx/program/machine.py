@@ -13,11 +13,10 @@ from fsdpx.program.action import Action, marked
 from fsdpx.program.compiler import Program
 from fsdpx.program.count import filled
 from fsdpx.program.slots import SLOTS, Slot
-from fsdpx.program.stage import Edge
 from fsdpx.program.timeline import Event, Stuck, Task, by_rank, walk
 from fsdpx.program.verbs import VERBS, partner
 
-__all__ = ["Machine", "Overlap", "edge_of", "idle", "memory", "overlap", "peak_memory", "run", "simulate_programs"]
+__all__ = ["Machine", "Overlap", "idle", "memory", "overlap", "peak_memory", "run", "simulate_programs"]
 
 Seconds = Callable[[int, Action], float]
 """How long an action takes on a rank."""
@@ -57,27 +56,18 @@ def run(programs: Sequence[Program], seconds: Seconds, blocking: bool = False) -
     """
     events, stuck = walk([_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)])
     if stuck:
-        lines = ["the ranks of the pipe wait for each other"]
-        done = set(range(len(programs))) - {wait.rank for wait in stuck}
-        lines += [f"rank {rank} of the pipe is done" for rank in sorted(done)]
-        lines += [line for wait in stuck for line in _explained(programs[wait.rank], wait)]
-        raise ProgramError("\n".join(lines))
+        lines = [line for wait in stuck for line in _explained(programs[wait.rank], wait)]
+        raise ProgramError("\n".join(["the ranks of the pipe wait for each other", *lines]))
     return events
 
 
 def _explained(program: Program, wait: Stuck) -> Iterator[str]:
     """Whom a rank waits for, and where it stands."""
     messages = [key for key in wait.keys if isinstance(key, Action)]
-    whom = [f"{message} of rank {edge_of(program, message).sender}" for message in messages]
+    whom = [f"{message} of rank {program.stage.edge(message).sender}" for message in messages]
     whom += [] if messages else [f"rank {rank}" for rank in wait.ranks]
     yield f"rank {wait.rank} of the pipe, at {program.actions[wait.at]}, waits for {', '.join(whom)}"
     yield marked(program.actions, wait.at)
-
-
-def edge_of(program: Program, message: Action) -> Edge:
-    """What a message carries, from whom to whom."""
-    assert message.unit is not None
-    return program.stage.edges[message.unit]
 
 
 def _tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[Task]:
@@ -106,7 +96,7 @@ def _task(program: Program, rank: int, at: int, time: int, seconds: float) -> Ta
     if verb.calls("recv"):
         return Task(action, key, lane=(rank, verb.lane), until=replace(action, op=partner(action.op)))
     if verb.calls("send"):
-        edge = edge_of(program, action)
+        edge = program.stage.edge(action)
         return Task(action, action, seconds=seconds, lane=("link", edge.sender, edge.receiver))
     return Task(action, key, seconds=seconds, lane=(rank, verb.lane) if verb.moves else None)
 
@@ -172,7 +162,12 @@ def memory(
     """
     rows, curves = by_rank(events), []
     for rank, program in enumerate(programs):
-        changes = sorted(_changes(program, rows[rank], nbytes, kinds))  # at any moment, freed before taken
+        row, changes = rows[rank], []
+        for life in filled(program):
+            if life.slot.kind in kinds:
+                changes.append((row[life.start].start if life.start >= 0 else 0.0, nbytes(life.slot)))
+                changes += [(row[life.stop].end, -nbytes(life.slot))] if life.stop < len(row) else []
+        changes.sort()  # what is freed at a moment comes before what is taken then
         now = accumulate(change for _, change in changes)
         curves.append(list(dict(zip((time for time, _ in changes), now, strict=True)).items()))
     return curves
@@ -183,13 +178,3 @@ def peak_memory(
 ) -> list[int]:
     """The most bytes per rank at any time; arguments as for `memory`."""
     return [max((now for _, now in curve), default=0) for curve in memory(programs, events, nbytes, kinds)]
-
-
-def _changes(
-    program: Program, row: Sequence[Event], nbytes: Bytes, kinds: Sequence[str]
-) -> Iterator[tuple[float, int]]:
-    for life in filled(program):
-        if life.slot.kind in kinds:
-            yield row[life.start].start if life.start >= 0 else 0.0, nbytes(life.slot)
-            if life.stop < len(row):
-                yield row[life.stop].end, -nbytes(life.slot)

@@ -10,8 +10,8 @@ reduce     REDUCE over shards once a page's gradients are complete, SETTLE where
 from collections.abc import Collection, Iterable, Sequence
 
 from fsdpx.program.action import Action
+from fsdpx.program.slots import Slot
 from fsdpx.program.stage import Stage, StageUnit, expand
-from fsdpx.program.verbs import VERBS
 
 __all__ = ["compute", "one_by_one", "page", "recompute", "reduce", "reduce_carried"]
 
@@ -89,7 +89,7 @@ def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Itera
     """Insert GATHER and FREE. The future is known, so what is resident before an action is exactly what that action
     needs and the next `ahead` pages (Belady's rule with prefetch). With `keep` nothing is freed.
     """
-    needs = [_pages(a, stage) for a in actions]
+    needs = [_pages(expand(a, stage, 1).reads, "full") for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
     for i, action in enumerate(actions):
@@ -104,12 +104,11 @@ def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Itera
     return result if keep else result + [Action("FREE", p) for p in have]
 
 
-def _pages(action: Action, stage: Stage) -> tuple[int, ...]:
-    """Pages whose full parameters an action reads."""
-    return stage.units[action.unit].pages if "full:pages" in VERBS[action.op].reads and action.unit is not None else ()
+def _pages(slots: Iterable[Slot], kind: str) -> list[int]:
+    return [slot.at for slot in slots if slot.kind == kind and slot.at is not None]
 
 
-def _window(needs: Sequence[tuple[int, ...]], start: int, ahead: int) -> dict[int, None]:
+def _window(needs: Sequence[Sequence[int]], start: int, ahead: int) -> dict[int, None]:
     """What action `start` needs, and the next `ahead` distinct pages in order of first use."""
     window = dict.fromkeys(needs[start])
     capacity = len(window) + ahead
@@ -126,7 +125,7 @@ def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) 
     and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
     With `join` the last SETTLE of a page is followed by its JOIN.
     """
-    added = [[s.at for s in expand(a, stage, 1).adds if s.kind == "grad" and s.at is not None] for a in actions]
+    added = [_pages(expand(a, stage, 1).adds, "grad") for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
     complete = [[p for p in pages if last[p, rounds[i]] == i] for i, pages in enumerate(added)]

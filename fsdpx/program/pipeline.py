@@ -29,13 +29,10 @@ def pipeline(
     shared = (tuple(trainable), tuple(inputs), tuple(outputs))
     edges = _edges(units, inputs, outputs, stages, home)
     sets = [frozenset(some) for some in (partial, moving, coded)]
+    cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
     seen = []
     for rank in range(max(home) + 1):
-        parts = tuple(
-            (stage, tuple(u for u, of in enumerate(stages) if of == stage))
-            for stage, there in enumerate(home)
-            if there == rank
-        )
+        parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         made = readers(units, here, outputs if scores else ())
         seen.append(Stage(made, *shared, parts, edges, twins, sets[0], rank, scores, *sets[1:]))

@@ -26,11 +26,8 @@ class PipelineSchedule:
         Raises ProgramError for text that is no action, and for stages without any F.
         """
         ranks = tuple(_row(name, rank, row) for rank, row in enumerate(rows))
-        home: dict[int, int] = {}
-        for rank, row in enumerate(ranks):
-            for action in row:
-                if action.op == "F" and action.unit is not None:
-                    home.setdefault(action.unit, rank)
+        forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
+        home = dict(reversed(forwards))
         stages = max(home, default=0) + 1
         lost = [str(stage) for stage in range(stages) if stage not in home]
         if lost:

@@ -67,9 +67,7 @@ def done_as(action: Action) -> Done:
 
 def needs(action: Action, stages: int) -> list[Done]:
     """What the action of a schedule waits for."""
-    assert action.unit is not None
-    assert action.mb is not None
-    stage, mb = action.unit, action.mb
+    _, stage, mb = done_as(action)
     if action.op == "F":
         return [("F", stage - 1, mb)] if stage else []
     if action.op == "W":

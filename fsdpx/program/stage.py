@@ -121,6 +121,10 @@ class Stage:
         read = {v for u in self.here for v in self.units[u].inputs}
         return frozenset(read | (set(self.outputs) if self.scores else set()))
 
+    def edge(self, action: Action) -> Edge:
+        """What a message carries, from whom to whom."""
+        return self.edges[_unit(action)]
+
     def sends_last(self, edge: Edge) -> bool:
         """Whether nobody on this rank needs a value any more once it is sent."""
         return edge.gradient or edge.value not in self._read_here
@@ -171,7 +175,7 @@ def spell(word: str, action: Action, stage: Stage, microbatches: int) -> list[Sl
 
 
 def _of_edge(over: str, action: Action, stage: Stage) -> list[Slot]:
-    edge = stage.edges[_unit(action)]
+    edge = stage.edge(action)
     wanted = {"arrives": True, "last": stage.sends_last(edge), "kept": not stage.sends_last(edge)}[over]
     return [Slot("dact" if edge.gradient else "act", edge.value, action.mb)] if wanted else []
 
@@ -183,11 +187,6 @@ def _unit(action: Action) -> int:
 
 def _each(numbers: Iterable[int | None], mb: int | None = None) -> Places:
     return [(n, mb) for n in numbers]
-
-
-def _made(values: Iterable[int], stage: Stage) -> list[int]:
-    """Those that have a gradient."""
-    return [v for v in values if v not in stage.inputs]
 
 
 # what a slot of the table ranges over, for an action `a` in a stage `s` with `n` microbatches
@@ -205,9 +204,9 @@ _OVER: dict[str, Callable[[Action, Stage, int], Places]] = {
     "trained": lambda a, s, n: _each(p for p in s.units[_unit(a)].pages if s.trainable[p]),
     "inputs": lambda a, s, n: _each(s.used, a.mb),
     "outputs": lambda a, s, n: _each(s.outputs, a.mb),
-    "made": lambda a, s, n: _each(_made(s.outputs, s), a.mb),
+    "made": lambda a, s, n: _each((v for v in s.outputs if v not in s.inputs), a.mb),
     "last": lambda a, s, n: _each(s.units[_unit(a)].takes, a.mb),
     "kept": lambda a, s, n: _each(s.units[_unit(a)].reads, a.mb),
     "out": lambda a, s, n: _each(s.units[_unit(a)].gives, a.mb),
-    "in": lambda a, s, n: _each(_made(s.units[_unit(a)].inputs, s), a.mb),
+    "in": lambda a, s, n: _each((v for v in s.units[_unit(a)].inputs if v not in s.inputs), a.mb),
 }

@@ -203,6 +203,17 @@ def test_memory_over_time_begins_and_ends_empty() -> None:
     assert max(now for _, now in curve) == 1 + len(CHAIN.units) + 1  # all saved, and a gradient on each side of B3
 
 
+def test_memory_that_goes_from_program_to_program() -> None:
+    """A forward leaves what it saved; a backward begins with it."""
+    ends = []
+    for kind in ("forward", "backward"):
+        program = compile(requests(kind, CHAIN, 1, "fsdp"))
+        events = simulate_programs([program], Machine({("F", None): 1, ("B", None): 1}))
+        (curve,) = memory([program], events, lambda slot: 1, ("saved",))
+        ends.append((curve[0], curve[-1]))
+    assert ends == [((0, 1), (3, 4)), ((0, 4), (4, 0))]
+
+
 @pytest.mark.parametrize("name", STAGES)
 @pytest.mark.parametrize("placement", ["ddp", "fsdp"])
 def test_one_program_without_moves_takes_the_sum(name: str, placement: str) -> None:
