@@ -1,14 +1,9 @@
-"""What all tests share: tests import their neighbours by name."""
+"""What all tests share."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
-
-for folder in ("program", "engine", "comm", "watch"):
-    sys.path.insert(0, str(Path(__file__).parent / folder))
 
 settings.register_profile("check", max_examples=10, derandomize=True, database=None, deadline=None)
 settings.register_profile("suite", max_examples=60, derandomize=True, database=None, deadline=None)
