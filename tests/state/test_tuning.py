@@ -83,12 +83,15 @@ def test_what_the_user_says_goes_before(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"tuning": 3}', '{"tuning": {"blas": "mkl", "speed": 1}}'])
-def test_a_spoilt_file_is_measured_anew(cache, text):
+def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
+    counted = []
+    monkeypatch.setattr(blas, "measure", lambda: counted.append(1) or dict.fromkeys(blas.available(), 1.0))
     tune_for(_single(), True, np)
     (file,) = cache.glob("tuning-*.json")
     file.write_text(text)
     assert stored() == []
     again = tune_for(_single(), True, np)
+    assert len(counted) == 2
     assert json.loads(file.read_text())["tuning"]["blas"] == again.blas
 
 
