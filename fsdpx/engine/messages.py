@@ -56,7 +56,7 @@ def _expected(run: Run, action: Action) -> Any:
     batch, edge = run.batch(action), run.place.stage.edges[number_of(action)]
     if batch is None:
         return None
-    value = run.place.message(edge.value, batch)
+    value = run.place.shapes.of(edge.value, batch)
     return value if travelling(edge, value) else None
 
 

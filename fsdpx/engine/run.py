@@ -37,7 +37,7 @@ class Worlds:
         place, random = self.place, self._random
         made = {}
         for training, again in ((True, False), (False, False), (True, True)):
-            root = Env(place.xp, place.axes, random, training, recompute=place.options.recompute.cores, again=again)
+            root = Env(place.xp, place.axes, random, training, recompute=place.options.recompute.cores, recomputing=again)
             made[training, again] = (root, [[root.at(n.path) for n in u.nodes] for u in place.layout.units])
         return made
 

@@ -7,7 +7,7 @@ from fsdpx.engine.lines import Stacks
 from fsdpx.layout.pages import Page
 from fsdpx.layout.units import Layout
 from fsdpx.nn.gradients import Entry, Gradients
-from fsdpx.nn.layer import join
+from fsdpx.nn.layer import dotted
 
 __all__ = ["Views"]
 
@@ -24,7 +24,7 @@ class Views:
         self._params: dict[tuple[int, ...], tuple[Any, list[dict[str, Any]]]] = {}
         self._grads: dict[tuple[int, ...], tuple[Any, list[Gradients]]] = {}
         self._names = [
-            [[(local, layout.held(join(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
+            [[(local, layout.held(dotted(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
             for unit in layout.units
         ]
 

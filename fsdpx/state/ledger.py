@@ -18,22 +18,24 @@ __all__ = ["KINDS", "Key", "Kind", "Ledger", "Row"]
 
 @dataclass(frozen=True)
 class Kind:
-    """memory: under which a report counts it. saved: it belongs to the train state, so checkpoints hold it, re-cuts
-    move it and recovery keeps copies of it; everything else can be made again from what is saved."""
+    """memory: under which a report counts it. slot: the kind of slot in which programs see it, if they do. saved: it
+    belongs to the train state, so checkpoints hold it, re-cuts move it and recovery keeps copies of it; everything else
+    can be made again from what is saved."""
 
     memory: str
+    slot: str = ""
     saved: bool = False
 
 
 KINDS = {
-    "master": Kind("parameters", saved=True),  # the parameters that the optimiser updates
+    "master": Kind("parameters", "shard", saved=True),  # the parameters that the optimiser updates
     "full": Kind("parameters"),  # gathered, in the format in which layers compute
     "grad": Kind("gradients"),  # of whole pages, as backward adds into them
     "part": Kind("gradients"),  # summed over ranks
-    "slot": Kind("optimiser", saved=True),  # state of the optimiser
-    "memory": Kind("codec memory"),  # of a codec, such as error feedback
+    "slot": Kind("optimiser", "slots", saved=True),  # state of the optimiser
+    "memory": Kind("codec memory", "memory"),  # of a codec, such as error feedback
     "statistic": Kind("state", saved=True),  # running statistics of layers
-    "average": Kind("averages", saved=True),  # of parameters over time
+    "average": Kind("averages", "average", saved=True),  # of parameters over time
     "copy": Kind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
 }
 
@@ -115,10 +117,6 @@ class Ledger:
     def array(self, kind: str, page: int | None, name: str = "") -> Any:
         """The array of a row; None if there is no such row, or if programs plan where it lies."""
         return self.arrays.get(Key(kind, page, name))
-
-    def of_page(self, kind: str, page: int) -> dict[str, Any]:
-        """All arrays of a kind of one page, by name."""
-        return {key.name: array for key, array in self.arrays.items() if key[:2] == (kind, page)}
 
     def saved(self) -> Iterator[tuple[Row, Any]]:
         """The rows of the train state with their arrays."""

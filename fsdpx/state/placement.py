@@ -10,20 +10,19 @@ import numpy as np
 
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.communicator import split_evenly
-from fsdpx.comm.fake import FakeCommunicator
-from fsdpx.comm.mesh import Axes, connect
+from fsdpx.comm.mesh import Axes
 from fsdpx.config import Precision, Sharding
 from fsdpx.layout.pages import Page, cut
 from fsdpx.layout.ranges import Range
 from fsdpx.layout.units import Layout, Unit
-from fsdpx.nn.layer import join
-from fsdpx.nn.sort import Sorted, shapes
+from fsdpx.nn.layer import dotted
+from fsdpx.nn.sort import Sorted
 from fsdpx.optim import Segment, Segments
 from fsdpx.program import Stage
 from fsdpx.state.accumulation import Accumulation, accumulation
-from fsdpx.state.feed import Microbatch
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.recompute import Recompute
+from fsdpx.state.shapes import ValueShapes
 from fsdpx.state.tuning import Tuning
 
 __all__ = ["Formats", "Options", "Placement", "ShardedPage", "statistics_of"]
@@ -166,7 +165,7 @@ class Placement:
     def statistics_home(self) -> dict[str, int]:
         """The rank of the pipe that moves each running statistic."""
         spread, layout = self.layout.spread, self.layout
-        users = ((join(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
+        users = ((dotted(n.path, local), i) for i, n in enumerate(self.model.nodes) for local in n.layer.specs())
         names = ((layout.canonical(name), i) for name, i in users)
         return {name: spread.rank_of(i) for name, i in names if name in layout.state}
 
@@ -210,31 +209,10 @@ class Placement:
         comm.all_gather(table[comm.rank * n : (comm.rank + 1) * n], table, what=what).wait()
         return table.reshape(comm.size, n).tolist()
 
-    def message(self, value: int, batch: Microbatch, tensor: int | None = None) -> Any:
-        """Shape and dtype of a value of a microbatch, as a shape-only array; on rank `tensor` of the tensor axis."""
-        rank = self.axes.tensor.rank if tensor is None else tensor
-        key = (rank, *((tuple(a.shape), str(a.dtype)) for a in batch.inputs))
-        if key not in self._shapes:
-            from fsdpx.array.shapes import ShapeArray
-
-            inputs = [ShapeArray(tuple(a.shape), a.dtype) for a in batch.inputs]
-            self._shapes[key] = shapes(self.model, inputs, self.dtype, axes=self.imagined(rank))
-        return self._shapes[key][value]
-
-    def imagined(self, tensor: int) -> Axes:
-        """These axes at a rank of the tensor axis, without other ranks on them: layers can be asked for shapes."""
-        if tensor not in self._imagined:
-            mesh, place = self.axes.mesh, self.axes.coordinates._replace(tensor=tensor)
-            self._imagined[tensor] = connect(mesh, FakeCommunicator(mesh.rank(place), mesh.size))
-        return self._imagined[tensor]
-
     @cached_property
-    def _imagined(self) -> dict[int, Axes]:
-        return {}
-
-    @cached_property
-    def _shapes(self) -> dict[Any, list[Any]]:
-        return {}
+    def shapes(self) -> ValueShapes:
+        """Shapes of the model's values."""
+        return ValueShapes(self.model, self.axes, self.dtype)
 
     def replica_own(self, page: int) -> int:
         """Elements of this rank's shard of a page that it would own in an all-reduce over replicas."""
@@ -244,7 +222,7 @@ class Placement:
 
 def statistics_of(layout: Layout, unit: Unit) -> tuple[str, ...]:
     """Names of the running statistics that the layers of a unit move."""
-    names = (layout.canonical(join(n.path, local)) for n in unit.nodes for local in n.layer.specs())
+    names = (layout.canonical(dotted(n.path, local)) for n in unit.nodes for local in n.layer.specs())
     return tuple(dict.fromkeys(name for name in names if name in layout.state))
 
 

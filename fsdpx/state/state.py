@@ -8,14 +8,14 @@ from typing import Any
 from fsdpx.array.arena import Arena
 from fsdpx.array.random import Moment, Random
 from fsdpx.program import Slot
-from fsdpx.state.ledger import Ledger, Row
+from fsdpx.state.ledger import KINDS, Ledger, Row
 from fsdpx.state.placement import Placement
 from fsdpx.state.scaler import Scaler
 from fsdpx.state.ties import Tie
 
 __all__ = ["TrainState"]
 
-LASTING = frozenset({"shard", "slots", "memory", "stats"})
+LASTING = frozenset({"stats", *(kind.slot for kind in KINDS.values() if kind.slot)})
 """Kinds of slots that are there before and after every program."""
 
 
@@ -36,14 +36,19 @@ class TrainState:
         self._fill_store()
 
     def _fill_store(self) -> None:
-        """The slots that every program finds, as views of the ledger's arrays."""
-        place, ledger = self.placement, self.ledger
-        self.store |= {Slot("shard", p): ledger.array("master", p) for p in place.pages}
-        self.store |= {Slot("slots", p): ledger.of_page("slot", p) for p in place.stage.trained}
-        for p in place.codec_memory:
-            self.store[Slot("memory", p)] = ledger.of_page("memory", p)
+        """The slots that every program finds: an array of the ledger each, or all of one kind of a page by name."""
+        place, store = self.placement, self.store
+        store |= {Slot("slots", p): {} for p in place.stage.trained}
+        for row in self.ledger:
+            kind, page, name = row.key
+            if page is not None and KINDS[kind].slot:
+                slot, array = Slot(KINDS[kind].slot, page), self.ledger.arrays[row.key]
+                if name:
+                    store.setdefault(slot, {})[name] = array
+                else:
+                    store[slot] = array
         for unit, names in place.statistics.items():
-            self.store[Slot("stats", unit)] = {name: self.statistic(name) for name in names}
+            store[Slot("stats", unit)] = {name: self.statistic(name) for name in names}
 
     def statistic(self, name: str) -> Any:
         """A running statistic in its shape."""

@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.array.random import Random
 from fsdpx.comm.mesh import alone
 from fsdpx.engine.warm import warm
-from fsdpx.nn.layer import Env, Layer, join
+from fsdpx.nn.layer import Env, Layer, dotted
 from fsdpx.nn.sort import Node, Sorted, sort, specs_of
 
 __all__ = ["layer_costs"]
@@ -60,5 +60,5 @@ def _once(model: Sorted, parameters: Mapping[str, Any], x: Any, seed: int) -> di
 
 
 def _arrays(model: Sorted, node: Node, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    names = {local: join(node.path, local) for local in node.layer.specs()}
+    names = {local: dotted(node.path, local) for local in node.layer.specs()}
     return {local: parameters[model.ties.get(full, full)] for local, full in names.items()}

@@ -62,12 +62,7 @@ def fit(
     on as if nothing had been. preempt: between two steps, all ranks save and raise `Preempted` if a signal asked one of
     them to; `Trainer.fit` sets its handlers, and makes one where there are checkpoints (preempt=False: none).
     """
-    if steps is not None and steps < 1:
-        raise ConfigError(f"fit(steps={steps}): at least 1, or None for whole epochs")
-    if epochs < 1 or every < 1 or (patience is not None and (patience < 1 or validation is None)):
-        raise ConfigError(
-            f"fit(epochs={epochs}, every={every}, patience={patience}): all at least 1; patience needs validation"
-        )
+    _demand_positive(steps, epochs, every, patience, validation)
     history = History()
     saves = _Saves(trainer, loader, checkpoints, history)
     line = _Line(trainer, progress, unit, steps, history.before)
@@ -99,6 +94,15 @@ def fit(
         _validate(trainer, history, validation, line)
     saves.step(True)
     return line.close(history)
+
+
+def _demand_positive(steps: int | None, epochs: int, every: int, patience: int | None, validation: Any) -> None:
+    if steps is not None and steps < 1:
+        raise ConfigError(f"fit(steps={steps}): at least 1, or None for whole epochs")
+    if epochs < 1 or every < 1 or (patience is not None and (patience < 1 or validation is None)):
+        raise ConfigError(
+            f"fit(epochs={epochs}, every={every}, patience={patience}): all at least 1; patience needs validation"
+        )
 
 
 class _Saves:

@@ -43,7 +43,7 @@ def _joined(placement: Placement, own: Any, shape: tuple[int, ...]) -> Any:
 def _spread(placement: Placement, whole: Any, value: int, shape: tuple[int, ...], batch: Microbatch) -> Any:
     """From the rank of the pipe that has it."""
     xp = placement.xp
-    dtype = placement.message(value, batch).dtype
+    dtype = placement.shapes.of(value, batch).dtype
     flat = xp.empty((product(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
     placement.axes.pipe.broadcast(flat, placement.pipe_home, what="outputs").wait()
     return flat.reshape(shape)

@@ -92,9 +92,9 @@ def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, t
     """Forward and the first half of backward on shapes alone."""
     one, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
-    values = {v: placement.message(v, batch, tensor) for v in (*row.takes, *row.reads)}
+    values = {v: placement.shapes.of(v, batch, tensor) for v in (*row.takes, *row.reads)}
     read = list(values.values())
-    root = Env(xp, placement.imagined(tensor), Random(0), True, recompute=placement.options.recompute.cores)
+    root = Env(xp, placement.shapes.imagined(tensor), Random(0), True, recompute=placement.options.recompute.cores)
     envs = [root.at(node.path) for node in one.nodes]
     params = [
         {name: xp.ShapeArray(spread.shape(spec), placement.dtype) for name, spec in node.layer.specs().items()}

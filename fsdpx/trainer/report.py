@@ -126,7 +126,7 @@ def _edges(engine: Engine) -> dict[tuple[int, int], int]:
     for edge in engine.placement.stage.edges:
         for mb, batch in enumerate(engine.batch):
             if batch is not None:
-                value = engine.placement.message(edge.value, batch)
+                value = engine.placement.shapes.of(edge.value, batch)
                 found[edge.number, mb] = value.size * value.dtype.itemsize if travelling(edge, value) else 0
     return found
 

@@ -92,7 +92,7 @@ class Session:
         if shapes is None:
             outputs = infer(self._model, [ShapeArray(a.shape, a.dtype) for a in inputs], place.dtype)
             if place.axes.tensor.size > 1:  # what is cut must divide
-                place.message(0, batches.largest(place, inputs, (inputs[0].shape[0],), 1))
+                place.shapes.of(0, batches.largest(place, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [tuple(o.shape) for o in outputs]
         if target is not None:
             self._loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
