@@ -116,18 +116,8 @@ def attach(clock: Clock, trainer: Any) -> None:
         kernel = getattr(kernels, name)
         if callable(kernel) and name not in ("use", "chosen"):
             _replace(kernel, clock.around(kernel, lambda *_, name=name: name))
-    optimizer = trainer.engine.optimizer
-    trainer.engine.optimizer = _Watched(optimizer, clock.around(optimizer.update, lambda *_: "optimiser"))
-
-
-class _Watched:
-    """An optimiser whose update is another function."""
-
-    def __init__(self, optimizer: Any, update: Callable[..., Any]) -> None:
-        self._optimizer, self.update = optimizer, update
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
+    kind = type(trainer.placement.optimizer)
+    kind.update = clock.around(kind.update, lambda *_: "optimiser")
 
 
 def _replace(function: Any, by: Any) -> None:

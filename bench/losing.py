@@ -46,23 +46,23 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
     plain = layers.as_distributed(comm=resilient(comm), **options)
     elastic = layers.as_distributed(comm=comm, elastic=True, **options)
     parts, whole = batch(MODELS[name], comm.rank, comm.size), batch(MODELS[name])
-    crew, clock = elastic._crew, elastic.engine.clock
-    taken = watched(crew.copies)
+    ranks, clock = elastic._coordinator, elastic.engine.clock
+    taken, pace = watched(ranks.copies), ranks._pace
     for _ in range(2):
         plain.step(*parts)
-    while crew._every is None:
+    while pace.every is None:
         elastic.step(*whole)
-    found: dict[str, Any] = {"elastic": [], "plain": [], "commit": [], "take": taken, "every": crew._every}
-    crew._every = 1
+    found: dict[str, Any] = {"elastic": [], "plain": [], "commit": [], "take": taken, "every": pace.every}
+    pace._elastic = fsdpx.Elastic(every=1)
 
     def elastically() -> None:
         before = clock.rows["COMMIT"][0]
         elastic.step(*whole)
         found["commit"].append(clock.rows["COMMIT"][0] - before)
 
-    while crew.step - crew.kept > 1 or len(crew.copies.generations()) < 2:  # until all room for copies is there
+    while ranks.step - ranks.kept > 1 or len(ranks.copies.generations()) < 2:  # until all room for copies is there
         elastic.step(*whole)
-    crew._every = WINDOW
+    pace._elastic = fsdpx.Elastic(every=WINDOW)
     taken.clear()
     kinds = {"elastic": elastically, "plain": lambda: plain.step(*parts)}
     for turn in range(rounds):
@@ -131,7 +131,7 @@ def recovery(comm: Any, mib: float, folder: Path) -> dict[str, Any]:
     steps = {PHASES.get(b, b): end - begin for (_, begin), (b, end) in pairwise(said)}
     everyone = trainer.world.all_gather_object((said[0][1] - died, happened.seconds, steps))
     slowest = max(everyone, key=lambda one: one[1])
-    sizes = [sum(a.nbytes for a in (s.master, *s.slots.values())) for s in trainer.engine.pages.values()]
+    sizes = [array.nbytes for _, array in trainer.engine.state.ledger.saved()]
     return {
         "heard": min(heard for heard, _, _ in everyone), "seconds": slowest[1], "phases": slowest[2],
         "bytes": sum(trainer.world.all_gather_object(sum(sizes))), "replayed": happened.replayed,

@@ -39,9 +39,8 @@ def bandwidth(comm: Communicator, gib: float, width: int, rounds: int, place: Pa
     chain = nn.Chain(*(nn.Linear(width, width) for _ in range(layers)))
     trainer = chain.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), strategy="fsdp", comm=comm)
     rng = np.random.default_rng(comm.rank)
-    for state in trainer.engine.pages.values():
-        for array in (state.master, *state.slots.values()):
-            array[...] = rng.random(array.shape, np.float32)
+    for _, array in trainer.engine.state.ledger.saved():
+        array[...] = rng.random(array.shape, np.float32)
     found: dict[str, Any] = {"plain": [], "save": [], "read": [], "load": [], "bytes": 0}
     noise = rng.integers(0, 255, 16 * BLOCK, np.uint8).data
     with common(comm, place) as folder:

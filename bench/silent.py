@@ -1,9 +1,8 @@
 """Communication switched off: a trainer that computes on, on stale data, wrong on purpose: only its time counts."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from fsdpx.comm.communicator import DONE, Array, Communicator, Handle, ReduceOp
+from fsdpx.comm.communicator import DONE, Call, Communicator, Handle, Wrapper
 
 __all__ = ["Silent", "silence"]
 
@@ -18,51 +17,31 @@ class Switch:
         self.on, self.calls = True, 0
 
 
-class Silent:
+class Silent(Wrapper):
     """A communicator that passes calls on while the switch is on, and else is done at once."""
 
     def __init__(self, comm: Communicator, switch: Switch) -> None:
-        self.comm, self.switch = comm, switch
+        super().__init__(comm)
+        self.switch = switch
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.comm, name)
-
-    def _heard(self) -> bool:
+    def issue(self, call: Call) -> Handle:
         self.switch.calls += 1
-        return self.switch.on
-
-    def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
-        if self._heard():
-            return self.comm.all_gather(send, recv, counts, what=what)
-        if recv.nbytes <= SMALL and counts is None:
+        if self.switch.on:
+            return self.comm.issue(call)
+        if call.verb == "all_gather" and call.arrays[1].nbytes <= SMALL and call.counts[0] is None:
+            send, recv = call.arrays
             recv.reshape(self.comm.size, -1)[...] = send
         return DONE
 
-    def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        op: ReduceOp = ReduceOp.SUM,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
-        return self.comm.reduce_scatter(send, recv, op, counts, what=what) if self._heard() else DONE
-
-    def all_reduce(self, buf: Array, *arguments: Any, what: str = "") -> Handle:
-        return self.comm.all_reduce(buf, *arguments, what=what) if self._heard() else DONE
-
-    def barrier(self, *, what: str = "") -> Handle:
-        return self.comm.barrier(what=what) if self._heard() else DONE
-
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return self.comm.all_gather_object(obj) if self._heard() else [obj] * self.comm.size
+        self.switch.calls += 1
+        return self.comm.all_gather_object(obj) if self.switch.on else [obj] * self.comm.size
 
 
 def silence(trainer: Any) -> Switch:
     """Put the switch into a trainer's communicators."""
     switch = Switch()
-    axes = trainer.engine.axes
+    axes = trainer.placement.axes
     for name in ("world", "data", "replica", "shard"):
         counted = getattr(axes, name)
         counted.comm = Silent(counted.comm, switch)

@@ -43,7 +43,7 @@ def _chain(comm: Any, options: argparse.Namespace, layers: int, width: int) -> d
     x, y = np.random.default_rng(comm.rank).normal(size=(2, rows, width)).astype(np.float32)
     count = _count(comm, trainer, x, y, options.seconds)
     seconds = statistics.median(_steps(trainer, x, y, count))
-    units, parameters = len(trainer.engine.layout.units), trainer.engine.layout.size
+    units, parameters = len(trainer.placement.layout.units), trainer.placement.layout.size
     trainer.close()
     return {"layers": layers, "width": width, "parameters": parameters, "units": units, "seconds": seconds}
 
@@ -72,7 +72,7 @@ def share(comm: Any, options: argparse.Namespace) -> dict[str, Any]:
         "on": statistics.median(slowest[True]),
         "off": statistics.median(slowest[False]),
         "steps": count,
-        "units": len(trainer.engine.layout.units),
+        "units": len(trainer.placement.layout.units),
         "reported": statistics.mean(comm.all_gather_object(report)),
     }
 

@@ -31,11 +31,9 @@ def save_without_end(trainer: Trainer, folder: Path, first: int) -> None:
 
 
 def fill(trainer: Trainer, n: int) -> None:
-    trainer.engine.steps = n
-    for state in trainer.engine.pages.values():
-        state.master[...] = n
-        for slot in state.slots.values():
-            slot[...] = n
+    trainer.engine.state.steps = n
+    for _, array in trainer.engine.state.ledger.saved():
+        array[...] = n
 
 
 def found(trainer: Trainer, path: Path) -> int:
@@ -43,9 +41,7 @@ def found(trainer: Trainer, path: Path) -> int:
     fill(trainer, -1)
     trainer.load(path)
     n = trainer.steps
-    for state in trainer.engine.pages.values():
-        assert (state.master == n).all()
-        assert all((slot == n).all() for slot in state.slots.values())
+    assert all((array == n).all() for _, array in trainer.engine.state.ledger.saved())
     return n
 
 

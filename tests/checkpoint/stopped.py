@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdpx import data, init, nn, optim
-from fsdpx.checkpoint import Checkpoints
+from fsdpx import Checkpoints, data, init, nn, optim
 from fsdpx.comm import Communicator
 
 READY, ROWS, SAMPLES = "ready.json", 12, 60

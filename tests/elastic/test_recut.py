@@ -20,7 +20,7 @@ from fsdpx.array.namespace import dtype
 from fsdpx.checkpoint.pieces import Held
 from fsdpx.comm import Communicator
 from fsdpx.comm.counted import Counted, Counters
-from fsdpx.elastic.descriptors import describe, missing, runs, whole
+from fsdpx.elastic.descriptors import describe, missing, runs
 from fsdpx.elastic.recut import FLIGHT, recut
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.layer import Spec
@@ -185,7 +185,7 @@ def test_what_nobody_has_is_said_by_all_and_nothing_moves() -> None:
     def body(comm: Communicator) -> Any:
         have = [flat("a", 0, 12)] if comm.rank == 0 else []
         want = [flat("a", 8, 16)] if comm.rank == 2 else []
-        with pytest.raises(AssertionError, match=r"name='a', start=8.*in nobody's hands"):
+        with pytest.raises(AssertionError, match=r"name='a', start=8.*held by no rank"):
             recut(comm, have, want)
 
     fsdpx.spawn(body, 3, timeout=20)
@@ -225,11 +225,11 @@ def test_little_memory_is_needed_beside_the_arrays() -> None:
 
 def test_the_whole_of_a_trainer_is_what_its_ranks_hold() -> None:
     from fsdpx.checkpoint.pieces import held
+    from fsdpx.state.rows import saved_tensors
 
     trainer = fsdpx.spawn(lambda comm: make(comm, "norms", "fsdp", mesh=Mesh(shard=1), frozen=["0.bias"]), 1)[0]
-    layout, slots = trainer.engine.layout, trainer.engine.optimizer.slots
-    found = assembled(held(trainer.engine))
-    wanted = whole(layout, slots)
+    found = assembled(held(trainer.engine.state))
+    wanted = saved_tensors(trainer.placement)
     assert {name: values.size for name, values in found.items()} == {name: s.size for name, s in wanted.items()}
     assert "1.running_mean" in wanted
     assert "m/0.weight" in wanted

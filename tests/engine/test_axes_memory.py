@@ -130,7 +130,7 @@ def _budgeted(model: nn.Layer, schedule: str, rank: int, budget: int) -> int | N
     most: list[int] = []
 
     def look(trainer: Any) -> None:
-        slots = {s: v for s, v in trainer.engine.store.items() if s.startswith(("saved", "held", "kept"))}
+        slots = {s: v for s, v in trainer.engine.state.store.items() if s.kind in ("saved", "held", "kept")}
         most.append(sum(dict(pair for value in slots.values() for pair in roots(value)).values()))
 
     def one(comm: Communicator) -> None:

@@ -92,6 +92,6 @@ def test_a_line_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Linear, "forward", None)
     monkeypatch.setattr(nn.Linear, "backward", None)
     trainer = MODELS["whole"]().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), tune=False)
-    monkeypatch.setattr(trainer, "_validate", lambda *_: None)
+    monkeypatch.setattr(trainer._session, "_validate", lambda *_: None)
     x = np.ones((4, 12), np.float32)
     assert trainer.step(x, x) > trainer.step(x, x)

@@ -8,7 +8,6 @@ from models import CASES, make, part
 
 from fsdpx import spawn
 from fsdpx.comm import Communicator
-from fsdpx.engine.interpreter import Bound
 from fsdpx.program import parse
 
 
@@ -22,10 +21,11 @@ def test_same_bits(case: str, strategy: str) -> None:
         x, y = CASES[case].batch(np.random.default_rng(0), 6)
         mine = part(comm, 6)
         if halves:
-            request = trainer._request("step", 2, trainer.engine.store)
-            bound = Bound(trainer.engine, replace(request, order=parse("F0.0 I0.0 F0.1 I0.1 W0.0 W0.1")))
-            assert any(a.op == "W" for a in bound.program.actions)
-            trainer._programs[request] = bound
+            session = trainer._session
+            request = session.request("step", 2)
+            split = replace(request, order=parse("F0.0 I0.0 F0.1 I0.1 W0.0 W0.1"))
+            session._executables[request, frozenset()] = found = trainer.engine.prepare(split)
+            assert any(a.op == "W" for a in found.program.actions)
         trainer.step(x[mine], y[mine])
         return trainer.fingerprint()
 
