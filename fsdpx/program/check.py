@@ -38,9 +38,9 @@ def _check_slots(program: Program) -> None:
             if slot in alive:
                 raise _error(program.actions, at, f"gives {slot}, which is already there")
         for slot in (*slots.gives, *slots.adds):
-            tenant = buffers.setdefault(buffer_of(slot), slot)
-            if tenant != slot:
-                raise _error(program.actions, at, f"needs the memory of {slot}, where {tenant} still lies")
+            occupant = buffers.setdefault(buffer_of(slot), slot)
+            if occupant != slot:
+                raise _error(program.actions, at, f"needs the memory of {slot}, where {occupant} still lies")
             alive.add(slot)
     left, missing = sorted(map(str, alive - program.ends)), sorted(map(str, program.ends - alive))
     if left or missing:
@@ -84,8 +84,8 @@ def _check_pairs(programs: Sequence[Program]) -> None:
     counts = Counter(a for program in programs for a in program.actions)
     for rank, program in enumerate(programs):
         for at, action in enumerate(program.actions):
-            sends = VERBS[action.op].calls("send")
-            if not sends and not VERBS[action.op].calls("recv"):
+            sends = VERBS[action.op].sends
+            if not sends and not VERBS[action.op].receives:
                 continue
             edge = program.stage.edge(action)
             if rank != (edge.sender if sends else edge.receiver):

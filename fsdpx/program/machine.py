@@ -13,7 +13,7 @@ from fsdpx.program.action import Action, marked
 from fsdpx.program.compiler import Program
 from fsdpx.program.count import filled
 from fsdpx.program.slots import SLOTS, Slot
-from fsdpx.program.timeline import Event, Stuck, Task, by_rank, walk
+from fsdpx.program.timeline import Event, Stuck, Task, Waits, by_rank, walk
 from fsdpx.program.verbs import VERBS, partner
 
 __all__ = ["Machine", "Overlap", "idle", "memory", "overlap", "peak_memory", "run", "simulate_programs"]
@@ -72,33 +72,35 @@ def _explained(program: Program, wait: Stuck) -> Iterator[str]:
 
 def _tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> list[Task]:
     """The program as tasks of one rank. What is sent completes its message; ranks that meet complete one key."""
-    filled: dict[Slot, Hashable] = {}  # by what
+    coming: dict[Slot, Hashable] = {}  # slots that are filled beside the computing, and the key that completes them
     times: Counter[Action] = Counter()
     met: list[Hashable] = []
     tasks = []
     for at, (action, slots) in enumerate(zip(program.actions, program.slots, strict=True)):
-        wanted = (*slots.takes, *slots.reads, *slots.adds)  # what an action adds to need not be there yet
-        keys = dict.fromkeys([*(filled[slot] for slot in wanted if slot in filled), *met])
+        keys = [*(coming[s] for s in (*slots.takes, *slots.reads, *slots.adds) if s in coming), *met]
         times[action] += 1
-        task = _task(program, rank, at, times[action], seconds(rank, action))
-        tasks.append(replace(task, waits=tuple((key, 0.0) for key in keys)))
-        filled |= dict.fromkeys((*slots.adds, *slots.gives), task.key if task.until is None else task.until)
+        task = _task(program, rank, at, times[action], tuple((key, 0.0) for key in keys), seconds(rank, action))
+        tasks.append(task)
+        for slot in (*slots.adds, *slots.gives):
+            coming.pop(slot, None)
+            if task.lane is not None:
+                coming[slot] = task.key if task.until is None else task.until
         met = [task.until] if blocking and VERBS[action.op].meets else []
     return tasks
 
 
-def _task(program: Program, rank: int, at: int, time: int, seconds: float) -> Task:
+def _task(program: Program, rank: int, at: int, time: int, waits: Waits, seconds: float) -> Task:
     """Action `at` of a program, there for the nth time."""
     action, key = program.actions[at], (rank, at)
     verb = VERBS[action.op]
     if verb.meets:
-        return Task(action, (action, time), lane=(rank, verb.lane), until=(action, time))
-    if verb.calls("recv"):
-        return Task(action, key, lane=(rank, verb.lane), until=replace(action, op=partner(action.op)))
-    if verb.calls("send"):
+        return Task(action, (action, time), waits, lane=(rank, verb.lane), until=(action, time))
+    if verb.receives:
+        return Task(action, key, waits, lane=(rank, verb.lane), until=replace(action, op=partner(action.op)))
+    if verb.sends:
         edge = program.stage.edge(action)
-        return Task(action, action, seconds=seconds, lane=("link", edge.sender, edge.receiver))
-    return Task(action, key, seconds=seconds, lane=(rank, verb.lane) if verb.moves else None)
+        return Task(action, action, waits, seconds, ("link", edge.sender, edge.receiver))
+    return Task(action, key, waits, seconds, (rank, verb.lane) if verb.moves else None)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def overlap(events: Sequence[Event]) -> dict[int, Overlap]:
     found = {}
     for rank, row in sorted(by_rank(events).items()):
         verbs = [(VERBS[event.action.op], event) for event in row]
-        moving = _union(e for verb, e in verbs if verb.moves and not verb.meets and not verb.calls("recv"))
+        moving = _union(e for verb, e in verbs if verb.moves and not verb.meets and not verb.receives)
         computing = _union(e for verb, e in verbs if verb.lane == "compute")
         hidden = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in moving for b in computing)
         found[rank] = Overlap(sum(stop - start for start, stop in moving), hidden)

@@ -10,8 +10,8 @@ reduce     REDUCE over shards once a page's gradients are complete, SETTLE where
 from collections.abc import Collection, Iterable, Sequence
 
 from fsdpx.program.action import Action
-from fsdpx.program.slots import Slot
-from fsdpx.program.stage import Stage, StageUnit, expand
+from fsdpx.program.stage import Stage, StageUnit, spell
+from fsdpx.program.verbs import VERBS
 
 __all__ = ["compute", "one_by_one", "page", "recompute", "reduce", "reduce_carried"]
 
@@ -89,7 +89,7 @@ def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Itera
     """Insert GATHER and FREE. The future is known, so what is resident before an action is exactly what that action
     needs and the next `ahead` pages (Belady's rule with prefetch). With `keep` nothing is freed.
     """
-    needs = [_pages(expand(a, stage, 1).reads, "full") for a in actions]
+    needs = [_pages("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
     for i, action in enumerate(actions):
@@ -104,8 +104,10 @@ def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Itera
     return result if keep else result + [Action("FREE", p) for p in have]
 
 
-def _pages(slots: Iterable[Slot], kind: str) -> list[int]:
-    return [slot.at for slot in slots if slot.kind == kind and slot.at is not None]
+def _pages(kind: str, words: Iterable[str], action: Action, stage: Stage) -> list[int]:
+    """The pages of the slots of a kind, among words of the table."""
+    slots = (slot for word in words if word.startswith(f"{kind}:") for slot in spell(word, action, stage, 1))
+    return [slot.at for slot in slots if slot.at is not None]
 
 
 def _window(needs: Sequence[Sequence[int]], start: int, ahead: int) -> dict[int, None]:
@@ -125,7 +127,7 @@ def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) 
     and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
     With `join` the last SETTLE of a page is followed by its JOIN.
     """
-    added = [_pages(expand(a, stage, 1).adds, "grad") for a in actions]
+    added = [_pages("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
     complete = [[p for p in pages if last[p, rounds[i]] == i] for i, pages in enumerate(added)]
@@ -143,12 +145,12 @@ def reduce_carried(pages: Sequence[int], behind: int) -> Actions:
 def _reduced(steps: Iterable[tuple[Actions, Sequence[int], Sequence[int]]], behind: int) -> Actions:
     """steps: actions, the pages that they add into, and those of them whose gradients are complete then."""
     result: Actions = []
-    flying: list[int] = []
+    pending: list[int] = []
     for actions, added, complete in steps:
-        result += [Action("SETTLE", p) for p in flying if p in added]
-        flying = [p for p in flying if p not in added] + list(complete)
+        result += [Action("SETTLE", p) for p in pending if p in added]
+        pending = [p for p in pending if p not in added] + list(complete)
         result += [*actions, *(Action("REDUCE", p) for p in complete)]
-        over = max(len(flying) - behind, 0)
-        result += [Action("SETTLE", p) for p in flying[:over]]
-        flying = flying[over:]
-    return result + [Action("SETTLE", p) for p in flying]
+        over = max(len(pending) - behind, 0)
+        result += [Action("SETTLE", p) for p in pending[:over]]
+        pending = pending[over:]
+    return result + [Action("SETTLE", p) for p in pending]

@@ -67,4 +67,5 @@ SLOTS: dict[str, SlotKind] = {
 
 def buffer_of(slot: Slot) -> Slot:
     """The memory that a slot lies in: that of sum3 is grad3."""
-    return slot._replace(kind=SLOTS[slot.kind].buffer)
+    kind = SLOTS[slot.kind].buffer
+    return slot if kind == slot.kind else Slot(kind, slot.at, slot.mb)

@@ -152,10 +152,6 @@ class Slots:
     gives: tuple[Slot, ...]
 
 
-Places = list[tuple[int | None, int | None]]
-"""Number and microbatch of slots."""
-
-
 def expand(action: Action, stage: Stage, microbatches: int) -> Slots:
     """The slots that an action takes, reads, adds into and gives."""
     verb = VERBS[action.op]
@@ -185,12 +181,12 @@ def _unit(action: Action) -> int:
     return action.unit
 
 
-def _each(numbers: Iterable[int | None], mb: int | None = None) -> Places:
+def _each(numbers: Iterable[int | None], mb: int | None = None) -> list[tuple[int | None, int | None]]:
     return [(n, mb) for n in numbers]
 
 
-# what a slot of the table ranges over, for an action `a` in a stage `s` with `n` microbatches
-_OVER: dict[str, Callable[[Action, Stage, int], Places]] = {
+# what a slot of the table ranges over, as (at, mb), for an action `a` in a stage `s` with `n` microbatches
+_OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None]]]] = {
     "": lambda a, s, n: [(None, None)],
     "scored": lambda a, s, n: [(None, None)] if s.scores else [],
     "mb": lambda a, s, n: [(None, a.mb)],

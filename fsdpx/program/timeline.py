@@ -5,12 +5,12 @@ it on a lane, where one runs at a time.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdpx.program.action import Action
 
-__all__ = ["Event", "Stuck", "Task", "by_rank", "walk"]
+__all__ = ["Event", "Stuck", "Task", "Waits", "by_rank", "walk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,9 @@ class Event:
     end: float
 
 
+Waits = tuple[tuple[Hashable, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """key: what it completes; where several tasks have one key, the last of them completes it.
@@ -33,7 +36,7 @@ class Task:
 
     action: Action
     key: Hashable
-    waits: tuple[tuple[Hashable, float], ...] = ()
+    waits: Waits = ()
     seconds: float = 0.0
     lane: Hashable | None = None
     until: Hashable | None = None
@@ -51,55 +54,48 @@ class Stuck:
 
 def walk(rows: Sequence[Sequence[Task]]) -> tuple[list[list[Event]], list[Stuck]]:
     """The events of each rank's tasks as far as they come, and the ranks that do not come to their end."""
-    walker = _Walker(rows)
-    while [rank for rank in range(len(rows)) if walker.advance(rank)]:
-        pass
-    return [walker.events(rank) for rank in range(len(rows))], list(walker.stuck())
+    left = Counter(task.key for row in rows for task in row)
+    ends, lanes, free = dict[Hashable, float](), defaultdict[Hashable, float](float), [0.0] * len(rows)
+    spans: list[list[tuple[float, float]]] = [[] for _ in rows]
 
+    def missing(task: Task) -> list[Hashable]:
+        return [key for key, _ in task.waits if key not in ends or left[key]]
 
-class _Walker:
-    def __init__(self, rows: Sequence[Sequence[Task]]) -> None:
-        self.rows = rows
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in rows]
-        self.free = [0.0 for _ in rows]
-        self.lanes: dict[Hashable, float] = defaultdict(float)
-        self.ends: dict[Hashable, float] = {}
-        self.left = Counter(task.key for row in rows for task in row)
-
-    def advance(self, rank: int) -> bool:
-        """Issue what can be issued; whether there was any."""
-        row, spans = self.rows[rank], self.spans[rank]
-        before = len(spans)
-        while len(spans) < len(row) and all(self._there(key) for key, _ in row[len(spans)].waits):
-            self._issue(rank, row[len(spans)])
-        return len(spans) > before
-
-    def _there(self, key: Hashable) -> bool:
-        return key in self.ends and self.left[key] == 0
-
-    def _issue(self, rank: int, task: Task) -> None:
-        issued = max([self.free[rank], *(self.ends[key] + way for key, way in task.waits)])
-        start = issued if task.lane is None else max(issued, self.lanes[task.lane])
+    def issue(rank: int, task: Task) -> None:
+        issued = max([free[rank], *[ends[key] + way for key, way in task.waits]])
+        start = issued if task.lane is None else max(issued, lanes[task.lane])
         end = start + task.seconds
-        self.free[rank] = end if task.lane is None else issued
-        self.lanes[task.lane] = end
-        self.ends[task.key] = max(end, self.ends.get(task.key, 0.0))
-        self.left[task.key] -= 1
-        self.spans[rank].append((start, end))
+        free[rank] = end if task.lane is None else issued
+        lanes[task.lane] = end
+        ends[task.key] = max(end, ends.get(task.key, 0.0))
+        left[task.key] -= 1
+        spans[rank].append((start, end))
 
-    def events(self, rank: int) -> list[Event]:
-        return [
-            Event(rank, task.action, start, end if task.until is None else max(start, self.ends.get(task.until, start)))
-            for task, (start, end) in zip(self.rows[rank], self.spans[rank], strict=False)
-        ]
+    def advance(rank: int) -> bool:
+        row, done = rows[rank], spans[rank]
+        before = len(done)
+        while len(done) < len(row) and not missing(row[len(done)]):
+            issue(rank, row[len(done)])
+        return len(done) > before
 
-    def stuck(self) -> Iterable[Stuck]:
-        ahead = [row[len(spans) :] for row, spans in zip(self.rows, self.spans, strict=True)]
-        for rank, row in enumerate(ahead):
-            if row:
-                keys = tuple(dict.fromkeys(key for key, _ in row[0].waits if not self._there(key)))
-                ranks = tuple(r for r, others in enumerate(ahead) if any(task.key in keys for task in others))
-                yield Stuck(rank, len(self.spans[rank]), keys, ranks)
+    while [rank for rank in range(len(rows)) if advance(rank)]:
+        pass
+    ahead = [row[len(done) :] for row, done in zip(rows, spans, strict=True)]
+    stuck = [_stuck(rank, len(spans[rank]), missing(row[0]), ahead) for rank, row in enumerate(ahead) if row]
+    return [_events(rank, rows[rank], done, ends) for rank, done in enumerate(spans)], stuck
+
+
+def _events(
+    rank: int, row: Sequence[Task], spans: Sequence[tuple[float, float]], ends: Mapping[Hashable, float]
+) -> list[Event]:
+    done = zip(row, spans, strict=False)
+    return [Event(rank, task.action, start, max(end, ends.get(task.until, end))) for task, (start, end) in done]
+
+
+def _stuck(rank: int, at: int, keys: Sequence[Hashable], ahead: Sequence[Sequence[Task]]) -> Stuck:
+    """ahead: what every rank has still to do."""
+    ranks = tuple(other for other, row in enumerate(ahead) if any(task.key in keys for task in row))
+    return Stuck(rank, at, tuple(keys), ranks)
 
 
 def by_rank(events: Iterable[Event]) -> dict[int, list[Event]]:

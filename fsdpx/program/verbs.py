@@ -19,6 +19,7 @@ In the table a slot is written as a kind and what it ranges over:
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 __all__ = ["VERBS", "Move", "Scratch", "Verb", "partner"]
 
@@ -62,14 +63,18 @@ class Verb:
     about: str = "unit"  # what Action.unit counts: "unit", "page", "edge" or nothing
     scratch: tuple[Scratch, ...] = ()
 
-    @property
+    @cached_property
     def meets(self) -> bool:
         """Whether it waits for other ranks of the pipe that do the same. It moves a few bytes; no time is counted."""
         return self.lane in ("world", "peers")
 
-    def calls(self, name: str) -> bool:
-        """Whether one of its moves is that call: "send", "recv", ..."""
-        return any(move.call == name for move in self.moves)
+    @cached_property
+    def sends(self) -> bool:
+        return any(move.call == "send" for move in self.moves)
+
+    @cached_property
+    def receives(self) -> bool:
+        return any(move.call == "recv" for move in self.moves)
 
 
 PAIR = Move("world", "all_gather", "pair", "control")
@@ -121,5 +126,5 @@ VERBS: dict[str, Verb] = {
 
 def partner(op: str) -> str:
     """The verb at the other end of a message: the receive of a send, and the send of a receive."""
-    call = "recv" if VERBS[op].calls("send") else "send"
-    return next(other for other, verb in VERBS.items() if verb.calls(call))
+    sends = VERBS[op].sends
+    return next(other for other, verb in VERBS.items() if (verb.receives if sends else verb.sends))
