@@ -81,10 +81,8 @@ def _tasks(program: Program, rank: int, seconds: Seconds, blocking: bool) -> lis
         times[action] += 1
         task = _task(program, rank, at, times[action], tuple((key, 0.0) for key in keys), seconds(rank, action))
         tasks.append(task)
-        for slot in (*slots.adds, *slots.gives):
-            coming.pop(slot, None)
-            if task.lane is not None:
-                coming[slot] = task.key if task.until is None else task.until
+        if task.lane is not None:
+            coming |= dict.fromkeys((*slots.adds, *slots.gives), task.key if task.until is None else task.until)
         met = [task.until] if blocking and VERBS[action.op].meets else []
     return tasks
 

@@ -105,6 +105,10 @@ def test_stages_of_zbv_lie_along_a_v() -> None:
     assert schedule("interleaved", 3, 4).home == (0, 1, 2, 0, 1, 2)
 
 
+def test_a_stage_is_at_home_where_its_first_forward_stands() -> None:
+    assert PipelineSchedule.of("mine", ["F0.0 F2.0", "F1.0 F0.1", "F2.1"], 2).home == (0, 1, 0)
+
+
 def test_1f1b_as_text() -> None:
     assert str(schedule("1f1b", 2, 3)) == "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2\nF1.0 B1.0 F1.1 B1.1 F1.2 B1.2"
 

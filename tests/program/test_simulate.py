@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
-from cases import CHAIN, STAGES, requests
+from cases import CHAIN, STAGES, pipe, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -244,6 +244,15 @@ def test_a_link_carries_one_message_at_a_time() -> None:
     assert [e.start for e in events if e.action.op == "F" and e.rank == 1] == [6, 11, 16]
     received = [e.end for e in events if e.action.op == "RECV" and e.rank == 1]
     assert received == [6, 11, 16]
+
+
+def test_who_adds_to_what_is_received_waits_for_it() -> None:
+    """The gradient of value 1 goes from stage 3 to stage 1, which adds its own; the message takes long."""
+    programs = pipe("1f1b", 1)
+    (slow,) = [e.number for e in programs[0].stage.edges if e.gradient and (e.source, e.target) == (3, 1)]
+    events = simulate_programs(programs, Machine({("SEND", slow): 100, ("B", None): 1}))
+    starts = {str(event.action): event.start for event in events}
+    assert (starts["B3.0"], starts["B2.0"], starts["B1.0"], starts["B0.0"]) == (0, 1, 101, 102)
 
 
 def test_the_norm_waits_for_all_ranks() -> None:

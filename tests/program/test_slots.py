@@ -69,6 +69,13 @@ def test_each_rank_of_a_pipe_has_what_lasts_of_its_own_units() -> None:
     assert found == [{"memory0", "stats1"}, {"memory3"}]
 
 
+@pytest.mark.parametrize("kind", ["accumulate", "local", "evaluate", "predict", "forward", "backward"])
+def test_only_a_step_is_committed(kind: str) -> None:
+    program = compile(Request(kind, STAGE, commit=True))
+    check(program)
+    assert "COMMIT" not in str(program)
+
+
 def test_a_program_that_all_ranks_commit_says_so() -> None:
     program = compile(Request("step", STAGE, commit=True))
     assert texts(program.results) == ["mean", "scale", "agreed"]
