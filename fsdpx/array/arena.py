@@ -19,7 +19,7 @@ __all__ = ["ALIGN", "Arena", "Life", "Memory", "SlabPlan", "place"]
 
 @dataclass(frozen=True)
 class Life:
-    """A buffer of `nbytes` that is alive from action `start` to action `stop`, both included. name: tells lives apart."""
+    """A buffer of `nbytes` that is alive from action `start` to action `stop`, both included; `name` tells it apart."""
 
     name: Hashable
     start: int

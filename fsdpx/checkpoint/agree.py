@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError, FsdpxError
 
-__all__ = ["alone", "said", "same", "together"]
+__all__ = ["alone", "in_words", "same", "together"]
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def together(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
     try:
         value = body()
     except (OSError, FsdpxError) as error:
-        problem, cause = said(error), error
+        problem, cause = in_words(error), error
     for rank, (_, text) in enumerate(everyone := world.all_gather_object((value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
@@ -46,7 +46,7 @@ def same(world: Communicator, where: str, **choices: str) -> None:
                 )
 
 
-def said(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """An error in words, alike on every system."""
     if isinstance(error, OSError) and error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))

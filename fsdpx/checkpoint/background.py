@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import to_host
-from fsdpx.checkpoint.agree import alone, said, together
+from fsdpx.checkpoint.agree import alone, in_words, together
 from fsdpx.checkpoint.disk import opened, write_at
 from fsdpx.checkpoint.manifest import SUMS
 from fsdpx.checkpoint.pieces import Held, owned
@@ -78,7 +78,7 @@ class Background:
             if rank > 0:
                 _leave(prepared.folder, rank, sums)
         except BaseException as error:
-            self._problem = said(error)
+            self._problem = in_words(error)
         self._wrote.set()
         if rank > 0 or self._problem is not None:
             return
@@ -87,7 +87,7 @@ class Background:
             if total is not None:
                 prepared.finish(total)
         except BaseException as error:
-            self._ended = said(error)
+            self._ended = in_words(error)
 
     def _everyone(self, sums: np.ndarray) -> np.ndarray | None:
         """All ranks' sums together; None if one of them says that it cannot write."""

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.checkpoint.disk import create, opened, sync, sync_folder, write_at
+from fsdpx.checkpoint.files import FileLayout
 from fsdpx.checkpoint.manifest import MANIFEST, OWN, SUMS, Manifest, is_checkpoint
-from fsdpx.checkpoint.plan import Plan
 from fsdpx.errors import CheckpointError
 
 try:
@@ -37,7 +37,7 @@ class Target:
     lock: int | None
 
     @classmethod
-    def open(cls, path: Path, token: str, plan: Plan) -> Target:
+    def open(cls, path: Path, token: str, plan: FileLayout) -> Target:
         """Lock `path`, and make the partial folder with files of the right size in it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, beside(path, PARTIAL + token), _lock(path))
@@ -53,7 +53,7 @@ class Target:
             raise
         return target
 
-    def commit(self, plan: Plan, manifest: Manifest) -> None:
+    def commit(self, plan: FileLayout, manifest: Manifest) -> None:
         """The data are there: headers, manifest, and the new name. Until the last rename, `path` or its `.previous` is
         the old checkpoint; after it, `path` is the new one."""
         for name, contents in plan.files.items():

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdpx.errors import CheckpointError
 
-__all__ = ["create", "opened", "read_at", "soon", "sync", "sync_folder", "write_at"]
+__all__ = ["create", "opened", "read_at", "sync", "sync_folder", "will_read", "write_at"]
 
 BINARY = getattr(os, "O_BINARY", 0)
 
@@ -33,7 +33,7 @@ def read_at(fd: int, data: Any, offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
-def soon(fd: int, offset: int, count: int) -> None:
+def will_read(fd: int, offset: int, count: int) -> None:
     """These bytes are read next: have the disk begin, where the system can be told so."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, offset, count, os.POSIX_FADV_WILLNEED)

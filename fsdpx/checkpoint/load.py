@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.checkpoint.agree import alone, same, together
+from fsdpx.checkpoint.files import STATE, STATE_KEY
 from fsdpx.checkpoint.format import Entry, array_type
 from fsdpx.checkpoint.pieces import held
-from fsdpx.checkpoint.plan import STATE, STATE_KEY
 from fsdpx.checkpoint.read import read, sums
 from fsdpx.checkpoint.save import added
 from fsdpx.checkpoint.source import Source, checkpoint, weights

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.checkpoint import digest
+from fsdpx.checkpoint.files import FileLayout
 from fsdpx.checkpoint.format import Contents, unique
-from fsdpx.checkpoint.plan import Plan
 from fsdpx.errors import CheckpointError
 
 __all__ = ["MANIFEST", "OWN", "SUMS", "Manifest", "Record", "is_checkpoint"]
@@ -40,7 +40,7 @@ class Manifest:
     files: dict[str, Record]
 
     @classmethod
-    def of(cls, plan: Plan, sums: Sequence[int]) -> Manifest:
+    def of(cls, plan: FileLayout, sums: Sequence[int]) -> Manifest:
         """sums: of all ranks together, in the order of `plan.tensors()`."""
         made = {name: Record(c.size, zlib.crc32(c.header), {}) for name, c in plan.files.items()}
         for (file, name, entry), value in zip(plan.tensors(), sums, strict=True):
@@ -88,7 +88,7 @@ class Manifest:
     def wrong(self, files: Mapping[str, Contents], sums: Sequence[int]) -> list[str]:
         """Names of the tensors whose bytes are not those that were written."""
         found = []
-        for (file, name, entry), value in zip(Plan(dict(files)).tensors(), sums, strict=True):
+        for (file, name, entry), value in zip(FileLayout(dict(files)).tensors(), sums, strict=True):
             if self.files[file].tensors.get(name) != digest.whole(int(value), entry.nbytes):
                 found.append(name)
         return found

@@ -12,11 +12,11 @@ import numpy as np
 
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.checkpoint.commit import Target
+from fsdpx.checkpoint.files import STATE, STATE_KEY, FileLayout, Tensors, lay_out
 from fsdpx.checkpoint.format import array_type, code_of
 from fsdpx.checkpoint.load import FLOATS, damaged
 from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.checkpoint.pieces import BLOCK, Held
-from fsdpx.checkpoint.plan import STATE, STATE_KEY, Plan, Tensors, plan
 from fsdpx.checkpoint.source import Source, checkpoint, weights
 from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
@@ -69,7 +69,7 @@ def compare(a: Source, b: Source) -> Iterator[Difference]:
             yield Difference(name, first.code, largest)
 
 
-def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> Plan:
+def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> FileLayout:
     """Write the weights of `source` in another format, in one file or several of up to `shard_bytes`, into the folder
     `target`. What else a checkpoint holds comes along unchanged. Digests of the source are checked before."""
     found, wrong = verify(source)
@@ -77,7 +77,7 @@ def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | No
         raise CheckpointError(f"{found.folder}: damaged: the digest does not fit of {', '.join(wrong[:5])}")
     state = state_text(found)
     rest = found.only(state=True).places
-    made = plan(
+    made = lay_out(
         {n: (_code(e.code, dtype), e.shape) for n, (_, e) in found.only(state=False).places.items()},
         {n: (e.code, e.shape) for n, (_, e) in rest.items()},
         state,

@@ -11,10 +11,10 @@ import numpy as np
 
 from fsdpx.array.namespace import from_host
 from fsdpx.checkpoint.digest import Sum
-from fsdpx.checkpoint.disk import opened, read_at, soon
+from fsdpx.checkpoint.disk import opened, read_at, will_read
+from fsdpx.checkpoint.files import FileLayout
 from fsdpx.checkpoint.format import Entry, array_type
 from fsdpx.checkpoint.pieces import BLOCK, Held, Run
-from fsdpx.checkpoint.plan import Plan
 from fsdpx.checkpoint.rounding import rounded
 from fsdpx.checkpoint.source import Source
 from fsdpx.errors import CheckpointError
@@ -27,8 +27,8 @@ SPARSE = 8
 
 
 def sums(source: Source, rank: int, ranks: int) -> np.ndarray:
-    """What this rank's even part of all bytes adds to the CRC of each tensor, uint64 in the order of `Plan.tensors`."""
-    tensors = list(Plan(source.files).tensors())
+    """What this rank's even part of all bytes adds to the CRC of each tensor, uint64 in the order of `FileLayout.tensors`."""
+    tensors = list(FileLayout(source.files).tensors())
     found = np.zeros(len(tensors), np.uint64)
     ends = np.cumsum([0, *(entry.nbytes for _, _, entry in tensors)]).tolist()
     everything = [Range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
@@ -40,7 +40,7 @@ def sums(source: Source, rank: int, ranks: int) -> np.ndarray:
             total, first = Sum(), ends[piece.have]
             for at in range(piece.start, piece.stop, BLOCK):
                 part = memoryview(buffer)[: min(BLOCK, piece.stop - at)]
-                soon(files[file], entry.start + at - first + len(part), 2 * BLOCK)  # while this part is summed up
+                will_read(files[file], entry.start + at - first + len(part), 2 * BLOCK)  # while this part is summed up
                 _read_at(source, files, file, part, entry.start + at - first)
                 total.add(at - first, part)
             found[piece.have] = total.of(entry.nbytes)

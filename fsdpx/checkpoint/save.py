@@ -13,10 +13,10 @@ import numpy as np
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.checkpoint.agree import alone, same, together
 from fsdpx.checkpoint.commit import Target, prune, unnumbered
+from fsdpx.checkpoint.files import FileLayout, Tensors, lay_out
 from fsdpx.checkpoint.format import code_of
 from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.checkpoint.pieces import owned
-from fsdpx.checkpoint.plan import Plan, Tensors, plan
 from fsdpx.checkpoint.state import Scalars, scalars_of
 from fsdpx.checkpoint.write import write
 from fsdpx.comm.communicator import Communicator
@@ -53,7 +53,7 @@ class Prepared:
     """All ranks have agreed, the empty files are there. target: on rank 0. folder: where to write."""
 
     where: str
-    plan: Plan
+    plan: FileLayout
     folder: Path
     target: Target | None
     path: Path
@@ -119,13 +119,13 @@ def _checked(state: TrainState, path: Path, choices: Choices, loader: Any, fit: 
     return scalars
 
 
-def plan_of(placement: Placement, choices: Choices, scalars: Scalars) -> Plan:
+def plan_of(placement: Placement, choices: Choices, scalars: Scalars) -> FileLayout:
     """The same on every rank: from the model, the optimiser and the options alone."""
     specs, code = placement.layout.specs, code_of(placement.dtype)
     saved = code if choices.dtype is None else code_of(dtype_of(choices.dtype))
     weights: Tensors = {name: (saved, spec.shape) for name, spec in specs.items()}
     rest = {name: spec for name, spec in saved_tensors(placement).items() if name not in specs}
-    return plan(weights, {n: (code, s.shape) for n, s in rest.items()}, scalars.text(), choices.shard_bytes)
+    return lay_out(weights, {n: (code, s.shape) for n, s in rest.items()}, scalars.text(), choices.shard_bytes)
 
 
 def added(world: Communicator, sums: np.ndarray) -> np.ndarray:

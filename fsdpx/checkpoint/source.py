@@ -10,9 +10,9 @@ from pathlib import Path
 
 from fsdpx.checkpoint.commit import current
 from fsdpx.checkpoint.disk import opened, read_at
+from fsdpx.checkpoint.files import INDEX, STATE, WEIGHTS, FileLayout
 from fsdpx.checkpoint.format import Contents, Entry, parse, unique
 from fsdpx.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint
-from fsdpx.checkpoint.plan import INDEX, STATE, WEIGHTS, Plan
 from fsdpx.errors import CheckpointError
 
 __all__ = ["Source", "checkpoint", "weights"]
@@ -31,7 +31,7 @@ class Source:
     @cached_property
     def places(self) -> dict[str, tuple[str, Entry]]:
         """Tensor -> its file, and where it lies there."""
-        return Plan(self.files).places
+        return FileLayout(self.files).places
 
     def only(self, state: bool) -> Source:
         """The file of the state, or all others."""
@@ -119,7 +119,7 @@ def _indexed(path: Path) -> Source:
 
 def _demand_once(source: Source) -> None:
     seen: dict[str, str] = {}
-    for file, name, _ in Plan(source.files).tensors():
+    for file, name, _ in FileLayout(source.files).tensors():
         if name in seen:
             raise CheckpointError(f"{source.folder}: tensor {name!r} is in {seen[name]} and in {file}")
         seen[name] = file

@@ -13,11 +13,11 @@ import numpy as np
 from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.digest import Sum
 from fsdpx.checkpoint.disk import opened, sync, write_at
+from fsdpx.checkpoint.files import FileLayout
 from fsdpx.checkpoint.format import Entry, array_type
-from fsdpx.checkpoint.hand import Hand
 from fsdpx.checkpoint.pieces import BLOCK, Held
-from fsdpx.checkpoint.plan import Plan
 from fsdpx.checkpoint.rounding import rounded
+from fsdpx.checkpoint.worker import Worker
 
 __all__ = ["write"]
 
@@ -28,14 +28,14 @@ SHORT = 1 << 16
 """Bytes that are written and summed up sooner than another thread wakes up."""
 
 
-def write(folder: Path, plan: Plan, pieces: Iterable[Held]) -> np.ndarray:
+def write(folder: Path, plan: FileLayout, pieces: Iterable[Held]) -> np.ndarray:
     """Write `pieces` into the files of `plan`, all there already, and wait for the disk.
 
     Returns what they add to the CRC of each tensor, uint64 in the order of `plan.tensors()`. Extra memory: two blocks.
     While a block is summed up, a thread writes it; another has the disk take those before.
     """
     sums: dict[str, int] = {}
-    with ExitStack() as stack, Hand("fsdpx write") as writer, Hand("fsdpx sync") as syncer:
+    with ExitStack() as stack, Worker("fsdpx write") as writer, Worker("fsdpx sync") as syncer:
         files: dict[str, int] = {}
         waiting = 0
         for piece in pieces:
@@ -57,7 +57,7 @@ def _keep(files: Iterable[int]) -> None:
         sync(fd)
 
 
-def _write_piece(fd: int, piece: Held, entry: Entry, writer: Hand) -> int:
+def _write_piece(fd: int, piece: Held, entry: Entry, writer: Worker) -> int:
     """Blocks are converted whole; each run of elements that lie together in the file is one write."""
     total, size = Sum(), entry.itemsize
     for block in piece.blocks(BLOCK // max(size, piece.array.dtype.itemsize)):

@@ -31,12 +31,11 @@ TIMEOUT = 1800.0
 
 
 class MpiCommunicator(Backend):
-    """An MPI communicator, duplicated: messages of the solver that owns the original never meet ours.
+    """An MPI communicator, duplicated (`raw`): messages of the solver that owns the original never meet ours.
 
-    timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are
-    cut into several. A transfer makes progress while some handle of the process is tested or waited for; one
-    thread at a time may do that. Arrays on a GPU are copied to the host and back; the handle is complete when
-    the copy back is issued.
+    timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into
+    several. A transfer makes progress while some handle of the process is tested or waited for, by one thread at a
+    time. Arrays on a GPU are copied to the host and back; the handle is complete when the copy back is issued.
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT) -> None:
@@ -44,17 +43,14 @@ class MpiCommunicator(Backend):
 
     def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), progress)
-        self._comm = comm
-        self.timeout = timeout
-        self.limit = limit
+        self.raw, self.timeout, self.limit = comm, timeout, limit
+
+    def wait_up_to(self, seconds: float) -> None:
+        """From now on a single wait may last so long."""
+        self.timeout = seconds
 
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
-
-    @property
-    def raw(self) -> MPI.Intracomm:
-        """The mpi4py communicator, our duplicate."""
-        return self._comm
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -73,7 +69,7 @@ class MpiCommunicator(Backend):
         return begin(self, call)
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        comm, chunks, tag = self._comm, self._chunks, call.tag
+        comm, chunks, tag = self.raw, self._chunks, call.tag
         try:
             requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(wire(part))]
             requests += [comm.Isend(c, rank, tag) for rank, part in outgoing for c in chunks(wire(part))]
@@ -88,11 +84,11 @@ class MpiCommunicator(Backend):
         if target.size > self.limit:
             copy(own, source)
             parts = [(root, cut.part(target, root)) for root in range(self.size)]
-            requests = [self._comm.Ibcast(chunk, root) for root, part in parts for chunk in self._chunks(part)]
+            requests = [self.raw.Ibcast(chunk, root) for root, part in parts for chunk in self._chunks(part)]
             return self._begun(call, requests, target)
         if not cut.even:
             return self.all_gather_at(call, cut.counts, cut.displs)
-        request = self._comm.Iallgather(MPI.IN_PLACE if overlay(source, own) else source, target)
+        request = self.raw.Iallgather(MPI.IN_PLACE if overlay(source, own) else source, target)
         return self._begun(call, [request], source, target)
 
     def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
@@ -100,7 +96,7 @@ class MpiCommunicator(Backend):
         source, target = wire(call.arrays[0]), wire(call.arrays[1])
         start = displs[self.rank]
         in_place = overlay(source, target[start : start + counts[self.rank]])
-        request = self._comm.Iallgatherv(MPI.IN_PLACE if in_place else source, (target, (counts, displs)))
+        request = self.raw.Iallgatherv(MPI.IN_PLACE if in_place else source, (target, (counts, displs)))
         return self._begun(call, [request], source, target)
 
     def _reduce_scatter(self, call: Call) -> Handle:
@@ -111,9 +107,9 @@ class MpiCommunicator(Backend):
         source, target = (MPI.IN_PLACE, send) if in_place or at_home else (send, recv)
         kind = mpi_op(call.op, send.dtype)
         if cut.even:
-            request = self._comm.Ireduce_scatter_block(source, target, kind)
+            request = self.raw.Ireduce_scatter_block(source, target, kind)
         else:
-            request = self._comm.Ireduce_scatter(source, target, cut.counts, kind)
+            request = self.raw.Ireduce_scatter(source, target, cut.counts, kind)
         handle = self._begun(call, [request], source, target)
         if at_home:
             handle = Finish(handle, partial(np.copyto, recv, send[: recv.size]))
@@ -132,12 +128,12 @@ class MpiCommunicator(Backend):
     def _all_reduce(self, call: Call) -> Handle:
         (buf,) = call.arrays
         kind = mpi_op(call.op, buf.dtype)
-        requests = [self._comm.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._chunks(buf)]
+        requests = [self.raw.Iallreduce(MPI.IN_PLACE, chunk, kind) for chunk in self._chunks(buf)]
         return self._averaged(call, self._begun(call, requests, buf), buf)
 
     def _broadcast(self, call: Call) -> Handle:
         (buf,) = call.arrays
-        requests = [self._comm.Ibcast(chunk, call.root) for chunk in self._chunks(wire(buf))]
+        requests = [self.raw.Ibcast(chunk, call.root) for chunk in self._chunks(wire(buf))]
         return self._begun(call, requests, buf)
 
     def _reduce(self, call: Call) -> Handle:
@@ -150,25 +146,21 @@ class MpiCommunicator(Backend):
     def _reduces(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
         kind = mpi_op(op, send.dtype)
         if recv is None:
-            return [self._comm.Ireduce(chunk, None, kind, root) for chunk in self._chunks(send)]
+            return [self.raw.Ireduce(chunk, None, kind, root) for chunk in self._chunks(send)]
         sources = self._chunks(send)
         if overlay(send, recv):
             sources = [MPI.IN_PLACE] * len(sources)
         pairs = zip(sources, self._chunks(recv), strict=True)
-        return [self._comm.Ireduce(source, chunk, kind, root) for source, chunk in pairs]
+        return [self.raw.Ireduce(source, chunk, kind, root) for source, chunk in pairs]
 
     def _barrier(self, call: Call) -> Handle:
-        return self._begun(call, [self._comm.Ibarrier()])
+        return self._begun(call, [self.raw.Ibarrier()])
 
     def _send(self, call: Call) -> Handle:
-        (buf,) = call.arrays
-        requests = [self._comm.Isend(chunk, call.root, call.tag) for chunk in self._chunks(wire(buf))]
-        return self._begun(call, requests, buf)
+        return self.exchange(call, [(call.root, call.arrays[0])], [])
 
     def _recv(self, call: Call) -> Handle:
-        (buf,) = call.arrays
-        requests = [self._comm.Irecv(chunk, call.root, call.tag) for chunk in self._chunks(wire(buf))]
-        return self._begun(call, requests, buf)
+        return self.exchange(call, [], [(call.root, call.arrays[0])])
 
     def _chunks(self, array: Array) -> list[Any]:
         """`array` in parts that one message can hold; both sides cut alike."""
@@ -184,13 +176,13 @@ class MpiCommunicator(Backend):
         return Finish(handle, partial(np.divide, total, self.size, total)) if average else handle
 
     def _translated(self, error: MPI.Exception, call: Call) -> CommError:
-        return translated(error, f"{call.name} on rank {self.rank} of {self.size}", self._comm)
+        return translated(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
 
     # -- groups ----------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         try:
-            part = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+            part = self.raw.Split(MPI.UNDEFINED if color is None else color, key)
         except MPI.Exception as error:
             raise self._translated(error, Call("split")) from error
         if color is None:
@@ -200,8 +192,8 @@ class MpiCommunicator(Backend):
         return group
 
     def close(self) -> None:
-        if self._comm != MPI.COMM_NULL:
-            self._comm.Free()
+        if self.raw != MPI.COMM_NULL:
+            self.raw.Free()
 
     def abort(self, code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():

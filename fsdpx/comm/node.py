@@ -7,7 +7,7 @@ arrays outside of windows, goes through `MpiCommunicator`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
@@ -48,12 +48,9 @@ class NodeCommunicator(Backend):
     """
 
     def __init__(
-        self,
-        comm: MPI.Intracomm | None = None,
-        timeout: float = TIMEOUT,
-        limit: int = LIMIT,
+        self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT,
         machines: Sequence[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         mpi = MpiCommunicator(comm, timeout, limit)
         rank = mpi.rank
         here = mpi.raw.Split_type(MPI.COMM_TYPE_SHARED) if machines is None else mpi.raw.Split(machines[rank], rank)
@@ -75,14 +72,25 @@ class NodeCommunicator(Backend):
         across = mpi.split(self.machine.index(self.rank), self.rank) if even and not self.inside else None
         self.near = Neighbours(mpi, host, self.machine, number) if even else None
         self.lanes: Lanes | None = None
-        if across is not None:
-            assert isinstance(across, MpiCommunicator)
-            assert self.near is not None
+        if self.near is not None and isinstance(across, MpiCommunicator):
             self.lanes = Lanes(self.near, across, self.machines)
         self._kept: dict[Any, Persistent] = {}
 
     def __repr__(self) -> str:
         return f"NodeCommunicator(rank={self.rank}, size={self.size}, machines={len(self.machines)})"
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a single wait may last."""
+        return self.mpi.timeout
+
+    def wait_up_to(self, seconds: float) -> None:
+        """From now on a single wait may last so long."""
+        self.mpi.wait_up_to(seconds)
+        if self.near is not None:
+            self.near.timeout = seconds
+        if self.lanes is not None:
+            self.lanes.across.wait_up_to(seconds)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -92,12 +100,11 @@ class NodeCommunicator(Backend):
         return self.near is not None
 
     def share(self, nbytes: int) -> Array | None:
-        """Memory of this rank that its machine can reach, as bytes; ranks may ask for different amounts.
-
-        None, on all ranks, if a machine has too little memory. Collective over the communicator that was opened first.
-        """
+        """Memory of this rank that its machine can reach, as bytes; ranks may ask for different amounts. None, on all
+        ranks, if a machine has too little memory. Collective over the communicator that was opened first."""
         self._prepare()
-        return self.host.allocate(nbytes)
+        number = self.host.window(nbytes)
+        return None if number is None else self.host.windows[number].parts[self.host.rank]
 
     def share_one(self, nbytes: int) -> Array | None:
         """The same, but one piece of memory for all ranks of this group on a machine."""
@@ -106,7 +113,7 @@ class NodeCommunicator(Backend):
         if number is None:
             return None
         self.host.common.add(number)
-        return self.host.part(number, self._home)
+        return self.host.windows[number].parts[self._home]
 
     def release(self, array: Array) -> None:
         """Give back what `share` or `share_one` gave. Collective like they are."""
@@ -119,16 +126,9 @@ class NodeCommunicator(Backend):
         return super().issue(call) if known is None else known.begin(call.arrays, call.what)
 
     def _call(
-        self,
-        verb: str,
-        arrays: Arrays,
-        op: ReduceOp,
-        root: int,
-        counts: AllCounts,
-        what: str,
-        tag: int = 0,
-        how: str = "library",
-    ) -> Handle:
+        self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
+        tag: int = 0, how: str = "library",
+    ) -> Handle:  # fmt: skip
         """What is known need not become a `Call` first: that takes a tenth of the time of a small collective."""
         known = self._known(verb, arrays, op, counts, how)
         if known is None:
@@ -155,12 +155,12 @@ class NodeCommunicator(Backend):
         into, source = self.host.find(recv), self.host.find(send)
         if into is not None and into.window in self.host.common:
             if self.lanes is not None:
-                return self._steps(self.lanes.all_gather_common(call))
+                return Steps(self.lanes.all_gather_common(call), self.progress)
             return self._gather_common(call, near, into, source)
         if self.inside and source is not None:
             return self._gather_from(call, near, source)
         if self.lanes is not None and into is not None:
-            return self._steps(self.lanes.all_gather(call, into))
+            return Steps(self.lanes.all_gather(call, into), self.progress)
         return None
 
     def _gather_common(self, call: Call, near: Neighbours, into: Place, source: Place | None) -> Handle:
@@ -191,7 +191,7 @@ class NodeCommunicator(Backend):
         if place is None:
             return None
         if self.lanes is not None:
-            return self._steps(self.lanes.reduce_scatter(call, place))
+            return Steps(self.lanes.reduce_scatter(call, place), self.progress)
         # The start of `send` is others' to read until all have finished; its own piece is not.
         aside = overlay(send, recv) and near.lane > 0
         if self.persistent is not None and _compiled(call) and not aside and isinstance(recv, np.ndarray):
@@ -210,7 +210,7 @@ class NodeCommunicator(Backend):
         if place is None:
             return None
         if self.lanes is not None:
-            return self._steps(self.lanes.all_reduce(call, place))
+            return Steps(self.lanes.all_reduce(call, place), self.progress)
         cut = even_pieces(buf.size, self.size)
         if self.persistent is not None and _compiled(call):
             return self._keep(call, self.persistent.added(near, call, place, cut))
@@ -253,7 +253,7 @@ class NodeCommunicator(Backend):
 
     def _barrier(self, call: Call, near: Neighbours) -> Handle | None:
         if self.persistent is not None:
-            made = self._kept["barrier"] = self.persistent.barrier(near, call)
+            made = self._kept["barrier"] = self.persistent.gathered(near, call)
             return made.begin((), call.what)
         return near.sync(near.reserve(), call) if self.inside else None
 
@@ -288,9 +288,6 @@ class NodeCommunicator(Backend):
         if small or not (self.inside or not is_half(array.dtype)):
             return None
         return self.host.find(array)
-
-    def _steps(self, generator: Iterator[Handle]) -> Handle:
-        return Steps(generator, self.progress)
 
     # -- groups ----------------------------------------------------------------------------------
 

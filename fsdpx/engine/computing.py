@@ -49,7 +49,7 @@ def _forward(
     run: Run, action: Action, taken: Values, read: Values, statistics: Values, keep: bool
 ) -> tuple[list[Any], Any]:
     u, batch = number_of(action), run.batch(action)
-    unit, place, views = run.place.stage.units[u], run.place, run.workspace.views
+    unit, place, views = run.place.stage.units[u], run.place, run.views
     if batch is None:
         return [None] * len(unit.gives), None
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
@@ -64,7 +64,7 @@ def _forward(
 
 
 def recompute(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    u, batch, views = number_of(action), run.batch(action), run.workspace.views
+    u, batch, views = number_of(action), run.batch(action), run.views
     if batch is None:
         return (None,)
     unit, envs = run.place.layout.units[u], run.envs(u, batch, again=True)
@@ -73,7 +73,7 @@ def recompute(run: Run, action: Action, taken: Values, read: Values, added: Valu
 
 def backward(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Both halves at once: node by node, so that what the second half needs lives shortest."""
-    u, batch, stage, views = number_of(action), run.batch(action), run.place.stage, run.workspace.views
+    u, batch, stage, views = number_of(action), run.batch(action), run.place.stage, run.views
     unit, pages = stage.units[u], _trained(run, u)
     gradients, have = _gradients(run, pages, added), added[len(pages) :]
     if batch is None:
@@ -93,7 +93,7 @@ def backward_input(run: Run, action: Action, taken: Values, read: Values, added:
     if batch is None:
         return (None, *added)
     inner, dvalues = _dvalues(run, unit, taken, added)
-    saved, params = taken[len(unit.gives)], run.workspace.views.params(u, read)
+    saved, params = taken[len(unit.gives)], run.views.params(u, read)
     kept = compute.backward_input(run.place.layout.units[u], run.envs(u, batch), params, saved, dvalues)
     return (kept, *(dvalues.get(v) for v in inner))
 
@@ -105,7 +105,7 @@ def backward_params(run: Run, action: Action, taken: Values, read: Values, added
     if batch is None:
         return _without_samples(gradients, ())
     entries = _open(run, action, pages, gradients)
-    grads = run.workspace.views.grads(u, entries)
+    grads = run.views.grads(u, entries)
     compute.backward_params(run.place.layout.units[u], run.envs(u, batch), grads, taken[0])
     _close(run, action, entries)
     return tuple(gradients)
@@ -123,7 +123,7 @@ def _dvalues(run: Run, unit: StageUnit, taken: Values, have: Values) -> tuple[li
 
 
 def _gradients(run: Run, pages: list[int], added: Values) -> list[Gradient]:
-    return [run.workspace.gradient(p) if g is None else g for p, g in zip(pages, added, strict=False)]
+    return [run.workspace.gradient(p, run.views) if g is None else g for p, g in zip(pages, added, strict=False)]
 
 
 def _without_samples(gradients: list[Gradient], have: Values) -> Values:
@@ -136,7 +136,7 @@ def _open(run: Run, action: Action, pages: list[int], gradients: list[Gradient])
     """The gradients of each page by name; those of a buffer that is used for the first time are blank."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
-        entries = run.workspace.views.entries(run.place.layout.pages[page], gradient.at(microbatch_of(action)))
+        entries = run.views.entries(run.place.layout.pages[page], gradient.at(microbatch_of(action)))
         if gradient.blank:
             gradient.blank = False
             for entry in entries.values():

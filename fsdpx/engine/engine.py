@@ -81,13 +81,16 @@ class Engine:
         self.ran, self.batch, self._givers = program, feed.batch or self.batch, executable.givers
         if self._recorder is not None:
             self._recorder.program(state.steps, program.kind, threading.get_ident())
-        self._views = executable.workspace.enter(self._views)
+        executable.workspace.enter()
+        self.drop_stale_views()
+        if self._views is None:
+            self._views = Views(self.placement.layout, state.arena.generation)
         if blas.threads() != self.placement.product_threads:
             blas.threads(self.placement.product_threads)
         if self._worlds.seed != state.seed:  # the worlds of layers hold random numbers of the seed before
             self._worlds = Worlds(state)
-        worlds, scaler = self._worlds, state.scaler
-        return Run(self.placement, feed, executable.workspace, worlds, state.ties, state.steps, scaler, self._issue)
+        work, views, worlds = executable.workspace, self._views, self._worlds
+        return Run(self.placement, feed, work, views, worlds, state.ties, state.steps, state.scaler, self._issue)
 
     def _act(self, run: Run, step: Step) -> None:
         operation, action, words, takes, reads, adds, gives, lane = step

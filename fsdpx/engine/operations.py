@@ -42,7 +42,7 @@ def gather(run: Run, action: Action, taken: Values, read: Values, added: Values)
     p, place, (master,) = number_of(action), run.place, read
     page, comm, what = place.pages[p], place.axes.shard, _what(run, action)
     full = run.workspace.full(p)
-    views = run.workspace.views.page(page.page, full)
+    views = run.views.page(page.page, full)
     if place.formats.wire is not None:
         wire = run.workspace.buffer("wire", p, page.size, place.formats.wire)
         own = wire[page.mine.start : page.mine.stop]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
 from fsdpx.nn.layer import Env
 from fsdpx.program import Action
@@ -23,23 +23,20 @@ Values = tuple[Any, ...]
 
 
 class Worlds:
-    """What layers know of the world, one `Env` per node, made once: what moves in them is the moment."""
+    """What layers know of the world, one `Env` for the model and one per node, made once: what moves in them is the
+    moment."""
 
     def __init__(self, state: TrainState) -> None:
-        self.seed, self.moment, self.place, self._random = state.seed, state.moment, state.placement, state.random
+        place, self.seed, self.moment = state.placement, state.seed, state.moment
+        self._root = Env(place.xp, place.axes, state.random, recompute=place.options.recompute.cores)
+        self._units, self._made = place.layout.units, dict[tuple[bool, bool], tuple[Env, list[list[Env]]]]()
 
     def of(self, training: bool, again: bool) -> tuple[Env, list[list[Env]]]:
         """Of the model as a whole, and of each node of each unit. again: this is a recompute."""
-        return self._all[training, again]
-
-    @cached_property
-    def _all(self) -> dict[tuple[bool, bool], tuple[Env, list[list[Env]]]]:
-        place, random = self.place, self._random
-        made = {}
-        for training, again in ((True, False), (False, False), (True, True)):
-            root = Env(place.xp, place.axes, random, training, recompute=place.options.recompute.cores, recomputing=again)
-            made[training, again] = (root, [[root.at(n.path) for n in u.nodes] for u in place.layout.units])
-        return made
+        if (training, again) not in self._made:
+            root = replace(self._root, training=training, recomputing=again)
+            self._made[training, again] = root, [[root.at(n.path) for n in u.nodes] for u in self._units]
+        return self._made[training, again]
 
 
 @dataclass
@@ -52,6 +49,7 @@ class Run:
     place: Placement
     feed: Feed
     workspace: Workspace
+    views: Views
     worlds: Worlds
     ties: dict[int, Tie]
     step: int

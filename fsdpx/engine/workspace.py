@@ -30,15 +30,10 @@ class Workspace:
         self._scratch: dict[Slot, int] = {}
         self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
 
-    def enter(self, views: Views | None) -> Views:
-        """Before each run: grow the slab if need be; the views of an old one are made anew."""
-        arena = self.state.arena
+    def enter(self) -> None:
+        """Before each run: grow the slab if need be."""
         self.births.clear()
-        arena.lend(self.plan)
-        if views is None or views.generation != arena.generation:
-            views = Views(self.place.layout, arena.generation)
-        self.views = views
-        return views
+        self.state.arena.lend(self.plan)
 
     def buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
         """The buffer of the next life of that kind for a page: lives come in the order of the program."""
@@ -56,7 +51,7 @@ class Workspace:
         """Where the reduced gradient of a page is kept."""
         return self.state.ledger.array("part", page)
 
-    def gradient(self, page: int) -> Gradient:
+    def gradient(self, page: int, views: Views) -> Gradient:
         """A blank full gradient of a page, kept or lent."""
         place, row = self.place, self.state.ledger.rows[Key("grad", page)]
         if row.kept:
@@ -66,7 +61,7 @@ class Workspace:
         else:
             buffer = self.buffer("grad", page, row.elements, row.dtype)
         shared = self.state.arena.memory is not None
-        return place.accumulation.gradient(buffer, lambda b: self.views.leaves(b, row.span.size), at_home=shared)
+        return place.accumulation.gradient(buffer, lambda b: views.leaves(b, row.span.size), at_home=shared)
 
     def scratch(self, kind: str, page: int) -> Any:
         """Short-lived memory of an action: bytes for a codec, elements of the gradients' format for all else."""

@@ -52,7 +52,7 @@ def show(args: argparse.Namespace) -> str:
     where = "" if mesh is None else f" on {mesh_text(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {args.rank} of {ranks}, batch {batch}"
     parts = [head, _program(run), _units(run), _traffic(run), _memory(run)]
-    schedule = run.trainer.placement.pipe.plan(run.program.microbatches)
+    schedule = run.trainer.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
     parts += [_drawing(schedule, args.png)] if args.png else []
     return "\n\n".join(parts)

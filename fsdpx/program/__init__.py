@@ -17,11 +17,9 @@ from fsdpx.program.timeline import Event
 from fsdpx.program.validate import validate
 from fsdpx.program.verbs import VERBS, Move, Scratch, Verb
 
-Plan = PipelineSchedule
-
 __all__ = [
     "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Calls", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move",
-    "Overlap", "PipelineSchedule", "Plan", "Program", "Request", "ScheduleFunction", "Scratch", "Sizes", "Slot",
+    "Overlap", "PipelineSchedule", "Program", "Request", "ScheduleFunction", "Scratch", "Sizes", "Slot",
     "SlotKind", "Slots", "Stage", "StageUnit", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check",
     "check_pipe", "compile", "expand", "grid", "idle", "in_flight", "lifetimes", "memory", "one_by_one", "overlap",
     "parse", "peak_memory", "pipeline", "schedule", "simulate", "simulate_programs", "traffic", "validate",

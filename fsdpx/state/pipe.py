@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdpx.comm.checks import TAGS
 from fsdpx.errors import ConfigError
-from fsdpx.program import Action, Edge, Plan, Request, Stage, check_pipe, compile, schedule
+from fsdpx.program import Action, Edge, PipelineSchedule, Request, Stage, check_pipe, compile, schedule
 
 __all__ = ["Pipe", "tag"]
 
@@ -18,27 +18,27 @@ class Pipe:
     choice: str | Callable[..., Any]
     width: int = 1
     per_rank: int | None = None
-    _plans: dict[int, Plan] = field(default_factory=dict)
+    _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
     _proved: set[Request] = field(default_factory=set)
 
-    def plan(self, microbatches: int) -> Plan:
+    def schedule(self, microbatches: int) -> PipelineSchedule:
         """Who does what when; ConfigError if the schedule needs more microbatches."""
-        if microbatches not in self._plans:
-            self._plans[microbatches] = schedule(self.choice, self.width, microbatches, self.per_rank)
-        return self._plans[microbatches]
+        if microbatches not in self._schedules:
+            self._schedules[microbatches] = schedule(self.choice, self.width, microbatches, self.per_rank)
+        return self._schedules[microbatches]
 
     def home(self, microbatches: int) -> tuple[int, ...]:
         """The rank of each stage. One rank runs the model as one stage."""
-        home = self.plan(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
+        home = self.schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
 
     def words(self, microbatches: int) -> str:
         """The schedule as text, rank by rank."""
-        return str(self.plan(microbatches)) if self.width > 1 else ""
+        return str(self.schedule(microbatches)) if self.width > 1 else ""
 
     def order(self, microbatches: int, rank: int) -> tuple[Action, ...] | None:
         """Forwards and backwards of one rank; None without a pipe: one microbatch after the other."""
-        return None if self.width == 1 else self.plan(microbatches).ranks[rank]
+        return None if self.width == 1 else self.schedule(microbatches).ranks[rank]
 
     def prove(self, request: Request, stages: tuple[Stage, ...]) -> None:
         """Compile what all ranks of the pipe run for a request like this one, and see that it comes to its end."""

@@ -49,35 +49,36 @@ def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | Non
     base = _base(comm)
     if base.size == 1 or not hasattr(base, "timeout") or not environment.read().watch:
         return None
-    dog = _watchdogs.get(base)
-    token = secrets.token_hex(4) if dog is None else ""
+    watchdog = _watchdogs.get(base)
+    token = secrets.token_hex(4) if watchdog is None else ""
     tokens = base.all_gather_object(token)  # always, so that all ranks do the same
-    if dog is None:
+    if watchdog is None:
         try:
-            dog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]), timeout)
+            watchdog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]), timeout)
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
             return None
     for one in (comm, *also):
-        _relax(one, dog.timeout * PATIENCE)
-    return dog
+        if hasattr(one := _base(one), "wait_up_to"):  # an axis of one rank never waits
+            one.wait_up_to(watchdog.timeout * PATIENCE)
+    return watchdog
 
 
 def watch_axes(axes: Axes, timeout: float | None = None) -> Recorder | None:
     """The same for all communicators of a mesh; the record that the engine of this rank keeps."""
-    dog = watch(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor, timeout=timeout)
-    return None if dog is None else dog.record
+    watchdog = watch(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor, timeout=timeout)
+    return None if watchdog is None else watchdog.record
 
 
 def unwatch(comm: Any) -> Watchdog | None:
     """Let go of `comm`, which is given up: nobody waits there any more. Its watchdog can still `bury` those who died
     before they had let go themselves."""
-    dog = _watchdogs.pop(_base(comm), None)
-    if dog is not None:
-        (dog.folder / "alarm").unlink(missing_ok=True)
-        dog.stop()
-        dog.bury(comm.lost())
-    return dog
+    watchdog = _watchdogs.pop(_base(comm), None)
+    if watchdog is not None:
+        (watchdog.folder / "alarm").unlink(missing_ok=True)
+        watchdog.stop()
+        watchdog.bury(comm.lost())
+    return watchdog
 
 
 class Watchdog:
@@ -357,13 +358,6 @@ def _base(comm: Any) -> Any:
     while hasattr(comm, "comm"):
         comm = comm.comm
     return comm
-
-
-def _relax(comm: Any, timeout: float) -> None:
-    base = _base(comm)
-    for part in (base, getattr(base, "mpi", None), getattr(base, "across", None)):
-        if part is not None and hasattr(part, "timeout"):
-            part.timeout = timeout
 
 
 def _named(ranks: list[int]) -> str:

@@ -90,10 +90,10 @@ def forked(folder: Path) -> Kill:
     return kill
 
 
-def said(numbers: list[int]) -> str:
+def in_words(numbers: list[int]) -> str:
     return f"{len(numbers)} kills in {numbers[-1]} saves: the old or the new checkpoint was whole each time"
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
-        print(said(run(Path(place), int(sys.argv[1]), forked(Path(place)))))
+        print(in_words(run(Path(place), int(sys.argv[1]), forked(Path(place)))))

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kills import Kill, fill, run, said, save_without_end, small
+from kills import Kill, fill, in_words, run, save_without_end, small
 
 from fsdpx import Trainer, init
 
@@ -85,4 +85,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "save":
         save(Path(sys.argv[2]), int(sys.argv[3]))
     with tempfile.TemporaryDirectory() as place, tempfile.TemporaryDirectory() as jobs:
-        print(said(run(Path(place), int(sys.argv[1]), by_rank(Path(place), Path(jobs)))))
+        print(in_words(run(Path(place), int(sys.argv[1]), by_rank(Path(place), Path(jobs)))))

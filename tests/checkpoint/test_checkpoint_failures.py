@@ -363,28 +363,28 @@ def test_damaged_checkpoints_are_refused(tmp_path: Path) -> None:
     size = (path / "model.safetensors").stat().st_size
     start = int.from_bytes((path / "model.safetensors").read_bytes()[:8], "little") + 8
 
-    def said(text: str, ranks: int = 3) -> None:
+    def in_words(text: str, ranks: int = 3) -> None:
         nonlocal path
         found = refused(ranks, broken, path)
         assert text in found, found
         path = fresh()
 
     damage(path / "model.safetensors", start)
-    said(f"{path}: damaged: the digest does not fit of blocks.0.attn")
+    in_words(f"{path}: damaged: the digest does not fit of blocks.0.attn")
     damage(path / "model.safetensors", size - 1, 128)
-    said("damaged: the digest does not fit of norm.weight")
+    in_words("damaged: the digest does not fit of norm.weight")
     damage(path / "state.safetensors", (path / "state.safetensors").stat().st_size - 1)
-    said("damaged: the digest does not fit of v/norm.weight")
+    in_words("damaged: the digest does not fit of v/norm.weight")
     damage(path / "model.safetensors", start - 1, 32 ^ 10)  # a space of the header
-    said("model.safetensors: damaged: the digest of the header does not fit")
+    in_words("model.safetensors: damaged: the digest of the header does not fit")
     damage(path / "manifest.json", 60)
-    said("manifest.json: damaged")
+    in_words("manifest.json: damaged")
     os.truncate(path / "model.safetensors", size - 3)
-    said(f"model.safetensors: truncated: {size - 3} bytes, its tensors need {size}")
+    in_words(f"model.safetensors: truncated: {size - 3} bytes, its tensors need {size}")
     os.truncate(path / "model.safetensors", 0)
-    said("truncated: 0 bytes are no safetensors file")
+    in_words("truncated: 0 bytes are no safetensors file")
     (path / "model.safetensors").unlink()
-    said("model.safetensors: the file is missing")
+    in_words("model.safetensors: the file is missing")
     (path / "manifest.json").unlink()
     assert "is no checkpoint: it has no manifest.json" in refused(2, broken, path)
     assert f"{tmp_path}/b: there is no checkpoint; in {tmp_path} there is a" in refused(2, broken, tmp_path / "b")
@@ -394,7 +394,7 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     spawn(saved, 1, tmp_path / "a")
     values = safetensors.numpy.load_file(tmp_path / "a/model.safetensors")
 
-    def said(changed: dict[str, Any], message: str) -> None:
+    def in_words(changed: dict[str, Any], message: str) -> None:
         safetensors.numpy.save_file(changed, tmp_path / "w.safetensors")
 
         def body(comm: Communicator) -> None:
@@ -408,18 +408,18 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
         assert refused(2, body) == f"load_weights {tmp_path}/w.safetensors: {message}"
 
     rest = {name: value for name, value in values.items() if name != "norm.weight"}
-    said(rest, "missing: norm.weight")
-    said(values | {"extra": np.ones(3)}, "not in the model: extra")
-    said(values | {"norm.weight": np.ones(21)}, "of the wrong shape: norm.weight is (21,) instead of (20,)")
-    said(
+    in_words(rest, "missing: norm.weight")
+    in_words(values | {"extra": np.ones(3)}, "not in the model: extra")
+    in_words(values | {"norm.weight": np.ones(21)}, "of the wrong shape: norm.weight is (21,) instead of (20,)")
+    in_words(
         values | {"norm.weight": np.ones(20, np.int64)},
         "norm.weight has the format I64: weights are F64, F32, F16, BF16",
     )
-    said(
+    in_words(
         values | {"norm.weight": np.ones(20, np.float32)},
         "norm.weight is float32 in the file and float64 in the trainer: say convert=True to round or widen it",
     )
-    said({}, "missing: blocks.0.attn.out.bias, blocks.0.attn.out.weight, blocks.0.attn.qkv.bias, "
+    in_words({}, "missing: blocks.0.attn.out.bias, blocks.0.attn.out.weight, blocks.0.attn.qkv.bias, "
          "blocks.0.attn.qkv.weight, blocks.0.mlp.down.bias and 23 more")  # fmt: skip
     text = refused(2, lambda comm: make(comm, "wide", optimizer=optim.SGD(lr=1, momentum=0.9)).load(tmp_path / "a"))
     assert "AdamW with slots m, v in the checkpoint, SGD with slots momentum here; load_weights takes" in text
@@ -436,7 +436,7 @@ def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
         (tmp_path / "a/state.safetensors").unlink()
         return json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
 
-    def said(index: Any, message: str) -> None:
+    def in_words(index: Any, message: str) -> None:
         (tmp_path / "a/model.safetensors.index.json").write_text(json.dumps(index))
         text = refused(1, lambda comm: make(comm, "wide").load_weights(tmp_path / "a"))
         assert message in text, text
@@ -444,14 +444,14 @@ def test_an_index_must_tell_the_truth(tmp_path: Path) -> None:
     index = fresh()
     names = index["weight_map"]
     files = sorted(set(names.values()))
-    said({}, "this is no index of safetensors files: 'weight_map'")
-    said({"weight_map": names | {"more": files[0]}}, "tensor 'more' is in the index or in a file, but not in both")
-    said({"weight_map": names | {"more": "../x"}}, "'../x' is no name of a file beside it")
-    said({"weight_map": names | {"more": "nothing"}}, "nothing: the file is missing")
+    in_words({}, "this is no index of safetensors files: 'weight_map'")
+    in_words({"weight_map": names | {"more": files[0]}}, "tensor 'more' is in the index or in a file, but not in both")
+    in_words({"weight_map": names | {"more": "../x"}}, "'../x' is no name of a file beside it")
+    in_words({"weight_map": names | {"more": "nothing"}}, "nothing: the file is missing")
     wrong = {
         name: files[0] if file == files[1] else files[1] if file == files[0] else file for name, file in names.items()
     }
-    said({"weight_map": wrong}, f"is in {files[0]}, the index says {files[1]}")
+    in_words({"weight_map": wrong}, f"is in {files[0]}, the index says {files[1]}")
 
 
 def test_a_closed_trainer_saves_nothing(tmp_path: Path) -> None:

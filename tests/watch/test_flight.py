@@ -24,7 +24,7 @@ def test_the_last_actions_are_there_in_order(actions: int, open_: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = recorder(Path(folder))
         for i in range(actions):
-            written.begin(label(f"F{i}"), float(i + 1))
+            written.begin(f"F{i}"), float(i + 1)
             if not (open_ and i == actions - 1):
                 written.end(i + 1.5)
         flight = read(Path(folder) / "rank-00001.flight")
@@ -39,8 +39,8 @@ def test_a_record_says_who_where_and_what_for(tmp_path: Path) -> None:
     written = recorder(tmp_path)
     written.program(7, "step", 1)
     now = time.perf_counter()
-    written.begin(label("GATHER1 (page 'ä.weight')"), now - 3)
-    written.waits(label("GATHER0 (page 'b')"))
+    written.begin("GATHER1 (page 'ä.weight')", now - 3)
+    written.waits("GATHER0 (page 'b')")
     flight = read_all(tmp_path)[1]
     assert (flight.rank, flight.ranks, flight.step, flight.program, flight.host) == (1, 3, 7, "step", "host")
     where = flight.where(time.time())
@@ -64,7 +64,7 @@ def test_ranks_that_wait_alike_share_a_line(tmp_path: Path) -> None:
     now = time.perf_counter()
     for rank in (0, 1, 2, 4):
         written = recorder(tmp_path, rank, 6)
-        written.begin(label("SETTLE1 (page 'w')"), now - 5)
+        written.begin("SETTLE1 (page 'w')", now - 5)
         if rank != 4:
             written.note(now - 4, f"reduce_scatter of REDUCE1 w on rank {rank} of 6")
     text = report(read_all(tmp_path), 6, set(), {4: "  File x\n"}, 3.0, time.time(), "host").splitlines()
@@ -74,7 +74,7 @@ def test_ranks_that_wait_alike_share_a_line(tmp_path: Path) -> None:
 
 
 def test_an_action_costs_less_than_a_microsecond_or_so(tmp_path: Path) -> None:
-    written, words = recorder(tmp_path), label("F3.0 (unit 'blocks.3')")
+    written, words = recorder(tmp_path), "F3.0 (unit 'blocks.3')"
     best = min(_seconds(written, words) for _ in range(20))
     assert best < 5e-6  # measured: 0.5e-6 on an idle core; others may use it at the same time
 

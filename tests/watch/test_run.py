@@ -17,7 +17,7 @@ from trials import MPIEXEC, STEPS, TRAINER, environment, none_left
 
 from fsdpx.__main__ import main
 from fsdpx.launch.rank import Note
-from fsdpx.launch.run import Ending, Plan, _ending, decide
+from fsdpx.launch.run import Ending, RestartPlan, _ending, decide
 from fsdpx.watch.preempt import PREEMPTED
 
 KINDS = st.sampled_from(["died", "hung", "error"])
@@ -31,7 +31,7 @@ def test_restarts_are_counted_and_ranks_stay_within_bounds(
     endings: list[Ending], ranks: int, least: int, most: int
 ) -> None:
     least = min(least, ranks)
-    plan = Plan(ranks, least, most, 0.5)
+    plan = RestartPlan(ranks, least, most, 0.5)
     for restarts, ending in enumerate(endings, 1):
         before = plan.ranks
         _, seconds = decide(plan, ending)
@@ -47,25 +47,25 @@ def died(rank: int, step: int) -> Ending:
 
 
 def test_done_and_preempted_are_ends() -> None:
-    assert decide(Plan(2, 1, 3), Ending("done", 0)) == ("done", None)
-    assert decide(Plan(2, 1, 3), Ending("preempted", 85)) == ("preempted", None)
+    assert decide(RestartPlan(2, 1, 3), Ending("done", 0)) == ("done", None)
+    assert decide(RestartPlan(2, 1, 3), Ending("preempted", 85)) == ("preempted", None)
 
 
 def test_the_same_rank_twice_makes_one_rank_fewer() -> None:
-    plan = Plan(3, 2, 9)
+    plan = RestartPlan(3, 2, 9)
     assert decide(plan, died(1, 4)) == ("3 ranks", 1.0)
     assert decide(plan, died(1, 8)) == ("rank 1 on n1 died twice: one rank fewer, 2 ranks", 1.0)
     assert decide(plan, died(1, 9)) == ("2 ranks", 1.0)  # no fewer than min_ranks
 
 
 def test_seconds_double_while_nothing_is_gained() -> None:
-    plan = Plan(3, 3, 9)
+    plan = RestartPlan(3, 3, 9)
     assert [decide(plan, died(i % 2, 4))[1] for i in range(4)] == [1, 2, 4, 8]
     assert decide(plan, died(0, 5))[1] == 1
 
 
 def test_an_error_that_comes_again_is_the_last() -> None:
-    plan, error = Plan(3, 3, 9), Ending("error", 1, (1, "n1"), 4)
+    plan, error = RestartPlan(3, 3, 9), Ending("error", 1, (1, "n1"), 4)
     assert decide(plan, error) == ("3 ranks", 1.0)
     assert decide(plan, Ending("error", 1, (0, "n1"), 5)) == ("3 ranks", 1.0)
     again, seconds = decide(plan, Ending("error", 1, (2, "n1"), 5))

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from fsdpx.checkpoint.format import SIZES, Contents, Entry, lay
 
-__all__ = ["INDEX", "STATE", "STATE_KEY", "WEIGHTS", "Plan", "Tensors", "plan", "split"]
+__all__ = ["INDEX", "STATE", "STATE_KEY", "WEIGHTS", "FileLayout", "Tensors", "lay_out", "split"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -22,7 +22,7 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class FileLayout:
     """files: name -> contents. texts: small files that are written as they are."""
 
     files: dict[str, Contents]
@@ -40,7 +40,7 @@ class Plan:
                 yield file, name, entry
 
 
-def plan(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> Plan:
+def lay_out(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
     """weights: in the order of the model. slots, state: of the second file, if there is one. shard_bytes: the most
     bytes of tensors in one file of weights (a larger tensor has a file of its own); None: one file."""
     groups = [weights] if shard_bytes is None else split(weights, shard_bytes)
@@ -49,7 +49,7 @@ def plan(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes
     texts = {INDEX: _index(files)} if len(files) > 1 else {}
     if state is not None:
         files[STATE] = lay(slots or {}, {STATE_KEY: state})
-    return Plan(files, texts)
+    return FileLayout(files, texts)
 
 
 def split(tensors: Tensors, most: int) -> list[Tensors]:

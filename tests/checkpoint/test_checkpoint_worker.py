@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from fsdpx.checkpoint.hand import Hand
+from fsdpx.checkpoint.worker import Worker
 
 
 def test_tasks_run_beside_their_owner_in_order() -> None:
     done: list[int] = []
     go = threading.Event()
-    with Hand("test") as hand:
+    with Worker("test") as hand:
         assert hand.free
         hand.begin(go.wait)
         assert not hand.free
@@ -28,7 +28,7 @@ def test_errors_come_out_once_at_the_next_call(by: str) -> None:
     def fail() -> None:
         raise OSError(28, "No space left on device")
 
-    with Hand("test") as hand:
+    with Worker("test") as hand:
         hand.begin(fail)
         with pytest.raises(OSError, match="No space left on device"):
             hand.begin(fail) if by == "begin" else hand.end()
@@ -38,6 +38,6 @@ def test_errors_come_out_once_at_the_next_call(by: str) -> None:
 
 def test_leaving_waits_for_the_task() -> None:
     done: list[int] = []
-    with Hand("test") as hand:
+    with Worker("test") as hand:
         hand.begin(lambda: done.append(1))
     assert done == [1]

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from types import TracebackType
 
-__all__ = ["Hand"]
+__all__ = ["Worker"]
 
 Task = Callable[[], object]
 
 
-class Hand:
+class Worker:
     """One task at a time: `begin(task)`, then `end()`, which waits for it and raises what it raised.
 
     Not an executor of `concurrent.futures`: those refuse work once the main program has ended, and a save in the
@@ -43,7 +43,7 @@ class Hand:
             if error is not None:
                 raise error
 
-    def __enter__(self) -> Hand:
+    def __enter__(self) -> Worker:
         self._thread.start()
         return self
 
