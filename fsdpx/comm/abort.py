@@ -16,42 +16,30 @@ __all__ = ["install"]
 _SECONDS_TO_DELIVER = 0.1
 
 
-class Abort:
-    """Prints the exception of a rank and ends the job; once, whichever thread comes first."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm = comm
-        self._lock = threading.Lock()
-        self._begun = False
-
-    def __call__(
-        self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
-    ) -> None:
-        with self._lock:
-            first, self._begun = not self._begun, True
-        if first:
-            sys.stdout.flush()
-            sys.stderr.write(report(self.comm.rank, kind, error, trace, thread))
-            sys.stderr.flush()
-            time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
-            self.comm.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    def in_thread(self, args: threading.ExceptHookArgs) -> None:
-        """What `threading.excepthook` calls; SystemExit ends a thread quietly, as in Python itself."""
-        if not issubclass(args.exc_type, SystemExit):
-            name = args.thread.name if args.thread is not None else "unknown"
-            self(args.exc_type, args.exc_value, args.exc_traceback, name)
-
-
 def install(comm: Communicator) -> None:
-    """From now on an uncaught exception in any thread of this process ends all ranks, with status 1.
+    """From now on an uncaught exception in any thread of this process, the first one, ends all ranks, with status 1.
 
     Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them.
     Installing again, with any communicator, only replaces the one that aborts.
     """
-    abort = Abort(comm)
-    sys.excepthook = abort
-    threading.excepthook = abort.in_thread
+    begun = threading.Lock()
+
+    def end(
+        kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
+    ) -> None:
+        if begun.acquire(blocking=False):
+            sys.stdout.flush()
+            sys.stderr.write(report(comm.rank, kind, error, trace, thread))
+            sys.stderr.flush()
+            time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
+            comm.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def in_thread(args: threading.ExceptHookArgs) -> None:
+        if not issubclass(args.exc_type, SystemExit):  # which ends a thread quietly, as in Python itself
+            name = args.thread.name if args.thread is not None else "unknown"
+            end(args.exc_type, args.exc_value, args.exc_traceback, name)
+
+    sys.excepthook, threading.excepthook = end, in_thread
 
 
 def report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -10,20 +11,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "DONE",
-    "AllCounts",
-    "Array",
-    "Arrays",
-    "Call",
-    "Counts",
-    "Done",
-    "Handle",
-    "Pieces",
-    "ReduceOp",
-    "even_pieces",
-    "pieces",
-]
-__all__ += ["split_evenly"]
+    "DONE", "AllCounts", "Array", "Arrays", "Call", "Counts", "Done", "Handle", "Pieces", "ReduceOp", "even_pieces",
+    "pieces", "split_evenly",
+]  # fmt: skip
 
 Array = Any
 """A flat array: one-dimensional, C-contiguous, of numpy, cupy or `fsdpx.array.shapes`."""
@@ -91,6 +81,7 @@ def split_evenly(n: int, parts: int) -> list[int]:
     return list(even_pieces(n, parts).counts)
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """One call of one rank: all that a backend has to know of it, and all that a wrapper may want to see.
 
@@ -100,29 +91,15 @@ class Call:
     algorithm: of an all-reduce. cuts: `counts` resolved, once a backend has checked the call.
     """
 
-    __slots__ = ("algorithm", "arrays", "counts", "cuts", "op", "root", "tag", "verb", "what")
-
-    def __init__(
-        self,
-        verb: str,
-        arrays: Arrays = (),
-        op: ReduceOp = ReduceOp.SUM,
-        root: int = 0,
-        counts: AllCounts = (),
-        what: str = "",
-        tag: int = 0,
-        algorithm: str = "library",
-        cuts: tuple[Pieces, ...] = (),
-    ) -> None:
-        self.verb = verb
-        self.arrays = arrays
-        self.op = op
-        self.root = root
-        self.counts = counts
-        self.what = what
-        self.tag = tag
-        self.algorithm = algorithm
-        self.cuts = cuts
+    verb: str
+    arrays: Arrays = ()
+    op: ReduceOp = ReduceOp.SUM
+    root: int = 0
+    counts: AllCounts = ()
+    what: str = ""
+    tag: int = 0
+    algorithm: str = "library"
+    cuts: tuple[Pieces, ...] = ()
 
     def on(self, arrays: Arrays, cuts: tuple[Pieces, ...] | None = None) -> Call:
         """The same call on other arrays, of the same cuts or of others."""
@@ -146,11 +123,9 @@ class Handle(Protocol):
 
     def test(self) -> bool:
         """True when the transfer is complete; pokes it forward if not. Never blocks."""
-        ...
 
     def wait(self) -> None:
         """Return when the transfer is complete; CommTimeout or CommError when it will not be."""
-        ...
 
 
 class Done:

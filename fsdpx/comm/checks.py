@@ -11,8 +11,10 @@ from fsdpx.comm.calls import Array, Call, Counts, Pieces, ReduceOp, even_pieces,
 from fsdpx.comm.reduction import is_half, kind_of, objection
 from fsdpx.errors import ConfigError, ShapeError
 
-__all__ = ["TAGS", "Ranks", "address", "complain", "copy", "flat", "group", "operation", "overlay", "peer", "piece"]
-__all__ += ["at_root", "one_each", "pieces_of", "same_dtype", "tag_in_range"]
+__all__ = [
+    "TAGS", "Ranks", "address", "at_root", "complain", "copy", "flat", "group", "one_each", "operation", "overlay",
+    "peer", "piece", "pieces_of", "same_dtype", "tag_in_range",
+]  # fmt: skip
 
 USUAL = frozenset("dfilqBLQ?")
 """dtype.char of what communicators move, but for 16-bit floats."""
@@ -41,8 +43,7 @@ def flat(comm: Ranks, call: Call, name: str, array: Array) -> None:
             return
     if getattr(array, "ndim", None) != 1:
         shape = getattr(array, "shape", type(array).__name__)
-        message = f"{name} must be a flat array (1-D), not {shape}: use array.reshape(-1)"
-        complain(ShapeError, comm, call, message)
+        complain(ShapeError, comm, call, f"{name} must be a flat array (1-D), not {shape}: use array.reshape(-1)")
     flags = getattr(array, "flags", None)
     if flags is not None and not flags.c_contiguous:
         complain(ShapeError, comm, call, f"{name} is not contiguous: communicate a contiguous copy")
@@ -54,8 +55,7 @@ def flat(comm: Ranks, call: Call, name: str, array: Array) -> None:
 
 def same_dtype(comm: Ranks, call: Call, send: Array, recv: Array) -> None:
     if send.dtype != recv.dtype:
-        message = f"send is {send.dtype}, recv is {recv.dtype}: they must be the same"
-        complain(ConfigError, comm, call, message)
+        complain(ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same")
 
 
 def pieces_of(comm: Ranks, call: Call, name: str, array: Array, counts: Counts) -> Pieces:
@@ -81,8 +81,7 @@ def one_each(comm: Ranks, call: Call, counts: tuple[int, ...]) -> None:
 def piece(comm: Ranks, call: Call, name: str, array: Array, count: int) -> None:
     """`array` has exactly the elements of this rank."""
     if array.size != count:
-        message = f"{name} has {array.size} elements, but {count} belong to this rank"
-        complain(ShapeError, comm, call, message)
+        complain(ShapeError, comm, call, f"{name} has {array.size} elements, but {count} belong to this rank")
 
 
 def operation(comm: Ranks, call: Call) -> None:
@@ -93,11 +92,10 @@ def operation(comm: Ranks, call: Call) -> None:
     if why_not is not None:
         complain(ConfigError, comm, call, why_not)
     if call.algorithm not in ALGORITHMS:
-        message = f"unknown algorithm {call.algorithm!r}: use one of {', '.join(ALGORITHMS)}"
-        complain(ConfigError, comm, call, message)
+        known = ", ".join(ALGORITHMS)
+        complain(ConfigError, comm, call, f"unknown algorithm {call.algorithm!r}: use one of {known}")
     if call.algorithm == "ring" and is_half(dtype):
-        message = f"a ring does not add {dtype} in rank order: use algorithm='library'"
-        complain(ConfigError, comm, call, message)
+        complain(ConfigError, comm, call, f"a ring does not add {dtype} in rank order: use algorithm='library'")
 
 
 def tag_in_range(comm: Ranks, call: Call) -> None:
@@ -109,8 +107,7 @@ def tag_in_range(comm: Ranks, call: Call) -> None:
 def peer(comm: Ranks, call: Call, name: str, other: int) -> None:
     """`other` is a rank of this communicator."""
     if not 0 <= other < comm.size:
-        message = f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}"
-        complain(ConfigError, comm, call, message)
+        complain(ConfigError, comm, call, f"{name}={other} is not a rank: there are ranks 0 to {comm.size - 1}")
 
 
 def at_root(comm: Ranks, call: Call, name: str, array: Array) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from fsdpx.array.kernels import add_widened, store
 from fsdpx.array.namespace import dtype as dtype_of
@@ -20,54 +21,30 @@ Memory = Mapping[str, Array]
 
 
 class Codec(ABC):
-    """Sums a flat gradient over a communicator; inherit it for a codec of your own.
-
-    Attributes
-    ----------
-    itemsize : int or None
-        Bytes of an element on its way; None: as many as in the gradient.
-    calls : tuple of (str, int)
-        The collectives that `reduce` makes, for predictions of traffic, and how many times each moves n - own elements
-        of `itemsize` bytes.
-    calls_all : tuple of (str, int)
-        The same of `reduce_all`.
-    """
+    """Sums a flat gradient over a communicator; inherit it for a codec of your own."""
 
     itemsize: int | None = None
+    """Bytes of an element on its way; None: as many as in the gradient."""
     calls: Calls = (("reduce_scatter", 1),)
+    """The collectives that `reduce` makes, and how many times each moves n - own elements of `itemsize` bytes."""
     calls_all: Calls = (("all_reduce", 2),)
+    """The same of `reduce_all`."""
 
     @abstractmethod
     def reduce(
-        self,
-        comm: Communicator,
-        grad: Array,
-        out: Array,
-        counts: Sequence[int],
-        scratch: Array,
-        memory: Memory,
-        *,
-        what: str,
-    ) -> Handle:
+        self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
+        *, what: str,
+    ) -> Handle:  # fmt: skip
         """Sum `grad` over the ranks; this rank's part arrives in `out`.
 
         Parameters
         ----------
-        comm : Communicator
-            The ranks to sum over.
-        grad : array
-            n elements, flat; lost in any case.
-        out : array
-            `counts[comm.rank]` elements; it may be the start of `grad`.
-        counts : sequence of int
-            Elements of the part of each rank.
-        scratch : array
-            As many bytes as `scratch(n, comm.size)` says, free until the handle is complete.
-        memory : mapping of str to array
-            What `memory(n)` asked for: zero before the first step, then as this codec left it. Empty for codecs that
-            keep nothing.
-        what : str
-            Names the gradient in errors.
+        grad : n elements, flat; lost in any case.
+        out : `counts[comm.rank]` elements; it may be the start of `grad`.
+        counts : elements of the part of each rank.
+        scratch : as many bytes as `scratch(n, comm.size)` says, free until the handle is complete.
+        memory : what `memory(n)` asked for: zero before the first step, then as this codec left it.
+        what : names the gradient in errors.
         """
 
     @abstractmethod
@@ -79,23 +56,16 @@ class Codec(ABC):
         return 0
 
     def memory(self, size: int) -> Mapping[str, int]:
-        """What this rank keeps from step to step for a gradient of `size` elements, an error feedback for example.
-
-        Returns
-        -------
-        mapping of str to int
-            Name to number of elements, in the dtype of the gradient.
-        """
+        """What this rank keeps from step to step for a gradient of `size` elements, an error feedback for example:
+        names, and numbers of elements in the dtype of the gradient."""
         return {}
 
 
 class Plain(Codec):
     """Gradients travel as they are: one reduce-scatter, or one all-reduce; (n - n/N) or twice that per rank.
 
-    Parameters
-    ----------
-    algorithm : {"library", "ring"}
-        Of all-reduces: the backend's own, or ours, which is faster than some libraries' from a few MiB on.
+    `algorithm` of all-reduces: "library", the backend's own, or "ring", ours, which is faster than some libraries' from
+    a few MiB on.
     """
 
     def __init__(self, algorithm: str = "library") -> None:
@@ -104,16 +74,9 @@ class Plain(Codec):
         self.algorithm = algorithm
 
     def reduce(
-        self,
-        comm: Communicator,
-        grad: Array,
-        out: Array,
-        counts: Sequence[int],
-        scratch: Array,
-        memory: Memory,
-        *,
-        what: str,
-    ) -> Handle:
+        self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
+        *, what: str,
+    ) -> Handle:  # fmt: skip
         return comm.reduce_scatter(grad, out, ReduceOp.SUM, counts, what=what)
 
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
@@ -122,13 +85,8 @@ class Plain(Codec):
 
 class Cast(Codec):
     """Gradients travel in 16 bits to their owner, who adds them in fp32 in rank order: (n - n/N) 2-byte elements,
-    one rounding per contribution, none in the sum. For all ranks the sum is rounded once more and gathered.
-
-    Parameters
-    ----------
-    name : {"bf16", "float16"}
-        The format that travels.
-    """
+    one rounding per contribution, none in the sum. For all ranks the sum is rounded once more and gathered. `name` of
+    the format: "bf16" or "float16"."""
 
     itemsize: int | None = 2
     calls: Calls = (("all_to_all", 1),)
@@ -145,16 +103,9 @@ class Cast(Codec):
         return 2 * (2 * size + width)
 
     def reduce(
-        self,
-        comm: Communicator,
-        grad: Array,
-        out: Array,
-        counts: Sequence[int],
-        scratch: Array,
-        memory: Memory,
-        *,
-        what: str,
-    ) -> Handle:
+        self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
+        *, what: str,
+    ) -> Handle:  # fmt: skip
         n, own, width = grad.size, counts[comm.rank], comm.size
         xp, wire = namespace_of(grad), scratch[: 2 * n].view(self.dtype)
         if 2 * (n + own * width) <= scratch.size:
@@ -179,11 +130,7 @@ class Cast(Codec):
         wire = scratch[: 2 * n].view(self.dtype)
         store(namespace_of(grad), total, wire[start : start + own])
         handle = comm.all_gather(wire[start : start + own], wire, counts, what=what)
-
-        def widen() -> None:
-            store(namespace_of(grad), wire, grad)
-
-        return Finish(handle, widen)
+        return Finish(handle, partial(store, namespace_of(grad), wire, grad))
 
 
 def codec(choice: str | Codec | None, reduce: str, compute: str, algorithm: str = "library") -> Codec:

@@ -6,26 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from fsdpx.comm.calls import (
-    DONE,
-    AllCounts,
-    Array,
-    Arrays,
-    Call,
-    Counts,
-    Done,
-    Handle,
-    Pieces,
-    ReduceOp,
-    even_pieces,
-    pieces,
-    split_evenly,
-)
+from fsdpx.comm.calls import DONE, AllCounts, Array, Arrays, Call, Counts, Handle, ReduceOp, even_pieces, split_evenly
 from fsdpx.comm.steps import Progress, progress_of
 
-__all__ = ["DONE", "Array", "Call", "Communicator", "Done", "Handle", "Pieces", "ReduceOp", "Wrapper"]
-__all__ += ["even_pieces", "pieces", "split_evenly"]
-
+__all__ = ["DONE", "Array", "Call", "Communicator", "Handle", "ReduceOp", "Wrapper", "even_pieces", "split_evenly"]
 
 SUM = ReduceOp.SUM
 EVEN: AllCounts = (None,)
@@ -34,18 +18,17 @@ EVEN: AllCounts = (None,)
 class Communicator(ABC):
     """An ordered group of ranks that move flat arrays between them.
 
-    Every verb is issued at once, returns a `Handle` and allocates nothing but the scratch it states. All
-    ranks of the communicator issue the same collectives in the same order, with the same dtype and element
-    counts. Arrays are one-dimensional and contiguous, of float64/32/16, bfloat16, int32/64, uint8/64 or bool.
-    `what` names the action and the tensor in errors. Arrays that only `root` needs are None elsewhere.
-    `counts` say how many elements belong to each rank; the default is the balanced cut of `split_evenly`.
-    float16 and bfloat16 are added in float32 in rank order and rounded once.
+    Every verb is issued at once, returns a `Handle` and allocates nothing but the scratch it states. All ranks of the
+    communicator issue the same collectives in the same order, with the same dtype and element counts. Arrays are
+    one-dimensional and contiguous, of float64/32/16, bfloat16, int32/64, uint8/64 or bool. `what` names the action and
+    the tensor in errors. Arrays that only `root` needs are None elsewhere. `counts` say how many elements belong to
+    each rank; the default is the balanced cut of `split_evenly`. float16 and bfloat16 are added in float32 in rank
+    order and rounded once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything
+    is sent.
 
-    A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything is sent. Bytes
-    given below are those that one rank sends (or receives) with an optimal algorithm, n = bytes of the full
-    array, N = `size` (Patarasu and Yuan 2009; Chan et al. 2007).
-
-    A new backend inherits `fsdpx.comm.Backend`, a communicator around another one `fsdpx.comm.Wrapper`.
+    Bytes given below are those that one rank sends (or receives) with an optimal algorithm, n = bytes of the full
+    array, N = `size` (Patarasu and Yuan 2009; Chan et al. 2007). A new backend inherits `fsdpx.comm.Backend`, a
+    communicator around another one `fsdpx.comm.Wrapper`.
     """
 
     rank: int
@@ -58,49 +41,30 @@ class Communicator(ABC):
         """Begin what `call` says; every verb below comes here."""
 
     def _call(
-        self,
-        verb: str,
-        arrays: Arrays,
-        op: ReduceOp,
-        root: int,
-        counts: AllCounts,
-        what: str,
-        tag: int = 0,
-        how: str = "library",
-    ) -> Handle:
+        self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
+        tag: int = 0, how: str = "library",
+    ) -> Handle:  # fmt: skip
         return self.issue(Call(verb, arrays, op, root, counts, what, tag, how))
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
-        """Put every rank's `send` into every rank's `recv`, in rank order: n(N-1)/N bytes.
-
-        In place when `send` is this rank's own piece of `recv`.
-        """
+        """Put every rank's `send` into every rank's `recv`, in rank order: n(N-1)/N bytes. In place when `send` is
+        this rank's own piece of `recv`."""
         return self._call("all_gather", (send, recv), SUM, 0, EVEN if counts is None else (tuple(counts),), what)
 
     def reduce_scatter(
-        self,
-        send: Array,
-        recv: Array,
-        op: ReduceOp = ReduceOp.SUM,
-        counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
+        self, send: Array, recv: Array, op: ReduceOp = SUM, counts: Sequence[int] | None = None, *, what: str = ""
     ) -> Handle:
-        """Reduce `send` over the ranks and leave each rank its own piece in `recv`: n(N-1)/N bytes.
+        """Reduce `send` over the ranks and leave each rank its own piece in `recv`: n(N-1)/N bytes. Scratch: n for
+        16-bit arrays, none else.
 
         In place when `recv` is the start of `send` (`send[:count]`) or its own piece there; the rest of `send` is
         then undefined.
-        Scratch: n for 16-bit arrays, none else.
         """
         return self._call("reduce_scatter", (send, recv), op, 0, EVEN if counts is None else (tuple(counts),), what)
 
-    def all_reduce(
-        self, buf: Array, op: ReduceOp = ReduceOp.SUM, algorithm: str = "library", *, what: str = ""
-    ) -> Handle:
-        """Reduce `buf` over the ranks into every rank's `buf`: 2n(N-1)/N bytes.
-
-        `algorithm` is "library" (the backend's own) or "ring" (`fsdpx.comm.ring`; scratch n/N; not for 16-bit
-        arrays). Scratch: n for 16-bit arrays.
+    def all_reduce(self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "") -> Handle:
+        """Reduce `buf` over the ranks into every rank's `buf`: 2n(N-1)/N bytes. `algorithm` is "library" (the
+        backend's own; scratch n for 16-bit arrays) or "ring" (`fsdpx.comm.ring`; scratch n/N; not for 16-bit arrays).
         """
         return self._call("all_reduce", (buf,), op, 0, (), what, 0, algorithm)
 
@@ -125,14 +89,9 @@ class Communicator(ABC):
         return self._call("scatter", (send, recv), SUM, root, (_counts(counts),), what)
 
     def all_to_all(
-        self,
-        send: Array,
-        recv: Array,
-        send_counts: Sequence[int] | None = None,
-        recv_counts: Sequence[int] | None = None,
-        *,
-        what: str = "",
-    ) -> Handle:
+        self, send: Array, recv: Array, send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None, *, what: str = "",
+    ) -> Handle:  # fmt: skip
         """Send piece r of `send` to rank r; receive into piece r of `recv` what rank r sent here."""
         counts = (_counts(send_counts), _counts(recv_counts))
         return self._call("all_to_all", (send, recv), SUM, 0, counts, what)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fsdpx.comm.calls import Array, Call
+from fsdpx.comm.checks import copy
 from fsdpx.comm.reduction import fold
 from fsdpx.errors import DesyncError
 
@@ -17,7 +18,7 @@ __all__ = ["COLLECTIVES"]
 def all_gather(calls: Sequence[Call]) -> None:
     for rank, call in enumerate(calls):
         for other in calls:
-            _copy(call.cuts[0].part(other.arrays[1], rank), call.arrays[0])
+            copy(call.cuts[0].part(other.arrays[1], rank), call.arrays[0])
 
 
 def reduce_scatter(calls: Sequence[Call]) -> None:
@@ -36,7 +37,7 @@ def all_reduce(calls: Sequence[Call]) -> None:
 def broadcast(calls: Sequence[Call]) -> None:
     source = calls[calls[0].root].arrays[0]
     for call in calls:
-        _copy(call.arrays[0], source)
+        copy(call.arrays[0], source)
 
 
 def reduce(calls: Sequence[Call]) -> None:
@@ -48,7 +49,7 @@ def gather(calls: Sequence[Call]) -> None:
     for rank, call in enumerate(calls):
         part = call.arrays[0]
         _same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
-        _copy(root.cuts[0].part(root.arrays[1], rank), part)
+        copy(root.cuts[0].part(root.arrays[1], rank), part)
 
 
 def scatter(calls: Sequence[Call]) -> None:
@@ -56,7 +57,7 @@ def scatter(calls: Sequence[Call]) -> None:
     for rank, call in enumerate(calls):
         part = call.arrays[1]
         _same_size(call, rank, part, call.root, root.cuts[0].counts[rank])
-        _copy(part, root.cuts[0].part(root.arrays[0], rank))
+        copy(part, root.cuts[0].part(root.arrays[0], rank))
 
 
 def all_to_all(calls: Sequence[Call]) -> None:
@@ -75,11 +76,6 @@ COLLECTIVES: dict[str, Callable[[Sequence[Call]], None]] = {
     f.__name__: f
     for f in (all_gather, reduce_scatter, all_reduce, broadcast, reduce, gather, scatter, all_to_all, barrier)
 }
-
-
-def _copy(target: Array, source: Array) -> None:
-    if target is not source:
-        target[...] = source
 
 
 def _same_size(call: Call, source: int, part: Array, dest: int, count: int) -> None:

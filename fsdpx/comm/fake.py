@@ -36,8 +36,8 @@ class FakeCommunicator(Backend):
         if color is None:
             return None
         if self.size > 1:
-            message = "the others do not exist, so their colors are unknown: use subgroup(ranks)"
-            checks.complain(ConfigError, self, Call("split"), message)
+            why = "the others do not exist, so their colors are unknown: use subgroup(ranks)"
+            checks.complain(ConfigError, self, Call("split"), why)
         return FakeCommunicator(0, 1)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:

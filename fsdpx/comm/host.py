@@ -43,7 +43,8 @@ class Window:
         self._win = MPI.Win.Allocate_shared(nbytes, 1, info, comm)
         info.Free()
         self._win.Lock_all(MPI.MODE_NOCHECK)
-        self.parts = [_bytes(self._win.Shared_query(rank)[0]) for rank in range(comm.Get_size())]
+        query: Callable[[int], Any] = self._win.Shared_query
+        self.parts: list[Array] = [np.frombuffer(query(rank)[0], np.uint8) for rank in range(comm.Get_size())]
         self.addresses = [address(part) for part in self.parts]
         self.fence: Callable[[], None] = self._win.Sync
         """Everything written before is seen by whoever sees what is written after."""
@@ -57,10 +58,8 @@ class Window:
 
 
 class Host:
-    """The machine of this rank as `world` sees it.
-
-    world: all ranks of the job. comm: those on this machine. leader: the lowest world rank on this machine, its name.
-    """
+    """The machine of this rank as `world`, all ranks of the job, sees it. comm: the ranks on this machine. leader: the
+    lowest world rank of these, its name."""
 
     def __init__(self, world: MPI.Intracomm, comm: MPI.Intracomm) -> None:
         self.world, self.comm = world, comm
@@ -74,16 +73,9 @@ class Host:
         self._views: dict[tuple[int, ...], Array] = {}
         self._made = 0
 
-    def allocate(self, nbytes: int) -> Array | None:
-        """`nbytes` of memory of this rank that all ranks of its machine can reach; ranks may differ.
-
-        None, on all ranks, if some machine has too little memory for what its ranks want. Collective over the world.
-        """
-        window = self.window(nbytes)
-        return None if window is None else self.windows[window].parts[self.rank]
-
     def window(self, nbytes: int) -> int | None:
-        """The same, as the number of a window, of which `part` gives the parts."""
+        """The number of a new window, with `nbytes` of memory of this rank; ranks may differ. None, on all ranks, if
+        some machine has too little memory for what its ranks want. Collective over the world."""
         wanted = self.comm.allreduce(nbytes)
         if not self.world.allreduce(wanted <= free_bytes(), MPI.LAND):
             return None
@@ -92,14 +84,6 @@ class Host:
         self.windows[number] = window
         self._owners.update({id(part): (number, owner) for owner, part in enumerate(window.parts)})
         return number
-
-    def part(self, window: int, owner: int) -> Array:
-        """What rank `owner` of the machine brought to a window."""
-        return self.windows[window].parts[owner]
-
-    def address(self, window: int, owner: int) -> int:
-        """Where that is in this process."""
-        return self.windows[window].addresses[owner]
 
     def release(self, array: Array) -> None:
         """Free the window that `array` lies in. No view of it may be in use. Collective over the world."""
@@ -163,7 +147,3 @@ def free_bytes() -> int:
         return 1 << 62
     found = os.statvfs(SHARED)
     return max(found.f_bavail * found.f_frsize - RESERVE, 0)
-
-
-def _bytes(memory: Any) -> Array:
-    return np.frombuffer(memory, np.uint8)

@@ -25,9 +25,7 @@ __all__ = ["Lanes"]
 
 class Lanes:
     """near: the ranks of this machine. across: those of this rank's lane. machines: ranks by machine, equally many.
-
-    turn: the ticket that may reach the network next.
-    """
+    turn: the ticket that may reach the network next."""
 
     def __init__(self, near: Neighbours, across: MpiCommunicator, machines: list[list[int]]) -> None:
         self.near, self.across, self.machines = near, across, machines

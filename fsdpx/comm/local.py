@@ -27,10 +27,9 @@ __all__ = ["LocalCommunicator", "single"]
 class LocalCommunicator(Backend, Survivor):
     """One thread rank's side of a group; a `Survivor` where the world survives deaths (`spawn(survive=True)`).
 
-    A collective completes when the last rank arrives; that rank moves the data of all.
-    Reductions are in rank order. A send completes when its receive is there: what needs buffering in between
-    is found out here. `delays` sleeps a random time of up to 2 ms before each call, to try other orders of
-    arrival.
+    A collective completes when the last rank arrives; that rank moves the data of all. Reductions are in rank order. A
+    send completes when its receive is there: what needs buffering in between is found out here. `delays` sleeps a
+    random time of up to 2 ms before each call, to try other orders of arrival.
     """
 
     def __init__(

@@ -31,10 +31,8 @@ class Group(Protocol):
 def late(call: object, group: Group, missing: Sequence[int]) -> CommTimeout:
     """What a wait raises when it has lasted too long. missing: who of the machine did not come."""
     ranks = [group.ranks[index] for index in missing]
-    return CommTimeout(
-        f"{call} is not complete after {group.timeout:g} s: ranks {ranks} did not call it with an array of a "
-        "window, or have ended"
-    )
+    reason = f"ranks {ranks} did not call it with an array of a window, or have ended"
+    return CommTimeout(f"{call} is not complete after {group.timeout:g} s: {reason}")
 
 
 class Arrivals:
@@ -66,15 +64,9 @@ class Meeting(Steps):
     __slots__ = ("_free",)
 
     def __init__(
-        self,
-        group: Group,
-        number: int,
-        call: Call,
-        work: Callable[[], None] | None = None,
-        *,
-        held: bool = True,
-        last: Callable[[], None] | None = None,
-    ) -> None:
+        self, group: Group, number: int, call: Call, work: Callable[[], None] | None = None,
+        *, held: bool = True, last: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         board, name = group.board, named(call.verb, call.what)
         read = Arrivals(group, number, name, board.finished)
 

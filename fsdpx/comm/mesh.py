@@ -18,8 +18,7 @@ from fsdpx.errors import MeshError
 __all__ = ["AXES", "Axes", "Coordinates", "Mesh", "alone", "connect"]
 
 AXES = ("pipe", "replica", "shard", "tensor")
-"""From the slowest to the fastest in rank order: tensor neighbours are neighbours on the machine. `Mesh.order` is
-free."""
+"""From the slowest to the fastest in rank order by default: tensor neighbours are neighbours on the machine."""
 
 
 class Coordinates(NamedTuple):
@@ -37,16 +36,11 @@ class Mesh:
 
     Parameters
     ----------
-    replica : int, optional
-        Copies of the model on the data axis.
-    shard : int, optional
-        Ranks over which each copy is cut; fills the world by default.
-    pipe : int, optional
-        Pipeline stages.
-    tensor : int, optional
-        Ranks over which single layers are cut.
-    order : tuple of str
-        The axes from the slowest to the fastest in rank order. Ranks are numbered machine by machine as a rule, so
+    replica : copies of the model on the data axis.
+    shard : ranks over which each copy is cut; fills the world by default.
+    pipe : pipeline stages.
+    tensor : ranks over which single layers are cut.
+    order : the axes from the slowest to the fastest in rank order. Ranks are numbered machine by machine as a rule, so
         that the last axis stays inside a machine.
     """
 
@@ -59,9 +53,8 @@ class Mesh:
     def __post_init__(self) -> None:
         for axis, width in zip(AXES, self._widths(), strict=True):
             if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
-                raise MeshError(
-                    f"mesh axis {axis}={width!r} must be an integer of at least 1, or None to fill the world"
-                )
+                wanted = "an integer of at least 1, or None to fill the world"
+                raise MeshError(f"mesh axis {axis}={width!r} must be {wanted}")
         if sorted(self.order) != sorted(AXES):
             raise MeshError(f"mesh order={self.order!r}: each of {', '.join(AXES)} once, the slowest first")
         object.__setattr__(self, "order", tuple(self.order))
@@ -70,9 +63,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """From what a command line says, `pipe=2,tensor=2`. Axes that it does not name are as by default: 1 wide, and
-        `shard` fills the world. MeshError for anything else.
-        """
+        """From what a command line says, `pipe=2,tensor=2`; axes left out are as by default. Else MeshError."""
         widths: dict[str, Any] = {}
         for word in text.split(","):
             axis, _, width = (part.strip() for part in word.partition("="))
@@ -146,10 +137,8 @@ class Mesh:
 
     def line(self, coordinates: Coordinates, axes: tuple[str, ...]) -> list[int]:
         """The ranks that differ from `coordinates` along `axes` only, in the order of their coordinates."""
-        spans = [
-            range(width) if axis in axes else (index,)
-            for axis, width, index in zip(AXES, self.shape, coordinates, strict=True)
-        ]
+        every = zip(AXES, self.shape, coordinates, strict=True)
+        spans = [range(width) if axis in axes else (index,) for axis, width, index in every]
         return [self.rank(Coordinates(*place)) for place in product(*spans)]
 
     def _widths(self) -> tuple[int | None, ...]:
@@ -186,9 +175,8 @@ class Axes:
 def connect(mesh: Mesh, comm: Communicator, counters: Counters | None = None, check: bool = False) -> Axes:
     """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective.
 
-    Every distinct group is made once. Calls are counted in `counters` by axis name. With `check`, every
-    collective is preceded by an exchange of fingerprints. An axis of width 1 is a communicator of one rank
-    and no MPI communicator at all.
+    Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
+    in `counters` by axis name. With `check`, every collective is preceded by an exchange of fingerprints.
     """
     mesh = mesh.resolve(comm.size)
     counters = Counters() if counters is None else counters

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -31,18 +31,9 @@ class Messenger(Protocol):
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Send and receive these, under the tag of the call."""
-        ...
 
 
 Collective = Callable[[Messenger, Call], Handle]
-
-
-def _in_steps(generator: Callable[[Messenger, Call], Iterator[Handle]]) -> Collective:
-    @wraps(generator)
-    def collective(comm: Messenger, call: Call) -> Handle:
-        return Steps(generator(comm, call), comm.progress)
-
-    return collective
 
 
 def all_gather(comm: Messenger, call: Call) -> Handle:
@@ -53,37 +44,36 @@ def all_gather(comm: Messenger, call: Call) -> Handle:
     return comm.exchange(call, _each(comm, own), _cut(comm, recv, cut))
 
 
-@_in_steps
-def reduce_scatter(comm: Messenger, call: Call) -> Iterator[Handle]:
+def reduce_scatter(comm: Messenger, call: Call) -> Handle:
     """Every piece goes to its owner, who adds: n(N-1)/N bytes; scratch n."""
     send, recv = call.arrays
-    return _reduce_to_owners(comm, call, send, recv, call.cuts[0])
+    return Steps(_reduce_to_owners(comm, call, send, recv, call.cuts[0]), comm.progress)
 
 
-@_in_steps
-def all_reduce(comm: Messenger, call: Call) -> Iterator[Handle]:
+def all_reduce(comm: Messenger, call: Call) -> Handle:
     """A reduce-scatter and an all-gather of the sums: 2n(N-1)/N bytes; scratch n."""
     (buf,) = call.arrays
     cut = even_pieces(buf.size, comm.size)
     own = cut.part(buf, comm.rank)
-    yield from _reduce_to_owners(comm, call, buf, own, cut)
-    yield comm.exchange(call, _each(comm, own), _cut(comm, buf, cut))
+    spread = partial(all_gather, comm, call.on((own, buf), (cut,)))
+    return Steps(_reduce_to_owners(comm, call, buf, own, cut, spread), comm.progress)
 
 
 def broadcast(comm: Messenger, call: Call) -> Handle:
     """Root sends to all others: n(N-1) bytes there, n elsewhere."""
     (buf,) = call.arrays
-    return comm.exchange(call, _each(comm, buf), []) if comm.rank == call.root else _from(comm, call, buf)
+    if comm.rank == call.root:
+        return comm.exchange(call, _each(comm, buf), [])
+    return comm.exchange(call, [], [(call.root, buf)])
 
 
-@_in_steps
-def reduce(comm: Messenger, call: Call) -> Iterator[Handle]:
+def reduce(comm: Messenger, call: Call) -> Handle:
     """A reduce-scatter and a gather at `root`: 2n(N-1)/N bytes there, n elsewhere; scratch n + n/N."""
     send, recv = call.arrays
     cut = even_pieces(send.size, comm.size)
     own = np.empty(cut.counts[comm.rank], send.dtype)
-    yield from _reduce_to_owners(comm, call, send, own, cut)
-    yield gather(comm, call.on((own, recv), (cut,)))
+    collect = partial(gather, comm, call.on((own, recv), (cut,)))
+    return Steps(_reduce_to_owners(comm, call, send, own, cut, collect), comm.progress)
 
 
 def gather(comm: Messenger, call: Call) -> Handle:
@@ -99,7 +89,7 @@ def scatter(comm: Messenger, call: Call) -> Handle:
     """Root sends every piece: n(N-1)/N bytes there, n/N elsewhere."""
     send, recv = call.arrays
     if comm.rank != call.root:
-        return _from(comm, call, recv)
+        return comm.exchange(call, [], [(call.root, recv)])
     copy(recv, call.cuts[0].part(send, call.root))
     return comm.exchange(call, _cut(comm, send, call.cuts[0]), [])
 
@@ -123,11 +113,15 @@ COLLECTIVES: dict[str, Collective] = {
 }
 
 
-def _reduce_to_owners(comm: Messenger, call: Call, send: Array, recv: Array, cut: Pieces) -> Iterator[Handle]:
+def _reduce_to_owners(
+    comm: Messenger, call: Call, send: Array, recv: Array, cut: Pieces, then: Callable[[], Handle] | None = None
+) -> Iterator[Handle]:
     own = cut.part(send, comm.rank)
     rows = np.empty((comm.size, own.size), send.dtype)
     yield comm.exchange(call, _cut(comm, send, cut), [(rank, rows[rank]) for rank in _others(comm)])
     fold([own if rank == comm.rank else rows[rank] for rank in range(comm.size)], call.op, [recv])
+    if then is not None:
+        yield then()
 
 
 def _others(comm: Messenger) -> list[int]:
@@ -142,7 +136,3 @@ def _each(comm: Messenger, array: Array) -> Pairs:
 def _cut(comm: Messenger, array: Array, cut: Pieces) -> Pairs:
     """A piece of the array for every other rank."""
     return [(rank, cut.part(array, rank)) for rank in _others(comm)]
-
-
-def _from(comm: Messenger, call: Call, array: Array) -> Handle:
-    return comm.exchange(call, [], [(call.root, array)])

@@ -144,14 +144,11 @@ class MpiCommunicator(Backend):
         return self._averaged(call, handle, recv) if at_root else handle
 
     def _reduces(self, send: Array, recv: Array | None, op: ReduceOp, root: int) -> list[MPI.Request]:
-        kind = mpi_op(op, send.dtype)
-        if recv is None:
-            return [self.raw.Ireduce(chunk, None, kind, root) for chunk in self._chunks(send)]
-        sources = self._chunks(send)
-        if overlay(send, recv):
+        kind, sources = mpi_op(op, send.dtype), self._chunks(send)
+        targets = [None] * len(sources) if recv is None else self._chunks(recv)
+        if recv is not None and overlay(send, recv):
             sources = [MPI.IN_PLACE] * len(sources)
-        pairs = zip(sources, self._chunks(recv), strict=True)
-        return [self.raw.Ireduce(source, chunk, kind, root) for source, chunk in pairs]
+        return [self.raw.Ireduce(*pair, kind, root) for pair in zip(sources, targets, strict=True)]
 
     def _barrier(self, call: Call) -> Handle:
         return self._begun(call, [self.raw.Ibarrier()])

@@ -48,12 +48,11 @@ def world(
 ) -> Communicator:
     """The communicator of all ranks of this job.
 
-    backend: "node", MPI between machines and shared memory inside them; "mpi", messages only; "local", one rank
-    by itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing; None: node if an MPI
-    launcher started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory does not outlive
-    them), else local. comm: an mpi4py communicator (duplicated)
-    or a `Communicator` (taken as it is) instead. With MPI, an uncaught exception from now on ends all ranks.
-    LaunchError if MPI sees another number of ranks than the launcher started.
+    backend: "node", MPI between machines and shared memory inside them; "mpi", messages only; "local", one rank by
+    itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing; None: node if an MPI launcher
+    started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory does not outlive them), else
+    local. comm: an mpi4py communicator (duplicated) or a `Communicator` (taken as it is) instead. With MPI, an uncaught
+    exception from now on ends all ranks. LaunchError if MPI sees another number of ranks than the launcher started.
     """
     from fsdpx import environment
 
@@ -62,9 +61,8 @@ def world(
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out")
     if backend != "fake" and (rank is not None or size is not None):
-        raise ConfigError(
-            f"rank and size belong to backend='fake'; backend={backend!r} has the ranks that were started"
-        )
+        started = f"backend={backend!r} has the ranks that were started"
+        raise ConfigError(f"rank and size belong to backend='fake'; {started}")
     return _open(backend, Asked(environment.read(), None, rank, size))
 
 
@@ -106,10 +104,8 @@ def resilient(comm: Any = None) -> Survivor:
         return cast("Survivor", inner.subgroup(range(inner.size)))
     mpi: Any = getattr(inner, "mpi", inner)
     if not hasattr(mpi, "raw"):
-        raise ConfigError(
-            f"ranks of {inner!r} cannot die or come back: use ranks of MPI (backend='mpi' or 'node') or thread ranks "
-            "(fsdpx.spawn)"
-        )
+        able = "ranks of MPI (backend='mpi' or 'node') or thread ranks (fsdpx.spawn)"
+        raise ConfigError(f"ranks of {inner!r} cannot die or come back: use {able}")
     from fsdpx.comm.ulfm import UlfmCommunicator
 
     made = UlfmCommunicator(mpi.raw, mpi.timeout)
@@ -180,10 +176,8 @@ def _ranks_of_mpi(asked: Asked) -> int:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise ConfigError(
-            f"no MPI library could be loaded ({error}): "
-            "install one with pip install 'fsdpx[mpich]', or use backend='local'"
-        ) from error
+        remedy = "install one with pip install 'fsdpx[mpich]', or use backend='local'"
+        raise ConfigError(f"no MPI library could be loaded ({error}): {remedy}") from error
     library = MPI.Get_library_version().strip("\0").split("\n")[0].replace("\t", " ")
     environment.check_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({' '.join(library.split())})")
     return (MPI.COMM_WORLD if asked.comm is None else asked.comm).Get_size()

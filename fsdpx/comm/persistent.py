@@ -20,7 +20,7 @@ from fsdpx.comm.meeting import late
 from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.steps import spin
 
-__all__ = ["STREAM", "Persistent", "Started", "added", "barrier", "gathered"]
+__all__ = ["STREAM", "Persistent", "Started", "added", "gathered"]
 
 LOOKS = 512
 """How often compiled code looks at a flag, about 20 us, before Python waits and moves other transfers on, too."""
@@ -32,18 +32,13 @@ Run = Callable[[int, int, int, int], int]
 _SUMS: dict[str, Run] = {"f": shared.meet32, "d": shared.meet64}
 
 
-def gathered(near: Neighbours, call: Call, own: Array | None) -> Persistent:
-    """An all-gather into an array that all share. own: where our piece goes there, if it is not there yet."""
+def gathered(near: Neighbours, call: Call, own: Array | None = None) -> Persistent:
+    """A barrier, or an all-gather into an array that all share. own: where our piece goes, if it is not there yet."""
     return Persistent(near, call, shared.come, None, own, _row(near, 0, 1, []))
 
 
-def barrier(near: Neighbours, call: Call) -> Persistent:
-    return Persistent(near, call, shared.come, None, None, _row(near, 0, 1, []))
-
-
 def added(near: Neighbours, call: Call, place: Place, cut: Pieces) -> Persistent:
-    """This rank's piece of every rank's first array, of which ours lies at `place`, is added up: into the second, or,
-    if there is none, into every rank's first."""
+    """This rank's piece of every rank's first array, ours at `place`, is added up into the second, else all firsts."""
     first, last, rank = call.arrays[0], call.arrays[-1], near.rank
     apart = len(call.arrays) > 1
     outs = [address(last)] if apart else [0] * near.size
@@ -63,11 +58,9 @@ def _row(near: Neighbours, n: int, divisor: int, outs: list[int], stream: bool =
 
 
 class Persistent:
-    """What a call with these arrays does, whenever it is made. They are not held: they may be large.
-
-    run: the compiled code, `row` what it reads. words: where this rank's array lies, if others read it. own: what
-    arrays[0] is copied to before. skip: bytes of every rank's array before those that this rank adds.
-    """
+    """What a call with these arrays does, which are not held: they may be large. run: the compiled code, `row` what it
+    reads. words: where this rank's array lies, if others read it. own: what arrays[0] is copied to before. skip: bytes
+    of every rank's array before those that this rank adds."""
 
     __slots__ = (
         "_everywhere", "_row", "_words", "first", "last", "near", "own", "run", "skip", "start", "verb", "words"
@@ -103,7 +96,7 @@ class Persistent:
     def take(self, lane: int, place: Sequence[int]) -> None:
         """Note where the array of a rank lies."""
         words, ranks, (window, owner, offset) = self._words, self.near.size, place
-        found = self.near.host.address(window, owner) + offset + self.skip
+        found = self.near.host.windows[window].addresses[owner] + offset + self.skip
         words[shared.HEAD + ranks + lane] = found
         for i, word in enumerate(place):
             words[shared.HEAD + 2 * ranks + shared.PLACE * lane + i] = word

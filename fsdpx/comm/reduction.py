@@ -14,23 +14,13 @@ from fsdpx.errors import ConfigError
 __all__ = ["combine", "compilable", "fold", "is_half", "kind_of", "objection"]
 
 _KINDS = {
-    "float64": "float",
-    "float32": "float",
-    "float16": "half",
-    "bfloat16": "half",
-    "int32": "integer",
-    "int64": "integer",
-    "uint8": "integer",
-    "uint64": "integer",
-    "bool": "bool",
-}
+    "float64": "float", "float32": "float", "float16": "half", "bfloat16": "half", "int32": "integer",
+    "int64": "integer", "uint8": "integer", "uint64": "integer", "bool": "bool",
+}  # fmt: skip
 _UFUNCS = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.AVG: np.add,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.MIN: np.minimum,
+    ReduceOp.SUM: np.add, ReduceOp.AVG: np.add, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum,
     ReduceOp.PROD: np.multiply,
-}
+}  # fmt: skip
 
 
 @lru_cache(maxsize=64)
@@ -69,10 +59,8 @@ BLOCK = 1 << 15
 
 
 def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array]) -> None:
-    """Each of `outs` = arrays[0] op arrays[1] op ... in that order, 16-bit in float32, reading each array once.
-
-    An array of `outs` may be one of `arrays`, as a whole.
-    """
+    """Each of `outs` = arrays[0] op arrays[1] op ... in that order, 16-bit in float32, reading each array once. One of
+    `outs` may be one of `arrays`, as a whole."""
     ufunc, first = combine(op), outs[0]
     half = first.dtype.itemsize == 2
     pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdpx.comm.communicator import Array
+from fsdpx.comm.calls import Array, named
 from fsdpx.comm.steps import Progress
 from fsdpx.comm.survivors import loss
 from fsdpx.errors import Aborted, CommTimeout, DesyncError, RankLost
@@ -22,17 +22,13 @@ _LONG_POLL = 0.2
 
 
 class Died(BaseException):
-    """A thread rank ends where it stands, as a killed process would: raise it in that rank.
-
-    With `spawn(survive=True)` the others live on and hear of it as RankLost; otherwise it ends them like any error.
-    """
+    """A thread rank ends where it stands, as a killed process would: raise it in that rank. With `spawn(survive=True)`
+    the others live on and hear of it as RankLost; otherwise it ends them like any error."""
 
 
 class World:
-    """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all.
-
-    survive: a death (`Died`) is no failure.
-    """
+    """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all. survive: a death
+    (`Died`) is no failure."""
 
     def __init__(self, timeout: float = 120.0, end: float = math.inf, survive: bool = False) -> None:
         self.condition = threading.Condition()
@@ -121,11 +117,9 @@ class Group:
             raise loss(f"{call} on rank {rank} of {len(self.members)}", lost)
 
     def broken(self, event: Operation | Message, rank: int) -> RankLost | None:
-        """Why an event that is not done never will be. With the lock.
-
-        What is being moved is completed also in a revoked group, unless the rank that moves dies of it: no rank is told
-        that a transfer has failed while another thread still writes into its arrays.
-        """
+        """Why an event that is not done never will be. With the lock. What is being moved is completed in a revoked
+        group, too, unless the rank that moves dies of it: no rank is told that a transfer has failed while another
+        thread still writes into its arrays."""
         lost = self.lost()
         if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
             return None
@@ -160,14 +154,14 @@ class Operation:
 
     @property
     def name(self) -> str:
-        return f"{self.verb} of {self.what}" if self.what else self.verb
+        return named(self.verb, self.what)
 
     def difference(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
         """What `rank` calls instead, if it does not call what the others called."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(set(range(len(self.members))) - self.missing)
-        mine, theirs = _call(verb, what, terms), _call(self.verb, self.what, self.terms)
+        mine, theirs = f"called {named(verb, what)} {terms}", f"called {self.name} {self.terms}"
         return DesyncError(f"ranks called different collectives: rank {rank} {mine}; ranks {others} {theirs}")
 
     def arrive(self, rank: int, given: Any) -> bool:
@@ -263,7 +257,3 @@ class Transfer:
         """Raise if it will never be complete. With the lock."""
         if not self.event.done and (error := self._group.broken(self.event, self._rank)):
             raise error
-
-
-def _call(verb: str, what: str, terms: tuple) -> str:
-    return f"called {verb}{f' of {what}' if what else ''} {terms}"

@@ -32,17 +32,12 @@ class Waiting(Protocol):
     size: int
     timeout: float
     progress: Progress
-
-    @property
-    def raw(self) -> MPI.Intracomm: ...
+    raw: MPI.Intracomm
 
 
 class Requests:
-    """The handle of MPI requests that belong to one call.
-
-    It keeps the buffers until all are complete, which mpi4py does for some requests only. After an error each `test`
-    raises it, and pokes the requests that are left.
-    """
+    """The handle of MPI requests that belong to one call. It keeps the buffers until all are complete, which mpi4py
+    does for some only. After an error each `test` raises it, and pokes the requests that are left."""
 
     __slots__ = ("_buffers", "_comm", "_error", "_requests", "_test", "_verb", "_what")
 
@@ -86,11 +81,9 @@ class Requests:
 
 
 def translated(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommError:
-    """An error of MPI in our words: RankLost if `comm` has lost a rank or was revoked, CommError else.
-
-    The class of the error alone does not say it: of several requests only "an error in a status" is known, and a
-    connection may break before MPI knows why.
-    """
+    """An error of MPI in our words: RankLost if `comm` has lost a rank or was revoked, CommError else. Its class alone
+    does not say it: of several requests only "an error in a status" is known, a connection may break before MPI knows
+    why."""
     dead = lost(comm)
     if error.Get_error_class() in _DEATHS or (_DEATHS and (dead or comm.Is_revoked())):
         return loss(where, dead)

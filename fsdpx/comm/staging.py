@@ -14,10 +14,8 @@ __all__ = ["staged"]
 
 
 def staged(call: Call, move: Callable[[Call], Handle]) -> Handle:
-    """`move(call)`, where `move` knows host arrays only and `call` may be of arrays of any device.
-
-    Host arrays pass as they are. Scratch: a host copy of each array.
-    """
+    """`move(call)`, where `move` knows host arrays only and `call` may be of arrays of any device. Host arrays pass as
+    they are. Scratch: a host copy of each array."""
     for array in call.arrays:
         if array is not None and not isinstance(array, np.ndarray):
             return _through_host(call, move)

@@ -22,38 +22,21 @@ _GRACE = 2.0
 
 
 def spawn(
-    fn: Callable[..., Any],
-    size: int,
-    *args: Any,
-    timeout: float = 120.0,
-    delays: int | None = None,
-    survive: bool = False,
-) -> list[Any]:
-    """Run a function on ranks that are threads of this process.
+    fn: Callable[..., Any], size: int, *args: Any,
+    timeout: float = 120.0, delays: int | None = None, survive: bool = False,
+) -> list[Any]:  # fmt: skip
+    """Run `fn(comm, *args)` on ranks that are threads of this process; what each of them returned, by rank.
 
     The first exception of any rank ends the others and is raised again here, with a note that names the rank.
     `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
 
     Parameters
     ----------
-    fn : callable
-        Called as `fn(comm, *args)` on every rank.
-    size : int
-        Number of ranks.
-    *args : Any
-        Passed on.
-    timeout : float
-        Seconds after which CommTimeout says where each rank stands that is not done.
-    delays : int, optional
-        Seed of random sleeps of up to 2 ms before each communication, for tests.
-    survive : bool
-        A rank that raises `Died` (fsdpx.comm.rendezvous) dies alone: the others, whose communicators are `Survivor`s,
-        live on, and its result is None. If all die, the first death is raised here.
-
-    Returns
-    -------
-    list
-        What each rank returned, by rank.
+    size : number of ranks.
+    timeout : seconds after which CommTimeout says where each rank stands that is not done.
+    delays : seed of random sleeps of up to 2 ms before each communication, for tests.
+    survive : a rank that raises `Died` dies alone: the others, whose communicators are `Survivor`s, live on, and its
+        result is None. If all die, the first death is raised here.
     """
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")

@@ -26,10 +26,8 @@ _SECONDS_TO_SETTLE = 0.02
 
 @cache
 def ulfm_active() -> bool:
-    """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`.
-
-    Elsewhere the launcher ends the job when a rank dies; MPICH does so even with -disable-auto-cleanup.
-    """
+    """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Elsewhere the launcher ends
+    the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
     from fsdpx import environment
 
     return "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
@@ -37,10 +35,8 @@ def ulfm_active() -> bool:
 
 def finalize_without_the_dead() -> None:
     """From now on this process ends without a barrier in MPI_Finalize: the launcher of Open MPI 5.0 sometimes counts
-    ranks that died at about the same time among those that others wait for there, and the job never ends.
-
-    The same as OMPI_MCA_async_mpi_finalize=1, which would have to be known before MPI is initialized.
-    """
+    ranks that died at about the same time among those that others wait for there, and the job never ends. The same as
+    OMPI_MCA_async_mpi_finalize=1, which would have to be known before MPI is initialized."""
     with suppress(ValueError, OSError):  # another version: nothing by that name
         ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
 
@@ -77,12 +73,12 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
         return [*self._under_way, *(handle for part in self._parts for handle in part._left())]
 
     def lost(self) -> tuple[int, ...]:
-        return lost(self._comm)
+        return lost(self.raw)
 
     def revoke(self) -> None:
         """Groups too, even those that this rank no longer uses: others may wait in them for it."""
-        if self.survives and self._comm != MPI.COMM_NULL and not self._comm.Is_revoked():
-            self._comm.Revoke()
+        if self.survives and self.raw != MPI.COMM_NULL and not self.raw.Is_revoked():
+            self.raw.Revoke()
         for part in self._parts:
             part.revoke()
 
@@ -100,9 +96,9 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
         """No failure is ever acknowledged to MPI, so each agreement after a death fails, on all ranks alike."""
         given = np.array([flags], np.intc)
         if self.survives:
-            request = self._comm.Iagree(given)
+            request = self.raw.Iagree(given)
         else:
-            request = self._comm.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
+            request = self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
         def decided() -> bool:
             with suppress(RankLost):  # whoever waits for that transfer hears of it
@@ -138,5 +134,5 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
 
     def close(self) -> None:
         """Free it, unless a rank is missing: then it stays as it is until the process ends."""
-        if self._comm != MPI.COMM_NULL and not (self.survives and (self._comm.Is_revoked() or self.lost())):
+        if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.lost())):
             super().close()

@@ -85,8 +85,7 @@ def _check_cut(comm: Ranks, call: Call, verb: Verb, whole_here: bool) -> None:
     if len(verb.cut) == 2:
         sent, received = (cut.counts[comm.rank] for cut in call.cuts)
         if sent != received:
-            message = f"it sends {sent} elements to itself, but receives {received}"
-            checks.complain(ShapeError, comm, call, message)
+            checks.complain(ShapeError, comm, call, f"it sends {sent} elements to itself, but receives {received}")
     elif counts is not None:
         own = 1 - verb.arrays.index(verb.cut[0])
         checks.piece(comm, call, verb.arrays[own], call.arrays[own], counts[comm.rank])

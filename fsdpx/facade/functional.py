@@ -12,32 +12,16 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from fsdpx.comm import default as defaults
-from fsdpx.comm.communicator import Array, Communicator, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.comm.calls import Array, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.opening import world
 from fsdpx.errors import ConfigError, ShapeError
 
 __all__ = [
-    "Future",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "default",
-    "finalize",
-    "gather",
-    "init",
-    "is_initialized",
-    "local_rank",
-    "rank",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-    "world_size",
-]
+    "Future", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "default", "finalize", "gather", "init",
+    "is_initialized", "local_rank", "rank", "recv", "reduce", "reduce_scatter", "scatter", "send", "world_size",
+]  # fmt: skip
 
 
 class Future:
@@ -65,24 +49,20 @@ def init(
 
     Parameters
     ----------
-    backend : {"node", "mpi", "local", "fake"}, optional
-        As in `fsdpx.comm.world`; found out if it is left out.
-    comm : mpi4py communicator or Communicator, optional
-        Used instead of all ranks; an mpi4py communicator is duplicated.
-    rank, size : int, optional
-        Of a fake communicator.
+    backend : "node", "mpi", "local" or "fake", as in `fsdpx.comm.world`; found out if it is left out.
+    comm : used instead of all ranks: a Communicator, or one of mpi4py, which is duplicated.
+    rank, size : of a fake communicator.
     """
     existing = defaults.current()
-    asked = (backend, comm, rank, size) != (None, None, None, None)
-    if existing is not None and not asked:
+    if existing is None:
+        opened = _open(backend, comm, rank, size)
+        defaults.put(opened)
+        return opened.comm
+    if (backend, comm, rank, size) == (None, None, None, None):
         return existing.comm
-    if existing is not None and existing.of_thread:
+    if existing.of_thread:
         raise ConfigError("a rank of spawn has its communicator already: call init() without arguments")
-    if existing is not None:
-        raise ConfigError("fsdpx is initialised already: call finalize() before init with other arguments")
-    opened = _open(backend, comm, rank, size)
-    defaults.put(opened)
-    return opened.comm
+    raise ConfigError("fsdpx is initialised already: call finalize() before init with other arguments")
 
 
 def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) -> defaults.Default:
@@ -90,10 +70,12 @@ def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) ->
 
     base = world(backend, comm, rank=rank, size=size)
     made = () if base is comm else (base,)
-    guarded = environment.read().check and base.size > 1
-    final: Communicator = Guarded(base) if guarded else base
     hosts = base.all_gather_object(platform.node())
-    return defaults.Default(final, hosts[: base.rank].count(hosts[base.rank]), (final, *made) if guarded else made)
+    local_rank = hosts[: base.rank].count(hosts[base.rank])
+    if not environment.read().check or base.size == 1:
+        return defaults.Default(base, local_rank, made)
+    guarded = Guarded(base)
+    return defaults.Default(guarded, local_rank, (guarded, *made))
 
 
 def is_initialized() -> bool:
@@ -143,176 +125,99 @@ def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., async_op: Lit
 @overload
 def all_reduce(x: Any, op: ReduceOp | str = ..., out: Array = ..., *, async_op: Literal[True]) -> Future: ...
 def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, async_op: bool = False) -> Array | Future:
-    """Reduce `x` over all ranks, in the shape of `x`.
+    """Reduce `x`, of the same shape and dtype on every rank, over all ranks, in the shape of `x`.
 
     Parameters
     ----------
-    x : array_like
-        Of the same shape and dtype on every rank.
-    op : ReduceOp or str
-        How values are combined, by default SUM.
-    out : array, optional
-        Takes the result; may be `x` itself. A new array otherwise.
-    async_op : bool
-        Return a `Future` at once.
+    op : how values are combined, "sum", "avg", "max", "min" or "prod".
+    out : takes the result; may be `x` itself. A new array otherwise.
+    async_op : return a `Future` at once.
     """
     x = _array(x)
     if out is None:
         out = x.copy()
     elif out is not x:
-        _like("out", out, x)
+        if out.shape != x.shape or out.dtype != x.dtype:
+            raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
         out[...] = x
-    buf = _flat("out", out)
-    future = Future(default().all_reduce(buf, ReduceOp.of(op)), out)
+    future = Future(default().all_reduce(_flat("out", out), ReduceOp.of(op)), out)
     return future if async_op else future.wait()
 
 
 def all_gather(x: Any) -> Array:
-    """Stack `x` of every rank on a new first dimension.
-
-    Parameters
-    ----------
-    x : array_like
-        Of the same shape and dtype on every rank.
-    """
+    """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension."""
     x, comm = _array(x), default()
     out = _empty(x, (comm.size, *x.shape))
-    comm.all_gather(_flattened(x), out.reshape(-1)).wait()
+    comm.all_gather(x.reshape(-1), out.reshape(-1)).wait()
     return out
 
 
 def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
-    """Reduce `x` over all ranks and return this rank's rows of the result, floor(n r/N) to floor(n (r+1)/N).
-
-    Parameters
-    ----------
-    x : array_like
-        n rows, of the same shape and dtype on every rank.
-    op : ReduceOp or str
-        How values are combined, by default SUM.
-    """
+    """Reduce `x`, n rows of the same shape and dtype on every rank, by `op`, a name as in `all_reduce` or a ReduceOp;
+    return this rank's rows of the result, floor(n r/N) to floor(n (r+1)/N)."""
     x, comm = _array(x), default()
-    rows, cut = _rows("reduce_scatter", x, comm.size)
+    rows, cut = _rows("reduce_scatter", x.shape, comm.size)
     out = _empty(x, (rows.counts[comm.rank], *x.shape[1:]))
-    comm.reduce_scatter(_flattened(x), out.reshape(-1), ReduceOp.of(op), cut.counts).wait()
+    comm.reduce_scatter(x.reshape(-1), out.reshape(-1), ReduceOp.of(op), cut.counts).wait()
     return out
 
 
 def broadcast(x: Any, root: int = 0) -> Array:
-    """Return `x` of one rank on every rank.
-
-    Parameters
-    ----------
-    x : array_like
-        Of the same shape and dtype on every rank.
-    root : int
-        The rank whose `x` it is.
-    """
+    """Return `x` of rank `root` on every rank; its shape and dtype are the same everywhere."""
     out = _array(x).copy()
     default().broadcast(_flat("x", out), root).wait()
     return out
 
 
 def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | None:
-    """Reduce `x` over all ranks at one of them; None elsewhere.
-
-    Parameters
-    ----------
-    x : array_like
-        Of the same shape and dtype on every rank.
-    op : ReduceOp or str
-        How values are combined, by default SUM.
-    root : int
-        The rank that gets the result.
-    """
+    """Reduce `x`, of the same shape and dtype on every rank, by `op` as in `all_reduce`, at rank `root`; None
+    elsewhere."""
     x, comm = _array(x), default()
     out = _empty(x, x.shape) if comm.rank == root else None
-    comm.reduce(_flattened(x), None if out is None else out.reshape(-1), ReduceOp.of(op), root).wait()
+    comm.reduce(x.reshape(-1), None if out is None else out.reshape(-1), ReduceOp.of(op), root).wait()
     return out
 
 
 def gather(x: Any, root: int = 0) -> Array | None:
-    """Stack `x` of every rank on a new first dimension at one of them; None elsewhere.
-
-    Parameters
-    ----------
-    x : array_like
-        Of the same shape and dtype on every rank.
-    root : int
-        The rank that gets the result.
-    """
+    """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension at rank `root`; None
+    elsewhere."""
     x, comm = _array(x), default()
     out = _empty(x, (comm.size, *x.shape)) if comm.rank == root else None
-    comm.gather(_flattened(x), None if out is None else out.reshape(-1), root).wait()
+    comm.gather(x.reshape(-1), None if out is None else out.reshape(-1), root).wait()
     return out
 
 
 def scatter(x: Any = None, root: int = 0) -> Array:
-    """Cut `x` of one rank along its first dimension and return this rank's rows, balanced as in `reduce_scatter`.
-
-    Parameters
-    ----------
-    x : array_like
-        Needed at `root` only.
-    root : int
-        The rank whose `x` it is.
-    """
+    """Cut `x` of rank `root`, needed there only, along its first dimension and return this rank's rows, balanced as in
+    `reduce_scatter`."""
     comm = default()
     x = _array(x) if comm.rank == root else None
     shape, dtype = comm.all_gather_object(None if x is None else (x.shape, x.dtype))[root]
     like = np.empty(0, dtype) if x is None else x
-    if not shape:
-        raise ShapeError("scatter: x has no dimension to cut")
-    rows, width = even_pieces(shape[0], comm.size), prod(shape[1:])
+    rows, cut = _rows("scatter", shape, comm.size)
     out = _empty(like, (rows.counts[comm.rank], *shape[1:]))
-    counts = [count * width for count in rows.counts]
-    comm.scatter(None if x is None else _flattened(x), out.reshape(-1), root, counts).wait()
+    comm.scatter(None if x is None else x.reshape(-1), out.reshape(-1), root, cut.counts).wait()
     return out
 
 
 def all_to_all(x: Any) -> Array:
-    """Send row block r of `x` to rank r; row block r of the result came from there.
-
-    Parameters
-    ----------
-    x : array_like
-        Of the same shape and dtype on every rank; the number of ranks divides its first dimension.
-    """
+    """Send row block r of `x` to rank r; row block r of the result came from there. `x` is of the same shape and dtype
+    on every rank; the number of ranks divides its first dimension."""
     x, comm = _array(x), default()
     if x.ndim == 0 or x.shape[0] % comm.size:
         raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
     out = _empty(x, x.shape)
-    comm.all_to_all(_flattened(x), out.reshape(-1)).wait()
+    comm.all_to_all(x.reshape(-1), out.reshape(-1)).wait()
     return out
 
 
 def send(x: Any, dest: int, tag: int = 0) -> None:
-    """Send `x` to another rank; return when `x` may be changed again.
-
-    Parameters
-    ----------
-    x : array_like
-        What is sent.
-    dest : int
-        The rank that receives it.
-    tag : int
-        The one that the receiver names, 0 to 16383.
-    """
-    default().send(_flattened(_array(x)), dest, tag).wait()
+    """Send `x` to rank `dest`, which names the same `tag`, 0 to 16383; return when `x` may be changed again."""
+    default().send(_array(x).reshape(-1), dest, tag).wait()
 
 
 def recv(out: Array, source: int, tag: int = 0) -> Array:
-    """Receive an array from another rank and return it.
-
-    Parameters
-    ----------
-    out : array
-        Takes what arrives, which must be of its size and dtype.
-    source : int
-        The rank that sends it.
-    tag : int
-        The one that the sender names.
-    """
+    """Receive an array from rank `source`, which names the same `tag`, into `out`, of its size and dtype; return it."""
     default().recv(_flat("out", out), source, tag).wait()
     return out
 
@@ -332,20 +237,9 @@ def _flat(name: str, array: Array) -> Array:
     return array.reshape(-1)
 
 
-def _flattened(array: Array) -> Array:
-    """The flat view of an array that is only read; a flat copy where there is no such view."""
-    return array.reshape(-1)
-
-
-def _like(name: str, array: Array, x: Array) -> None:
-    if array.shape != x.shape or array.dtype != x.dtype:
-        raise ShapeError(f"{name} is {array.dtype}{list(array.shape)}, but x is {x.dtype}{list(x.shape)}")
-
-
-def _rows(verb: str, x: Array, size: int) -> tuple[Pieces, Pieces]:
+def _rows(verb: str, shape: tuple[int, ...], size: int) -> tuple[Pieces, Pieces]:
     """The cut of dim 0, in rows and in elements."""
-    if x.ndim == 0:
+    if not shape:
         raise ShapeError(f"{verb}: x has no dimension to cut")
-    rows = even_pieces(x.shape[0], size)
-    width = prod(x.shape[1:])
+    rows, width = even_pieces(shape[0], size), prod(shape[1:])
     return rows, pieces(tuple(count * width for count in rows.counts))
