@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
+from fsdpx import environment
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import Array, Call, Handle, ReduceOp
 from fsdpx.comm.checks import copy, overlay
@@ -153,12 +154,6 @@ class MpiCommunicator(Backend):
     def _barrier(self, call: Call) -> Handle:
         return self._begun(call, [self.raw.Ibarrier()])
 
-    def _send(self, call: Call) -> Handle:
-        return self.exchange(call, [(call.root, call.arrays[0])], [])
-
-    def _recv(self, call: Call) -> Handle:
-        return self.exchange(call, [], [(call.root, call.arrays[0])])
-
     def _chunks(self, array: Array) -> list[Any]:
         """`array` in parts that one message can hold; both sides cut alike."""
         if array.size <= self.limit:
@@ -195,8 +190,6 @@ class MpiCommunicator(Backend):
     def abort(self, code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
             os._exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
-        from fsdpx import environment
-
         if environment.read().ulfm and MPI.COMM_WORLD.Get_size() - len(lost(MPI.COMM_WORLD)) == 1:
             os._exit(code)  # Open MPI 5.0 takes the abort of the last rank that lives for success
         MPI.COMM_WORLD.Abort(code)
@@ -209,8 +202,8 @@ _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "broadcast": MpiCommunicator._broadcast,
     "reduce": MpiCommunicator._reduce,
     "barrier": MpiCommunicator._barrier,
-    "send": MpiCommunicator._send,
-    "recv": MpiCommunicator._recv,
+    "send": lambda comm, call: comm.exchange(call, [(call.root, call.arrays[0])], []),
+    "recv": lambda comm, call: comm.exchange(call, [], [(call.root, call.arrays[0])]),
 }
 """What MPI libraries do well; everything else by messages."""
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from fsdpx import environment
 from fsdpx.comm import default
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeCommunicator
@@ -20,7 +21,6 @@ from fsdpx.errors import ConfigError
 if TYPE_CHECKING:
     from fsdpx.comm.node import NodeCommunicator
     from fsdpx.comm.survivors import Survivor
-    from fsdpx.environment import Environment
 
 __all__ = ["BACKENDS", "Asked", "Opener", "adopt", "node_of", "resilient", "world"]
 
@@ -28,7 +28,7 @@ __all__ = ["BACKENDS", "Asked", "Opener", "adopt", "node_of", "resilient", "worl
 class Asked(NamedTuple):
     """What a communicator is wanted for. comm: of another library, to be adopted; rank, size: of a fake."""
 
-    settings: Environment
+    settings: environment.Environment
     comm: Any = None
     rank: int | None = None
     size: int | None = None
@@ -54,8 +54,6 @@ def world(
     local. comm: an mpi4py communicator (duplicated) or a `Communicator` (taken as it is) instead. With MPI, an uncaught
     exception from now on ends all ranks. LaunchError if MPI sees another number of ranks than the launcher started.
     """
-    from fsdpx import environment
-
     if comm is not None:
         return adopt(comm, backend)
     if backend not in (None, *BACKENDS):
@@ -68,8 +66,6 @@ def world(
 
 def adopt(comm: Any, backend: str | None = None) -> Communicator:
     """`comm` as a `Communicator`: itself, or around a duplicate of an mpi4py communicator."""
-    from fsdpx import environment
-
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
     able = [name for name, opener in BACKENDS.items() if opener.adopts(comm)]
@@ -118,8 +114,6 @@ def resilient(comm: Any = None) -> Survivor:
 
 def _opened() -> Communicator:
     """All ranks of this job: the default communicator, or one for messages."""
-    from fsdpx import environment
-
     opened = default.current()
     return opened.comm if opened else world(None if environment.read().launcher is None else "mpi")
 
@@ -171,8 +165,6 @@ def _mpi(asked: Asked, shared: bool = False) -> Communicator:
 
 def _ranks_of_mpi(asked: Asked) -> int:
     """How many ranks the communicator has, after MPI is loaded and seen to agree with the launcher."""
-    from fsdpx import environment
-
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

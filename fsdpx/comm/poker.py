@@ -50,13 +50,9 @@ class Poker:
         while True:
             self._wake.wait()
             with self._lock:
-                self._once()
+                try:
+                    if self._poke is not None:
+                        self._poke()
+                except BaseException as error:
+                    self._error, self._poke = error, None
             time.sleep(EVERY)
-
-    def _once(self) -> None:
-        if self._poke is None:
-            return
-        try:
-            self._poke()
-        except BaseException as error:
-            self._error, self._poke = error, None

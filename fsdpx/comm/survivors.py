@@ -41,11 +41,9 @@ class Survivor(Communicator):
 
     @abstractmethod
     def shrink(self) -> Survivor:
-        """A new communicator of the ranks that live, in rank order. Blocking; all that live call it.
-
-        No rank in it is known to be dead when it is made; a death meanwhile is found out with the next call. It has a
-        `progress` of its own: its waits do not stumble over what is left of the old one.
-        """
+        """A new communicator of the ranks that live, in rank order. Blocking; all that live call it. No rank in it is
+        known to be dead when it is made; a death meanwhile is found out with the next call. It has a `progress` of its
+        own: its waits do not stumble over what is left of the old one."""
 
     @abstractmethod
     def lost(self) -> tuple[int, ...]:

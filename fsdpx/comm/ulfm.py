@@ -10,6 +10,7 @@ from typing import cast
 import numpy as np
 from mpi4py import MPI
 
+from fsdpx import environment
 from fsdpx.comm.calls import Call, Handle
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mpi import MpiCommunicator
@@ -28,8 +29,6 @@ _SECONDS_TO_SETTLE = 0.02
 def ulfm_active() -> bool:
     """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Elsewhere the launcher ends
     the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
-    from fsdpx import environment
-
     return "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
 
 
@@ -95,10 +94,7 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
     def agree(self, flags: int) -> int:
         """No failure is ever acknowledged to MPI, so each agreement after a death fails, on all ranks alike."""
         given = np.array([flags], np.intc)
-        if self.survives:
-            request = self.raw.Iagree(given)
-        else:
-            request = self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
+        request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
         def decided() -> bool:
             with suppress(RankLost):  # whoever waits for that transfer hears of it

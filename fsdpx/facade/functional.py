@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
+from fsdpx import environment
 from fsdpx.comm import default as defaults
 from fsdpx.comm.calls import Array, Handle, Pieces, ReduceOp, even_pieces, pieces
 from fsdpx.comm.communicator import Communicator
@@ -66,8 +67,6 @@ def init(
 
 
 def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) -> defaults.Default:
-    from fsdpx import environment
-
     base = world(backend, comm, rank=rank, size=size)
     made = () if base is comm else (base,)
     hosts = base.all_gather_object(platform.node())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
 import numpy as np
 import pytest
 
@@ -18,325 +21,280 @@ INTEGERS = ("int32", "int64", "uint8", "uint64")
 LENGTHS = (0, 1, 7, 60)
 
 
-class CommunicatorContract:
-    """Inherit it and say in `run` how a function is run on every rank of your communicator.
+def _on_every_rank(test: Callable[..., None]) -> Callable[..., None]:
+    """A test of the communicator that `run` gives to each rank."""
 
-    `run(body)` calls `body(comm)` on all ranks and raises if it raised on one of them. Every test calls it
-    once.
-    """
+    @wraps(test)
+    def everywhere(contract: CommunicatorContract, **given: Any) -> None:
+        contract.run(lambda comm: test(contract, comm, **given))
+
+    signature = inspect.signature(test)  # pytest looks for fixtures there
+    given = [parameter for name, parameter in signature.parameters.items() if name != "comm"]
+    vars(everywhere)["__signature__"] = signature.replace(parameters=given)
+    return everywhere
+
+
+class CommunicatorContract:
+    """Inherit it and say in `run` how a function is run on every rank of your communicator: `run(body)` calls
+    `body(comm)` on all ranks and raises if it raised on one of them. Every test calls it once."""
 
     def run(self, body: Callable[[Communicator], Any]) -> Any:
         """Call `body(comm)` on every rank; overridden by the test class of a backend."""
         raise TypeError(f"{type(self).__name__} must define run(body)")
 
     @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
-    def test_all_gather(self, dtype: str) -> None:
-        def body(comm: Communicator) -> None:
-            for n in LENGTHS:
-                whole = _values(dtype, n, seed=n)
-                recv = np.zeros_like(whole)
-                comm.all_gather(_part(whole, comm).copy(), recv, what="x").wait()
-                _same(recv, whole)
-
-        self.run(body)
-
-    def test_all_gather_in_place_and_uneven(self) -> None:
-        def body(comm: Communicator) -> None:
-            counts = [(3 * rank) % 5 for rank in range(comm.size)]
-            whole = _values("float32", sum(counts), seed=1)
-            start = sum(counts[: comm.rank])
+    @_on_every_rank
+    def test_all_gather(self, comm: Communicator, dtype: str) -> None:
+        for n in LENGTHS:
+            whole = _values(dtype, n, seed=n)
             recv = np.zeros_like(whole)
-            own = recv[start : start + counts[comm.rank]]
-            own[:] = whole[start : start + counts[comm.rank]]
-            comm.all_gather(own, recv, counts).wait()
+            comm.all_gather(_part(whole, comm).copy(), recv, what="x").wait()
             _same(recv, whole)
 
-        self.run(body)
+    @_on_every_rank
+    def test_all_gather_in_place_and_uneven(self, comm: Communicator) -> None:
+        counts = [(3 * rank) % 5 for rank in range(comm.size)]
+        whole = _values("float32", sum(counts), seed=1)
+        recv = np.zeros_like(whole)
+        own = _part(recv, comm, counts)
+        own[:] = _part(whole, comm, counts)
+        comm.all_gather(own, recv, counts).wait()
+        _same(recv, whole)
 
     @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
-    def test_reduce_scatter(self, dtype: str) -> None:
-        def body(comm: Communicator) -> None:
-            for n in LENGTHS:
-                for op in _operations(dtype):
-                    ours = [_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
-                    want = _part(_reduced(ours, op), comm)
-                    recv = np.zeros_like(want)
-                    comm.reduce_scatter(ours[comm.rank], recv, op).wait()
-                    _close(recv, want)
-
-        self.run(body)
+    @_on_every_rank
+    def test_reduce_scatter(self, comm: Communicator, dtype: str) -> None:
+        for n in LENGTHS:
+            for op in _operations(dtype):
+                ours = [_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
+                want = _part(_reduced(ours, op), comm)
+                recv = np.zeros_like(want)
+                comm.reduce_scatter(ours[comm.rank], recv, op).wait()
+                _close(recv, want)
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
-    def test_reduce_scatter_in_place_and_uneven(self, dtype: str, op: ReduceOp) -> None:
-        def body(comm: Communicator) -> None:
-            counts = [(3 * rank + 1) % 5 for rank in range(comm.size)]
-            ours = [_values(dtype, sum(counts), seed=rank) for rank in range(comm.size)]
-            start = sum(counts[: comm.rank])
-            want = _reduced(ours, op)[start : start + counts[comm.rank]]
-            buf = ours[comm.rank].copy()
-            comm.reduce_scatter(buf, buf[: want.size], op, counts).wait()
-            _close(buf[: want.size], want)
-
-        self.run(body)
+    @_on_every_rank
+    def test_reduce_scatter_in_place_and_uneven(self, comm: Communicator, dtype: str, op: ReduceOp) -> None:
+        counts = [(3 * rank + 1) % 5 for rank in range(comm.size)]
+        ours = [_values(dtype, sum(counts), seed=rank) for rank in range(comm.size)]
+        want = _part(_reduced(ours, op), comm, counts)
+        buf = ours[comm.rank].copy()
+        comm.reduce_scatter(buf, buf[: want.size], op, counts).wait()
+        _close(buf[: want.size], want)
 
     @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
     @pytest.mark.parametrize("algorithm", ["library", "ring"])
-    def test_all_reduce(self, dtype: str, algorithm: str) -> None:
+    @_on_every_rank
+    def test_all_reduce(self, comm: Communicator, dtype: str, algorithm: str) -> None:
         if algorithm == "ring" and dtype in ("float16", "bfloat16"):
-            return self._ring_refuses(dtype)
-
-        def body(comm: Communicator) -> None:
-            for n in LENGTHS:
-                for op in _operations(dtype):
-                    ours = [_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
-                    buf = ours[comm.rank].copy()
-                    comm.all_reduce(buf, op, algorithm).wait()
-                    _close(buf, _reduced(ours, op))
-                    assert len({raw.tobytes() for raw in comm.all_gather_object(buf)}) == 1
-
-        self.run(body)
-
-    def _ring_refuses(self, dtype: str) -> None:
-        def body(comm: Communicator) -> None:
             with pytest.raises(ConfigError, match=r"does not add .* in rank order: use algorithm='library'"):
                 comm.all_reduce(_values(dtype, 3, seed=0), ReduceOp.SUM, "ring")
-
-        self.run(body)
+            return
+        for n in LENGTHS:
+            for op in _operations(dtype):
+                ours = [_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
+                buf = ours[comm.rank].copy()
+                comm.all_reduce(buf, op, algorithm).wait()
+                _close(buf, _reduced(ours, op))
+                assert len({raw.tobytes() for raw in comm.all_gather_object(buf)}) == 1
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-    def test_halves_are_added_in_float32_in_rank_order(self, dtype: str) -> None:
-        def body(comm: Communicator) -> None:
-            ours = [_values(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
-            if comm.size > 2:  # what is small is lost beside what is large, unless that has cancelled before
-                ours[0] = _values(dtype, 33, seed=9) * 4096
-                ours[1] = -ours[0]
-            ours = [array.astype(_dtype(dtype)) for array in ours]
-            total = ours[0].astype(np.float32)
-            for other in ours[1:]:
-                total = total + other.astype(np.float32)
-            want = total.astype(ours[0].dtype)
-            buf, recv = ours[comm.rank].copy(), np.zeros_like(want)
-            comm.all_reduce(buf).wait()
-            root = comm.size - 1
-            comm.reduce(ours[comm.rank], recv if comm.rank == root else None, ReduceOp.SUM, root).wait()
-            _same(buf, want)
-            if comm.rank == root:
-                _same(recv, want)
+    @_on_every_rank
+    def test_halves_are_added_in_float32_in_rank_order(self, comm: Communicator, dtype: str) -> None:
+        ours = [_values(dtype, 33, seed=rank) / 512 for rank in range(comm.size)]
+        if comm.size > 2:  # what is small is lost beside what is large, unless that has cancelled before
+            ours[0] = _values(dtype, 33, seed=9) * 4096
+            ours[1] = -ours[0]
+        ours = [array.astype(dtype) for array in ours]
+        total = ours[0].astype(np.float32)
+        for other in ours[1:]:
+            total = total + other.astype(np.float32)
+        want = total.astype(ours[0].dtype)
+        buf, recv = ours[comm.rank].copy(), np.zeros_like(want)
+        comm.all_reduce(buf).wait()
+        root = comm.size - 1
+        comm.reduce(ours[comm.rank], recv if comm.rank == root else None, ReduceOp.SUM, root).wait()
+        _same(buf, want)
+        if comm.rank == root:
+            _same(recv, want)
 
-        self.run(body)
-
-    def test_broadcast_from_every_root(self) -> None:
-        def body(comm: Communicator) -> None:
-            for root in range(comm.size):
-                for dtype in (*FLOATS, "bool"):
-                    want = _values(dtype, 7, seed=root)
-                    buf = want.copy() if comm.rank == root else np.zeros_like(want)
-                    comm.broadcast(buf, root).wait()
-                    _same(buf, want)
-
-        self.run(body)
+    @_on_every_rank
+    def test_broadcast_from_every_root(self, comm: Communicator) -> None:
+        for root in range(comm.size):
+            for dtype in (*FLOATS, "bool"):
+                want = _values(dtype, 7, seed=root)
+                buf = want.copy() if comm.rank == root else np.zeros_like(want)
+                comm.broadcast(buf, root).wait()
+                _same(buf, want)
 
     @pytest.mark.parametrize("dtype", ["float64", "float16", "int64", "bool"])
-    def test_reduce_to_every_root(self, dtype: str) -> None:
-        def body(comm: Communicator) -> None:
-            for root in range(comm.size):
-                for op in _operations(dtype):
-                    ours = [_values(dtype, 7, seed=rank) for rank in range(comm.size)]
-                    send = ours[comm.rank].copy()
-                    recv = np.zeros_like(send) if root % 2 else send  # in place at even roots
-                    comm.reduce(send, recv if comm.rank == root else None, op, root).wait()
-                    if comm.rank == root:
-                        _close(recv, _reduced(ours, op))
-
-        self.run(body)
+    @_on_every_rank
+    def test_reduce_to_every_root(self, comm: Communicator, dtype: str) -> None:
+        for root in range(comm.size):
+            for op in _operations(dtype):
+                ours = [_values(dtype, 7, seed=rank) for rank in range(comm.size)]
+                send = ours[comm.rank].copy()
+                recv = np.zeros_like(send) if root % 2 else send  # in place at even roots
+                comm.reduce(send, recv if comm.rank == root else None, op, root).wait()
+                if comm.rank == root:
+                    _close(recv, _reduced(ours, op))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_gather_and_scatter(self, dtype: str) -> None:
-        def body(comm: Communicator) -> None:
-            for root in range(comm.size):
-                for counts in (None, [rank % 3 for rank in range(comm.size)]):
-                    whole = _values(dtype, 11 if counts is None else sum(counts), seed=root)
-                    own = _part(whole, comm, counts)
-                    at_root = comm.rank == root
-                    recv = np.zeros_like(whole) if at_root else None
-                    comm.gather(own.copy(), recv, root, counts).wait()
-                    if recv is not None:
-                        _same(recv, whole)
-                    back = np.zeros_like(own)
-                    comm.scatter(whole if at_root else None, back, root, counts).wait()
-                    _same(back, own)
-
-        self.run(body)
+    @_on_every_rank
+    def test_gather_and_scatter(self, comm: Communicator, dtype: str) -> None:
+        for root in range(comm.size):
+            for counts in (None, [rank % 3 for rank in range(comm.size)]):
+                whole = _values(dtype, 11 if counts is None else sum(counts), seed=root)
+                own = _part(whole, comm, counts)
+                at_root = comm.rank == root
+                recv = np.zeros_like(whole) if at_root else None
+                comm.gather(own.copy(), recv, root, counts).wait()
+                if recv is not None:
+                    _same(recv, whole)
+                back = np.zeros_like(own)
+                comm.scatter(whole if at_root else None, back, root, counts).wait()
+                _same(back, own)
 
     @pytest.mark.parametrize("dtype", ["float64", "float16", "int32"])
-    def test_all_to_all(self, dtype: str) -> None:
-        def body(comm: Communicator) -> None:
-            size, rank = comm.size, comm.rank
-            counts = [[(2 * source + dest) % 4 for dest in range(size)] for source in range(size)]
-            rows = [_values(dtype, sum(counts[source]), seed=source) for source in range(size)]
-            received = [counts[source][rank] for source in range(size)]
-            recv = np.zeros(sum(received), rows[0].dtype)
-            comm.all_to_all(rows[rank], recv, counts[rank], received).wait()
-            want = [_part(rows[source], comm, counts[source]) for source in range(size)]
-            _same(recv, np.concatenate(want))
+    @_on_every_rank
+    def test_all_to_all(self, comm: Communicator, dtype: str) -> None:
+        size, rank = comm.size, comm.rank
+        counts = [[(2 * source + dest) % 4 for dest in range(size)] for source in range(size)]
+        rows = [_values(dtype, sum(counts[source]), seed=source) for source in range(size)]
+        received = [counts[source][rank] for source in range(size)]
+        recv = np.zeros(sum(received), rows[0].dtype)
+        comm.all_to_all(rows[rank], recv, counts[rank], received).wait()
+        want = [_part(rows[source], comm, counts[source]) for source in range(size)]
+        _same(recv, np.concatenate(want))
 
-        self.run(body)
+    @_on_every_rank
+    def test_all_to_all_of_equal_pieces_is_a_transpose(self, comm: Communicator) -> None:
+        send = np.arange(2 * comm.size, dtype=np.float32) + 100 * comm.rank
+        recv = np.zeros_like(send)
+        comm.all_to_all(send, recv).wait()
+        want = [100 * source + 2 * comm.rank + i for source in range(comm.size) for i in range(2)]
+        _same(recv, np.array(want, np.float32))
 
-    def test_all_to_all_of_equal_pieces_is_a_transpose(self) -> None:
-        def body(comm: Communicator) -> None:
-            send = np.arange(2 * comm.size, dtype=np.float32) + 100 * comm.rank
-            recv = np.zeros_like(send)
-            comm.all_to_all(send, recv).wait()
-            want = [100 * source + 2 * comm.rank + i for source in range(comm.size) for i in range(2)]
-            _same(recv, np.array(want, np.float32))
+    @_on_every_rank
+    def test_messages_arrive_in_order_and_by_tag(self, comm: Communicator) -> None:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        bufs = [np.full(3, 10 * comm.rank + i, np.float16) for i in range(4)]
+        recvs = [np.zeros(3, np.float16) for _ in range(4)]
+        tags = [0, 5, 0, 5]
+        handles = [comm.recv(recvs[i], left, tags[i], what=f"in {i}") for i in (1, 0, 3, 2)]
+        handles += [comm.send(bufs[i], right, tags[i], what=f"out {i}") for i in range(4)]
+        for handle in reversed(handles):
+            handle.wait()
+        for i in range(4):
+            _same(recvs[i], np.full(3, 10 * left + i, np.float16))
 
-        self.run(body)
+    @_on_every_rank
+    def test_handles_may_be_waited_for_in_any_order(self, comm: Communicator) -> None:
+        order = np.random.default_rng(comm.rank).permutation(6)
+        bufs = [_values(dtype, 9, seed=1) for dtype in ("float64", "bfloat16", "float16")]
+        rings = [np.arange(9.0) + comm.rank for _ in range(3)]
+        handles = [comm.all_reduce(buf) for buf in bufs]
+        handles += [comm.all_reduce(ring, ReduceOp.SUM, "ring") for ring in rings]
+        for i in order:
+            handles[i].wait()
+            assert handles[i].test()
+        comm.barrier().wait()
+        for buf, dtype in zip(bufs, ("float64", "bfloat16", "float16"), strict=True):
+            _close(buf, _reduced([_values(dtype, 9, seed=1)] * comm.size, ReduceOp.SUM))
+        for ring in rings:
+            _same(ring, comm.size * np.arange(9.0) + comm.size * (comm.size - 1) / 2)
 
-    def test_messages_arrive_in_order_and_by_tag(self) -> None:
-        def body(comm: Communicator) -> None:
-            right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-            bufs = [np.full(3, 10 * comm.rank + i, np.float16) for i in range(4)]
-            recvs = [np.zeros(3, np.float16) for _ in range(4)]
-            tags = [0, 5, 0, 5]
-            handles = [comm.recv(recvs[i], left, tags[i], what=f"in {i}") for i in (1, 0, 3, 2)]
-            handles += [comm.send(bufs[i], right, tags[i], what=f"out {i}") for i in range(4)]
-            for handle in reversed(handles):
-                handle.wait()
-            for i in range(4):
-                _same(recvs[i], np.full(3, 10 * left + i, np.float16))
-
-        self.run(body)
-
-    def test_handles_may_be_waited_for_in_any_order(self) -> None:
-        def body(comm: Communicator) -> None:
-            order = np.random.default_rng(comm.rank).permutation(6)
-            bufs = [_values(dtype, 9, seed=1) for dtype in ("float64", "bfloat16", "float16")]
-            rings = [np.arange(9.0) + comm.rank for _ in range(3)]
-            handles = [comm.all_reduce(buf) for buf in bufs]
-            handles += [comm.all_reduce(ring, ReduceOp.SUM, "ring") for ring in rings]
-            for i in order:
-                handles[i].wait()
-                assert handles[i].test()
-            comm.barrier().wait()
-            for buf, dtype in zip(bufs, ("float64", "bfloat16", "float16"), strict=True):
-                _close(buf, _reduced([_values(dtype, 9, seed=1)] * comm.size, ReduceOp.SUM))
-            for ring in rings:
-                _same(ring, comm.size * np.arange(9.0) + comm.size * (comm.size - 1) / 2)
-
-        self.run(body)
-
-    def test_a_wait_for_one_transfer_moves_the_others_on(self) -> None:
+    @_on_every_rank
+    def test_a_wait_for_one_transfer_moves_the_others_on(self, comm: Communicator) -> None:
         """Rank 0 ends its reduces before it sends; the others wait for that message first."""
-
-        def body(comm: Communicator) -> None:
-            half, ring, note = np.ones(5, np.float16), np.ones(5), np.zeros(1)
-            handles = [comm.all_reduce(half), comm.all_reduce(ring, ReduceOp.SUM, "ring")]
-            if comm.rank == 0:
-                for handle in handles:
-                    handle.wait()
-                sends = [comm.send(note, other) for other in range(1, comm.size)]
-                for send in sends:
-                    send.wait()
-            else:
-                comm.recv(note, 0).wait()
+        half, ring, note = np.ones(5, np.float16), np.ones(5), np.zeros(1)
+        handles = [comm.all_reduce(half), comm.all_reduce(ring, ReduceOp.SUM, "ring")]
+        if comm.rank == 0:
             for handle in handles:
                 handle.wait()
-            _same(half, np.full(5, comm.size, np.float16))
-            _same(ring, np.full(5, float(comm.size)))
+            sends = [comm.send(note, other) for other in range(1, comm.size)]
+            for send in sends:
+                send.wait()
+        else:
+            comm.recv(note, 0).wait()
+        for handle in handles:
+            handle.wait()
+        _same(half, np.full(5, comm.size, np.float16))
+        _same(ring, np.full(5, float(comm.size)))
 
-        self.run(body)
+    @_on_every_rank
+    def test_test_becomes_true_without_wait(self, comm: Communicator) -> None:
+        handles = [comm.all_reduce(np.ones(4, dtype)) for dtype in (np.float32, np.float16)]
+        handles.append(comm.barrier())
+        while not all(handle.test() for handle in handles):
+            pass
+        comm.barrier().wait()
 
-    def test_test_becomes_true_without_wait(self) -> None:
-        def body(comm: Communicator) -> None:
-            handles = [comm.all_reduce(np.ones(4, dtype)) for dtype in (np.float32, np.float16)]
-            handles.append(comm.barrier())
-            while not all(handle.test() for handle in handles):
-                pass
-            comm.barrier().wait()
+    @_on_every_rank
+    def test_split_orders_by_key_and_leaves_out_none(self, comm: Communicator) -> None:
+        reverse = comm.split(comm.rank % 2, -comm.rank)
+        assert reverse is not None
+        members = reverse.all_gather_object(comm.rank)
+        assert members == sorted(range(comm.rank % 2, comm.size, 2), reverse=True)
+        assert members[reverse.rank] == comm.rank
+        first = comm.split(0 if comm.rank == 0 else None)
+        assert (first is None) == (comm.rank != 0)
+        total = np.array([comm.rank])
+        reverse.all_reduce(total).wait()
+        assert total[0] == sum(members)
 
-        self.run(body)
+    @_on_every_rank
+    def test_subgroup_keeps_the_order_given(self, comm: Communicator) -> None:
+        middle = comm.size // 2
+        ranks = range(middle) if comm.rank < middle else range(middle, comm.size)
+        group = comm.subgroup(list(reversed(ranks)))
+        assert group.all_gather_object(comm.rank) == list(reversed(ranks))
+        with pytest.raises(ConfigError, match="must name this rank"):
+            comm.subgroup([(comm.rank + 1) % comm.size] if comm.size > 1 else [0, 0])
+        group.close()
 
-    def test_split_orders_by_key_and_leaves_out_none(self) -> None:
-        def body(comm: Communicator) -> None:
-            reverse = comm.split(comm.rank % 2, -comm.rank)
-            assert reverse is not None
-            members = reverse.all_gather_object(comm.rank)
-            assert members == sorted(range(comm.rank % 2, comm.size, 2), reverse=True)
-            assert members[reverse.rank] == comm.rank
-            first = comm.split(0 if comm.rank == 0 else None)
-            assert (first is None) == (comm.rank != 0)
-            total = np.array([comm.rank])
-            reverse.all_reduce(total).wait()
-            assert total[0] == sum(members)
+    @_on_every_rank
+    def test_objects(self, comm: Communicator) -> None:
+        objects = comm.all_gather_object({"rank": comm.rank, "text": "x" * 50 * comm.rank})
+        assert [obj["rank"] for obj in objects] == list(range(comm.size))
+        assert [len(obj["text"]) for obj in objects] == [50 * rank for rank in range(comm.size)]
 
-        self.run(body)
-
-    def test_subgroup_keeps_the_order_given(self) -> None:
-        def body(comm: Communicator) -> None:
-            middle = comm.size // 2
-            ranks = range(middle) if comm.rank < middle else range(middle, comm.size)
-            group = comm.subgroup(list(reversed(ranks)))
-            assert group.all_gather_object(comm.rank) == list(reversed(ranks))
-            with pytest.raises(ConfigError, match="must name this rank"):
-                comm.subgroup([(comm.rank + 1) % comm.size] if comm.size > 1 else [0, 0])
-            group.close()
-
-        self.run(body)
-
-    def test_objects(self) -> None:
-        def body(comm: Communicator) -> None:
-            objects = comm.all_gather_object({"rank": comm.rank, "text": "x" * 50 * comm.rank})
-            assert [obj["rank"] for obj in objects] == list(range(comm.size))
-            assert [len(obj["text"]) for obj in objects] == [50 * rank for rank in range(comm.size)]
-
-        self.run(body)
-
-    def test_bad_arguments_are_named_before_anything_is_sent(self) -> None:
-        def body(comm: Communicator) -> None:
-            c, size, alone = comm, comm.size, comm.subgroup([comm.rank])
-            x, y = np.zeros(2 * size), np.zeros(3)
-            cases = [
-                (ShapeError, "of w on .* send has 3 elements, but 2", lambda: c.all_gather(y, x, what="w")),
-                (ShapeError, "recv must be a flat array", lambda: c.all_gather(x[:2], x.reshape(2, size))),
-                (ShapeError, "not contiguous", lambda: c.all_reduce(np.zeros(8)[::2])),
-                (ShapeError, "counts add up to", lambda: c.all_gather(x[:2], x, [1] * size)),
-                (ShapeError, "counts for", lambda: c.all_gather(x[:2], x, [1] * (size + 1))),
-                (ShapeError, "recv has 1 elements, but 2", lambda: c.reduce_scatter(x, x[:1])),
-                (ConfigError, "float64, recv is float32", lambda: c.all_gather(x[:2], x.astype("f4"))),
-                (ConfigError, f"root={size} is not a rank", lambda: c.broadcast(x, size)),
-                (ConfigError, "dest=-1 is not a rank", lambda: c.send(x, -1)),
-                (ConfigError, "tag=16384 is out of range", lambda: c.recv(x, 0, 16384)),
-                (ConfigError, "complex128", lambda: c.all_reduce(np.zeros(3, complex))),
-                (ConfigError, "AVG of int64", lambda: c.all_reduce(np.zeros(3, np.int64), ReduceOp.AVG)),
-                (ConfigError, "AVG of bool", lambda: c.all_reduce(np.zeros(3, bool), ReduceOp.AVG)),
-                (ConfigError, "unknown algorithm 'tree'", lambda: c.all_reduce(x, ReduceOp.SUM, "tree")),
-                (ConfigError, "unknown reduce operation 'mean'", lambda: c.all_reduce(x, "mean")),  # type: ignore[arg-type]
-                (ShapeError, "is root and needs an array for recv", lambda: alone.gather(x, None, 0)),
-            ]  # fmt: skip
-            for kind, words, call in cases:
-                with pytest.raises(kind, match=words):
-                    call()
-            comm.barrier().wait()
-
-        self.run(body)
+    @_on_every_rank
+    def test_bad_arguments_are_named_before_anything_is_sent(self, comm: Communicator) -> None:
+        c, size, alone = comm, comm.size, comm.subgroup([comm.rank])
+        x, y = np.zeros(2 * size), np.zeros(3)
+        cases = [
+            (ShapeError, "of w on .* send has 3 elements, but 2", lambda: c.all_gather(y, x, what="w")),
+            (ShapeError, "recv must be a flat array", lambda: c.all_gather(x[:2], x.reshape(2, size))),
+            (ShapeError, "not contiguous", lambda: c.all_reduce(np.zeros(8)[::2])),
+            (ShapeError, "counts add up to", lambda: c.all_gather(x[:2], x, [1] * size)),
+            (ShapeError, "counts for", lambda: c.all_gather(x[:2], x, [1] * (size + 1))),
+            (ShapeError, "recv has 1 elements, but 2", lambda: c.reduce_scatter(x, x[:1])),
+            (ConfigError, "float64, recv is float32", lambda: c.all_gather(x[:2], x.astype("f4"))),
+            (ConfigError, f"root={size} is not a rank", lambda: c.broadcast(x, size)),
+            (ConfigError, "dest=-1 is not a rank", lambda: c.send(x, -1)),
+            (ConfigError, "tag=16384 is out of range", lambda: c.recv(x, 0, 16384)),
+            (ConfigError, "complex128", lambda: c.all_reduce(np.zeros(3, complex))),
+            (ConfigError, "AVG of int64", lambda: c.all_reduce(np.zeros(3, np.int64), ReduceOp.AVG)),
+            (ConfigError, "AVG of bool", lambda: c.all_reduce(np.zeros(3, bool), ReduceOp.AVG)),
+            (ConfigError, "unknown algorithm 'tree'", lambda: c.all_reduce(x, ReduceOp.SUM, "tree")),
+            (ConfigError, "unknown reduce operation 'mean'", lambda: c.all_reduce(x, "mean")),  # type: ignore[arg-type]
+            (ShapeError, "is root and needs an array for recv", lambda: alone.gather(x, None, 0)),
+        ]  # fmt: skip
+        for kind, words, call in cases:
+            with pytest.raises(kind, match=words):
+                call()
+        comm.barrier().wait()
 
 
 def _values(dtype: str, n: int, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     if dtype in FLOATS:
-        return generator.standard_normal(n).astype(_dtype(dtype))
+        return generator.standard_normal(n).astype(dtype)
     if dtype == "bool":
         return generator.integers(0, 2, n).astype(bool)
     return generator.integers(1, 3, n).astype(dtype)
-
-
-def _dtype(name: str) -> np.dtype:
-    if name == "bfloat16":
-        import ml_dtypes
-
-        return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(name)
 
 
 def _operations(dtype: str) -> list[ReduceOp]:
@@ -351,18 +309,12 @@ def _part(whole: np.ndarray, comm: Communicator, counts: list[int] | None = None
 
 def _reduced(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
     """The reduction by one rank alone: in float64 or exact integers, rounded once."""
-    function: dict[ReduceOp, Any] = {
-        ReduceOp.SUM: np.sum,
-        ReduceOp.AVG: np.mean,
-        ReduceOp.MAX: np.max,
-        ReduceOp.MIN: np.min,
-        ReduceOp.PROD: np.prod,
-    }
+    function: Any = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min, "prod": np.prod}[op.value]
     dtype = arrays[0].dtype
     if dtype.kind == "b":
         return np.any(arrays, 0) if op in (ReduceOp.SUM, ReduceOp.MAX) else np.all(arrays, 0)
     wide = np.dtype(np.float64) if dtype.kind not in "iu" else dtype
-    return function[op](np.stack([array.astype(wide) for array in arrays]), 0).astype(dtype)
+    return function(np.stack([array.astype(wide) for array in arrays]), 0).astype(dtype)
 
 
 def _same(got: np.ndarray, want: np.ndarray) -> None:
