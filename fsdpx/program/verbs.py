@@ -111,8 +111,8 @@ VERBS: dict[str, Verb] = {
                    scratch=(Scratch("carry", "sum:page"), Scratch("trade", "part:page")),
                    lane="shard", moves=(Move("shard", "reduce_scatter", "full", "grad"),)),
     "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
-    "JOIN": Verb(takes=("part:page",), gives=("total:page",), about="page", scratch=(Scratch("join"),),
-                 lane="replica", moves=(Move("replica", "all_reduce", "shard", "grad"),)),
+    "JOIN": Verb(takes=("part:page",), gives=("total:page",), adds=("memory:coded",), about="page",
+                 scratch=(Scratch("join"),), lane="replica", moves=(Move("replica", "all_reduce", "shard", "grad"),)),
     "TIE": Verb(takes=("total:twins",), gives=("tied:twins",), about="page", scratch=(Scratch("tie"),),
                 lane="peers", moves=(Move("peers", "all_gather", "shard", "tie"),)),
     # update

@@ -1,0 +1,189 @@
+"""The ledger: rows say what a rank holds, and whoever allocates, saves, moves or reports it iterates them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.checkpoint.pieces import held, owned
+from fsdpx.comm import Communicator
+from fsdpx.layout.ranges import Range
+from fsdpx.state import allocate, ledger, rows
+from fsdpx.state.ledger import KINDS, Key, Ledger, Row
+
+F32 = np.dtype(np.float32)
+
+
+def model() -> nn.Layer:
+    return nn.Chain(nn.Linear(6, 10), nn.BatchNorm(10), nn.ReLU(), nn.Linear(10, 3))
+
+
+def make(comm: Communicator, strategy: str = "fsdp", **options: Any) -> Any:
+    options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, **options}
+    return model().as_distributed(loss=nn.MSE(), comm=comm, strategy=strategy, **options)
+
+
+def step(trainer: Any, seed: int = 0) -> float:
+    rng, size = np.random.default_rng(seed), trainer.data.size
+    x, y = rng.standard_normal((12, 6), np.float32), rng.standard_normal((12, 3), np.float32)
+    mine = slice(12 * trainer.data.rank // size, 12 * (trainer.data.rank + 1) // size)
+    return float(trainer.step(x[mine], y[mine]))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_rows_follow_the_placement(strategy: str) -> None:
+    """Lifetimes and owners are those of the strategy; every row that is kept has an array of its size."""
+
+    def run(comm: Communicator) -> None:
+        state = make(comm, strategy).engine.state
+        whole = state.placement.axes.shard.size == 1
+        for row in state.ledger:
+            array = state.ledger.arrays.get(row.key)
+            assert (array is not None) == row.kept
+            assert array is None or (array.size, array.dtype) == (row.elements, row.dtype)
+        kept = {kind: {row.kept for row in state.ledger if row.key.kind == kind} for kind in ("full", "grad")}
+        assert kept["full"] == {whole or strategy in ("zero1", "zero2")}
+        assert kept["grad"] == {whole or strategy in ("ddp", "zero1")}
+        spans = {row.span.size for row in state.ledger if row.key == Key("slot", 0, "m")}
+        assert spans == {state.placement.pages[0].mine.size}
+        assert {row.owner for row in state.ledger if row.key.kind == "grad"} == {"private"}
+        assert {row.owner for row in state.ledger if row.key.kind == "statistic"} == {"all"}
+
+    spawn(run, 2)
+
+
+def test_a_row_inside_another_has_no_memory_of_its_own() -> None:
+    def run(comm: Communicator) -> None:
+        state = make(comm, "zero1").engine.state
+        for p, page in state.placement.pages.items():
+            master, full = state.ledger.array("master", p), state.ledger.array("full", p)
+            assert np.shares_memory(master, full)
+            assert master.size == page.mine.size
+            if page.page.trainable:
+                assert np.shares_memory(state.ledger.array("part", p), state.ledger.array("grad", p))
+        parameters = sum(page.size for page in state.placement.pages.values()) * F32.itemsize
+        assert state.nbytes()["parameters"] == parameters
+
+    spawn(run, 2)
+
+
+def test_the_bytes_of_the_ledger_are_those_of_the_arena() -> None:
+    for strategy in ("ddp", "zero2", "fsdp"):
+        state = spawn(lambda comm, s=strategy: make(comm, s), 1)[0].engine.state
+        assert sum(state.ledger.nbytes().values()) == sum(array.nbytes for array in state.arena.kept.values())
+
+
+def test_every_kind_has_a_row_somewhere() -> None:
+    """But for averages, of which a user's own feature is the only one so far."""
+
+    def run(comm: Communicator) -> set[str]:
+        trainer = make(comm, elastic=fsdpx.Elastic(every=1), codec=Keeps())
+        step(trainer)
+        step(trainer)
+        return {row.key.kind for row in trainer.engine.state.ledger}
+
+    assert set.union(*spawn(run, 2, survive=True)) == set(KINDS) - {"average"}
+
+
+def test_a_key_is_there_once() -> None:
+    known = Ledger()
+    row = Row(Key("copy", None, "a"), F32, Range(0, 3), "private", level="host")
+    known.add(row, np.zeros(3, F32))
+    with pytest.raises(AssertionError, match="is there already"):
+        known.add(row, np.zeros(3, F32))
+    assert known.nbytes() == {"copies for recovery": 12}
+    known.drop(row.key)
+    assert (list(known), known.arrays) == ([], {})
+
+
+class Keeps(fsdpx.Plain):
+    """A codec with memory that it counts steps in."""
+
+    def memory(self, size: int) -> dict[str, int]:
+        return {"seen": size}
+
+    def reduce(self, comm: Any, grad: Any, out: Any, counts: Any, scratch: Any, memory: Any, *, what: str) -> Any:
+        memory["seen"] += 1
+        return super().reduce(comm, grad, out, counts, scratch, memory, what=what)
+
+
+@pytest.fixture
+def averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feature that keeps something new: one more row for each trained page, and nothing else."""
+    before = rows.rows_of
+
+    def more(placement: Any, *arguments: Any) -> Iterator[Row]:
+        yield from before(placement, *arguments)
+        for p in placement.stage.trained:
+            yield Row(Key("average", p, "ema"), placement.dtype, placement.pages[p].mine)
+
+    def tensors(placement: Any) -> dict[str, Any]:
+        trained = {n: s for n, s in placement.layout.specs.items() if s.trainable}
+        return known(placement) | {rows.tensor_name("ema", n): s for n, s in trained.items()}
+
+    known = rows.saved_tensors
+    monkeypatch.setattr(allocate, "rows_of", more)
+    for module in ("fsdpx.checkpoint.save", "fsdpx.checkpoint.load", "fsdpx.elastic.assembly"):
+        monkeypatch.setattr(f"{module}.saved_tensors", tensors)
+
+
+@pytest.mark.usefixtures("averages")
+def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> None:
+    def save(comm: Communicator) -> int:
+        trainer = make(comm)
+        step(trainer)
+        for part in held(trainer.engine.state):
+            if part.name.startswith("ema/"):
+                part.array[...] = np.arange(part.start, part.start + part.array.size)
+        assert {part.name for part in owned(trainer.engine.state)} >= {"ema/0.weight"}
+        trainer.save(tmp_path / "a")
+        return int(trainer.report().memory["averages"])
+
+    assert sum(spawn(save, 3)) == (6 * 10 + 10 + 20 + 10 * 3 + 3) * F32.itemsize
+
+    def load(comm: Communicator) -> None:
+        trainer = make(comm, mesh=Mesh(shard=2))
+        trainer.load(tmp_path / "a")
+        found = [part for part in held(trainer.engine.state) if part.name.startswith("ema/")]
+        assert found
+        for part in found:
+            np.testing.assert_array_equal(part.array, np.arange(part.start, part.start + part.array.size))
+
+    spawn(load, 2)
+
+
+@pytest.mark.usefixtures("averages")
+def test_a_new_row_survives_the_death_of_a_rank() -> None:
+    from fsdpx.comm.rendezvous import Died
+
+    def run(comm: Communicator) -> bool:
+        trainer = make(comm, elastic=fsdpx.Elastic(every=1))
+        for part in held(trainer.engine.state):
+            if part.name.startswith("ema/"):
+                part.array[...] = np.arange(part.start, part.start + part.array.size)
+        for seed in range(3):
+            step(trainer, seed)
+
+        def die(action: Any) -> None:
+            if comm.rank == 1 and getattr(action, "op", "") == "NORM":
+                raise Died
+
+        trainer.engine.observers.append(die)
+        step(trainer, 3)
+        return all(
+            (part.array == np.arange(part.start, part.start + part.array.size)).all()
+            for part in held(trainer.engine.state)
+            if part.name.startswith("ema/")
+        )
+
+    found = spawn(run, 3, survive=True)
+    assert [one for i, one in enumerate(found) if i != 1] == [True, True]
+
+
+def test_kinds_are_counted_under_words() -> None:
+    assert all(kind.memory for kind in ledger.KINDS.values())
+    assert {name for name, kind in KINDS.items() if kind.saved} == {"master", "slot", "statistic", "average"}

@@ -1,0 +1,251 @@
+"""The recipes of CONTRIBUTING, each done once: what is added is all that stands here, and whole trainings use it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.comm import Communicator, Handle
+from fsdpx.errors import ProgramError
+from fsdpx.nn.layer import Env, Spec
+from fsdpx.program import VERBS, Action, Program, Verb, check, compiler
+from fsdpx.testing import LayerContract, OptimizerContract
+
+
+def trained(comm: Communicator, steps: int = 4, model: Callable[[], nn.Layer] | None = None, **options: Any) -> Any:
+    """A trainer after some steps on the same global batches, and its losses."""
+    layers = model() if model else nn.Chain(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    options = {"optimizer": optim.SGD(lr=0.05), "strategy": "fsdp", "precision": "float64", "group_bytes": 0, **options}
+    trainer = layers.as_distributed(loss=nn.MSE(), comm=comm, **options)
+    losses = []
+    for seed in range(steps):
+        rng, rank, size = np.random.default_rng(seed), trainer.data.rank, trainer.data.size
+        x, y = rng.standard_normal((12, 8)), rng.standard_normal((12, 4))
+        mine = slice(12 * rank // size, 12 * (rank + 1) // size)
+        losses.append(trainer.step(x[mine], y[mine]))
+    return trainer, losses
+
+
+# -- an optimiser: one class -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SignDescent:
+    """p <- p - lr sign(m), m <- beta m + g: signSGD with momentum (Bernstein et al., 2018)."""
+
+    lr: float = 1e-3
+    beta: float = 0.9
+    slots: ClassVar[tuple[str, ...]] = ("m",)
+
+    def update(
+        self, xp: Any, p: Any, g: Any, slots: Mapping[str, Any], *, lr: float, step: int, segments: Any,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        slots["m"][...] = self.beta * slots["m"] + scale * g
+        p -= lr * xp.sign(slots["m"])
+
+
+class TestSignDescent(OptimizerContract):
+    grouped = False
+
+    def make(self, **options: Any) -> SignDescent:
+        return SignDescent(**options)
+
+
+def test_an_optimiser_is_one_class(tmp_path: Path) -> None:
+    """Its slots are rows of the ledger: they are saved, and go on at another number of ranks."""
+
+    def save(comm: Communicator) -> dict[str, np.ndarray]:
+        trainer, _ = trained(comm, optimizer=SignDescent())
+        trainer.save(tmp_path / "a")
+        return trainer.parameters()
+
+    def load(comm: Communicator) -> tuple[dict[str, np.ndarray], float]:
+        trainer, _ = trained(comm, 0, optimizer=SignDescent(), strategy="zero1")
+        trainer.load(tmp_path / "a")
+        return trainer.parameters(), float(np.abs(trainer.engine.state.ledger.array("slot", 0, "m")).sum())
+
+    alone, many = spawn(save, 1)[0], spawn(save, 3)[0]
+    for name, values in alone.items():
+        np.testing.assert_allclose(many[name], values, rtol=0, atol=1e-12)
+    again, moments = spawn(load, 2)[0]
+    assert all((again[name] == many[name]).all() for name in many)
+    assert moments > 0
+
+
+# -- a layer: one class ------------------------------------------------------------------------------------------------
+
+
+class Scale(nn.Layer):
+    """y = x * weight, one weight per feature."""
+
+    def __init__(self, features: int) -> None:
+        self.features = features
+
+    def specs(self) -> dict[str, Spec]:
+        return {"weight": Spec((self.features,), nn.init.ones)}
+
+    def forward(self, env: Env, p: Mapping[str, Any], x: Any) -> tuple[Any, Any]:
+        return x * p["weight"], x
+
+    def backward_input(self, env: Env, p: Mapping[str, Any], saved: Any, dy: Any) -> tuple[Any, Any]:
+        return dy * p["weight"], (saved, dy)
+
+    def backward_params(self, env: Env, g: Mapping[str, Any], kept: Any) -> None:
+        x, dy = kept
+        g["weight"] += (x * dy).reshape(-1, self.features).sum(0)
+
+
+class TestScale(LayerContract):
+    def make(self) -> nn.Layer:
+        return Scale(6)
+
+    def inputs(self) -> Any:
+        return self.normal(4, 6)
+
+
+def test_a_layer_is_one_class() -> None:
+    def model() -> nn.Layer:
+        return nn.Chain(nn.Linear(8, 6), Scale(6), nn.Tanh(), nn.Linear(6, 4))
+
+    def run(comm: Communicator, **options: Any) -> tuple[list[float], dict[str, np.ndarray]]:
+        trainer, losses = trained(comm, model=model, **options)
+        return losses, trainer.parameters()
+
+    losses, alone = spawn(run, 1)[0]
+    assert not (alone["1.weight"] == 1).all()
+    for options in ({}, {"mesh": Mesh(pipe=2), "microbatches": 2}):
+        got, many = spawn(lambda comm, o=options: run(comm, **o), 4)[0]
+        np.testing.assert_allclose(got, losses, rtol=1e-12)
+        for name, values in alone.items():
+            np.testing.assert_allclose(many[name], values, rtol=1e-11, atol=1e-12)
+
+
+# -- a codec with state: one class -------------------------------------------------------------------------------------
+
+
+class Rounded(fsdpx.Plain):
+    """Gradients rounded to multiples of `grain`. With `feedback` what rounding took away is added next time."""
+
+    def __init__(self, grain: float, feedback: bool) -> None:
+        super().__init__()
+        self.grain, self.feedback = grain, feedback
+
+    def memory(self, size: int) -> dict[str, int]:
+        return {"error": size} if self.feedback else {}
+
+    def _round(self, grad: Any, memory: Mapping[str, Any]) -> None:
+        wanted = grad + memory["error"] if self.feedback else grad.copy()
+        grad[...] = np.round(wanted / self.grain) * self.grain
+        if self.feedback:
+            memory["error"][...] = wanted - grad
+
+    def reduce(
+        self, comm: Any, grad: Any, out: Any, counts: Any, scratch: Any, memory: Mapping[str, Any], *, what: str
+    ) -> Handle:
+        self._round(grad, memory)
+        return super().reduce(comm, grad, out, counts, scratch, memory, what=what)
+
+    def reduce_all(self, comm: Any, grad: Any, scratch: Any, memory: Mapping[str, Any], *, what: str) -> Handle:
+        self._round(grad, memory)
+        return super().reduce_all(comm, grad, scratch, memory, what=what)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "rows"),
+    [("fsdp", 2, {"shard/error"}), ("ddp", 2, {"replica/error"}), ("hybrid", 4, {"shard/error", "replica/error"})],
+)
+def test_a_codec_with_state_is_one_class(strategy: str, ranks: int, rows: set[str]) -> None:
+    """Its memory has rows of its own, and brings training nearer to the plain sum than rounding alone does."""
+
+    def run(comm: Communicator, codec: Any) -> tuple[dict[str, np.ndarray], set[str], int]:
+        trainer, _ = trained(comm, 12, strategy=strategy, codec=codec)
+        state = trainer.engine.state
+        kept = {row.key.name for row in state.ledger if row.key.kind == "memory"}
+        assert all(np.abs(a).any() for key, a in state.ledger.arrays.items() if key[::2] == ("memory", "shard/error"))
+        return trainer.parameters(), kept, trainer.report().memory.get("codec memory", 0)
+
+    plain, _, none = spawn(lambda comm: run(comm, "plain"), ranks)[0]
+    alone, nothing, _ = spawn(lambda comm: run(comm, Rounded(4.0, False)), ranks)[0]
+    fed, kept, nbytes = spawn(lambda comm: run(comm, Rounded(4.0, True)), ranks)[0]
+    assert (none, nothing, kept) == (0, set(), rows)
+    elements = 8 * 16 + 16 + 16 * 4 + 4
+    assert nbytes == 8 * elements * (1.5 if strategy == "hybrid" else 1)
+
+    def apart(one: dict[str, np.ndarray]) -> float:
+        return float(sum(np.square(one[name] - plain[name]).sum() for name in plain))
+
+    assert 0 < apart(fed) < 0.5 * apart(alone)
+
+
+# -- a verb: a row of the table, an operation, a line that places it ---------------------------------------------------
+
+
+def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PULL adds a constant to every gradient right before the update that takes it."""
+    from fsdpx.engine import operations
+
+    def pull(run: Any, action: Action, taken: Any, read: Any, added: Any) -> Any:
+        (gradient,) = added
+        gradient += 0.5 / read[0].factor
+        return (gradient,)
+
+    def placed(actions: list[Action], request: Any) -> list[Action]:
+        tail = before(actions, request)
+        return [b for a in tail for b in ([Action("PULL", a.unit), a] if a.op == "UPDATE" else [a])]
+
+    before = compiler._update
+    plain, _ = spawn(lambda comm: (trained(comm, 1)[0].parameters(), 0), 2)[0]
+    monkeypatch.setitem(VERBS, "PULL", Verb(reads=("scale",), adds=("final:page",), about="page"))
+    monkeypatch.setitem(operations.OPERATIONS, "PULL", pull)
+    monkeypatch.setattr(compiler, "_update", placed)
+
+    def run(comm: Communicator) -> tuple[dict[str, np.ndarray], Program]:
+        trainer, _ = trained(comm, 1)
+        return trainer.parameters(), trainer.program
+
+    for got, program in spawn(run, 2):
+        assert str(program).split()[-3:] == ["UPDATE1", "PULL0", "UPDATE0"]
+        for name, values in plain.items():
+            np.testing.assert_allclose(got[name], values - 0.05 * 0.5, rtol=1e-12, atol=1e-12)
+        wrong = tuple(a for a in program.actions if str(a) != "UPDATE0")
+        with pytest.raises(ProgramError, match="leaves total0 behind"):
+            check(Program(program.kind, wrong, program.stage, 1, program.begins, program.ends, program.results))
+
+
+# -- a communicator: one class; a schedule: one function ---------------------------------------------------------------
+# A backend and a wrapper stand in tests/comm/test_recipes.py, a schedule in tests/program/test_recipes.py; here a whole
+# training runs on a wrapper and on a schedule of its own.
+
+
+def test_a_wrapper_is_one_class() -> None:
+    from fsdpx.comm.communicator import Call, Wrapper
+
+    class Traced(Wrapper):
+        calls: ClassVar[list[str]] = []
+
+        def issue(self, call: Call) -> Handle:
+            self.calls.append(call.verb)
+            return super().issue(call)
+
+    losses = spawn(lambda comm: trained(comm)[1], 2)[0]
+    assert spawn(lambda comm: trained(Traced(comm))[1], 2)[0] == losses
+    assert {"all_gather", "reduce_scatter"} <= set(Traced.calls)
+
+
+def test_a_schedule_is_one_function() -> None:
+    def all_at_once(ranks: int, microbatches: int, per_rank: int) -> list[str]:
+        """All forwards, then the backwards in the order of the microbatches."""
+        return [
+            " ".join([f"F{r}.{m}" for m in range(microbatches)] + [f"B{r}.{m}" for m in range(microbatches)])
+            for r in range(ranks)
+        ]
+
+    losses = spawn(lambda comm: trained(comm)[1], 1)[0]
+    options = {"mesh": Mesh(pipe=2, shard=1), "microbatches": 3, "schedule": all_at_once}
+    np.testing.assert_allclose(spawn(lambda comm: trained(comm, **options)[1], 2)[0], losses, rtol=1e-12)
