@@ -17,7 +17,7 @@ LIFETIMES = ("step", "use")
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is sharded, and how long full parameters and gradients live.
+    """What is sharded, and how long full parameters and gradients live; ConfigError for other values.
 
     Parameters
     ----------
@@ -25,10 +25,6 @@ class Sharding:
     full_params : "use" frees gathered parameters once their unit has run, "step" keeps them until the update
     full_grads : "use" reduces the gradients of each microbatch, "step" adds those of all microbatches first
     ahead : how many units beyond the running one may be gathered, and how many reduces may be in flight
-
-    Raises
-    ------
-    ConfigError : a value that is none of these
     """
 
     replica: int | None = 1
@@ -41,9 +37,8 @@ class Sharding:
         for name in ("replica", "shard"):
             width = getattr(self, name)
             if width is not None and (not isinstance(width, int) or width < 1):
-                raise ConfigError(
-                    f"Sharding({name}={width!r}): a mesh axis is at least 1 wide, or None to fill the world"
-                )
+                given = f"Sharding({name}={width!r})"
+                raise ConfigError(f"{given}: a mesh axis is at least 1 wide, or None to fill the world")
         for name in ("full_params", "full_grads"):
             if getattr(self, name) not in LIFETIMES:
                 raise ConfigError(f"Sharding({name}={getattr(self, name)!r}): choose one of {', '.join(LIFETIMES)}")
@@ -66,16 +61,13 @@ def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
 
     "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root.
     """
+    names = ", ".join(PRESETS)
     if isinstance(strategy, str):
         if strategy not in PRESETS:
-            raise ConfigError(
-                f"unknown strategy {strategy!r}: choose one of {', '.join(PRESETS)}, or pass fsdpx.Sharding(...)"
-            )
+            raise ConfigError(f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)")
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):
-        raise ConfigError(
-            f"strategy is {type(strategy).__name__}: pass a name ({', '.join(PRESETS)}) or fsdpx.Sharding(...)"
-        )
+        raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...)")
     replica, shard = strategy.replica, strategy.shard
     if replica is None and shard is None:
         shard = next(d for d in range(1, ranks + 1) if ranks % d == 0 and d * d >= ranks)
@@ -84,15 +76,14 @@ def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
     if replica is None:
         replica = max(ranks // shard, 1)
     if replica * shard != ranks:
-        raise ConfigError(
-            f"replica {replica} x shard {shard} = {replica * shard}, but {ranks} ranks are to share the data"
-        )
+        product = f"replica {replica} x shard {shard} = {replica * shard}"
+        raise ConfigError(f"{product}, but {ranks} ranks are to share the data")
     return replace(strategy, replica=replica, shard=shard)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Number formats by role, as dtype names.
+    """Number formats by role, as dtype names; ConfigError for other values.
 
     Gradients are sums over the batch, not means, so the loss scale can be smaller than elsewhere.
 
@@ -104,10 +95,6 @@ class Precision:
     loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
     initial_scale : where a dynamic scale begins; it halves on overflow
     growth_interval : steps without overflow after which a dynamic scale doubles
-
-    Raises
-    ------
-    ConfigError : a value that is none of these
     """
 
     compute: str = "float32"
@@ -158,7 +145,6 @@ def precision(choice: "str | Precision | None") -> Precision:
     if isinstance(choice, Precision):
         return choice
     if not isinstance(choice, str) or choice not in PRECISIONS:
-        raise ConfigError(
-            f"unknown precision {choice!r}: choose one of {', '.join(PRECISIONS)}, or pass fsdpx.Precision(...)"
-        )
+        names = ", ".join(PRECISIONS)
+        raise ConfigError(f"unknown precision {choice!r}: choose one of {names}, or pass fsdpx.Precision(...)")
     return PRECISIONS[choice]

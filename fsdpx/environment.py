@@ -1,7 +1,5 @@
 """The environment variables of the launcher and the user; no other module reads the environment."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping
@@ -93,18 +91,14 @@ def check_size(size: int, environment: Environment, library: str = "MPI") -> Non
     use = f"{beside} -n {expected}" if beside.exists() else "the mpiexec that belongs to this library"
     raise LaunchError(
         f"this rank was started without the others: {environment.launcher} says {expected} ranks, "
-        f"but {library} says {size}. The launcher and the MPI library that Python loaded do not belong "
-        "together. "
+        f"but {library} says {size}. The launcher and the MPI library that Python loaded do not belong together. "
         f"Start with {use} (under Slurm: srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI), "
         "or load the launcher's library with MPI4PY_LIBMPI"
     )
 
 
 def _launcher(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    for variable, name in (
-        ("OMPI_COMM_WORLD_SIZE", "mpiexec of Open MPI"),
-        ("PMI_SIZE", "mpiexec or srun with PMI"),
-    ):
+    for variable, name in (("OMPI_COMM_WORLD_SIZE", "mpiexec of Open MPI"), ("PMI_SIZE", "mpiexec or srun with PMI")):
         if variable in environ:
             return f"{name} ({variable})", _number(environ, variable)
     between = any(key.startswith(("PMI_", "OMPI_")) for key in environ)

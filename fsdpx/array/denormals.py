@@ -5,8 +5,6 @@ float32, 2.2e-308 in float64). GPUs and TensorFlow flush them to 0 too. On proce
 nothing is changed.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Iterator

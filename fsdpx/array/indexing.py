@@ -32,9 +32,8 @@ def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
     if arrays:
         together = arrays[-1] - arrays[0] == len(arrays) - 1
         place = place if together else 0
-        out[place:place] = np.broadcast_shapes(
-            *(tuple(np.shape(parts[n])) if _is_number(parts[n]) else tuple(_shape(parts[n])) for n in arrays)
-        )
+        shapes = [() if _is_number(parts[n]) else tuple(parts[n].shape) for n in arrays]
+        out[place:place] = np.broadcast_shapes(*shapes)
     return tuple(out)
 
 
@@ -71,10 +70,6 @@ def _is_number(part: Any) -> bool:
 
 def _is_array(part: Any) -> bool:
     return hasattr(part, "dtype") and not _is_number(part)
-
-
-def _shape(part: Any) -> tuple[int, ...]:
-    return tuple(part.shape)
 
 
 def _check(number: int, size: int, dim: int) -> None:

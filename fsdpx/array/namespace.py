@@ -1,7 +1,5 @@
 """The namespace of an array library (NumPy, CuPy or shape-only arrays), and dtypes by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -98,7 +98,7 @@ def run(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None
     job = _Job(function, pieces)
     for _ in range(workers):
         _calls.put(job)
-    errors = list(job.run_all())
+    errors = list(job.results())
     errors += [job.finished.get() for _ in range(len(pieces) - len(errors))]
     for error in errors:
         if error is not None:
@@ -115,24 +115,19 @@ class _Job:
         self.pieces = deque(pieces)
         self.finished: SimpleQueue[BaseException | None] = SimpleQueue()
 
-    def run_all(self) -> list[BaseException | None]:
-        """The caller's part: run pieces until none is left; an error or None for each."""
-        results: list[BaseException | None] = []
-        while True:
-            try:
-                piece = self.pieces.popleft()
-            except IndexError:
-                return results
-            results.append(self._one(piece))
-
-    def serve(self) -> None:
-        """A worker's part: run pieces until none is left."""
+    def results(self) -> Iterator[BaseException | None]:
+        """Run pieces until none is left; an error or None for each."""
         while True:
             try:
                 piece = self.pieces.popleft()
             except IndexError:
                 return
-            self.finished.put(self._one(piece))
+            yield self._one(piece)
+
+    def serve(self) -> None:
+        """A worker's part."""
+        for result in self.results():
+            self.finished.put(result)
 
     def _one(self, piece: tuple[Any, ...]) -> BaseException | None:
         try:

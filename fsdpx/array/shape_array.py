@@ -243,10 +243,8 @@ def _dim(dim: int, ndim: int) -> int:
 
 def _is_basic(index: Any) -> bool:
     """Whether an index gives a view: slices, numbers, None and Ellipsis do, arrays copy."""
-    return all(
-        i is None or i is Ellipsis or isinstance(i, slice | int)
-        for i in (index if isinstance(index, tuple) else (index,))
-    )
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(i is None or i is Ellipsis or isinstance(i, slice | int) for i in parts)
 
 
 def _is_mask(index: Any) -> bool:

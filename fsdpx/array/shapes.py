@@ -3,8 +3,6 @@
 Layers and plain kernels run on it unchanged: memory, traffic and shape errors of a model of any size, at no cost.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf, nan, pi
 from typing import Any
@@ -43,11 +41,8 @@ any, all, argmax, argmin, var, std = map(reduced, ("any", "all", "argmax", "argm
 matmul = product
 
 
-def zeros(shape: int | Sequence[int], dtype: Any = np.float64) -> ShapeArray:
-    return ShapeArray(shape, dtype)
-
-
-empty = ones = zeros
+zeros = empty = ones = ShapeArray
+reshape, ravel, swapaxes, squeeze = ShapeArray.reshape, ShapeArray.ravel, ShapeArray.swapaxes, ShapeArray.squeeze
 
 
 def full(shape: int | Sequence[int], fill_value: Any, dtype: Any = None) -> ShapeArray:
@@ -78,11 +73,7 @@ def asarray(x: Any, dtype: Any = None, copy: bool | None = None) -> ShapeArray:
     return ShapeArray(x.shape, x.dtype if dtype is None else dtype)
 
 
-array = ascontiguousarray = asarray
-
-
-def copy(x: Array) -> ShapeArray:
-    return asarray(x)
+array = ascontiguousarray = copy = asarray
 
 
 def copyto(dst: ShapeArray, src: Any) -> None:
@@ -97,20 +88,8 @@ def shape(x: Any) -> tuple[int, ...]:
     return tuple(x.shape) if hasattr(x, "shape") else np.shape(x)
 
 
-def reshape(x: Array, shape: int | Sequence[int]) -> ShapeArray:
-    return x.reshape(shape)
-
-
-def ravel(x: Array) -> ShapeArray:
-    return x.ravel()
-
-
 def transpose(x: Array, axes: Sequence[int] | None = None) -> ShapeArray:
     return x.transpose(*(axes or ()))
-
-
-def swapaxes(x: Array, axis1: int, axis2: int) -> ShapeArray:
-    return x.swapaxes(axis1, axis2)
 
 
 def moveaxis(x: Array, source: int, destination: int) -> ShapeArray:
@@ -123,10 +102,6 @@ def expand_dims(x: Array, axis: int) -> ShapeArray:
     dims = list(x.shape)
     dims.insert(axis % (x.ndim + 1), 1)
     return x.reshape(dims)
-
-
-def squeeze(x: Array, axis: int | None = None) -> ShapeArray:
-    return x.squeeze(axis)
 
 
 def broadcast_to(x: Array, shape: Sequence[int]) -> ShapeArray:

@@ -5,12 +5,4 @@ from fsdpx.data.loader import DataLoader
 from fsdpx.data.sampler import DistributedSampler, Share
 from fsdpx.data.text import TextDataset, stdlib_sources
 
-__all__ = [
-    "ArrayDataset",
-    "DataLoader",
-    "Dataset",
-    "DistributedSampler",
-    "Share",
-    "TextDataset",
-    "stdlib_sources",
-]
+__all__ = ["ArrayDataset", "DataLoader", "Dataset", "DistributedSampler", "Share", "TextDataset", "stdlib_sources"]

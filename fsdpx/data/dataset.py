@@ -22,11 +22,7 @@ class ArrayDataset:
 
     Parameters
     ----------
-    arrays : dim 0 of each is samples; memory-mapped arrays stay on disk
-
-    Raises
-    ------
-    DataError : no array, no samples, or different numbers of samples
+    arrays : dim 0 of each is samples, 1 or more; memory-mapped arrays stay on disk
     """
 
     def __init__(self, *arrays: Any) -> None:

@@ -21,7 +21,7 @@ class DataLoader:
     A batch is what the dataset's `take` or `collate` returns, `(x, y)` for the datasets of this package; of a short
     last batch a rank may get zero rows. An exception while reading is raised where the batch was requested. Starting to
     iterate ends an iteration that is still in progress. The thread ends with the loop, with `close()`, `with`, or
-    garbage collection.
+    garbage collection. DataError for a dataset that does not give a single batch.
 
     Parameters
     ----------
@@ -34,11 +34,6 @@ class DataLoader:
     collate : list of samples -> batch; None: `take` of the dataset if it has one, else stack
     transform : batch -> batch; runs, as collate does, in the thread that reads
     prefetch : batches read ahead by a thread, which makes no call to MPI; 0: no thread
-
-    Raises
-    ------
-    DataError : an empty dataset, or one that does not give a single batch
-    ConfigError : options that contradict each other
     """
 
     def __init__(

@@ -49,11 +49,6 @@ class DistributedSampler:
     drop_last : leave out a last global batch that is shorter than `batch`
     batch : samples of a global batch; None: `size`, so that rank r gets order[r::size], as in PyTorch
     chunks : the trainer's: batch is a multiple of it, ranks get whole chunks, a short batch is cut to a multiple of it
-
-    Raises
-    ------
-    DataError : no samples, or too few for one batch
-    ConfigError : a rank, batch or number of chunks that does not fit
     """
 
     def __init__(

@@ -37,15 +37,11 @@ class TextDataset:
     Parameters
     ----------
     path : a file, a folder, or several; files are sorted by path, empty and duplicate ones left out
-    seq_len : bytes of a sample
+    seq_len : bytes of a sample; the split must have at least one more
     suffixes : of the files that are read from folders; caches, installed packages and hidden names are left out
     split : "train", "validation" or "all"; the first two are disjoint and depend on the text and `fraction` only
     fraction : share of the text for validation: the end of each of up to 16 stretches of at least 64 KiB
     dtype : an integer dtype that holds 0 to 255
-
-    Raises
-    ------
-    DataError : no text, or less than seq_len + 1 bytes in the split
     """
 
     vocab = 256
@@ -129,9 +125,7 @@ def _find(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:
     for root in roots:
         if not root.exists():
             raise DataError(f"TextDataset: {root} does not exist (looked from {Path.cwd()})")
-        files = (
-            [root] if root.is_file() else sorted(_walk(root, suffixes), key=lambda f: f.relative_to(root).as_posix())
-        )
+        files = [root] if root.is_file() else _walk(root, suffixes)
         fresh = [f for f in files if f.resolve() not in seen and os.path.getsize(f)]
         seen.update(f.resolve() for f in fresh)
         yield from fresh

@@ -1,14 +1,12 @@
 """`ckpt`: inspect, verify, compare and convert checkpoints, in one process without MPI and with little memory."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path
 
 from fsdpx.checkpoint import offline
-from fsdpx.checkpoint.agree import said
-from fsdpx.checkpoint.plan import STATE
+from fsdpx.checkpoint.agree import in_words
+from fsdpx.checkpoint.files import STATE
 from fsdpx.checkpoint.source import Source
 from fsdpx.errors import CheckpointError
 
@@ -36,7 +34,7 @@ def ckpt(args: argparse.Namespace) -> int:
     try:
         return _ckpt(args)
     except OSError as error:
-        raise CheckpointError(said(error)) from error
+        raise CheckpointError(in_words(error)) from error
 
 
 def _ckpt(args: argparse.Namespace) -> int:

@@ -21,20 +21,10 @@ LETTER = 0.011  # of the width of the picture that a character takes
 
 
 def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
-    """Write a picture with one row per rank; returns its path.
+    """Write a picture with one row per rank; returns its path, whose suffix says the format.
 
     Computation fills the row, with the microbatch's number where the box is wide enough; communication runs along the
     bottom, grey where it waits for other ranks. If a rank has several stages, later ones are darker.
-
-    Parameters
-    ----------
-    events : of `simulate`, of `simulate_programs`, or measured
-    path : of the picture; its suffix says the format
-    title : above the picture
-
-    Raises
-    ------
-    ConfigError : matplotlib is not installed, or no event takes time
     """
     shown = [event for event in events if event.end > event.start]
     if not shown:

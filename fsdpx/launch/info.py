@@ -18,13 +18,9 @@ __all__ = ["info"]
 
 def info() -> str:
     """A table of what was found. Loads MPI to ask its name, but does not initialise it."""
-    rows: list[tuple[str, str]] = [("fsdpx", __version__)]
-    rows += [("Python", f"{platform.python_version()} at {sys.executable}"), ("machine", _machine())]
-    rows += [
-        ("NumPy", f"{_version('numpy')}, BLAS {_blas()}"),
-        ("Numba", _numba()),
-        ("ml_dtypes", _version("ml_dtypes")),
-    ]
+    python, numpy = f"{platform.python_version()} at {sys.executable}", f"{_version('numpy')}, BLAS {_blas()}"
+    rows = [("fsdpx", __version__), ("Python", python), ("machine", _machine()), ("NumPy", numpy)]
+    rows += [("Numba", _numba()), ("ml_dtypes", _version("ml_dtypes"))]
     rows += [("mpi4py", _version("mpi4py")), ("MPI library", _mpi()), ("launcher", _launcher())]
     rows += [("CuPy", _cupy()), ("PyTorch", _version("torch")), ("shared memory", _shared())]
     rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]

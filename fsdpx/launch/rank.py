@@ -1,7 +1,5 @@
 """One rank under `fsdpx run`: runs the script, and writes a note when it begins and when it ends."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -72,9 +72,6 @@ class RestartPlan:
         return max(len(self.endings) - 1, 0)
 
 
-Plan = RestartPlan
-
-
 def decide(plan: RestartPlan, ending: Ending) -> tuple[str, float | None]:
     """Record an ending: why the job is restarted or not, as text, and after how many seconds (None: it is not).
 

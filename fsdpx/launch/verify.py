@@ -18,12 +18,12 @@ from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError
 from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
+from fsdpx.nn.plan import SEQUENCES
 from fsdpx.program import SCHEDULES
 
 __all__ = ["verify", "verify_on"]
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-5}
-SEQUENCES = (None, "parallel", "ulysses", "ring")
 VOCAB, SEQ_LEN = 61, 12
 FULL_BATCH, LAST_BATCH = 13, 3  # the last batch leaves ranks without samples
 
@@ -171,9 +171,7 @@ def _microbatches(case: Case) -> int:
     return 2 * pipe if case.microbatches is None else case.microbatches
 
 
-def _batches(
-    comm: Communicator, steps: int, chunks: int | None, seq_len: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _batches(comm: Communicator, steps: int, chunks: int | None, seq_len: int) -> Iterator[tuple[Any, Any]]:
     """This data rank's part of global batches that are the same at any number of ranks."""
     rng = np.random.Generator(np.random.Philox(11))
     for step in range(steps):

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from math import prod as product
 
 from fsdpx.array.sums import GRAIN
 from fsdpx.layout.ranges import Piece, Range, overlap
@@ -66,13 +67,6 @@ class Page:
         """Where a cut changes no bit of a sum over blocks: block edges, counted from each field's own start."""
         edges = [edge for f in self.fields for edge in range(f.offset, f.offset + f.size, GRAIN)]
         return edges + [self.size]
-
-
-def product(shape: Sequence[int]) -> int:
-    result = 1
-    for n in shape:
-        result *= n
-    return result
 
 
 def cut(page: Page, width: int, snap: bool = False) -> tuple[Range, ...]:

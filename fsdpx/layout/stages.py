@@ -5,7 +5,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.layout.pages import product
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.sort import Node, Sorted
 
@@ -20,12 +19,8 @@ def cut_stages(
 ) -> tuple[int, ...]:
     """The index of the first node of each of `count` stages.
 
-    Parameters
-    ----------
-    model : from `fsdpx.nn.sort`
-    count : stages of the pipe
-    stages : the path of the first layer of each stage, or the number of layers of each stage; None: automatic
-    costs : for the automatic cut; a layer that no pattern matches costs as much as it has elements of weight matrices
+    stages: the path of the first layer of each stage, or the number of layers of each stage; None: automatic.
+    costs: for the automatic cut; a layer that no pattern matches costs as much as it has elements of weight matrices.
     """
     nodes = model.nodes
     if count > len(nodes):
@@ -105,7 +100,7 @@ def _cost(node: Node, costs: Costs) -> float:
             return float(cost)
     if isinstance(node.layer, Embedding | TokenEmbedding):
         return 0.0
-    return float(sum(product(spec.shape) for spec in node.layer.specs().values() if len(spec.shape) > 1))
+    return float(sum(spec.size for spec in node.layer.specs().values() if len(spec.shape) > 1))
 
 
 def _by_number(nodes: Sequence[Node], counts: Sequence[Any]) -> tuple[int, ...]:

@@ -39,8 +39,7 @@ class Stack(Generic[T]):
     """
 
     def __init__(self, chunks: int, add: Callable[[T, T], T]) -> None:
-        self.chunks = chunks
-        self.add = add
+        self.chunks, self.add = chunks, add
         self.entries: list[tuple[Node, T]] = []
 
     def push(self, node: Node, value: T) -> None:

@@ -25,14 +25,10 @@ LEAST, NARROW = 4, 128
 class Spread:
     """How a model is distributed over the pipe and tensor axes; by default over one rank of each.
 
-    Parameters
-    ----------
-    starts : the first node of each stage
-    home : the pipe rank of each stage
-    rank, width : this rank's index on the tensor axis, and its size
-    partial : parameters of whose gradients each tensor rank computes a part
-    apart : every layer with a tied parameter gets a copy of its own, also on the same rank, so that the gradients are
-        added in the same order however the model is cut
+    starts, home: the first node of each stage, and its pipe rank. rank, width: this rank's index on the tensor axis,
+    and its size. partial: parameters of whose gradients each tensor rank computes a part. apart: every layer with a
+    tied parameter gets a copy of its own, also on the same rank, so that the gradients are added in the same order
+    however the model is cut.
     """
 
     starts: tuple[int, ...] = (0,)
@@ -51,7 +47,7 @@ class Spread:
 
     def shape(self, spec: Spec) -> tuple[int, ...]:
         """The shape of this tensor rank's part of a parameter."""
-        return spec.shape if spec.cut is None else tuple(spec.cut.local(spec.shape, self.rank, self.width))
+        return spec.local(self.rank, self.width)
 
 
 @dataclass(frozen=True)
@@ -99,14 +95,9 @@ def _small(layer: Layer) -> int:
 class Layout:
     """The model as data: units in execution order and their pages.
 
-    Parameters
-    ----------
-    specs : canonical name -> spec of the full parameter
-    ties : alias -> the name under which the pages hold it
-    aliases : alias -> canonical name, of the model
-    inputs, outputs : names of the model's inputs, and numbers of the values that are its outputs
-    spread : how the model is distributed over the pipe and tensor axes
-    twins : groups of pages with copies of the same tied parameter, the page of its first user first
+    specs: canonical name -> spec of the full parameter. ties: alias -> the name under which the pages hold it. aliases:
+    alias -> canonical name, of the model. inputs, outputs: names of the model's inputs, and numbers of the values that
+    are its outputs. twins: groups of pages with copies of the same tied parameter, the page of its first user first.
     """
 
     units: tuple[Unit, ...]
@@ -148,15 +139,10 @@ def lay_out(
     frozen: Sequence[str] = (),
     spread: Spread | None = None,
 ) -> Layout:
-    """Group the nodes of a model into units, and lay out the pages of their parameters.
+    """Group the nodes of a model into units, and lay out the pages of their parameters, of `itemsize` bytes an element.
 
-    Parameters
-    ----------
-    model : from `fsdpx.nn.sort`
-    itemsize : bytes of an element
-    group_bytes : consecutive nodes are grouped until a unit has so many bytes of parameters; None: `GROUP_BYTES`
-    frozen : name patterns (fnmatch) of parameters that are not trained; they get pages of their own
-    spread : how the model is distributed over the pipe and tensor axes; None: one rank of each
+    group_bytes: consecutive nodes are grouped until a unit has so many bytes of parameters; None: `GROUP_BYTES`.
+    frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own.
     """
     limit, spread = GROUP_BYTES if group_bytes is None else group_bytes, spread or Spread()
     if limit < 0:

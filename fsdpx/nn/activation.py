@@ -1,15 +1,12 @@
 """Activations: elementwise functions, and softmax over one dim."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Array, Env, Layer
+from fsdpx.nn.layer import Array, Env, Layer, Params
 
 __all__ = ["GELU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
-
-Params = Mapping[str, Array]
 
 
 class ReLU(Layer):

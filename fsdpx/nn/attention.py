@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from copy import copy
 from typing import Any, Protocol
 
@@ -13,7 +12,7 @@ from fsdpx.nn.check import fraction, positive
 from fsdpx.nn.cut import share
 from fsdpx.nn.dropout import apply_mask, keep_mask
 from fsdpx.nn.init import Init, uniform, zeros
-from fsdpx.nn.layer import Array, Env, Layer, Spec, branches, prefixed
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.numeric import product
 
@@ -53,15 +52,13 @@ class MultiHeadAttention(Layer):
         fraction(self, dropout=dropout)
         if d_model % n_heads:
             raise ConfigError(f"MultiHeadAttention: d_model {d_model} is not a multiple of n_heads {n_heads}")
-        self.d_model = d_model
-        self.n_heads = n_heads
+        self.d_model, self.n_heads = d_model, n_heads
         self.d_head = d_model // n_heads
         self.causal = bool(causal)
         self.dropout = float(dropout)
         self.runs = ("softmax", "softmax_backward", "drop_backward") if dropout else ("attention", "attention_backward")
         self.bias = bool(bias)
-        self.init = init
-        self.out_init = out_init
+        self.init, self.out_init = init, out_init
         xavier = uniform(math.sqrt(6.0 / (4 * d_model)))
         self._qkv: Layer = Linear(d_model, 3 * d_model, bias, init=init or xavier, bias_init=zeros)
         self._out: Layer = Linear(d_model, d_model, bias, init=out_init, bias_init=zeros)
@@ -81,7 +78,7 @@ class MultiHeadAttention(Layer):
     def specs(self) -> dict[str, Spec]:
         return prefixed(self.children().items())
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim != 3 or x.shape[-1] != self.d_model:
             wanted = f"(samples, time, {self.d_model})"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
@@ -93,14 +90,14 @@ class MultiHeadAttention(Layer):
             return y, (held_qkv, (qkv,))
         return y, (held_qkv, kept, held_out)
 
-    def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
         held_qkv, kept, held_out = self._completed(env, saved)
         parts, into = branches(p), branches(g)
         dmerged = self._out.backward(env, parts["out"], into.get("out", {}), held_out, dy)
         dqkv = self._core.backward(env, kept, dmerged)
         return self._qkv.backward(env, parts["qkv"], into.get("qkv", {}), held_qkv, dqkv)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         held_qkv, kept, held_out = self._completed(env, saved)
         parts = branches(p)
         dmerged, kept_out = self._out.backward_input(env, parts["out"], held_out, dy)
@@ -108,7 +105,7 @@ class MultiHeadAttention(Layer):
         dx, kept_qkv = self._qkv.backward_input(env, parts["qkv"], held_qkv, dqkv)
         return dx, (kept_qkv, kept_out)
 
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         parts = branches(g)
         for name, layer, rest in zip(("qkv", "out"), self.children().values(), kept, strict=True):
             if name in parts:

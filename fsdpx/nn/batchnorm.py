@@ -1,7 +1,6 @@
 """BatchNorm: a norm over the samples of the whole global batch."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import numpy as np
 from fsdpx.errors import ShapeError
 from fsdpx.nn.check import fraction, positive
 from fsdpx.nn.init import ones, zeros
-from fsdpx.nn.layer import Array, Env, Layer, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.numeric import wide
 
 __all__ = ["BatchNorm"]
@@ -30,10 +29,6 @@ class BatchNorm(Layer):
     eps : added to the variance
     momentum : weight of the new statistics in the running ones
     affine : whether it has `weight` (ones at first) and `bias` (zeros), both `(num_features,)`
-
-    Raises
-    ------
-    ShapeError : dim 1 of the input is not num_features
     """
 
     collective = True
@@ -52,7 +47,7 @@ class BatchNorm(Layer):
         state = {"running_mean": Spec(shape, zeros, state=True), "running_var": Spec(shape, ones, state=True)}
         return affine | state
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim < 2 or x.shape[1] != self.num_features:
             wanted = f"(samples, {self.num_features}, ...)"
             raise ShapeError(f"{self!r} wants an input of shape {wanted}, got {tuple(x.shape)}")
@@ -68,7 +63,7 @@ class BatchNorm(Layer):
             y = y * self._broad(p["weight"], x) + self._broad(p["bias"], x)
         return y.astype(x.dtype, copy=False), (x, mean, rstd, count)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd, count = saved
         normal = self._normal(x, mean, rstd)
         dy = dy.astype(normal.dtype, copy=False)
@@ -83,7 +78,7 @@ class BatchNorm(Layer):
         scale = rstd * p["weight"] if self.affine else rstd
         return (dx * self._broad(scale, x)).astype(x.dtype, copy=False), (sums,)
 
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         (sums,) = kept
         if "bias" in g:
             g["bias"][...] += sums[: self.num_features].astype(g["bias"].dtype)
@@ -101,7 +96,7 @@ class BatchNorm(Layer):
         env.mesh.data.all_reduce(squares, what="BatchNorm variance").wait()
         return mean, squares / max(count, 1.0), count
 
-    def _move(self, p: Mapping[str, Array], mean: Array, var: Array, count: float) -> None:
+    def _move(self, p: Params, mean: Array, var: Array, count: float) -> None:
         if count == 0.0:
             return
         unbiased = var * (count / max(count - 1.0, 1.0))

@@ -1,6 +1,5 @@
 """The parts of a transformer: MLP and TransformerBlock, each one unit."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from fsdpx.array import kernels
@@ -10,7 +9,7 @@ from fsdpx.nn.check import positive
 from fsdpx.nn.container import Container, Step
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.layer import Array, Env, Layer
+from fsdpx.nn.layer import Array, Env, Layer, Params
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.norm import LayerNorm
 from fsdpx.nn.numeric import flat
@@ -49,8 +48,7 @@ class MLP(Container):
         out_init: Init | None = None,
     ) -> None:
         positive(self, d_model=d_model)
-        self.d_model = d_model
-        self.d_hidden = d_hidden
+        self.d_model, self.d_hidden = d_model, d_hidden
         self.dropout = float(dropout)
         self.bias = bool(bias)
         self.activation = activation
@@ -66,7 +64,7 @@ class MLP(Container):
             self.runs = tuple(name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_recompute"))
         super().__init__(*_chained(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         up, gelu, down = self._layers()
         if not isinstance(gelu, GELU):
             return super().forward(env, p, x)
@@ -79,7 +77,7 @@ class MLP(Container):
             y, mask = step.layer.forward(env.at(step.name), {}, y)
         return y, ((x,), h, mask)
 
-    def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
         up, gelu, down = self._layers()
         if not isinstance(gelu, GELU):
             return super().backward(env, p, g, saved, dy)
@@ -90,7 +88,7 @@ class MLP(Container):
         del kept_down
         return up.backward(env, parts["up"], into.get("up", {}), saved[0], dh)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         up, gelu, _ = self._layers()
         if not isinstance(gelu, GELU):
             return super().backward_input(env, p, saved, dy)
@@ -104,7 +102,7 @@ class MLP(Container):
         up, activation, down = (step.layer for step in self.steps[:3])
         return up, activation, down
 
-    def _through_gelu(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+    def _through_gelu(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         """The gradient of the GELU's input, and what `backward_params` of `down` needs."""
         _, gelu, down = self._layers()
         assert isinstance(gelu, GELU)
@@ -145,9 +143,7 @@ class TransformerBlock(Container):
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
-        self.d_model = d_model
-        self.n_heads = n_heads
-        self.d_hidden = d_hidden
+        self.d_model, self.n_heads, self.d_hidden = d_model, n_heads, d_hidden
         self.causal = bool(causal)
         self.dropout = float(dropout)
         self.bias = bool(bias)

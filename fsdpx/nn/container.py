@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradients import Gradients
-from fsdpx.nn.layer import Array, Env, Layer, Spec, branches, prefixed
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
 from fsdpx.nn.shape import Add
 from fsdpx.nn.ties import resolve_ties
 
@@ -90,7 +90,7 @@ class Container(Layer):
         new._specs = {name: replace(fresh[name], trainable=spec.trainable) for name, spec in self._specs.items()}
         return new
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
         parts = self._parts(p)
         values = dict(zip(self.inputs, _unpack(x, len(self.inputs)), strict=True))
         saved: list[Any] = []
@@ -108,7 +108,7 @@ class Container(Layer):
             placeholder.y = None
         return _pack([values[name] for name in self.outputs]), tuple(saved)
 
-    def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> Any:
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         """Step by step, so that what `backward_params` of a step needs is freed soonest."""
         parts, into = self._parts(p), self._parts(g)
 
@@ -118,7 +118,7 @@ class Container(Layer):
 
         return self._backwards(env, parts, one, saved, dy)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Any) -> tuple[Any, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
         parts, kept = self._parts(p), []
 
         def one(step: Step, held: Any, dy: Any) -> Any:
@@ -128,7 +128,7 @@ class Container(Layer):
 
         return self._backwards(env, parts, one, saved, dy), tuple(reversed(kept))
 
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         parts = self._parts(g)
         for step, rest in zip(self.steps, kept, strict=True):
             if step.name in parts:
@@ -168,7 +168,7 @@ class Container(Layer):
                 free[name] = replace(spec, trainable=False)
         return free, ties
 
-    def _parts(self, arrays: Mapping[str, Array]) -> Mapping[str, Mapping[str, Array]]:
+    def _parts(self, arrays: Params) -> Mapping[str, Params]:
         if isinstance(arrays, Gradients):
             return arrays.branches(self.ties)
         aliases = {alias: arrays[name] for alias, name in self.ties.items() if name in arrays}
@@ -178,24 +178,18 @@ class Container(Layer):
 class Chain(Container):
     """Layers one after the other, like `torch.nn.Sequential`.
 
-    A layer that is passed twice is two layers with parameters of their own, unless they are tied.
+    A layer that is passed twice is two layers with parameters of their own, unless they are tied. ConfigError for a bad
+    or duplicate name, a wrong number of inputs, and a tie or pattern that fits nothing.
 
     Parameters
     ----------
     layers : layers, named "0", "1", ..., or dicts from name to layer
     ties : alias -> canonical name of a shared parameter, e.g. `{"head.weight": "embed.weight"}`
     frozen : name patterns (fnmatch) of parameters that are not trained, e.g. `["0.*"]`
-
-    Raises
-    ------
-    ConfigError : no layer, a bad or duplicate name, a wrong number of inputs, a tie or pattern that fits nothing
     """
 
     def __init__(
-        self,
-        *layers: Layer | Mapping[str, Layer],
-        ties: Mapping[str, str] | None = None,
-        frozen: Sequence[str] = (),
+        self, *layers: Layer | Mapping[str, Layer], ties: Mapping[str, str] | None = None, frozen: Sequence[str] = ()
     ) -> None:
         named = _named(type(self).__name__, layers)
         inputs = input_names(named[0][1])

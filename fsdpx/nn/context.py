@@ -10,8 +10,6 @@ sends per attention, n = bytes of one whole activation (samples, time, d_model),
                N - 1 times                           which go all the way round
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -180,28 +178,19 @@ class Ring:
         return keep_mask(env.at("dropout"), shape, self.heads.dropout, cuts)
 
 
-class _Shift:
-    """An array that is being sent to the next rank of the ring, and one that is received from the rank before."""
+def _shift(env: Env, array: Array, tag: int, thing: str) -> moves.PendingMove:
+    """Send an array to the next rank of the ring, and receive one from the rank before."""
+    comm, what, shape = env.mesh.tensor, named(env, thing), array.shape
+    sent = env.xp.ascontiguousarray(array).reshape(-1)
+    into = env.xp.empty((sent.size,), dtype=sent.dtype)
+    receiving = comm.recv(into, (comm.rank - 1) % comm.size, tag, what=what)
+    sending = comm.send(sent, (comm.rank + 1) % comm.size, tag, what=what)
 
-    def __init__(self, env: Env, array: Array, tag: int, what: str) -> None:
-        comm, xp = env.mesh.tensor, env.xp
-        flat = xp.ascontiguousarray(array).reshape(-1)
-        self._shape, self._sent = array.shape, flat  # must live until it is sent
-        self._into = xp.empty((flat.size,), dtype=flat.dtype)
-        after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        self._handles = (
-            comm.recv(self._into, before, tag, what=what),
-            comm.send(flat, after, tag, what=what),
-        )
+    def finish() -> Array:
+        sending.wait()
+        return into.reshape(shape)
 
-    def wait(self) -> Array:
-        for handle in self._handles:
-            handle.wait()
-        return self._into.reshape(self._shape)
-
-
-def _shift(env: Env, array: Array, tag: int, thing: str) -> _Shift:
-    return _Shift(env, array, tag, named(env, thing))
+    return moves.PendingMove(receiving, finish, sent)
 
 
 def _merged(xp: Any, o: Array, lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:

@@ -1,20 +1,19 @@
 """Conv2d, MaxPool2d, AvgPool2d: sums over the places of a window, each place a strided view of the image."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.check import pair, positive, want_image
 from fsdpx.nn.init import Init, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.numeric import add_product, add_sum, product, wide
 
 __all__ = ["AvgPool2d", "Conv2d", "MaxPool2d"]
 
 Pair = int | tuple[int, int]
-Params = Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,7 @@ class Conv2d(Layer):
         init: Init | None = None,
     ) -> None:
         positive(self, in_channels=in_channels, out_channels=out_channels)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
+        self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
         self.bias = bool(bias)
         self.init = init
@@ -227,7 +225,5 @@ class AvgPool2d(_Pool2d):
 
 def _window(layer: Layer, kernel: Pair, stride: Pair, padding: Pair) -> Window:
     return Window(
-        pair(layer, "kernel_size", kernel, 1),
-        pair(layer, "stride", stride, 1),
-        pair(layer, "padding", padding, 0),
+        pair(layer, "kernel_size", kernel, 1), pair(layer, "stride", stride, 1), pair(layer, "padding", padding, 0)
     )

@@ -1,12 +1,11 @@
 """How a parameter is cut over the tensor axis: blocks of one dim, each split among the ranks in whole grains."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
 
 __all__ = ["Cut", "share"]
@@ -53,8 +52,6 @@ class Cut:
 
     def take(self, array: Any, rank: int, width: int) -> Any:
         """What `rank` holds of a full `array`: a view where that is one piece, else a copy."""
-        from fsdpx.array.namespace import namespace_of
-
         parts = [array[self._at(start, stop)] for start, stop in self.ranges(array.shape, rank, width)]
         return parts[0] if len(parts) == 1 else namespace_of(array).concatenate(parts, axis=self.dim)
 

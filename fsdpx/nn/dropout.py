@@ -7,7 +7,7 @@ from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.nn.check import fraction
 from fsdpx.nn.cut import share
-from fsdpx.nn.layer import Array, Env, Layer
+from fsdpx.nn.layer import Array, Env, Layer, Params
 
 __all__ = ["CutDropout", "Dropout", "apply_mask", "keep_mask"]
 
@@ -29,17 +29,21 @@ class Dropout(Layer):
         fraction(self, p=p)
         self.p = float(p)
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         if not env.training or self.p == 0.0:
             return x, ()
-        y, keep = kernels.drop(env.xp, x, env.random.stretch(x.shape), self.p)
+        y, keep = self._drop(env, x)
         return y, (keep,)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
 
+    def _drop(self, env: Env, x: Array) -> tuple[Array, Array]:
+        """The result and the mask."""
+        return kernels.drop(env.xp, x, env.random.stretch(x.shape), self.p)
 
-class CutDropout(Layer):
+
+class CutDropout(Dropout):
     """`Dropout` of an array that is cut over the tensor axis, with the mask that a single rank would have.
 
     Parameters
@@ -50,26 +54,15 @@ class CutDropout(Layer):
     grain : with `total`: elements that stay on one rank, as `Cut` has it
     """
 
-    runs = ("drop", "drop_backward")
-
     def __init__(self, p: float = 0.5, dim: int = 1, total: int | None = None, grain: int = 1) -> None:
-        fraction(self, p=p)
-        self.p = float(p)
-        self.dim = dim
-        self.total = total
-        self.grain = grain
+        super().__init__(p)
+        self.dim, self.total, self.grain = dim, total, grain
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
-        if not env.training or self.p == 0.0:
-            return x, ()
+    def _drop(self, env: Env, x: Array) -> tuple[Array, Array]:
         if env.mesh.tensor.size == 1:
-            y, keep = kernels.drop(env.xp, x, env.random.stretch(x.shape), self.p)
-            return y, (keep,)
+            return super()._drop(env, x)
         keep = keep_mask(env, x.shape, self.p, self._place(env, x))
-        return apply_mask(x, keep, self.p), (keep,)
-
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
-        return (kernels.drop_backward(env.xp, dy, saved[0], self.p) if saved else dy), ()
+        return apply_mask(x, keep, self.p), keep
 
     def _place(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
         comm, dim = env.mesh.tensor, self.dim % x.ndim

@@ -1,13 +1,12 @@
 """Embedding: whole numbers to rows of a table."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn.check import positive
 from fsdpx.nn.init import Init, normal
-from fsdpx.nn.layer import Array, Env, Layer, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.numeric import add_sum, is_index
 
 __all__ = ["Embedding", "TokenEmbedding", "Tokens", "check_index", "want_tokens"]
@@ -16,15 +15,13 @@ __all__ = ["Embedding", "TokenEmbedding", "Tokens", "check_index", "want_tokens"
 class Embedding(Layer):
     """`(samples, ...)` of integers in [0, num_embeddings) -> rows of `weight`, `(samples, ..., embedding_dim)`.
 
+    DataError for other numbers.
+
     Parameters
     ----------
     num_embeddings : rows of `weight (num_embeddings, embedding_dim)`
     embedding_dim : features of a row
     init : of `weight`; None: N(0, 1) as in PyTorch
-
-    Raises
-    ------
-    DataError : the input is not of integers in range
     """
 
     acts_on = "position"
@@ -32,21 +29,19 @@ class Embedding(Layer):
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, init: Init | None = None) -> None:
         positive(self, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
-        self.init = init
+        self.num_embeddings, self.embedding_dim, self.init = num_embeddings, embedding_dim, init
 
     def specs(self) -> dict[str, Spec]:
         return {"weight": Spec((self.num_embeddings, self.embedding_dim), self.init or normal(1.0))}
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         check_index(self, x, self.num_embeddings)
         return p["weight"][x], (x,)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[None, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
         return None, (saved[0], dy)
 
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
         if "weight" in g:
             rows = dy.reshape(-1, self.embedding_dim)
@@ -66,11 +61,8 @@ class Tokens(Layer):
         self, vocab: int, d_model: int, seq_len: int, *, init: Init | None = None, position_init: Init | None = None
     ) -> None:
         positive(self, vocab=vocab, d_model=d_model, seq_len=seq_len)
-        self.vocab = vocab
-        self.d_model = d_model
-        self.seq_len = seq_len
-        self.init = init
-        self.position_init = position_init
+        self.vocab, self.d_model, self.seq_len = vocab, d_model, seq_len
+        self.init, self.position_init = init, position_init
 
     def specs(self) -> dict[str, Spec]:
         return {
@@ -78,17 +70,17 @@ class Tokens(Layer):
             "position": Spec((self.seq_len, self.d_model), self.position_init or normal(1.0)),
         }
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         self._want(env, x)
         check_index(self, x, self.vocab)
         y = self._rows(env, p["weight"], x)
         y += p["position"][self._positions(env, x)]
         return y, (x,)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[None, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
         return None, (saved[0], dy)
 
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
         if "weight" in g:
             self._add_rows(env, g["weight"], x, dy)

@@ -50,11 +50,8 @@ class GPT(Chain):
         frozen: Sequence[str] = (),
     ) -> None:
         positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
-        self.vocab = vocab
-        self.d_model = d_model
-        self.n_layers = n_layers
-        self.n_heads = n_heads
-        self.seq_len = seq_len
+        self.vocab, self.d_model, self.seq_len = vocab, d_model, seq_len
+        self.n_layers, self.n_heads = n_layers, n_heads
         self.tie = bool(tie)
         self.dropout = float(dropout)
         self.bias = bool(bias)

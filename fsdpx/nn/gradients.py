@@ -16,8 +16,7 @@ class Entry:
     __slots__ = ("array", "blank")
 
     def __init__(self, array: Array, blank: bool = False) -> None:
-        self.array = array
-        self.blank = blank
+        self.array, self.blank = array, blank
 
     def open(self) -> Array:
         """The array to add into; a blank one is set to zero first."""

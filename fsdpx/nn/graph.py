@@ -13,7 +13,8 @@ class Graph(Container):
     """`Graph({"up": (Linear(8, 16), "x"), "sum": (Add(), "up", "z")}, inputs=("x", "z"), outputs=("sum",))`.
 
     Nodes run in the order they are written wherever that is possible. Several inputs (or outputs) are passed (or
-    returned) as a tuple. The outputs of a nested Graph with several are read as `"name.output"`.
+    returned) as a tuple. The outputs of a nested Graph with several are read as `"name.output"`. ConfigError for a
+    cycle, an unknown or duplicate name, and a value that nothing reads.
 
     Parameters
     ----------
@@ -22,10 +23,6 @@ class Graph(Container):
     outputs : names of the values that are returned
     ties : alias -> canonical name of a shared parameter, as in `Chain`
     frozen : name patterns (fnmatch) of parameters that are not trained
-
-    Raises
-    ------
-    ConfigError : a cycle, an unknown or duplicate name, or a value that nothing reads
     """
 
     def __init__(
@@ -38,7 +35,9 @@ class Graph(Container):
     ) -> None:
         inputs, outputs = _names("inputs", inputs), _names("outputs", outputs)
         steps = [_step(name, node) for name, node in nodes.items()]
-        _no_duplicates([*inputs, *(step.name for step in steps)])
+        names = [*inputs, *(step.name for step in steps)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ConfigError(f"Graph: duplicate names {', '.join(map(repr, twice))}: nodes and inputs share one set")
         _known(steps, inputs, outputs)
         _all_used(steps, inputs, outputs)
         super().__init__(_order(steps, inputs), inputs, outputs, ties, frozen)
@@ -52,9 +51,8 @@ def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else tuple(names)
     if not names:
         raise ConfigError(f"Graph: {what} must name at least one value")
-    for name in names:
-        if what == "inputs":
-            check_name("Graph", name)
+    for name in names if what == "inputs" else ():
+        check_name("Graph", name)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"Graph: duplicate {what} {', '.join(map(repr, twice))}")
     return names
@@ -68,11 +66,6 @@ def _step(name: str, node: Any) -> Step:
     if layer.n_inputs not in (None, len(node) - 1):
         raise ConfigError(f"Graph: node {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(node) - 1}")
     return Step(name, layer, tuple(node[1:]), outputs_of(name, layer))
-
-
-def _no_duplicates(names: list[str]) -> None:
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"Graph: duplicate names {', '.join(map(repr, twice))}: nodes and inputs share one set")
 
 
 def _known(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array import random
+
 __all__ = ["Init", "constant", "normal", "ones", "sinusoid", "uniform", "values", "zeros"]
 
 Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
@@ -30,8 +32,6 @@ class Uniform:
     bound: float
 
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-        from fsdpx.array import random
-
         return (2.0 * random.uniform(seed, name, start, stop) - 1.0) * self.bound
 
 
@@ -42,8 +42,6 @@ class Normal:
     std: float = 1.0
 
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-        from fsdpx.array import random
-
         return random.normal(seed, name, start, stop) * self.std
 
 

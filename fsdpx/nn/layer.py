@@ -5,24 +5,24 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from fsdpx.array.random import Random
+from fsdpx.comm.mesh import Axes
 from fsdpx.errors import ConfigError
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.describe import describe
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
 
-if TYPE_CHECKING:
-    from fsdpx.array.random import Random
-    from fsdpx.comm.mesh import Axes
-
-__all__ = ["Array", "Env", "Layer", "Spec", "branches", "dotted", "join", "prefixed"]
+__all__ = ["Array", "Env", "Layer", "Params", "Spec", "branches", "dotted", "prefixed"]
 
 NO_TIES: dict[str, str] = {}
 Array = Any
 """A NumPy, CuPy or shape-only array."""
+Params = Mapping[str, Array]
+"""Parameters by name, or their gradients."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Spec:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def local(self, rank: int, width: int) -> tuple[int, ...]:
+        """The shape of what a rank of a tensor axis of `width` ranks holds."""
+        return self.cut.local(self.shape, rank, width) if self.cut else self.shape
+
 
 @dataclass(frozen=True)
 class Env:
@@ -65,7 +69,6 @@ class Env:
     training : dropout is active and running statistics are updated
     recompute : names of activations that layers recompute in backward instead of saving ("attention")
     recomputing : this forward repeats an earlier one for backward, so it must not update state a second time
-    again : the same as `recomputing`
     """
 
     xp: Any
@@ -74,11 +77,6 @@ class Env:
     training: bool = True
     recompute: frozenset[str] = frozenset()
     recomputing: bool = False
-    again: InitVar[bool] = False
-
-    def __post_init__(self, again: bool) -> None:
-        if again:
-            object.__setattr__(self, "recomputing", True)
 
     def at(self, name: str) -> Env:
         """The environment of child `name`: the same but for its random numbers."""
@@ -99,7 +97,8 @@ class Layer(ABC):
     x : the input, or a tuple of inputs if `n_inputs` is not 1; dim 0 is samples and may have size 0
     dy : the gradient of the result, in its shape
 
-    `x`, `p` and `dy` must not be changed; a result may be a view of them.
+    `x`, `p` and `dy` must not be changed; a result may be a view of them. Constructors raise ConfigError for arguments,
+    and `forward` ShapeError or DataError for inputs, that do not fit.
     """
 
     n_inputs: int | None = 1
@@ -129,34 +128,34 @@ class Layer(ABC):
         """Name -> layer inside this one."""
         return {}
 
-    def recompute(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
+    def recompute(self, env: Env, p: Params, saved: Any) -> Array:
         """The result of `forward` once more, from what it saved; needed for layers that are `cheap`."""
         raise ConfigError(f"{self!r} is cheap but does not define recompute")
 
     @abstractmethod
-    def forward(self, env: Env, p: Mapping[str, Array], x: Any) -> tuple[Any, Any]:
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
         """`(y, saved)`: the result, and a tuple of what backward needs (references, not copies)."""
 
     @abstractmethod
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Any) -> tuple[Any, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
         """`(dx, kept)`: the input's gradient, and what `backward_params` needs.
 
         dx is a tuple for several inputs, with None for an input of integers, which has no gradient.
         """
 
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         """Add the gradients of the parameters into `g`; a name that is missing there is frozen."""
         if g:
             raise ConfigError(f"{self!r} has parameters ({', '.join(g)}) but does not define backward_params")
 
-    def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> Any:
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> Any:
         """`backward_input`, then `backward_params`; returns dx. Override it if both together cost less."""
         dx, kept = self.backward_input(env, p, saved, dy)
         if g:
             self.backward_params(env, g, kept)
         return dx
 
-    def backward_leaf(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Any) -> None:
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> None:
         """`backward` of a layer that reads the data, so dx is not needed. Override it if dx is expensive."""
         self.backward(env, p, g, saved, dy)
 
@@ -173,15 +172,12 @@ def dotted(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
 
 
-join = dotted
-
-
 def prefixed(children: Iterable[tuple[str, Layer]]) -> dict[str, Spec]:
     """The specs of all `children`, each name preceded by its child's."""
     return {dotted(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
 
-def branches(arrays: Mapping[str, Array]) -> Mapping[str, Mapping[str, Array]]:
+def branches(arrays: Params) -> Mapping[str, Params]:
     """Dotted names cut at their first dot: `{"attn.qkv.weight": a}` -> `{"attn": {"qkv.weight": a}}`."""
     if isinstance(arrays, Gradients):
         return arrays.branches(NO_TIES)

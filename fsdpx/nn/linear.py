@@ -1,12 +1,11 @@
 """Linear: y = x W^T + b over the last dim."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from fsdpx.nn.check import positive, want_last
 from fsdpx.nn.init import Init, uniform
-from fsdpx.nn.layer import Array, Env, Layer, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.numeric import add_linear, affine, flat, linear_backward, product
 
 __all__ = ["Linear"]
@@ -21,10 +20,6 @@ class Linear(Layer):
     bias : whether there is a `bias (out_features,)`
     init : of `weight`; None: U(-k, k) with k = 1/sqrt(in_features), as in PyTorch
     bias_init : of `bias`; None: the same distribution
-
-    Raises
-    ------
-    ShapeError : the last dim of the input is not in_features
     """
 
     acts_on = "position"
@@ -40,11 +35,9 @@ class Linear(Layer):
         bias_init: Init | None = None,
     ) -> None:
         positive(self, in_features=in_features, out_features=out_features)
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features, self.out_features = in_features, out_features
         self.bias = bool(bias)
-        self.init = init
-        self.bias_init = bias_init
+        self.init, self.bias_init = init, bias_init
 
     def specs(self) -> dict[str, Spec]:
         default = uniform(1.0 / math.sqrt(self.in_features))
@@ -53,32 +46,32 @@ class Linear(Layer):
             specs["bias"] = Spec((self.out_features,), self.bias_init or default)
         return specs
 
-    def bare(self, env: Env, p: Mapping[str, Array], x: Array) -> Array:
+    def bare(self, env: Env, p: Params, x: Array) -> Array:
         """The product without the bias."""
         want_last(self, x, self.in_features)
         return product(env.xp, flat(x), p["weight"].T).reshape(*x.shape[:-1], self.out_features)
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         bias = p["bias"] if self.bias else None
         if x.ndim == 2 and x.shape[1] == self.in_features:  # without reshapes, which a small layer feels
             return affine(env.xp, x, p["weight"], bias), (x,)
         want_last(self, x, self.in_features)
         return affine(env.xp, flat(x), p["weight"], bias).reshape(*x.shape[:-1], self.out_features), (x,)
 
-    def backward(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> Array:
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
         (x,) = saved
         if x.ndim == 2:
             return linear_backward(env.xp, g, p["weight"], dy, x)
         return linear_backward(env.xp, g, p["weight"], flat(dy), flat(x)).reshape(x.shape)
 
-    def backward_leaf(self, env: Env, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array) -> None:
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
         self.backward_params(env, g, (*saved, dy))
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved
         dx = product(env.xp, flat(dy), p["weight"])
         return dx if x.ndim == 2 else dx.reshape(x.shape), (x, dy)
 
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, dy = kept
         add_linear(env.xp, g, flat(dy), flat(x))

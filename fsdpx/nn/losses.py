@@ -98,10 +98,18 @@ class CrossEntropy(Loss):
             )
 
 
-class MSE(Loss):
-    """(y - target)^2, summed; y and target of one shape; weight: the number of elements."""
+class _Elementwise(Loss):
+    """The base of losses of one number per element: y and target of one shape; weight: the number of elements."""
 
     acts_on = "position"
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        _same_shape(self, tuple(shape), target, "a target of the output's shape")
+
+
+class MSE(_Elementwise):
+    """(y - target)^2, summed; y and target of one shape; weight: the number of elements."""
+
     runs = ("square_sum",)
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
@@ -111,14 +119,10 @@ class MSE(Loss):
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
         return _scaled(saved[0], 2.0 * seed)
 
-    def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        _same_shape(self, tuple(shape), target, "a target of the output's shape")
 
-
-class BCEWithLogits(Loss):
+class BCEWithLogits(_Elementwise):
     """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)); weight: the number of elements."""
 
-    acts_on = "position"
     runs = ("sigmoid",)
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
@@ -129,9 +133,6 @@ class BCEWithLogits(Loss):
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
         y, wanted = saved
         return _scaled(kernels.sigmoid(env.xp, y) - wanted, seed)
-
-    def validate(self, shape: tuple[int, ...], target: Array) -> None:
-        _same_shape(self, tuple(shape), target, "a target of the output's shape")
 
 
 def _scaled(fresh: Array, factor: float) -> Array:

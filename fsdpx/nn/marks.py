@@ -1,7 +1,5 @@
 """Marks: how a user wants layers to be cut over the tensor axis; and the layers that their name patterns match."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -29,11 +29,7 @@ class Size:
     seq_len: int
 
 
-SIZES = {
-    "tiny": Size(256, 4, 4, 256),
-    "small": Size(512, 8, 8, 256),
-    "medium": Size(1024, 16, 16, 512),
-}
+SIZES = {"tiny": Size(256, 4, 4, 256), "small": Size(512, 8, 8, 256), "medium": Size(1024, 16, 16, 512)}
 
 
 def gpt(size: str, dropout: float = 0.0) -> GPT:
@@ -51,15 +47,7 @@ def mlp(layers: int, width: int, activation: bool = True) -> Chain:
 def digits() -> Chain:
     """A small convolutional network: images `(samples, 1, 12, 12)` -> logits of ten digits `(samples, 10)`."""
     return Chain(
-        Conv2d(1, 16, 3, padding=1),
-        BatchNorm(16),
-        ReLU(),
-        MaxPool2d(2),
-        Conv2d(16, 32, 3, padding=1),
-        ReLU(),
-        MaxPool2d(2),
-        Flatten(),
-        Linear(32 * 9, 64),
-        ReLU(),
-        Linear(64, 10),
-    )
+        Conv2d(1, 16, 3, padding=1), BatchNorm(16), ReLU(), MaxPool2d(2),
+        Conv2d(16, 32, 3, padding=1), ReLU(), MaxPool2d(2), Flatten(),
+        Linear(32 * 9, 64), ReLU(), Linear(64, 10),
+    )  # fmt: skip

@@ -20,10 +20,9 @@ Bytes that one rank sends, n = bytes of the full array: all-reduce 2n(N-1)/N, al
 all-to-all n(N-1)/N^2. On an axis of width 1 nothing is moved and nothing is copied.
 """
 
-from __future__ import annotations
-
+import builtins
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fsdpx.comm.communicator import Communicator, Handle
@@ -88,7 +87,7 @@ def start_gather(
     shapes = _part_shapes(x.shape, dim, x.shape[dim] * comm.size if total is None else total, comm)
     assert tuple(x.shape) == shapes[comm.rank], f"{what}: a part of shape {tuple(x.shape)}, not {shapes[comm.rank]}"
     counts = [math.prod(shape) for shape in shapes]
-    sent, flat = _flat(xp, x), xp.empty((_total(counts),), dtype=x.dtype)
+    sent, flat = _flat(xp, x), xp.empty((builtins.sum(counts),), dtype=x.dtype)
     handle = comm.all_gather(sent, flat, counts, what=what)
     return PendingMove(handle, lambda: _unpacked(xp, flat, shapes, dim), sent)
 
@@ -140,7 +139,7 @@ def exchange(
     whole = x.shape[merge] * comm.size if total is None else total
     into = _part_shapes(out[comm.rank], merge, whole, comm)
     counts, received = ([math.prod(shape) for shape in shapes] for shapes in (out, into))
-    sent, flat = _packed(xp, x, out, split), xp.empty((_total(received),), dtype=x.dtype)
+    sent, flat = _packed(xp, x, out, split), xp.empty((builtins.sum(received),), dtype=x.dtype)
     comm.all_to_all(sent, flat, counts, received, what=what).wait()
     return _unpacked(xp, flat, into, merge)
 
@@ -173,34 +172,30 @@ def _packed(xp: Any, x: Array, shapes: Sequence[Shape], dim: int) -> Array:
     if math.prod(x.shape[:dim]) == 1:
         return _flat(xp, x)
     flat = xp.empty((x.size,), dtype=x.dtype)
-    at = start = 0
-    for shape in shapes:
-        size = math.prod(shape)
-        flat[at : at + size].reshape(shape)[...] = part(x, dim, start, start + shape[dim])
-        at, start = at + size, start + shape[dim]
+    for own, place in _places(x, flat, shapes, dim):
+        place[...] = own
     return flat
 
 
 def _unpacked(xp: Any, flat: Array, shapes: Sequence[Shape], dim: int) -> Array:
     """The inverse of `_packed`."""
     first = shapes[0]
-    whole = (*first[:dim], _total([shape[dim] for shape in shapes]), *first[dim + 1 :])
+    whole = (*first[:dim], builtins.sum(shape[dim] for shape in shapes), *first[dim + 1 :])
     if math.prod(first[:dim]) == 1:
         return flat.reshape(whole)
     y = xp.empty(whole, dtype=flat.dtype)
-    at = start = 0
-    for shape in shapes:
-        size = math.prod(shape)
-        part(y, dim, start, start + shape[dim])[...] = flat[at : at + size].reshape(shape)
-        at, start = at + size, start + shape[dim]
+    for own, place in _places(y, flat, shapes, dim):
+        own[...] = place
     return y
 
 
-def _total(counts: Sequence[int]) -> int:
-    total = 0  # in this file `sum` is the move
-    for count in counts:
-        total += count
-    return total
+def _places(x: Array, flat: Array, shapes: Sequence[Shape], dim: int) -> Iterator[tuple[Array, Array]]:
+    """Views of every part of `x` along `dim`, and of its place in `flat`."""
+    at = start = 0
+    for shape in shapes:
+        size = math.prod(shape)
+        yield part(x, dim, start, start + shape[dim]), flat[at : at + size].reshape(shape)
+        at, start = at + size, start + shape[dim]
 
 
 def _flat(xp: Any, x: Array) -> Array:

@@ -1,7 +1,7 @@
 """Norms within one sample: LayerNorm and RMSNorm."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from fsdpx.array import kernels
 from fsdpx.errors import ShapeError
 from fsdpx.nn.check import positive
 from fsdpx.nn.init import ones, zeros
-from fsdpx.nn.layer import Array, Env, Layer, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.numeric import wide
 
 __all__ = ["LayerNorm", "RMSNorm"]
@@ -27,7 +27,7 @@ class _Norm(Layer):
         self._shape = _dims(self, normalized_shape)
         self.acts_on = "position" if len(self._shape) == 1 else "sample"
 
-    def recompute(self, env: Env, p: Mapping[str, Array], saved: Any) -> Array:
+    def recompute(self, env: Env, p: Params, saved: Any) -> Array:
         return self.forward(env, p, saved[0])[0]
 
 
@@ -60,18 +60,18 @@ class LayerNorm(_Norm):
             return {}
         return {"weight": Spec(self._shape, ones)} | ({"bias": Spec(self._shape, zeros)} if self.bias else {})
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         rows = _rows(self, x, self._shape)
         y, mean, rstd = kernels.layer_norm(env.xp, rows, _flat(p, "weight"), _flat(p, "bias"), self.eps)
         return y.reshape(x.shape), (x, mean, rstd)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd = saved
         rows, drows = _rows(self, x, self._shape), _rows(self, dy, self._shape)
         dx = kernels.layer_norm_backward_input(env.xp, rows, _flat(p, "weight"), mean, rstd, drows)
         return dx.reshape(x.shape), (rows, mean, rstd, drows)
 
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         if g:
             kernels.layer_norm_backward_params(env.xp, *kept, _flat(g, "weight"), _flat(g, "bias"))
 
@@ -97,18 +97,18 @@ class RMSNorm(_Norm):
     def specs(self) -> dict[str, Spec]:
         return {"weight": Spec(self._shape, ones)} if self.elementwise_affine else {}
 
-    def forward(self, env: Env, p: Mapping[str, Array], x: Array) -> tuple[Array, Any]:
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         eps = float(np.finfo(wide(x.dtype)).eps) if self.eps is None else self.eps
         y, rstd = kernels.rms_norm(env.xp, _rows(self, x, self._shape), _flat(p, "weight"), eps)
         return y.reshape(x.shape), (x, rstd)
 
-    def backward_input(self, env: Env, p: Mapping[str, Array], saved: Any, dy: Array) -> tuple[Array, Any]:
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, rstd = saved
         rows, drows = _rows(self, x, self._shape), _rows(self, dy, self._shape)
         dx = kernels.rms_norm_backward_input(env.xp, rows, _flat(p, "weight"), rstd, drows)
         return dx.reshape(x.shape), (rows, rstd, drows)
 
-    def backward_params(self, env: Env, g: Mapping[str, Array], kept: Any) -> None:
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         if "weight" in g:
             kernels.rms_norm_backward_params(env.xp, *kept, _flat(g, "weight"))
 
@@ -128,5 +128,5 @@ def _rows(layer: Layer, x: Array, dims: tuple[int, ...]) -> Array:
     return x.reshape(-1, math.prod(dims))
 
 
-def _flat(arrays: Mapping[str, Array], name: str) -> Array | None:
+def _flat(arrays: Params, name: str) -> Array | None:
     return arrays[name].reshape(-1) if name in arrays else None

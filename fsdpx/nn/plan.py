@@ -1,7 +1,5 @@
 """A model and its loss for a tensor axis: what each rank runs, and what the engine must know about it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.marks import matched
 from fsdpx.nn.rewrite import Features, Kind, Part, Rewriter, Whole, free
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
+from fsdpx.nn.ties import canonical
 from fsdpx.nn.vocabulary import VocabCrossEntropy
 
 __all__ = ["Planned", "parallelise"]
@@ -25,11 +24,8 @@ SEQUENCES = (None, "parallel", "ulysses", "ring")
 class Planned:
     """The result of `parallelise`: what each rank of the tensor axis runs on the same batch.
 
-    Parameters
-    ----------
-    model, loss : with layers that are cut over the axis
-    output_dim : the dim along which the model's output is cut: -1 classes, 1 sequence; None: not cut
-    partial : names of the parameters whose gradient each rank computes a part of, to be summed over the axis once
+    output_dim: the dim along which the model's output is cut: -1 classes, 1 sequence; None: not cut. partial: names of
+    the parameters whose gradient each rank computes a part of, to be summed over the axis once.
     """
 
     model: Layer
@@ -39,15 +35,12 @@ class Planned:
 
 
 def parallelise(
-    model: Layer,
-    loss: Loss,
-    width: int,
-    plan: Mapping[str, Any] | None = None,
-    sequence: str | None = None,
+    model: Layer, loss: Loss, width: int, plan: Mapping[str, Any] | None = None, sequence: str | None = None
 ) -> Planned:
     """`model` and `loss` for a tensor axis. Parameters keep their names, shapes and initial values.
 
-    Communicates nothing; the result is the same on every rank.
+    Communicates nothing; the result is the same on every rank. ConfigError, with the path of the layer, for what cannot
+    be cut.
 
     Parameters
     ----------
@@ -60,10 +53,6 @@ def parallelise(
     "parallel" cuts activations between cut layers along dim 1 (Korthikanti et al. 2022); None leaves them full on every
     rank. "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) cut no parameters, but activations along dim 1
     from end to end.
-
-    Raises
-    ------
-    ConfigError : with the path of the layer, for what cannot be cut
     """
     if not isinstance(width, int) or width < 1:
         raise ConfigError(f"a tensor axis of width {width!r}: it must be a whole number >= 1")
@@ -140,9 +129,5 @@ def _may_end(kind: Features) -> None:
 
 def _canonical(rewriter: Rewriter, model: Layer) -> frozenset[str]:
     """`partial` under canonical names, without parameters that are not trained."""
-    names = set()
-    for name in rewriter.partial:
-        while name in rewriter.ties:
-            name = rewriter.ties[name]
-        names.add(name)
+    names = {canonical(rewriter.ties, name) for name in rewriter.partial}
     return frozenset(name for name, spec in model.specs().items() if name in names and spec.trainable)

@@ -1,7 +1,5 @@
 """One pass over a model that replaces layers by those cut over a tensor axis, under the same names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -93,8 +91,8 @@ class Rewriter:
             for place, source in enumerate(step.sources):
                 if self.enters(values[source], step.layer, below, place):
                     if source not in entered:
-                        steps.append(self._enter(layer, source))
-                        (entered[source],) = steps[-1].gives
+                        entered[source] = free(layer, f"enter_{source.replace('.', '_')}")
+                        steps.append(Step(entered[source], Enter(), (source,), (entered[source],)))
                         values[entered[source]] = Part()
                     source = entered[source]
                 sources.append(source)
@@ -115,10 +113,6 @@ class Rewriter:
             readers = [(s, i) for s in layer.steps for i, source in enumerate(s.sources) if source == name]
             return any(self._takes_whole(s.layer, dotted(path, s.name), i) for s, i in readers)
         return isinstance(layer, Embedding | TokenEmbedding) and path in self.marks
-
-    def _enter(self, layer: Container, source: str) -> Step:
-        name = free(layer, f"enter_{source.replace('.', '_')}")
-        return Step(name, Enter(), (source,), (name,))
 
     def _ties(self, layer: Container, path: str, steps: Sequence[Step]) -> None:
         """Tied parameters must be cut alike."""
@@ -183,7 +177,7 @@ class Rewriter:
             return self._marked(layer, path, mark, kinds[0])
         kind = kinds[0] if kinds else Whole()
         if any(other != kind for other in kinds):
-            got = ", ".join(str(k) for k in kinds)
+            got = ", ".join(map(str, kinds))
             raise ConfigError(
                 f"{path!r} {layer!r} reads {got} together: close features that are cut with a Row first, or cut both"
             )
@@ -294,14 +288,11 @@ class Rewriter:
         """ConfigError unless the layer can act on its part of the input alone."""
         if type(layer) is Dropout or layer.acts_on in pieces:
             return
-        raise ConfigError(
-            f"{path!r} {layer!r} reads {kind}, but acts on each {layer.acts_on} as a whole (Layer.acts_on): "
-            + (
-                "close them with a Row before it, or use Column(gather_output=True)"
-                if isinstance(kind, Features)
-                else f"it cannot be used with sequence={self.sequence!r}"
-            )
-        )
+        way = f"it cannot be used with sequence={self.sequence!r}"
+        if isinstance(kind, Features):
+            way = "close them with a Row before it, or use Column(gather_output=True)"
+        reads = f"{path!r} {layer!r} reads {kind}"
+        raise ConfigError(f"{reads}, but acts on each {layer.acts_on} as a whole (Layer.acts_on): {way}")
 
     def _no_parameters(self, layer: Layer, path: str, kind: Features, instead: str) -> None:
         """Between a Column and its Row, every rank would compute the gradient from its own features only."""

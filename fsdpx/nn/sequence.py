@@ -1,21 +1,16 @@
 """Layers that cut and gather arrays at the ends of a region that is cut over the tensor axis, and the loss there."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any
 
 from fsdpx.errors import DataError
 from fsdpx.nn import moves
 from fsdpx.nn.check import want_time
-from fsdpx.nn.layer import Array, Env, Layer
+from fsdpx.nn.layer import Array, Env, Layer, Params
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.tensor import named
 
 __all__ = ["Enter", "Framed", "Leave", "SequenceLoss"]
-
-Params = Mapping[str, Array]
 
 
 class Enter(Layer):
@@ -36,12 +31,7 @@ class Enter(Layer):
 
 
 class Leave(Layer):
-    """This rank's part of the last dim to the full array on every rank: n(N-1)/N bytes.
-
-    Parameters
-    ----------
-    total : size of the last dim of the full array
-    """
+    """This rank's part of the last dim, of size `total` in all, to the full array on every rank: n(N-1)/N bytes."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -54,13 +44,7 @@ class Leave(Layer):
 
 
 class Framed(Layer):
-    """A model of one layer between an `Enter` and a `Leave`; unlike a `Chain` it does not rename the parameters.
-
-    Parameters
-    ----------
-    layer : the model
-    enter, leave : what comes before and after it; None: nothing
-    """
+    """A model of one layer between an `Enter` and a `Leave`, if any; unlike a `Chain` it does not rename parameters."""
 
     def __init__(self, layer: Layer, enter: Enter | None = None, leave: Leave | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave
@@ -100,22 +84,16 @@ class Framed(Layer):
 
 
 class SequenceLoss(Loss):
-    """`loss` of an output that is cut along dim 1 over the tensor axis; every rank has the full target.
+    """`loss` of an output that is cut along dim 1 over a tensor axis of `width` ranks; all have the full target.
 
     Total and weight are those of this rank's part. Communicates nothing.
-
-    Parameters
-    ----------
-    loss : acts on each position alone (`Loss.acts_on`)
-    width : ranks of the tensor axis
     """
 
     acts_on = "position"
     partial = True
 
     def __init__(self, loss: Loss, width: int) -> None:
-        self.loss = loss
-        self.width = width
+        self.loss, self.width = loss, width
         self.runs = getattr(loss, "runs", ())
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:

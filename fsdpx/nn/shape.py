@@ -1,17 +1,14 @@
 """Layers that reshape, add or concatenate: Flatten, Add, Concat."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.check import positive
-from fsdpx.nn.layer import Array, Env, Layer
+from fsdpx.nn.layer import Array, Env, Layer, Params
 
 __all__ = ["Add", "Concat", "Flatten"]
-
-Params = Mapping[str, Array]
 
 
 class Flatten(Layer):

@@ -1,17 +1,17 @@
 """A model as the list of its leaf layers in execution order: what the program is compiled from."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fsdpx.array import shapes as xp
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.array.random import Random
+from fsdpx.comm.mesh import Axes, alone
 from fsdpx.errors import ShapeError
 from fsdpx.nn.container import Container, input_names
 from fsdpx.nn.layer import Env, Layer, Spec, dotted
-
-if TYPE_CHECKING:
-    from fsdpx.comm.mesh import Axes
+from fsdpx.nn.ties import canonical
 
 __all__ = ["Node", "Sorted", "infer", "shapes", "sort", "specs_of"]
 
@@ -60,7 +60,7 @@ def sort(model: Layer) -> Sorted:
         return [here[output] for output in layer.outputs]
 
     outputs = visit(model, "", range(len(inputs)))
-    ends = {alias: _end(ties, alias) for alias in ties}
+    ends = {alias: canonical(ties, alias) for alias in ties}
     return Sorted(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()))
 
 
@@ -76,18 +76,10 @@ def specs_of(model: Sorted) -> dict[str, Spec]:
 
 
 def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: Axes | None = None) -> list[Any]:
-    """The shape-only outputs of a model, as this rank holds them.
+    """The shape-only outputs of a model, as this rank holds them, from one shape-only array per input.
 
-    Parameters
-    ----------
-    model : from `sort`
-    inputs : shape-only arrays, one per input of the model
-    dtype : of the parameters
-    axes : the connected mesh of this rank, for models that are cut over a tensor axis; None: one rank
-
-    Raises
-    ------
-    ShapeError : with the path of the layer that does not fit, what it got and from where, and what it wants
+    dtype: of the parameters. axes: the connected mesh of this rank, for models that are cut over a tensor axis; None:
+    one rank. ShapeError with the path of the layer that does not fit, what it got and from where, and what it wants.
     """
     values = shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
@@ -97,11 +89,6 @@ def shapes(
     model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", training: bool = True, axes: Axes | None = None
 ) -> list[Any]:
     """As `infer`, but all values, in their numbering."""
-    from fsdpx.array import shapes as xp
-    from fsdpx.array.namespace import dtype as dtype_of
-    from fsdpx.array.random import Random
-    from fsdpx.comm.mesh import alone
-
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
     axes = axes or alone()
@@ -109,18 +96,16 @@ def shapes(
     real = dtype_of(dtype) if isinstance(dtype, str) else dtype
     values = list(inputs)
     for node in model.nodes:
-        p = {name: xp.ShapeArray(_here(spec, axes), real) for name, spec in node.layer.specs().items()}
+        p = {
+            name: xp.ShapeArray(spec.local(axes.tensor.rank, axes.tensor.size), real)
+            for name, spec in node.layer.specs().items()
+        }
         x = tuple(values[i] for i in node.inputs)
         try:
             values.append(node.layer.forward(env.at(node.path), p, x[0] if len(x) == 1 else x)[0])
         except (ValueError, IndexError) as error:
             raise ShapeError(_misfit(model, node, values, error)) from error
     return values
-
-
-def _here(spec: Spec, axes: Axes) -> tuple[int, ...]:
-    """The shape of what this rank holds of a parameter."""
-    return spec.cut.local(spec.shape, axes.tensor.rank, axes.tensor.size) if spec.cut else spec.shape
 
 
 def _misfit(model: Sorted, node: Node, values: Sequence[Any], error: Exception) -> str:
@@ -133,9 +118,3 @@ def _source(model: Sorted, value: int) -> str:
         return f"the model's input {model.inputs[value]!r}"
     node = model.nodes[value - len(model.inputs)]
     return f"layer {node.path!r} {node.layer!r}"
-
-
-def _end(ties: dict[str, str], name: str) -> str:
-    while name in ties:
-        name = ties[name]
-    return name

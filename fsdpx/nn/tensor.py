@@ -11,9 +11,6 @@ cut along the features and nothing is communicated. With `sequence`, activations
     RowLinear, sequence        n(N-1)/N         n(N-1)/N
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +19,11 @@ from fsdpx.nn import moves
 from fsdpx.nn.check import positive, want_last
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Env, Layer, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.numeric import add_linear, add_product, add_sum, affine, flat, linear_backward, product
 
 __all__ = ["ColumnLinear", "RowLinear", "named"]
-
-Params = Mapping[str, Array]
 
 
 class _CutLinear(Layer):
@@ -37,15 +32,10 @@ class _CutLinear(Layer):
     runs = ("linear",)
 
     def __init__(self, linear: Linear, sequence: bool, grain: int, cut: Cut) -> None:
-        self._linear = linear
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self.bias = linear.bias
-        self.sequence = bool(sequence)
-        self.grain = grain
-        self.init = linear.init
-        self.bias_init = linear.bias_init
-        self._cut = cut
+        self._linear, self._cut = linear, cut
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.init, self.bias_init = linear.init, linear.bias_init
+        self.sequence, self.grain = bool(sequence), grain
         cut.grains((linear.out_features, linear.in_features))
 
 
@@ -174,7 +164,12 @@ class RowLinear(_CutLinear):
         bias, shape = p["bias"] if self.bias else None, (*x.shape[:-1], self.out_features)
         if env.mesh.tensor.size == 1:
             return affine(env.xp, flat(x), p["weight"], bias).reshape(shape), (x,)
-        y = self._summed(env, product(env.xp, flat(x), p["weight"].T).reshape(shape))
+        y = product(env.xp, flat(x), p["weight"].T).reshape(shape)
+        comm, what = env.mesh.tensor, named(env, "output")
+        if self.sequence:
+            y = moves.scatter_sum(env.xp, comm, y, 1, even=True, what=what)
+        else:
+            y = moves.sum(env.xp, comm, y, fresh=True, what=what)
         if bias is not None:
             y += bias
         return y, (x,)
@@ -195,12 +190,6 @@ class RowLinear(_CutLinear):
         add_product(env.xp, g, "weight", full.T, x)
         if "bias" in g:
             add_sum(env.xp, g["bias"], dy, 0)
-
-    def _summed(self, env: Env, y: Array) -> Array:
-        comm, what = env.mesh.tensor, named(env, "output")
-        if self.sequence:
-            return moves.scatter_sum(env.xp, comm, y, 1, even=True, what=what)
-        return moves.sum(env.xp, comm, y, fresh=True, what=what)
 
 
 def _add_gradients(env: Env, g: Params, dy: Array, x: Array) -> None:

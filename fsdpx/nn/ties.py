@@ -5,7 +5,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["resolve_ties"]
+__all__ = ["canonical", "resolve_ties"]
 
 
 def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) -> dict[str, str]:
@@ -21,6 +21,13 @@ def resolve_ties(owner: str, ties: Mapping[str, str], specs: Mapping[str, Any]) 
                 "tied parameters must have the same shape"
             )
     return resolved
+
+
+def canonical(ties: Mapping[str, str], name: str) -> str:
+    """The name at the end of a chain of aliases."""
+    while name in ties:
+        name = ties[name]
+    return name
 
 
 def _end(owner: str, alias: str, ties: Mapping[str, str]) -> str:

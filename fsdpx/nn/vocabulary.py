@@ -1,8 +1,5 @@
 """Layers and the loss with a vocabulary cut over the tensor axis: full logits never exist (Shoeybi et al. 2019)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,14 +12,12 @@ from fsdpx.nn.check import positive, want_time
 from fsdpx.nn.cut import Cut, share
 from fsdpx.nn.embedding import Embedding, Tokens, check_index
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Array, Env, Layer, Spec
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.numeric import wide
 from fsdpx.nn.tensor import named
 
 __all__ = ["VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding"]
-
-Params = Mapping[str, Array]
 ROWS = Cut(0)
 
 
@@ -44,8 +39,7 @@ class VocabEmbedding(Layer):
         self, num_embeddings: int, embedding_dim: int, sequence: bool = False, *, init: Init | None = None
     ) -> None:
         self._embedding = Embedding(num_embeddings, embedding_dim, init=init)
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence = bool(sequence)
         self.init = init
 
@@ -123,8 +117,7 @@ class VocabCrossEntropy(Loss):
     def __init__(self, classes: int, ignore_index: int = -100, label_smoothing: float = 0.0) -> None:
         positive(self, classes=classes)
         self._whole = CrossEntropy(ignore_index, label_smoothing)
-        self.classes = classes
-        self.ignore_index = ignore_index
+        self.classes, self.ignore_index = classes, ignore_index
         self.label_smoothing = float(label_smoothing)
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:

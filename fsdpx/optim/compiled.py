@@ -7,7 +7,6 @@ tail of the loop, and so on where a parameter was cut. The numpy error model div
 from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +25,7 @@ def kernel(body: Callable[..., None]) -> Callable[..., None]:
 
 
 @kernel
-def sgd(p: Any, g: Any, scale: Any, l2: Any, lr: Any) -> None:
+def sgd(p, g, scale, l2, lr):
     for i in range(p.size):
         a = g[i] * scale
         if l2 != 0:
@@ -35,7 +34,7 @@ def sgd(p: Any, g: Any, scale: Any, l2: Any, lr: Any) -> None:
 
 
 @kernel
-def momentum(p: Any, g: Any, m: Any, scale: Any, l2: Any, lr: Any, mu: Any, nesterov: Any) -> None:
+def momentum(p, g, m, scale, l2, lr, mu, nesterov):
     for i in range(p.size):
         a = g[i] * scale
         if l2 != 0:
@@ -50,21 +49,7 @@ def momentum(p: Any, g: Any, m: Any, scale: Any, l2: Any, lr: Any, mu: Any, nest
 
 
 @kernel
-def adam(
-    p: Any,
-    g: Any,
-    m: Any,
-    v: Any,
-    scale: Any,
-    l2: Any,
-    keep: Any,
-    share1: Any,
-    beta2: Any,
-    share2: Any,
-    unbias: Any,
-    eps: Any,
-    rate: Any,
-) -> None:
+def adam(p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
     for i in range(p.size):
         x = p[i]
         a = g[i] * scale
@@ -78,7 +63,7 @@ def adam(
 
 
 @kernel
-def lion(p: Any, g: Any, m: Any, scale: Any, keep: Any, share1: Any, share2: Any, lr: Any) -> None:
+def lion(p, g, m, scale, keep, share1, share2, lr):
     for i in range(p.size):
         a = g[i] * scale
         b = (a - m[i]) * share1 + m[i]
@@ -87,7 +72,7 @@ def lion(p: Any, g: Any, m: Any, scale: Any, keep: Any, share1: Any, share2: Any
 
 
 @kernel
-def moments(m: Any, v: Any, g: Any, scale: Any, share1: Any, beta2: Any, share2: Any) -> None:
+def moments(m, v, g, scale, share1, beta2, share2):
     for i in range(m.size):
         a = g[i] * scale
         m[i] = m[i] + (a - m[i]) * share1
@@ -95,7 +80,7 @@ def moments(m: Any, v: Any, g: Any, scale: Any, share1: Any, beta2: Any, share2:
 
 
 @kernel
-def direction(u: Any, p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any) -> None:
+def direction(u, p, m, v, unbias1, unbias2, eps, decay):
     for i in range(u.size):
         a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
         if decay != 0:
@@ -104,7 +89,7 @@ def direction(u: Any, p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: A
 
 
 @kernel
-def follow(p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any, rate: Any) -> None:
+def follow(p, m, v, unbias1, unbias2, eps, decay, rate):
     for i in range(p.size):
         a = (m[i] * unbias1) / (np.sqrt(v[i]) * unbias2 + eps)
         if decay != 0:

@@ -1,10 +1,9 @@
 """What optimisers share whose update of an element depends on no other element."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
-from fsdpx.optim.optimizer import check_options, check_shard
+from fsdpx.optim.optimizer import Slots, check_options, check_shard
 from fsdpx.optim.segments import Groups, Segments
 
 __all__ = ["Elementwise"]
@@ -20,16 +19,7 @@ class Elementwise(ABC):
         check_options(self)
 
     def update(
-        self,
-        xp: Any,
-        p: Any,
-        g: Any,
-        slots: Mapping[str, Any],
-        *,
-        lr: float,
-        step: int,
-        segments: Segments,
-        scale: float = 1.0,
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
         """One step in place, see `Optimizer.update`."""
         check_shard(self, p, g, slots, step, segments)
@@ -39,5 +29,5 @@ class Elementwise(ABC):
             self._apply(xp, p[at], g[at], {name: array[at] for name, array in slots.items()}, step, **rates)
 
     @abstractmethod
-    def _apply(self, xp: Any, p: Any, g: Any, slots: Mapping[str, Any], step: int, **rates: float) -> None:
+    def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         """Update the elements of one run. rates: its lr, weight_decay and the scale of g."""

@@ -47,8 +47,7 @@ def _compiled() -> dict[str, Callable[..., None]] | None:
 def _compiles(array: Any, dtype: Any) -> bool:
     if not isinstance(array, np.ndarray) or array.dtype != dtype:
         return False
-    flags = array.flags
-    return flags.c_contiguous and flags.aligned
+    return array.flags.c_contiguous and array.flags.aligned
 
 
 def _run(name: str, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]) -> None:
@@ -56,11 +55,10 @@ def _run(name: str, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]
     if arrays[0].size == 0 or getattr(xp, "holds_no_data", False):
         return
     values = tuple(map(dtype.type, numbers))
-    if _version.get() != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays):
-        compiled = _compiled()
-        if compiled is not None:
-            over(compiled[name], arrays, *values)
-            return
+    compilable = _version.get() != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays)
+    if compilable and (compiled := _compiled()):
+        over(compiled[name], arrays, *values)
+        return
     plain.KERNELS[name](xp, arrays, values)
 
 
@@ -78,21 +76,9 @@ def sgd(
 
 
 def adam(
-    xp: Any,
-    p: Any,
-    g: Any,
-    m: Any,
-    v: Any,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    step: int,
-    scale: float,
-) -> None:
+    xp: Any, p: Any, g: Any, m: Any, v: Any, *, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, decoupled: bool, step: int, scale: float,
+) -> None:  # fmt: skip
     """m, v: running means of g and g^2, divided by 1 - beta^step; p -= lr m / (sqrt(v) + eps).
 
     Weight decay is added to g (Kingma & Ba 2015, with L2) or, decoupled, p *= 1 - lr weight_decay
@@ -106,10 +92,7 @@ def adam(
 def lion(
     xp: Any, p: Any, g: Any, m: Any, *, lr: float, beta1: float, beta2: float, weight_decay: float, scale: float
 ) -> None:
-    """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g.
-
-    Source: Chen et al. 2023.
-    """
+    """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g."""
     _run("lion", xp, (p, g, m), (scale, 1.0 - lr * weight_decay, 1.0 - beta1, 1.0 - beta2, lr))
 
 
@@ -126,18 +109,9 @@ def direction(
 
 
 def follow(
-    xp: Any,
-    p: Any,
-    m: Any,
-    v: Any,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
+    xp: Any, p: Any, m: Any, v: Any, *, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
     rate: float,
-) -> None:
+) -> None:  # fmt: skip
     """p -= rate u, with the u of `direction`."""
     _run("follow", xp, (p, m, v), (*_unbias(beta1, beta2, step), eps, weight_decay, rate))
 

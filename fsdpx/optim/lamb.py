@@ -1,12 +1,11 @@
 """LAMB: Adam's direction, scaled per parameter to the parameter's own norm (You et al. 2020, Algorithm 2)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fsdpx.array.sums import block_squares
 from fsdpx.optim import kernels
-from fsdpx.optim.optimizer import Rate, check_options, check_shard
+from fsdpx.optim.optimizer import Rate, Slots, check_options, check_shard
 from fsdpx.optim.plain import BLOCK
 from fsdpx.optim.segments import Groups, Segment, Segments
 
@@ -42,22 +41,12 @@ class LAMB:
         check_options(self)
 
     def update(
-        self,
-        xp: Any,
-        p: Any,
-        g: Any,
-        slots: Mapping[str, Any],
-        *,
-        lr: float,
-        step: int,
-        segments: Segments,
-        scale: float = 1.0,
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
         check_shard(self, p, g, slots, step, segments)
         if getattr(xp, "holds_no_data", False):
             return
-        m, v = slots["m"], slots["v"]
-        beta1, beta2 = self.betas
+        m, v, (beta1, beta2) = slots["m"], slots["v"], self.betas
         kernels.moments(xp, m, v, g, beta1=beta1, beta2=beta2, scale=scale)
         runs = segments.overrides(self.groups)
         shared = {"beta1": beta1, "beta2": beta2, "eps": self.eps, "step": step}

@@ -1,12 +1,11 @@
 """Lion, "evolved sign momentum" (Chen et al. 2023, Symbolic discovery of optimization algorithms)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from fsdpx.optim import kernels
 from fsdpx.optim.elementwise import Elementwise
-from fsdpx.optim.optimizer import Rate
+from fsdpx.optim.optimizer import Rate, Slots
 from fsdpx.optim.segments import Groups
 
 __all__ = ["Lion"]
@@ -32,5 +31,5 @@ class Lion(Elementwise):
     groups: Groups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m",)
 
-    def _apply(self, xp: Any, p: Any, g: Any, slots: Mapping[str, Any], step: int, **rates: float) -> None:
+    def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         kernels.lion(xp, p, g, slots["m"], beta1=self.betas[0], beta2=self.betas[1], **rates)

@@ -7,10 +7,12 @@ from typing import Any, Protocol
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim.segments import Groups, Segments
 
-__all__ = ["Optimizer", "Rate", "no_decay", "rate"]
+__all__ = ["Optimizer", "Rate", "Slots", "no_decay", "rate"]
 
 Rate = float | Callable[[int], float]
 """A learning rate: a number, or a schedule from 1-based step to number."""
+Slots = Mapping[str, Any]
+"""Name -> state array of a shard."""
 
 OVERRIDES = ("lr_scale", "weight_decay")
 
@@ -33,16 +35,7 @@ class Optimizer(Protocol):
         """The names of the state arrays, each as large as the shard and zero before step 1."""
 
     def update(
-        self,
-        xp: Any,
-        p: Any,
-        g: Any,
-        slots: Mapping[str, Any],
-        *,
-        lr: float,
-        step: int,
-        segments: Segments,
-        scale: float = 1.0,
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
         """One step on a shard, in place.
 
@@ -112,7 +105,7 @@ def _check_groups(owner: object, groups: object) -> None:
             check_number(owner, f"groups[{pattern!r}][{name!r}]", value)
 
 
-def check_shard(owner: object, p: Any, g: Any, slots: Mapping[str, Any], step: int, segments: Segments) -> None:
+def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments: Segments) -> None:
     """ShapeError unless all arrays have the shard's size; ConfigError unless the slots are those of `owner`."""
     kind = type(owner).__name__
     names = tuple(owner.slots)  # type: ignore[attr-defined]
@@ -120,8 +113,7 @@ def check_shard(owner: object, p: Any, g: Any, slots: Mapping[str, Any], step: i
         raise ConfigError(f"{kind}: needs the slots {list(names)}, got {sorted(slots)}")
     for name, array in (("p", p), ("g", g), *slots.items()):
         if array.shape != (segments.size,):
-            raise ShapeError(
-                f"{kind}: {name} has shape {array.shape}, but its segments hold ({segments.size},) elements"
-            )
+            held = f"({segments.size},)"
+            raise ShapeError(f"{kind}: {name} has shape {array.shape}, but its segments hold {held} elements")
     if step < 1:
         raise ConfigError(f"{kind}: step {step} is below 1, the first")

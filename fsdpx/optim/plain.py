@@ -36,7 +36,7 @@ def blocked(body: Body) -> Body:
     return run
 
 
-def _gradient(xp: Any, a: Any, b: Any, p: Any, g: Any, scale: Any, l2: Any) -> None:
+def _gradient(xp, a, b, p, g, scale, l2):
     """a = scale g + l2 p"""
     xp.multiply(g, scale, out=a)
     if l2 != 0:
@@ -44,14 +44,14 @@ def _gradient(xp: Any, a: Any, b: Any, p: Any, g: Any, scale: Any, l2: Any) -> N
         a += b
 
 
-def _toward(xp: Any, m: Any, a: Any, b: Any, share: Any) -> None:
+def _toward(xp, m, a, b, share):
     """m += share (a - m)"""
     xp.subtract(a, m, out=b)
     b *= share
     m += b
 
 
-def _square_toward(xp: Any, v: Any, a: Any, b: Any, keep: Any, share: Any) -> None:
+def _square_toward(xp, v, a, b, keep, share):
     """v = keep v + share a^2"""
     xp.multiply(a, a, out=b)
     b *= share
@@ -60,16 +60,14 @@ def _square_toward(xp: Any, v: Any, a: Any, b: Any, keep: Any, share: Any) -> No
 
 
 @blocked
-def sgd(xp: Any, a: Any, b: Any, p: Any, g: Any, scale: Any, l2: Any, lr: Any) -> None:
+def sgd(xp, a, b, p, g, scale, l2, lr):
     _gradient(xp, a, b, p, g, scale, l2)
     a *= lr
     p -= a
 
 
 @blocked
-def momentum(
-    xp: Any, a: Any, b: Any, p: Any, g: Any, m: Any, scale: Any, l2: Any, lr: Any, mu: Any, nesterov: Any
-) -> None:
+def momentum(xp, a, b, p, g, m, scale, l2, lr, mu, nesterov):
     _gradient(xp, a, b, p, g, scale, l2)
     m *= mu
     m += a
@@ -83,24 +81,7 @@ def momentum(
 
 
 @blocked
-def adam(
-    xp: Any,
-    a: Any,
-    b: Any,
-    p: Any,
-    g: Any,
-    m: Any,
-    v: Any,
-    scale: Any,
-    l2: Any,
-    keep: Any,
-    share1: Any,
-    beta2: Any,
-    share2: Any,
-    unbias: Any,
-    eps: Any,
-    rate: Any,
-) -> None:
+def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
     _gradient(xp, a, b, p, g, scale, l2)
     _toward(xp, m, a, b, share1)
     _square_toward(xp, v, a, b, beta2, share2)
@@ -115,9 +96,7 @@ def adam(
 
 
 @blocked
-def lion(
-    xp: Any, a: Any, b: Any, p: Any, g: Any, m: Any, scale: Any, keep: Any, share1: Any, share2: Any, lr: Any
-) -> None:
+def lion(xp, a, b, p, g, m, scale, keep, share1, share2, lr):
     xp.multiply(g, scale, out=a)
     xp.subtract(a, m, out=b)
     b *= share1
@@ -131,15 +110,13 @@ def lion(
 
 
 @blocked
-def moments(xp: Any, a: Any, b: Any, m: Any, v: Any, g: Any, scale: Any, share1: Any, beta2: Any, share2: Any) -> None:
+def moments(xp, a, b, m, v, g, scale, share1, beta2, share2):
     xp.multiply(g, scale, out=a)
     _toward(xp, m, a, b, share1)
     _square_toward(xp, v, a, b, beta2, share2)
 
 
-def _direction(
-    xp: Any, u: Any, b: Any, p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any
-) -> None:
+def _direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay):
     xp.sqrt(v, out=b)
     b *= unbias2
     b += eps
@@ -151,16 +128,12 @@ def _direction(
 
 
 @blocked
-def direction(
-    xp: Any, a: Any, b: Any, u: Any, p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any
-) -> None:
+def direction(xp, a, b, u, p, m, v, unbias1, unbias2, eps, decay):
     _direction(xp, u, b, p, m, v, unbias1, unbias2, eps, decay)
 
 
 @blocked
-def follow(
-    xp: Any, a: Any, b: Any, p: Any, m: Any, v: Any, unbias1: Any, unbias2: Any, eps: Any, decay: Any, rate: Any
-) -> None:
+def follow(xp, a, b, p, m, v, unbias1, unbias2, eps, decay, rate):
     _direction(xp, a, b, p, m, v, unbias1, unbias2, eps, decay)
     a *= rate
     p -= a

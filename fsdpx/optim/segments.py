@@ -51,14 +51,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Segments:
-    """What a shard holds.
+    """What a shard holds: its segments in order, without gaps, from element 0 on; none if the shard is empty.
 
-    Parameters
-    ----------
-    items : its segments in order, without gaps, from element 0 on; none if the shard is empty
-    exchange : `comm.all_gather_object` of the ranks that hold shards of the same flat array; None if there is one shard
-
-    Only optimisers that need norms of full parameters call `exchange`: once per update, on every rank.
+    exchange: `comm.all_gather_object` of the ranks that hold shards of the same flat array; None if there is one shard.
+    Only optimisers that need norms of full parameters call it: once per update, on every rank.
     """
 
     items: tuple[Segment, ...]

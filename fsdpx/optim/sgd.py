@@ -1,13 +1,12 @@
 """Stochastic gradient descent, with momentum as PyTorch has it (no dampening)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.optim import kernels
 from fsdpx.optim.elementwise import Elementwise
-from fsdpx.optim.optimizer import Rate
+from fsdpx.optim.optimizer import Rate, Slots
 from fsdpx.optim.segments import Groups
 
 __all__ = ["SGD"]
@@ -44,5 +43,5 @@ class SGD(Elementwise):
     def slots(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
 
-    def _apply(self, xp: Any, p: Any, g: Any, slots: Mapping[str, Any], step: int, **rates: float) -> None:
+    def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         kernels.sgd(xp, p, g, slots.get("momentum"), momentum=self.momentum, nesterov=self.nesterov, **rates)

@@ -109,7 +109,7 @@ class LayerContract:
         state = {name for name, spec in layer.specs().items() if spec.state}
         x_before, p_before = [part.copy() for part in x], {name: array.copy() for name, array in p.items()}
         y, saved = layer.forward(self._env(np), p, _pack(x))
-        dy = _like(y)
+        dy = _pack([_direction(17, part) for part in _parts(y)])
         dy_before = [part.copy() for part in _parts(dy)]
         layer.backward(self._env(np), p, self._zeros(layer, p), saved, dy)
         for before, after in zip(x_before, x, strict=True):
@@ -157,9 +157,8 @@ class LayerContract:
                 np.testing.assert_allclose(mine, theirs, rtol=self.tolerance32, atol=self.tolerance32)
         for name, array in narrow[3].items():
             scale = max(1.0, float(np.max(np.abs(wide[3][name]), initial=0.0)))
-            np.testing.assert_allclose(
-                array / scale, wide[3][name] / scale, rtol=0, atol=self.tolerance32, err_msg=name
-            )
+            got, want = array / scale, wide[3][name] / scale
+            np.testing.assert_allclose(got, want, rtol=0, atol=self.tolerance32, err_msg=name)
 
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
         from fsdpx.array import shapes as xp
@@ -242,10 +241,6 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 def _direction(seed: int, like: np.ndarray) -> np.ndarray:
     return np.random.default_rng([seed, like.size]).standard_normal(like.shape)
-
-
-def _like(y: Any) -> Any:
-    return _pack([_direction(17, part) for part in _parts(y)])
 
 
 def _dot(y: Arrays, dy: Arrays) -> float:

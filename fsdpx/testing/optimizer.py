@@ -94,17 +94,15 @@ class OptimizerContract:
             return
         groups = {"a.*": {"lr_scale": 0.0}, "*bias": {"lr_scale": 100.0}, "norm*": {"weight_decay": 0.0}}
         grouped = self.make(lr=0.01, weight_decay=0.5, groups=groups)
-        parts = {
-            "a.weight": (self.make(lr=0.01, weight_decay=0.5), 0.0),
-            "a.bias": (self.make(lr=0.01, weight_decay=0.5), 0.0),
-            "norm.weight": (self.make(lr=0.01, weight_decay=0.0), 0.01),
-            "b.weight": (self.make(lr=0.01, weight_decay=0.5), 0.01),
-            "b.bias": (self.make(lr=0.01, weight_decay=0.5), 1.0),
-        }
+        parts = {  # weight decay and learning rate
+            "a.weight": (0.5, 0.0), "a.bias": (0.5, 0.0), "norm.weight": (0.0, 0.01), "b.weight": (0.5, 0.01),
+            "b.bias": (0.5, 1.0),
+        }  # fmt: skip
         p, g, slots = self._state("float64", slice(None), grouped)
         self._update(p, g, slots, optimizer=grouped)
         for name, at in _places().items():
-            optimizer, lr = parts[name]
+            decay, lr = parts[name]
+            optimizer = self.make(lr=0.01, weight_decay=decay)
             q, h, others = self._state("float64", at, optimizer)
             optimizer.update(np, q, h, others, lr=lr, step=1, segments=_segments(at.start, at.stop))
             assert np.array_equal(p[at], q), name
@@ -115,19 +113,10 @@ class OptimizerContract:
         p, g = (random.standard_normal(TOTAL).astype(dtype)[at].copy() for _ in range(2))
         return p, g, {name: np.zeros_like(p) for name in (optimizer or self.make(lr=0.01)).slots}
 
-    def _update(
-        self,
-        p: Any,
-        g: Any,
-        slots: dict[str, Any],
-        *,
-        optimizer: Optimizer | None = None,
-        lr: float = 0.01,
-        step: int = 1,
-        scale: float = 1.0,
-    ) -> None:
-        chosen = optimizer or self.make(lr=0.01)
-        chosen.update(np, p, g, slots, lr=lr, step=step, segments=_segments(0, TOTAL), scale=scale)
+    def _update(self, p: Any, g: Any, slots: dict[str, Any], optimizer: Optimizer | None = None, **other: Any) -> None:
+        """Update the whole array; lr 0.01 and step 1 unless others are given."""
+        options = {"lr": 0.01, "step": 1, "segments": _segments(0, TOTAL), **other}
+        (optimizer or self.make(lr=0.01)).update(np, p, g, slots, **options)
 
     def _train(self, dtype: str, cuts: Sequence[int]) -> dict[str, Any]:
         """Three steps on the shards between `cuts`, each shard on a thread of its own."""

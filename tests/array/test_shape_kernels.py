@@ -29,7 +29,6 @@ CALLS = {
     "silu": lambda k, xp, x, w, t, r: k.silu(xp, x),
     "silu_backward": lambda k, xp, x, w, t, r: k.silu_backward(xp, x, x),
     "sigmoid": lambda k, xp, x, w, t, r: k.sigmoid(xp, x),
-    "erf": lambda k, xp, x, w, t, r: k.erf(xp, x),
     "softmax": lambda k, xp, x, w, t, r: k.softmax(xp, x),
     "softmax_backward": lambda k, xp, x, w, t, r: k.softmax_backward(xp, x, x),
     "layer_norm": lambda k, xp, x, w, t, r: k.layer_norm(xp, x, w, w, 1e-5),

@@ -10,16 +10,15 @@ from fsdpx.array import kernels
 from fsdpx.array.kernels.warm import SAMPLES, warm
 
 COUNT = """
-import sys
+import gc
 import numpy as np
 from fsdpx.array import kernels
 from fsdpx.array.kernels.warm import warm
 
 def ready():
     from numba.core.dispatcher import Dispatcher
-    modules = [m for n, m in sys.modules.items() if n.startswith(("fsdpx.array.kernels.compiled", "fsdpx.optim"))]
-    made = [f for m in modules for f in vars(m).values() if isinstance(f, Dispatcher)]
-    return {(f.__name__, str(s)) for f in made for s in f.signatures}
+    made = [f for f in gc.get_objects() if isinstance(f, Dispatcher) and f.__module__.startswith("fsdpx.")]
+    return {(f.__module__, f.__qualname__, str(s)) for f in made for s in f.signatures}
 """
 
 

@@ -1,7 +1,5 @@
 """Which BLAS library computes the products of this process: one that was chosen before a job runs, or the default."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 

@@ -1,7 +1,5 @@
 """The BLAS libraries of this machine that can be called by address: where they are, and how each is set up."""
 
-from __future__ import annotations
-
 import ctypes
 import platform
 import sys

@@ -1,7 +1,5 @@
 """How fast each BLAS library multiplies on this machine: what a tuner chooses by."""
 
-from __future__ import annotations
-
 import math
 from time import perf_counter
 

@@ -3,8 +3,6 @@
 A small layer spends as long here in Python as in BLAS, so a call looks up and creates as little as possible.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -87,16 +85,9 @@ def line(out: Array, x: Array, weights: Array, biases: Array) -> bool:
 
 
 def line_backward(
-    dx: Array,
-    x: Array,
-    out: Array,
-    dy: Array,
-    weights: Array,
-    biases: Array,
-    dweights: Array,
-    dbiases: Array,
+    dx: Array, x: Array, out: Array, dy: Array, weights: Array, biases: Array, dweights: Array, dbiases: Array,
     accumulate: bool,
-) -> bool:
+) -> bool:  # fmt: skip
     """Gradients of `line`: that of x in dx[0] (dx: two arrays like x), those of parameters written or added.
 
     False, without any effect, if BLAS cannot compute them.

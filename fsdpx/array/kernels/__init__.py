@@ -13,7 +13,6 @@ from fsdpx.array.kernels.attention import attention, attention_backward
 from fsdpx.array.kernels.choice import NUMBA, chosen, use
 from fsdpx.array.kernels.dropout import drop, drop_backward
 from fsdpx.array.kernels.embedding import embedding_backward
-from fsdpx.array.kernels.gaussian import erf
 from fsdpx.array.kernels.half import add_widened, narrowed, store, widened
 from fsdpx.array.kernels.loss import cross_entropy, cross_entropy_backward
 from fsdpx.array.kernels.norm import (
@@ -30,7 +29,7 @@ from fsdpx.array.kernels.softmax import softmax, softmax_backward
 
 __all__ = [
     "NUMBA", "add", "add_bias", "add_widened", "attention", "attention_backward", "bias_gelu", "chosen",
-    "cross_entropy", "cross_entropy_backward", "drop", "drop_backward", "embedding_backward", "erf", "gelu",
+    "cross_entropy", "cross_entropy_backward", "drop", "drop_backward", "embedding_backward", "gelu",
     "gelu_backward", "gelu_recompute", "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params",
     "narrowed", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "sigmoid", "silu", "silu_backward",
     "softmax", "softmax_backward", "square_sum", "square_sums", "store", "sum_rows", "use", "widened",

@@ -3,8 +3,6 @@
 The table follows `bench/kernels.py`; it never depends on a measurement made while a job runs.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import warnings
@@ -58,17 +56,12 @@ def chosen(name: str) -> Literal["plain", "numba"]:
 
 def compiled(name: str) -> Callable[..., Any] | None:
     """The compiled code of kernel `name` if the mode and the table ask for it and Numba is there, else None."""
-    return _compiled(name) if active != "plain" and _wanted(name) else None
-
-
-def _wanted(name: str) -> bool:
-    """Whether the table and the mode ask for compiled code, and there is Numba."""
-    if active == "default" and name not in NUMBA:
-        return False
+    if active == "plain" or (active == "default" and name not in NUMBA):
+        return None
     if not installed():
         _warn()
-        return False
-    return True
+        return None
+    return _compiled(name)
 
 
 @functools.cache

@@ -1,7 +1,5 @@
 """A kernel: one name for plain array code and its compiled namesake, with 16-bit floats computed in float32."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

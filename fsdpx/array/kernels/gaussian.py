@@ -1,4 +1,4 @@
-"""The normal distribution's integral, and erf, from +, *, / and exp: no SciPy, on any array library.
+"""The normal distribution's integral from +, *, / and exp: no SciPy, on any array library.
 
 For a >= 0 Phi(-a) = exp(-a^2 / 2) S(t) / (a + 4) with t = (a - 4) / (a + 4): S is smooth on [-1, 1] and is replaced by
 its Chebyshev polynomial (the map of Shepherd and Laframboise, Math. Comp. 36, 1981), so that the tail keeps its
@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.dispatch import kernel
-
-__all__ = ["ERF", "SHIFT", "TAIL32", "TAIL64", "density", "erf", "integral", "tail"]
+__all__ = ["SHIFT", "TAIL32", "TAIL64", "density", "integral", "tail"]
 
 SHIFT = 4.0
 LIMIT = 40.0  # density(LIMIT) is 0
@@ -27,11 +25,6 @@ TAIL32 = (
     0.7552851438522339, -0.6078963875770569, 0.38713738322257996, -0.18652671575546265, 0.060396648943424225,
     -0.007512231357395649, -0.0034799545537680387, 0.0015637868782505393, 0.00013365338963922113,
     -0.00015732056635897607, -1.7310823068328318e-06,
-)  # fmt: skip
-ERF = (  # erf(x) / x for |x| <= 1, in powers of x^2
-    1.1283791670955126, -0.3761263890318375, 0.11283791670954882, -0.026866170645077334, 0.005223977624823223,
-    -0.0008548326981129666, 0.00012055331122299266, -1.4925595519506043e-05, 1.6461004480962034e-06,
-    -1.6350354461959655e-07, 1.4660051998394848e-08, -1.1373902296430911e-09, 5.958930743134941e-11,
 )  # fmt: skip
 
 
@@ -63,13 +56,3 @@ def integral(xp: Any, x: Any, bell: Any) -> Any:
     """Phi(x), given `bell = density(x)`."""
     below = tail(xp, x, bell)
     return xp.where(x < 0, below, 1.0 - below)
-
-
-@kernel()
-def erf(xp: Any, x: Any) -> Any:
-    """The error function, any shape; relative error about 4e-16 in float64, 2e-7 in float32."""
-    scaled = x * 2.0**0.5
-    far = 1.0 - 2.0 * tail(xp, scaled, density(xp, scaled))
-    small = xp.minimum(xp.abs(x), 1.0)
-    near = small * polynomial(small * small, ERF)
-    return xp.copysign(xp.where(xp.abs(x) < 1.0, near, far), x)

@@ -13,22 +13,20 @@ FORMATS = ("float16", "bfloat16")
 
 def store(xp: Any, x: Any, out: Any) -> None:
     """out = x for arrays of one shape, in the dtype of out; too large for it becomes Inf, without a warning."""
-    if xp is np and x.shape == out.shape and (_fit(x, out) or _fit(out, x)):
-        body = compiled("store")
-        if body is not None:
-            body(x, out)
-            return
+    fits = xp is np and x.shape == out.shape and (_fit(x, out) or _fit(out, x))
+    if fits and (body := compiled("store")):
+        body(x, out)
+        return
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = x.astype(out.dtype)
 
 
 def add_widened(xp: Any, x: Any, out: Any) -> None:
     """out += x for arrays of one shape, x of 16 bits and out of float32."""
-    if xp is np and x.shape == out.shape and _fit(x, out):
-        body = compiled("add_widened")
-        if body is not None:
-            body(x, out)
-            return
+    fits = xp is np and x.shape == out.shape and _fit(x, out)
+    if fits and (body := compiled("add_widened")):
+        body(x, out)
+        return
     with np.errstate(over="ignore", invalid="ignore"):
         out += x.astype(out.dtype)
 
@@ -38,15 +36,11 @@ def widened(xp: Any, x: Any) -> Any:
     dtype = getattr(x, "dtype", None)
     if dtype is None or dtype.itemsize != 2 or dtype.kind not in "fV":
         return x
-    return _cast(xp, x, np.float32)
+    return narrowed(xp, x, np.float32)
 
 
 def narrowed(xp: Any, x: Any, dtype: Any) -> Any:
-    """x rounded to the 16-bit `dtype`."""
-    return _cast(xp, x, dtype)
-
-
-def _cast(xp: Any, x: Any, dtype: Any) -> Any:
+    """x rounded to `dtype`, of 16 bits or float32."""
     out = xp.empty(x.shape, dtype=dtype)
     store(xp, x, out)
     return out
@@ -54,11 +48,5 @@ def _cast(xp: Any, x: Any, dtype: Any) -> Any:
 
 def _fit(half: Any, wide: Any) -> bool:
     """Whether the compiled code takes this pair of arrays."""
-    return (
-        wide.dtype == np.float32
-        and half.dtype.name in FORMATS
-        and half.flags.c_contiguous
-        and wide.flags.c_contiguous
-        and half.flags.aligned
-        and wide.flags.aligned
-    )
+    formats = wide.dtype == np.float32 and half.dtype.name in FORMATS
+    return formats and all(x.flags.c_contiguous and x.flags.aligned for x in (half, wide))

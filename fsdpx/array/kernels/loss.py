@@ -32,13 +32,7 @@ def cross_entropy(
 
 @kernel()
 def cross_entropy_backward(
-    xp: Any,
-    logits: Any,
-    target: Any,
-    lse: Any,
-    seed: float,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> Any:
     """seed (softmax(logits) - wanted), zero in rows that do not count; lse as `cross_entropy` returned it."""
     counted = target != ignore_index

@@ -53,18 +53,23 @@ def gelu_tanh_slope(x, s):
     return s + x * s * (like(s, 1.0) - s) * slope
 
 
-@jit
-def _sigmoid_loop(x, y):
-    widest()
-    for i in range(x.size):
-        y[i] = sigmoid_of(x[i])
+@register_jitable
+def silu_of(x):
+    return x * sigmoid_of(x)
 
 
-@jit
-def _silu_loop(x, y):
-    widest()
-    for i in range(x.size):
-        y[i] = x[i] * sigmoid_of(x[i])
+def _mapped(of: Any) -> Any:
+    """The loop y = of(x), element by element."""
+
+    def loop(x, y):
+        widest()
+        for i in range(x.size):
+            y[i] = of(x[i])
+
+    return jit(loop, name=f"mapped_{of.__name__}")
+
+
+_sigmoid_loop, _silu_loop, _gelu_loop, _gelu_tanh_loop = map(_mapped, (sigmoid_of, silu_of, gelu_of, gelu_tanh_of))
 
 
 @jit
@@ -76,25 +81,11 @@ def _silu_backward_loop(x, dy, dx):
 
 
 @jit
-def _gelu_loop(x, y):
-    widest()
-    for i in range(x.size):
-        y[i] = gelu_of(x[i])
-
-
-@jit
 def _gelu_backward_loop(x, dy, dx):
     widest()
     for i in range(x.size):
         bell = density(x[i])
         dx[i] = dy[i] * (integral_of(x[i], bell) + x[i] * bell * like(bell, DENSITY))
-
-
-@jit
-def _gelu_tanh_loop(x, y):
-    widest()
-    for i in range(x.size):
-        y[i] = gelu_tanh_of(x[i])
 
 
 @jit

@@ -31,24 +31,21 @@ def _add_bias(y, bias):
             y[i, j] += bias[j]
 
 
-@jit
-def _bias_gelu(h, y, bias):
-    widest()
-    for i in range(h.shape[0]):
-        for j in range(h.shape[1]):
-            x = h[i, j] + bias[j]
-            h[i, j] = x
-            y[i, j] = gelu_of(x)
+def _biased(of: Any) -> Any:
+    """The loop h += bias, y = of(h)."""
+
+    def loop(h, y, bias):
+        widest()
+        for i in range(h.shape[0]):
+            for j in range(h.shape[1]):
+                x = h[i, j] + bias[j]
+                h[i, j] = x
+                y[i, j] = of(x)
+
+    return jit(loop, name=f"biased_{of.__name__}")
 
 
-@jit
-def _bias_gelu_tanh(h, y, bias):
-    widest()
-    for i in range(h.shape[0]):
-        for j in range(h.shape[1]):
-            x = h[i, j] + bias[j]
-            h[i, j] = x
-            y[i, j] = gelu_tanh_of(x)
+_bias_gelu, _bias_gelu_tanh = _biased(gelu_of), _biased(gelu_tanh_of)
 
 
 @jit
@@ -72,10 +69,6 @@ def column_sums(start, stop, rows, out, accumulate):
             into[j] += block[j]
 
 
-def _flat(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).reshape(-1)
-
-
 def _rows(x: np.ndarray) -> np.ndarray:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -84,7 +77,7 @@ def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.shape != b.shape:
         return a + b
     out = np.empty(a.shape, a.dtype)
-    over(_add, (_flat(a), _flat(b), out.reshape(-1)))
+    over(_add, (*(np.ascontiguousarray(x).reshape(-1) for x in (a, b)), out.reshape(-1)))
     return out
 
 

@@ -1,7 +1,5 @@
 """Functions that are compiled once, for fixed argument types, and not for every layout that they are called with."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any, cast

@@ -3,8 +3,6 @@
 Loads and stores are uint32 and uint16 views, so nothing depends on what the processor or Numba know of 16-bit floats.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -89,55 +87,38 @@ def from_float16(typingctx: Any, h: Any) -> Any:
     return types.float32(types.uint16), code
 
 
-@jit
-def _narrow_bfloat16(x, out):
-    for i in range(x.size):
-        out[i] = to_bfloat16(x[i])
+def _loops(name: str, to: Any, back: Any) -> dict[str, Any]:
+    """The loops of a format: out = x rounded to it, out = x of it as float32, and out += that."""
+
+    def narrow(x, out):
+        for i in range(x.size):
+            out[i] = to(x[i])
+
+    def widen(x, out):
+        for i in range(x.size):
+            out[i] = back(x[i])
+
+    def add(x, out):
+        for i in range(x.size):
+            out[i] += back(x[i])
+
+    return {loop.__name__: jit(loop, name=f"{loop.__name__}_{name}") for loop in (narrow, widen, add)}
 
 
-@jit
-def _narrow_float16(x, out):
-    for i in range(x.size):
-        out[i] = to_float16(x[i])
-
-
-@jit
-def _widen_bfloat16(x, out):
-    for i in range(x.size):
-        out[i] = from_bfloat16(x[i])
-
-
-@jit
-def _widen_float16(x, out):
-    for i in range(x.size):
-        out[i] = from_float16(x[i])
-
-
-@jit
-def _add_bfloat16(x, out):
-    for i in range(x.size):
-        out[i] += from_bfloat16(x[i])
-
-
-@jit
-def _add_float16(x, out):
-    for i in range(x.size):
-        out[i] += from_float16(x[i])
-
-
-NARROW = {"float16": _narrow_float16, "bfloat16": _narrow_bfloat16}
-WIDEN = {"float16": _widen_float16, "bfloat16": _widen_bfloat16}
-ADD = {"float16": _add_float16, "bfloat16": _add_bfloat16}
+LOOPS = {
+    "float16": _loops("float16", to_float16, from_float16),
+    "bfloat16": _loops("bfloat16", to_bfloat16, from_bfloat16),
+}
 
 
 def store(x: np.ndarray, out: np.ndarray) -> None:
     """out = x for contiguous arrays, one of float32 and one of 16 bits."""
     if x.dtype.itemsize == 2:
-        over(WIDEN[x.dtype.name], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
+        over(LOOPS[x.dtype.name]["widen"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
     else:
-        over(NARROW[out.dtype.name], (x.reshape(-1), out.reshape(-1).view(np.uint16)))
+        over(LOOPS[out.dtype.name]["narrow"], (x.reshape(-1), out.reshape(-1).view(np.uint16)))
 
 
 def add_widened(x: np.ndarray, out: np.ndarray) -> None:
     """out += x for contiguous arrays, x of 16 bits and out of float32."""
-    over(ADD[x.dtype.name], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
+    over(LOOPS[x.dtype.name]["add"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))

@@ -1,7 +1,5 @@
 """How a kernel is compiled: without the GIL, with IEEE division, cached on disk if there is a writable folder."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import warnings
@@ -21,10 +19,12 @@ REORDER = {"reassoc", "nsz", "contract"}
 SOURCES = Path(__file__).parent.parent
 
 
-def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False) -> Any:
-    """Numba's njit; compiled at the first call, or loaded from the cache."""
+def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, name: str = "") -> Any:
+    """Numba's njit; compiled at the first call, or loaded from the cache. name: of a function that is made more than
+    once, each time around another one."""
     if function is None:
         return functools.partial(jit, fastmath=fastmath)
+    function.__qualname__ = name or function.__qualname__  # names the file in the cache
     dispatcher: Any = numba.njit(function, nogil=True, error_model="numpy", fastmath=fastmath)
     try:
         dispatcher._cache = Cache(function)

@@ -91,13 +91,7 @@ def cross_entropy(
 
 
 def cross_entropy_backward(
-    xp: Any,
-    logits: Any,
-    target: Any,
-    lse: Any,
-    seed: float,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> np.ndarray:
     logits, target, _ = _checked(logits, target, ignore_index)
     gradient, kind = np.empty_like(logits), logits.dtype.type

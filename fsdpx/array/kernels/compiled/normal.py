@@ -3,8 +3,6 @@
 Correct to a few units in the last place of float64, and the same bits wherever a range begins.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

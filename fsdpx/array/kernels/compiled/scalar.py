@@ -4,8 +4,6 @@ Every operation is spelled out (fused multiply-adds included, nothing may be reo
 bits in the body and in the tail of a vector loop, and in a loop of any length.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

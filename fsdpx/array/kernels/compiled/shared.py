@@ -4,8 +4,6 @@ A rendezvous ("meeting") is described by a row of 64-bit words, so that a call p
 `fsdpx.comm.persistent` writes the row.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
