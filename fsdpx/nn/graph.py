@@ -51,8 +51,9 @@ def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
     names = (names,) if isinstance(names, str) else tuple(names)
     if not names:
         raise ConfigError(f"Graph: {what} must name at least one value")
-    for name in names if what == "inputs" else ():
-        check_name("Graph", name)
+    if what == "inputs":
+        for name in names:
+            check_name("Graph", name)
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"Graph: duplicate {what} {', '.join(map(repr, twice))}")
     return names
