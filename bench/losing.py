@@ -47,7 +47,7 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
     elastic = layers.as_distributed(comm=comm, elastic=True, **options)
     parts, whole = batch(MODELS[name], comm.rank, comm.size), batch(MODELS[name])
     ranks, clock = elastic._coordinator, elastic.engine.clock
-    taken, pace = watched(ranks.copies), ranks._pace
+    taken, pace = watched(ranks.assembly.copies), ranks._pace
     for _ in range(2):
         plain.step(*parts)
     while pace.every is None:
@@ -60,7 +60,9 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
         elastic.step(*whole)
         found["commit"].append(clock.rows["COMMIT"][0] - before)
 
-    while ranks.step - ranks.kept > 1 or len(ranks.copies.generations()) < 2:  # until all room for copies is there
+    while (
+        ranks.step - ranks.kept > 1 or len(ranks.assembly.copies.generations()) < 2
+    ):  # until all room for copies is there
         elastic.step(*whole)
     pace._elastic = fsdpx.Elastic(every=WINDOW)
     taken.clear()

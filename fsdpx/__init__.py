@@ -4,9 +4,9 @@
     trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3), strategy="fsdp")
     loss = trainer.step(x, y)
 
-Importing this package loads neither MPI nor Numba nor CuPy; names are fetched from their rooms when first used.
-"""
+Importing this package loads neither MPI nor Numba nor CuPy; names are fetched from their floors when first used."""
 
+# ruff: noqa: F401, F403 - imported for type checkers; at run time the table below says where a name lives
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -26,68 +26,42 @@ if TYPE_CHECKING:
     from fsdpx.elastic.trainer import ElasticTrainer
     from fsdpx.facade.distribute import distribute
     from fsdpx.facade.dryrun import dry_run
-    from fsdpx.facade.functional import (
-        all_gather,
-        all_reduce,
-        all_to_all,
-        barrier,
-        broadcast,
-        finalize,
-        gather,
-        init,
-        is_initialized,
-        local_rank,
-        rank,
-        recv,
-        reduce,
-        reduce_scatter,
-        scatter,
-        send,
-        world_size,
-    )
+    from fsdpx.facade.functional import *
     from fsdpx.launch.info import info
+    from fsdpx.trainer.costs import layer_costs
+    from fsdpx.trainer.series import Checkpoints
     from fsdpx.trainer.trainer import Trainer
+    from fsdpx.watch.preempt import Preempted, Preemption
 
-_ROOMS = ("data", "errors", "nn", "optim", "testing")
-_FUNCTIONAL = (
-    "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "finalize", "gather", "init", "is_initialized",
-    "local_rank", "rank", "recv", "reduce", "reduce_scatter", "scatter", "send", "world_size",
-)  # fmt: skip
-_HOME = dict.fromkeys(_FUNCTIONAL, "fsdpx.facade.functional") | {
-    "Cast": "fsdpx.comm.codecs",
-    "Checkpoints": "fsdpx.checkpoint",
-    "Codec": "fsdpx.comm.codecs",
-    "Communicator": "fsdpx.comm.communicator",
-    "Elastic": "fsdpx.elastic.options",
-    "ElasticTrainer": "fsdpx.elastic.trainer",
-    "FakeCommunicator": "fsdpx.comm.fake",
-    "Handle": "fsdpx.comm.communicator",
-    "Mesh": "fsdpx.comm.mesh",
-    "Plain": "fsdpx.comm.codecs",
-    "Precision": "fsdpx.config",
-    "Preempted": "fsdpx.watch.preempt",
-    "Preemption": "fsdpx.watch.preempt",
-    "ReduceOp": "fsdpx.comm.communicator",
-    "Sharding": "fsdpx.config",
-    "Trainer": "fsdpx.trainer.trainer",
-    "distribute": "fsdpx.facade.distribute",
-    "dry_run": "fsdpx.facade.dryrun",
-    "info": "fsdpx.launch.info",
-    "layer_costs": "fsdpx.trainer.costs",
-    "spawn": "fsdpx.comm.threads",
-}
+_FLOORS = ("data", "errors", "nn", "optim", "testing")
+_NAMES = {
+    "fsdpx.comm.codecs": ("Cast", "Codec", "Plain"),
+    "fsdpx.comm.communicator": ("Communicator", "Handle", "ReduceOp"),
+    "fsdpx.comm.fake": ("FakeCommunicator",),
+    "fsdpx.comm.mesh": ("Mesh",),
+    "fsdpx.comm.threads": ("spawn",),
+    "fsdpx.config": ("Precision", "Sharding"),
+    "fsdpx.elastic.options": ("Elastic",),
+    "fsdpx.elastic.trainer": ("ElasticTrainer",),
+    "fsdpx.facade.distribute": ("distribute",),
+    "fsdpx.facade.dryrun": ("dry_run",),
+    "fsdpx.facade.functional": (
+        "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "finalize", "gather", "init",
+        "is_initialized", "local_rank", "rank", "recv", "reduce", "reduce_scatter", "scatter", "send", "world_size",
+    ),
+    "fsdpx.launch.info": ("info",),
+    "fsdpx.trainer.costs": ("layer_costs",),
+    "fsdpx.trainer.series": ("Checkpoints",),
+    "fsdpx.trainer.trainer": ("Trainer",),
+    "fsdpx.watch.preempt": ("Preempted", "Preemption"),
+}  # fmt: skip
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "Cast", "Checkpoints", "Codec", "Communicator", "Elastic", "ElasticTrainer", "FakeCommunicator", "Handle", "Mesh",
-    "Plain", "Precision", "Preempted", "Preemption", "ReduceOp", "Sharding", "Trainer", "__version__", "all_gather",
-    "all_reduce", "all_to_all", "barrier", "broadcast", "data", "distribute", "dry_run", "errors", "finalize", "gather",
-    "info", "init", "is_initialized", "layer_costs", "local_rank", "nn", "optim", "rank", "recv", "reduce",
-    "reduce_scatter", "scatter", "send", "spawn", "testing", "world_size",
-]  # fmt: skip
+__all__ = ["__version__", *_FLOORS, *_HOME]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _FLOORS:
         return import_module(f"fsdpx.{name}")
     if name in _HOME:
         value = globals()[name] = getattr(import_module(_HOME[name]), name)
@@ -102,8 +76,7 @@ def __dir__() -> list[str]:
 class _Package(ModuleType):
     """The class of this module: gives layers their `as_distributed`, so that `fsdpx.nn` need not import what uses it.
 
-    However `fsdpx.nn` is imported, Python then sets it as an attribute of this module.
-    """
+    However `fsdpx.nn` is imported, Python then sets it as an attribute of this module."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -1,8 +1,7 @@
 """The choices of a user as values: what is sharded for how long, and in which number formats.
 
 A strategy is the widths of two mesh axes and two lifetimes; the familiar names are presets of these (ZeRO: Rajbhandari
-et al., SC'20; FSDP: Zhao et al., VLDB'23).
-"""
+et al., SC'20; FSDP: Zhao et al., VLDB'23)."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -59,8 +58,7 @@ PRESETS: dict[str, Sharding] = {
 def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
     """The `Sharding` of a name, with its widths filled in so that replica * shard == ranks.
 
-    "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root.
-    """
+    "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root."""
     names = ", ".join(PRESETS)
     if isinstance(strategy, str):
         if strategy not in PRESETS:

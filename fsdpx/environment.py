@@ -51,13 +51,17 @@ class Environment:
     rank: int | None = None
     threads: int | None = None
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one machine may speak through shared memory, which does not outlive them."""
+        return self.node and not self.ulfm
+
 
 def read(environ: Mapping[str, str] = os.environ) -> Environment:
     """The environment of this process; LaunchError for a variable that cannot be read.
 
     In a Slurm job the SLURM_ variables also describe the batch script and the daemons that mpiexec starts. So they
-    count only in a job step without PMI_ or OMPI_ variables, which mean that another launcher was used inside it.
-    """
+    count only in a job step without PMI_ or OMPI_ variables, which mean that another launcher was used inside it."""
     launcher, size = _launcher(environ)
     expected = _number(environ, "FSDPX_EXPECT_SIZE")
     return Environment(
@@ -82,8 +86,7 @@ def check_size(size: int, environment: Environment, library: str = "MPI") -> Non
     """LaunchError if the launcher started another number of ranks than MPI's `size`.
 
     This happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then alone in its
-    MPI_COMM_WORLD.
-    """
+    MPI_COMM_WORLD."""
     expected = environment.expected_size
     if expected is None or expected == size:
         return

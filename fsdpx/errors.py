@@ -76,8 +76,7 @@ class CommTimeout(CommError, TimeoutError):
 class RankLost(CommError):
     """A rank of this communicator has died, or another rank has revoked the communicator because one has.
 
-    ranks: those of this communicator that are known to be dead on this rank; may be empty.
-    """
+    ranks: those of this communicator that are known to be dead on this rank; may be empty."""
 
     def __init__(self, message: str = "", ranks: Iterable[int] = ()) -> None:
         super().__init__(message)

@@ -43,8 +43,8 @@ class Package:
                 found |= {alias.asname or alias.name: node.module for alias in node.names}
             elif isinstance(node, ast.Dict):
                 for key, value in zip(node.keys, node.values, strict=True):
-                    if _text(key) and _text(value) in self.modules:
-                        found[str(_text(key))] = str(_text(value))
+                    if _text(key) in self.modules and isinstance(value, ast.Tuple):
+                        found |= {str(_text(name)): str(_text(key)) for name in value.elts}
         return found
 
     def imports(self, file: str) -> set[str]:

@@ -170,7 +170,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdpx.facade.distribute import distribute
-_HOME = {"Mesh": "fsdpx.comm.mesh"}
+_NAMES = {"fsdpx.comm.mesh": ("Mesh",)}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 def __getattr__(name): return getattr(import_module(_HOME[name]), name)
 """
 EMPTY = dict.fromkeys(

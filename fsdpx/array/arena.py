@@ -1,8 +1,7 @@
 """The arena: every large buffer of a rank, with its place planned from its lifetime.
 
 Kept buffers live as long as the trainer. Lent buffers live for part of a program: their lifetimes are known before it
-runs, so they are packed into one slab in which buffers that are never alive together share bytes.
-"""
+runs, so they are packed into one slab in which buffers that are never alive together share bytes."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
@@ -90,8 +89,7 @@ class Memory(Protocol):
 class Arena:
     """Owner of the buffers of one rank. xp: the namespace that allocates (NumPy, CuPy, or shape-only).
 
-    memory: shared with other ranks; the slab lies there if there is room. All ranks then lend equally large plans.
-    """
+    memory: shared with other ranks; the slab lies there if there is room. All ranks then lend equally large plans."""
 
     def __init__(self, xp: Any, memory: Memory | None = None) -> None:
         self.xp = xp
@@ -108,8 +106,7 @@ class Arena:
     def keep(self, name: Hashable, size: int, dtype: Any, *, passing: bool = False) -> Any:
         """A zeroed buffer of `size` elements that lives until `drop`; the same name returns the same buffer.
 
-        passing: it will be dropped before the others, so its memory must not be a part of theirs.
-        """
+        passing: it will be dropped before the others, so its memory must not be a part of theirs."""
         if name not in self.kept:
             make = self._zeros if self.xp is np and not passing else self.xp.zeros
             self.kept[name] = make((size,), dtype=dtype)

@@ -14,8 +14,7 @@ _limits: list[Any] = []  # keeps the limits in force
 def share_cores(ranks_here: int) -> int:
     """Let kernels and BLAS use cores / ranks threads (at least 1), or as many as the user set. Returns the number.
 
-    Without this, R ranks on a host run R x cores threads, which slow each other down.
-    """
+    Without this, R ranks on a host run R x cores threads, which slow each other down."""
     wanted = environment.read().threads
     threads = wanted if wanted is not None else max(cores() // ranks_here, 1)
     parallel.set_threads(threads)

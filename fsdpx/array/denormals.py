@@ -2,8 +2,7 @@
 
 Vanishing gradients, their squares in an optimiser and the far tail of a softmax are full of them (below 1.2e-38 in
 float32, 2.2e-308 in float64). GPUs and TensorFlow flush them to 0 too. On processors other than x86, and without Numba,
-nothing is changed.
-"""
+nothing is changed."""
 
 import functools
 import importlib.util

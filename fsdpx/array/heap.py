@@ -13,8 +13,7 @@ def keep_pages() -> bool:
     """Ask the C library to keep freed memory, instead of giving arrays of more than 128 KiB back to the system at once.
 
     A new page costs a fault and is zeroed by the kernel, at 4 KiB about as long as filling it. In return the process
-    keeps its peak of memory. Linux with glibc; elsewhere nothing is changed and the result is False.
-    """
+    keeps its peak of memory. Linux with glibc; elsewhere nothing is changed and the result is False."""
     if not sys.platform.startswith("linux"):
         return False
     library = ctypes.CDLL(None)

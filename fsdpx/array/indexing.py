@@ -10,8 +10,7 @@ __all__ = ["selected"]
 def selected(shape: tuple[int, ...], index: Any) -> tuple[int, ...]:
     """The shape of `a[index]` for an array of `shape`; arrays in `index` matter by shape only.
 
-    Raises IndexError like NumPy, and TypeError for a mask, which selects a number of elements that depends on data.
-    """
+    Raises IndexError like NumPy, and TypeError for a mask, which selects a number of elements that depends on data."""
     parts = _spelled_out(index if isinstance(index, tuple) else (index,), len(shape))
     arrays = [n for n, part in enumerate(parts) if _is_array(part)]
     if arrays:  # beside an index array a whole number counts as one too

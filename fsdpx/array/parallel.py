@@ -2,8 +2,7 @@
 
 Kernels cut their arrays by rows, columns or elements, so that no result depends on which thread computed it or on how
 many there are. Numba's own `prange` is not used: its default layer ("workqueue") ends the process when two threads call
-it at once, as thread ranks do, and it would tie the cut to the number of threads.
-"""
+it at once, as thread ranks do, and it would tie the cut to the number of threads."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ def cuts(size: int, grain: int = GRAIN, line: int = LINE) -> list[tuple[int, int
 def over(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work: int = 0) -> None:
     """`function(*arrays, *rest)`, with the arrays cut along dim 0 where that pays.
 
-    work: elements of the whole call, that of the first array if 0.
-    """
+    work: elements of the whole call, that of the first array if 0."""
     size = arrays[0].shape[0]
     elements = work or arrays[0].size
     if _threads == 1 or elements < WORTH or size < 2:
@@ -72,8 +70,7 @@ def over(function: Callable[..., Any], arrays: tuple[Any, ...], *rest: Any, work
 def over_columns(function: Callable[..., Any], rows: Any, *rest: Any) -> None:
     """`function(start, stop, rows, *rest)` for columns [start, stop) of rows (n, columns), all of them together.
 
-    For sums over rows: each column is added in the order of the rows, whatever the cut.
-    """
+    For sums over rows: each column is added in the order of the rows, whatever the cut."""
     size = rows.shape[1]
     if _threads == 1 or rows.size < WORTH or size < 2 * LINE:
         function(0, size, rows, *rest)
@@ -87,8 +84,7 @@ def run(function: Callable[..., Any], pieces: Sequence[tuple[Any, ...]]) -> None
 
     Meant for compiled functions that release the GIL. All pieces are run even if one raises; the first error is raised
     at the end. Any thread may call this at any time, from within a piece too: the caller runs pieces of its own call,
-    so it never waits for a worker that is busy elsewhere.
-    """
+    so it never waits for a worker that is busy elsewhere."""
     workers = min(_threads, len(pieces)) - 1
     if workers < 1:
         for piece in pieces:

@@ -1,8 +1,7 @@
 """Counter-based random numbers: element i of the stream (seed, name) is a function of the three and nothing else.
 
 Any rank can make any range of any stream alone, so initialisation and dropout do not depend on how work is cut.
-Generator: Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11).
-"""
+Generator: Philox 4x64 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11)."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ def normal(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Elements [start, stop), float64, mean 0, variance 1: element i is made of raw numbers 2i and 2i + 1.
 
     sqrt(-2 log u) cos(2 pi v) (Box and Muller, 1958). NumPy and the compiled code differ in the last bits of some
-    float64, as NumPy itself does between processors.
-    """
+    float64, as NumPy itself does between processors."""
     from fsdpx.array.kernels.choice import compiled
 
     body = compiled("normal")
@@ -138,8 +136,7 @@ class Stretch:
 class Subarray:
     """Numbers of the stream (seed, name) for a part of `shape` of an array whose samples have the shape `whole[1:]`.
 
-    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the whole, counted in C order.
-    """
+    Element (i, j, ...) of the part is element (starts[0] + i, starts[1] + j, ...) of the whole, counted in C order."""
 
     seed: int
     name: str

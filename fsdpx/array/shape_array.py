@@ -26,8 +26,7 @@ class Root:
 class ShapeArray:
     """An array of `shape` and `dtype` without elements; converted to a number it is 0, to a bool False.
 
-    Results have the shape and dtype that NumPy gives, and errors are of the type that NumPy raises.
-    """
+    Results have the shape and dtype that NumPy gives, and errors are of the type that NumPy raises."""
 
     __slots__ = ("dtype", "root", "shape")
     holds_no_data = True

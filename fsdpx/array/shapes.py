@@ -1,7 +1,6 @@
 """The namespace of shape-only arrays: NumPy's function names on arrays that hold no data.
 
-Layers and plain kernels run on it unchanged: memory, traffic and shape errors of a model of any size, at no cost.
-"""
+Layers and plain kernels run on it unchanged: memory, traffic and shape errors of a model of any size, at no cost."""
 
 from collections.abc import Sequence
 from math import inf, nan, pi

@@ -16,7 +16,7 @@ from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.agree import alone, in_words, together
 from fsdpx.checkpoint.disk import opened, write_at
 from fsdpx.checkpoint.manifest import SUMS
-from fsdpx.checkpoint.pieces import Held, owned
+from fsdpx.checkpoint.pieces import owned
 from fsdpx.checkpoint.save import Prepared
 from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
@@ -30,12 +30,11 @@ GRACE = 10.0  # seconds that the others have when the main program has ended
 
 class Background:
     """A save under way. What this rank writes is copied at once; the rest is the thread's. Rank 0's commits when all
-    ranks have left their sums in the folder, so that the checkpoint is whole without another call to the trainer.
-    """
+    ranks have left their sums in the folder, so that the checkpoint is whole without another call to the trainer."""
 
     def __init__(self, state: TrainState, prepared: Prepared) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
-        self._copies = [_copied(piece) for piece in owned(state)]
+        self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in owned(state)]
         self._problem: str | None = None
         self._ended: str | None = None  # why the commit failed
         self._wrote, self._stopped = threading.Event(), threading.Event()
@@ -103,10 +102,6 @@ class Background:
             sums = sums ^ np.array(json.loads(path.read_text()), np.uint64)
             path.unlink()
         return sums
-
-
-def _copied(piece: Held) -> Held:
-    return replace(piece, array=np.array(to_host(piece.array)))
 
 
 def _leave(folder: Path, rank: int, sums: np.ndarray) -> None:

@@ -1,8 +1,7 @@
 """CRC-32 of bytes that several ranks have parts of: each sums its parts, and the sums are added.
 
 A CRC is linear: with the start value left out, that of a text is the sum (exclusive or) of those of its parts, each
-with zeros in the places of the others. The result is `zlib.crc32` of the whole, however it was cut.
-"""
+with zeros in the places of the others. The result is `zlib.crc32` of the whole, however it was cut."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -44,7 +45,8 @@ def lay_out(weights: Tensors, slots: Tensors | None, state: str | None, shard_by
     """weights: in the order of the model. slots, state: of the second file, if there is one. shard_bytes: the most
     bytes of tensors in one file of weights (a larger tensor has a file of its own); None: one file."""
     groups = [weights] if shard_bytes is None else split(weights, shard_bytes)
-    names = [WEIGHTS] if len(groups) == 1 else [_numbered(i, len(groups)) for i in range(len(groups))]
+    count = len(groups)
+    names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     files = {name: lay(group) for name, group in zip(names, groups, strict=True)}
     texts = {INDEX: _index(files)} if len(files) > 1 else {}
     if state is not None:
@@ -57,21 +59,13 @@ def split(tensors: Tensors, most: int) -> list[Tensors]:
     groups: list[Tensors] = [{}]
     room = most
     for name, (code, shape) in tensors.items():
-        nbytes = SIZES[code] * _product(shape)
+        nbytes = SIZES[code] * math.prod(shape)
         if groups[-1] and nbytes > room:
             groups.append({})
             room = most
         groups[-1][name] = (code, shape)
         room -= nbytes
     return groups
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    return Entry("U8", shape, 0, 0).elements
-
-
-def _numbered(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _index(files: Mapping[str, Contents]) -> bytes:

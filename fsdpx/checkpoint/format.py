@@ -87,8 +87,7 @@ def lay(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[st
     """Lay out a file of these tensors, name -> (code, shape): byte for byte as `safetensors` does.
 
     Tensors are sorted by format (wide ones first, so that all are aligned), then by name; the header is JSON without
-    spaces, filled up with spaces to a multiple of 8 bytes. Metadata are sorted by name.
-    """
+    spaces, filled up with spaces to a multiple of 8 bytes. Metadata are sorted by name."""
     order = list(SIZES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name][0]), name))
     table: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
@@ -109,8 +108,7 @@ def lay(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[st
 def parse(read: Any, size: int, where: str) -> Contents:
     """The contents of a file of `size` bytes, checked: every byte of it is of the header or of exactly one tensor.
 
-    read(n): its first n bytes. where: the file in words. CheckpointError for anything that is not as it should be.
-    """
+    read(n): its first n bytes. where: the file in words. CheckpointError for anything that is not as it should be."""
 
     def bad(what: str) -> CheckpointError:
         return CheckpointError(f"{where}: {what}")

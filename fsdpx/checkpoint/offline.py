@@ -65,7 +65,9 @@ def compare(a: Source, b: Source) -> Iterator[Difference]:
         largest = _largest(_array(a, name), _array(b, name))
         if first.code != second.code:
             yield Difference(name, f"{first.code} and {second.code}", largest)
-        elif largest != 0 or not _same_bits(_array(a, name), _array(b, name)):
+        elif largest != 0 or any(
+            (x.view(np.uint8) != y.view(np.uint8)).any() for x, y in _blocks(_array(a, name), _array(b, name))
+        ):
             yield Difference(name, first.code, largest)
 
 
@@ -76,9 +78,10 @@ def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | No
     if wrong:
         raise CheckpointError(f"{found.folder}: damaged: the digest does not fit of {', '.join(wrong[:5])}")
     state = state_text(found)
-    rest = found.only(state=True).places
+    code = None if dtype is None else code_of(dtype_of(dtype))
+    floats, rest = found.only(state=False).places, found.only(state=True).places
     made = lay_out(
-        {n: (_code(e.code, dtype), e.shape) for n, (_, e) in found.only(state=False).places.items()},
+        {n: (code if code and e.code in FLOATS else e.code, e.shape) for n, (_, e) in floats.items()},
         {n: (e.code, e.shape) for n, (_, e) in rest.items()},
         state,
         shard_bytes,
@@ -96,10 +99,6 @@ def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | No
 def tensors(source: Source) -> Tensors:
     """Name -> (format, shape), in the order of the files."""
     return {name: (entry.code, entry.shape) for name, (_, entry) in source.places.items()}
-
-
-def _code(code: str, dtype: str | None) -> str:
-    return code if dtype is None or code not in FLOATS else code_of(dtype_of(dtype))
 
 
 def _pieces(source: Source) -> Iterator[Held]:
@@ -129,10 +128,6 @@ def _largest(a: np.ndarray, b: np.ndarray) -> float:
             return found
         largest = max(largest, found)
     return largest
-
-
-def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
-    return all((x.view(np.uint8) == y.view(np.uint8)).all() for x, y in _blocks(a, b))
 
 
 def _blocks(a: np.ndarray, b: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

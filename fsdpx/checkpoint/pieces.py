@@ -73,8 +73,7 @@ def owned(state: TrainState) -> Iterator[Held]:
 
     Replicas hold the same and write an even part of it each. What the tensor axis does not cut is written by the first
     rank there: the others' shards of a page with cut parameters begin elsewhere. Copies of a tied parameter are written
-    by the ranks that have the first one, running statistics by one rank of those that move them.
-    """
+    by the ranks that have the first one, running statistics by one rank of those that move them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.saved():

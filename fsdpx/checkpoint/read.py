@@ -27,7 +27,8 @@ SPARSE = 8
 
 
 def sums(source: Source, rank: int, ranks: int) -> np.ndarray:
-    """What this rank's even part of all bytes adds to the CRC of each tensor, uint64 in the order of `FileLayout.tensors`."""
+    """What this rank's even part of all bytes adds to the CRC of each tensor, uint64 in the order of
+    `FileLayout.tensors`."""
     tensors = list(FileLayout(source.files).tensors())
     found = np.zeros(len(tensors), np.uint64)
     ends = np.cumsum([0, *(entry.nbytes for _, _, entry in tensors)]).tolist()

@@ -16,8 +16,7 @@ class Worker:
     """One task at a time: `begin(task)`, then `end()`, which waits for it and raises what it raised.
 
     Not an executor of `concurrent.futures`: those refuse work once the main program has ended, and a save in the
-    background goes on after that. The thread is there while the `with` block lasts.
-    """
+    background goes on after that. The thread is there while the `with` block lasts."""
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()

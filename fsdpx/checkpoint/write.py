@@ -32,8 +32,7 @@ def write(folder: Path, plan: FileLayout, pieces: Iterable[Held]) -> np.ndarray:
     """Write `pieces` into the files of `plan`, all there already, and wait for the disk.
 
     Returns what they add to the CRC of each tensor, uint64 in the order of `plan.tensors()`. Extra memory: two blocks.
-    While a block is summed up, a thread writes it; another has the disk take those before.
-    """
+    While a block is summed up, a thread writes it; another has the disk take those before."""
     sums: dict[str, int] = {}
     with ExitStack() as stack, Worker("fsdpx write") as writer, Worker("fsdpx sync") as syncer:
         files: dict[str, int] = {}

@@ -20,8 +20,7 @@ def install(comm: Communicator) -> None:
     """From now on an uncaught exception in any thread of this process, the first one, ends all ranks, with status 1.
 
     Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them.
-    Installing again, with any communicator, only replaces the one that aborts.
-    """
+    Installing again, with any communicator, only replaces the one that aborts."""
     begun = threading.Lock()
 
     def end(

@@ -21,8 +21,7 @@ __all__ = ["Backend"]
 class Backend(Communicator):
     """A communicator that moves bytes itself: write `move`, `split`, `close` and `abort`.
 
-    `move` must know "send" and "recv"; what else it does not know better it leaves to `super().move(call)`.
-    """
+    `move` must know "send" and "recv"; what else it does not know better it leaves to `super().move(call)`."""
 
     def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
         self.rank = rank

@@ -2,8 +2,7 @@
 
 Rank r writes only its own part, so no lock is needed: a collective with number n is *posted* by a rank when its data
 may be read (with a few words that say where they lie), and *finished* when the rank has read what it needs. MPI's
-window fence orders the words before the number.
-"""
+window fence orders the words before the number."""
 
 from __future__ import annotations
 

@@ -88,8 +88,7 @@ class Call:
     verb: the method. arrays: in the order of its signature; None where only another rank has one. op: of reductions.
     root: the rank that has or gets the whole, or the other side of a message. counts: one entry for each array that is
     cut. what: names the action and the tensor in errors. tag: of the message, or of those that a collective is made of.
-    algorithm: of an all-reduce. cuts: `counts` resolved, once a backend has checked the call.
-    """
+    algorithm: of an all-reduce. cuts: `counts` resolved, once a backend has checked the call."""
 
     verb: str
     arrays: Arrays = ()

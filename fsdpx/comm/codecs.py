@@ -65,8 +65,7 @@ class Plain(Codec):
     """Gradients travel as they are: one reduce-scatter, or one all-reduce; (n - n/N) or twice that per rank.
 
     `algorithm` of all-reduces: "library", the backend's own, or "ring", ours, which is faster than some libraries' from
-    a few MiB on.
-    """
+    a few MiB on."""
 
     def __init__(self, algorithm: str = "library") -> None:
         if algorithm not in ("library", "ring"):

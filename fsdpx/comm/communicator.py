@@ -28,8 +28,7 @@ class Communicator(ABC):
 
     Bytes given below are those that one rank sends (or receives) with an optimal algorithm, n = bytes of the full
     array, N = `size` (Patarasu and Yuan 2009; Chan et al. 2007). A new backend inherits `fsdpx.comm.Backend`, a
-    communicator around another one `fsdpx.comm.Wrapper`.
-    """
+    communicator around another one `fsdpx.comm.Wrapper`."""
 
     rank: int
     size: int
@@ -58,8 +57,7 @@ class Communicator(ABC):
         16-bit arrays, none else.
 
         In place when `recv` is the start of `send` (`send[:count]`) or its own piece there; the rest of `send` is
-        then undefined.
-        """
+        then undefined."""
         return self._call("reduce_scatter", (send, recv), op, 0, EVEN if counts is None else (tuple(counts),), what)
 
     def all_reduce(self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "") -> Handle:
@@ -132,8 +130,7 @@ class Communicator(ABC):
 class Wrapper(Communicator):
     """A communicator around another one, `comm`: override `issue` to see, delay or change its calls.
 
-    Groups are wrapped alike; override `wrap` if that takes more than `type(self)(group)`.
-    """
+    Groups are wrapped alike; override `wrap` if that takes more than `type(self)(group)`."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm

@@ -1,7 +1,6 @@
 """Collectives among ranks of one process: the last rank to arrive moves the data of all, from array to array.
 
-Each takes the checked calls of all ranks, by rank. Reductions are in rank order.
-"""
+Each takes the checked calls of all ranks, by rank. Reductions are in rank order."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ class Guarded(Wrapper):
     A fingerprint is the verb, `what`, the dtype, the element count, the operation and the root, as far as every rank
     knows them. If fingerprints differ, every rank raises DesyncError with what each rank called; if a rank does not
     arrive within `timeout` seconds, the others do with its number. Sends and receives pass as they are. The exchange
-    blocks: calls that overlap otherwise are one after the other here. 256 bytes to each peer and call.
-    """
+    blocks: calls that overlap otherwise are one after the other here. 256 bytes to each peer and call."""
 
     def __init__(self, comm: Communicator, timeout: float = 10.0, channel: Communicator | None = None) -> None:
         super().__init__(comm)

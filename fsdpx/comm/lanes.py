@@ -2,8 +2,7 @@
 
 A lane is one rank of each machine, those with the same place there. The stages of a call wait for the machine, so
 calls in flight could reach the network in different orders on different ranks; tickets keep them in the order of issue,
-and the numbers of all meetings of a call are taken when it is issued.
-"""
+and the numbers of all meetings of a call are taken when it is issued."""
 
 from __future__ import annotations
 

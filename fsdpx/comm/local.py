@@ -29,8 +29,7 @@ class LocalCommunicator(Backend, Survivor):
 
     A collective completes when the last rank arrives; that rank moves the data of all. Reductions are in rank order. A
     send completes when its receive is there: what needs buffering in between is found out here. `delays` sleeps a
-    random time of up to 2 ms before each call, to try other orders of arrival.
-    """
+    random time of up to 2 ms before each call, to try other orders of arrival."""
 
     def __init__(
         self, group: Group, rank: int, progress: Progress | None = None, delays: random.Random | None = None

@@ -176,8 +176,7 @@ def connect(mesh: Mesh, comm: Communicator, counters: Counters | None = None, ch
     """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective.
 
     Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
-    in `counters` by axis name. With `check`, every collective is preceded by an exchange of fingerprints.
-    """
+    in `counters` by axis name. With `check`, every collective is preceded by an exchange of fingerprints."""
     mesh = mesh.resolve(comm.size)
     counters = Counters() if counters is None else counters
     place = mesh.coordinates(comm.rank)

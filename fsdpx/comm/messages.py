@@ -1,7 +1,6 @@
 """Every collective by messages alone, for what a backend has no better way: values are added in rank order.
 
-16-bit floats are moved as 16 bits, added in float32 by the owner of a piece and rounded once.
-"""
+16-bit floats are moved as 16 bits, added in float32 by the owner of a piece and rounded once."""
 
 from __future__ import annotations
 

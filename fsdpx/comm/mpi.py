@@ -36,8 +36,7 @@ class MpiCommunicator(Backend):
 
     timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into
     several. A transfer makes progress while some handle of the process is tested or waited for, by one thread at a
-    time. Arrays on a GPU are copied to the host and back; the handle is complete when the copy back is issued.
-    """
+    time. Arrays on a GPU are copied to the host and back; the handle is complete when the copy back is issued."""
 
     def __init__(self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT) -> None:
         self._start((MPI.COMM_WORLD if comm is None else comm).Dup(), timeout, limit, Progress())

@@ -2,8 +2,7 @@
 
 Inside a machine a reduce reads each rank's array once, where it lies, and a gather into memory that all ranks share
 is a synchronisation. Between machines each rank moves its own slice, so all links work at once. Everything else, and
-arrays outside of windows, goes through `MpiCommunicator`.
-"""
+arrays outside of windows, goes through `MpiCommunicator`."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class NodeCommunicator(Backend):
     An array lies in a window if it is a view of what `share` or `share_one` gave; all ranks of a call must pass such
     arrays, or none. Complete means what it means in MPI: the buffers may be used again. machines: number of the
     machine of each rank, instead of what MPI says (for tests). Groups whose machines hold different numbers of ranks
-    use MPI throughout.
-    """
+    use MPI throughout."""
 
     def __init__(
         self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT,

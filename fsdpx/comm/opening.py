@@ -1,7 +1,6 @@
 """Opening the world: from a backend's name, or from what the user already has, to a communicator.
 
-`BACKENDS` is the registry: a new backend is one more entry.
-"""
+`BACKENDS` is the registry: a new backend is one more entry."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def world(
     itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing; None: node if an MPI launcher
     started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory does not outlive them), else
     local. comm: an mpi4py communicator (duplicated) or a `Communicator` (taken as it is) instead. With MPI, an uncaught
-    exception from now on ends all ranks. LaunchError if MPI sees another number of ranks than the launcher started.
-    """
+    exception from now on ends all ranks. LaunchError if MPI sees another number of ranks than the launcher started."""
     if comm is not None:
         return adopt(comm, backend)
     if backend not in (None, *BACKENDS):
@@ -90,8 +88,7 @@ def resilient(comm: Any = None) -> Survivor:
     comm: None, for all ranks of this job; an mpi4py communicator; or a communicator of fsdpx, also in shared memory:
     the new one moves messages only, as what lies in memory that ranks share does not outlive them. Whether it does
     survive deaths is what `fsdpx.comm.survives` says: MPI has to be Open MPI 5 started with `mpiexec --with-ft ulfm`,
-    thread ranks have to be started by `spawn(survive=True)`. ConfigError for a fake communicator.
-    """
+    thread ranks have to be started by `spawn(survive=True)`. ConfigError for a fake communicator."""
     given = _opened() if comm is None else adopt(comm, "mpi" if _is_raw(comm) else None)
     inner = given
     while hasattr(inner, "comm"):  # what counts or guards it
@@ -131,19 +128,11 @@ def _is_mpi(asked: Asked) -> bool:
     return asked.settings.launcher is not None if asked.comm is None else _is_raw(asked.comm)
 
 
-def _is_node(asked: Asked) -> bool:
-    return _is_mpi(asked) and asked.settings.node and not asked.settings.ulfm
-
-
 def _local(asked: Asked) -> Communicator:
     from fsdpx.array import cores
 
     cores.share_cores(1)
     return single()
-
-
-def _fake(asked: Asked) -> Communicator:
-    return FakeCommunicator(asked.rank or 0, 1 if asked.size is None else asked.size)
 
 
 def _mpi(asked: Asked, shared: bool = False) -> Communicator:
@@ -176,8 +165,8 @@ def _ranks_of_mpi(asked: Asked) -> int:
 
 
 BACKENDS = {
-    "node": Opener(partial(_mpi, shared=True), _is_raw, _is_node),
+    "node": Opener(partial(_mpi, shared=True), _is_raw, lambda a: _is_mpi(a) and a.settings.shares_memory),
     "mpi": Opener(_mpi, _is_raw, _is_mpi),
     "local": Opener(_local, suits=lambda asked: asked.comm is None),
-    "fake": Opener(_fake),
+    "fake": Opener(lambda a: FakeCommunicator(a.rank or 0, 1 if a.size is None else a.size)),
 }

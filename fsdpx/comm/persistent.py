@@ -1,8 +1,7 @@
 """Persistent collectives in shared memory: arguments checked and addresses found once, then started many times, with
 waiting and adding as compiled code.
 
-They keep to the board of `Meeting`, so a rank that uses one meets ranks that use the other.
-"""
+They keep to the board of `Meeting`, so a rank that uses one meets ranks that use the other."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 MPI moves most transfers only while it is called, and the engine calls it between actions. The thread calls it
 during them. The rank's own thread never speaks to MPI at the same time, so the library need not allow more than one
-caller at once (MPI_THREAD_SERIALIZED).
-"""
+caller at once (MPI_THREAD_SERIALIZED)."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ def all_reduce(comm: Communicator, buf: Array, op: ReduceOp = ReduceOp.SUM, *, t
 
     Every element is combined once per rank around the ring and on one rank only, so all ranks end with the same bits.
     `tag` must differ between rings that are under way at once. The handle takes its steps when it is tested or waited
-    for, and with the communicators of fsdpx in any other wait, too.
-    """
+    for, and with the communicators of fsdpx in any other wait, too."""
     call = Call("all_reduce", (buf,), ReduceOp.of(op), what=what, tag=tag)
     return Steps(steps(comm.issue, comm.rank, comm.size, call), progress_of(comm))
 

@@ -22,8 +22,7 @@ class Progress:
     """What one rank has to do for transfers under way. Every wait pokes it, so no peer waits for a step not taken.
 
     patience: how often a wait looks before it gives the core away: at once where ranks outnumber cores, much later
-    where each rank has its own and another process would keep it for milliseconds.
-    """
+    where each rank has its own and another process would keep it for milliseconds."""
 
     __slots__ = ("patience", "pending")
 

@@ -22,8 +22,7 @@ class Survivor(Communicator):
     What needs a rank that has died raises RankLost, when it is issued or in `test` and `wait`; what does not may go on,
     so ranks hear of a death at different places. The way back together, taken by every rank that hears of it: `revoke`,
     so that those who wait for this one hear of it, too; `agree`, which also those come to who have heard of nothing;
-    `shrink`; then go on with the new communicator and groups of it.
-    """
+    `shrink`; then go on with the new communicator and groups of it."""
 
     survives: bool
     """Whether the others live on when a rank dies. If not, a death ends the job, and no rank meets RankLost."""
@@ -68,8 +67,7 @@ def settle(handles: Iterable[Handle], seconds: float = 1.0) -> list[Handle]:
     """Test transfers whose result is no longer wanted until each is complete or broken; then their buffers are free.
 
     For what was under way on a revoked communicator: its errors are expected and dropped. Returns those that are
-    neither after `seconds`; their buffers must stay.
-    """
+    neither after `seconds`; their buffers must stay."""
     left, deadline = [handle for handle in handles if not _over(handle)], time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         time.sleep(_NAP)

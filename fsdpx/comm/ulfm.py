@@ -45,8 +45,7 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
 
     Where ULFM is not active it works as long as no rank dies: `agree` is an all-reduce, `shrink` a duplicate, `revoke`
     nothing. Deaths on this machine are found within milliseconds, those of whole machines when the launcher finds
-    out: by a heartbeat, where it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by its sockets.
-    """
+    out: by a heartbeat, where it has one (10 s, `--prtemca errmgr_detector_heartbeat_timeout`), else by its sockets."""
 
     def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._start(comm, timeout, limit, progress)

@@ -96,8 +96,7 @@ def moved(comm: Ranks, call: Call) -> int:
 
     n = bytes of the full array, own = this rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own)
     of the balanced cut. broadcast, reduce: n. gather, scatter: n - own at root, own elsewhere. all_to_all: what goes
-    to others. send, recv: n. barrier: 0. One rank alone: 0.
-    """
+    to others. send, recv: n. barrier: 0. One rank alone: 0."""
     verb, arrays = VERBS[call.verb], call.arrays
     if comm.size == 1 or not arrays:
         return 0

@@ -53,8 +53,7 @@ class Assembly:
     """What training goes on with. control: all ranks. born: of each of them. training: those of them that train.
 
     group: the latter, None on an idle rank, whose session has no data. step: number of the last one that counts, 0 for
-    initial parameters. copied: the copies of that step have arrived here.
-    """
+    initial parameters. copied: the copies of that step have arrived here."""
 
     control: Survivor
     born: list[int]
@@ -104,8 +103,7 @@ class Assembler:
         """On other ranks than before: the newest step of which every element is in the memory of some rank. Collective.
 
         StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold. report: hears
-        how far it is. timeout: of the watchdog before; that of a communicator which was watched is longer.
-        """
+        how far it is. timeout: of the watchdog before; that of a communicator which was watched is longer."""
         mine = [Summary(g.step, g.scalars.text(), [describe(part) for part in g.parts]) for g in generations]
         everyone: list[Member] = control.all_gather_object(member._replace(generations=mine))
         report("recovery: all ranks have said what they hold")
@@ -160,12 +158,9 @@ def _newest(placement: Placement, everyone: list[Member]) -> tuple[int, str] | N
             return step, found[0].scalars
     if all(one.fresh for one in everyone):
         return None
-    what = "; ".join(f"of step {step}: {_listed(names)}" for step, names in lost.items()) or "nobody has any"
+    listed = {step: ", ".join(n[:3]) + (f" and {len(n) - 3} more" if len(n) > 3 else "") for step, n in lost.items()}
+    what = "; ".join(f"of step {step}: {names}" for step, names in listed.items()) or "nobody has any"
     raise StateLost(
         f"the ranks that are left cannot go on from memory, parts of the state died with the others ({what}). Start "
         "again from the last checkpoint, or keep more copies: elastic=fsdpx.Elastic(copies=2)"
     )
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -61,8 +61,7 @@ class Recent:
 def part_of(value: Any, rank: int, accumulation: Accumulation) -> Any:
     """The samples of a data rank, in the order of ranks: an even part, or whole chunks.
 
-    value: an array, or a tuple or dict of them; dim 0 is samples.
-    """
+    value: an array, or a tuple or dict of them; dim 0 is samples."""
 
     def take(array: Any) -> Any:
         if np.ndim(array) == 0:

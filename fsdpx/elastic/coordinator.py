@@ -19,7 +19,7 @@ from fsdpx.checkpoint.state import Scalars, scalars_of
 from fsdpx.comm.survivors import Survivor
 from fsdpx.elastic import follow
 from fsdpx.elastic.assembly import Assembler, Assembly, Member
-from fsdpx.elastic.copies import Copies, Generation
+from fsdpx.elastic.copies import Generation
 from fsdpx.elastic.descriptors import live
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import let_go
@@ -27,7 +27,6 @@ from fsdpx.elastic.seats import mesh_for
 from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError, MeshError, RankLost
 from fsdpx.state.tuning import tune_for
 from fsdpx.trainer.recipe import Recipe
-from fsdpx.trainer.session import Session
 from fsdpx.watch.watchdog import Watchdog, unwatch
 
 __all__ = ["Coordinator", "Recovery"]
@@ -149,32 +148,15 @@ class Coordinator:
         self.assembly, self.asked = assembly, False
         self._at = self._position(assembly.step, assembly.step)
         if assembly.copied:
-            self.copies.promote()
+            self.assembly.copies.promote()
         self._pace.restart()
 
     def _position(self, step: int, kept: int, under_way: int | None = None) -> Position:
-        state = self.session.state
-        names = state.placement.layout.state if self.trains else ()
+        state = self.assembly.session.state
+        names = state.placement.layout.state if self.assembly.trains else ()
         return Position(
             step, kept, scalars_of(state, None, None), {n: state.statistic(n).copy() for n in names}, under_way
         )  # fmt: skip
-
-    @property
-    def session(self) -> Session:
-        return self.assembly.session
-
-    @property
-    def control(self) -> Survivor:
-        """All living ranks."""
-        return self.assembly.control
-
-    @property
-    def copies(self) -> Copies:
-        return self.assembly.copies
-
-    @property
-    def trains(self) -> bool:
-        return self.assembly.trains
 
     @property
     def step(self) -> int:
@@ -190,14 +172,14 @@ class Coordinator:
 
     def agree(self) -> None:
         """All living ranks have come here; RankLost on all of them if one was lost on the way."""
-        flags = FINE | (ARRIVED if self.copies.arrived() else 0)
+        flags = FINE | (ARRIVED if self.assembly.copies.arrived() else 0)
         flags |= CALM if self._request() in (self.ranks, self._refused) else 0
-        common = self.control.agree(flags | self._pace.cheap(self.copies.copying) << RARE)
+        common = self.assembly.control.agree(flags | self._pace.cheap(self.assembly.copies.copying) << RARE)
         if not common & FINE:
             raise Refused("a rank was lost before all had come to the agreement")
         if common & ARRIVED and self._at.under_way is not None:
             self._at = replace(self._at, kept=self._at.under_way, under_way=None)
-            self.copies.promote()
+            self.assembly.copies.promote()
         self.asked = not common & CALM
         self._pace.agree(common >> RARE)
 
@@ -211,17 +193,17 @@ class Coordinator:
         hearing of a loss just now."""
         self._pace.step()
         at = self._position(self.step + 1, self.kept, self._at.under_way)
-        if not self.copies.needed:
+        if not self.assembly.copies.needed:
             at = replace(at, kept=at.step)
         elif at.under_way is None and at.step - at.kept >= self._pace.every:
             at = replace(at, under_way=at.step)
             self._pace.take()
-            self.copies.take(at.scalars, at.step)
+            self.assembly.copies.take(at.scalars, at.step)
         self._at = at
 
     def _request(self) -> int | None:
         """How many ranks are asked for; the lowest rank looks."""
-        if self.elastic.resize is None or self.control.rank > 0:
+        if self.elastic.resize is None or self.assembly.control.rank > 0:
             return self.ranks
         try:
             return max(int(Path(self.elastic.resize).read_text()), 1)
@@ -230,13 +212,13 @@ class Coordinator:
 
     def request(self) -> int | None:
         """The same, on all ranks, None if the mesh cannot use so many. Collective."""
-        found: int | None = self.control.all_gather_object(self._request())[0]
-        where, size = self._assembler.recipe.distribution, self.control.size
+        found: int | None = self.assembly.control.all_gather_object(self._request())[0]
+        where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
             mesh_for(where.mesh, where.strategy, min(found or size, size))
         except MeshError as error:
             self._refused = found
-            if self.control.rank == 0:
+            if self.assembly.control.rank == 0:
                 print(f"fsdpx: {self.elastic.resize} asks for {found} ranks: {error}", file=sys.stderr, flush=True)
             return None
         return found
@@ -245,11 +227,11 @@ class Coordinator:
 
     def secure(self) -> None:
         """The ranks that train hold another state: make copies of it, and return when they have arrived."""
-        if self.copies.needed:
-            self.copies.abandon()
+        if self.assembly.copies.needed:
+            self.assembly.copies.abandon()
             self._at = replace(self._at, under_way=self.step + 1)
-            self.copies.take(scalars_of(self.session.state, None, None), self.step + 1)
-            self.copies.wait()
+            self.assembly.copies.take(scalars_of(self.assembly.session.state, None, None), self.step + 1)
+            self.assembly.copies.wait()
 
     def replaced(self) -> None:
         """All agree that there is another state; it counts like a step."""
@@ -260,12 +242,14 @@ class Coordinator:
     def tell(self, value: Any) -> None:
         """To idle ranks; the lowest rank that trains speaks."""
         training = self.assembly.training
-        if self.control.rank == training[0]:
-            follow.tell(self.control, [r for r in range(self.control.size) if r not in training], value)
+        if self.assembly.control.rank == training[0]:
+            follow.tell(
+                self.assembly.control, [r for r in range(self.assembly.control.size) if r not in training], value
+            )
 
     def hear(self) -> Any:
         """What is told; an error of those that train is raised here, too."""
-        value = follow.hear(self.control, self.assembly.training[0])
+        value = follow.hear(self.assembly.control, self.assembly.training[0])
         if isinstance(value, Failure):
             if value.agreed:
                 self.agree()
@@ -286,11 +270,11 @@ class Coordinator:
         """After a loss that this rank noticed: give up what is under way, come together, go on with those that live."""
         begin, before, members = perf_counter(), self.step, self.assembly.born
         self.report("recovery: begins")
-        self.control.revoke()
+        self.assembly.control.revoke()
         if not isinstance(error, Refused):  # the others come to the next agreement, and hear of it there
-            self.control.agree(0)
+            self.assembly.control.agree(0)
         self._settle()
-        control, generations, tried = self.control, self._generations(), []
+        control, generations, tried = self.assembly.control, self._generations(), []
         while True:
             control = control.shrink()
             self.report("recovery: the others are found")
@@ -304,20 +288,20 @@ class Coordinator:
             control.revoke()
             tried.append(control)
         assert assembly is not None
-        for one in (self.control, *tried):
+        for one in (self.assembly.control, *tried):
             self._give_up(one)
         return self._go_on(assembly, begin, before, members)
 
     def close(self) -> None:
         """No rank goes on. Collective."""
-        self._give_up(self.control)
+        self._give_up(self.assembly.control)
         self.assembly.close()
-        self.control.close()
+        self.assembly.control.close()
 
     def resize(self, ranks: int | None) -> Recovery:
         """At the boundary of two steps: train on that many ranks; RankLost if one was lost on the way."""
         begin, before = perf_counter(), self.step
-        assembly = self._rebuilt(self.control, self._generations(), ranks)
+        assembly = self._rebuilt(self.assembly.control, self._generations(), ranks)
         self.agree()
         self.ranks = ranks
         return self._go_on(assembly, begin, before, self.assembly.born)
@@ -330,7 +314,7 @@ class Coordinator:
             watchdog.bury(before.lost())
 
     def _rebuilt(self, control: Survivor, generations: list[Generation], ranks: int | None) -> Assembly:
-        seat = self.assembly.training.index(self.control.rank) if self.trains else None
+        seat = self.assembly.training.index(self.assembly.control.rank) if self.assembly.trains else None
         member = Member(self._born, seat, self.kept == 0, [])
         timeout = None if self.assembly.watchdog is None else self.assembly.watchdog.timeout
         return self._assembler.rebuild(control, member, generations, ranks, self.report, timeout)
@@ -341,28 +325,28 @@ class Coordinator:
         self._adopt(assembly)
         if assembly.control is old.control:
             old.close()
-        lost, steps = tuple(sorted(set(members) - set(assembly.born))), self.session.state.steps
+        lost, steps = tuple(sorted(set(members) - set(assembly.born))), self.assembly.session.state.steps
         done = Recovery(steps, lost, len(assembly.training), before - self.step, perf_counter() - begin)
         self.recoveries.append(done)
-        if self.control.rank == 0:
+        if self.assembly.control.rank == 0:
             print(f"fsdpx: {done}", file=sys.stderr, flush=True)
         return done
 
     def _generations(self) -> list[Generation]:
         """What this rank has in memory: its own state, unless it is half updated, and the copies it keeps."""
-        found = self.copies.generations()
-        if self.trains and not self._at.updating:
-            parts = list(live(self.session.state, self._at.statistics))
+        found = self.assembly.copies.generations()
+        if self.assembly.trains and not self._at.updating:
+            parts = list(live(self.assembly.session.state, self._at.statistics))
             found.insert(0, Generation(self.step, self._at.scalars, parts))
         return found
 
     def _settle(self) -> None:
         """Transfers of the broken program end, for their buffers are used again."""
-        let_go(self.session.engine.give_up())
-        self.copies.abandon()
-        self.copies.trim()
+        let_go(self.assembly.session.engine.give_up())
+        self.assembly.copies.abandon()
+        self.assembly.copies.trim()
 
     def report(self, what: str) -> None:
         """To observers of actions."""
-        for observe in self.session.engine.observers:
+        for observe in self.assembly.session.engine.observers:
             observe(what)  # type: ignore[arg-type]

@@ -83,8 +83,7 @@ class Copies:
     that a death at any time leaves one that all ranks have. Nothing is kept where replicas are copies enough. Idle
     ranks have no state of their own, but keep copies of others'.
 
-    Sends copies x own bytes for every generation; a rank without buddies on other hosts has its copies on its own.
-    """
+    Sends copies x own bytes for every generation; a rank without buddies on other hosts has its copies on its own."""
 
     def __init__(self, comm: Communicator, state: TrainState, copies: int, trains: bool = True) -> None:
         """comm: of its own. state: of an idle rank, any. copies: of each rank's state. Collective."""

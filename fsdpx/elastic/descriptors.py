@@ -89,8 +89,7 @@ def live(state: TrainState, statistics: Mapping[str, Any] | None = None) -> Iter
     """What of `held` is up to date here: running statistics are only where the pipe moves them.
 
     statistics: name -> array, in place of the running statistics as they are. They move in forward, so those of a step
-    that did not come to its end are spoilt.
-    """
+    that did not come to its end are spoilt."""
     home, here = state.placement.statistics_home, state.placement.axes.coordinates.pipe
     for part in held(state):
         if part.name not in home:
@@ -103,8 +102,7 @@ def live(state: TrainState, statistics: Mapping[str, Any] | None = None) -> Iter
 def missing(have: Iterable[Iterable[Descriptor]], want: Mapping[str, Spec]) -> list[str]:
     """The tensors of `want` of which some element is held by no rank, in words: "0.weight: elements 12..24 of 48".
 
-    have: of each rank. Pure: ranks that know the same say the same.
-    """
+    have: of each rank. Pure: ranks that know the same say the same."""
     parts, texts = _by_name(part for some in have for part in some), []
     for name, spec in want.items():
         start, stop = uncovered(parts[name], spec.size)

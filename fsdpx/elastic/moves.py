@@ -87,8 +87,7 @@ class RecutPlan:
     """What `rank` sends, receives and copies. Ranks that know the same lists derive plans that fit together.
 
     have, want: of every rank. block: bytes of one message, at most. It needs memory in proportion to the number of
-    runs that do not lie at regular distances; rows of a cut tensor do.
-    """
+    runs that do not lie at regular distances; rows of a cut tensor do."""
 
     rank: int
     have: Sequence[Sequence[Descriptor]]
@@ -205,8 +204,7 @@ def assign(want: Descriptor, index: int, receiver: int, supplies: Sequence[Suppl
     """How `want`, number `index` of what `receiver` wants, is put together from `supplies`, in order for each source.
 
     An element comes from the receiver itself if it has it, else from one of those that have it: they take turns by
-    `grid` elements, beginning with another one for every tensor (`turn`) and receiver.
-    """
+    `grid` elements, beginning with another one for every tensor (`turn`) and receiver."""
     wanted, lying = runs(want), [runs(supply.part) for supply in supplies]
     edges = _edges(wanted, lying, grid)
     to = _places(wanted, edges[:-1])

@@ -15,11 +15,12 @@ __all__ = ["Elastic"]
 class Elastic:
     """For `distribute(..., elastic=Elastic(...))`; elastic=True is all defaults.
 
-    copies: ranks that keep a copy of each rank's state in memory, beside replicas that hold it anyway; so many ranks
-    may die at once, whichever they are. every: steps between two copies, which is how many may have to be done again;
-    None: as few as cost about 1 % of the time. ranks: how many train at first, None for all that the mesh can use; the
-    others are idle and follow. resize: a file; whenever its text is another number, that many ranks train from the
-    next step on.
+    Parameters
+    ----------
+    copies : ranks that keep a copy of each rank's state, beside replicas: so many may die at once, whichever they are
+    every : steps between two copies, of which so many may have to be done again (default: at about 1 % of the time)
+    ranks : how many train at first (default: all that the mesh can use); the others are idle and follow
+    resize : a file; whenever its text is another number, so many ranks train from the next step on
     """
 
     copies: int = 1

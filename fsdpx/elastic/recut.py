@@ -35,8 +35,7 @@ def recut(comm: Communicator, have: Sequence[Held], want: Sequence[Held], block:
     before. RankLost if a rank dies; `comm` is revoked then, and some of `want` may be filled.
 
     A rank receives the bytes that it wants and has not, in messages of at most `block` bytes. Beside the arrays it
-    needs up to FLIGHT x block, and that only where elements do not follow each other.
-    """
+    needs up to FLIGHT x block, and that only where elements do not follow each other."""
     mine = ([describe(part) for part in have], [describe(part) for part in want])
     everyone = comm.all_gather_object(mine)
     plan = RecutPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
@@ -97,7 +96,7 @@ def _posted(
     call = comm.send if message.sends else comm.recv
     run = _run(message.rows, arrays)
     if run is not None:
-        return Flight(call(run, message.peer, what=what), _nothing)
+        return Flight(call(run, message.peer, what=what), lambda: None)
     room = rooms.pop() if rooms else np.empty(block, np.uint8)
     views = [rows.view(arrays[rows.part]) for rows in message.rows]
     ends = [0, *accumulate(view.nbytes for view in views)]
@@ -142,7 +141,3 @@ def _copy(target: Any, source: Any) -> None:
         target[...] = from_host(namespace_of(target), source)
     else:
         target[...] = source
-
-
-def _nothing() -> None:
-    pass

@@ -15,8 +15,7 @@ __all__ = ["mesh_for", "seated"]
 def mesh_for(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
     """The widest mesh for at most `ranks` ranks: the pipe and tensor axes as they are, the data axes as they must be.
 
-    Where all widths were given, there may be fewer replicas. MeshError if not even one fits.
-    """
+    Where all widths were given, there may be fewer replicas. MeshError if not even one fits."""
     asked = mesh or Mesh()
     widths = range(asked.replica or 1, 0, -1)
     tries = [asked, *(replace(asked, replica=width) for width in widths)]

@@ -33,8 +33,7 @@ class ElasticTrainer(Trainer):
     """What `fsdpx.distribute(..., elastic=True)` returns. Batches are whole global batches, the same on every rank.
 
     Ranks that the mesh cannot use, or that were asked to leave, are idle: they make the same calls, get the same
-    results, and may train again later. See docs/elastic.md.
-    """
+    results, and may train again later. See docs/elastic.md."""
 
     def __init__(self, recipe: Recipe, control: Survivor, elastic: Elastic) -> None:
         """Collective over `control`, all ranks of the job."""
@@ -42,11 +41,11 @@ class ElasticTrainer(Trainer):
         self._recent = Recent()
         self._given_up = False  # a save in the background, since the last one that went well
         self._whole = 0  # tells the last whole batch from others
-        super().__init__(self._coordinator.session)
+        super().__init__(self._coordinator.assembly.session)
 
     def _adopt(self) -> None:
         """Go on with the session of the ranks that are here now."""
-        self._session = self._coordinator.session
+        self._session = self._coordinator.assembly.session
         self._saving = None
 
     # -- what every trainer does ---------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ class ElasticTrainer(Trainer):
     @property
     def world(self) -> Communicator:
         """All living ranks."""
-        return self._coordinator.control
+        return self._coordinator.assembly.control
 
     @property
     def parts(self) -> int:
@@ -155,7 +154,7 @@ class ElasticTrainer(Trainer):
     @property
     def trains(self) -> bool:
         """Whether this rank trains; else it is idle and follows."""
-        return self._coordinator.trains
+        return self._coordinator.assembly.trains
 
     @property
     def training_ranks(self) -> int:
@@ -300,31 +299,16 @@ class ElasticTrainer(Trainer):
         self._open(kind)
         return self._session.feed(x, y, kind, training, f" of the whole batch number {self._whole:08x}")
 
-    # -- what keeps gradients between two calls ----------------------------------------------------------------------
 
-    def accumulate(self, x: Any, y: Any) -> float:
-        return self._refuse("accumulate")
-
-    def no_sync(self) -> Any:
-        return self._refuse("no_sync")
-
-    def forward(self, x: Any, training: bool = True) -> Any:
-        return self._refuse("forward")
-
-    def backward(self, dy: Any) -> None:
-        self._refuse("backward")
-
-    def update(self) -> float:
-        return self._refuse("update")
-
-    def gradients(self) -> dict[str, np.ndarray]:
-        return self._refuse("gradients")
-
-    def measure(self, x: Any, y: Any, steps: int = 5) -> Any:
-        return self._refuse("measure")
-
-    def _refuse(self, what: str) -> NoReturn:
+def _refused(what: str) -> Callable[..., NoReturn]:
+    def refuse(self: ElasticTrainer, *arguments: Any, **options: Any) -> NoReturn:
         raise ConfigError(
             f"{what}: an elastic trainer makes whole steps, since what a rank holds between two calls would die with "
             "it; microbatches=... cuts large batches"
         )
+
+    return refuse
+
+
+for name in ("accumulate", "no_sync", "forward", "backward", "update", "gradients", "measure"):
+    setattr(ElasticTrainer, name, _refused(name))  # what keeps something between two calls

@@ -15,8 +15,7 @@ __all__ = ["activation_bytes", "roots"]
 def activation_bytes(state: TrainState) -> int:
     """Bytes of shape-only arrays in activation slots; views count once, with the array that they are views of.
 
-    Parameters that a layer keeps for backward are not counted: the ledger counts them.
-    """
+    Parameters that a layer keeps for backward are not counted: the ledger counts them."""
     found: dict[int, int] = {}
     for slot, value in state.store.items():
         if SLOTS[slot.kind].memory == "activations":

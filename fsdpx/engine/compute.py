@@ -19,8 +19,7 @@ NOTHING = object()
 def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep: bool, stacks: Stacks) -> list[Any]:
     """Run the nodes on `values` (value -> array, extended in place); per node what backward needs, or nothing.
 
-    stacks: of the parameters of lines; what a line needs stands at its first node.
-    """
+    stacks: of the parameters of lines; what a line needs stands at its first node."""
     saved: list[Any] = []
     while (i := len(saved)) < len(unit.nodes):
         node = unit.nodes[i]

@@ -55,7 +55,7 @@ def _forward(
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
     params = views.params(u, (*pages, *statistics))
-    saved = compute.forward(place.layout.units[u], run.envs(u, batch), params, values, keep, views.stacks)
+    saved = compute.forward(place.layout.units[u], run.worlds_at(batch)[1][u], params, values, keep, views.stacks)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
         for output in outputs:
@@ -67,7 +67,7 @@ def recompute(run: Run, action: Action, taken: Values, read: Values, added: Valu
     u, batch, views = number_of(action), run.batch(action), run.views
     if batch is None:
         return (None,)
-    unit, envs = run.place.layout.units[u], run.envs(u, batch, again=True)
+    unit, envs = run.place.layout.units[u], run.worlds_at(batch, again=True)[1][u]
     return (compute.forward(unit, envs, views.params(u, read), dict(taken[0]), True, views.stacks),)
 
 
@@ -81,7 +81,7 @@ def backward(run: Run, action: Action, taken: Values, read: Values, added: Value
     inner, dvalues = _dvalues(run, unit, taken, have)
     entries = _open(run, action, pages, gradients)
     params, grads, saved = views.params(u, read), views.grads(u, entries), taken[len(unit.gives)]
-    envs = run.envs(u, batch)
+    envs = run.worlds_at(batch)[1][u]
     compute.backward(run.place.layout.units[u], envs, params, grads, saved, dvalues, views.stacks, stage.inputs)
     _close(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
@@ -94,7 +94,7 @@ def backward_input(run: Run, action: Action, taken: Values, read: Values, added:
         return (None, *added)
     inner, dvalues = _dvalues(run, unit, taken, added)
     saved, params = taken[len(unit.gives)], run.views.params(u, read)
-    kept = compute.backward_input(run.place.layout.units[u], run.envs(u, batch), params, saved, dvalues)
+    kept = compute.backward_input(run.place.layout.units[u], run.worlds_at(batch)[1][u], params, saved, dvalues)
     return (kept, *(dvalues.get(v) for v in inner))
 
 
@@ -106,7 +106,7 @@ def backward_params(run: Run, action: Action, taken: Values, read: Values, added
         return _without_samples(gradients, ())
     entries = _open(run, action, pages, gradients)
     grads = run.views.grads(u, entries)
-    compute.backward_params(run.place.layout.units[u], run.envs(u, batch), grads, taken[0])
+    compute.backward_params(run.place.layout.units[u], run.worlds_at(batch)[1][u], grads, taken[0])
     _close(run, action, entries)
     return tuple(gradients)
 
@@ -164,7 +164,7 @@ def loss(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     *have, weight = added
     if batch is None:
         return ((0.0, 0.0), *have, weight or 0.0)
-    env = run.env(batch)
+    env = run.worlds_at(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
     total, share, saved = find.forward(env, y, batch.target)
     dy = find.backward(env, saved, run.scaler.value)
@@ -178,7 +178,7 @@ def score(run: Run, action: Action, taken: Values, read: Values, added: Values) 
     if batch is None:
         return ((0.0, 0.0), added[0] or 0.0)
     y = taken[0] if len(taken) == 1 else taken
-    total, share, _ = run.place.loss.forward(run.env(batch), y, batch.target)
+    total, share, _ = run.place.loss.forward(run.worlds_at(batch)[0], y, batch.target)
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 

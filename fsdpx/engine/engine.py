@@ -39,8 +39,7 @@ class Engine:
     """Runs programs on the state of one rank.
 
     poker: moves transfers on during actions as well, not only between them. observers: called after every action, which
-    they may break off by an exception. ran, batch: the last program, and the last batch that it ran on.
-    """
+    they may break off by an exception. ran, batch: the last program, and the last batch that it ran on."""
 
     def __init__(self, state: TrainState, poker: Poker | None = None, recorder: Recorder | None = None) -> None:
         self.state, self.placement = state, state.placement

@@ -1,8 +1,7 @@
 """Lines of equal small linear layers, computed in one compiled call: for them, Python costs more than the products.
 
 The parameters of such layers lie one after the other in their page, so a line is a stack of matrices with one stride.
-Every product is the one that the layers would compute, so the bits are the same.
-"""
+Every product is the one that the layers would compute, so the bits are the same."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ class Line:
 class Stacks:
     """Stacks by the list of views they were made of, and forward and backward through them.
 
-    Those of a list that does not fit (tied, frozen or apart) are None: its layers run one by one.
-    """
+    Those of a list that does not fit (tied, frozen or apart) are None: its layers run one by one."""
 
     def __init__(self) -> None:
         self._params: dict[tuple[int, int], tuple[Any, Stack | None]] = {}

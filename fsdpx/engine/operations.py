@@ -95,8 +95,7 @@ def tie(run: Run, action: Action, taken: Values, read: Values, added: Values) ->
 def norm(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """One scale for all updates: 1 / (weight x loss scale), times clip / norm where the norm is larger.
 
-    Each logical element counts once: in one replica, on the rank of the tensor axis that has it, not in copies.
-    """
+    Each logical element counts once: in one replica, on the rank of the tensor axis that has it, not in copies."""
     place, scaler, clip = run.place, run.scaler, run.place.options.clip_norm
     wanted = clip is not None or scaler.dynamic
     blocks = wanted and place.accumulation.bitwise

@@ -43,8 +43,7 @@ class Worlds:
 class Run:
     """place: what is fixed. feed: what this run was given. ties: by their first page. step, scaler: number of updates
     made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, by mesh axis; the
-    run waits for them at its end.
-    """
+    run waits for them at its end."""
 
     place: Placement
     feed: Feed
@@ -60,15 +59,8 @@ class Run:
         """The microbatch that an action is about; None if this rank has no samples in it."""
         return self.feed.batch[microbatch_of(action)]
 
-    def env(self, batch: Microbatch) -> Env:
-        """The world as the loss sees it, at this microbatch."""
-        return self._at(batch, False)[0]
-
-    def envs(self, unit: int, batch: Microbatch, again: bool = False) -> list[Env]:
-        """The world as each node of a unit sees it."""
-        return self._at(batch, again)[1][unit]
-
-    def _at(self, batch: Microbatch, again: bool) -> tuple[Env, list[list[Env]]]:
+    def worlds_at(self, batch: Microbatch, again: bool = False) -> tuple[Env, list[list[Env]]]:
+        """The world at this microbatch, as the loss sees it, and as each node of each unit does."""
         self.worlds.moment.step, self.worlds.moment.row = self.step, batch.row
         return self.worlds.of(self.feed.training, again)
 

@@ -41,8 +41,7 @@ class Views:
         key = (page.index, id(buffer))  # pages of one size can have one buffer in turn
         cached = self._pages.get(key)
         if cached is None:
-            made = {f.name: buffer[f.offset : f.offset + f.size].reshape(f.shape) for f in page.fields}
-            cached = self._pages[key] = (buffer, made)  # holding the buffer keeps its id taken
+            cached = self._pages[key] = (buffer, page.named(buffer))  # holding the buffer keeps its id taken
         return cached[1]
 
     def entries(self, page: Page, buffer: Any) -> dict[str, Entry]:

@@ -19,6 +19,7 @@ from fsdpx.state.state import TrainState
 
 __all__ = ["Workspace", "lives", "plan"]
 
+
 class Workspace:
     """Buffers for one program on one rank: full parameters and gradients that live for a use, and scratch, per page."""
 
@@ -114,21 +115,13 @@ def _nbytes(state: TrainState, slot: Slot) -> int:
 
 def scratch_nbytes(state: TrainState, slot: Slot) -> int:
     """Memory that an action on a page needs beside its slots."""
-    place = state.placement
-    codec, axes, sums, itemsize = place.codec, place.axes, place.accumulation, place.dtype.itemsize
+    place, itemsize = state.placement, state.placement.dtype.itemsize
     assert slot.at is not None
     if slot.kind == "tie":
         tie = state.ties[slot.at]
         one = next(p for p in tie.pages if p in place.pages)
         return tie.elements(place.pages[one].mine.size) * itemsize
     page = place.pages[slot.at]
-    match slot.kind:
-        case "wire":
-            return 0 if place.formats.wire is None else page.size * place.formats.wire.itemsize
-        case "carry":
-            return sums.carry_nbytes(codec, page.size, axes.shard.size)
-        case "trade":
-            return sums.trade_elements(page.mine.size) * itemsize
-        case "join":
-            return sums.join_nbytes(codec, page.mine.size, axes.replica.size)
-    raise AssertionError(f"no memory is known for {slot}")
+    if slot.kind == "wire":
+        return 0 if place.formats.wire is None else page.size * place.formats.wire.itemsize
+    return place.accumulation.scratch_nbytes(slot.kind, place.codec, page.size, page.mine.size, itemsize)

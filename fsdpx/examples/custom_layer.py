@@ -1,8 +1,6 @@
 """A layer of one's own in ten lines, in a model that trains on any number of ranks.
 
-python -m fsdpx.examples.custom_layer
-mpiexec -n 4 python -m fsdpx.examples.custom_layer
-"""
+python -m fsdpx.examples.custom_layer mpiexec -n 4 python -m fsdpx.examples.custom_layer"""
 
 import numpy as np
 

@@ -1,7 +1,6 @@
 """A convolutional network learns digits that this file draws itself, so that nothing is downloaded.
 
-mpiexec -n 2 python -m fsdpx.examples.digits --strategy zero2
-"""
+mpiexec -n 2 python -m fsdpx.examples.digits --strategy zero2"""
 
 import argparse
 import sys

@@ -4,8 +4,7 @@
     mpiexec -n 4 python -m fsdpx.examples.gpt --mesh pipe=2,tensor=2 --sequence parallel --recompute all
     mpiexec --with-ft ulfm -n 4 python -m fsdpx.examples.gpt --elastic --chunks 32 --chaos "kill 0@2000"   # Open MPI
 
-By default the text is the sources of Python's own standard library, which every machine has.
-"""
+By default the text is the sources of Python's own standard library, which every machine has."""
 
 import argparse
 import math
@@ -71,8 +70,7 @@ def loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.Dat
     """Batches of the training split, and a few fixed batches of the validation split.
 
     comm: the data ranks, `trainer.data`; ranks that differ only on the pipe or tensor axis read the same samples.
-    prints: whether this rank prints.
-    """
+    prints: whether this rank prints."""
     source, seq_len = args.data or data.stdlib_sources(), SIZES[args.size].seq_len
     train = data.TextDataset(source, seq_len, split="train")
     held = data.TextDataset(source, seq_len, split="validation")
@@ -93,8 +91,7 @@ def generate(trainer: fsdpx.Trainer, size: Size, count: int, seed: int, prompt: 
     """Text from the model, one byte at a time. Collective; the same bytes on every rank.
 
     With a cut sequence its length must be a multiple of the tensor axis, so it is padded at its end. Causal attention
-    does not read the padding.
-    """
+    does not read the padding."""
     text = list(prompt)
     rng, parts = np.random.Generator(np.random.Philox(seed)), trainer.placement.axes.tensor.size
     for _ in range(count):

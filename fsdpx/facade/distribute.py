@@ -57,32 +57,43 @@ def distribute(
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
-    loss, optimizer: from `fsdpx.nn` and `fsdpx.optim`. strategy: "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or
-    `fsdpx.Sharding(...)`. mesh: widths of the axes; they replace those of the strategy. comm: an mpi4py communicator
-    (duplicated) or a `Communicator`, by default that of `fsdpx.init()`; backend: "mpi" or "local" opens one anew.
-    microbatches: how many pieces each rank's batch runs in (default 1; in a pipe 4 for each of its ranks, which leaves
-    little of the bubble: Huang et al. 2019). seed: of initialisation and dropout, independent of the layout. precision:
-    "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`. clip_norm: largest global
-    gradient norm. group_bytes: smaller layers are grouped until a unit holds that many bytes of parameters (default:
-    measured, 1 MiB without tuning).
-    codec: how gradients travel ("plain", "ring", "bf16", "fp16" or a `Codec`). chunks: cut the global batch into that
-    many equal parts whose gradients are added in one fixed tree: bit-identical results at any number of ranks.
-    ahead: pages gathered ahead of use. frozen: name patterns of parameters that are not trained. device: "cpu",
-    "cuda", or "shape" to count without computing. check: compare every collective between ranks before it runs
-    (default: FSDPX_CHECK). check_finite: look for NaN and Inf in every unit. tune: choose what was not said by a
-    measurement of some 100 ms that is kept on disk (default: yes, unless FSDPX_TUNE=0). progress: "loop" moves
-    transfers on between actions, "thread" also during them (default: measured, "loop" without tuning).
+    Parameters
+    ----------
+    model : a layer, such as `nn.Chain(...)`
+    loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`
+    strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`
+    mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
+    comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
+    backend : opens a communicator anew: "node", "mpi" or "local"
+    microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
+    seed : of initialisation and dropout, independent of the layout
+    precision : "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`
+    clip_norm : largest global gradient norm
+    group_bytes : smaller layers are grouped until a unit holds so many bytes (default: measured, else 1 MiB)
+    codec : how gradients travel: "plain", "ring", "bf16", "fp16" or a `Codec`
+    chunks : cut the global batch into so many equal parts: bit-identical results at any number of ranks
+    ahead : pages gathered ahead of use
+    frozen : name patterns of parameters that are not trained
+    device : "cpu", "cuda", or "shape" to count without computing
+    check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
+    check_finite : look for NaN and Inf in every unit
+    tune : measure what was not said, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
+    progress : transfers move on between actions, "loop", or during them as well, "thread" (default: measured)
+    schedule : of a pipe: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", a function or a text file
+    stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages
+    costs : path pattern -> cost of a layer, for the automatic cut
+    recompute : what runs forward again in backward: "all", every k-th unit, a budget "512MiB", or "attention"
+    tensor_plan : path pattern -> how a layer is cut over the tensor axis (default: the model's own)
+    sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end
+    elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs/elastic.md)
 
-    With a pipe axis: schedule is "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", a function or a text file
-    (docs/schedules.md); stages: where the model is cut, as the paths of the first layers or the numbers of layers of
-    all stages; costs: path pattern -> cost of a layer, for the automatic cut. With a tensor axis: tensor_plan says how
-    layers are cut, by path pattern (default: the model's own); sequence: "parallel" for norms and dropout on parts of
-    the sequence, "ulysses" or "ring" for whole parameters and sequences cut from end to end (docs/tensor.md).
-    recompute: units that run forward again instead of keeping what backward needs: "all", every k-th, as many as it
-    takes to stay within "512MiB", or "attention" alone.
+    Returns
+    -------
+    Trainer : an `ElasticTrainer` if `elastic`, whose batches are given whole on every rank
 
-    elastic: True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join; batches are then given whole
-    on every rank, and the result is an `ElasticTrainer` (docs/elastic.md).
+    Raises
+    ------
+    ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
     recipe = Recipe(
         Training(

@@ -46,10 +46,13 @@ def dry_run(
     rank: int = 0,
     **options: Any,
 ) -> DryRun:
-    """Run one step of rank `rank` of `ranks` without data.
+    """Run one step of one rank on shapes alone: no MPI, no data.
 
-    x, y: this rank's batch as (shape, dtype) pairs, a tuple or dict of them for several inputs. options: those of
-    `fsdpx.distribute`, without comm and device.
+    Parameters
+    ----------
+    x, y : this rank's batch as (shape, dtype) pairs, a tuple or dict of them for several inputs
+    ranks, rank : how many ranks there would be, and which of them this is
+    options : those of `fsdpx.distribute`, without comm, device and backend
     """
     for name in ("comm", "device", "backend"):
         if name in options:

@@ -1,7 +1,6 @@
 """The functional API: collectives on arrays of any shape, over the default communicator.
 
-Results are new arrays; the arguments stay as they are, unless `out` is one of them.
-"""
+Results are new arrays; the arguments stay as they are, unless `out` is one of them."""
 
 from __future__ import annotations
 

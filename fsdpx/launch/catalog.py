@@ -16,8 +16,7 @@ class Entry:
     """A model with what a step of it needs.
 
     about: one line that describes it. model: a function that makes it. x, y: functions from n to the (shape, dtype) of
-    n samples. batch: the usual number of samples of the global batch.
-    """
+    n samples. batch: the usual number of samples of the global batch."""
 
     about: str
     model: Callable[[], nn.Layer]

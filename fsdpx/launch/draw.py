@@ -24,8 +24,7 @@ def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
     """Write a picture with one row per rank; returns its path, whose suffix says the format.
 
     Computation fills the row, with the microbatch's number where the box is wide enough; communication runs along the
-    bottom, grey where it waits for other ranks. If a rank has several stages, later ones are darker.
-    """
+    bottom, grey where it waits for other ranks. If a rank has several stages, later ones are darker."""
     shown = [event for event in events if event.end > event.start]
     if not shown:
         raise ConfigError("draw: there is no event that takes time")

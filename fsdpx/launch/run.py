@@ -47,8 +47,7 @@ class Ending:
     """How one start of the job ended.
 
     kind: "done", "preempted", "error" (a Python exception or sys.exit), "hung" (a watchdog ended it) or "died".
-    first: the rank that ended first and its host, if known. step: the last one that any rank had begun.
-    """
+    first: the rank that ended first and its host, if known. step: the last one that any rank had begun."""
 
     kind: str
     status: int
@@ -147,8 +146,7 @@ def _command(launcher: Sequence[str], args: argparse.Namespace, ranks: int) -> l
 def _launcher(given: str | None, elastic: bool) -> list[str]:
     """The mpiexec beside this Python, which belongs to the MPI that mpi4py loads from a wheel; else the first on PATH.
 
-    elastic: with the options that let a job survive deaths; LaunchError if this MPI has none.
-    """
+    elastic: with the options that let a job survive deaths; LaunchError if this MPI has none."""
     if given is not None:
         words = shlex.split(given)
         return [*words, *_to_survive(words, _version(words))] if elastic else words
@@ -224,8 +222,7 @@ def _ending(
     """How the job ended, from the launcher's status, the ranks' notes and records, and the order of their deaths.
 
     elastic: ranks may have died before the end, so the notes of the others count: Open MPI returns 0 also for a job
-    whose last rank aborts, and another status for a job that has survived deaths.
-    """
+    whose last rank aborts, and another status for a job that has survived deaths."""
     step = max((f.step for f in flights.values() if f.program), default=None)
     statuses = {note.status for note in notes.values()}
     survived = status != HUNG and 0 in statuses and statuses <= {0, None}
@@ -263,8 +260,7 @@ def _death(
 class _Deaths:
     """A thread that records in which order the ranks of this host end: the first one makes the others fail.
 
-    epoll returns descriptors in the order in which they became ready, however close the deaths are.
-    """
+    epoll returns descriptors in the order in which they became ready, however close the deaths are."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.order: list[int] = []

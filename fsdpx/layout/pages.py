@@ -4,12 +4,13 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod as product
+from math import prod
+from typing import Any
 
 from fsdpx.array.sums import GRAIN
 from fsdpx.layout.ranges import Piece, Range, overlap
 
-__all__ = ["Field", "Page", "cut", "product"]
+__all__ = ["Field", "Page", "cut"]
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,7 @@ class Field:
     """One parameter's place in a page: elements [offset, offset + size) hold it in C order.
 
     shape: of the part that belongs to this rank of the tensor axis. source: the parameter whose values these are; it
-    differs from `name` for a copy of a parameter that is tied across ranks.
-    """
+    differs from `name` for a copy of a parameter that is tied across ranks."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,8 +31,7 @@ class Field:
 class Page:
     """A flat array of `size` elements that holds `fields` without gaps.
 
-    partial: each rank of the tensor axis computes only a part of its gradient.
-    """
+    partial: each rank of the tensor axis computes only a part of its gradient."""
 
     index: int
     fields: tuple[Field, ...]
@@ -50,7 +49,7 @@ class Page:
         sources: Mapping[str, str] | None = None,
     ) -> "Page":
         """A page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
-        sizes = [product(shape) for _, shape in shapes]
+        sizes = [prod(shape) for _, shape in shapes]
         offsets = [0, *accumulate(sizes)]
         known = sources or {}
         fields = tuple(
@@ -58,6 +57,10 @@ class Page:
             for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False)
         )
         return cls(index, fields, offsets[-1], trainable, partial)
+
+    def named(self, flat: Any) -> dict[str, Any]:
+        """Name -> the elements of a flat array of the page, in their shape."""
+        return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in self.fields}
 
     def pieces(self, shard: Range) -> list[Piece]:
         """Which fields (piece.have) a shard of this page holds, in page coordinates."""
@@ -72,8 +75,7 @@ class Page:
 def cut(page: Page, width: int, snap: bool = False) -> tuple[Range, ...]:
     """The page in `width` shards: rank r holds [floor(n r / width), floor(n (r+1) / width)), without padding.
 
-    snap: move each bound to the nearest block edge, so that sums over blocks do not depend on the cut.
-    """
+    snap: move each bound to the nearest block edge, so that sums over blocks do not depend on the cut."""
     bounds = [page.size * r // width for r in range(width + 1)]
     if snap and width > 1:
         grid = page.grid()

@@ -31,8 +31,7 @@ class Piece:
 def overlap(have: Sequence[Range], want: Sequence[Range]) -> list[Piece]:
     """Every non-empty overlap of two lists of ranges, each sorted and without overlaps in itself. O(n + m).
 
-    Answers how to reload, resize, find optimiser segments and slice checkpoints.
-    """
+    Answers how to reload, resize, find optimiser segments and slice checkpoints."""
     pieces = []
     h = w = 0
     while h < len(have) and w < len(want):

@@ -44,8 +44,7 @@ def cut_stages(
 def balanced(costs: Sequence[float], count: int) -> tuple[int, ...]:
     """Where each of `count` non-empty runs begins, such that the largest cost of a run is as small as possible.
 
-    Bisection over that cost; runs are filled from the left (chains-on-chains partitioning, Pinar and Aykanat 2004).
-    """
+    Bisection over that cost; runs are filled from the left (chains-on-chains partitioning, Pinar and Aykanat 2004)."""
     low, high = max(costs), max(sum(costs), max(costs))
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,8 +1,7 @@
 """The fixed binary tree along which the chunks of a global batch are summed.
 
 Node (level, index) is the sum of chunks [index * 2**level, (index + 1) * 2**level), clipped to the number of chunks. As
-all sums follow this tree, their bits do not depend on which rank computes which chunks, and when.
-"""
+all sums follow this tree, their bits do not depend on which rank computes which chunks, and when."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,8 +34,7 @@ def root(chunks: int) -> Node:
 class Stack(Generic[T]):
     """Partial sums of adjacent nodes; two siblings are added as soon as both are there (a binary counter).
 
-    add: (left, right) -> sum, may work in place on `left`. Memory: at most log2(chunks) + 1 partial sums.
-    """
+    add: (left, right) -> sum, may work in place on `left`. Memory: at most log2(chunks) + 1 partial sums."""
 
     def __init__(self, chunks: int, add: Callable[[T, T], T]) -> None:
         self.chunks, self.add = chunks, add

@@ -28,8 +28,7 @@ class Spread:
     starts, home: the first node of each stage, and its pipe rank. rank, width: this rank's index on the tensor axis,
     and its size. partial: parameters of whose gradients each tensor rank computes a part. apart: every layer with a
     tied parameter gets a copy of its own, also on the same rank, so that the gradients are added in the same order
-    however the model is cut.
-    """
+    however the model is cut."""
 
     starts: tuple[int, ...] = (0,)
     home: tuple[int, ...] = (0,)
@@ -97,8 +96,7 @@ class Layout:
 
     specs: canonical name -> spec of the full parameter. ties: alias -> the name under which the pages hold it. aliases:
     alias -> canonical name, of the model. inputs, outputs: names of the model's inputs, and numbers of the values that
-    are its outputs. twins: groups of pages with copies of the same tied parameter, the page of its first user first.
-    """
+    are its outputs. twins: groups of pages with copies of the same tied parameter, the page of its first user first."""
 
     units: tuple[Unit, ...]
     pages: tuple[Page, ...]
@@ -142,8 +140,7 @@ def lay_out(
     """Group the nodes of a model into units, and lay out the pages of their parameters, of `itemsize` bytes an element.
 
     group_bytes: consecutive nodes are grouped until a unit has so many bytes of parameters; None: `GROUP_BYTES`.
-    frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own.
-    """
+    frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own."""
     limit, spread = GROUP_BYTES if group_bytes is None else group_bytes, spread or Spread()
     if limit < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")

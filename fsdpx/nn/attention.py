@@ -135,8 +135,7 @@ class Core(Protocol):
 class Heads:
     """Attention of all heads, or of this tensor rank's part of them, each over the full time.
 
-    With a part of the heads, dropout has the mask that a single rank would have.
-    """
+    With a part of the heads, dropout has the mask that a single rank would have."""
 
     def __init__(self, n_heads: int, d_head: int, causal: bool, dropout: float) -> None:
         self.n_heads, self.d_head, self.causal, self.dropout = n_heads, d_head, causal, dropout

@@ -31,8 +31,7 @@ class Step:
 class Recomputed:
     """A placeholder in what a step saved, for the result of the cheap step `step` of `owner`: backward recomputes it.
 
-    y: that result while forward runs, so that no other array gets its id.
-    """
+    y: that result while forward runs, so that no other array gets its id."""
 
     __slots__ = ("owner", "step", "y")
 

@@ -52,8 +52,7 @@ class Tokens(Layer):
     """The base of token embeddings: weight[token] + position[time].
 
     Subclasses say which tokens they accept (`_want`), which positions these have (`_positions`), and, where a rank
-    does not hold all rows of `weight`, how rows are looked up and their gradients added (`_rows`, `_add_rows`).
-    """
+    does not hold all rows of `weight`, how rows are looked up and their gradients added (`_rows`, `_add_rows`)."""
 
     runs = ("embedding_backward",)
 

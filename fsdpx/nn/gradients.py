@@ -29,8 +29,7 @@ class Entry:
 class Gradients(Mapping[str, Array]):
     """Name -> gradient: `g["weight"] += d` works for every layer; `destination` saves zeroing and adding.
 
-    Tied parameters are one `Entry` under several names.
-    """
+    Tied parameters are one `Entry` under several names."""
 
     __slots__ = ("_branches", "entries")
 
@@ -75,8 +74,7 @@ class Gradients(Mapping[str, Array]):
 def destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
     """Where a gradient is to be written, and whether it must be added to what is there; None if it is frozen.
 
-    The caller must fill the whole array.
-    """
+    The caller must fill the whole array."""
     if type(g) is not Gradients:
         return (g[name], True) if name in g else None
     entry = g.entries.get(name)

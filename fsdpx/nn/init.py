@@ -48,8 +48,7 @@ class Normal:
 @dataclass(frozen=True)
 class Sinusoid:
     """Rows of sines and cosines of falling frequency, one row per position, with root mean square `std`
-    (Vaswani et al. 2017). Neighbouring positions differ by a fixed rotation, which attention learns to use early.
-    """
+    (Vaswani et al. 2017). Neighbouring positions differ by a fixed rotation, which attention learns to use early."""
 
     std: float = 1.0
 

@@ -140,8 +140,7 @@ class Layer(ABC):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
         """`(dx, kept)`: the input's gradient, and what `backward_params` needs.
 
-        dx is a tuple for several inputs, with None for an input of integers, which has no gradient.
-        """
+        dx is a tuple for several inputs, with None for an input of integers, which has no gradient."""
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         """Add the gradients of the parameters into `g`; a name that is missing there is frozen."""

@@ -54,8 +54,7 @@ def matched(model: Layer, plan: Mapping[str, Any] | None) -> tuple[dict[str, Mar
     """Path -> mark of the layers that patterns match, and the paths of the layers that follow their own plan.
 
     plan: pattern (fnmatch on dotted paths, where `*` also matches dots; the first that matches wins) -> mark, a class
-    or an instance; None: all layers follow their own plan.
-    """
+    or an instance; None: all layers follow their own plan."""
     if plan is not None and not isinstance(plan, Mapping):
         raise ConfigError(
             f"tensor_plan={plan!r}: give a dict of path patterns and marks, for example "

@@ -17,8 +17,7 @@ An array over an axis of N ranks is in one of three states:
 
 With the inner product of a replicated value counted once and the others summed over ranks, <F x, y> = <x, F* y>.
 Bytes that one rank sends, n = bytes of the full array: all-reduce 2n(N-1)/N, all-gather and reduce-scatter n(N-1)/N,
-all-to-all n(N-1)/N^2. On an axis of width 1 nothing is moved and nothing is copied.
-"""
+all-to-all n(N-1)/N^2. On an axis of width 1 nothing is moved and nothing is copied."""
 
 import builtins
 import math
@@ -130,8 +129,7 @@ def exchange(
 ) -> Array:
     """All-to-all, from cut along `merge` to cut along `split`: `split` is scattered, `merge` concatenated.
 
-    total: the full size of `merge`; None: equal parts. Its adjoint swaps `split` and `merge`.
-    """
+    total: the full size of `merge`; None: equal parts. Its adjoint swaps `split` and `merge`."""
     if comm.size == 1:
         return x
     split, merge = split % x.ndim, merge % x.ndim

@@ -25,8 +25,7 @@ class Planned:
     """The result of `parallelise`: what each rank of the tensor axis runs on the same batch.
 
     output_dim: the dim along which the model's output is cut: -1 classes, 1 sequence; None: not cut. partial: names of
-    the parameters whose gradient each rank computes a part of, to be summed over the axis once.
-    """
+    the parameters whose gradient each rank computes a part of, to be summed over the axis once."""
 
     model: Layer
     loss: Loss

@@ -16,8 +16,7 @@ __all__ = ["Enter", "Framed", "Leave", "SequenceLoss"]
 class Enter(Layer):
     """A full array to this rank's part of dim 1, the sequence, whose length must be a multiple of the axis.
 
-    Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have none.
-    """
+    Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have none."""
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         want_time(x)
@@ -86,8 +85,7 @@ class Framed(Layer):
 class SequenceLoss(Loss):
     """`loss` of an output that is cut along dim 1 over a tensor axis of `width` ranks; all have the full target.
 
-    Total and weight are those of this rank's part. Communicates nothing.
-    """
+    Total and weight are those of this rank's part. Communicates nothing."""
 
     acts_on = "position"
     partial = True

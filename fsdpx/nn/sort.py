@@ -30,8 +30,7 @@ class Node:
 class Sorted:
     """Leaves in execution order over numbered values: first the model's inputs, then one value per node.
 
-    ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze.
-    """
+    ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]
@@ -79,8 +78,7 @@ def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: Ax
     """The shape-only outputs of a model, as this rank holds them, from one shape-only array per input.
 
     dtype: of the parameters. axes: the connected mesh of this rank, for models that are cut over a tensor axis; None:
-    one rank. ShapeError with the path of the layer that does not fit, what it got and from where, and what it wants.
-    """
+    one rank. ShapeError with the path of the layer that does not fit, what it got and from where, and what it wants."""
     values = shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 

@@ -1,8 +1,7 @@
 """Update kernels in Numba: one pass over memory, the operations of `plain.py` in the same order.
 
 No fastmath: with it the result of an element could depend on whether it falls into the vector body or the
-tail of the loop, and so on where a parameter was cut. The numpy error model divides by zero like NumPy does.
-"""
+tail of the loop, and so on where a parameter was cut. The numpy error model divides by zero like NumPy does."""
 
 from collections.abc import Callable
 from hashlib import blake2b

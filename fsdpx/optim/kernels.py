@@ -2,8 +2,7 @@
 
 Arrays are 1-D of one size; `g` counts as `g * scale` and is not changed. Numbers are rounded to the arrays'
 dtype once. On NumPy float32 and float64 the one-pass Numba version runs if Numba is installed, else the plain
-one: the same bits. Threads (`array.parallel`) cut the elements among them.
-"""
+one: the same bits. Threads (`array.parallel`) cut the elements among them."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -67,8 +66,7 @@ def sgd(
 ) -> None:
     """d = scale g + weight_decay p; m = momentum m + d; p -= lr (d + momentum m if nesterov else m).
 
-    m is None without momentum: p -= lr d.
-    """
+    m is None without momentum: p -= lr d."""
     if m is None:
         _run("sgd", xp, (p, g), (scale, weight_decay, lr))
     else:
@@ -82,8 +80,7 @@ def adam(
     """m, v: running means of g and g^2, divided by 1 - beta^step; p -= lr m / (sqrt(v) + eps).
 
     Weight decay is added to g (Kingma & Ba 2015, with L2) or, decoupled, p *= 1 - lr weight_decay
-    (Loshchilov & Hutter 2019).
-    """
+    (Loshchilov & Hutter 2019)."""
     l2, keep = (0.0, 1.0 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
     unbias, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
     _run("adam", xp, (p, g, m, v), (scale, l2, keep, 1.0 - beta1, beta2, 1.0 - beta2, unbias, eps, rate))

@@ -19,8 +19,7 @@ OVERRIDES = ("lr_scale", "weight_decay")
 no_decay: Groups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", "*norm*.weight", "*ln_?.weight")}
 """Groups for biases and norms (found by name: `norm`, `norm1`, `ln_f`, ...): `AdamW(groups=optim.no_decay)`.
 
-To add groups of your own: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`.
-"""
+To add groups of your own: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."""
 
 
 class Optimizer(Protocol):

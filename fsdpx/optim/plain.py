@@ -2,8 +2,7 @@
 
 Each works through the arrays in blocks that stay in cache, with two blocks of scratch. All operations are
 elementwise, so the results do not depend on the blocks. `compiled.py` has the same operations in the same order and so
-gives the same bits.
-"""
+gives the same bits."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,6 @@
 """Schedules: a learning rate as a function of the 1-based step, as a value that is called with it.
 
-They nest: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 and is 0 from step 1000 on.
-"""
+They nest: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 and is 0 from step 1000 on."""
 
 import math
 from collections.abc import Callable

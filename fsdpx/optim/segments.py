@@ -22,8 +22,7 @@ Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 class Segment:
     """Elements [start, stop) of the shard are elements [offset, offset + stop - start) of parameter `name`.
 
-    size: elements of the full parameter.
-    """
+    size: elements of the full parameter."""
 
     name: str
     start: int
@@ -54,8 +53,7 @@ class Segments:
     """What a shard holds: its segments in order, without gaps, from element 0 on; none if the shard is empty.
 
     exchange: `comm.all_gather_object` of the ranks that hold shards of the same flat array; None if there is one shard.
-    Only optimisers that need norms of full parameters call it: once per update, on every rank.
-    """
+    Only optimisers that need norms of full parameters call it: once per update, on every rank."""
 
     items: tuple[Segment, ...]
     exchange: Callable[[Any], list[Any]] | None = None
@@ -96,8 +94,7 @@ class Segments:
         """Sums over full parameters: per column and segment, of all partial sums of its parameter on all ranks.
 
         Each column has one list of partial sums per segment. The sums are correctly rounded, so they do not depend on
-        how the partial sums lie in shards.
-        """
+        how the partial sums lie in shards."""
         mine = [(s.name, [expansion(column[i]) for column in columns]) for i, s in enumerate(self.items)]
         rows = [mine] if self.exchange is None else self.exchange(mine)
         gathered: dict[str, list[list[float]]] = {s.name: [[] for _ in columns] for s in self.items}

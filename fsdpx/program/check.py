@@ -16,8 +16,7 @@ __all__ = ["check", "check_pipe"]
 
 def check(*programs: Program) -> None:
     """Raise ProgramError at the first action that cannot run as the table of verbs says, or if ranks of one stage
-    would issue collectives in different orders. One program: its slots. Several: their agreement too.
-    """
+    would issue collectives in different orders. One program: its slots. Several: their agreement too."""
     for program in programs:
         _check_slots(program)
     for rank, other in enumerate(programs[1:], start=1):
@@ -63,8 +62,7 @@ def check_pipe(programs: Sequence[Program]) -> None:
     """Raise ProgramError unless the programs of all ranks of a pipe, run together, come to their end.
 
     programs: by rank of the pipe. Sends and receives are issued at once; who first needs what was received waits for
-    it, and verbs in which ranks meet wait for all of them.
-    """
+    it, and verbs in which ranks meet wait for all of them."""
     run(programs, lambda rank, action: 0.0, blocking=True)
     _check_meetings(programs)
     _check_pairs(programs)

@@ -46,8 +46,7 @@ class Request:
     resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
-    run forward again before their backward. commit: all ranks agree that a step has come through before it updates.
-    """
+    run forward again before their backward. commit: all ranks agree that a step has come through before it updates."""
 
     kind: str
     stage: Stage

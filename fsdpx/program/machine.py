@@ -1,7 +1,6 @@
 """machine: when each action of compiled programs runs, what of the moving computing hides, and which memory it takes.
 
-As in `simulate`, a rank computes one action at a time in the order of its program; what moves runs beside it.
-"""
+As in `simulate`, a rank computes one action at a time in the order of its program; what moves runs beside it."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -26,8 +25,7 @@ Seconds = Callable[[int, Action], float]
 class Machine:
     """How long actions take. seconds: by (verb, unit), else by (verb, None), else 0; or a function of rank and action.
 
-    A unit of SEND is an edge: its seconds are those of the message on the link.
-    """
+    A unit of SEND is an edge: its seconds are those of the message on the link."""
 
     seconds: Mapping[tuple[str, int | None], float] | Seconds
 
@@ -44,16 +42,14 @@ def simulate_programs(programs: Sequence[Program], machine: Machine) -> list[Eve
     occupies it; what moves runs beside it, one at a time per lane, and completes its slots at its end. A message leaves
     when it is sent, one at a time per pair of ranks, and completes what is received for it.
 
-    Raises ProgramError if ranks wait for each other.
-    """
+    Raises ProgramError if ranks wait for each other."""
     return [event for row in run(programs, machine.of) for event in row]
 
 
 def run(programs: Sequence[Program], seconds: Seconds, blocking: bool = False) -> list[list[Event]]:
     """The events of each rank. blocking: a rank goes on only when all whom it meets have come.
 
-    Raises ProgramError if ranks wait for each other.
-    """
+    Raises ProgramError if ranks wait for each other."""
     events, stuck = walk([_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)])
     if stuck:
         lines = [line for wait in stuck for line in _explained(programs[wait.rank], wait)]
@@ -158,8 +154,7 @@ def memory(
     """Per rank, the bytes in slots of the given kinds over time: (time, bytes from then on), ascending in time.
 
     events: those of `simulate_programs(programs, ...)`. nbytes: of a slot. A slot lives from the start of the action
-    that fills it to the end of the one that takes it.
-    """
+    that fills it to the end of the one that takes it."""
     rows, curves = by_rank(events), []
     for rank, program in enumerate(programs):
         row, changes = rows[rank], []

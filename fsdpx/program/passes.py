@@ -10,7 +10,7 @@ reduce     REDUCE over shards once a page's gradients are complete, SETTLE where
 from collections.abc import Collection, Iterable, Sequence
 
 from fsdpx.program.action import Action
-from fsdpx.program.stage import Stage, StageUnit, spell
+from fsdpx.program.stage import Stage, spell
 from fsdpx.program.verbs import VERBS
 
 __all__ = ["compute", "one_by_one", "page", "recompute", "reduce", "reduce_carried"]
@@ -28,8 +28,7 @@ def compute(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
     the verb that closes each microbatch's forward where the loss is (LOSS, SCORE), if any.
 
     What a stage needs from others is asked for one step before, so that it can arrive meanwhile; what it makes for
-    others is sent as soon as it is there.
-    """
+    others is sent as soon as it is there."""
     units, steps = dict(stage.parts), [_Step(action, stage) for action in order]
     loaded: set[int | None] = set()
     result: Actions = []
@@ -60,13 +59,10 @@ class _Step:
         self.before: Actions = []
         units = dict(stage.parts)[self.stage]
         for edge in [e for e in mine if (e.sender, e.source) == here]:
-            at = [u for u in units if edge.value in self._sends_after(stage.units[u])]
+            # forward: what a unit gives; backward: what it adds a gradient to, the first unit being the last to do so
+            at = [u for u in units if edge.value in (stage.units[u].gives if self.forward else stage.units[u].inputs)]
             sends = self.after.setdefault(at[0], []) if at else self.before
             sends.append(Action("SEND", edge.number, self.mb))
-
-    def _sends_after(self, unit: StageUnit) -> tuple[int, ...]:
-        """Forward: what the unit gives. Backward: what it adds a gradient to; the first unit is the last to do so."""
-        return unit.gives if self.forward else unit.inputs
 
     def early(self, before: "_Step") -> bool:
         """Whether the step before can run while what this one needs arrives: gradients that pass a rank twice are not
@@ -87,8 +83,7 @@ def recompute(actions: Actions, units: Collection[int]) -> Actions:
 
 def page(actions: Actions, stage: Stage, ahead: int, keep: bool, resident: Iterable[int] = ()) -> Actions:
     """Insert GATHER and FREE. The future is known, so what is resident before an action is exactly what that action
-    needs and the next `ahead` pages (Belady's rule with prefetch). With `keep` nothing is freed.
-    """
+    needs and the next `ahead` pages (Belady's rule with prefetch). With `keep` nothing is freed."""
     needs = [_pages("full", VERBS[a.op].reads, a, stage) for a in actions]
     have = dict.fromkeys(resident)
     result: Actions = []
@@ -125,8 +120,7 @@ def _window(needs: Sequence[Sequence[int]], start: int, ahead: int) -> dict[int,
 def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
     """Insert REDUCE after the last action that adds into a page's gradient (with `each`: the last of every microbatch)
     and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
-    With `join` the last SETTLE of a page is followed by its JOIN.
-    """
+    With `join` the last SETTLE of a page is followed by its JOIN."""
     added = [_pages("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}

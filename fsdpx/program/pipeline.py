@@ -24,8 +24,7 @@ def pipeline(
 
     units: (pages, values read, values given) each. stages: the stage of each unit, ascending. home: the rank of each
     stage. twins, partial, moving, coded: see `Stage`. The loss reads the outputs in the last stage; every rank has the
-    inputs.
-    """
+    inputs."""
     shared = (tuple(trainable), tuple(inputs), tuple(outputs))
     edges = _edges(units, inputs, outputs, stages, home)
     sets = [frozenset(some) for some in (partial, moving, coded)]

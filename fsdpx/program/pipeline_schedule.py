@@ -23,8 +23,7 @@ class PipelineSchedule:
     def of(cls, name: str, rows: Iterable[str | Sequence[Action | str]], microbatches: int) -> "PipelineSchedule":
         """From lists of actions, or their text, per rank. A stage is at home where its first F stands.
 
-        Raises ProgramError for text that is no action, and for stages without any F.
-        """
+        Raises ProgramError for text that is no action, and for stages without any F."""
         ranks = tuple(_row(name, rank, row) for rank, row in enumerate(rows))
         forwards = [(a.unit, rank) for rank, row in enumerate(ranks) for a in row if a.op == "F" and a.unit is not None]
         home = dict(reversed(forwards))

@@ -2,8 +2,7 @@
 
 A step is an Action whose unit is a stage: F3.0 is the forward of stage 3 for microbatch 0, B both halves of its
 backward, I the gradient of its input, W the gradient of its parameters. A schedule is a function of the number of
-ranks, of microbatches and of stages per rank. Messages and collectives are not its business: passes add those.
-"""
+ranks, of microbatches and of stages per rank. Messages and collectives are not its business: passes add those."""
 
 import inspect
 import itertools
@@ -29,8 +28,7 @@ ScheduleFunction = Callable[..., Any]
 def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """All forwards, then all backwards: Huang et al., "GPipe" (NeurIPS 2019).
 
-    Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time.
-    """
+    Every rank has all m microbatches in flight. Bubble (P - 1) / (m + P - 1) of the step, for stages of equal time."""
     _check_numbers("gpipe", ranks, microbatches, per_rank, 1)
     return _one_stage_each("gpipe", ranks, microbatches, lambda rank: microbatches)
 
@@ -38,8 +36,7 @@ def gpipe(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
 def one_f_one_b(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """One forward, one backward: Narayanan et al., PipeDream-flush (ICML 2021), the default of Megatron-LM.
 
-    The bubble of gpipe, with at most P - r microbatches in flight on rank r.
-    """
+    The bubble of gpipe, with at most P - r microbatches in flight on rank r."""
     _check_numbers("1f1b", ranks, microbatches, per_rank, 1)
     return _one_stage_each("1f1b", ranks, microbatches, lambda rank: ranks - rank - 1)
 
@@ -48,8 +45,7 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
     """1F1B over v stages per rank, stage s on rank s % P: Narayanan et al. (SC 2021), section 2.2.
 
     Microbatches go through the stages of a rank in rounds of P; a last round may be shorter.
-    Bubble (P - 1) / (v m + P - 1) for m a multiple of P; (v P - 1) / (P - 1) times the messages of 1F1B.
-    """
+    Bubble (P - 1) / (v m + P - 1) for m a multiple of P; (v P - 1) / (P - 1) times the messages of 1F1B."""
     _check_numbers("interleaved", ranks, microbatches, per_rank, 2, more=True)
     # whole rounds, then without the microbatches that there are not: what is left of an order that runs, runs too
     rounds = [range(start, start + ranks) for start in range(0, microbatches, ranks)]
@@ -67,8 +63,7 @@ def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """1F1B with backward in halves, the second late enough to fill the end: ZB-H1, Qi et al. (ICLR 2024), section 2.1.
 
     At most P - r microbatches wait for I on rank r, as in 1F1B, and r more for W: P in all on every rank.
-    Time lost (P - 1)(TF + TI - TW), for m >= P and TW <= TF.
-    """
+    Time lost (P - 1)(TF + TI - TW), for m >= P and TW <= TF."""
     _check_numbers("zb-h1", ranks, microbatches, per_rank, 1)
     return _one_stage_each("zb-h1", ranks, microbatches, lambda rank: ranks - rank - 1, lambda rank: rank)
 
@@ -77,8 +72,7 @@ def zb_h2(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
     """As zb_h1 with twice the warm-up, which fills the start as well: ZB-H2 of Qi et al. (ICLR 2024), section 2.2.
 
     At most 2(P - r) - 1 microbatches wait for I on rank r, and 2r more for W: 2P - 1 in all on every rank.
-    Time lost (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF.
-    """
+    Time lost (P - 1)(TF + TI - 2TW) or none, for m >= 2P - 1 and TW <= TF."""
     _check_numbers("zb-h2", ranks, microbatches, per_rank, 1)
     return _one_stage_each("zb-h2", ranks, microbatches, lambda rank: 2 * (ranks - rank - 1), lambda rank: 2 * rank)
 
@@ -88,8 +82,7 @@ def zbv(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSchedule:
     "Pipeline Parallelism with Controllable Memory" (NeurIPS 2024).
 
     No time lost where TF = TI = TW, for m >= 2P - 1. At most 2P pairs of stage and microbatch in flight on each rank:
-    two stages of half the size each, so the memory of 1F1B on its first rank.
-    """
+    two stages of half the size each, so the memory of 1F1B on its first rank."""
     _check_numbers("zbv", ranks, microbatches, per_rank, 2)
     whole = max(microbatches, 2 * ranks - 1)  # with fewer, what is left of the order for that many
     rows = []
@@ -225,7 +218,6 @@ def in_flight(schedule: PipelineSchedule, until: str = "W") -> tuple[int, ...]:
     """Per rank, the most pairs of stage and microbatch whose F has run and whose last user of activations has not.
 
     until: "W" counts until B or W, "I" until B or I. After I only what the gradient of the parameters needs is kept, so
-    the activation memory of Qi et al. is I-pairs times M_B plus the rest of the W-pairs times M_W.
-    """
+    the activation memory of Qi et al. is I-pairs times M_B plus the rest of the W-pairs times M_W."""
     changes = [[(action.op == "F") - (action.op in ("B", until)) for action in row] for row in schedule.ranks]
     return tuple(max(itertools.accumulate(row), default=0) for row in changes)

@@ -1,8 +1,7 @@
 """simulate: when each action of a schedule runs, on a machine of given speeds, and how long ranks are idle.
 
 The machine model is that of Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024): a rank computes one action at a
-time, in the order of its list; messages travel beside the computing and delay only who waits for them.
-"""
+time, in the order of its list; messages travel beside the computing and delay only who waits for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,8 +113,7 @@ def bubble(events: Sequence[Event], schedule: PipelineSchedule, costs: Costs) ->
     """The idle share of the busiest time line: (span - work) / span, as in table 5 of Qi et al. (ICLR 2024).
 
     span: the longest time of a rank from its first start to its last end. work: time of all its actions, of the rank
-    with most of it; with equal stages, microbatches x stages per rank x (forward + both halves of backward).
-    """
+    with most of it; with equal stages, microbatches x stages per rank x (forward + both halves of backward)."""
     span = max(row[-1].end - row[0].start for row in by_rank(events).values())
     work = max(sum(costs.of(action) for action in actions) for actions in schedule.ranks)
     return (span - work) / span

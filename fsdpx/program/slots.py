@@ -22,8 +22,7 @@ class Slot(NamedTuple):
 class SlotKind:
     """Kinds with the same `buffer` lie in the same memory and are never alive together.
 
-    memory: the heading under which a report counts it. lent: lies in the slab that is planned for each program.
-    """
+    memory: the heading under which a report counts it. lent: lies in the slab that is planned for each program."""
 
     buffer: str
     memory: str

@@ -32,8 +32,7 @@ class StageUnit:
 class Edge:
     """A value on its way from one stage to another, on another rank of the pipe; or its gradient on the way back.
 
-    source, target: stages. sender, receiver: ranks of the pipe.
-    """
+    source, target: stages. sender, receiver: ranks of the pipe."""
 
     number: int
     value: int
@@ -52,8 +51,7 @@ class Stage:
     flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages, each as its number
     and its units. edges: what travels between all ranks. twins: pages that hold the same parameter for units that are
     apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the loss is computed
-    here. moving: units with running statistics. coded: pages whose codec keeps memory.
-    """
+    here. moving: units with running statistics. coded: pages whose codec keeps memory."""
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]

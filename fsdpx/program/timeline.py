@@ -1,8 +1,7 @@
 """A timeline: the tasks of several ranks in time, to their end or to where ranks wait for each other.
 
 A rank issues its tasks in order, each as soon as what it waits for is there. A task occupies its rank, or runs beside
-it on a lane, where one runs at a time.
-"""
+it on a lane, where one runs at a time."""
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -31,8 +30,7 @@ class Task:
     """key: what it completes; where several tasks have one key, the last of them completes it.
 
     waits: keys, and for each how long it takes from there to here. lane: None if the task occupies its rank.
-    until: a key without which the task does not end, though its rank goes on.
-    """
+    until: a key without which the task does not end, though its rank goes on."""
 
     action: Action
     key: Hashable

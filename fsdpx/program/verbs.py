@@ -30,8 +30,7 @@ class Move:
 
     Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on. format: whose
     bytes an element has: those of "param", "grad", "tie" (gradients summed by TIE), "value" (what an edge carries) or
-    "control" (a few numbers, not counted).
-    """
+    "control" (a few numbers, not counted)."""
 
     axis: str
     call: str
@@ -43,8 +42,7 @@ class Move:
 class Scratch:
     """Short-lived memory of a verb, one of the kinds of SLOTS, for the action's page.
 
-    It lives from the action to the first later one that takes or reads the slot `until`; "": for the action only.
-    """
+    It lives from the action to the first later one that takes or reads the slot `until`; "": for the action only."""
 
     kind: str
     until: str = ""

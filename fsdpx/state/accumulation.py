@@ -1,8 +1,7 @@
 """How gradients add up: microbatch by microbatch and rank by rank, or along one fixed tree over chunks of the batch.
 
 One value answers every question that depends on it: how a batch is cut, how many partial sums are alive, what reduces
-need and move, whether sums may see how pages are cut.
-"""
+need and move, whether sums may see how pages are cut."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class InOrder:
     """Partial gradients of a page that are alive at once."""
 
     def __init__(self, axes: Axes) -> None:
-        self.ranks = axes.data.size
+        self.axes, self.ranks = axes, axes.data.size
 
     def __repr__(self) -> str:
         return "in order"
@@ -96,17 +95,10 @@ class InOrder:
             handle.wait()  # its memory is lent for this action only
         return Transfer(handle, lambda: part)
 
-    def carry_nbytes(self, codec: Codec, full: int, shards: int) -> int:
-        """Short-lived memory of a reduce of `full` elements, until it is settled."""
-        return codec.scratch(full, shards) if shards > 1 else 0
-
-    def join_nbytes(self, codec: Codec, own: int, replicas: int) -> int:
-        """Short-lived memory of a join of `own` elements."""
-        return codec.scratch(own, replicas) if replicas > 1 else 0
-
-    def trade_elements(self, own: int) -> int:
-        """Elements of partial sums that arrive from others, for a part of `own` elements."""
-        return 0
+    def scratch_nbytes(self, kind: str, codec: Codec, full: int, own: int, itemsize: int) -> int:
+        """Short-lived memory of a reduce ("carry", "trade") or a join of a page with `full` elements, `own` here."""
+        size, width = (own, self.axes.replica.size) if kind == "join" else (full, self.axes.shard.size)
+        return codec.scratch(size, width) if width > 1 and kind != "trade" else 0
 
     def calls(self, codec: Codec) -> tuple[Calls, Calls]:
         """The collectives of a reduce and of a join, and how many times n - own elements each moves."""
@@ -181,18 +173,14 @@ class ByTree:
         total = part.join(r.comm, self._groups, r.part, r.what)
         return Transfer(DONE, lambda: total)
 
-    def carry_nbytes(self, codec: Codec, full: int, shards: int) -> int:
-        return 0
-
-    def join_nbytes(self, codec: Codec, own: int, replicas: int) -> int:
-        return 0
-
-    def trade_elements(self, own: int) -> int:
-        """Those of the shard axis stay until the replicas have traded as well."""
+    def scratch_nbytes(self, kind: str, codec: Codec, full: int, own: int, itemsize: int) -> int:
+        """Partial sums that arrive; those of the shard axis stay until the replicas have traded as well."""
+        if kind != "trade":
+            return 0
         elements = own * sum(map(len, self._held)) if self.shard[1] > 1 else 0
         if self.replica[1] > 1:
             elements += split_evenly(own, self.replica[1])[self.replica[0]] * sum(map(len, self._groups))
-        return elements
+        return elements * itemsize
 
     def calls(self, codec: Codec) -> tuple[Calls, Calls]:
         """As many exchanges as any rank holds partial sums; each sends its own."""

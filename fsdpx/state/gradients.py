@@ -33,8 +33,7 @@ class Reduction:
 class WholeGradient:
     """One full gradient; microbatches add into it in the order in which they run.
 
-    blank: nothing has been written yet; the first action that works on it leaves no element unwritten.
-    """
+    blank: nothing has been written yet; the first action that works on it leaves no element unwritten."""
 
     def __init__(self, buffer: Any, at_home: bool) -> None:
         """at_home: a reduced part lies at its own place in the buffer, which others may read elsewhere; else in
@@ -54,8 +53,7 @@ class WholeGradient:
     def reduce(self, reduction: Reduction) -> Transfer:
         """Start to sum over the shard axis; the result is this rank's part.
 
-        The first sum goes straight to where the part is kept, others into the gradient's own memory.
-        """
+        The first sum goes straight to where the part is kept, others into the gradient's own memory."""
         full, r = self.buffer, reduction
         if r.comm.size == 1:
             if r.first and not same_memory(full, r.part):
@@ -70,8 +68,7 @@ class WholeGradient:
 class ChunkGradients:
     """Gradients of chunks, added along the canonical tree. leaves: buffers for all partial sums alive at once.
 
-    blank: nothing has been written into the current leaf, as in `WholeGradient`.
-    """
+    blank: nothing has been written into the current leaf, as in `WholeGradient`."""
 
     blank = False
 
@@ -97,8 +94,7 @@ class ChunkGradients:
         """Along the tree: partial sums go to the owners of their elements, who add them in tree order.
 
         Bytes per rank: nodes x (n - n/N), where nodes is how many subtrees the rank's chunks make up: one when the
-        number of ranks is a power of two that divides the number of chunks.
-        """
+        number of ranks is a power of two that divides the number of chunks."""
         self._close()
         r = reduction
         trade = Trade(r.comm, self.stack.entries, self.held, r.counts, self.stack.chunks, r.scratch, r.what)

@@ -1,8 +1,7 @@
 """The ledger: what a rank holds, as a table of rows with their arrays.
 
 Allocation, checkpoints, re-cuts, recovery and reports iterate these rows; none of them lists by itself what there is.
-A feature that keeps something new adds rows (and a kind, if none fits).
-"""
+A feature that keeps something new adds rows (and a kind, if none fits)."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ class Options:
 
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
     added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: in words. recompute: units that
-    run forward again.
-    """
+    run forward again."""
 
     seed: int = 0
     clip_norm: float | None = None

@@ -13,8 +13,7 @@ class Transfer:
     """`wait` ends the transfer and gives the value.
 
     issued, landed: when the transfer began, and when this rank saw its end. busy: seconds of the time between in which
-    this rank moved it on or waited for it; the rest was computed over.
-    """
+    this rank moved it on or waited for it; the rest was computed over."""
 
     __slots__ = ("busy", "finish", "handle", "issued", "landed")
 

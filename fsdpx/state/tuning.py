@@ -1,8 +1,7 @@
 """What is chosen by measurement, once per machine and kind of job: a few hundred milliseconds, then kept on disk.
 
 Nothing here changes what is computed but the BLAS library, which takes another one's place only where it is clearly
-faster, so that a job started again computes the same bits. All ranks take the choices of rank 0.
-"""
+faster, so that a job started again computes the same bits. All ranks take the choices of rank 0."""
 
 from __future__ import annotations
 
@@ -70,9 +69,9 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     """The choices for jobs like this one: known from before, or measured now. Collective.
 
     wanted: else the defaults, without measuring. Ranks that are threads or imagined have nothing to measure. The BLAS
-    library is set for the process.
-    """
-    if not wanted or xp is not np or not _measurable(world):
+    library is set for the process."""
+    measurable = world.size == 1 or node_of(world) is not None or hasattr(getattr(world, "comm", world), "raw")
+    if not wanted or xp is not np or not measurable:
         return Tuning(blas.chosen(), parallel.threads())
     mine = _kept(_key(world)) if world.rank == 0 else None
     found: Tuning | None = world.all_gather_object(mine)[0] if world.size > 1 else mine
@@ -96,10 +95,6 @@ def stored() -> list[tuple[dict[str, Any], Tuning]]:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # of another version, or cut short: measured anew when it is needed
     return found
-
-
-def _measurable(world: Communicator) -> bool:
-    return world.size == 1 or node_of(world) is not None or hasattr(getattr(world, "comm", world), "raw")
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------

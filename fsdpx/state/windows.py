@@ -27,8 +27,7 @@ def sharers_of(placement: Placement, arena: Arena) -> int:
     that a gather moves nothing there; 0 if they cannot.
 
     They can where the shard axis lies inside machines; or spans machines and full parameters are kept anyway.
-    Collective.
-    """
+    Collective."""
     if arena.memory is None:
         return 0
     node, own_format = node_of(placement.axes.shard), placement.formats.wire is None

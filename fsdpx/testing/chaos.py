@@ -76,8 +76,7 @@ def blows(
 def strike(trainer: Any, planned: Iterable[Blow], start: int = 0, *, threads: bool = False) -> None:
     """From now on, do to this rank what is planned for it in this start of the job.
 
-    A process gets SIGKILL or SIGSTOP. threads: ranks are threads, and both are a `Struck` raised in that rank.
-    """
+    A process gets SIGKILL or SIGSTOP. threads: ranks are threads, and both are a `Struck` raised in that rank."""
     mine: dict[int, list[Blow]] = {}
     for blow in planned:
         if blow.kind not in KINDS:
@@ -139,8 +138,7 @@ class Ledger:
         """In which start each of `steps` steps was made for good; AssertionError says what is wrong.
 
         A start goes on where a checkpoint of an earlier one ended: no step is left out, what is done again gives the
-        same loss to the last bit, ranks agree, and each step counts exactly once.
-        """
+        same loss to the last bit, ranks agree, and each step counts exactly once."""
         made: list[int] = []  # start in which each step was made for good, so far
         losses: dict[int, str] = {}
         for start, ranks in self.starts().items():

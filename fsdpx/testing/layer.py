@@ -20,8 +20,7 @@ class LayerContract:
             def make(self): return Scale(6)
             def inputs(self): return self.normal(4, 6)
 
-    Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`).
-    """
+    Gradients are compared in float64 with central differences along random directions (`step`, `tolerance`)."""
 
     training = True
     """The mode in which the layer is run, see `Env`."""

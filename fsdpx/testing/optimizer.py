@@ -20,8 +20,7 @@ class OptimizerContract:
         class TestMine(OptimizerContract):
             def make(self, **options): return Mine(**options)
 
-    Each shard is updated in a thread of its own, so that optimisers can add norms of full parameters.
-    """
+    Each shard is updated in a thread of its own, so that optimisers can add norms of full parameters."""
 
     grain: int = 1
     """1 if shards may be cut anywhere without a change of bits, 1024 if only at multiples of it in each parameter."""

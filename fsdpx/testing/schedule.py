@@ -28,8 +28,7 @@ class ScheduleContract:
             def make(self): return mine
             def most_in_flight(self, ranks, microbatches, rank): return ranks - rank
 
-    Every test runs for all of `ranks` with all of `microbatches`.
-    """
+    Every test runs for all of `ranks` with all of `microbatches`."""
 
     ranks: tuple[int, ...] = (1, 2, 3, 4, 7)
     """Sizes of the pipe."""

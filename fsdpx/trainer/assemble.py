@@ -56,8 +56,7 @@ def session_of(
     """The session of this rank of `world`. Collective: ranks compare their recipes first.
 
     tuning: choices made before, instead of measuring or looking for them. initial: with initial parameters; else the
-    caller fills them in. commit: see `Feed`.
-    """
+    caller fills them in. commit: see `Feed`."""
     place, planned = placement_of(recipe, world, tuning)
     training, progress = recipe.training, recipe.machinery.progress
     poker = _poker(place.tuning.progress if progress is None else progress, place)
@@ -90,7 +89,8 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning)
     _check_recompute(again, layout)
     carried = _carried(distribution.codec, formats, tuning, training.chunks)
-    words = _words(distribution.schedule)
+    schedule = distribution.schedule
+    words = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
     options = Options(training.seed, training.clip_norm, training.chunks, training.check_finite, words, again)
     agree(
         world, axes.mesh, sharding, formats, options, layout, ordered, layout.spread.starts,
@@ -161,10 +161,6 @@ def _per_rank(stages: Any, ranks: int) -> int | None:
             f"stages={list(stages)}: {len(stages)} stages cannot be dealt out to {ranks} ranks of the pipe"
         )
     return len(stages) // ranks
-
-
-def _words(schedule: Any) -> str:
-    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
 
 
 def _axes(distribution: Distribution, world: Communicator, check: bool) -> tuple[Axes, Sharding]:

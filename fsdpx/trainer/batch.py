@@ -89,8 +89,7 @@ def agree(axes: Axes, features: str, rows: int, error: FsdpxError | None) -> tup
     """Tell each other whether the batch is good: the rows of every data rank, or the same error on all of them.
 
     Ranks of one data rank must agree in all of `features`, the others up to DIGEST. Costs one all-gather of 32 bytes;
-    texts travel only when something is wrong. features ENDED: this rank has no batch.
-    """
+    texts travel only when something is wrong. features ENDED: this rank has no batch."""
     comm = axes.world
     kind, _, digest = features.partition(DIGEST)
     table = np.zeros((comm.size, 4), np.int64)

@@ -18,11 +18,18 @@ __all__ = ["layer_costs"]
 
 
 def layer_costs(model: Layer, x: Any, repeat: int = 3, dtype: str = "float32", seed: int = 0) -> dict[str, float]:
-    """Path of each layer -> seconds of its forward and backward on the batch x, the quickest of `repeat` runs.
+    """Path of each layer -> seconds of its forward and backward, for `distribute(costs=...)`. Without communication.
 
-    Runs in this process, without communication; for `distribute(costs=...)`. Under MPI measure on one rank and hand the
-    result to all, or the ranks would cut differently: `comm.all_gather_object(layer_costs(...) if comm.rank == 0 else
-    None)[0]`.
+    Under MPI measure on one rank and hand the result to all, or the ranks would cut differently:
+    `comm.all_gather_object(layer_costs(...) if comm.rank == 0 else None)[0]`.
+
+    Parameters
+    ----------
+    model : the model, as for `distribute`
+    x : a batch, an array or a tuple of them
+    repeat : so many runs, of which the quickest counts
+    dtype : of parameters
+    seed : of their initial values
     """
     ordered, xp = sort(model), np
     warm(xp, model, None, None, dtype, dtype, norm=False)
@@ -30,10 +37,7 @@ def layer_costs(model: Layer, x: Any, repeat: int = 3, dtype: str = "float32", s
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
         for name, spec in specs_of(ordered).items()
     }
-    return _best([_once(ordered, made, x, seed) for _ in range(repeat)])
-
-
-def _best(runs: list[dict[str, float]]) -> dict[str, float]:
+    runs = [_once(ordered, made, x, seed) for _ in range(repeat)]
     return {path: min(run[path] for run in runs) for path in runs[0]}
 
 

@@ -52,15 +52,21 @@ def fit(
     checkpoints: Checkpoints | None = None,
     preempt: Preemption | None = None,
 ) -> History:
-    """Train on (x, y) batches.
+    """Train on (x, y) batches. Collective.
 
-    epochs, steps: whichever ends first. validation: batches whose mean loss is taken every `every` steps and at the
-    end. patience: end after so many validations without a new best. stop: asked after each validation (after each
-    `every` steps without validation); if it says yes on any rank, all ranks end together. count: what a batch counts
-    as on the progress line of rank 0, by default its samples on this rank times the ranks; unit: the word for it.
-    checkpoints: where to save every so many steps; a run that was interrupted is started again in the same way and goes
-    on as if nothing had been. preempt: between two steps, all ranks save and raise `Preempted` if a signal asked one of
-    them to; `Trainer.fit` sets its handlers, and makes one where there are checkpoints (preempt=False: none).
+    Parameters
+    ----------
+    loader : batches of this data rank; with `set_epoch`, told of each epoch
+    epochs, steps : whichever ends first
+    validation : batches whose mean loss is taken every `every` steps and at the end
+    every : steps between two validations
+    patience : end after so many validations without a new best
+    stop : asked after each validation, or `every` steps; if it is true on any rank, all ranks end together
+    progress : print a line of progress on rank 0
+    count : what a batch counts as on that line (default: its samples times the data ranks)
+    unit : the word for what is counted
+    checkpoints : `fsdpx.Checkpoints(...)`: where to save; started again, an interrupted run goes on where it was
+    preempt : `fsdpx.Preemption(...)`: save and end when a signal asks; made where there are checkpoints, unless False
     """
     _demand_positive(steps, epochs, every, patience, validation)
     history = History()

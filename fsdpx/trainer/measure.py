@@ -33,8 +33,7 @@ class Measured:
     def costs(self) -> Costs:
         """Seconds of one microbatch in each stage, in the mean of all microbatches: to simulate other schedules.
 
-        Where both halves of backward ran as one (B), its time stands for the first.
-        """
+        Where both halves of backward ran as one (B), its time stands for the first."""
         homes = {u: stage for program in self.programs for stage, units in program.stage.parts for u in units}
         spent: dict[str, list[float]] = {op: [0.0] * (1 + max(homes.values())) for op in "FBIWCR"}
         for event in self.events:
@@ -55,8 +54,7 @@ class Measured:
 def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measured:
     """Make `steps` steps (and one before, to warm up), and keep time. Collective.
 
-    The parameters move as in any step.
-    """
+    The parameters move as in any step."""
     step()
     axes = engine.placement.axes
     timelines: list[Timeline] = []
@@ -67,7 +65,7 @@ def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measu
             step()
         timelines.append([(action, start - origin, end - origin) for action, start, end in timeline])
     rows = axes.pipe.all_gather_object((timelines, engine.ran))
-    quickest = min(range(steps), key=lambda i: max(_span(row[0][i]) for row in rows))
+    quickest = min(range(steps), key=lambda i: max(row[0][i][-1][2] - row[0][i][0][1] for row in rows))
     lines = [found[quickest] for found, _ in rows]
     first = min(start for line in lines for _, start, _ in line)
     events = [
@@ -76,10 +74,6 @@ def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measu
         for action, start, end in line
     ]
     return Measured(events, tuple(program for _, program in rows), _machine(lines))
-
-
-def _span(line: Timeline) -> float:
-    return line[-1][2] - line[0][1]
 
 
 def _machine(lines: list[Timeline]) -> Machine:

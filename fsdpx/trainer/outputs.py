@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
-from fsdpx.layout.pages import product
 from fsdpx.nn import moves
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
@@ -18,8 +18,7 @@ def whole_outputs(
 ) -> tuple[Any, ...]:
     """Put together along the tensor axis where they are cut, then given to all ranks of the pipe. Collective there.
 
-    outputs: of the rank of the pipe that has them, else nothing. shapes: of the whole outputs.
-    """
+    outputs: of the rank of the pipe that has them, else nothing. shapes: of the whole outputs."""
     found = []
     for i, (value, shape) in enumerate(zip(placement.stage.outputs, shapes, strict=True)):
         whole = _joined(placement, outputs[i], shape) if outputs else None
@@ -44,6 +43,6 @@ def _spread(placement: Placement, whole: Any, value: int, shape: tuple[int, ...]
     """From the rank of the pipe that has it."""
     xp = placement.xp
     dtype = placement.shapes.of(value, batch).dtype
-    flat = xp.empty((product(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
+    flat = xp.empty((prod(shape),), dtype=dtype) if whole is None else xp.ascontiguousarray(whole).reshape(-1)
     placement.axes.pipe.broadcast(flat, placement.pipe_home, what="outputs").wait()
     return flat.reshape(shape)

@@ -35,9 +35,14 @@ class Resumable(Protocol):
 class Checkpoints:
     """For `fit(..., checkpoints=Checkpoints("run/checkpoints", every=500))`.
 
-    folder: holds step-500, step-1000, ... every: steps between two; there is one at the end, too. keep: how many stay.
-    resume: a run begins at the newest one, if there is one; epochs and steps are counted from the very start. dtype,
-    shard_bytes: as in `Trainer.save`. background: write while training goes on, for a copy of the shard in memory.
+    Parameters
+    ----------
+    folder : holds step-500, step-1000, ...
+    every : steps between two; there is one at the end, too
+    keep : how many stay, None for all
+    resume : a run begins at the newest one, if there is one; epochs and steps are counted from the very start
+    background : write while training goes on, for a copy of the shard in memory
+    dtype, shard_bytes : as in `Trainer.save`
     """
 
     folder: str | PathLike[str]

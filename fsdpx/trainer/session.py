@@ -131,7 +131,8 @@ class Session:
     def request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> Request:
         """What to compile: the placement, and what earlier programs left in the store. fresh: as if nothing was
         left."""
-        place, holding = self.place, _nothing if fresh else self.state.holding
+        place = self.place
+        holding = (lambda kind: frozenset[int]()) if fresh else self.state.holding
         steps = kind in ("step", "accumulate", "local")
         return Request(
             kind,
@@ -178,7 +179,3 @@ class Session:
 
 def _shapes(inputs: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((a.shape, str(a.dtype)) for a in inputs)
-
-
-def _nothing(kind: str) -> frozenset[int]:
-    return frozenset()

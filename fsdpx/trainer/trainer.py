@@ -62,8 +62,7 @@ class Trainer:
     """A distributed model with its loss and optimiser; made by `fsdpx.distribute`.
 
     Every method that moves data is collective: all ranks call it, in the same order. Arrays x and y hold this
-    data-rank's part of the global batch, dim 0 is samples, and parts may differ in size.
-    """
+    data-rank's part of the global batch, dim 0 is samples, and parts may differ in size."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -128,8 +127,7 @@ class Trainer:
     def backward(self, dy: Any) -> None:
         """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`.
 
-        Several forward and backward pairs before `update` add up.
-        """
+        Several forward and backward pairs before `update` add up."""
         session, feed = self._session, self._forwarded
         if feed is None or not session.state.holding("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
@@ -234,15 +232,21 @@ class Trainer:
         """Write a checkpoint into the folder `path`, all ranks at once. Collective; see docs/checkpoints.md.
 
         Inside are `model.safetensors`, one standard file with the bits of `parameters()`, and what `load` needs to go
-        on exactly: the optimiser's state, steps, loss scale, seed, and the place of `loader` in the data.
-        dtype: "bf16", "float16", "float32" or "float64" for the weights in the file (default: the trainer's).
-        shard_bytes: cut the weights into files of up to that many bytes, with an index, as Hugging Face does.
-        keep: after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-*.
-        background: copy what this rank writes and write it in a thread while training goes on; `wait_saved`, or the
-        next save or load, says whether that went well.
-        An older checkpoint at `path` stays until the new one is whole. CheckpointError, the same on all ranks, if it
-        cannot be written; then the older one is as it was. Extra memory: two blocks of 4 MiB, in the background also
-        this rank's part.
+        on exactly. An older checkpoint at `path` stays until the new one is whole. Extra memory: two blocks of 4 MiB,
+        in the background also this rank's part.
+
+        Parameters
+        ----------
+        path : folder of the checkpoint
+        loader : a `data.DataLoader`, whose place in the data is saved
+        dtype : of the weights in the file: "bf16", "float16", "float32" or "float64" (default: the trainer's)
+        shard_bytes : cut the weights into files of up to so many bytes, with an index, as Hugging Face does
+        keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-*
+        background : write a copy in a thread while training goes on; `wait_saved` or the next save tells how it went
+
+        Raises
+        ------
+        CheckpointError : the same on all ranks, if it cannot be written; the older one is then as it was
         """
         self.checkpoint(named(path), Choices(dtype, shard_bytes, keep), loader, None, background)
 
@@ -267,10 +271,18 @@ class Trainer:
     ) -> None:
         """Go on exactly where `save` wrote `path`, at any number of ranks, strategy and mesh. Collective.
 
-        loader: is put to its place in the data. convert: round or widen numbers saved in another format. verify: look
-        at the digests of all bytes first, each rank at a part of them. Names, shapes, formats, sizes and digests are
-        checked before anything changes; CheckpointError, the same on all ranks, names what does not fit.
         Random numbers go on with the seed of the checkpoint. Extra memory: three blocks of 4 MiB.
+
+        Parameters
+        ----------
+        path : folder of the checkpoint
+        loader : is put to its place in the data
+        convert : round or widen numbers that were saved in another format
+        verify : look at the digests of all bytes first, each rank at a part of them
+
+        Raises
+        ------
+        CheckpointError : before anything changes, if names, shapes, formats, sizes or digests do not fit
         """
         self.resume(named(path), loader, convert, verify)
 
@@ -307,8 +319,7 @@ class Trainer:
     def data(self) -> Communicator:
         """The ranks that hold different samples: give this to `data.DataLoader` and `data.DistributedSampler`.
 
-        Ranks of one pipe or tensor line share a rank here, and train on the same samples.
-        """
+        Ranks of one pipe or tensor line share a rank here, and train on the same samples."""
         return self.placement.axes.data
 
     @property
@@ -355,8 +366,7 @@ class Trainer:
     def close(self) -> None:
         """Free the memory shared with other ranks and the communicators that were made for this trainer. Collective.
 
-        The trainer cannot be used any more; take what `parameters()` returns before.
-        """
+        The trainer cannot be used any more; take what `parameters()` returns before."""
         if not self._closed:
             self.wait_saved()
             self._closed = True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from fsdpx.array.namespace import to_host
 from fsdpx.comm.communicator import ReduceOp
-from fsdpx.layout.pages import Page, product
+from fsdpx.layout.pages import Page
 from fsdpx.program import Slot
 from fsdpx.state.allocate import fill
 from fsdpx.state.state import TrainState
@@ -74,7 +75,7 @@ def _everywhere(state: TrainState, flat: Callable[[Page], Any], trained: bool) -
     for page in state.placement.layout.pages:
         if trained and not page.trainable:
             continue
-        parts = _named(page, to_host(flat(page))) if page.index in state.placement.pages else None
+        parts = page.named(to_host(flat(page))) if page.index in state.placement.pages else None
         for f in page.fields:
             full = _over_tensor(state, f.source, None if parts is None else parts[f.name])
             state.placement.axes.pipe.broadcast(full.reshape(-1), homes[page.index], what=f"parameter {f.name}").wait()
@@ -99,7 +100,7 @@ def _over_tensor(state: TrainState, name: str, local: np.ndarray | None) -> np.n
     if spec.cut is None or tensor.size == 1:
         return np.array(local)
     shapes = [spec.cut.local(spec.shape, rank, tensor.size) for rank in range(tensor.size)]
-    counts = [product(shape) for shape in shapes]
+    counts = [prod(shape) for shape in shapes]
     every = np.empty(sum(counts), local.dtype)
     first = sum(counts[: tensor.rank])
     every[first : first + local.size] = local.reshape(-1)
@@ -109,7 +110,3 @@ def _over_tensor(state: TrainState, name: str, local: np.ndarray | None) -> np.n
         start = sum(counts[:rank])
         spec.cut.put(full, every[start : start + counts[rank]].reshape(shape), rank, tensor.size)
     return full
-
-
-def _named(page: Page, flat: np.ndarray) -> dict[str, np.ndarray]:
-    return {f.name: flat[f.offset : f.offset + f.size].reshape(f.shape) for f in page.fields}

@@ -40,8 +40,7 @@ def label(text: str, width: int = 112) -> bytes:
 class Recorder:
     """Writes one rank's record: half a microsecond per action, no system call.
 
-    thread: who runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so far.
-    """
+    thread: who runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so far."""
 
     __slots__ = ("_at", "_buffer", "_path", "beats", "ended", "serial", "thread", "timed_out")
 

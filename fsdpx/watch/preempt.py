@@ -43,10 +43,14 @@ class Preemption:
                 trainer.step(x, y)
                 preemption.check(trainer)
 
-    save: called on all ranks, together. signals: names; the default ones are USR1, which every launcher forwards to the
-    ranks, and TERM, which comes last before KILL. requeue: rank 0 then asks Slurm to start the job again (scontrol
-    requeue). It is enough that one rank gets a signal. While the `with` lasts, or `fit`, handlers are set; a
-    thread that is not Python's main thread can set none, and hears of `ask` and of the other ranks.
+    It is enough that one rank gets a signal. Handlers are set while the `with` lasts, or `fit`; a thread that is not
+    Python's main thread can set none, and hears of `ask` and of the other ranks.
+
+    Parameters
+    ----------
+    save : called on all ranks, together
+    signals : names; USR1 is forwarded to the ranks by every launcher, TERM comes last before KILL
+    requeue : rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
     def __init__(
@@ -81,8 +85,7 @@ class Preemption:
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:
         """Between two steps, on all ranks: go on, or save and raise `Preempted` everywhere. Collective.
 
-        also: called before `save`. Costs one all-reduce of 8 bytes.
-        """
+        also: called before `save`. Costs one all-reduce of 8 bytes."""
         found = self._agreed(trainer)
         if found is None:
             return

@@ -44,8 +44,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | Non
 
     None for a single rank, for thread ranks, which find missing ranks themselves, and with FSDPX_WATCH=0. also:
     communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT); waits on all of these may then
-    last PATIENCE times as long, for a rank that waits is not stuck while others move.
-    """
+    last PATIENCE times as long, for a rank that waits is not stuck while others move."""
     base = _base(comm)
     if base.size == 1 or not hasattr(base, "timeout") or not environment.read().watch:
         return None
@@ -85,8 +84,7 @@ class Watchdog:
     """One per rank and communicator. Looks at its rank and at the records of the others; makes no MPI call but abort.
 
     timeout: seconds without any progress of any rank of this host, after which a rank that waits does so in vain.
-    Progress is an action that begins or ends, a wait that ends, a transfer that takes its next step.
-    """
+    Progress is an action that begins or ends, a wait that ends, a transfer that takes its next step."""
 
     def __init__(self, comm: Any, folder: Path, timeout: float | None = None) -> None:
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
@@ -276,8 +274,7 @@ def report(
 ) -> str:
     """Who waits in which action for which tensor, and who is elsewhere. Times in seconds; now: since 1970.
 
-    silent: ranks whose watchdogs say nothing any more. stacks: of the others, as text.
-    """
+    silent: ranks whose watchdogs say nothing any more. stacks: of the others, as text."""
     lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG}"]
     waiting: dict[str, list[Flight]] = {}
     for flight in flights.values():

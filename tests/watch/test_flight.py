@@ -24,7 +24,7 @@ def test_the_last_actions_are_there_in_order(actions: int, open_: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         written = recorder(Path(folder))
         for i in range(actions):
-            written.begin(f"F{i}"), float(i + 1)
+            written.begin(f"F{i}", float(i + 1))
             if not (open_ and i == actions - 1):
                 written.end(i + 1.5)
         flight = read(Path(folder) / "rank-00001.flight")

@@ -71,8 +71,7 @@ def _mkl(path: Path) -> Library:
     """MKL computes in the calling thread only, and with the same bits in every run.
 
     Its documentation promises the same bits for every alignment only with STRICT, which slows small products by a
-    fifth; with AVX-512 the bits were the same at all alignments without it.
-    """
+    fifth; with AVX-512 the bits were the same at all alignments without it."""
     library = _load(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
         raise OSError(f"{path} was started with another threading layer")

@@ -20,8 +20,7 @@ def measure() -> dict[str, float]:
     """GFLOP/s of each library on one thread in some tenths of a second: what a tuner chooses by.
 
     The libraries take turns, and the fastest call of each product counts: what else runs here slows some of them.
-    The figure is the harmonic mean over the shapes: small products must not be lost among large ones.
-    """
+    The figure is the harmonic mean over the shapes: small products must not be lost among large ones."""
     before, names = choice.asked, list(choice.available())
     best = {(name, shape): float("inf") for name in names for shape in SHAPES}
     try:

@@ -1,7 +1,6 @@
 """Products of 2-D NumPy arrays, written or added in place.
 
-A small layer spends as long here in Python as in BLAS, so a call looks up and creates as little as possible.
-"""
+A small layer spends as long here in Python as in BLAS, so a call looks up and creates as little as possible."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -28,8 +27,7 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
     """out = a @ b, or out += a @ b: `(m, k)` and `(k, n)` into `(m, n)`.
 
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without
-    a copy; all others to `numpy.matmul`.
-    """
+    a copy; all others to `numpy.matmul`."""
     if choice.cut > 1 and (pieces := _pieces(out, a, b)):
         parallel.run(_whole, [(*piece, accumulate) for piece in pieces])
     else:
@@ -78,8 +76,7 @@ def linear_backward(dx: Array, weight: Sum | None, bias: Sum | None, dy: Array, 
 def line(out: Array, x: Array, weights: Array, biases: Array) -> bool:
     """out[i] = out[i - 1] @ weights[i].T + biases[i] with out[-1] = x, in one call; False if BLAS cannot compute it.
 
-    weights (layers, width, width), biases (layers, width), out (layers, rows, width).
-    """
+    weights (layers, width, width), biases (layers, width), out (layers, rows, width)."""
     at = ADDRESSES[x.dtype.char]
     return bool(at) and not _cut(x, weights[0]) and bool(COMPILED["line"](at, out, x, weights, biases))
 
@@ -90,8 +87,7 @@ def line_backward(
 ) -> bool:  # fmt: skip
     """Gradients of `line`: that of x in dx[0] (dx: two arrays like x), those of parameters written or added.
 
-    False, without any effect, if BLAS cannot compute them.
-    """
+    False, without any effect, if BLAS cannot compute them."""
     at = ADDRESSES[x.dtype.char]
     if not at or _cut(x, weights[0]):
         return False
@@ -120,8 +116,7 @@ def _large(a: Array, b: Array) -> bool:
 def _pieces(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
     """The product in as many pieces as there are threads, cut along the longer dim of `out`; none if it is small.
 
-    The cut changes the last bits: a library may add long sums in an order that depends on the shape.
-    """
+    The cut changes the last bits: a library may add long sums in an order that depends on the shape."""
     (m, n), count = out.shape, choice.cut
     if not _large(a, b) or max(m, n) < count * LINE:
         return []

@@ -16,8 +16,7 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
 
     q, k, v: (B, H, T, D), any strides. Returns o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of
     exponentials, which is all that backward needs (Rabe and Staats 2021). In memory o has time before heads, so that
-    merging the heads is a view. Peak: one head's T x T; compiled, 64 rows of it.
-    """
+    merging the heads is a view. Peak: one head's T x T; compiled, 64 rows of it."""
     o, lse = time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     mask = _mask(xp, q) if causal else None
     for b, h in _heads(xp, q):
@@ -36,8 +35,7 @@ def attention_backward(xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: An
 
     In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product.
 
-    With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q.
-    """
+    With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q."""
     d = merged(xp, q)
     dq, dk, dv = d[0], d[1], d[2]
     mask = _mask(xp, q) if causal else None

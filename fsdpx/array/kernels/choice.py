@@ -1,7 +1,6 @@
 """Which code runs a kernel: a fixed table, so that every rank computes the same bits.
 
-The table follows `bench/kernels.py`; it never depends on a measurement made while a job runs.
-"""
+The table follows `bench/kernels.py`; it never depends on a measurement made while a job runs."""
 
 import functools
 import importlib.util
@@ -34,8 +33,7 @@ active: Mode = "default"
 @contextmanager
 def use(mode: Mode) -> Iterator[None]:
     """Inside the block all kernels of the process run as "plain" code, as "numba" code where there is any, or by
-    the table ("default"). For tests and measurements: it acts on all threads.
-    """
+    the table ("default"). For tests and measurements: it acts on all threads."""
     global active
     if mode not in ("default", "plain", "numba"):
         raise ConfigError(f"kernels.use({mode!r}): choose one of default, plain, numba")

@@ -22,8 +22,7 @@ def kernel(
 
     narrow: how many of the results are rounded back to the 16-bit dtype of the first array.
     into: names of arguments that are changed in place; they are passed on unchanged.
-    halves: False if the plain code handles 16-bit arrays itself.
-    """
+    halves: False if the plain code handles 16-bit arrays itself."""
 
     def register(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__

@@ -13,8 +13,7 @@ __all__ = ["embedding_backward"]
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     """Adds row i of dy (n, d) into row index[i] of gw (rows, d), always in the same order.
 
-    16-bit gw: the sum is made in float32 and rounded once.
-    """
+    16-bit gw: the sum is made in float32 and rounded once."""
     wide = xp.zeros(gw.shape, dtype=np.float32) if gw.dtype.itemsize == 2 else gw
     if xp.__name__ == "cupy":
         _add_sorted(xp, wide, index, dy)  # its `add.at` adds in the order in which threads arrive

@@ -2,8 +2,7 @@
 
 For a >= 0 Phi(-a) = exp(-a^2 / 2) S(t) / (a + 4) with t = (a - 4) / (a + 4): S is smooth on [-1, 1] and is replaced by
 its Chebyshev polynomial (the map of Shepherd and Laframboise, Math. Comp. 36, 1981), so that the tail keeps its
-relative accuracy. Coefficients: Chebyshev interpolation in 50 digits, as powers of t, lowest first.
-"""
+relative accuracy. Coefficients: Chebyshev interpolation in 50 digits, as powers of t, lowest first."""
 
 from typing import Any
 

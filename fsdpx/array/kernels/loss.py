@@ -16,8 +16,7 @@ def cross_entropy(
     """-sum over rows and classes of wanted log softmax(logits), wanted = (1 - e) onehot + e / classes.
 
     logits (n, classes), target (n,) of integers in [0, classes), or ignore_index for a row that does not count.
-    Returns the sum (added in float64), the number of rows that count, and lse (n,) = log sum exp of each row.
-    """
+    Returns the sum (added in float64), the number of rows that count, and lse (n,) = log sum exp of each row."""
     top = xp.max(logits, axis=1, keepdims=True)
     lse = (xp.log(xp.sum(xp.exp(logits - top), axis=1, keepdims=True)) + top)[:, 0]
     counted = target != ignore_index

@@ -14,8 +14,7 @@ __all__ = [
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
     """(x - mean) rstd weight + bias per row of x (rows, features), rstd = 1 / sqrt(var + eps) (Ba et al. 2016).
 
-    weight, bias: (features,) or None. Returns y, and mean and rstd of shape (rows,), float32 for 16-bit x.
-    """
+    weight, bias: (features,) or None. Returns y, and mean and rstd of shape (rows,), float32 for 16-bit x."""
     mean = xp.mean(x, axis=1)
     centred = x - mean[:, None]
     rstd = 1.0 / xp.sqrt(xp.mean(xp.square(centred), axis=1) + eps)
@@ -47,8 +46,7 @@ def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, g
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     """x rstd weight per row of x (rows, features), rstd = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
 
-    weight: (features,) or None. Returns y, and rstd of shape (rows,), float32 for 16-bit x.
-    """
+    weight: (features,) or None. Returns y, and rstd of shape (rows,), float32 for 16-bit x."""
     rstd = 1.0 / xp.sqrt(xp.mean(xp.square(x), axis=1) + eps)
     y = x * rstd[:, None]
     return (y if weight is None else y * weight), rstd

@@ -1,7 +1,6 @@
 """Attention in blocks of rows: one compiled function for all heads that calls BLAS for products of tiles.
 
-A thread holds a block of rows x time at most (Dao et al. 2022, with full rows instead of an online softmax).
-"""
+A thread holds a block of rows x time at most (Dao et al. 2022, with full rows instead of an online softmax)."""
 
 from typing import Any
 

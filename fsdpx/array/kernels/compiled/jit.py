@@ -37,8 +37,7 @@ class Cache(FunctionCache):
     """Numba's cache with one file per function, signature and version of the sources; a failing disk is a warning.
 
     Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
-    and it checks only the kernel's own source file, not those of the functions it calls.
-    """
+    and it checks only the kernel's own source file, not those of the functions it calls."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """As Numba's, without its `refresh`, which imports everything that only compiling needs."""

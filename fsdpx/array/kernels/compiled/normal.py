@@ -1,7 +1,6 @@
 """Normally distributed numbers: Box and Muller's transform of Philox's, with logarithm and cosine in vector lanes.
 
-Correct to a few units in the last place of float64, and the same bits wherever a range begins.
-"""
+Correct to a few units in the last place of float64, and the same bits wherever a range begins."""
 
 import math
 from typing import Any

@@ -1,7 +1,6 @@
 """Calls of cblas gemm by address, fused with biases in forward and their gradients in backward.
 
-The address is an argument, because it differs between processes and compiled code is cached on disk.
-"""
+The address is an argument, because it differs between processes and compiled code is cached on disk."""
 
 from typing import Any
 

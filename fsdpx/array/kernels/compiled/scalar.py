@@ -1,8 +1,7 @@
 """Scalar functions that LLVM vectorises: fused multiply-add, polynomials, exp, and Phi of the normal distribution.
 
 Every operation is spelled out (fused multiply-adds included, nothing may be reordered), so an element gets the same
-bits in the body and in the tail of a vector loop, and in a loop of any length.
-"""
+bits in the body and in the tail of a vector loop, and in a loop of any length."""
 
 import math
 from typing import Any

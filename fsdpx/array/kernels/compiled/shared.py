@@ -1,8 +1,7 @@
 """Rendezvous of processes in shared memory, as compiled code on addresses: wait for flags, add arrays, set flags.
 
 A rendezvous ("meeting") is described by a row of 64-bit words, so that a call passes one address.
-`fsdpx.comm.persistent` writes the row.
-"""
+`fsdpx.comm.persistent` writes the row."""
 
 from typing import Any
 
