@@ -50,21 +50,18 @@ def cost(comm: Any, name: str, rounds: int) -> dict[str, Any]:
     taken, pace = watched(ranks.assembly.copies), ranks._pace
     for _ in range(2):
         plain.step(*parts)
-    while pace.every is None:
-        elastic.step(*whole)
     found: dict[str, Any] = {"elastic": [], "plain": [], "commit": [], "take": taken, "every": pace.every}
-    pace._elastic = fsdpx.Elastic(every=1)
+    pace.every = 1
 
     def elastically() -> None:
         before = clock.rows["COMMIT"][0]
         elastic.step(*whole)
         found["commit"].append(clock.rows["COMMIT"][0] - before)
 
-    while (
-        ranks.step - ranks.kept > 1 or len(ranks.assembly.copies.generations()) < 2
-    ):  # until all room for copies is there
+    copies = ranks.assembly.copies
+    while ranks.step - ranks.kept > 1 or len(copies.generations()) < 2:  # until all memory for copies is there
         elastic.step(*whole)
-    pace._elastic = fsdpx.Elastic(every=WINDOW)
+    pace.every = WINDOW
     taken.clear()
     kinds = {"elastic": elastically, "plain": lambda: plain.step(*parts)}
     for turn in range(rounds):

@@ -13,7 +13,8 @@ author = "the fsdpx authors"
 copyright = "the fsdpx authors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+napoleon_google_docstring = False
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 html_theme = "furo"
