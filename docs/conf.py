@@ -13,8 +13,7 @@ author = "the fsdpx authors"
 copyright = "the fsdpx authors"
 version = release = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-napoleon_google_docstring = False
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3
 html_theme = "furo"
@@ -25,8 +24,26 @@ autodoc_preserve_defaults = True
 
 
 def plain(app, what, name, obj, options, lines):
-    """Docstrings are plain text with `code` in back quotes; this makes them what reStructuredText wants."""
-    lines[:] = [line if line.startswith("    ") else _escaped(line) for line in lines]
+    """Docstrings are plain text with `code` in back quotes, and NumPy's sections of one line per entry; this makes them
+    what reStructuredText wants."""
+    found, section = [], False
+    for line, after in zip(lines, [*lines[1:], ""], strict=False):
+        entry = re.fullmatch(r"(\S.*?) : (.*)", line) if section else None
+        if re.fullmatch(r"-{3,}", after) and line:
+            found += [f"**{line}**"]
+        elif re.fullmatch(r"-{3,}", line):
+            section = True
+            found.append("")
+        elif entry:
+            found.append(f"- ``{entry[1]}``: {_escaped(entry[2])}")
+        elif section and line.startswith("    "):  # an entry goes on
+            found.append("  " + _escaped(line.strip()))
+        else:
+            section = section and line != ""
+            found.append(line if line.startswith("    ") else _escaped(line))
+            if line.startswith("    ") and found[-2:-1] == [""] and found[-3:-2] and found[-3].endswith(":"):
+                found[-3] = found[-3].rstrip(":") + "::"  # a sample of code
+    lines[:] = found
 
 
 def _escaped(line):

@@ -35,7 +35,7 @@ def spawn(
     size : number of ranks.
     timeout : seconds after which CommTimeout says where each rank stands that is not done.
     delays : seed of random sleeps of up to 2 ms before each communication, for tests.
-    survive : a rank that raises `Died` dies alone: the others, whose communicators are `Survivor`s, live on, and its
+    survive : a rank that raises `Died` dies alone: the others, whose communicators are survivors, live on, and its
         result is None. If all die, the first death is raised here.
     """
     if size < 1:

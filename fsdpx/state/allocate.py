@@ -46,11 +46,11 @@ def _placed(placement: Placement, arena: Arena) -> list[Row]:
     rows = list(rows_of(placement, arena.memory is not None, sharers))
     if sharers:
         full = [row for row in rows if row.key.kind == "full"]
-        if not lay_out_in_windows(placement, arena, full, "full parameters"):
+        if not lay_out_in_windows(placement, arena, full, "full parameters", together=True):
             rows = list(rows_of(placement, True, 0))
     gradients = [row for row in rows if row.key.kind == "grad"]
     if arena.memory is not None and placement.keep_grads:
-        lay_out_in_windows(placement, arena, gradients, "gradients")
+        lay_out_in_windows(placement, arena, gradients, "gradients", together=False)
     return rows
 
 

@@ -38,15 +38,14 @@ def sharers_of(placement: Placement, arena: Arena) -> int:
     return len(node.machine)
 
 
-def lay_out_in_windows(placement: Placement, arena: Arena, rows: Sequence[Row], what: str) -> bool:
-    """Let the arena keep these rows in one block of shared memory: one for each machine where they have sharers, else
-    one for each rank, where the others can read it. False, with a warning, if a machine has no room. Collective."""
-    nbytes = sum(map(_padded, rows)) + ALIGN
-    if rows and rows[0].sharers > 1:
-        node = node_of(placement.axes.shard)
-        block = None if node is None else node.share_one(nbytes)
-    else:
-        block = None if arena.memory is None else arena.memory.share(nbytes)
+def lay_out_in_windows(placement: Placement, arena: Arena, rows: Sequence[Row], what: str, together: bool) -> bool:
+    """Let the arena keep these rows in one block of shared memory: `together`, one for all ranks of a machine; else one
+    for each rank, where the others can read it. False, with a warning, if a machine has no room. Collective."""
+    nbytes, node, block = sum(map(_padded, rows)) + ALIGN, node_of(placement.axes.shard), None
+    if together and node is not None:
+        block = node.share_one(nbytes)
+    elif arena.memory is not None:
+        block = arena.memory.share(nbytes)
     if block is None:
         _warn(placement, what)
         return False
