@@ -70,6 +70,8 @@ def settle(run: Run, action: Action, taken: Values, read: Values, added: Values)
 
 
 def join(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    if run.place.axes.replica.size == 1 and not run.place.accumulation.bitwise:
+        return (taken[0], *added)
     return (run.place.accumulation.join(taken[0], _reduction(run, action, "replica", False, added)), *added)
 
 

@@ -28,12 +28,18 @@ class Workspace:
         self.place = state.placement
         self.plan = _agreed(state, plan(state, program))
         self.births: Counter[Slot] = Counter()
-        self._scratch: dict[Slot, int] = {}
+        pages, ledger = self.place.pages, state.ledger  # looked up once: what is kept stays where it is
+        self._full = {p: ledger.array("full", p) for p in pages}
+        self._part = {p: ledger.array("part", p) for p in pages}
+        self._grads = {p: ledger.rows[Key("grad", p)] for p in self.place.stage.trained}
         self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
+        self._scratch: dict[tuple[str, int], int] = {}
+        self._nothing: dict[str, Any] = {}  # scratch without elements, by kind
 
     def enter(self) -> None:
         """Before each run: grow the slab if need be."""
         self.births.clear()
+        self._nothing.clear()
         self.state.arena.lend(self.plan)
 
     def buffer(self, kind: str, page: int, size: int, dtype: Any) -> Any:
@@ -45,16 +51,16 @@ class Workspace:
 
     def full(self, page: int) -> Any:
         """Memory for the full parameters of a page, kept or lent."""
-        kept = self.state.ledger.array("full", page)
+        kept = self._full[page]
         return self.buffer("full", page, self.place.pages[page].size, self.place.dtype) if kept is None else kept
 
     def part(self, page: int) -> Any:
         """Where the reduced gradient of a page is kept."""
-        return self.state.ledger.array("part", page)
+        return self._part[page]
 
     def gradient(self, page: int, views: Views) -> Gradient:
         """A blank full gradient of a page, kept or lent."""
-        place, row = self.place, self.state.ledger.rows[Key("grad", page)]
+        place, row = self.place, self._grads[page]
         if row.kept:
             buffer = self.state.ledger.arrays[row.key]
         elif page in self._local:
@@ -66,16 +72,17 @@ class Workspace:
 
     def scratch(self, kind: str, page: int) -> Any:
         """Short-lived memory of an action: bytes for a codec, elements of the gradients' format for all else."""
-        slot = Slot(kind, page)
-        if slot not in self._scratch:
-            self._scratch[slot] = scratch_nbytes(self.state, slot)
-        nbytes = self._scratch[slot]
-        dtype = np.dtype("uint8") if kind in BYTES else self.place.dtype
+        nbytes = self._scratch.get((kind, page))
+        if nbytes is None:
+            nbytes = self._scratch[kind, page] = scratch_nbytes(self.state, Slot(kind, page))
         if nbytes:
+            dtype = np.dtype("uint8") if kind in BYTES else self.place.dtype
             return self.buffer(kind, page, nbytes // dtype.itemsize, dtype)
-        # nothing, but of the slab: in windows or not, as the scratch of other ranks
-        arena = self.state.arena
-        return self.place.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view(0, 0, dtype)
+        if kind not in self._nothing:  # of the slab: in windows or not, as the scratch of other ranks
+            arena, dtype = self.state.arena, np.dtype("uint8") if kind in BYTES else self.place.dtype
+            made = self.place.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view(0, 0, dtype)
+            self._nothing[kind] = made
+        return self._nothing[kind]
 
 
 BYTES = ("carry", "join")

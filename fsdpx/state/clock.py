@@ -41,7 +41,10 @@ class Clock:
 
     def ran(self, action: Action, begin: float, ready: float, end: float) -> None:
         """An action began, had all it needs, and ended."""
-        self.add(action.op, end - ready, ready - begin)
+        row = self.rows[action.op]  # as `add`, without another call for each action
+        row[0] += end - ready
+        row[1] += ready - begin
+        row[2] += 1
         if self._timeline is not None:
             self._timeline.append((action, ready, end))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
@@ -13,8 +13,7 @@ from fsdpx.state.transfer import Transfer
 __all__ = ["ChunkGradients", "Gradient", "Reduction", "Subtrees", "WholeGradient", "same_memory"]
 
 
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(NamedTuple):
     """What summing the gradient of one page over one mesh axis needs. part: where this rank's sum is kept; first: there
     is nothing in it yet. mine: this rank's elements. carry, scratch: short-lived memory of the codec, of a tree."""
 
