@@ -3,10 +3,14 @@
 from collections.abc import Iterable
 from typing import TypeVar
 
+import pytest
 from hypothesis import settings
 
 T = TypeVar("T")
 CHECK = settings.get_current_profile_name() == "check"
+
+
+in_full = pytest.mark.skipif(CHECK, reason="a matrix for make test; make check has its parts")
 
 
 def few(cases: Iterable[T], each: int) -> list[T]:

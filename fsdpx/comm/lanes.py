@@ -32,8 +32,7 @@ class Lanes:
         self.turn = self._tickets = 0
 
     def all_gather(self, call: Call, place: Place) -> Iterator[Handle]:
-        """The own lane from the other machines, the other lanes from the neighbours' buffers; L ranks share the
-        network."""
+        """The own lane from other machines, the other lanes from neighbours' buffers; L ranks share the network."""
         near, turn, number = self.near, self._ticket(), self.near.reserve()
         recv, cut = call.arrays[1], call.cuts[0]
         yield turn
@@ -58,8 +57,7 @@ class Lanes:
         yield near.sync(second, call)
 
     def reduce_scatter(self, call: Call, place: Place) -> Iterator[Handle]:
-        """Pieces of the own lane are added inside the machine, then over the lane. Scratch: n/L for L ranks a
-        machine."""
+        """Pieces of the own lane are added in the machine, then over the lane. Scratch: n/L for L ranks there."""
         near, turn, number = self.near, self._ticket(), self.near.reserve()
         (send, recv), (cut,) = call.arrays, call.cuts
         sums = pieces(tuple(cut.counts[rank] for rank in self.lane))

@@ -23,8 +23,7 @@ Values = tuple[Any, ...]
 
 
 class Worlds:
-    """What layers know of the world, one `Env` for the model and one per node, made once: what moves in them is the
-    moment."""
+    """What layers know of the world, one `Env` for the model and one per node, made once: only the moment moves."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment

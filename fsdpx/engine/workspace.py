@@ -107,8 +107,7 @@ def _agreed(state: TrainState, own: SlabPlan) -> SlabPlan:
 
 
 def lives(state: TrainState, program: Program) -> list[Life]:
-    """All short-lived buffers of a program with their bytes on this rank, by birth; what has memory of its own has
-    none here."""
+    """All short-lived buffers of a program with their bytes on this rank, by birth; none has memory of its own."""
     sized = ((life, _nbytes(state, life.slot)) for life in lifetimes(program))
     return [Life(life.slot, life.start, life.stop, nbytes) for life, nbytes in sized if nbytes]
 

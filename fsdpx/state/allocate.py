@@ -24,8 +24,7 @@ BLOCK = 1 << 20
 
 
 def allocate(placement: Placement, initial: bool = True) -> TrainState:
-    """The state of this rank. Collective. initial: with initial parameters; else the caller fills them in, or calls
-    `initialise`."""
+    """The state of this rank. Collective. initial: with initial parameters; else the caller fills them in."""
     world, xp = placement.axes.world, placement.xp
     arena = Arena(xp, memory_of(world, xp) if placement.tuning.windows else None)
     rows = _placed(placement, arena)

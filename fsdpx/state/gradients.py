@@ -35,8 +35,7 @@ class WholeGradient:
     blank: nothing has been written yet; the first action that works on it leaves no element unwritten."""
 
     def __init__(self, buffer: Any, at_home: bool) -> None:
-        """at_home: a reduced part lies at its own place in the buffer, which others may read elsewhere; else in
-        front."""
+        """at_home: a reduced part lies at its own place, as others may read the rest; else in front."""
         self.buffer, self.at_home = buffer, at_home
         self.blank = True
 

@@ -52,8 +52,7 @@ What lives for a use has no memory of its own: programs plan where it lies."""
 
 
 class Key(NamedTuple):
-    """What tells rows apart. page: None for a tensor by itself. name: which of several: an optimiser's slot, a
-    tensor."""
+    """What tells rows apart. page: None for a tensor by itself. name: of the slot or the tensor."""
 
     kind: str
     page: int | None

@@ -55,8 +55,7 @@ def local_gradient(placement: Placement, page: int) -> Row:
 
 
 def tensor_name(row: str, parameter: str) -> str:
-    """The name of a tensor of the train state, in files and among ranks: "m/0.weight"; of a parameter itself, its
-    own."""
+    """The name of a tensor of the train state: "m/0.weight" of slot m, "0.weight" of the parameter itself."""
     return f"{row}/{parameter}" if row else parameter
 
 

@@ -129,8 +129,7 @@ class Session:
             state.add(adding)
 
     def request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> Request:
-        """What to compile: the placement, and what earlier programs left in the store. fresh: as if nothing was
-        left."""
+        """What to compile: the placement, and what earlier programs left. fresh: as if they had left nothing."""
         place = self.place
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.holding
         steps = kind in ("step", "accumulate", "local")

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def run(q, k, v, do, causal: bool, scale: float) -> list[np.ndarray]:
         return [o, *kernels.attention_backward(np, q, k, v, o, lse, do, causal, scale)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.integers(1, 2),
     st.integers(1, 3),

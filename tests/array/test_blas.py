@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ def error(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> float:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("accumulate", [False, True])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SIZES, SIZES, SIZES, st.tuples(*[st.sampled_from(LAYOUTS)] * 3), st.integers(0, 99))
 def test_gemm_is_the_product(dtype, accumulate, m, n, k, layouts, seed) -> None:
     rng = np.random.default_rng(seed)
@@ -60,7 +61,7 @@ def test_gemm_is_the_product(dtype, accumulate, m, n, k, layouts, seed) -> None:
     blas.choose(None)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(SIZES, SIZES, SIZES, st.booleans(), st.tuples(st.booleans(), st.booleans()), st.integers(0, 99))
 def test_a_linear_layer_forward_and_backward(m, n, k, biased, adds, seed) -> None:
     rng = np.random.default_rng(seed)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +10,7 @@ from fsdpx.array import kernels
 from fsdpx.array.kernels.dropout import threshold
 from fsdpx.array.random import Random, Stretch
 
-SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=80)
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(80))
 SHARES = st.sampled_from([0.0, 1e-9, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0 - 2.0**-24, 1.0])
 
 

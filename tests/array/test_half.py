@@ -3,13 +3,14 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.array import kernels
 
 FORMATS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
-SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=100)
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(100))
 both = pytest.mark.parametrize("half", FORMATS, ids=lambda d: d.name)
 
 

@@ -4,12 +4,13 @@ import math
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.array import kernels
 
-SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=40)
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
 ELEMENTWISE = {
     "gelu": (1, ()), "gelu tanh": (1, ("tanh",)), "gelu_backward": (2, ()), "gelu_backward tanh": (2, ("tanh",)),
     "silu": (1, ()), "silu_backward": (2, ()), "sigmoid": (1, ()),

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from fsdpx.array.random import Stretch
 from fsdpx.array.sums import block_squares
 from fsdpx.errors import ConfigError
 
-SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=25)
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(25))
 
 
 @pytest.fixture

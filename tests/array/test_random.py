@@ -4,13 +4,14 @@ import math
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.array import kernels, random, shapes
 from fsdpx.array.random import Random
 
-SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 SIZE = 700
 
 

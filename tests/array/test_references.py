@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from fsdpx.array import kernels
 from fsdpx.array.kernels.activation import CUBIC, SLOPE
 
 TOLERANCE = 1e-6
-SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=30)
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(30))
 ROWS = st.sampled_from([0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 130])
 COLUMNS = st.integers(1, 140)
 SCALE = st.sampled_from([1e-3, 1.0, 5.0])

@@ -5,6 +5,7 @@ import warnings
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -12,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 from fsdpx.array import shapes as xp
 from fsdpx.array.shapes import ShapeArray
 
-SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=80)
+SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(80))
 DTYPES = st.sampled_from(["float64", "float32", "float16", "int64", "int32", "bool"])
 
 

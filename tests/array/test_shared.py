@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def _wanted(sources, divisor):
     return total
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=150)
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(150))
 @given(
     dtype=st.sampled_from(sorted(DTYPES)),
     n=st.one_of(st.integers(0, 200), st.integers(500, 3000)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ def test_rank_order_is_pipe_replica_shard_tensor():
 
 
 @given(st.builds(Mesh, replica=widths, shard=widths, pipe=widths, tensor=widths))
-@settings(derandomize=True, database=None, deadline=None, max_examples=30)
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(30))
 def test_coordinates_and_ranks_are_inverse(mesh):
     for rank in range(mesh.size):
         assert mesh.rank(mesh.coordinates(rank)) == rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from fsdpx.comm import Counted, Counters, ReduceOp, ring, spawn
 
 
 @given(st.integers(1, 5), st.integers(0, 23), st.sampled_from(list(ReduceOp)))
-@settings(derandomize=True, database=None, deadline=None, max_examples=40)
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
 def test_any_size_and_length(size, n, op):
     values = [np.random.default_rng(rank).uniform(0.5, 2, n) for rank in range(size)]
     whole = np.stack(values)

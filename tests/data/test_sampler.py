@@ -5,13 +5,14 @@ import sys
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.data import DistributedSampler
 from fsdpx.errors import ConfigError, DataError
 
-quick = settings(derandomize=True, database=None, deadline=None, max_examples=80)
+quick = settings(derandomize=True, database=None, deadline=None, max_examples=examples(80))
 
 
 def ranks(n, size, **options):

@@ -26,7 +26,7 @@ def speaks(action: Action) -> bool:
     return bool(VERBS[action.op].moves) or action.op in ("COMMIT", "SETTLE")
 
 
-@pytest.mark.parametrize("strategy", few(RANKS, 3))
+@pytest.mark.parametrize("strategy", few(RANKS, 6))
 def test_every_rank_at_every_action(strategy: str) -> None:
     wanted = calm(strategy)
     each = [a for a in dict.fromkeys(wanted[0].actions) if speaks(actions_of(a)[0])]

@@ -26,7 +26,7 @@ THREE = [("fsdp", None), ("fsdp", "ring"), ("ddp", "parallel"), ("ddp", None), (
 """Sequences are cut inside layers, placements hold between them: each of both, not each with each."""
 
 
-@pytest.mark.parametrize(("strategy", "sequence"), few(THREE, 2))
+@pytest.mark.parametrize(("strategy", "sequence"), few(THREE, 3))
 def test_three_dimensions_equal_one_process(strategy: str, sequence: str | None) -> None:
     widths = {"replica": 2, "shard": 1} if strategy == "ddp" else {"shard": 2}
     compare("wide", Mesh(pipe=2, tensor=2, **widths), strategy, sequence=sequence, microbatches=3)

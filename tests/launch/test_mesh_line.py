@@ -1,6 +1,7 @@
 """A mesh on the command line: parsed, filled by the strategy, refused with a reason."""
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from fsdpx.launch.verify import lay
 
 
 @given(st.dictionaries(st.sampled_from(AXES), st.integers(1, 40)).filter(len), st.sampled_from(["", " "]))
-@settings(derandomize=True, database=None, deadline=None, max_examples=40)
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(40))
 def test_what_is_written_is_read(widths: dict[str, int], blank: str) -> None:
     text = f",{blank}".join(f"{axis}{blank}={blank}{width}" for axis, width in widths.items())
     assert Mesh.parse(text) == Mesh(**widths)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx
 from fsdpx.__main__ import main, parser
@@ -35,6 +36,7 @@ def test_every_schedule_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
 
 
+@in_full
 def test_every_sequence_has_a_line_in_each_precision(capsys: pytest.CaptureFixture[str]) -> None:
     assert on_threads("--mesh pipe=2,tensor=2 --sequence all --steps 2", 4) == [0] * 4
     sequences = ("", ", sequence parallel", ", sequence ulysses", ", sequence ring")
@@ -43,6 +45,7 @@ def test_every_sequence_has_a_line_in_each_precision(capsys: pytest.CaptureFixtu
     assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want
 
 
+@in_full
 def test_every_strategy_on_three_axes(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--mesh pipe=2,tensor=2,shard=2 --strategy all --recompute all --steps 2 --precision float64"
     assert on_threads(line, 8) == [0] * 8

@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from fsdpx.layout.pages import Page, cut
 from fsdpx.layout.ranges import Range, overlap
 from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of, root
 
-CHECK = settings(max_examples=200, derandomize=True, database=None, deadline=None)
+CHECK = settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
 
 
 @st.composite

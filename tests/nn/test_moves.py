@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from fsdpx.errors import ShapeError
 from fsdpx.nn import moves
 from fsdpx.nn.cut import share
 
-steady = settings(derandomize=True, database=None, deadline=None, max_examples=30)
+steady = settings(derandomize=True, database=None, deadline=None, max_examples=examples(30))
 
 
 def normal(*key, shape):

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from fsdpx.nn.layer import Env
 
 from .ranks import assembled, compare, environment, full, local, on_axis, once
 
-steady = settings(derandomize=True, database=None, deadline=None, max_examples=60)
+steady = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 rng = np.random.default_rng(0)
 
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ def test_compiled_and_plain_agree_on_numbers_at_the_edge(optimizer):
 
 @ALL
 @pytest.mark.parametrize("version", ["plain", "numba"])
-@settings(derandomize=True, database=None, deadline=None, max_examples=15)
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(15))
 @given(cuts=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 99), single=st.booleans())
 def test_any_cut_gives_the_bits_of_the_whole(optimizer, version, cuts, seed, single):
     if isinstance(optimizer, optim.LAMB):

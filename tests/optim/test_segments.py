@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_an_empty_shard_takes_part_in_the_exchange():
     assert exchanged == [[]]
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=60)
+@settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))
 @given(values=st.lists(st.floats(0, 1e300), max_size=40), cut=st.integers(0, 40))
 def test_sums_do_not_see_the_shards(values, cut):
     parts = [*expansion(values[:cut]), *expansion(values[cut:])]

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from amount import examples
 from cases import CHAIN, PLACEMENTS, STAGES, golden, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,14 +84,14 @@ def stages(draw: st.DrawFn) -> Stage:
 
 
 @given(stages(), st.integers(1, 3), st.sampled_from(list(PLACEMENTS)), st.integers(0, 4))
-@settings(max_examples=150, derandomize=True, database=None, deadline=None)
+@settings(max_examples=examples(150), derandomize=True, database=None, deadline=None)
 def test_whatever_is_compiled_passes(stage: Stage, microbatches: int, placement: str, ahead: int) -> None:
     for kind in ("step", "accumulate", "local", "update", "evaluate", "predict", "forward", "backward"):
         check(compile(requests(kind, stage, microbatches, placement, ahead)))
 
 
 @given(stages(), st.integers(1, 3), st.integers(0, 4))
-@settings(max_examples=100, derandomize=True, database=None, deadline=None)
+@settings(max_examples=examples(100), derandomize=True, database=None, deadline=None)
 def test_no_more_pages_are_resident_than_asked_for(stage: Stage, microbatches: int, ahead: int) -> None:
     program = compile(Request("step", stage, microbatches, ahead=ahead))
     resident: set[int] = set()
