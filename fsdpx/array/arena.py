@@ -114,7 +114,7 @@ class Arena:
 
     def _zeros(self, shape: tuple[int], dtype: Any) -> Any:
         """From a cache line on, where NumPy's own begin 16 bytes behind one, and many in one block, so that small ones
-        lie in huge pages, too. What nobody writes of a block takes no memory."""
+        lie in huge pages, too. What is never written of a block takes no memory."""
         used = shape[0] * np.dtype(dtype).itemsize
         nbytes = -(-used // ALIGN) * ALIGN
         if self._rest.nbytes < nbytes:

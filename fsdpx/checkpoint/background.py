@@ -54,7 +54,7 @@ class Background:
             raise
 
     def abandon(self) -> None:
-        """Another rank has died: nobody will say that it is whole. What was there before stays."""
+        """Another rank has died: no rank will find it whole. What was there before stays."""
         self._stopped.set()
         self._thread.join()
         self.prepared.abandon()

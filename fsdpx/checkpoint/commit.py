@@ -113,7 +113,7 @@ def remove(folder: Path) -> None:
     for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST):
         if OWN.fullmatch(name) or name.startswith(SUMS):
             (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # somebody has put a file of his own into it
+    with suppress(OSError):  # there is a file of another program in it
         folder.rmdir()
 
 

@@ -47,7 +47,7 @@ def state_text(source: Source) -> str | None:
 
 
 def verify(path: Path) -> tuple[Source, list[str]]:
-    """The source, and the tensors in it whose bytes are not as written; without a manifest nobody knows."""
+    """The source, and the tensors in it whose bytes are not as written; without a manifest that is unknown."""
     source = find(path)
     return source, damaged(source) if source.manifest is not None else []
 

@@ -51,7 +51,7 @@ def backward(
     data: Container[int],
 ) -> None:
     """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs, except
-    for nodes that read nothing but `data`, values whose gradient nobody reads."""
+    for nodes that read nothing but `data`, values whose gradient is not read."""
     starts = {stop - 1: start for start, stop in unit.lines.items()}
     i = len(unit.nodes)
     while i > 0:

@@ -94,7 +94,7 @@ def lifetimes(program: Program) -> list[Lifetime]:
     """When each lent buffer is alive, by birth: those that the program itself fills and empties, and all scratch.
 
     Slots of one buffer are one life (sum3 goes on where grad3 ended). A buffer may live several times. Scratch that
-    nobody ends lives to the last action."""
+    is never ended lives to the last action."""
     carried = {buffer_of(slot) for slot in program.begins | program.ends}
     lent = [x for x in filled(program) if SLOTS[x.slot.kind].lent and x.slot not in carried]
     return sorted([*lent, *_scratch(program)], key=lambda life: life.start)

@@ -124,7 +124,7 @@ class Stage:
         return self.edges[_unit(action)]
 
     def sends_last(self, edge: Edge) -> bool:
-        """Whether nobody on this rank needs a value any more once it is sent."""
+        """Whether a value is not needed on this rank any more once it is sent."""
         return edge.gradient or edge.value not in self._read_here
 
 

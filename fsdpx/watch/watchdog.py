@@ -70,7 +70,7 @@ def watch_axes(axes: Axes, timeout: float | None = None) -> Recorder | None:
 
 
 def unwatch(comm: Any) -> Watchdog | None:
-    """Let go of `comm`, which is given up: nobody waits there any more. Its watchdog can still `bury` those who died
+    """Let go of `comm`, which is given up: no rank waits there any more. Its watchdog can still `bury` those who died
     before they had let go themselves."""
     watchdog = _watchdogs.pop(_base(comm), None)
     if watchdog is not None:
@@ -133,7 +133,7 @@ class Watchdog:
         since = time.perf_counter()
         while not self._stop.wait(self._every):
             if self._comm() is None:
-                return  # nobody to wait for; the record stays, for this may be the end of a failed script
+                return  # no rank to wait for; the record stays, for this may be the end of a failed script
             waiting = waiting_in(self.record.thread)
             now = (self.record.serial, self.record.ended, waiting and waiting[0], _moving(self._progress))
             if not _same(now, token):  # what is waited for is compared itself: a number of it could be used again
