@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-import fsdpx
 from fsdpx import nn, optim
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import single
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError
+from fsdpx.facade.functional import init
 from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
 from fsdpx.nn.plan import SEQUENCES
@@ -84,7 +84,7 @@ class Case:
 
 def verify(args: argparse.Namespace) -> int:
     """The exit status: 0 if all tensors agree, else 1."""
-    return verify_on(fsdpx.init("mpi" if args.no_node else None), args)
+    return verify_on(init("mpi" if args.no_node else None), args)
 
 
 def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
