@@ -75,11 +75,11 @@ class Workspace:
         nbytes = self._scratch.get((kind, page))
         if nbytes is None:
             nbytes = self._scratch[kind, page] = scratch_nbytes(self.state, Slot(kind, page))
+        dtype = np.dtype("uint8") if kind in BYTES else self.place.dtype
         if nbytes:
-            dtype = np.dtype("uint8") if kind in BYTES else self.place.dtype
             return self.buffer(kind, page, nbytes // dtype.itemsize, dtype)
         if kind not in self._nothing:  # of the slab: in windows or not, as the scratch of other ranks
-            arena, dtype = self.state.arena, np.dtype("uint8") if kind in BYTES else self.place.dtype
+            arena = self.state.arena
             made = self.place.xp.empty((0,), dtype=dtype) if arena.slab is None else arena.view(0, 0, dtype)
             self._nothing[kind] = made
         return self._nothing[kind]
