@@ -35,6 +35,8 @@ class ElasticTrainer(Trainer):
     Ranks that the mesh cannot use, or that were asked to leave, are idle: they make the same calls, get the same
     results, and may train again later. See docs/elastic.md."""
 
+    __slots__ = ("_coordinator", "_given_up", "_recent", "_whole")
+
     def __init__(self, recipe: Recipe, control: Survivor, elastic: Elastic) -> None:
         """Collective over `control`, all ranks of the job."""
         self._coordinator = Coordinator(recipe, control, elastic, self._commit)

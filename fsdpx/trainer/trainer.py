@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, DataError, RankLost
+from fsdpx.optim import rate
 from fsdpx.program import Program, Slot
 from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement
@@ -64,6 +66,11 @@ class Trainer:
     Every method that moves data is collective: all ranks call it, in the same order. Arrays x and y hold this
     data-rank's part of the global batch, dim 0 is samples, and parts may differ in size."""
 
+    # no others: an attribute that is misspelt, or that nothing reads, is an AttributeError
+    __slots__ = (
+        "_closed", "_finite", "_forwarded", "_local", "_saving", "_session", "_shown", "last", "weight",
+    )  # fmt: skip
+
     def __init__(self, session: Session) -> None:
         self._session = session
         self.last: Step | None = None
@@ -71,6 +78,7 @@ class Trainer:
         self._forwarded: Feed | None = None  # of the last `forward`
         self._shown: list[tuple[int, ...]] = []  # shapes of its outputs
         self._local = False
+        self._finite = True  # the loss of the last step
         self._closed = False
         self._saving: Background | None = None
 
@@ -87,13 +95,17 @@ class Trainer:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def step(self, x: Any, y: Any) -> float:
-        """Forward, backward and update on one global batch: its mean loss, equal on every rank."""
+        """Forward, backward and update on one global batch: its mean loss, equal on every rank.
+
+        RuntimeWarning, on rank 0, at the first of a run of losses that are NaN or Inf."""
         if self._local:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
         self._refuse_to_mix("accumulate")
         feed = self._feed(x, y, "step")
         self._session.state.add("accumulate")
-        return self._updated(self._session.run("step", feed))
+        loss = self._updated(self._session.run("step", feed))
+        self._demand_finite(loss)
+        return loss
 
     def accumulate(self, x: Any, y: Any) -> float:
         """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone."""
@@ -328,6 +340,19 @@ class Trainer:
         return self._session.state.steps
 
     @property
+    def lr(self) -> float:
+        """The learning rate of the next update. It is the optimiser's: a rate that changes is a function of the step,
+        `optim.SGD(lr=lambda step: 0.1 / step)`."""
+        return rate(self.placement.optimizer, self.steps + 1)
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        raise ConfigError(
+            f"trainer.lr = {value!r}: the rate belongs to the optimiser and is the same on all ranks; give it a "
+            "function of the step, optim.SGD(lr=lambda step: ...), or one of optim.schedules"
+        )
+
+    @property
     def rank(self) -> int:
         return int(self.world.rank)
 
@@ -388,6 +413,19 @@ class Trainer:
         self.last = Step.of(loss, results[SCALE])
         self._session.updated(results[SCALE])
         return loss
+
+    def _demand_finite(self, loss: float) -> None:
+        """Say it on the spot where a loss becomes NaN or Inf: once in a row, and once for all ranks."""
+        before, self._finite = self._finite, math.isfinite(loss)
+        if before and not self._finite and self.placement.axes.world.rank == 0:
+            assert self.last is not None
+            done = "the update was skipped" if self.last.skipped else "the parameters are updated with it"
+            warnings.warn(
+                f"the loss of step {self.steps + self.last.skipped} is {loss}, and {done}: "
+                "distribute(..., check_finite=True) names its origin",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _refuse_to_mix(self, how: str) -> None:
         """Gradients of a loss and of the caller are weighed differently and cannot be mixed in one update."""

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from models import CASES, distance, make, mlp, part, placed, train
 
-from fsdpx import Sharding, data, nn, optim, spawn
+from fsdpx import Precision, Sharding, data, nn, optim, spawn
 from fsdpx.comm import Communicator, Handle
 from fsdpx.comm.communicator import Call, Wrapper
 from fsdpx.errors import ConfigError, NumericsError
 from fsdpx.trainer.fit import History
+
+CURE = "distribute(..., check_finite=True) names its origin"
 
 
 def test_parameters_load_at_another_world_size_and_strategy() -> None:
@@ -238,8 +240,63 @@ def test_fit_refuses_nonsense_and_nan() -> None:
 
     with pytest.raises(ConfigError, match="patience needs validation"):
         spawn(lambda c: run(c, patience=2), 1)
-    with pytest.raises(NumericsError, match=r"check_finite=True\) names its origin"):
+    with (
+        pytest.warns(RuntimeWarning, match="the loss of step"),
+        pytest.raises(NumericsError, match=r"check_finite=True\) names its origin"),
+    ):
         spawn(lambda c: run(c, epochs=4), 2)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_step_warns_once_where_the_loss_becomes_nan(size: int) -> None:
+    def run(comm: Communicator) -> list[float]:
+        trainer = make(comm, "mlp", optimizer=optim.SGD(lr=1e-3))
+        x, y = CASES["mlp"].batch(np.random.default_rng(comm.rank), 4)
+        good = trainer.parameters()
+        losses = [trainer.step(x, y), *(trainer.step(x, y * np.nan) for _ in range(2))]
+        trainer.load_parameters(good)
+        return [*losses, trainer.step(x, y), trainer.step(x, y * np.inf)]
+
+    with pytest.warns(RuntimeWarning) as seen:
+        losses = spawn(run, size)
+    assert np.isfinite(losses[0]).tolist() == [True, False, False, True, False]
+    assert [str(w.message).partition(": ") for w in seen] == [
+        (f"the loss of step {step} is {loss}, and the parameters are updated with it", ": ", CURE)
+        for step, loss in ((2, "nan"), (5, "inf"))
+    ]
+
+
+def test_a_loss_that_overflows_is_said_to_be_skipped() -> None:
+    def run(comm: Communicator) -> float:
+        scaled = Precision(loss_scale="dynamic")
+        trainer = make(comm, "mlp", precision=scaled, optimizer=optim.SGD(lr=1e-3))
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+        with np.errstate(all="ignore"):
+            trainer.step(x, y * np.inf)
+        return trainer.step(x, y)
+
+    with pytest.warns(RuntimeWarning, match="the loss of step 1 is inf, and the update was skipped: distribute"):
+        assert np.isfinite(spawn(run, 2)).all()
+
+
+def test_lr_is_the_rate_of_the_next_update() -> None:
+    def run(comm: Communicator) -> list[float]:
+        trainer = make(comm, "mlp", optimizer=optim.SGD(lr=lambda step: 0.5 / step))
+        before = trainer.lr
+        trainer.step(*CASES["mlp"].batch(np.random.default_rng(comm.rank), 4))
+        assert trainer.last is not None
+        return [before, trainer.last.rate, trainer.lr]
+
+    assert spawn(run, 2) == [[0.5, 0.5, 0.25]] * 2
+
+
+def test_attributes_that_a_trainer_does_not_have_are_refused() -> None:
+    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
+    with pytest.raises(ConfigError, match=r"trainer.lr = 0\.5: the rate belongs to the optimiser .*lr=lambda step"):
+        trainer.lr = 0.5
+    for name in ("learning_rate", "step", "clip_norm", "steps"):
+        with pytest.raises(AttributeError, match=name):
+            setattr(trainer, name, 1)
 
 
 def test_report_says_what_was_moved_held_and_spent() -> None:
