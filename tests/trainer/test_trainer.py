@@ -260,7 +260,8 @@ def test_step_warns_once_where_the_loss_becomes_nan(size: int) -> None:
     with pytest.warns(RuntimeWarning) as seen:
         losses = spawn(run, size)
     assert np.isfinite(losses[0]).tolist() == [True, False, False, True, False]
-    assert [str(w.message).partition(": ") for w in seen] == [
+    said = [str(w.message).partition(": ") for w in seen if "loss" in str(w.message)]
+    assert said == [
         (f"the loss of step {step} is {loss}, and the parameters are updated with it", ": ", CURE)
         for step, loss in ((2, "nan"), (5, "inf"))
     ]
