@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+from fsdpx.checkpoint.commit import named
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError, FsdpxError
 
-__all__ = ["alone", "in_words", "same", "together"]
+__all__ = ["alone", "in_words", "place", "same", "together"]
 
 T = TypeVar("T")
 
 
 def together(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
-    """`body()` of every rank, in rank order. Where it raises OSError or one of our errors, all ranks raise
-    CheckpointError with the text of the first rank that did. Collective."""
+    """`body()` of every rank, in rank order. Where it raises, whatever it is, all ranks raise CheckpointError with the
+    text of the first rank that did: the others would wait for it. Collective."""
     value: Any = None
     problem, cause = None, None
     try:
         value = body()
-    except (OSError, FsdpxError) as error:
+    except Exception as error:
         problem, cause = in_words(error), error
     for rank, (_, text) in enumerate(everyone := world.all_gather_object((value, problem))):
         if text is not None:
@@ -37,7 +39,18 @@ def alone(world: Communicator, where: str, body: Callable[[], T]) -> T:
 
 def same(world: Communicator, where: str, **choices: str) -> None:
     """CheckpointError on all ranks if they differ in a choice; names the ranks. Collective."""
-    everyone = world.all_gather_object(choices)
+    _demand_same(where, world.all_gather_object(choices))
+
+
+def place(world: Communicator, call: str, path: Any, **choices: str) -> Path:
+    """The path that `call` was given, if it can be one and all ranks gave the same and the same choices; else
+    CheckpointError on all of them. Collective."""
+    everyone = together(world, call, lambda: {"path": str(named(path)), **choices})
+    _demand_same(call, everyone)
+    return Path(everyone[0]["path"])
+
+
+def _demand_same(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
             if theirs[name] != first:
@@ -51,4 +64,4 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))
         return f"{error.strerror} ({name})" + (f": {error.filename}" if error.filename else "")
-    return str(error)
+    return str(error) if isinstance(error, FsdpxError) else f"{type(error).__name__}: {error}"

@@ -94,10 +94,25 @@ def beside(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def named(path: str | os.PathLike[str]) -> Path:
-    """A path whose last part is a name, so that others can lie beside it."""
-    given = Path(path)
-    return given.resolve() if given.name in ("", "..") else given
+def named(path: Any) -> Path:
+    """A path whose last part is a name, so that others can lie beside it; CheckpointError if it cannot be one."""
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str):
+        raise CheckpointError(f"the path {path!r} is of type {type(path).__name__}: give a str or a pathlib.Path")
+    if not text or "\0" in text or not _encodable(text):
+        raise CheckpointError(f"the path {text!r} is empty or has characters that no file system takes")
+    given = Path(text)
+    given = given.resolve() if given.name in ("", "..") else given
+    if not given.name:
+        raise CheckpointError(f"the path {given} has no name, so nothing can lie beside it: give a folder inside it")
+    return given
+
+
+def _encodable(text: str) -> bool:
+    try:
+        return bool(os.fsencode(text))
+    except UnicodeEncodeError:
+        return False
 
 
 def current(path: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from fsdpx.errors import CheckpointError
 __all__ = ["create", "opened", "read_at", "sync", "sync_folder", "will_read", "write_at"]
 
 BINARY = getattr(os, "O_BINARY", 0)
+AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+"""Opening a pipe would wait for its other end."""
 
 
 def write_at(fd: int, data: Any, offset: int) -> None:
@@ -57,8 +60,11 @@ def _read(fd: int, view: memoryview, offset: int) -> int:
 
 @contextmanager
 def opened(path: Path, writing: bool = False) -> Iterator[int]:
-    fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY)
+    """A file, open; CheckpointError for a folder, a pipe or a device in its place."""
+    fd = os.open(path, (os.O_WRONLY if writing else os.O_RDONLY) | BINARY | AT_ONCE)
     try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise CheckpointError(f"{path}: this is a folder, a pipe or a device where a file should be")
         yield fd
     finally:
         os.close(fd)
@@ -81,5 +87,8 @@ def sync(fd: int) -> None:
 def sync_folder(path: Path) -> None:
     """The same of the names in a folder; systems that cannot open folders do it by themselves."""
     if os.name == "posix":
-        with opened(path) as fd:
+        fd = os.open(path, os.O_RDONLY)
+        try:
             sync(fd)
+        finally:
+            os.close(fd)

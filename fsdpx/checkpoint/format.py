@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.array.namespace import dtype as dtype_of_name
 from fsdpx.errors import CheckpointError
 
-__all__ = ["Contents", "Entry", "array_type", "code_of", "lay", "parse", "unique"]
+__all__ = ["Contents", "Entry", "array_type", "code_of", "lay", "parse", "read_json"]
 
 LARGEST_HEADER = 100_000_000
 """Bytes, as the reference reader has it."""
@@ -126,7 +126,7 @@ def parse(read: Any, size: int, where: str) -> Contents:
     if head[LENGTH : LENGTH + 1] != b"{":
         raise bad("the header does not begin with '{': this is no safetensors file")
     try:
-        table = json.loads(head[LENGTH:].decode(), object_pairs_hook=unique)
+        table = read_json(head[LENGTH:])
     except (ValueError, RecursionError) as error:
         raise bad(f"the header is no JSON of unique names: {error}") from None
     metadata = table.pop("__metadata__", {})
@@ -139,10 +139,6 @@ def parse(read: Any, size: int, where: str) -> Contents:
 
 
 def _entry(name: str, row: Any, base: int, bad: Any) -> Entry:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        raise bad(f"the name {name!r} is no text") from None
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
         raise bad(f"tensor {name!r} needs dtype, shape and data_offsets, and nothing else")
     code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
@@ -173,7 +169,20 @@ def _demand_tiling(entries: Mapping[str, Entry], base: int, size: int, bad: Any)
         raise bad(f"{size - at} bytes after the last tensor belong to none")
 
 
-def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def read_json(data: bytes) -> Any:
+    """The value of a JSON text; ValueError or RecursionError if it is none, if an object has a name twice, or if a text
+    in it is none that can be written: half of a surrogate pair."""
+    text = data.decode()
+    value = json.loads(text, object_pairs_hook=_unique)
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{error.object[error.start]!r} in it is no text") from None
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON; ValueError if it has a name twice."""
     found = dict(pairs)
     if len(found) < len(pairs):

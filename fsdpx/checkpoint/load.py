@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fsdpx.checkpoint.agree import alone, same, together
+from fsdpx.checkpoint.agree import alone, place, together
 from fsdpx.checkpoint.files import STATE, STATE_KEY
 from fsdpx.checkpoint.format import Entry, array_type
 from fsdpx.checkpoint.pieces import held
@@ -27,10 +26,12 @@ Wanted = dict[str, tuple[np.dtype, tuple[int, ...]]]
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def load(state: TrainState, path: Path, loader: Any, convert: bool, verify: bool) -> Scalars:
+def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool) -> Scalars:
     """Take weights, optimiser and everything else from a checkpoint. Collective."""
-    world, where = state.placement.axes.world, f"load {path}"
-    same(world, "load", path=str(path), options=f"convert={convert}, verify={verify}")
+    world = state.placement.axes.world
+    options = f"convert={convert}, verify={verify}, {'no ' if loader is None else ''}loader"
+    path = place(world, "load", path, options=options)
+    where = f"load {path}"
     source = alone(world, where, lambda: checkpoint(path))
     together(world, where, lambda: _demand_data_here(state))
     if STATE not in source.files:
@@ -42,17 +43,18 @@ def load(state: TrainState, path: Path, loader: Any, convert: bool, verify: bool
         together(world, where, lambda: _demand_data(loader, scalars))
     if verify:
         _demand_intact(world, source, where)
+    if loader is not None:  # it may refuse its state, and nothing else has changed then
+        together(world, where, lambda: loader.load_state_dict(scalars.data))
     _fill(state, source, where, lambda name: True)
     restore(state, scalars)
-    if loader is not None:
-        together(world, where, lambda: loader.load_state_dict(scalars.data))
     return scalars
 
 
-def load_weights(state: TrainState, path: Path, convert: bool) -> None:
+def load_weights(state: TrainState, path: Any, convert: bool) -> None:
     """Take the weights alone, from a checkpoint or from safetensors files of anybody. Collective."""
-    world, where = state.placement.axes.world, f"load_weights {path}"
-    same(world, "load_weights", path=str(path), options=f"convert={convert}")
+    world = state.placement.axes.world
+    path = place(world, "load_weights", path, options=f"convert={convert}")
+    where = f"load_weights {path}"
     source = _named(state, alone(world, where, lambda: weights(path)))
     together(world, where, lambda: _demand_data_here(state))
     wanted = _weights_of(state)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdpx.checkpoint import digest
 from fsdpx.checkpoint.files import FileLayout
-from fsdpx.checkpoint.format import Contents, unique
+from fsdpx.checkpoint.format import Contents, read_json
 from fsdpx.errors import CheckpointError
 
 __all__ = ["MANIFEST", "OWN", "SUMS", "Manifest", "Record", "is_checkpoint"]
@@ -33,6 +33,12 @@ class Record:
     size: int
     head: int
     tensors: dict[str, int]
+
+    @property
+    def sound(self) -> bool:
+        """Whether all of them are whole numbers that can be."""
+        sums = [self.head, *self.tensors.values()]
+        return _whole(self.size, 1 << 63) and all(_whole(value, 1 << 32) for value in sums)
 
 
 @dataclass(frozen=True)
@@ -61,9 +67,11 @@ class Manifest:
     def parse(cls, data: bytes, where: str) -> Manifest:
         """CheckpointError for anything but what `text` gives, to the last byte."""
         try:
-            table = json.loads(data.decode(), object_pairs_hook=unique)
+            table = read_json(data)
             version = table["checkpoint"]
             files = {n: Record(f["bytes"], f["head"], dict(f["tensors"])) for n, f in table["files"].items()}
+            if not all(record.sound for record in files.values()):
+                raise ValueError("numbers of another type or out of range")
             made = cls(files)
             intact = made.text() == data
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -72,18 +80,20 @@ class Manifest:
             raise CheckpointError(f"{where}: format {version!r} of checkpoints; this fsdpx reads format {VERSION}")
         if not intact:
             raise CheckpointError(f"{where}: damaged: its digest does not fit")
-        if not all(OWN.fullmatch(name) for name in files):
+        if not all(OWN.fullmatch(name) and name != MANIFEST for name in files):
             raise CheckpointError(f"{where}: names files that a checkpoint does not have: {', '.join(files)}")
         return made
 
-    def demand(self, name: str, head: bytes, size: int, where: str) -> None:
-        """A file has the size and the header that it was written with."""
+    def demand(self, name: str, head: bytes, size: int, tensors: Iterable[str], where: str) -> None:
+        """A file has the size, the header and the tensors that it was written with."""
         record = self.files[name]
         if size != record.size:
             kind = "truncated" if size < record.size else "longer than written"
             raise CheckpointError(f"{where}: {kind}: {size} bytes instead of {record.size}")
         if zlib.crc32(head) != record.head:
             raise CheckpointError(f"{where}: damaged: the digest of the header does not fit")
+        if differ := sorted(record.tensors.keys() ^ set(tensors)):
+            raise CheckpointError(f"{where}: damaged: {differ[0]!r} is in the file or in {MANIFEST}, but not in both")
 
     def wrong(self, files: Mapping[str, Contents], sums: Sequence[int]) -> list[str]:
         """Names of the tensors whose bytes are not those that were written."""
@@ -95,7 +105,11 @@ class Manifest:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    return (folder / MANIFEST).is_file()
+    return (folder / MANIFEST).exists()
+
+
+def _whole(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value < limit
 
 
 def _dump(table: Any) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.checkpoint.agree import alone, same, together
+from fsdpx.checkpoint.agree import alone, place, same, together
 from fsdpx.checkpoint.commit import Target, prune, unnumbered
 from fsdpx.checkpoint.files import FileLayout, Tensors, lay_out
 from fsdpx.checkpoint.format import code_of
@@ -71,7 +71,7 @@ class Prepared:
             self.target.abandon()
 
 
-def save(state: TrainState, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> None:
+def save(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> None:
     """Write the checkpoint `path`. Collective; returns when it is whole on disk, or raises alike on all ranks."""
     world = state.placement.axes.world
     prepared = prepare(state, path, choices, loader, fit)
@@ -85,10 +85,11 @@ def save(state: TrainState, path: Path, choices: Choices, loader: Any, fit: Mapp
         raise
 
 
-def prepare(state: TrainState, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Prepared:
+def prepare(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Prepared:
     """Everything up to the first byte of data. Collective."""
-    world, where = state.placement.axes.world, f"save to {path}"
-    same(world, "save", path=str(path), options=repr(choices))
+    world = state.placement.axes.world
+    path = place(world, "save", path, options=repr(choices))
+    where = f"save to {path}"
     all_scalars = together(world, where, lambda: _checked(state, path, choices, loader, fit))
     same(world, where, state=all_scalars[world.rank].text())
     made = plan_of(state.placement, choices, all_scalars[0])

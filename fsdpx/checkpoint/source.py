@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,7 +10,7 @@ from pathlib import Path
 from fsdpx.checkpoint.commit import current
 from fsdpx.checkpoint.disk import opened, read_at
 from fsdpx.checkpoint.files import INDEX, STATE, WEIGHTS, FileLayout
-from fsdpx.checkpoint.format import Contents, Entry, parse, unique
+from fsdpx.checkpoint.format import Contents, Entry, parse, read_json
 from fsdpx.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError
 
@@ -53,10 +52,10 @@ def checkpoint(path: Path) -> Source:
         where = folder / name
         if name.endswith(".json"):
             text = _text(where)
-            manifest.demand(name, text, len(text), str(where))
+            manifest.demand(name, text, len(text), (), str(where))
             continue
         files[name] = contents(where)
-        manifest.demand(name, files[name].header, files[name].size, str(where))
+        manifest.demand(name, files[name].header, files[name].size, files[name].tensors, str(where))
     made = Source(folder, files, manifest)
     _demand_once(made)
     return made
@@ -65,15 +64,15 @@ def checkpoint(path: Path) -> Source:
 def weights(path: Path) -> Source:
     """The weights of a checkpoint, of one safetensors file, or of a folder with such a file or several and an index."""
     folder = current(path)
-    if folder.is_file():
+    if folder.exists() and not folder.is_dir():
         return _indexed(folder) if folder.suffix == ".json" else Source(folder.parent, {folder.name: contents(folder)})
     if not folder.is_dir():
         raise CheckpointError(f"{path}: there is no such file or folder" + _near(path))
     if is_checkpoint(folder):
         return checkpoint(folder).only(state=False)
-    if (folder / INDEX).is_file():
+    if (folder / INDEX).exists():
         return _indexed(folder / INDEX)
-    if (folder / WEIGHTS).is_file():
+    if (folder / WEIGHTS).exists():
         return Source(folder, {WEIGHTS: contents(folder / WEIGHTS)})
     raise CheckpointError(f"{folder}: no {MANIFEST}, {INDEX} or {WEIGHTS} in it, but {_names(folder)}")
 
@@ -96,7 +95,7 @@ def contents(path: Path) -> Contents:
 def _indexed(path: Path) -> Source:
     """An index says which tensor is in which file; files and index must say the same."""
     try:
-        table = json.loads(_text(path).decode(), object_pairs_hook=unique)
+        table = read_json(_text(path))
         names = table["weight_map"]
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in names.items()):
             raise ValueError("weight_map must map texts to texts")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpx.checkpoint.format import unique
+from fsdpx.checkpoint.format import read_json
 from fsdpx.errors import CheckpointError
 from fsdpx.state.state import TrainState
 
@@ -31,21 +32,33 @@ class Scalars:
     data: dict[str, Any] | None = None
     fit: dict[str, Any] | None = None
 
+    @property
+    def _sound(self) -> bool:
+        counts = (self.steps, self.rows, self.good)
+        return (
+            all(type(n) is int and 0 <= n < 1 << 63 for n in counts)
+            and (type(self.seed) is int and self.seed >= 0)
+            and (type(self.scale) is float and 0 < self.scale < math.inf)
+            and type(self.dynamic) is bool
+            and all(type(name) is str for name in (self.optimizer, *self.slots))
+            and all(value is None or type(value) is dict for value in (self.data, self.fit))
+        )
+
     def text(self) -> str:
         """CheckpointError if the state of the data holds more than JSON can."""
         try:
-            return json.dumps(vars(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+            text = json.dumps(vars(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+            return text.encode().decode()  # no half of a surrogate pair
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
 
     @classmethod
     def parse(cls, text: str | None, where: str) -> Scalars:
         try:
-            table = json.loads(text or "", object_pairs_hook=unique)
+            table = read_json((text or "").encode())
             made = cls(**{**table, "slots": tuple(table["slots"])})
-            good = all(type(n) is int and n >= 0 for n in (made.steps, made.rows, made.seed, made.good))
-            if not good or type(made.scale) is not float or not made.scale > 0:
-                raise ValueError("numbers out of range")
+            if type(table["slots"]) is not list or not made._sound:
+                raise ValueError("a value is of another type or out of range")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise CheckpointError(f"{where}: this state cannot be read: {error}") from None
         return made

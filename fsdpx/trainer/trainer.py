@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +16,6 @@ import numpy as np
 from fsdpx.array.namespace import from_host
 from fsdpx.checkpoint.agree import alone
 from fsdpx.checkpoint.background import Background
-from fsdpx.checkpoint.commit import named
 from fsdpx.checkpoint.load import load, load_weights
 from fsdpx.checkpoint.save import Choices, prepare, save
 from fsdpx.checkpoint.state import Scalars
@@ -260,7 +258,7 @@ class Trainer:
         ------
         CheckpointError : the same on all ranks, if it cannot be written; the older one is then as it was
         """
-        self.checkpoint(named(path), Choices(dtype, shard_bytes, keep), loader, None, background)
+        self.checkpoint(path, Choices(dtype, shard_bytes, keep), loader, None, background)
 
     def wait_saved(self) -> None:
         """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be. Collective."""
@@ -296,17 +294,22 @@ class Trainer:
         ------
         CheckpointError : before anything changes, if names, shapes, formats, sizes or digests do not fit
         """
-        self.resume(named(path), loader, convert, verify)
+        self.resume(path, loader, convert, verify)
 
     def load_weights(self, path: str | PathLike[str], *, convert: bool = False) -> None:
         """Take the weights alone from a checkpoint, from a safetensors file, or from a folder with `model.safetensors`
         or several files and their index. Names, shapes and formats must fit; running statistics may be missing, tied
         parameters may have any of their names. Collective."""
         self._open("load_weights")
-        load_weights(self._session.state, named(path), convert)
+        load_weights(self._session.state, path, convert)
 
     def checkpoint(
-        self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
+        self,
+        path: str | PathLike[str],
+        choices: Choices,
+        loader: Any,
+        fit: Mapping[str, Any] | None,
+        background: bool = False,
     ) -> None:
         self._open("save")
         self._end_saving()
@@ -315,7 +318,7 @@ class Trainer:
         else:
             save(self._session.state, path, choices, loader, fit)
 
-    def resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
+    def resume(self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
         self._open("load")
         self._end_saving()
         return load(self._session.state, path, loader, convert, verify)
