@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from os import PathLike
 from typing import Any, NoReturn, TypeVar
 
 import numpy as np
@@ -106,7 +106,12 @@ class ElasticTrainer(Trainer):
             self._given_up = False
 
     def checkpoint(
-        self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
+        self,
+        path: str | PathLike[str],
+        choices: Choices,
+        loader: Any,
+        fit: Mapping[str, Any] | None,
+        background: bool = False,
     ) -> None:
         def mine() -> None:
             self._coordinator.report("saving")
@@ -115,7 +120,7 @@ class ElasticTrainer(Trainer):
         self._together("save", mine)
         self._given_up = False
 
-    def resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
+    def resume(self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
         scalars: Scalars = self._replaced("load", lambda: Trainer.resume(self, path, loader, convert, verify))
         if loader is not None and not self.trains:
             loader.load_state_dict(scalars.data)
