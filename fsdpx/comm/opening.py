@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fsdpx.comm.node import NodeCommunicator
     from fsdpx.comm.survivors import Survivor
 
-__all__ = ["BACKENDS", "Asked", "Opener", "adopt", "node_of", "resilient", "world"]
+__all__ = ["BACKENDS", "Asked", "Opener", "adopt", "node_of", "place", "resilient", "world"]
 
 
 class Asked(NamedTuple):
@@ -107,6 +107,19 @@ def resilient(comm: Any = None) -> Survivor:
     if given is not comm and not (opened and given is opened.comm):
         mpi.close()
     return made
+
+
+def place() -> tuple[int, int]:
+    """This rank's number and how many there are: of the default communicator, else of this job. Not collective."""
+    opened = default.current()
+    if opened is not None:
+        return opened.comm.rank, opened.comm.size
+    if environment.read().launcher is None:
+        return 0, 1
+    _ranks_of_mpi(Asked(environment.read()))
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 
 
 def _opened() -> Communicator:

@@ -27,10 +27,10 @@ class DataLoader:
     ----------
     dataset : samples by number, see `Dataset`
     batch_size : samples of the GLOBAL batch, which the ranks share; it is the same at any number of ranks
-    comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`
-    rank, size : instead of comm; 0 of 1 if neither is given
-    shuffle, seed, drop_last, chunks : as in `DistributedSampler`
-    sampler : instead of batch_size, comm and the four before
+    comm : a communicator of the data-parallel ranks, or any object with `rank` and `size`; None: the
+        default communicator
+    rank, size, shuffle, seed, drop_last, chunks : as in `DistributedSampler`
+    sampler : instead of batch_size, comm and these six
     collate : list of samples -> batch; None: `take` of the dataset if it has one, else stack
     transform : batch -> batch; runs, as collate does, in the thread that reads
     prefetch : batches read ahead by a thread, which makes no call to MPI; 0: no thread
@@ -58,9 +58,8 @@ class DataLoader:
         if not isinstance(prefetch, int) or prefetch < 0:
             raise ConfigError(f"DataLoader(prefetch={prefetch!r}): a number of batches, 0 or more, is needed")
         if sampler is None:
-            rank, size = _place(comm, rank, size)
             order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "chunks": chunks}
-            sampler = DistributedSampler(len(dataset), rank, size, batch=_size(batch_size), **order)
+            sampler = DistributedSampler(len(dataset), rank, size, comm=comm, batch=_size(batch_size), **order)
         else:
             given = {"batch_size": batch_size, "comm": comm, "rank": rank, "size": size, "chunks": chunks}
             _check_unused(given, shuffle, seed, drop_last)
@@ -175,16 +174,6 @@ def _read(loader: DataLoader, epoch: int, position: int) -> Iterator[tuple[Any, 
             raise
         position = share.after
         yield batch, position
-
-
-def _place(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
-    if comm is not None:
-        if rank is not None or size is not None:
-            raise ConfigError("DataLoader: pass comm, or rank and size, not both")
-        return comm.rank, comm.size
-    if (rank is None) != (size is None):
-        raise ConfigError(f"DataLoader(rank={rank}, size={size}): one of them is missing")
-    return (0, 1) if rank is None or size is None else (rank, size)
 
 
 def _size(batch_size: Any) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import permutation
+from fsdpx.comm.opening import place
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["DistributedSampler", "Share"]
@@ -43,7 +44,9 @@ class DistributedSampler:
     Parameters
     ----------
     n : samples of the dataset
-    rank, size : this data rank, and how many there are
+    rank, size : this data rank, and how many there are; None: those of comm
+    comm : a communicator of the data ranks, or any object with `rank` and `size`; None: the default communicator, or
+        all ranks of this job as long as there is none
     shuffle : a new random order every epoch; else 0 .. n-1
     seed : of the order
     drop_last : leave out a last global batch that is shorter than `batch`
@@ -54,15 +57,17 @@ class DistributedSampler:
     def __init__(
         self,
         n: int,
-        rank: int = 0,
-        size: int = 1,
+        rank: int | None = None,
+        size: int | None = None,
         *,
+        comm: Any = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
         batch: int | None = None,
         chunks: int | None = None,
     ) -> None:
+        rank, size = _place(comm, rank, size)
         self.n, self.rank, self.size = _whole("n", n, 0), _whole("rank", rank, 0), _whole("size", size, 1)
         if self.n == 0:
             raise DataError("DistributedSampler(n=0): the dataset is empty")
@@ -176,6 +181,18 @@ class DistributedSampler:
 
     def __repr__(self) -> str:
         return f"DistributedSampler({self.n}, rank={self.rank}, size={self.size}, batch={self.batch})"
+
+
+def _place(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
+    if comm is not None:
+        if rank is not None or size is not None:
+            raise ConfigError("DistributedSampler: pass comm, or rank and size, not both")
+        return comm.rank, comm.size
+    if rank is None and size is None:
+        return place()
+    if rank is None or size is None:
+        raise ConfigError(f"DistributedSampler(rank={rank}, size={size}): one of them is missing")
+    return rank, size
 
 
 def _whole(name: str, value: Any, least: int) -> int:

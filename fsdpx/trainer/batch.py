@@ -85,8 +85,9 @@ ENDED = "no batch: its loader has come to its end"
 DIGEST = " holding "
 
 
-def agree(axes: Axes, features: str, rows: int, error: FsdpxError | None) -> tuple[int, ...]:
-    """Tell each other whether the batch is good: the rows of every data rank, or the same error on all of them.
+def agree(axes: Axes, features: str, rows: int, error: FsdpxError | None) -> tuple[tuple[int, ...], bool]:
+    """Tell each other whether the batch is good: the rows of every data rank and whether these have the same digest,
+    or the same error on all of them.
 
     Ranks of one data rank must agree in all of `features`, the others up to DIGEST. Costs one all-gather of 32 bytes;
     texts travel only when something is wrong. features ENDED: this rank has no batch."""
@@ -101,7 +102,7 @@ def agree(axes: Axes, features: str, rows: int, error: FsdpxError | None) -> tup
     first = [lines.index(line) for line in range(axes.data.size)]
     same = all((table[rank] == table[first[line]]).all() for rank, line in enumerate(lines))
     if table[:, 0].all() and (table[:, 2] == table[0, 2]).all() and same:
-        return tuple(table[first, 1].tolist())
+        return tuple(table[first, 1].tolist()), bool((table[first] == table[0]).all())
     raise _disagreement(comm, kind, error, lines)
 
 

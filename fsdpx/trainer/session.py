@@ -19,6 +19,7 @@ from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer.outputs import whole_outputs
 from fsdpx.trainer.recompute import recomputed_units
+from fsdpx.trainer.twins import Twins
 
 __all__ = ["Session"]
 
@@ -34,6 +35,7 @@ class Session:
         self.engine, self.state, self.place = engine, engine.state, engine.placement
         self.microbatches, self.commit = microbatches, commit
         self._model, self._loss = model, loss
+        self._twins = Twins(self.place.axes)
         self._executables: dict[tuple[Request, frozenset[str]], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
@@ -47,7 +49,7 @@ class Session:
         Collective: all ranks raise the same error if the batch of one of them is not good."""
         place, error = self.place, None
         inputs: tuple[Any, ...] = ()
-        target, features, rows = None, "", 0
+        target, features, rows, doubted = None, "", 0, False
         try:
             inputs = batches.inputs_of(place, x)
             rows = int(inputs[0].shape[0])
@@ -55,13 +57,16 @@ class Session:
                 target = batches.target_of(place, y, rows)
             arrays = [*inputs, *([] if target is None else [target])]
             features = batches.features_of(arrays) + also
-            if place.axes.data.size < place.axes.world.size:  # several ranks work on the same samples
+            doubted = kind in ("step", "accumulate") and self._twins.doubted
+            if doubted or place.axes.data.size < place.axes.world.size:  # several ranks work on the same samples
                 features += batches.digest_of(arrays)
             self._validate(inputs, target)
         except FsdpxError as problem:
             error = problem
         if not place.imaginary:
-            everyone = batches.agree(place.axes, features, rows, error)
+            everyone, alike = batches.agree(place.axes, features, rows, error)
+            if doubted:
+                self._twins.see(alike, arrays)
         elif error is not None:
             raise error
         else:

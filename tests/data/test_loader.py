@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from fsdpx import spawn
 from fsdpx.data import ArrayDataset, DataLoader, DistributedSampler
 from fsdpx.errors import ConfigError, DataError
 
@@ -234,7 +235,7 @@ def test_a_sampler_of_ones_own():
             ([1], 1),
             {"prefetch": -1},
         ),
-        (ConfigError, r"DataLoader\(rank=0, size=None\): one of them is missing", ([1], 1), {"rank": 0}),
+        (ConfigError, r"DistributedSampler\(rank=0, size=None\): one of them is missing", ([1], 1), {"rank": 0}),
         (
             ConfigError,
             "pass comm, or rank and size, not both",
@@ -285,3 +286,15 @@ def test_array_dataset_by_number():
     assert len(data) == 2
     assert data[1][0].tolist() == [3, 4]
     assert data[1][1] == 6
+
+
+def test_without_comm_a_rank_takes_its_part():
+    def parts(comm):
+        loader = DataLoader(numbers(), 4, shuffle=True)
+        return loader.sampler.rank, loader.sampler.size, [x.tolist() for x, _ in loader]
+
+    found = spawn(parts, 3)
+    assert [(rank, size) for rank, size, _ in found] == [(0, 3), (1, 3), (2, 3)]
+    assert sorted(n for *_, batches in found for batch in batches for n in batch) == list(range(10))
+    assert spawn(lambda comm: DistributedSampler(10).rank, 2) == [0, 1]
+    assert spawn(lambda comm: DistributedSampler(10, comm=SimpleNamespace(rank=1, size=4)).size, 2) == [4, 4]
