@@ -8,7 +8,7 @@ from typing import Any
 from fsdpx.engine import compute
 from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.run import Run, Values, microbatch_of, number_of
-from fsdpx.nn.gradients import Entry
+from fsdpx.nn.gradients import Entries
 from fsdpx.program import Action, StageUnit
 from fsdpx.state.gradients import Gradient
 
@@ -132,25 +132,22 @@ def _without_samples(gradients: list[Gradient], have: Values) -> Values:
     return (*gradients, *have)
 
 
-def _open(run: Run, action: Action, pages: list[int], gradients: list[Gradient]) -> list[dict[str, Entry]]:
+def _open(run: Run, action: Action, pages: list[int], gradients: list[Gradient]) -> list[Entries]:
     """The gradients of each page by name; those of a buffer that is used for the first time are blank."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
         entries = run.views.entries(run.place.layout.pages[page], gradient.at(microbatch_of(action)))
         if gradient.blank:
             gradient.blank = False
-            for entry in entries.values():
-                entry.blank = True
+            entries.blank()
         opened.append(entries)
     return opened
 
 
-def _close(run: Run, action: Action, opened: list[dict[str, Entry]]) -> None:
+def _close(run: Run, action: Action, opened: list[Entries]) -> None:
     """What no layer wrote is zero. Looks for NaN and Inf, but not with a dynamic loss scale: it provokes overflow."""
     for page in opened:
-        for entry in page.values():
-            if entry.blank:
-                entry.open()
+        page.complete()
     if run.place.options.check_finite and not run.scaler.dynamic:
         unit = run.place.layout.units[number_of(action)].name
         for page in opened:

@@ -6,13 +6,13 @@ Every product is the one that the layers would compute, so the bits are the same
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from fsdpx.array.blas import line, line_backward
-from fsdpx.nn.gradients import Entry, Gradients
+from fsdpx.nn.gradients import BLANK, WRITTEN, Entry, Gradients
 
 __all__ = ["Line", "Stacks"]
 
@@ -33,6 +33,16 @@ class Line:
         return [(self.x,), *((y,) for y in self.out[:-1])]
 
 
+class Sums(NamedTuple):
+    """Where the gradients of a line are added up: a stack, and which of their buffer's flags are theirs."""
+
+    stack: Stack
+    entries: list[Entry]
+    flags: bytearray
+    begin: int
+    end: int
+
+
 class Stacks:
     """Stacks by the list of views they were made of, and forward and backward through them.
 
@@ -40,7 +50,7 @@ class Stacks:
 
     def __init__(self) -> None:
         self._params: dict[tuple[int, int], tuple[Any, Stack | None]] = {}
-        self._grads: dict[tuple[int, int], tuple[Any, Stack | None, list[Entry]]] = {}
+        self._grads: dict[tuple[int, int], tuple[Any, Sums | None]] = {}
 
     def forward(self, params: Sequence[Mapping[str, Any]], start: int, stop: int, x: Any) -> Line | None:
         """All outputs of the layers from `start` to `stop`."""
@@ -60,18 +70,18 @@ class Stacks:
         dy: Any,
     ) -> Any:
         """The gradient of the line's input; those of its parameters are written or added. None: nothing was done."""
-        stack, (sums, entries) = self._of_params(params, start, stop), self._of_grads(grads, start, stop)
+        stack, sums = self._of_params(params, start, stop), self._of_grads(grads, start, stop)
         if stack is None or sums is None or not (type(dy) is np.ndarray and dy.flags.c_contiguous):
             return None
-        blank = [entry.blank for entry in entries]
-        if any(blank) and not all(blank):
-            for entry in entries:
+        blank = sums.flags.count(BLANK, sums.begin, sums.end)
+        if 0 < blank < len(sums.entries):
+            for entry in sums.entries:
                 entry.open()
+            blank = 0
         dx = np.empty((2, *dy.shape), dy.dtype)
-        if not line_backward(dx, held.x, held.out, dy, *stack, *sums, not all(blank)):
+        if not line_backward(dx, held.x, held.out, dy, *stack, *sums.stack, not blank):
             return None
-        for entry in entries:
-            entry.blank = False
+        sums.flags[sums.begin : sums.end] = bytes((WRITTEN,)) * len(sums.entries)
         return dx[0]
 
     def _of_params(self, params: Sequence[Mapping[str, Any]], start: int, stop: int) -> Stack | None:
@@ -83,15 +93,21 @@ class Stacks:
             )
         return known[1]
 
-    def _of_grads(self, grads: Sequence[Mapping[str, Any]], start: int, stop: int) -> tuple[Stack | None, list[Entry]]:
+    def _of_grads(self, grads: Sequence[Mapping[str, Any]], start: int, stop: int) -> Sums | None:
         known = self._grads.get((id(grads), start))
         if known is None:
-            each = [g.entries for g in grads[start:stop] if isinstance(g, Gradients) and {"weight", "bias"} <= set(g)]
-            fits = len(each) == stop - start
-            stack = _stack([(e["weight"].array, e["bias"].array) for e in each]) if fits else None
-            entries = [e[name] for e in each for name in ("weight", "bias")]
-            known = self._grads[id(grads), start] = (grads, stack, entries)
-        return known[1], known[2]
+            known = self._grads[id(grads), start] = (grads, _sums(grads[start:stop]))
+        return known[1]
+
+
+def _sums(grads: Sequence[Mapping[str, Any]]) -> Sums | None:
+    each = [g.entries for g in grads if isinstance(g, Gradients) and {"weight", "bias"} <= set(g)]
+    if len(each) < len(grads):
+        return None
+    entries = [e[name] for e in each for name in ("weight", "bias")]
+    stack, flags, begin = _stack([(e["weight"].array, e["bias"].array) for e in each]), entries[0].flags, entries[0].at
+    in_a_row = all(e.flags is flags and e.at == begin + i for i, e in enumerate(entries))
+    return Sums(stack, entries, flags, begin, begin + len(entries)) if stack is not None and in_a_row else None
 
 
 def _stack(pairs: list[tuple[Any, Any]]) -> Stack | None:

@@ -6,7 +6,7 @@ from typing import Any
 from fsdpx.engine.lines import Stacks
 from fsdpx.layout.pages import Page
 from fsdpx.layout.units import Layout
-from fsdpx.nn.gradients import Entry, Gradients
+from fsdpx.nn.gradients import Entries, Entry, Gradients
 from fsdpx.nn.layer import dotted
 
 __all__ = ["Views"]
@@ -20,7 +20,7 @@ class Views:
         self.stacks = Stacks()
         self._leaves: dict[int, tuple[Any, list[Any]]] = {}
         self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
-        self._entries: dict[tuple[int, int], tuple[Any, dict[str, Entry]]] = {}
+        self._entries: dict[tuple[int, int], tuple[Any, Entries]] = {}
         self._params: dict[tuple[int, ...], tuple[Any, list[dict[str, Any]]]] = {}
         self._grads: dict[tuple[int, ...], tuple[Any, list[Gradients]]] = {}
         self._names = [
@@ -44,12 +44,12 @@ class Views:
             cached = self._pages[key] = (buffer, page.named(buffer))  # holding the buffer keeps its id taken
         return cached[1]
 
-    def entries(self, page: Page, buffer: Any) -> dict[str, Entry]:
+    def entries(self, page: Page, buffer: Any) -> Entries:
         """Parameter name -> gradient in `buffer`: for all that add into it, tied layers included, the same objects."""
         key = (page.index, id(buffer))
         cached = self._entries.get(key)
         if cached is None:
-            made = {name: Entry(view) for name, view in self.page(page, buffer).items()}
+            made = Entries(self.page(page, buffer))
             cached = self._entries[key] = (buffer, made)
         return cached[1]
 

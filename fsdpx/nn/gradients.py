@@ -5,25 +5,51 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["Entry", "Gradients", "destination"]
+__all__ = ["BLANK", "WRITTEN", "Entries", "Entry", "Gradients", "destination"]
 
 Array = Any
 
+WRITTEN, BLANK = 0, 1
+
 
 class Entry:
-    """One parameter's gradient. blank: nothing was written yet, and the content of the array is undefined."""
+    """One parameter's gradient. blank: nothing was written yet, and the content of the array is undefined.
 
-    __slots__ = ("array", "blank")
+    One byte of `flags`, at `at`, says so: those of a buffer lie in a row, to be looked at and changed all at once."""
 
-    def __init__(self, array: Array, blank: bool = False) -> None:
-        self.array, self.blank = array, blank
+    __slots__ = ("array", "at", "flags")
+
+    def __init__(self, array: Array, flags: bytearray, at: int) -> None:
+        self.array, self.flags, self.at = array, flags, at
+
+    @property
+    def blank(self) -> bool:
+        return self.flags[self.at] == BLANK
 
     def open(self) -> Array:
         """The array to add into; a blank one is set to zero first."""
-        if self.blank:
+        if self.flags[self.at] == BLANK:
             self.array[...] = 0
-            self.blank = False
+            self.flags[self.at] = WRITTEN
         return self.array
+
+
+class Entries(dict[str, Entry]):
+    """The gradients in one buffer by name, in the order of memory."""
+
+    def __init__(self, arrays: Mapping[str, Array]) -> None:
+        self.flags = bytearray(len(arrays))
+        super().__init__({name: Entry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
+
+    def blank(self) -> None:
+        """All are used for the first time."""
+        self.flags[:] = bytes((BLANK,)) * len(self)
+
+    def complete(self) -> None:
+        """What was not written is zero."""
+        if BLANK in self.flags:
+            for entry in self.values():
+                entry.open()
 
 
 class Gradients(Mapping[str, Array]):
@@ -45,7 +71,7 @@ class Gradients(Mapping[str, Array]):
         entry = self.entries[name]
         if array is not entry.array:
             entry.array[...] = array
-            entry.blank = False
+            entry.flags[entry.at] = WRITTEN
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -80,5 +106,5 @@ def destination(g: Mapping[str, Array], name: str) -> tuple[Array, bool] | None:
     entry = g.entries.get(name)
     if entry is None:
         return None
-    add, entry.blank = not entry.blank, False
+    add, entry.flags[entry.at] = not entry.blank, WRITTEN
     return entry.array, add

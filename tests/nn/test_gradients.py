@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
-from fsdpx.nn.gradients import Entry, Gradients, destination
+from fsdpx.nn.gradients import Entries, Gradients, destination
 from fsdpx.nn.layer import branches
 
 
 def blank(*names: str) -> Gradients:
-    return Gradients({name: Entry(np.full(3, np.nan), blank=True) for name in names})
+    entries = Entries({name: np.full(3, np.nan) for name in names})
+    entries.blank()
+    return Gradients(entries)
 
 
 def test_adding_in_place_begins_at_zero() -> None:
@@ -58,3 +60,15 @@ def test_branches_share_entries_and_ties_are_one() -> None:
     parts["one"]["weight"] += 1
     np.testing.assert_array_equal(g["one.weight"], [2, 2, 2])
     assert g.entries["one.deep.bias"].blank
+
+
+def test_what_was_not_written_is_zero_in_the_end() -> None:
+    entries = Entries({"a": np.full(3, np.nan), "b": np.full(3, np.nan)})
+    entries.blank()
+    Gradients(entries)["a"] += 1
+    entries.complete()
+    np.testing.assert_array_equal(entries["a"].array, [1, 1, 1])
+    np.testing.assert_array_equal(entries["b"].array, [0, 0, 0])
+    entries["b"].array[...] = 2
+    entries.complete()
+    np.testing.assert_array_equal(entries["b"].array, [2, 2, 2])
