@@ -36,7 +36,7 @@ help:
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     parity on a GPU, if there is one"
 	@echo "make lint type    ruff; mypy"
-	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, two minutes on two cores"
+	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, a minute and a half on two cores"
 	@echo "make replay       write the golden programs anew and show what changed"
 	@echo "make bench        the benchmarks: tables and plots in bench/results and docs (ARGS=--quick to try)"
 	@echo "make docs         the documentation in docs/_build/html"

@@ -28,7 +28,7 @@ def saved(comm: Communicator, name: str, path: Path, case: str = "wide", **optio
 
 
 @pytest.mark.parametrize("case", ["wide", "norms"])
-@pytest.mark.parametrize("name", few(ALL, 3))
+@pytest.mark.parametrize("name", few(ALL, 5))
 def test_the_weights_are_the_file_that_safetensors_writes(
     name: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +67,7 @@ PLACES = [(strategy, ranks, None) for strategy, ranks in placed([1, 2, 3, 5], [4
 SOLID = [("fsdp", 8, Mesh(replica=2, shard=2, pipe=2)), ("zero1", 8, Mesh(shard=2, pipe=4))]
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "mesh"), few(PLACES + SOLID, 4), ids=str)
+@pytest.mark.parametrize(("strategy", "ranks", "mesh"), few(PLACES + SOLID, 6), ids=str)
 def test_every_preset_at_every_number_of_ranks(
     strategy: str, ranks: int, mesh: Mesh | None, reference: tuple[Path, str], tmp_path: Path
 ) -> None:

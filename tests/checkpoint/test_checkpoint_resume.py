@@ -29,7 +29,7 @@ def run(comm: Communicator, name: str, first: int, last: int, path: Path, **opti
 
 @pytest.mark.parametrize(
     ("first", "second", "half"),
-    few([("fsdp 5", "pipe 4", 11), ("one", "fsdp 3", 50), ("pipe 4", "ddp 2", 11), ("zero2 4", "one", 11)], 2),
+    few([("fsdp 5", "pipe 4", 11), ("one", "fsdp 3", 50), ("pipe 4", "ddp 2", 11), ("zero2 4", "one", 11)], 4),
 )
 def test_50_and_50_steps_are_100(first: str, second: str, half: int, tmp_path: Path) -> None:
     whole = everywhere("one", run, "one", 0, 2 * half, tmp_path / "whole")

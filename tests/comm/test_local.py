@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx.comm as comms
 from fsdpx.comm import Communicator, ReduceOp, spawn, threads
@@ -23,6 +24,7 @@ class TestContract(CommunicatorContract):
             spawn(body, size, timeout=30)
 
 
+@in_full
 class TestContractInOtherOrdersOfArrival(CommunicatorContract):
     def run(self, body: Callable[[Communicator], Any]) -> Any:
         spawn(body, 3, timeout=60, delays=7)

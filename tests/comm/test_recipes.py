@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 
 from fsdpx.comm import (
     BACKENDS,
@@ -54,11 +55,13 @@ class Traced(Wrapper):
         return Traced(group, self.lines)
 
 
+@in_full
 class TestDelayed(CommunicatorContract):
     def run(self, body: Callable[[Communicator], Any]) -> Any:
         spawn(lambda comm: body(Delayed(comm)), 3, timeout=60)
 
 
+@in_full
 class TestTraced(CommunicatorContract):
     def run(self, body: Callable[[Communicator], Any]) -> Any:
         spawn(lambda comm: body(Traced(comm, [])), 2, timeout=60)

@@ -32,7 +32,7 @@ def test_every_rank_at_every_action(strategy: str) -> None:
     each = [a for a in dict.fromkeys(wanted[0].actions) if speaks(actions_of(a)[0])]
     assert {"COMMIT", "MEAN", "NORM", "REDUCE0"} <= set(each)
     assert all(wanted[0].actions.count(a) >= STEPS for a in each)
-    for number, action in enumerate(few(each, 2)):
+    for number, action in enumerate(few(each, 4)):
         for rank in [number % RANKS[strategy]] if CHECK else range(RANKS[strategy]):
             got = train(RANKS[strategy], [Kill(rank, action, before=2)], strategy)
             where = f"rank {rank} died after {action} of step 3"
@@ -64,7 +64,7 @@ POINTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("point", few(POINTS, 2))
+@pytest.mark.parametrize("point", few(POINTS, 3))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:
     options = {"elastic": Elastic(every=1, copies=2)}

@@ -29,7 +29,7 @@ PLACES = [
 def test_one_hash_at_any_world_size_and_strategy(case: str) -> None:
     seen = {
         (tuple(losses), digest)
-        for strategy, size in few(PLACES, 3)
+        for strategy, size in few(PLACES, 6)
         for losses, digest in spawn(lambda comm, s=strategy: run(comm, case, s), size, delays=size)
     }
     assert len(seen) == 1

@@ -31,7 +31,7 @@ def spawn(fn: Any, size: int, *args: Any, delays: int | None = None, **more: Any
     return fsdpx.spawn(lambda comm: fn(comm, *args, **more), size, delays=delays)
 
 
-@pytest.mark.parametrize(("strategy", "size"), few(placed([3, 5], [4]), 3))
+@pytest.mark.parametrize(("strategy", "size"), few(placed([3, 5], [4]), 5))
 @pytest.mark.parametrize("case", CASES)
 def test_equals_one_process(case: str, strategy: str, size: int) -> None:
     losses, want, _ = reference(case)
@@ -72,7 +72,7 @@ def accumulated(comm: Communicator, case: str, strategy: str, local: bool, **mor
 
 
 @pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize(("strategy", "size"), few(placed([1, 2, 3], [4]), 3))
+@pytest.mark.parametrize(("strategy", "size"), few(placed([1, 2, 3], [4]), 5))
 def test_accumulation_equals_one_batch(strategy: str, size: int, local: bool) -> None:
     _, want, _ = reference("mlp")
     for got, _ in spawn(accumulated, size, "mlp", strategy, local, delays=1, microbatches=2):

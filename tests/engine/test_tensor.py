@@ -17,7 +17,7 @@ SEQUENCES = (None, "parallel", "ulysses", "ring")
 
 
 @pytest.mark.parametrize("width", few([2, 3, 4], 2))
-@pytest.mark.parametrize("sequence", SEQUENCES)
+@pytest.mark.parametrize("sequence", few(SEQUENCES, 2))
 def test_every_width_equals_one_process(sequence: str | None, width: int) -> None:
     compare("wide", Mesh(shard=1, tensor=width), "ddp", delays=width, sequence=sequence)
 

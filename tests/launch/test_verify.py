@@ -30,6 +30,7 @@ def on_threads(line: str, ranks: int) -> list[int]:
     return fsdpx.spawn(lambda comm: verify_on(comm, arguments(line)), ranks)
 
 
+@in_full
 def test_every_schedule_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert on_threads("--mesh pipe=3 --schedule all --precision float64 --steps 2", 3) == [0] * 3
     want = [f"OK  fsdp float64, 3 ranks, pipe=3, {schedule}: " for schedule in SCHEDULES]
