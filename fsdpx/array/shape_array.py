@@ -64,6 +64,9 @@ class ShapeArray:
     def __repr__(self) -> str:
         return f"ShapeArray({self.shape}, {self.dtype.name})"
 
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise TypeError(f"{self!r} has no data for numpy")
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of an array without dims")

@@ -10,16 +10,19 @@ import traceback
 from types import TracebackType
 
 from fsdpx.comm.communicator import Communicator
+from fsdpx.errors import CommError, DesyncError, FsdpxError
 
 __all__ = ["install"]
 
 _SECONDS_TO_DELIVER = 0.1
+_SECONDS_FOR_RANK_0 = 3.0
 
 
 def install(comm: Communicator) -> None:
     """From now on an uncaught exception in any thread of this process, the first one, ends all ranks, with status 1.
 
     Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them.
+    What all ranks raise together is printed once: the others leave it to rank 0, which ends them.
     Installing again, with any communicator, only replaces the one that aborts."""
     begun = threading.Lock()
 
@@ -28,6 +31,8 @@ def install(comm: Communicator) -> None:
     ) -> None:
         if begun.acquire(blocking=False):
             sys.stdout.flush()
+            if comm.rank > 0 and _alike(error):
+                time.sleep(_SECONDS_FOR_RANK_0)
             sys.stderr.write(report(comm.rank, kind, error, trace, thread))
             sys.stderr.flush()
             time.sleep(_SECONDS_TO_DELIVER)  # the launcher forwards output in a process that abort will kill
@@ -39,6 +44,12 @@ def install(comm: Communicator) -> None:
             end(args.exc_type, args.exc_value, args.exc_traceback, name)
 
     sys.excepthook, threading.excepthook = end, in_thread
+
+
+def _alike(error: BaseException | None) -> bool:
+    """Whether other ranks are likely to raise the same: what is wrong with choices, batches and calls is checked or
+    agreed on by all of them."""
+    return isinstance(error, FsdpxError) and (isinstance(error, DesyncError) or not isinstance(error, CommError))
 
 
 def report(

@@ -4,8 +4,10 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from fsdpx.engine.lines import Line, Stacks
+from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Unit
 from fsdpx.nn.layer import Env
+from fsdpx.nn.sort import CALLS_NUMPY, Node, calls_numpy
 
 __all__ = ["backward", "backward_input", "backward_params", "forward"]
 
@@ -34,7 +36,7 @@ def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep
         try:
             values[node.output], kept = node.layer.forward(envs[i], params[i], x)
         except Exception as error:
-            error.add_note(f"in forward of layer {node.path!r} {node.layer!r}")
+            _blame(error, "forward", node)
             raise
         saved.append(kept if keep else None)
     return saved
@@ -69,9 +71,11 @@ def backward(
         try:
             dx = run(envs[i], params[i], grads[i], held, dy)
         except Exception as error:
-            error.add_note(f"in backward of layer {node.path!r} {node.layer!r}")
+            _blame(error, "backward", node)
             raise
         if not leaf:
+            if getattr(dx, "dtype", None) is not dy.dtype:
+                _demand_format(node, dx, dy)
             _spread(node.inputs, dx, dvalues)
 
 
@@ -89,8 +93,9 @@ def backward_input(unit: Unit, envs: Envs, params: Arrays, saved: list[Any], dva
         try:
             dx, kept[i] = node.layer.backward_input(envs[i], params[i], held, dy)
         except Exception as error:
-            error.add_note(f"in backward of layer {node.path!r} {node.layer!r}")
+            _blame(error, "backward", node)
             raise
+        _demand_format(node, dx, dy)
         _spread(node.inputs, dx, dvalues)
     return kept
 
@@ -104,7 +109,7 @@ def backward_params(unit: Unit, envs: Envs, grads: Grads, kept: Sequence[Any]) -
         try:
             node.layer.backward_params(envs[i], grads[i], kept[i])
         except Exception as error:
-            error.add_note(f"in the parameter gradients of layer {node.path!r} {node.layer!r}")
+            _blame(error, "the parameter gradients", node)
             raise
 
 
@@ -128,6 +133,22 @@ def _line_backward(
     saved[start] = None
     _spread(unit.nodes[start].inputs, dx, dvalues)
     return True
+
+
+def _blame(error: Exception, where: str, node: Node) -> None:
+    """Say in which layer it happened, and why if it is known."""
+    why = f", which {CALLS_NUMPY}" if calls_numpy(error) else ""
+    error.add_note(f"in {where} of layer {node.path!r} {node.layer!r}{why}")
+
+
+def _demand_format(node: Node, dx: Any, dy: Any) -> None:
+    """Another format would be noticed in a layer that is not to blame, or not at all."""
+    for part in dx if isinstance(dx, tuple) else (dx,):
+        if part is not None and part.dtype != dy.dtype:
+            raise ConfigError(
+                f"layer {node.path!r} {node.layer!r}: backward gives {part.dtype} for a dy of {dy.dtype}: make "
+                "constants Python floats, and arrays by env.xp with dtype=dy.dtype"
+            )
 
 
 def _spread(inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any]) -> None:

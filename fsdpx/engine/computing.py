@@ -8,6 +8,7 @@ from typing import Any
 from fsdpx.engine import compute
 from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.run import Run, Values, microbatch_of, number_of
+from fsdpx.errors import ConfigError
 from fsdpx.nn.gradients import Entries
 from fsdpx.program import Action, StageUnit
 from fsdpx.state.gradients import Gradient
@@ -165,8 +166,20 @@ def loss(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     y = taken[0] if len(taken) == 1 else taken
     total, share, saved = find.forward(env, y, batch.target)
     dy = find.backward(env, saved, run.scaler.value)
-    dys = _inner(run, (dy,) if len(taken) == 1 else tuple(dy))
+    each = (dy,) if len(taken) == 1 else tuple(dy)
+    _demand_alike(find, taken, each)
+    dys = _inner(run, each)
     return ((float(total), float(share)), *_sums(have, dys), (weight or 0.0) + float(share))
+
+
+def _demand_alike(loss: Any, outputs: Values, dys: Values) -> None:
+    """A gradient in another shape or format would be noticed late, in a layer that is not to blame."""
+    for y, d in zip(outputs, dys, strict=True):
+        if d.dtype != y.dtype or d.shape != y.shape:
+            raise ConfigError(
+                f"{loss!r}: backward gives {d.dtype}{list(d.shape)} for an output of {y.dtype}{list(y.shape)}; "
+                "nn.Loss: the gradient has the shape and dtype of y"
+            )
 
 
 def score(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:

@@ -95,6 +95,11 @@ def distribute(
     ------
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
+    choice = Elastic.of(elastic)
+    if choice is not None and backend not in (None, "mpi"):
+        raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
+    # before choices are checked: what is wrong on all ranks is printed once for all of them
+    world: Any = _world(comm, backend) if choice is None else resilient(comm)
     recipe = Recipe(
         Training(
             model, loss, optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite, recompute
@@ -104,12 +109,9 @@ def distribute(
         ),
         Machinery(precision, device, check, tune, progress),
     )  # fmt: skip
-    choice = Elastic.of(elastic)
     if choice is None:
-        return Trainer(session_of(recipe, _world(comm, backend), watch=watch_axes))
-    if backend not in (None, "mpi"):
-        raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
-    return ElasticTrainer(recipe, resilient(comm), choice)
+        return Trainer(session_of(recipe, world, watch=watch_axes))
+    return ElasticTrainer(recipe, world, choice)
 
 
 def _world(comm: Any, backend: str | None) -> Communicator:

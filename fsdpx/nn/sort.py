@@ -4,16 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from fsdpx.array import shapes as xp
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.random import Random
 from fsdpx.comm.mesh import Axes, alone
-from fsdpx.errors import ShapeError
+from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import Container, input_names
-from fsdpx.nn.layer import Env, Layer, Spec, dotted
+from fsdpx.nn.layer import Env, Layer, Params, Spec, dotted
 from fsdpx.nn.ties import canonical
 
-__all__ = ["Node", "Sorted", "infer", "shapes", "sort", "specs_of"]
+__all__ = ["CALLS_NUMPY", "Node", "Sorted", "calls_numpy", "infer", "shapes", "sort", "specs_of"]
 
 
 @dataclass(frozen=True)
@@ -39,15 +41,17 @@ class Sorted:
     frozen: frozenset[str] = frozenset()
 
 
-def sort(model: Layer) -> Sorted:
-    """The leaves of `model`: every container that is not a `unit` is opened; a single layer is a node with path ""."""
+def sort(model: Layer, at: str = "", units: bool = False) -> Sorted:
+    """The leaves of `model`: every container that is not a `unit` is opened; a single layer is a node with path "".
+
+    at: the path of `model`. units: open them as well."""
     inputs = input_names(model)
     nodes: list[Node] = []
     ties: dict[str, str] = {}
     frozen: set[str] = set()
 
     def visit(layer: Layer, path: str, values: Sequence[int]) -> list[int]:
-        if not isinstance(layer, Container) or layer.unit:
+        if not isinstance(layer, Container) or (layer.unit and not units):
             nodes.append(Node(path, layer, tuple(values), len(inputs) + len(nodes)))
             return [nodes[-1].output]
         ties.update({dotted(path, alias): dotted(path, name) for alias, name in layer.ties.items()})
@@ -58,7 +62,7 @@ def sort(model: Layer) -> Sorted:
             here.update(zip(step.gives, given, strict=True))
         return [here[output] for output in layer.outputs]
 
-    outputs = visit(model, "", range(len(inputs)))
+    outputs = visit(model, at, range(len(inputs)))
     ends = {alias: canonical(ties, alias) for alias in ties}
     return Sorted(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()))
 
@@ -78,7 +82,8 @@ def infer(model: Sorted, inputs: Sequence[Any], dtype: Any = "float32", axes: Ax
     """The shape-only outputs of a model, as this rank holds them, from one shape-only array per input.
 
     dtype: of the parameters. axes: the connected mesh of this rank, for models that are cut over a tensor axis; None:
-    one rank. ShapeError with the path of the layer that does not fit, what it got and from where, and what it wants."""
+    one rank. ShapeError with the path of the layer that does not fit, what it got and from where, and what it wants;
+    ConfigError with that of a layer that calls numpy itself, or returns another format."""
     values = shapes(model, inputs, dtype, axes=axes)
     return [values[i] for i in model.outputs]
 
@@ -98,12 +103,43 @@ def shapes(
             name: xp.ShapeArray(spec.local(axes.tensor.rank, axes.tensor.size), real)
             for name, spec in node.layer.specs().items()
         }
-        x = tuple(values[i] for i in node.inputs)
+        x = [values[i] for i in node.inputs]
         try:
-            values.append(node.layer.forward(env.at(node.path), p, x[0] if len(x) == 1 else x)[0])
+            y, wrong, cause = _shape(env, node, p, x, real)
         except (ValueError, IndexError) as error:
             raise ShapeError(_misfit(model, node, values, error)) from error
+        if wrong:
+            if isinstance(node.layer, Container):  # one of those inside is to blame
+                shapes(sort(node.layer, node.path, units=True), x, dtype, training, axes)
+            raise ConfigError(f"layer {node.path!r} {node.layer!r} {wrong}") from cause
+        values.append(y)
     return values
+
+
+def _shape(env: Env, node: Node, p: Params, x: Sequence[Any], dtype: Any) -> tuple[Any, str, Exception | None]:
+    """What a node returns; what is wrong with it; what was raised."""
+    try:
+        y = node.layer.forward(env.at(node.path), p, x[0] if len(x) == 1 else tuple(x))[0]
+    except Exception as error:
+        if calls_numpy(error):
+            return None, f"{CALLS_NUMPY} ({error})", error
+        error.add_note(f"in forward of layer {node.path!r} {node.layer!r}")
+        raise
+    if y.dtype.kind != "f" or y.dtype in (dtype, *(part.dtype for part in x)):
+        return y, "", None
+    cure = "make constants Python floats, and arrays by env.xp with dtype=x.dtype"
+    return y, f"returns {y.dtype} where the model computes in {np.dtype(dtype)}: {cure}", None
+
+
+CALLS_NUMPY = (
+    "calls numpy itself: use env.xp, which is numpy, cupy or, when shapes are followed through the model before "
+    "anything is computed, arrays without data"
+)
+
+
+def calls_numpy(error: Exception) -> bool:
+    """Whether this is what a function of numpy says to an array without data."""
+    return isinstance(error, TypeError) and "ShapeArray" in str(error)
 
 
 def _misfit(model: Sorted, node: Node, values: Sequence[Any], error: Exception) -> str:

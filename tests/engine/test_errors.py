@@ -218,6 +218,71 @@ def test_an_error_inside_a_layer_names_layer_action_and_rank() -> None:
     assert "on rank 1, in action F0.0 (unit '0..1')" in notes
 
 
+class Twice(nn.Layer):
+    """2 x, in one of several wrong ways."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        if self.way == "a ufunc of numpy":
+            return np.add(x, x), ()
+        if self.way == "an array of numpy":
+            return np.stack([x, x]).sum(axis=0), ()
+        return x * (np.float64(2) if self.way == "a number of numpy" else 2.0), ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return dy * (np.float64(2) if self.way == "a number of numpy in backward" else 2.0), ()
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in a unit"])
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("a ufunc of numpy", "calls numpy itself: use env.xp"),
+        ("an array of numpy", "calls numpy itself: use env.xp"),
+        ("a number of numpy", "returns float64 where the model computes in float32: make constants Python floats"),
+    ],
+)
+def test_a_layer_at_fault_is_named_and_not_its_neighbour(way: str, text: str, inside: bool) -> None:
+    def act(comm: Communicator) -> None:
+        layer = nn.Residual(nn.Chain(nn.Linear(4, 4), Twice(way))) if inside else Twice(way)
+        model = nn.Chain(nn.Linear(4, 4), layer, nn.LayerNorm(4))
+        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm)
+        trainer.step(np.ones((2, 4)), np.ones((2, 4)))
+
+    path = "1.body.1" if inside else "1"
+    assert alike(errors(2, act)).startswith(f"ConfigError: rank 0: layer '{path}' Twice({way!r}) {text}")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zb-h1"])
+def test_a_gradient_in_another_format_names_who_gave_it(strategy: str) -> None:
+    def run(comm: Communicator) -> None:
+        model = nn.Chain(nn.Linear(4, 4), Twice("a number of numpy in backward"), nn.LayerNorm(4))
+        pipe = {} if strategy == "ddp" else {"mesh": Mesh(pipe=2), "schedule": strategy, "stages": [2, 1]}
+        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm, **pipe)
+        trainer.step(np.ones((8, 4)), np.ones((8, 4)))
+
+    with pytest.raises(ConfigError, match=r"layer '1' Twice\(.*\): backward gives float64 for a dy of float32"):
+        spawn(run, 2, timeout=20)
+
+
+def test_a_loss_whose_gradient_has_another_format_is_named() -> None:
+    class Wide(nn.MSE):
+        def backward(self, env: Any, saved: Any, seed: float) -> Any:
+            return super().backward(env, saved, seed).astype(np.float64)
+
+    def act(comm: Communicator) -> None:
+        trainer = nn.Linear(4, 4).as_distributed(loss=Wide(), optimizer=optim.SGD(lr=1), comm=comm)
+        trainer.step(np.ones((2, 4)), np.ones((2, 4)))
+
+    text = alike(errors(1, act))
+    assert text == (
+        "ConfigError: Wide(): backward gives float64[2, 4] for an output of float32[2, 4]; "
+        "nn.Loss: the gradient has the shape and dtype of y"
+    )
+
+
 def test_shape_error_is_a_value_error() -> None:
     assert issubclass(ShapeError, ValueError)
     assert issubclass(DataError, ValueError)

@@ -61,6 +61,37 @@ def test_an_exception_on_one_rank_ends_the_job(tmp_path, program, module):
     assert ("in thread loader" in trace) == (program is IN_THREAD)
 
 
+TRAIN = (
+    "import numpy as np, fsdpx\nfrom fsdpx import nn, optim\n"
+    "def trainer(**options):\n"
+    "    return nn.Linear(4, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=1), **options)\n"
+)
+TOGETHER = {
+    "a batch": ("rank = fsdpx.rank()\ntrainer().step(np.ones((2, 4)), np.ones((2 + rank, 2)))\n", "the target has 3"),
+    "a choice": ("trainer(strategy='bogus')\n", "ConfigError: unknown strategy 'bogus'"),
+    "a number": ("trainer(microbatches=0)\n", "ConfigError: microbatches=0: a positive number"),
+    "a call": ("trainer().update()\n", "ConfigError: update: there are no gradients"),
+}
+
+
+@pytest.mark.parametrize("what", TOGETHER)
+def test_what_all_ranks_raise_is_printed_once(tmp_path, what):
+    program, text = TOGETHER[what]
+    status, err, _ = job(tmp_path, TRAIN + program)
+    assert status != 0
+    assert err.count("Traceback (most recent call last)") == 1, err
+    assert err.count("[rank 0/") == 1
+    assert text in err
+
+
+def test_an_error_of_ours_on_one_rank_alone_is_printed_too(tmp_path):
+    program = TRAIN + "if fsdpx.rank() == 1: trainer(microbatches=0)\nfsdpx.barrier()\n"
+    status, err, _ = job(tmp_path, program)
+    assert status != 0
+    assert err.count("Traceback (most recent call last)") == err.count("[rank 1/") == 1, err
+    assert "ConfigError: microbatches=0" in err
+
+
 def test_a_job_without_exceptions_ends_well(tmp_path):
     program = START + "assert f.all_reduce(1) == 3; assert f.local_rank() == comm.rank; f.finalize()\n"
     assert job(tmp_path, program)[:2] == (0, "")
