@@ -11,7 +11,7 @@ from fsdpx.checkpoint.commit import named
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError, FsdpxError
 
-__all__ = ["alone", "in_words", "place", "same", "together"]
+__all__ = ["agreed", "alone", "in_words", "place", "same", "together"]
 
 T = TypeVar("T")
 
@@ -45,18 +45,21 @@ def same(world: Communicator, where: str, **choices: str) -> None:
 def place(world: Communicator, call: str, path: Any, **choices: str) -> Path:
     """The path that `call` was given, if it can be one and all ranks gave the same and the same choices; else
     CheckpointError on all of them. Collective."""
-    everyone = together(world, call, lambda: {"path": str(named(path)), **choices})
-    _demand_same(call, everyone)
-    return Path(everyone[0]["path"])
+    return Path(agreed(world, call, lambda: {"path": str(named(path)), **choices})["path"])
+
+
+def agreed(world: Communicator, where: str, choices: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+    """`choices()`, if it gives the same on all ranks; else, or where it raises, CheckpointError on all. Collective."""
+    everyone = together(world, where, choices)
+    _demand_same(where, everyone)
+    return everyone[0]
 
 
 def _demand_same(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
     for rank, theirs in enumerate(everyone):
         for name, first in everyone[0].items():
-            if theirs[name] != first:
-                raise CheckpointError(
-                    f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {theirs[name]}"
-                )
+            if (other := theirs.get(name, "none")) != first:
+                raise CheckpointError(f"{where}: ranks differ in {name}: rank 0 has {first}, rank {rank} has {other}")
 
 
 def in_words(error: BaseException) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.checkpoint.commit import Target
-from fsdpx.checkpoint.files import STATE, STATE_KEY, FileLayout, Tensors, lay_out
+from fsdpx.checkpoint.files import STATE, STATE_KEY, FileLayout, lay_out
 from fsdpx.checkpoint.format import array_type, code_of
 from fsdpx.checkpoint.load import FLOATS, damaged
 from fsdpx.checkpoint.manifest import Manifest
@@ -22,7 +22,7 @@ from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
 from fsdpx.nn.layer import Spec
 
-__all__ = ["Difference", "compare", "convert", "find", "state_text", "tensors", "verify"]
+__all__ = ["Difference", "compare", "convert", "find", "state_text", "verify"]
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,6 @@ def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | No
         opened.abandon()
         raise
     return made
-
-
-def tensors(source: Source) -> Tensors:
-    """Name -> (format, shape), in the order of the files."""
-    return {name: (entry.code, entry.shape) for name, (_, entry) in source.places.items()}
 
 
 def _pieces(source: Source) -> Iterator[Held]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +20,7 @@ from fsdpx.checkpoint.source import Source
 from fsdpx.errors import CheckpointError
 from fsdpx.layout.ranges import Range, overlap
 
-__all__ = ["read", "sums"]
+__all__ = ["read", "sums", "take"]
 
 SPARSE = 8
 """Runs are read together, with what lies between them, as long as that is at most this many times as much."""
@@ -62,6 +62,15 @@ def read(source: Source, pieces: Iterable[Held], xp: Any) -> None:
                 assert at == len(data), f"{piece.name}: runs and elements differ"
                 if host is not block.array:
                     block.array[...] = from_host(xp, rounded(host, np.dtype(block.array.dtype)))
+
+
+def take(arrays: Mapping[str, np.ndarray], pieces: Iterable[Held], xp: Any) -> None:
+    """The same from whole arrays in memory."""
+    for piece in pieces:
+        whole = arrays[piece.name].reshape(-1)
+        for block in piece.blocks(BLOCK // max(whole.itemsize, piece.array.dtype.itemsize)):
+            host = np.concatenate([whole[start:stop] for start, stop in block.runs])
+            block.array[...] = from_host(xp, rounded(host, np.dtype(block.array.dtype)))
 
 
 def _readable(array: Any, dtype: np.dtype) -> np.ndarray:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fsdpx.checkpoint.commit import current
 from fsdpx.checkpoint.disk import opened, read_at
-from fsdpx.checkpoint.files import INDEX, STATE, WEIGHTS, FileLayout
+from fsdpx.checkpoint.files import INDEX, STATE, WEIGHTS, FileLayout, Tensors
 from fsdpx.checkpoint.format import Contents, Entry, parse, read_json
 from fsdpx.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError
@@ -31,6 +31,11 @@ class Source:
     def places(self) -> dict[str, tuple[str, Entry]]:
         """Tensor -> its file, and where it lies there."""
         return FileLayout(self.files).places
+
+    @property
+    def tensors(self) -> Tensors:
+        """In the order of the files."""
+        return {name: (entry.code, entry.shape) for name, (_, entry) in self.places.items()}
 
     def only(self, state: bool) -> Source:
         """The file of the state, or all others."""

@@ -11,6 +11,7 @@ import numpy as np
 from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.save import Choices
 from fsdpx.checkpoint.state import Scalars, restore
+from fsdpx.checkpoint.weights import WeightsReport
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import single
 from fsdpx.comm.survivors import Survivor
@@ -88,8 +89,8 @@ class ElasticTrainer(Trainer):
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         self._replaced("load_parameters", lambda: Trainer.load_parameters(self, values))
 
-    def load_weights(self, path: Any, *, convert: bool = False) -> None:
-        self._replaced("load_weights", lambda: Trainer.load_weights(self, path, convert=convert))
+    def load_weights(self, source: Any, **options: Any) -> WeightsReport:
+        return self._replaced("load_weights", lambda: Trainer.load_weights(self, source, **options))
 
     def wait_saved(self) -> None:
         """Return when a save in the background is whole; CheckpointError if it cannot be, or was given up because a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import copy
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError, ShapeError
@@ -36,6 +36,13 @@ class MultiHeadAttention(Layer):
     init : of `qkv.weight`, instead of Xavier's uniform
     out_init : of `out.weight`, instead of that of `Linear`
     """
+
+    aliases: ClassVar = {
+        "in_proj_weight": "qkv.weight",
+        "in_proj_bias": "qkv.bias",
+        "out_proj.weight": "out.weight",
+        "out_proj.bias": "out.bias",
+    }
 
     def __init__(
         self,

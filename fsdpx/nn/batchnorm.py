@@ -1,7 +1,7 @@
 """BatchNorm: a norm over the samples of the whole global batch."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class BatchNorm(Layer):
     """
 
     collective = True
+    aliases: ClassVar = {"num_batches_tracked": None}
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
         positive(self, num_features=num_features)

@@ -117,6 +117,9 @@ class Layer(ABC):
     runs: tuple[str, ...] = ()
     """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""
 
+    aliases: ClassVar[Mapping[str, str | None]] = {}
+    """Names that other libraries have for its parameters -> the names of `specs`; None: needed for nothing here."""
+
     _distribute: ClassVar[Callable[..., Any]]
     """`fsdpx.distribute`, set by the package `fsdpx`: layers import nothing that uses them."""
 

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from fsdpx.array.namespace import from_host
 from fsdpx.checkpoint.agree import alone
 from fsdpx.checkpoint.background import Background
-from fsdpx.checkpoint.load import load, load_weights
+from fsdpx.checkpoint.load import load
 from fsdpx.checkpoint.save import Choices, prepare, save
 from fsdpx.checkpoint.state import Scalars
+from fsdpx.checkpoint.weights import WeightsReport, load_weights
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.results import Scale
@@ -34,7 +34,7 @@ from fsdpx.trainer.measure import Measured, measure
 from fsdpx.trainer.outputs import cut_output
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
-from fsdpx.trainer.whole import put, whole_gradients, whole_parameters, whole_state
+from fsdpx.trainer.whole import whole_gradients, whole_parameters, whole_state
 from fsdpx.watch.preempt import Preemption
 
 __all__ = ["Step", "Trainer"]
@@ -196,17 +196,9 @@ class Trainer:
         return {name: found[name] for name in self.placement.layout.specs}
 
     def load_parameters(self, values: Mapping[str, Any]) -> None:
-        """Set all parameters (and state, if given) from full arrays by name; each rank takes what it owns."""
+        """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
         self._open("load_parameters")
-        place, state = self.placement, self._session.state
-        values = self._checked(values)
-        place.axes.world.barrier(what="load_parameters").wait()  # others may still read what we share with them
-        put(state, values)
-        for name in place.layout.state:
-            if name in values:
-                array = state.statistic(name)
-                array[...] = from_host(place.xp, np.asarray(values[name]).astype(array.dtype, copy=False))
-        state.replaced()
+        load_weights(self._session.state, dict(values), "load_parameters", convert=True)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the global mean loss gathered so far by `accumulate` or `backward`, full, on every rank."""
@@ -296,12 +288,37 @@ class Trainer:
         """
         self.resume(path, loader, convert, verify)
 
-    def load_weights(self, path: str | PathLike[str], *, convert: bool = False) -> None:
-        """Take the weights alone from a checkpoint, from a safetensors file, or from a folder with `model.safetensors`
-        or several files and their index. Names, shapes and formats must fit; running statistics may be missing, tied
-        parameters may have any of their names. Collective."""
+    def load_weights(
+        self,
+        source: str | PathLike[str] | Mapping[str, Any],
+        *,
+        strict: bool = True,
+        rename: Mapping[str, str] | None = None,
+        convert: bool = False,
+    ) -> WeightsReport:
+        """Take the weights alone, from a checkpoint, from files of others or from arrays, and say what fitted.
+
+        Shapes must fit. Tied parameters may have any of their names, running statistics may be missing; names that
+        PyTorch gives to what the model's layers have are known (`Layer.aliases`). Collective.
+
+        Parameters
+        ----------
+        source : a checkpoint, a safetensors file, a folder with `model.safetensors` or with several files and their
+            index; or name -> full array, the same on every rank
+        strict : every parameter must be there, and nothing else; False: take what there is, leave the rest
+        rename : pattern of names in the source -> pattern of names here; what a * stands for goes to the other *
+        convert : round or widen floats of another format
+
+        Returns
+        -------
+        WeightsReport : names that were taken, missing, extra, renamed
+
+        Raises
+        ------
+        CheckpointError : the same on all ranks, before anything changes
+        """
         self._open("load_weights")
-        load_weights(self._session.state, path, convert)
+        return load_weights(self._session.state, source, strict=strict, rename=rename, convert=convert)
 
     def checkpoint(
         self,
@@ -436,22 +453,6 @@ class Trainer:
             raise ConfigError(
                 "accumulate (or step) and backward before one update: use one of them; call update between"
             )
-
-    def _checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        layout = self.placement.layout
-        given = {layout.canonical(name): value for name, value in values.items()}
-        missing = [n for n, spec in layout.specs.items() if n not in given and not spec.state]
-        unknown = [n for n in given if n not in layout.specs]
-        wrong = [
-            f"{n} is {tuple(np.shape(given[n]))} instead of {spec.shape}"
-            for n, spec in layout.specs.items()
-            if n in given and tuple(np.shape(given[n])) != spec.shape
-        ]
-        for what, names in (("missing", missing), ("not in the model", unknown), ("of the wrong shape", wrong)):
-            if names:
-                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-                raise ConfigError(f"load_parameters: {what}: {', '.join(names[:5])}{more}")
-        return given
 
 
 def _one(values: tuple[Any, ...]) -> Any:

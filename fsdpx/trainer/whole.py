@@ -1,8 +1,8 @@
-"""Whole parameters and gradients from the pieces that ranks hold, and back."""
+"""Whole parameters and gradients from the pieces that ranks hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -12,10 +12,9 @@ from fsdpx.array.namespace import to_host
 from fsdpx.comm.communicator import ReduceOp
 from fsdpx.layout.pages import Page
 from fsdpx.program import Slot
-from fsdpx.state.allocate import fill
 from fsdpx.state.state import TrainState
 
-__all__ = ["put", "whole_gradients", "whole_parameters", "whole_state"]
+__all__ = ["whole_gradients", "whole_parameters", "whole_state"]
 
 
 def whole_parameters(state: TrainState) -> dict[str, np.ndarray]:
@@ -54,18 +53,6 @@ def whole_state(state: TrainState) -> dict[str, np.ndarray]:
         state.placement.axes.pipe.broadcast(flat, state.placement.statistics_home[name], what=f"state {name}").wait()
         found[name] = flat.reshape(state.placement.layout.specs[name].shape)
     return found
-
-
-def put(state: TrainState, values: Mapping[str, Any]) -> None:
-    """Set this rank's shards from full arrays by canonical name."""
-    layout, spread = state.placement.layout, state.placement.layout.spread
-
-    def piece(name: str, start: int, stop: int) -> Any:
-        spec, full = layout.specs[name], np.asarray(values[name])
-        local = full if spec.cut is None else spec.cut.take(full, spread.rank, spread.width)
-        return np.ascontiguousarray(local).reshape(-1)[start:stop]
-
-    fill(state, piece)
 
 
 def _everywhere(state: TrainState, flat: Callable[[Page], Any], trained: bool) -> dict[str, np.ndarray]:

@@ -131,7 +131,7 @@ def test_weights_in_another_format(name: str, dtype: Any, tmp_path: Path) -> Non
 
     def load(comm: Communicator) -> Any:
         trainer = build(comm, "fsdp 3")
-        with pytest.raises(CheckpointError, match=r"is \w+ in the file and float64 in the trainer: say convert=True"):
+        with pytest.raises(CheckpointError, match=r"is \w+ there and float64 in the trainer: say convert=True"):
             trainer.load(tmp_path / "a")
         trainer.load(tmp_path / "a", convert=True)
         return trainer.parameters()
@@ -150,7 +150,7 @@ def test_precisions_change_by_convert_alone(tmp_path: Path) -> None:
 
     same = {*spawn(load, 3, "float32", False), *spawn(load, 2, "bf16", False), *spawn(load, 2, "fp16", False)}
     assert len(same) == 1
-    with pytest.raises(CheckpointError, match=r"0\.weight is float32 in the file and float64 in the trainer"):
+    with pytest.raises(CheckpointError, match=r"0\.weight is float32 there and float64 in the trainer"):
         spawn(load, 2, "float64", False)
     spawn(load, 2, "float64", True)
 

@@ -23,6 +23,7 @@ from runs import ALL, build, contents, everywhere, steps
 from fsdpx import optim, spawn
 from fsdpx.checkpoint import background, commit, disk, write
 from fsdpx.checkpoint.manifest import Manifest
+from fsdpx.checkpoint.weights import REMEDY
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError
 
@@ -408,8 +409,9 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
         assert refused(2, body) == f"load_weights {tmp_path}/w.safetensors: {message}"
 
     rest = {name: value for name, value in values.items() if name != "norm.weight"}
-    in_words(rest, "missing: norm.weight")
-    in_words(values | {"extra": np.ones(3)}, "not in the model: extra")
+    in_words(rest, f"missing: norm.weight ({REMEDY})")
+    in_words(values | {"extra": np.ones(3)}, f"not in the model: extra ({REMEDY})")
+    in_words(rest | {"extra": np.ones(3)}, f"missing: norm.weight; not in the model: extra ({REMEDY})")
     in_words(values | {"norm.weight": np.ones(21)}, "of the wrong shape: norm.weight is (21,) instead of (20,)")
     in_words(
         values | {"norm.weight": np.ones(20, np.int64)},
@@ -417,10 +419,10 @@ def test_checkpoints_of_something_else_are_refused(tmp_path: Path) -> None:
     )
     in_words(
         values | {"norm.weight": np.ones(20, np.float32)},
-        "norm.weight is float32 in the file and float64 in the trainer: say convert=True to round or widen it",
+        "norm.weight is float32 there and float64 in the trainer: say convert=True to round or widen it",
     )
     in_words({}, "missing: blocks.0.attn.out.bias, blocks.0.attn.out.weight, blocks.0.attn.qkv.bias, "
-         "blocks.0.attn.qkv.weight, blocks.0.mlp.down.bias and 23 more")  # fmt: skip
+         f"blocks.0.attn.qkv.weight, blocks.0.mlp.down.bias and 23 more ({REMEDY})")  # fmt: skip
     text = refused(2, lambda comm: make(comm, "wide", optimizer=optim.SGD(lr=1, momentum=0.9)).load(tmp_path / "a"))
     assert "AdamW with slots m, v in the checkpoint, SGD with slots momentum here; load_weights takes" in text
     text = refused(2, lambda comm: make(comm, "wide", frozen=["norm.*"]).load(tmp_path / "a"))

@@ -9,7 +9,7 @@ from models import CASES, make, mlp
 
 from fsdpx import FakeCommunicator, Mesh, Sharding, nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.errors import ConfigError, DataError, FsdpxError, MeshError, NumericsError, ShapeError
+from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError, MeshError, NumericsError, ShapeError
 
 
 def errors(size: int, act: Callable[[Communicator], Any]) -> list[str]:
@@ -189,11 +189,11 @@ def test_calls_out_of_order() -> None:
 def test_load_parameters_names_what_is_wrong() -> None:
     trainer = make(FakeCommunicator(), "mlp")
     good = trainer.parameters()
-    with pytest.raises(ConfigError, match=r"missing: 0\.bias"):
+    with pytest.raises(CheckpointError, match=r"^load_parameters: missing: 0\.bias"):
         trainer.load_parameters({k: v for k, v in good.items() if k != "0.bias"})
-    with pytest.raises(ConfigError, match="not in the model: extra"):
+    with pytest.raises(CheckpointError, match="not in the model: extra"):
         trainer.load_parameters({**good, "extra": np.ones(1)})
-    with pytest.raises(ConfigError, match=r"of the wrong shape: 0\.bias is \(3,\) instead of \(40,\)"):
+    with pytest.raises(CheckpointError, match=r"of the wrong shape: 0\.bias is \(3,\) instead of \(40,\)"):
         trainer.load_parameters({**good, "0.bias": np.ones(3)})
 
 

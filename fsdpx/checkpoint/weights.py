@@ -1,0 +1,214 @@
+"""Weights from anybody: names are matched, differences are said, then every rank takes what it holds."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.namespace import to_host
+from fsdpx.checkpoint.agree import agreed, alone, place, together
+from fsdpx.checkpoint.files import Tensors
+from fsdpx.checkpoint.format import code_of
+from fsdpx.checkpoint.load import demand_data_here, demand_fit, demand_intact, fill, listed, weights_of
+from fsdpx.checkpoint.pieces import Held
+from fsdpx.checkpoint.read import read, take
+from fsdpx.checkpoint.source import weights
+from fsdpx.comm.communicator import Communicator
+from fsdpx.errors import CheckpointError
+from fsdpx.nn.layer import Layer, dotted
+from fsdpx.state.placement import Placement
+from fsdpx.state.state import TrainState
+
+__all__ = ["WeightsReport", "load_weights"]
+
+REMEDY = 'rename={"theirs.*": "ours.*"} finds other names, strict=False takes what there is'
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What was loaded, by name; `print` it.
+
+    Parameters
+    ----------
+    taken : of the model, set
+    missing : of the model, not in the source: they are as they were
+    extra : of the source, not in the model: not used
+    renamed : those in the source that have another name in the model -> that name
+    unused : of the source, known to be needed for nothing here, as BatchNorm's `num_batches_tracked` of PyTorch
+    """
+
+    taken: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.taken)} tensors taken"]
+        lines += [f"missing, as they were: {', '.join(self.missing)}"] if self.missing else []
+        lines += [f"extra, not used: {', '.join(self.extra)}"] if self.extra else []
+        lines += [f"renamed: {', '.join(f'{a} -> {b}' for a, b in self.renamed.items())}"] if self.renamed else []
+        lines += [f"needed for nothing: {', '.join(self.unused)}"] if self.unused else []
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the caller gave. where: in words. tensors: what there is. read: fill pieces that are named as there.
+    demand_intact: look at digests, if there are any; collective."""
+
+    where: str
+    tensors: Tensors
+    read: Callable[[Iterable[Held], Any], None]
+    demand_intact: Callable[[], None]
+
+
+def load_weights(
+    state: TrainState,
+    source: Any,
+    call: str = "load_weights",
+    *,
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+    convert: bool = False,
+) -> WeightsReport:
+    """Take the weights alone: from a checkpoint, from safetensors files of anybody, or from a dict of whole arrays that
+    every rank has. CheckpointError before anything changes. call: the name of the method, for errors. Collective."""
+    world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
+    given = (_dict if isinstance(source, Mapping) else _file)(world, call, source, options)
+    where = given.where
+    together(world, where, lambda: demand_data_here(state))
+    origin, report = together(world, where, lambda: _match(state.placement, given.tensors, rename or {}))[0]
+    if strict:
+        _demand_all(state, report, where)
+    wanted = weights_of(state)
+    demand_fit(
+        {n: wanted[n] for n in origin}, {n: given.tensors[theirs] for n, theirs in origin.items()}, where, convert
+    )
+    given.demand_intact()
+
+    def named(pieces: Iterable[Held]) -> Iterator[Held]:
+        return (replace(piece, name=origin[piece.name]) for piece in pieces if piece.name in origin)
+
+    fill(state, where, lambda pieces: given.read(named(pieces), state.placement.xp))
+    return report
+
+
+def _file(world: Communicator, call: str, path: Any, options: str) -> Given:
+    path = place(world, call, path, options=options)
+    where = f"{call} {path}"
+    found = alone(world, where, lambda: weights(path))
+
+    def intact() -> None:
+        if found.manifest is not None:
+            demand_intact(world, found, where)
+
+    return Given(where, found.tensors, lambda pieces, xp: read(found, pieces, xp), intact)
+
+
+def _dict(world: Communicator, call: str, values: Mapping[str, Any], options: str) -> Given:
+    """Every rank has all arrays; that they are the same is seen by their names, shapes and formats."""
+    arrays: dict[str, np.ndarray] = {}
+    tensors: Tensors = {}
+
+    def look() -> Mapping[str, str]:
+        for name, value in values.items():
+            arrays[name] = _array(name, value)
+            tensors[name] = (code_of(arrays[name].dtype), tuple(arrays[name].shape))
+        return {"arrays": f"{len(tensors)}, digest {zlib.crc32(repr(tensors).encode()):08x}", "options": options}
+
+    agreed(world, call, look)
+    return Given(call, tensors, lambda pieces, xp: take(arrays, pieces, xp), lambda: None)
+
+
+def _array(name: Any, value: Any) -> np.ndarray:
+    try:
+        array = to_host(value)
+        code_of(array.dtype)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name!r} is a {type(value).__name__} that cannot be read as an array of numbers: {error}; "
+            "of PyTorch, give tensor.float().cpu()"
+        ) from error
+    return array
+
+
+def _match(
+    placement: Placement, theirs: Iterable[str], rename: Mapping[str, str]
+) -> tuple[dict[str, str], WeightsReport]:
+    """Name in the model -> name there, and what does not fit. A tied parameter may have any of its names."""
+    layout, known, rules = placement.layout, _known(placement), _Rules(rename)
+    ours: dict[str, str] = {}
+    unused: list[str] = []
+    for name in theirs:
+        given = rules(name)
+        new = given if layout.canonical(given) in layout.specs else known.get(given, given)
+        if new is None:
+            unused.append(name)
+        elif new in ours:
+            raise CheckpointError(f"rename: {ours[new]} and {name} would both be {new}")
+        else:
+            ours[new] = name
+    rules.demand_used()
+    origin: dict[str, str] = {}
+    for new in sorted(ours, key=lambda name: layout.canonical(name) != name):
+        if layout.canonical(new) in layout.specs:
+            origin.setdefault(layout.canonical(new), ours[new])
+    return origin, WeightsReport(
+        taken=tuple(name for name in layout.specs if name in origin),
+        missing=tuple(name for name in layout.specs if name not in origin),
+        extra=tuple(name for new, name in ours.items() if layout.canonical(new) not in layout.specs),
+        renamed={name: new for new, name in ours.items() if new != name and layout.canonical(new) in layout.specs},
+        unused=tuple(unused),
+    )
+
+
+class _Rules:
+    """Patterns in which each * stands for any text, which goes to the place of that * in the new name."""
+
+    def __init__(self, rename: Mapping[str, str]) -> None:
+        self._rules: list[tuple[str, re.Pattern[str], str]] = []
+        for old, new in rename.items():
+            if type(old) is not str or type(new) is not str or old.count("*") != new.count("*"):
+                raise CheckpointError(f"rename: {old!r} and {new!r} must be texts with equally many *")
+            self._rules.append((old, re.compile("(.*?)".join(map(re.escape, old.split("*")))), new))
+        self._idle = dict.fromkeys(rename)
+
+    def __call__(self, name: str) -> str:
+        """The new name, by the first pattern that fits; else the name itself."""
+        for old, pattern, new in self._rules:
+            if match := pattern.fullmatch(name):
+                self._idle.pop(old, None)
+                first, *rest = new.split("*")
+                return first + "".join(group + text for group, text in zip(match.groups(), rest, strict=True))
+        return name
+
+    def demand_used(self) -> None:
+        for old in self._idle:
+            raise CheckpointError(f"rename: nothing is named like {old!r}")
+
+
+def _known(placement: Placement) -> dict[str, str | None]:
+    """Names that other libraries give to parameters of this model -> our names."""
+    return dict(pair for node in placement.model.nodes for pair in _aliases(node.path, node.layer))
+
+
+def _aliases(path: str, layer: Layer) -> Iterator[tuple[str, str | None]]:
+    for theirs, ours in layer.aliases.items():
+        yield dotted(path, theirs), ours if ours is None else dotted(path, ours)
+    for name, child in layer.children().items():
+        yield from _aliases(dotted(path, name), child)
+
+
+def _demand_all(state: TrainState, report: WeightsReport, where: str) -> None:
+    """Nothing is missing but running statistics, and nothing is left over."""
+    missing = [name for name in report.missing if name not in state.placement.layout.state]
+    problems = (("missing", missing), ("not in the model", report.extra))
+    texts = [f"{what}: {listed(sorted(names))}" for what, names in problems if names]
+    if texts:
+        raise CheckpointError(f"{where}: {'; '.join(texts)} ({REMEDY})")

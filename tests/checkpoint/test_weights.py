@@ -1,0 +1,186 @@
+"""Weights under the names of others: renamed, partly there, from files or from arrays, on any mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from fsdpx import Mesh, Trainer, WeightsReport, nn, optim, spawn
+from fsdpx.checkpoint.weights import REMEDY
+from fsdpx.comm import Communicator
+from fsdpx.errors import CheckpointError
+
+MESHES = {
+    "one": (1, {}),
+    "fsdp 3": (3, {"strategy": "fsdp"}),
+    "tensor 2 shard 2": (4, {"mesh": Mesh(shard=2, tensor=2), "strategy": "zero1"}),
+    "pipe 2": (2, {"mesh": Mesh(shard=1, pipe=2), "strategy": "ddp"}),
+}
+
+
+class Swap(nn.Layer):
+    """(samples, time, features) to (samples, features, time), which is where BatchNorm has its channels."""
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        return x.swapaxes(1, 2), ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return dy.swapaxes(1, 2), ()
+
+
+def trainer(comm: Communicator, seed: int = 0, **options: Any) -> Trainer:
+    attention = nn.MultiHeadAttention(4, 2)
+    model = nn.Chain(nn.Linear(3, 4), attention, Swap(), nn.BatchNorm(4), Swap(), nn.Linear(4, 2))
+    return model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, seed=seed, **options)
+
+
+def pytorch() -> dict[str, np.ndarray]:
+    """As the `state_dict` of the same modules."""
+    rng = np.random.default_rng(0)
+
+    def some(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    return {
+        "0.weight": some(4, 3), "0.bias": some(4),
+        "1.in_proj_weight": some(12, 4), "1.in_proj_bias": some(12),
+        "1.out_proj.weight": some(4, 4), "1.out_proj.bias": some(4),
+        "3.weight": some(4), "3.bias": some(4), "3.running_mean": some(4), "3.running_var": some(4) ** 2,
+        "3.num_batches_tracked": np.array(7),
+        "5.weight": some(2, 4), "5.bias": some(2),
+    }  # fmt: skip
+
+
+OURS = {
+    "1.in_proj_weight": "1.qkv.weight", "1.in_proj_bias": "1.qkv.bias",
+    "1.out_proj.weight": "1.out.weight", "1.out_proj.bias": "1.out.bias",
+}  # fmt: skip
+
+
+def expected() -> dict[str, np.ndarray]:
+    return {OURS.get(name, name): value for name, value in pytorch().items() if "tracked" not in name}
+
+
+def same(found: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> None:
+    assert found.keys() == values.keys()
+    for name in found:
+        np.testing.assert_array_equal(found[name], values[name], name)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("kind", ["file", "arrays", "load_parameters"])
+def test_names_of_pytorch_are_known(mesh: str, kind: str, tmp_path: Path) -> None:
+    ranks, options = MESHES[mesh]
+    file = tmp_path / "theirs.safetensors"
+    safetensors.numpy.save_file(pytorch(), file)
+
+    def body(comm: Communicator) -> Any:
+        t = trainer(comm, **options)
+        if kind == "load_parameters":
+            t.load_parameters(pytorch())
+            return None, t.parameters()
+        return t.load_weights(file if kind == "file" else pytorch()), t.parameters()
+
+    for report, found in spawn(body, ranks):
+        same(found, expected())
+        if report:
+            assert report == WeightsReport(tuple(found), renamed=OURS, unused=("3.num_batches_tracked",))
+            text = str(report).splitlines()
+            assert text[0] == "12 tensors taken"
+            assert "1.in_proj_bias -> 1.qkv.bias" in text[1]
+            assert text[2] == "needed for nothing: 3.num_batches_tracked"
+
+
+def test_layers_inside_of_a_unit_are_known_too() -> None:
+    def body(comm: Communicator) -> None:
+        model = nn.Chain(nn.TransformerBlock(4, 2))
+        t = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        values = {name.replace("attn.qkv.", "attn.in_proj_"): value + 1 for name, value in t.parameters().items()}
+        report = t.load_weights(values)
+        assert dict(report.renamed) == {f"0.attn.in_proj_{x}": f"0.attn.qkv.{x}" for x in ("weight", "bias")}
+        same(t.parameters(), {name.replace("attn.in_proj_", "attn.qkv."): v for name, v in values.items()})
+
+    spawn(body, 2)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_what_is_there_is_taken_and_the_rest_said(mesh: str) -> None:
+    """A body under other names and another head: fine-tuning."""
+    ranks, options = MESHES[mesh]
+    theirs = {f"body.{name}": value for name, value in pytorch().items() if name[0] in "01"}
+    theirs |= {"norm.gamma": np.full(4, 3.0, np.float32), "head.weight": np.ones((9, 4))}
+    rename = {"body.*.in_proj_*": "*.qkv.*", "body.*": "*", "norm.gamma": "3.weight"}
+
+    def body(comm: Communicator) -> Any:
+        t = trainer(comm, seed=4, **options)
+        before = t.parameters()
+        return before, t.load_weights(theirs, strict=False, rename=rename), t.parameters()
+
+    for before, report, after in spawn(body, ranks):
+        new = {n: v for n, v in expected().items() if n[0] in "01"} | {"3.weight": theirs["norm.gamma"]}
+        same(after, before | new)
+        assert set(report.taken) == set(new)
+        assert report.missing == ("3.bias", "3.running_mean", "3.running_var", "5.weight", "5.bias")
+        assert report.extra == ("head.weight",)
+        assert report.renamed["body.1.in_proj_weight"] == "1.qkv.weight"
+        assert report.renamed["body.1.out_proj.bias"] == "1.out.bias"
+        assert "missing, as they were: 3.bias, " in str(report)
+        assert "extra, not used: head.weight" in str(report)
+
+
+def refused(source: Any, ranks: int = 2, **options: Any) -> str:
+    """The text of the error that all ranks raise; nothing has changed."""
+
+    def body(comm: Communicator) -> str:
+        t = trainer(comm)
+        before = t.fingerprint()
+        with pytest.raises(CheckpointError) as caught:
+            t.load_weights(source(comm.rank) if callable(source) else source, **options)
+        assert t.fingerprint() == before
+        return str(caught.value)
+
+    (text,) = set(spawn(body, ranks))
+    return text
+
+
+def test_what_does_not_fit_is_said_alike() -> None:
+    good = pytorch()
+    some = {name: value for name, value in good.items() if name != "5.bias"}
+    assert refused(some | {"x": np.ones(1)}) == f"load_weights: missing: 5.bias; not in the model: x ({REMEDY})"
+    text = refused(good | {"5.bias": np.ones(3, np.float32)}, strict=False)
+    assert text == "load_weights: of the wrong shape: 5.bias is (3,) instead of (2,)"
+    text = refused(good | {"5.bias": np.ones(2)})
+    assert text.startswith("load_weights: 5.bias is float64 there and float32 in the trainer: say convert=True")
+    text = refused(good | {"5.bias": "none"})
+    assert text.startswith("load_weights: rank 0: '5.bias' is a str that cannot be read as an array of numbers")
+    text = refused(lambda rank: good if rank else some)
+    assert text.startswith("load_weights: ranks differ in arrays: rank 0 has 12, digest ")
+    text = refused(lambda rank: good if rank else "nothing")
+    assert text == "load_weights: ranks differ in path: rank 0 has nothing, rank 1 has none"
+    text = refused(lambda rank: good if rank else 5)
+    assert "rank 0: the path 5 is of type int" in text
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"body.*": "*"}, "nothing is named like 'body.*'"),
+        ({"0.*": "*.*"}, "'0.*' and '*.*' must be texts with equally many *"),
+        ({"0.*": 1}, "'0.*' and 1 must be texts with equally many *"),
+        ({"0.bias": "5.bias"}, "0.bias and 5.bias would both be 5.bias"),
+    ],
+)
+def test_patterns_that_cannot_be(rename: Any, message: str) -> None:
+    assert refused(pytorch(), rename=rename, strict=False) == f"load_weights: rank 0: rename: {message}"
+
+
+def test_the_first_pattern_that_fits_counts() -> None:
+    def body(comm: Communicator) -> None:
+        t = trainer(comm)
+        theirs = {"a.b.weight": np.ones((4, 3), np.float32), "a.c.weight": np.zeros((2, 4), np.float32)}
+        report = t.load_weights(theirs, strict=False, rename={"a.b.*": "0.*", "*.*.weight": "nowhere.*.*"})
+        assert (report.taken, report.extra) == (("0.weight",), ("a.c.weight",))
+
+    spawn(body, 2)
