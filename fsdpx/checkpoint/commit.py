@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.checkpoint.disk import create, opened, sync, sync_folder, write_at
-from fsdpx.checkpoint.files import FileLayout
+from fsdpx.checkpoint.files import WRITTEN, FileLayout
 from fsdpx.checkpoint.manifest import MANIFEST, OWN, SUMS, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError
 
@@ -58,7 +58,8 @@ class Target:
         the old checkpoint; after it, `path` is the new one."""
         for name, contents in plan.files.items():
             _write(self.partial / name, contents.header)
-        for name, text in {**plan.texts, MANIFEST: manifest.text()}.items():
+        note = {} if plan.note is None else {WRITTEN: plan.note}
+        for name, text in {**plan.texts, **note, MANIFEST: manifest.text()}.items():
             create(self.partial / name, len(text))
             _write(self.partial / name, text)
         sync_folder(self.partial)

@@ -10,11 +10,12 @@ from functools import cached_property
 
 from fsdpx.checkpoint.format import SIZES, Contents, Entry, lay
 
-__all__ = ["INDEX", "STATE", "STATE_KEY", "WEIGHTS", "FileLayout", "Tensors", "lay_out", "split"]
+__all__ = ["INDEX", "STATE", "STATE_KEY", "WEIGHTS", "WRITTEN", "FileLayout", "Tensors", "lay_out", "split"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STATE = "state.safetensors"
+WRITTEN = "written.json"
 STATE_KEY = "fsdpx"
 """Where in the metadata of STATE the rest of the state stands, as JSON."""
 
@@ -24,10 +25,12 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class FileLayout:
-    """files: name -> contents. texts: small files that are written as they are."""
+    """files: name -> contents. texts: small files that are written as they are. note: says what wrote them; it is in
+    no digest, and may differ where all else is the same."""
 
     files: dict[str, Contents]
     texts: dict[str, bytes] = field(default_factory=dict)
+    note: bytes | None = None
 
     @cached_property
     def places(self) -> dict[str, tuple[str, Entry]]:

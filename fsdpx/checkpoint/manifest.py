@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.checkpoint import digest
-from fsdpx.checkpoint.files import FileLayout
+from fsdpx.checkpoint.files import WRITTEN, FileLayout
 from fsdpx.checkpoint.format import Contents, read_json
 from fsdpx.errors import CheckpointError
 
@@ -19,7 +19,7 @@ __all__ = ["MANIFEST", "OWN", "SUMS", "Manifest", "Record", "is_checkpoint"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
-OWN = re.compile(r"(model(-\d{5,}-of-\d{5,})?|state)\.safetensors|(model\.safetensors\.index|manifest)\.json")
+OWN = re.compile(r"(model(-\d{5,}-of-\d{5,})?|state)\.safetensors|(model\.safetensors\.index|manifest|written)\.json")
 """Names of the files that a checkpoint can have."""
 
 SUMS = ".sums-"
@@ -80,7 +80,7 @@ class Manifest:
             raise CheckpointError(f"{where}: format {version!r} of checkpoints; this fsdpx reads format {VERSION}")
         if not intact:
             raise CheckpointError(f"{where}: damaged: its digest does not fit")
-        if not all(OWN.fullmatch(name) and name != MANIFEST for name in files):
+        if not all(OWN.fullmatch(name) and name not in (MANIFEST, WRITTEN) for name in files):
             raise CheckpointError(f"{where}: names files that a checkpoint does not have: {', '.join(files)}")
         return made
 

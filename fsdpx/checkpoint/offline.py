@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,11 +19,13 @@ from fsdpx.checkpoint.load import FLOATS, damaged
 from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.checkpoint.pieces import BLOCK, Held
 from fsdpx.checkpoint.source import Source, checkpoint, weights
+from fsdpx.checkpoint.state import Scalars
 from fsdpx.checkpoint.write import write
+from fsdpx.checkpoint.written import read_note
 from fsdpx.errors import CheckpointError
 from fsdpx.nn.layer import Spec
 
-__all__ = ["Difference", "compare", "convert", "find", "state_text", "verify"]
+__all__ = ["Difference", "compare", "convert", "find", "state", "state_text", "verify"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,12 @@ def find(path: Path) -> Source:
 def state_text(source: Source) -> str | None:
     """The state as JSON, of a checkpoint that has one."""
     return source.files[STATE].metadata.get(STATE_KEY) if STATE in source.files else None
+
+
+def state(source: Source) -> dict[str, Any]:
+    """The state by name, empty where there is none; CheckpointError if it cannot be read."""
+    text = state_text(source)
+    return {} if text is None else vars(Scalars.parse(text, str(source.folder / STATE)))
 
 
 def verify(path: Path) -> tuple[Source, list[str]]:
@@ -77,15 +86,16 @@ def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | No
     found, wrong = verify(source)
     if wrong:
         raise CheckpointError(f"{found.folder}: damaged: the digest does not fit of {', '.join(wrong[:5])}")
-    state = state_text(found)
+    text = state_text(found)
     code = None if dtype is None else code_of(dtype_of(dtype))
     floats, rest = found.only(state=False).places, found.only(state=True).places
     made = lay_out(
         {n: (code if code and e.code in FLOATS else e.code, e.shape) for n, (_, e) in floats.items()},
         {n: (e.code, e.shape) for n, (_, e) in rest.items()},
-        state,
+        text,
         shard_bytes,
     )
+    made = replace(made, note=read_note(found))
     opened = Target.open(target, secrets.token_hex(4), made)
     try:
         sums = write(opened.partial, made, _pieces(found))

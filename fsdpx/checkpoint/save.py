@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.checkpoint.pieces import owned
 from fsdpx.checkpoint.state import Scalars, scalars_of
 from fsdpx.checkpoint.write import write
+from fsdpx.checkpoint.written import note_of
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError
 from fsdpx.state.placement import Placement
@@ -121,12 +122,13 @@ def _checked(state: TrainState, path: Path, choices: Choices, loader: Any, fit: 
 
 
 def plan_of(placement: Placement, choices: Choices, scalars: Scalars) -> FileLayout:
-    """The same on every rank: from the model, the optimiser and the options alone."""
+    """The same on every rank: from the model, the optimiser and the options alone; the note tells the mesh, too."""
     specs, code = placement.layout.specs, code_of(placement.dtype)
     saved = code if choices.dtype is None else code_of(dtype_of(choices.dtype))
     weights: Tensors = {name: (saved, spec.shape) for name, spec in specs.items()}
     rest = {name: spec for name, spec in saved_tensors(placement).items() if name not in specs}
-    return lay_out(weights, {n: (code, s.shape) for n, s in rest.items()}, scalars.text(), choices.shard_bytes)
+    made = lay_out(weights, {n: (code, s.shape) for n, s in rest.items()}, scalars.text(), choices.shard_bytes)
+    return replace(made, note=note_of(placement))
 
 
 def added(world: Communicator, sums: np.ndarray) -> np.ndarray:

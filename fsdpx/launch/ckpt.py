@@ -1,13 +1,14 @@
 """`ckpt`: inspect, verify, compare and convert checkpoints, in one process without MPI and with little memory."""
 
 import argparse
-import json
 from pathlib import Path
+from typing import Any
 
 from fsdpx.checkpoint import offline
 from fsdpx.checkpoint.agree import in_words
 from fsdpx.checkpoint.files import STATE
 from fsdpx.checkpoint.source import Source
+from fsdpx.checkpoint.written import read_note, words
 from fsdpx.errors import CheckpointError
 
 __all__ = ["add_options", "ckpt"]
@@ -59,8 +60,9 @@ def _inspect(source: Source) -> str:
         lines += [f"  {key} = {value}" for key, value in contents.metadata.items() if file != STATE]
     weights = source.only(state=False).places.values()
     lines.append(f"{sum(entry.elements for _, entry in weights):,} elements of weights")
-    text = offline.state_text(source)
-    state = {} if text is None else json.loads(text)
+    state = offline.state(source)
+    if source.manifest is not None:
+        lines.append(f"written by: {words(read_note(source))}")
     lines += [f"{key}: {value}" for key, value in state.items() if value is not None]
     return "\n".join(lines)
 
@@ -86,17 +88,15 @@ def _diff(first: Path, second: Path) -> int:
         count += 1
         largest = "" if found.largest is None else f", largest difference {found.largest:.6g}"
         print(f"{found.name}: {found.what}{largest}")
-    if (texts := (offline.state_text(a), offline.state_text(b))) != (None, None):
-        count += _diff_state(*texts)
+    count += _diff_state(offline.state(a), offline.state(b))
     print(f"{count} differences" if count else f"the same: {len(a.places)} tensors")
     return 1 if count else 0
 
 
-def _diff_state(first: str | None, second: str | None) -> int:
-    states = [json.loads(text) if text else {} for text in (first, second)]
-    names = [name for name in sorted({*states[0], *states[1]}) if states[0].get(name) != states[1].get(name)]
+def _diff_state(first: dict[str, Any], second: dict[str, Any]) -> int:
+    names = [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
     for name in names:
-        print(f"{name}: {states[0].get(name)} and {states[1].get(name)}")
+        print(f"{name}: {first.get(name)} and {second.get(name)}")
     return len(names)
 
 

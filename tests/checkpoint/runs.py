@@ -7,6 +7,7 @@ import numpy as np
 from models import KNOWN, make, part
 
 from fsdpx import Mesh, Trainer, data, spawn
+from fsdpx.checkpoint.files import WRITTEN
 from fsdpx.comm import Communicator
 
 MESHES = {
@@ -58,4 +59,5 @@ def loader(trainer: Trainer, chunks: int | None = 4, rows: int = 100, **options:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """All but the note of what wrote it, which tells the mesh."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != WRITTEN}

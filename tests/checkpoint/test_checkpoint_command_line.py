@@ -1,8 +1,10 @@
 """python -m fsdpx ckpt: looks, checks, compares and converts, without MPI."""
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +13,7 @@ import safetensors.numpy
 from models import make
 from runs import steps
 
-from fsdpx import spawn
+from fsdpx import Mesh, __version__, spawn
 from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 
@@ -36,6 +38,61 @@ def test_inspect(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("  embed.weight  F32 [31, 20]", "  m/embed.weight  F32 [31, 20]", "steps: 1", "optimizer: AdamW"):
         assert line in text.splitlines()
     assert "11,020 elements of weights" in text
+
+
+def noted(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What `inspect` says about who wrote a checkpoint."""
+    assert main(["ckpt", "inspect", str(folder)]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("written by: "))
+    return line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "words"),
+    [
+        (2, {"strategy": "ddp"}, "strategy ddp, mesh pipe=1 x replica=2 x shard=1 x tensor=1, ranks 2, "),
+        (3, {"strategy": "fsdp", "precision": "bf16"}, "ranks 3, precision bf16, fsdpx "),
+        (4, {"strategy": "hybrid", "chunks": 4}, "strategy hybrid, mesh pipe=1 x replica=2 x shard=2 x tensor=1, "),
+        (4, {"strategy": "zero1", "mesh": Mesh(pipe=2)}, "schedule 1f1b, "),
+    ],
+)
+def test_inspect_says_what_wrote_it(
+    ranks: int, options: Any, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spawn(lambda comm: make(comm, "wide", **options).save(tmp_path / "a"), ranks)
+    line = noted(tmp_path / "a", capsys)
+    assert words in line
+    assert f"fsdpx {__version__}, Python {platform.python_version()}, NumPy {np.__version__}, " in line
+    command = ["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", "bf16"]
+    assert main(command) == 0
+    capsys.readouterr()
+    assert noted(tmp_path / "b", capsys) == line
+
+
+def test_the_note_is_never_needed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor trusted: whatever is in it, the checkpoint is loaded, verified and overwritten."""
+    note = made / "a/written.json"
+    before = "written by: unknown: an earlier version, or other software"
+
+    def load(comm: Communicator) -> None:
+        trainer = make(comm, "wide", precision="float32", strategy="ddp")
+        trainer.load(made / "a")
+        trainer.save(made / "a")
+
+    for spoil, line in (
+        (note.unlink, before),
+        (note.mkdir, before),
+        (lambda: (note.rmdir(), note.write_bytes(b"\xff")), "written by: written.json cannot be read"),
+        (lambda: note.write_text("[1, 2]"), "written by: written.json cannot be read"),
+        (lambda: note.write_text("{}"), "written by: "),
+    ):
+        spoil()
+        assert noted(made / "a", capsys) == line
+        assert main(["ckpt", "verify", str(made / "a")]) == 0
+        capsys.readouterr()
+    spawn(load, 3)
+    assert "ranks 3" in noted(made / "a", capsys)
+    assert noted(Path(__file__).parents[1] / "engine/data/before", capsys) == before
 
 
 def test_verify(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
