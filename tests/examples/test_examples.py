@@ -19,14 +19,18 @@ MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathse
 pytestmark = pytest.mark.mpi_skip
 
 
-def run(ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def start(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python with these arguments on so many ranks, to its end."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI_", "FSDPX_"))}
     environ["OPENBLAS_NUM_THREADS"] = "1"  # small products on a busy machine: threads would only wait for each other
-    start = [str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []
-    command = [*start, sys.executable, "-m", module, *arguments]
-    done = subprocess.run(
+    command = [*([str(MPIEXEC), "-n", str(ranks)] if ranks > 1 else []), sys.executable, *arguments]
+    return subprocess.run(
         command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL
     )
+
+
+def run(ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    done = start(ranks, "-m", module, *arguments)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -38,6 +42,33 @@ def test_digits_learns_and_does_not_see_the_ranks() -> None:
     right = [float(match[1]) for match in matches if match]
     assert right[0] > 70
     assert abs(right[0] - right[1]) < 15
+
+
+@pytest.mark.parametrize(("ranks", "trainers"), [(2, 1), (4, 2)])
+def test_a_solver_uses_what_others_learn_from_it(ranks: int, trainers: int) -> None:
+    found = run(ranks, "fsdpx.examples.solver", "--trainers", str(trainers)).stdout
+    line = re.fullmatch(r"(\d) ranks solve, (\d) train: loss (\S+), largest difference (\S+)\n", found)
+    assert line, found
+    assert (int(line[1]), int(line[2])) == (ranks - trainers, trainers)
+    assert float(line[3]) < 2e-4
+    assert float(line[4]) < 0.01
+
+
+def test_without_the_weights_that_come_back_the_solver_is_wrong() -> None:
+    code = "from fsdpx.examples import solver; solver.Solver.take = lambda *_: None; solver.main([])"
+    assert float(start(2, "-c", code).stdout.split()[-1]) > 0.05
+
+
+@pytest.mark.parametrize("who", ["Solver.advance", "learn"])
+def test_an_error_of_solver_or_trainer_ends_both(who: str) -> None:
+    code = (
+        "from fsdpx.examples import solver\n"
+        "def fail(*_, **__): raise RuntimeError('out of fuel')\n"
+        f"solver.{who} = fail; solver.main([])"
+    )
+    done = start(3, "-c", code)
+    assert done.returncode != 0
+    assert "RuntimeError: out of fuel" in done.stderr
 
 
 def test_gpt_hash_is_the_same_at_any_number_of_ranks() -> None:
