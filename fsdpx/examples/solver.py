@@ -9,7 +9,7 @@ for samples only."""
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Exchange:
 
         self._type = MPI.FLOAT
         self._window = MPI.Win.Allocate(4 * elements, 4, comm=world)
-        self.inbox = np.frombuffer(self._window.tomemory(), np.float32)  # no copy: others write here
+        self.inbox = np.frombuffer(cast("Any", self._window.tomemory()), np.float32)  # no copy: others write here
 
     def round(self, letters: Sequence[tuple[int, int, Array]]) -> None:
         """Put each (rank, place, float32 array). Afterwards what others put lies in `inbox`, until the next round."""
