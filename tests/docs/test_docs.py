@@ -17,7 +17,7 @@ from amount import few
 import fsdpx
 from fsdpx import environment, nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.config import PRESETS
+from fsdpx.config import PRESETS, precision
 from fsdpx.program import VERBS
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +159,41 @@ def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None
     else:
         with pytest.raises(Parsed):
             target.main(arguments)
+
+
+def exists(dotted: str) -> bool:
+    """Whether a name such as fsdpx.nn.Chain leads to something, fields of dataclasses included."""
+    parts = dotted.split(".")
+    for last in range(len(parts), 0, -1):
+        with contextlib.suppress(ImportError):
+            value: Any = importlib.import_module(".".join(parts[:last]))
+            for part in parts[last:]:
+                value = getattr(value, part, getattr(value, "__dataclass_fields__", {}).get(part))
+            return value is not None
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_names_and_files_in_backticks_exist(page: Path) -> None:
+    code = re.findall(r"`([^`\n]+)`", page.read_text())
+    names = {n for text in code for n in re.findall(r"(?<![\w./-])((?:fsdpx|nn|optim)(?:\.[A-Za-z_]\w*)+)", text)}
+    assert [n for n in sorted(names) if not exists(n if n.startswith("fsdpx.") else f"fsdpx.{n}")] == []
+    files = {text for text in code if re.fullmatch(r"(?:fsdpx|tests|bench|docs|launch)/[\w./-]+", text)}
+    assert [file for file in sorted(files) if not (ROOT / file).exists()] == []
+
+
+def test_figures_in_sentences_are_those_of_the_code() -> None:
+    fp16 = precision("fp16")
+    assert fp16.loss_scale == "dynamic"
+    sharp, more = (" ".join((DOCS / page).read_text().split()) for page in ("sharp-bits.md", "precision.md"))
+    assert f"fp16 begins with a loss scale of {fp16.initial_scale:g}**" in sharp
+    assert f"doubles after {fp16.growth_interval:,} good steps (`growth_interval`)" in sharp
+    assert f"starts at `initial_scale` ({fp16.initial_scale:g}:" in more
+    quickstart = (DOCS / "quickstart.md").read_text()
+    for theirs, ours in nn.MultiHeadAttention.aliases.items():
+        if theirs.endswith("weight"):
+            assert f"`{theirs}`" in quickstart
+            assert f"`{ours}`" in quickstart
 
 
 def test_tables_name_what_there_is() -> None:
