@@ -1,4 +1,4 @@
-"""Saving: agree, write at once, commit. The files do not tell how many ranks wrote them, or on what mesh."""
+"""Saving: agree, write at once, commit. Only a note beside the files tells how many ranks wrote them."""
 
 from __future__ import annotations
 

@@ -184,3 +184,32 @@ def test_the_first_pattern_that_fits_counts() -> None:
         assert (report.taken, report.extra) == (("0.weight",), ("a.c.weight",))
 
     spawn(body, 2)
+
+
+def test_encoder_layers_of_pytorch_give_the_same_output() -> None:
+    """From its own `state_dict`: renamed, and what is known of attention besides."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    options = {"dim_feedforward": 32, "dropout": 0.0, "activation": "gelu", "batch_first": True, "norm_first": True}
+    module = torch.nn.TransformerEncoder(
+        torch.nn.TransformerEncoderLayer(8, 2, **options), 2, enable_nested_tensor=False
+    )
+    rename = {
+        "layers.*.self_attn.*": "*.attn.*",
+        "layers.*.linear1.*": "*.mlp.up.*",
+        "layers.*.linear2.*": "*.mlp.down.*",
+        "layers.*.norm*": "*.norm*",
+    }
+    x = torch.randn(4, 5, 8)
+    with torch.no_grad():
+        want = module.eval()(x, mask=torch.nn.Transformer.generate_square_subsequent_mask(5), is_causal=True).numpy()
+
+    def body(comm: Communicator) -> Any:
+        model = nn.Chain(*(nn.TransformerBlock(8, 2, d_hidden=32) for _ in range(2)))
+        t = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        report = t.load_weights(module.state_dict(), rename=rename)
+        assert report.renamed["layers.1.self_attn.in_proj_weight"] == "1.attn.qkv.weight"
+        return t.predict(x.numpy())
+
+    for found in spawn(body, 2):
+        np.testing.assert_allclose(found, want, atol=2e-6)
