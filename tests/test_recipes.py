@@ -11,10 +11,10 @@ import pytest
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.comm import Communicator, Handle
-from fsdpx.errors import ProgramError
+from fsdpx.errors import DataError, ProgramError
 from fsdpx.nn.layer import Env, Spec
 from fsdpx.program import VERBS, Action, Program, Verb, check, compiler
-from fsdpx.testing import LayerContract, OptimizerContract
+from fsdpx.testing import LayerContract, LossContract, OptimizerContract
 
 
 def trained(comm: Communicator, steps: int = 4, model: Callable[[], nn.Layer] | None = None, **options: Any) -> Any:
@@ -124,6 +124,48 @@ def test_a_layer_is_one_class() -> None:
         np.testing.assert_allclose(got, losses, rtol=1e-12)
         for name, values in alone.items():
             np.testing.assert_allclose(many[name], values, rtol=1e-11, atol=1e-12)
+
+
+# -- a loss: one class -------------------------------------------------------------------------------------------------
+
+
+class LogCosh(nn.Loss):
+    """log cosh(y - target), summed; weight: the elements."""
+
+    acts_on = "position"
+
+    def forward(self, env: Env, y: Any, target: Any) -> tuple[float, float, Any]:
+        difference = y - target.astype(y.dtype, copy=False)
+        total = env.xp.sum(env.xp.log(env.xp.cosh(difference)), dtype=np.float64)
+        return float(total), float(y.size), difference
+
+    def backward(self, env: Env, saved: Any, seed: float) -> Any:
+        return seed * env.xp.tanh(saved)
+
+    def validate(self, shape: tuple[int, ...], target: Any) -> None:
+        if tuple(target.shape) != tuple(shape):
+            raise DataError(f"LogCosh: the target has shape {tuple(target.shape)}, the output {tuple(shape)}")
+
+
+class TestLogCosh(LossContract):
+    def make(self) -> nn.Loss:
+        return LogCosh()
+
+    def outputs(self) -> Any:
+        return self.normal(4, 3, 6)
+
+    def target(self) -> Any:
+        return self.normal(4, 3, 6, seed=1)
+
+
+def test_a_loss_is_one_class() -> None:
+    def run(comm: Communicator, **options: Any) -> list[float]:
+        return trained(comm, loss=LogCosh(), **options)[1]
+
+    losses = spawn(run, 1)[0]
+    assert losses[-1] < losses[0]
+    for options in ({}, {"mesh": Mesh(pipe=2), "microbatches": 2}):
+        np.testing.assert_allclose(spawn(lambda comm, o=options: run(comm, **o), 4)[0], losses, rtol=1e-12)
 
 
 # -- a codec with state: one class -------------------------------------------------------------------------------------

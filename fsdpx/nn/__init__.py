@@ -5,12 +5,14 @@ from fsdpx.nn.activation import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.batchnorm import BatchNorm
 from fsdpx.nn.block import MLP, TransformerBlock
+from fsdpx.nn.composite import Composite
 from fsdpx.nn.container import Chain, Container, Residual
 from fsdpx.nn.context import PartTokenEmbedding
 from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
+from fsdpx.nn.function import Lambda
 from fsdpx.nn.gpt import GPT
 from fsdpx.nn.graph import Graph
 from fsdpx.nn.layer import Env, Layer, Spec
@@ -20,17 +22,17 @@ from fsdpx.nn.marks import Column, Own, Row, Vocab
 from fsdpx.nn.norm import LayerNorm, RMSNorm
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
-from fsdpx.nn.shape import Add, Concat, Flatten
+from fsdpx.nn.shape import Add, Concat, Flatten, Multiply
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
 from fsdpx.nn.vocabulary import VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 
 __all__ = [
     "GELU", "GPT", "MLP", "MSE", "Add", "AvgPool2d", "BCEWithLogits", "BatchNorm", "Chain", "Column", "ColumnLinear",
-    "Concat", "Container", "Conv2d", "CrossEntropy", "Cut", "CutDropout", "Dropout", "Embedding", "Enter", "Env",
-    "Flatten", "Framed", "Graph", "Layer", "LayerNorm", "Leave", "Linear", "Loss", "MaxPool2d", "MultiHeadAttention",
-    "Node", "Own", "PartTokenEmbedding", "Planned", "RMSNorm", "ReLU", "Residual", "Row", "RowLinear", "SequenceLoss",
-    "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding", "TransformerBlock", "Vocab",
-    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "infer", "init", "models", "parallelise", "shapes",
-    "sort", "specs_of",
+    "Composite", "Concat", "Container", "Conv2d", "CrossEntropy", "Cut", "CutDropout", "Dropout", "Embedding", "Enter",
+    "Env", "Flatten", "Framed", "Graph", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Loss", "MaxPool2d",
+    "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Planned", "RMSNorm", "ReLU", "Residual",
+    "Row", "RowLinear", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding",
+    "TransformerBlock", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "infer", "init",
+    "models", "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

@@ -9,7 +9,7 @@ __all__ = ["describe"]
 def describe(thing: Any) -> str:
     """`Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names."""
     words = []
-    for name, argument in inspect.signature(type(thing)).parameters.items():
+    for name, argument in inspect.signature(type(thing).__init__).parameters.items():
         if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD) or not hasattr(thing, name):
             continue
         value = getattr(thing, name)

@@ -161,6 +161,16 @@ class Layer(ABC):
         """`backward` of a layer that reads the data, so dx is not needed. Override it if dx is expensive."""
         self.backward(env, p, g, saved, dy)
 
+    def __call__(self, *x: Any) -> Any:
+        """What it gives for values, inside `Composite.compose`; on arrays a layer is run by a trainer."""
+        tracing = next((value.tracing for value in x if hasattr(value, "tracing")), None)
+        if tracing is None:
+            raise ConfigError(
+                f"{self!r} is called on {', '.join(type(value).__name__ for value in x) or 'nothing'}: layers are "
+                "called on values in nn.Composite.compose; for arrays use trainer.predict, or forward(env, p, x)"
+            )
+        return tracing.applied(self, x)
+
     def as_distributed(self, **options: Any) -> Any:
         """A `fsdpx.Trainer` of this model; the options are those of `fsdpx.distribute`."""
         return self._distribute(self, **options)

@@ -1,4 +1,4 @@
-"""Layers that reshape, add or concatenate: Flatten, Add, Concat."""
+"""Layers that reshape, add, multiply or concatenate: Flatten, Add, Multiply, Concat."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.check import positive
 from fsdpx.nn.layer import Array, Env, Layer, Params
 
-__all__ = ["Add", "Concat", "Flatten"]
+__all__ = ["Add", "Concat", "Flatten", "Multiply", "one_shape"]
 
 
 class Flatten(Layer):
@@ -40,9 +40,7 @@ class Add(Layer):
     n_inputs = None
 
     def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
-        shapes = [tuple(part.shape) for part in x]
-        if len(set(shapes)) != 1:
-            raise ShapeError(f"{self!r} wants inputs of one shape, got {', '.join(map(str, shapes))}")
+        one_shape(self, x)
         y = x[0]
         for part in x[1:]:
             y = kernels.add(env.xp, y, part)
@@ -50,6 +48,21 @@ class Add(Layer):
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
         return (dy,) * saved[0], ()
+
+
+class Multiply(Layer):
+    """The product of several arrays of one shape, element by element."""
+
+    acts_on = "element"
+    n_inputs = None
+
+    def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
+        one_shape(self, x)
+        return math.prod(x[1:], start=x[0]), tuple(x)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
+        # not y / x, which may be 0
+        return tuple(math.prod((*saved[:i], *saved[i + 1 :]), start=dy) for i in range(len(saved))), ()
 
 
 class Concat(Layer):
@@ -82,3 +95,9 @@ class Concat(Layer):
             pieces.append(env.xp.moveaxis(turned[start : start + size], 0, self.dim))
             start += size
         return tuple(pieces), ()
+
+
+def one_shape(layer: Layer, x: tuple[Array, ...]) -> None:
+    shapes = [tuple(part.shape) for part in x]
+    if len(set(shapes)) != 1:
+        raise ShapeError(f"{layer!r} wants inputs of one shape, got {', '.join(map(str, shapes))}")

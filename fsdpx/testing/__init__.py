@@ -1,4 +1,4 @@
-"""Contract test classes that users inherit for their own communicators, layers, optimisers and schedules."""
+"""Contract test classes that users inherit for their own communicators, layers, losses, optimisers and schedules."""
 
 from importlib import import_module
 from typing import Any
@@ -7,11 +7,14 @@ _HOME = {
     "CodecContract": "fsdpx.testing.codec",
     "CommunicatorContract": "fsdpx.testing.communicator",
     "LayerContract": "fsdpx.testing.layer",
+    "LossContract": "fsdpx.testing.loss",
     "OptimizerContract": "fsdpx.testing.optimizer",
     "ScheduleContract": "fsdpx.testing.schedule",
 }
 
-__all__ = ["CodecContract", "CommunicatorContract", "LayerContract", "OptimizerContract", "ScheduleContract"]
+__all__ = [
+    "CodecContract", "CommunicatorContract", "LayerContract", "LossContract", "OptimizerContract", "ScheduleContract",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

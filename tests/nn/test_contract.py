@@ -32,6 +32,9 @@ def tied():
     return nn.Chain(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), ties={"2.weight": "0.weight"})
 
 
+POWER = np.power, (lambda a, b: b * np.power(a, b - 1.0), lambda a, b: np.power(a, b) * np.log(a))
+"""a^b, and its derivatives by a and by b."""
+
 CASES = {
     "Linear": (lambda: nn.Linear(5, 3), lambda: rows(4, 5)),
     "LinearOfSequences": (lambda: nn.Linear(5, 3, bias=False), lambda: rows(4, 2, 5)),
@@ -62,6 +65,10 @@ CASES = {
     "Flatten": (nn.Flatten, lambda: rows(3, 2, 5)),
     "FlattenFrom2": (lambda: nn.Flatten(2), lambda: rows(3, 2, 5, 2)),
     "Add": (nn.Add, pair),
+    "Multiply": (nn.Multiply, pair),
+    "MultiplyOfThree": (nn.Multiply, lambda: (*pair(), rows(3, 5) - 0.5)),
+    "Lambda": (lambda: nn.Lambda(np.sin, np.cos), lambda: rows(4, 6)),
+    "LambdaOfTwo": (lambda: nn.Lambda(*POWER), lambda: (np.abs(rows(3, 5)) + 1.0, rows(3, 5))),
     "Concat": (nn.Concat, lambda: (rows(3, 2), rows(3, 4), rows(3, 1))),
     "ConcatOfDim1": (lambda: nn.Concat(dim=1), lambda: (rows(3, 2, 2), rows(3, 4, 2))),
     "MultiHeadAttention": (lambda: nn.MultiHeadAttention(6, 2), lambda: rows(3, 4, 6)),
@@ -138,7 +145,7 @@ class TestDropoutEvaluating(LayerContract):
 def test_every_layer_of_the_package_is_tested_here():
     made = {type(make()) for make, _ in CASES.values()} | {nn.BatchNorm}
     layers = {getattr(nn, name) for name in nn.__all__ if isinstance(getattr(nn, name), type)}
-    layers = {cls for cls in layers if issubclass(cls, nn.Layer)} - {nn.Layer, nn.Container}
+    layers = {cls for cls in layers if issubclass(cls, nn.Layer)} - {nn.Layer, nn.Container, nn.Composite}
     assert layers == made
 
 

@@ -6,6 +6,7 @@ import pytest
 from fsdpx import nn
 from fsdpx.array import shapes
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.testing import LossContract
 
 from .setting import env, normal
 
@@ -18,29 +19,71 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "target"), CASES)
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
-def test_parts_of_a_batch_add_up(loss, target, dtype):
-    y = normal(6, 5).astype(dtype)
-    total, weight, saved = loss.forward(env(), y, target)
-    whole = loss.backward(env(), saved, 0.25)
-    assert whole.dtype == dtype
-    assert isinstance(total, float)
-    assert isinstance(weight, float)
-    parts = [loss.forward(env(), y[cut], target[cut]) for cut in (slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 6))]
-    np.testing.assert_allclose(sum(part[0] for part in parts), total, rtol=1e-6)
-    assert sum(part[1] for part in parts) == weight
-    pieces = [loss.backward(env(), part[2], 0.25) for part in parts]
-    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+class TestContract(LossContract):
+    """Every loss, on rows and on sequences."""
+
+    loss: nn.Loss
+    y: np.ndarray
+    aim: np.ndarray
+
+    @pytest.fixture(params=[(loss, t, dims) for loss, t in CASES for dims in (1, 2)], autouse=True)
+    def case(self, request):
+        loss, target, dims = request.param
+        twice = dims == 2
+        self.loss, y = loss, normal(6, 5)
+        self.y = np.stack([y, normal(6, 5, seed=3)], axis=1) if twice else y
+        self.aim = np.stack([target, target[::-1]], axis=1) if twice else target
+
+    def make(self):
+        return self.loss
+
+    def outputs(self):
+        return self.y
+
+    def target(self):
+        return self.aim
 
 
-@pytest.mark.parametrize(("loss", "target"), CASES)
-def test_backward_is_the_derivative(loss, target):
-    y, direction = normal(6, 5), normal(6, 5, seed=1)
-    _, _, saved = loss.forward(env(), y, target)
-    slope = [loss.forward(env(), y + s * direction, target)[0] for s in (1e-6, -1e-6)]
-    got = float(np.sum(loss.backward(env(), saved, 0.5) * direction))
-    np.testing.assert_allclose(got, 0.5 * (slope[0] - slope[1]) / 2e-6, rtol=1e-7)
+class Wrong(nn.MSE):
+    """MSE with one mistake."""
+
+    def __init__(self, mistake):
+        self.mistake = mistake
+
+    def forward(self, env, y, target):
+        total, weight, saved = super().forward(env, y, target)
+        if self.mistake == "a mean" and y.size:
+            return total / y.size, 1.0, saved
+        return total, weight + (self.mistake == "one more"), saved
+
+    def backward(self, env, saved, seed):
+        dy = super().backward(env, saved, 1.0 if self.mistake == "no seed" else seed)
+        return dy.astype(np.float64) if self.mistake == "float64" else dy * (1.5 if self.mistake == "slope" else 1.0)
+
+    def validate(self, shape, target):
+        if self.mistake != "takes all":
+            super().validate(shape, target)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "test"),
+    [
+        ("a mean", "test_parts_of_a_batch_add_up"),
+        ("one more", "test_no_samples_weigh_nothing"),
+        ("no seed", "test_seed_multiplies_the_gradient"),
+        ("slope", "test_backward_is_the_derivative_of_the_total"),
+        ("float64", "test_gradients_have_the_shape_and_dtype_of_the_outputs"),
+        ("takes all", "test_validate_takes_the_target_and_refuses_others"),
+    ],
+)
+def test_the_contract_finds_a_mistake(mistake, test):
+    contract = LossContract()
+    contract.make = lambda: Wrong(mistake)
+    contract.outputs, contract.target = lambda: normal(6, 5), lambda: normal(6, 5, seed=1)
+    with pytest.raises(AssertionError):
+        getattr(contract, test)()
+    contract.make = nn.MSE
+    getattr(contract, test)()
 
 
 def test_all_ignored_weighs_nothing():

@@ -1,0 +1,93 @@
+"""Lambda: an elementwise function of NumPy as a layer, with its derivative, which is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError
+from fsdpx.nn.layer import Array, Env, Layer, Params
+from fsdpx.nn.shape import one_shape
+
+__all__ = ["Lambda"]
+
+Function = Callable[..., Any]
+POINTS, STEP, TOLERANCE = 64, 1e-6, 1e-5
+
+
+class Lambda(Layer):
+    """A differentiable function of each element: `Lambda(np.sin, np.cos)`, or of the elements of several arrays.
+
+    When it is made, the derivative is compared with central differences at 64 normally distributed numbers, as far as
+    the function is finite there. ConfigError if they differ, if the function does not act on each element by itself,
+    or if it turns float32 into float64.
+
+    Parameters
+    ----------
+    function : of one or several arrays of one shape, in NumPy's functions; arrays of CuPy take them as well
+    derivative : with the same arguments: the derivative of the function; for several inputs a tuple with one for each
+    """
+
+    acts_on = "element"
+
+    def __init__(self, function: Function, derivative: Function | Sequence[Function]) -> None:
+        self.function = function
+        self.derivative = tuple(derivative) if isinstance(derivative, Sequence) else (derivative,)
+        self.n_inputs = len(self.derivative)
+        if not self.derivative or not all(map(callable, (function, *self.derivative))):
+            raise ConfigError(f"Lambda({function!r}, {derivative!r}): a function and its derivative are needed")
+        with np.errstate(all="ignore"):
+            self._check()
+
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
+        inputs = self._inputs(x)
+        one_shape(self, inputs)
+        if getattr(env.xp, "holds_no_data", False):  # each element gives one of its format
+            return env.xp.empty_like(inputs[0]), inputs
+        return self.function(*inputs), inputs
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        if getattr(env.xp, "holds_no_data", False):
+            dx = [env.xp.empty_like(dy) for _ in self.derivative]
+        else:
+            dx = [dy * by(*saved) for by in self.derivative]
+        return (dx[0] if len(dx) == 1 else tuple(dx)), ()
+
+    def __repr__(self) -> str:
+        first, *by = (getattr(f, "__name__", type(f).__name__) for f in (self.function, *self.derivative))
+        return f"Lambda({first}, {by[0] if len(by) == 1 else '(' + ', '.join(by) + ')'})"
+
+    def _inputs(self, x: Any) -> tuple[Array, ...]:
+        return (x,) if self.n_inputs == 1 else tuple(x)
+
+    def _check(self) -> None:
+        x = [np.random.default_rng(seed).standard_normal(POINTS) for seed in range(len(self.derivative))]
+        y = np.asarray(self.function(*x))
+        turned = np.asarray(self.function(*(a[::-1].copy() for a in x)))
+        if y.shape != x[0].shape or not np.array_equal(turned[::-1], y, equal_nan=y.dtype.kind == "f"):
+            raise ConfigError(f"{self!r}: the function does not act on each element by itself; write a layer instead")
+        narrow = [a.astype(np.float32) for a in x]
+        for what, function in (("function", self.function), *(("derivative", by) for by in self.derivative)):
+            if (kind := (narrow[0] * function(*narrow)).dtype) != np.float32:
+                raise ConfigError(f"{self!r}: the {what} turns float32 into {kind}: make constants Python floats")
+        for i, by in enumerate(self.derivative):
+            self._compare(x, i, by, y)
+
+    def _compare(self, x: list[np.ndarray], i: int, by: Function, y: np.ndarray) -> None:
+        """The derivative by input i with central differences."""
+        sides = [self.function(*x[:i], x[i] + step, *x[i + 1 :]) for step in (STEP, -STEP)]
+        want, got = (sides[0] - sides[1]) / (2 * STEP), np.broadcast_to(by(*x), y.shape)
+        finite = np.isfinite(want)
+        if not finite.any():
+            raise ConfigError(f"{self!r}: the function has no finite value between -2 and 2, so it cannot be checked")
+        limit = TOLERANCE * np.maximum(np.abs(want), 1.0) + np.finfo(float).eps / STEP * np.abs(y)
+        wrong = np.flatnonzero(finite & ~(np.abs(got - want) <= limit))
+        if len(wrong):
+            at, which = int(wrong[0]), f" by input {i}" if len(x) > 1 else ""
+            place = ", ".join(f"{float(a[at]):.6g}" for a in x)
+            raise ConfigError(
+                f"{self!r}: at {place} the derivative{which} gives {float(got[at]):.6g}, but the function rises by "
+                f"{float(want[at]):.6g}"
+            )
