@@ -20,8 +20,8 @@ from fsdpx.testing import LayerContract, LossContract, OptimizerContract
 def trained(comm: Communicator, steps: int = 4, model: Callable[[], nn.Layer] | None = None, **options: Any) -> Any:
     """A trainer after some steps on the same global batches, and its losses."""
     layers = model() if model else nn.Chain(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    options = {"optimizer": optim.SGD(lr=0.05), "strategy": "fsdp", "precision": "float64", "group_bytes": 0, **options}
-    trainer = layers.as_distributed(loss=nn.MSE(), comm=comm, **options)
+    options = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.05), "precision": "float64", "group_bytes": 0, **options}
+    trainer = layers.as_distributed(comm=comm, **{"strategy": "fsdp", **options})
     losses = []
     for seed in range(steps):
         rng, rank, size = np.random.default_rng(seed), trainer.data.rank, trainer.data.size
