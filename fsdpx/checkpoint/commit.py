@@ -144,11 +144,11 @@ def numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
     yield from sorted(found.items())
 
 
-def prune(path: Path, keep: int) -> None:
-    """Delete all but the last `keep` checkpoints that are numbered as `path` is, never `path` itself."""
+def prune(path: Path, keep: int, spare: str | None = None) -> None:
+    """Delete all but the last `keep` checkpoints that are numbered as `path` is, never `path` itself nor `spare`."""
     prefix = unnumbered(path)
     known = [p for _, p in numbered(path.parent, prefix) if p != path]
-    for old in known[: max(len(known) + 1 - keep, 0)]:
+    for old in [p for p in known[: max(len(known) + 1 - keep, 0)] if p.name != spare]:
         gone = beside(old, REMOVED)
         remove(gone)
         os.rename(current(old), gone)

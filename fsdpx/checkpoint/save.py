@@ -32,11 +32,12 @@ __all__ = ["Choices", "Prepared", "added", "plan_of", "prepare", "save"]
 @dataclass(frozen=True)
 class Choices:
     """How to save. dtype: of the weights in the file, None for the trainer's. shard_bytes: most bytes of one file of
-    weights. keep: how many numbered checkpoints stay, None for all."""
+    weights. keep: how many numbered checkpoints stay, None for all. spare: the name of one that stays beside them."""
 
     dtype: str | None = None
     shard_bytes: int | None = None
     keep: int | None = None
+    spare: str | None = None
 
     def demand(self, path: Path) -> None:
         if self.dtype is not None and dtype_of(self.dtype).name not in ("float64", "float32", "float16", "bfloat16"):
@@ -58,14 +59,14 @@ class Prepared:
     folder: Path
     target: Target | None
     path: Path
-    keep: int | None
+    choices: Choices
 
     def finish(self, sums: np.ndarray) -> None:
         """Rank 0, when all data are on the disk: make it the checkpoint, then remove old ones."""
         assert self.target is not None
         self.target.commit(self.plan, Manifest.of(self.plan, sums.tolist()))
-        if self.keep is not None:
-            prune(self.path, self.keep)
+        if self.choices.keep is not None:
+            prune(self.path, self.choices.keep, self.choices.spare)
 
     def abandon(self) -> None:
         if self.target is not None:
@@ -107,7 +108,7 @@ def prepare(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Ma
         for target in opened:
             target.abandon()
         raise
-    return Prepared(where, made, folder, opened[0] if opened else None, path, choices.keep)
+    return Prepared(where, made, folder, opened[0] if opened else None, path, choices)
 
 
 def _checked(state: TrainState, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Scalars:

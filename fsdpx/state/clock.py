@@ -8,10 +8,12 @@ from time import perf_counter
 
 from fsdpx.program import Action
 
-__all__ = ["PROGRESS", "Clock", "Timeline"]
+__all__ = ["BATCHES", "PROGRESS", "Clock", "Timeline"]
 
 PROGRESS = "(moving transfers on)"
-"""The row of the clock beside those of the verbs."""
+"""A row of the clock beside those of the verbs."""
+BATCHES = "(batches: checked, and agreed on by all ranks)"
+"""Another one: who comes first waits there for the others."""
 
 Timeline = list[tuple[Action, float, float]]
 """(action, start, end), in seconds of perf_counter."""

@@ -35,6 +35,7 @@ from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
 from fsdpx.state.tuning import Tuning, tune_for
 from fsdpx.trainer.choices import agree, check_model, is_collective
+from fsdpx.trainer.notices import slow
 from fsdpx.trainer.recipe import Distribution, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
 
@@ -64,7 +65,8 @@ def session_of(
         keep_pages()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
     lines, dtype = any(unit.lines for unit in place.layout.units), place.dtype
-    warm(place.xp, planned.model, planned.loss, training.optimizer, dtype, dtype, norm, lines)
+    with slow(world, "compiling kernels"):
+        warm(place.xp, planned.model, planned.loss, training.optimizer, dtype, dtype, norm, lines)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
@@ -78,7 +80,8 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     again = recompute(training.recompute)
     settings = environment.read()
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
-    tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
+    with slow(world, "measuring"):
+        tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
     axes, sharding = _axes(distribution, world, guard)
     planned = _planned(training.model, training.loss, axes, distribution.tensor_plan, distribution.sequence)
     ordered = sort(planned.model)

@@ -15,6 +15,8 @@ from fsdpx.state.ties import Tie
 
 __all__ = ["Report", "bytes_text", "peak_rss", "report", "sizes_of", "table"]
 
+OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and Python between two programs"
+
 
 @dataclass(frozen=True)
 class Report:
@@ -39,6 +41,11 @@ class Report:
         model = f"{self.parameters:,} parameters in {self.units} units"
         head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps"
         return "\n\n".join([head, self._moved(), self._held(), self._spent()])
+
+    @property
+    def memory_text(self) -> str:
+        """The table of memory alone."""
+        return self._held()
 
     def _moved(self) -> str:
         rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", "predicted per step")]
@@ -68,7 +75,7 @@ class Report:
             )
         rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
         hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
-        return table(rows) + (f"\ntransfers hidden behind computing: {hidden}" if hidden else "")
+        return "\n".join([table(rows), OUTSIDE, *([f"transfers hidden behind computing: {hidden}"] if hidden else [])])
 
 
 def report(engine: Engine, program: Program) -> Report:

@@ -1,4 +1,4 @@
-"""Checkpoints of one run: a folder of the last few, made every so many steps; a run goes on from the newest."""
+"""Checkpoints of one run: a folder of the last few and the best; a run goes on from the newest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdpx.checkpoint.state import Scalars
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.trainer.history import History
 
-__all__ = ["Checkpoints", "Resumable"]
+__all__ = ["Begun", "Checkpoints", "Resumable"]
 
 NAME = "step-"
 T = TypeVar("T")
@@ -26,9 +26,31 @@ class Resumable(Protocol):
     def wait_saved(self) -> None: ...
     def alone(self, what: str, do: Callable[[], T]) -> T: ...
     def resume(self, path: Path, loader: Any, convert: bool = False, verify: bool = True) -> Scalars: ...
+    def load_weights(self, source: Any, *, convert: bool = False) -> Any: ...
     def checkpoint(
         self, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None, background: bool = False
     ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a run goes on. path: of the checkpoint. first: the epoch in which the run began. finished: why it had come
+    to its end, "" if it had not. fit: all of that, as it was saved."""
+
+    path: Path
+    first: int
+    finished: str
+    fit: dict[str, Any]
+
+    @classmethod
+    def of(cls, path: Path, fit: Mapping[str, Any], history: History) -> Begun:
+        """From what `Checkpoints.save` wrote; what had happened comes into `history`."""
+        history.before, history.checkpoint = int(fit["done"]), path
+        history.validation.extend((int(step), float(loss)) for step, loss in fit["validation"])
+        for name, pairs in fit.get("metrics", {}).items():
+            history.metrics[str(name)] = [(int(step), float(value)) for step, value in pairs]
+        settings = {str(name): str(text) for name, text in fit.get("settings", {}).items()}
+        return cls(path, int(fit["first"]), str(fit.get("finished", "")), {**fit, "settings": settings})
 
 
 @dataclass(frozen=True)
@@ -39,7 +61,7 @@ class Checkpoints:
     ----------
     folder : holds step-500, step-1000, ...
     every : steps between two; there is one at the end, too
-    keep : how many stay, None for all
+    keep : how many of the last ones stay, None for all; with `restore_best` the best one stays as well
     resume : a run begins at the newest one, if there is one; epochs and steps are counted from the very start
     background : write while training goes on, for a copy of the shard in memory
     dtype, shard_bytes : as in `Trainer.save`
@@ -67,9 +89,9 @@ class Checkpoints:
         found = list(numbered(Path(self.folder), NAME))
         return found[-1][1] if found else None
 
-    def begin(self, trainer: Resumable, loader: Any, history: History) -> int | None:
-        """Go on from the newest one, if there is one and `resume` says so: its history comes into `history`, the epoch
-        of the run's start is returned. Collective."""
+    def begin(self, trainer: Resumable, loader: Any, history: History) -> Begun | None:
+        """Go on from the newest one, if there is one and `resume` says so; its history comes into `history`.
+        Collective."""
         for method in ("state_dict", "load_state_dict", "epoch"):
             if not hasattr(loader, method):
                 raise ConfigError(
@@ -80,20 +102,21 @@ class Checkpoints:
         path = trainer.alone(f"resume from {self.folder}", self.latest) if self.resume else None
         if path is None:
             return None
-        fit = trainer.resume(path, loader).fit
+        fit = trainer.resume(path, loader, convert=self.dtype is not None).fit
         if fit is None:
             raise CheckpointError(f"{path} was not saved by fit: load it, and let fit begin with resume=False")
-        history.before = fit["done"]
-        history.epochs = max(loader.epoch - fit["first"], 0)
-        history.validation.extend((step, loss) for step, loss in fit["validation"])
-        return int(fit["first"])
+        try:
+            begun = Begun.of(path, fit, history)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: what fit saved there cannot be read: {error!r}") from None
+        history.epochs = max(loader.epoch - begun.first, 0)
+        return begun
 
-    def save(self, trainer: Resumable, loader: Any, history: History, first: int, background: bool) -> None:
-        """Write the checkpoint of this step. Collective."""
-        fit = {
-            "done": history.steps,
-            "first": first,
-            "validation": [list(pair) for pair in history.validation],
-        }
-        choices = Choices(self.dtype, self.shard_bytes, self.keep)
-        trainer.checkpoint(self.path(history.steps), choices, loader, fit, background)
+    def save(
+        self, trainer: Resumable, loader: Any, fit: Mapping[str, Any], background: bool, best: Path | None
+    ) -> Path:
+        """Write the checkpoint of this step. best: stays, however old. Collective."""
+        path = self.path(fit["done"])
+        choices = Choices(self.dtype, self.shard_bytes, self.keep, None if best is None else best.name)
+        trainer.checkpoint(path, choices, loader, fit, background)
+        return path

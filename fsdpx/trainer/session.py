@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 from fsdpx.array.shapes import ShapeArray
@@ -15,9 +16,9 @@ from fsdpx.engine.results import Scale
 from fsdpx.errors import FsdpxError
 from fsdpx.nn.sort import Sorted, infer
 from fsdpx.program import Program, Request, Slot, compile, one_by_one
+from fsdpx.state.clock import BATCHES
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.trainer import batch as batches
-from fsdpx.trainer import calls
 from fsdpx.trainer.outputs import whole_outputs
 from fsdpx.trainer.recompute import recomputed_units
 from fsdpx.trainer.twins import Twins
@@ -35,25 +36,12 @@ class Session:
     ) -> None:
         self.engine, self.state, self.place = engine, engine.state, engine.placement
         self.microbatches, self.commit = microbatches, commit
-        self._model, self._loss = model, loss
+        self.model, self.loss = model, loss
         self._twins = Twins(self.place.axes)
         self._executables: dict[tuple[Request, frozenset[str]], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
-
-    # -- how calls begin -----------------------------------------------------------------------------------------------
-
-    def note(self, call: str) -> None:
-        """This rank has come to `call`: others can read it in its flight record."""
-        if self.engine.recorder is not None:
-            self.engine.recorder.call(call)
-
-    def begin(self, call: str) -> None:
-        """Return when all ranks have come to `call`; DesyncError on all of them if some call something else."""
-        self.note(call)
-        if not self.place.imaginary:
-            calls.begin(self.place.axes.world, call)
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -61,8 +49,7 @@ class Session:
         """A checked and agreed batch, cut into microbatches. kind: of the program. also: what else ranks must agree on.
 
         Collective: all ranks raise the same error if the batch of one of them is not good."""
-        place, error = self.place, None
-        self.note(kind)
+        place, error, begin = self.place, None, perf_counter()
         inputs: tuple[Any, ...] = ()
         target, features, rows, doubted = None, "", 0, False
         try:
@@ -79,14 +66,16 @@ class Session:
         except FsdpxError as problem:
             error = problem
         if not place.imaginary:
-            everyone, alike = batches.agree(place.axes, kind, features, rows, error)
+            everyone, alike = batches.agree(place.axes, features, rows, error)
             if doubted:
                 self._twins.see(alike, arrays)
         elif error is not None:
             raise error
         else:
             everyone = place.accumulation.imagined(rows)
-        return Feed(self._microbatches(inputs, target, everyone, kind), training, self.commit)
+        microbatches = self._microbatches(inputs, target, everyone, kind)
+        self.engine.clock.add(BATCHES, perf_counter() - begin, 0.0)
+        return Feed(microbatches, training, self.commit)
 
     def _microbatches(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
@@ -110,12 +99,12 @@ class Session:
         place, key = self.place, _shapes(inputs)
         shapes = self._fits.get(key)
         if shapes is None:
-            outputs = infer(self._model, [ShapeArray(a.shape, a.dtype) for a in inputs], place.dtype)
+            outputs = infer(self.model, [ShapeArray(a.shape, a.dtype) for a in inputs], place.dtype)
             if place.axes.tensor.size > 1:  # what is cut must divide
                 place.shapes.of(0, batches.largest(place, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [tuple(o.shape) for o in outputs]
         if target is not None:
-            self._loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
+            self.loss.validate(shapes[0] if len(shapes) == 1 else tuple(shapes), target)
         if place.options.check_finite:
             for name, array in zip(place.layout.inputs, inputs, strict=True):
                 demand_finite(place, array, f"input {name!r}")

@@ -14,7 +14,7 @@ from fsdpx.layout.pages import Page
 from fsdpx.program import Slot
 from fsdpx.state.state import TrainState
 
-__all__ = ["whole_gradients", "whole_parameters", "whole_state"]
+__all__ = ["remember", "whole_gradients", "whole_parameters", "whole_state"]
 
 
 def whole_parameters(state: TrainState) -> dict[str, np.ndarray]:
@@ -53,6 +53,20 @@ def whole_state(state: TrainState) -> dict[str, np.ndarray]:
         state.placement.axes.pipe.broadcast(flat, state.placement.statistics_home[name], what=f"state {name}").wait()
         found[name] = flat.reshape(state.placement.layout.specs[name].shape)
     return found
+
+
+def remember(state: TrainState) -> Callable[[], None]:
+    """Copies of what this rank has of parameters and statistics, as a function that puts them back. Collective then."""
+    rows = [array for row, array in state.ledger.saved() if row.key.kind in ("master", "statistic")]
+    copies = [(array, array.copy()) for array in rows]
+
+    def restore() -> None:
+        state.placement.axes.world.barrier(what="remembered weights").wait()  # others may still read what we share
+        for array, copy in copies:
+            array[...] = copy
+        state.replaced()
+
+    return restore
 
 
 def _everywhere(state: TrainState, flat: Callable[[Page], Any], trained: bool) -> dict[str, np.ndarray]:

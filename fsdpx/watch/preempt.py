@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
@@ -49,7 +50,8 @@ class Preemption:
     Parameters
     ----------
     save : called on all ranks, together
-    signals : names; USR1 is forwarded to the ranks by every launcher, TERM comes last before KILL
+    signals : names; USR1 is forwarded to the ranks by every launcher, TERM comes last before KILL, INT is Ctrl-C (a
+        second one ends at once)
     requeue : rank 0 then asks Slurm to start the job again (scontrol requeue)
     """
 
@@ -62,7 +64,7 @@ class Preemption:
     ) -> None:
         self.save, self.requeue = save, requeue
         self.signals = [_signal(name) for name in signals]
-        self._asked = 0
+        self._asked, self._since = 0, 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Preemption:
@@ -107,7 +109,11 @@ class Preemption:
         return (_RANKS - ahead, signal.Signals(number).name) if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._asked = self._asked or number
+        """A second Ctrl-C does not wait for the boundary; launchers hand on the first one twice, at the same time."""
+        now = time.monotonic()
+        if number == signal.SIGINT and self._asked and now > self._since + 1.0:
+            raise KeyboardInterrupt
+        self._asked, self._since = self._asked or number, self._since if self._asked else now
 
 
 def _signal(name: str) -> signal.Signals:

@@ -1,0 +1,102 @@
+"""The log of `fit`: metrics.csv, metrics.jsonl and TensorBoard's events in one folder, written by rank 0."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any, TextIO
+
+from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.trainer.history import History
+from fsdpx.trainer.notices import say
+from fsdpx.trainer.progress import Rate
+
+__all__ = ["Log"]
+
+STEP = ("loss", "learning_rate", "gradient_norm", "rate")
+
+
+class Log:
+    """A callback of `fit`: a row after each step, and one after each validation. A run that goes on from a checkpoint
+    keeps the rows up to it; any other run begins the files anew."""
+
+    def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...]) -> None:
+        self.folder = Path(folder)
+        self._columns = ("step", "epoch", *STEP, "validation_loss", *metrics)
+        self._rate = Rate()
+        self._files: tuple[TextIO, TextIO] | None = None
+        self._board: Any = None  # of tensorboardX
+
+    def on_train_begin(self, trainer: Any, history: History) -> None:
+        try:
+            trainer.alone(f"log {self.folder}", lambda: self._begin(history.before))
+        except CheckpointError as error:
+            raise ConfigError(f"fit(log=...): {error}") from error
+        if trainer.rank == 0:
+            self._open(trainer, history)
+
+    def on_step_end(self, trainer: Any, history: History) -> None:
+        values = (history.losses[-1], trainer.last.rate, trainer.last.norm, self._rate.of(history))
+        self._write(trainer, history, dict(zip(STEP, values, strict=True)))
+
+    def on_validation_end(self, trainer: Any, history: History) -> None:
+        metrics = {name: pairs[-1][1] for name, pairs in history.metrics.items()}
+        self._write(trainer, history, {"validation_loss": history.validation[-1][1], **metrics})
+
+    def on_train_end(self, trainer: Any, history: History) -> None:
+        for file in self._files or ():
+            file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _begin(self, before: int) -> None:
+        """The files with the rows that stay."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
+        rows = list(_kept(lines, before)) if before and lines.exists() else []
+        with lines.open("w") as out:
+            out.writelines(json.dumps(row) + "\n" for row in rows)
+        with table.open("w", newline="") as out:
+            writer = csv.DictWriter(out, self._columns, restval="", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+
+    def _open(self, trainer: Any, history: History) -> None:
+        """On the rank that writes; in elastic training it may be another one later."""
+        table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
+        self._files = (table.open("a", newline="", buffering=1), lines.open("a", buffering=1))
+        try:
+            from tensorboardX import SummaryWriter
+        except ImportError:
+            say(trainer, f"log {self.folder}: CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'")
+        else:
+            self._board = SummaryWriter(str(self.folder), purge_step=history.steps + 1)
+
+    def _write(self, trainer: Any, history: History, values: dict[str, float]) -> None:
+        if trainer.rank > 0:
+            return
+        if self._files is None:
+            self._open(trainer, history)
+        assert self._files is not None
+        values = {name: value for name, value in values.items() if math.isfinite(value)}
+        row = {"step": history.steps, "epoch": history.epochs + 1, **values}
+        csv.DictWriter(self._files[0], self._columns, restval="").writerow(row)
+        self._files[1].write(json.dumps(row) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, history.steps)
+
+
+def _kept(lines: Path, before: int) -> Iterator[dict[str, Any]]:
+    """The rows of steps that count; the last line of a killed job may be cut."""
+    for line in lines.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.get("step", before + 1) <= before:
+            yield row

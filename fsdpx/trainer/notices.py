@@ -1,0 +1,41 @@
+"""What rank 0 says on standard error beside the progress of training."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+__all__ = ["SILENCE", "say", "slow"]
+
+SILENCE = 1.0
+"""Seconds that something may take before it is named."""
+
+
+def say(who: Any, text: str) -> None:
+    """A line on rank 0 of a trainer or a communicator."""
+    if who.rank == 0:
+        print(f"fsdpx: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def slow(who: Any, what: str) -> Iterator[None]:
+    """If the block takes longer than a second, rank 0 says what it does, and at its end how long it took."""
+    begin, named = perf_counter(), threading.Event()
+
+    def name() -> None:
+        named.set()
+        say(who, f"{what} ...")
+
+    timer = threading.Timer(SILENCE, name)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if named.is_set():
+            say(who, f"{what} took {perf_counter() - begin:.0f} s; what came of it is kept on disk")

@@ -1,0 +1,521 @@
+"""The loop around the step: metrics, callbacks, logs, progress, the best weights, and runs that are finished."""
+
+import csv
+import json
+import math
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, make, part
+
+from fsdpx import Checkpoints, Elastic, Mesh, data, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError
+from fsdpx.state.tuning import Tuning
+from fsdpx.trainer import assemble, notices
+from fsdpx.trainer import log as logs
+from fsdpx.trainer.fit import History
+
+
+def ranks(size: int, body: Any, *given: Any, **options: Any) -> list[Any]:
+    return spawn(lambda comm: body(comm, *given, **options), size)
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """Lines of standard error; on a slow machine kernels are spoken of as well."""
+    return [line for line in capsys.readouterr().err.splitlines() if "compiling kernels" not in line]
+
+
+def batch(rows: int, seed: int = 0) -> Any:
+    return CASES["mlp"].batch(np.random.default_rng(seed), rows)
+
+
+def loader(trainer: Any, rows: int = 24, size: int = 8) -> data.DataLoader:
+    return data.DataLoader(data.ArrayDataset(*batch(rows)), size, comm=trainer.data, shuffle=True)
+
+
+def held(trainer: Any, rows: int = 7) -> list[Any]:
+    """One global batch whose parts are not alike."""
+    x, y = batch(rows, seed=1)
+    mine = part(trainer.data, rows)
+    return [(x[mine], y[mine])]
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def square(output: Any, target: Any) -> Any:
+    """One value per sample."""
+    return ((output - target) ** 2).sum(axis=1)
+
+
+def weighted(output: Any, target: Any) -> Any:
+    return float(output.sum()), 2 * len(output)
+
+
+@pytest.mark.parametrize(("size", "mesh"), [(1, None), (3, None), (4, Mesh(pipe=2)), (2, Mesh(shard=1, tensor=2))])
+def test_metrics_are_means_over_the_global_batch(size: int, mesh: Mesh | None) -> None:
+    def run(comm: Communicator) -> Any:
+        plan = {"0": nn.Column, "2": nn.Row} if mesh and mesh.tensor > 1 else None
+        trainer = make(comm, "mlp", "fsdp", mesh=mesh, tensor_plan=plan)
+        metrics = {"square": square, "weighted": weighted}
+        history = trainer.fit(loader(trainer), metrics=metrics, validation=held(trainer), progress=False)
+        x, y = batch(7, seed=1)
+        mine = part(trainer.data, 7)
+        outputs = trainer.data.all_gather_object(np.asarray(trainer.predict(x[mine])))
+        return history.metrics, np.concatenate(outputs), y
+
+    for metrics, output, target in spawn(run, size):
+        assert [step for step, _ in metrics["square"]] == [3]
+        assert metrics["square"][0][1] == pytest.approx(square(output, target).mean(), rel=1e-12)
+        assert metrics["weighted"][0][1] == pytest.approx(output.sum() / 14, rel=1e-12)
+
+
+def test_a_count_is_exact_at_any_number_of_ranks() -> None:
+    """Seven samples on three ranks: a mean of means would not be a seventh."""
+
+    def run(comm: Communicator) -> float:
+        trainer = make(comm, "mlp")
+        right = {"right": lambda y, t: t[:, 0] > 0}
+        history = trainer.fit(loader(trainer), metrics=right, validation=held(trainer), progress=False)
+        return history.metrics["right"][0][1]
+
+    want = float((batch(7, seed=1)[1][:, 0] > 0).sum()) / 7
+    assert 0 < want < 1
+    assert ranks(3, run) == [want] * 3
+
+
+def test_metrics_that_do_not_fit() -> None:
+    def run(comm: Communicator, metric: Any, **options: Any) -> None:
+        trainer = make(comm, "mlp")
+        given = {"validation": held(trainer)} | options
+        trainer.fit(loader(trainer), metrics={"mine": metric}, progress=False, **given)
+
+    with pytest.raises(ConfigError, match=r"metric 'mine': it returned one number, .*: return an array with a value"):
+        spawn(lambda comm: run(comm, lambda y, t: float(y.mean())), 2)
+    with pytest.raises(ConfigError, match=r"metrics and restore_best are about validation=\.\.\., and none is given"):
+        spawn(lambda comm: run(comm, square, validation=None), 1)
+
+    def on_one(comm: Communicator) -> str:
+        def metric(y: Any, t: Any) -> Any:
+            return [1.0 / comm.rank] * len(y)  # fails on rank 0
+
+        with pytest.raises(ConfigError) as caught:
+            run(comm, metric)
+        return str(caught.value)
+
+    assert set(spawn(on_one, 3)) == {"rank 0: metric 'mine': float division by zero"}
+
+
+def test_metrics_of_an_elastic_trainer() -> None:
+    def run(comm: Communicator, **options: Any) -> Any:
+        model = nn.Chain(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 5))
+        trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm, chunks=4, **options)
+        x, y = batch(8, seed=1)
+        mine = part(trainer.data, 8)
+        found = trainer.fit(
+            loader(trainer), metrics={"s": square}, validation=[(x[mine], y[mine])], patience=1, every=1, epochs=4,
+            progress=False,
+        )  # fmt: skip
+        return found.metrics, trainer.fingerprint()
+
+    assert ranks(2, run, elastic=Elastic()) == ranks(2, run)
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_train_begin(self, trainer: Any, history: History) -> None:
+        self.seen.append("begin")
+
+    def on_step_end(self, trainer: Any, history: History) -> None:
+        self.seen.append(f"step {history.steps}")
+
+    def on_validation_end(self, trainer: Any, history: History) -> None:
+        self.seen.append(f"validated {history.validation[-1][0]}")
+
+    def on_epoch_end(self, trainer: Any, history: History) -> None:
+        self.seen.append(f"epoch {history.epochs}")
+
+    def on_train_end(self, trainer: Any, history: History) -> None:
+        self.seen.append("end")
+
+
+def test_callbacks_are_called_on_all_ranks() -> None:
+    def run(comm: Communicator) -> Any:
+        trainer, notes, rates = make(comm, "mlp"), Notes(), []
+        trainer.fit(
+            loader(trainer, 16), epochs=2, validation=held(trainer), every=3, progress=False,
+            callbacks=[notes, lambda trainer, history: rates.append((trainer.last.rate, trainer.parameters() != {}))],
+        )  # fmt: skip
+        return notes.seen, rates
+
+    for seen, rates in ranks(2, run):
+        want = "begin, step 1, step 2, epoch 1, step 3, validated 3, step 4, epoch 2, validated 4, end"
+        assert seen == want.split(", ")
+        assert rates == [(0.01, True)] * 4
+
+
+def test_an_error_in_a_callback_still_ends_the_others() -> None:
+    def run(comm: Communicator) -> list[str]:
+        trainer, notes = make(comm, "mlp"), Notes()
+
+        def fail(trainer: Any, history: History) -> None:
+            raise ValueError("mine")
+
+        with pytest.raises(ValueError, match="mine"):
+            trainer.fit(loader(trainer), callbacks=[notes, fail], progress=False)
+        return notes.seen
+
+    assert ranks(2, run) == [["begin", "step 1", "end"]] * 2
+
+
+def test_callbacks_that_would_never_be_called() -> None:
+    class Wrong:
+        def on_step(self, trainer: Any, history: History) -> None: ...
+
+    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
+    for wrong, text in ((Wrong(), "Wrong has on_step"), (3, "int has none of them")):
+        with pytest.raises(ConfigError, match=f"an object with some of on_train_begin, .*; {text}"):
+            trainer.fit(loader(trainer), callbacks=[wrong])
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdpx.trainer.progress.SECONDS", 0.0)
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, "mlp", clip_norm=1.0)
+        trainer.fit(loader(trainer), epochs=2, validation=held(trainer), metrics={"s": square}, every=3, unit="rows")
+
+    ranks(2, run)
+    lines = said(capsys)
+    number = r"[\d.,e+-]+"
+    assert re.fullmatch(f"epoch 1/2  step 1/6  loss {number}  lr 0.01  norm {number}", lines[0])
+    assert re.fullmatch(
+        f"epoch 2/2  step 5/6  loss {number}  {number} rows/s  lr 0.01  norm {number}  0:00:0. left", lines[5]
+    )
+    assert re.fullmatch(f"epoch 1/2  step 3/6  validation loss {number}  s {number}", lines[3])
+    assert len(lines) == 8
+
+
+def test_on_a_terminal_it_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "150")
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, "mlp", clip_norm=1.0)
+        trainer.fit(loader(trainer), epochs=2, validation=held(trainer), every=3)
+
+    ranks(2, run)
+    err = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", capsys.readouterr().err)  # without colours
+    assert re.search(r"epoch 2/2 .* 6/6 loss [\d.]+  [\d,]+ samples/s  lr 0.01  norm [\d.]+ 00:00", err)
+    assert err.count("step 3/6  validation loss ") == 1
+
+
+def test_the_rate_leaves_validation_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A clock that only validation moves: then steps take no time, and the rate is not of this world."""
+    clock = [0.0]
+    monkeypatch.setattr("fsdpx.trainer.fit.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("fsdpx.trainer.progress.SECONDS", 0.0)
+    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
+
+    def batches(steps: int = 3) -> Any:
+        for _ in range(steps):
+            clock[0] += 2.0
+            yield batch(8)
+
+    class Slow:
+        def __iter__(self) -> Any:
+            clock[0] += 1000.0
+            return iter([batch(8)])
+
+    history = trainer.fit(batches(), validation=Slow(), every=1)
+    assert (history.seconds, history.seen) == (6.0, 24)
+    assert "4 samples/s" in capsys.readouterr().err
+
+
+# -- what takes long ---------------------------------------------------------------------------------------------------
+
+
+def test_what_takes_more_than_a_second_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By rank 0, while it lasts; here less, and until the line itself is there."""
+    monkeypatch.setattr(notices, "SILENCE", 0.05)
+    spoken = threading.Event()
+
+    def slowly(*given: Any) -> Tuning:
+        spoken.clear()
+        spoken.wait(60)
+        return Tuning("numpy")
+
+    monkeypatch.setattr(notices, "say", lambda who, text: (print(who.rank, text), spoken.set()))
+    monkeypatch.setattr(assemble, "warm", slowly)
+    monkeypatch.setattr(assemble, "tune_for", slowly)
+    make(spawn(lambda comm: comm, 1)[0], "mlp")
+    lines = [re.sub(r"\d+ s", "some s", line) for line in capsys.readouterr().out.splitlines()]
+    took = "took some s; what came of it is kept on disk"
+    assert lines == ["0 measuring ...", f"0 measuring {took}", "0 compiling kernels ...", f"0 compiling kernels {took}"]
+
+
+def test_what_is_quick_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with notices.slow(type("R", (), {"rank": 0}), "thinking"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+# -- logs --------------------------------------------------------------------------------------------------------------
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    with (folder / "metrics.csv").open(newline="") as file:
+        table = [{name: float(text) for name, text in row.items() if text} for row in csv.DictReader(file)]
+    assert table == lines
+    return lines
+
+
+def logged(comm: Communicator, folder: Path, steps: int | None = None, **options: Any) -> History:
+    trainer = make(comm, "mlp", clip_norm=1.0)
+    return trainer.fit(
+        loader(trainer), epochs=3, steps=steps, validation=held(trainer), metrics={"s": square}, every=4,
+        log=folder / "log", progress=False, **options,
+    )  # fmt: skip
+
+
+def test_a_log_has_a_row_per_step_and_per_validation(tmp_path: Path) -> None:
+    history = ranks(2, logged, tmp_path)[0]
+    rows = rows_of(tmp_path / "log")
+    steps, checks = [r for r in rows if "loss" in r], [r for r in rows if "validation_loss" in r]
+    assert [r["loss"] for r in steps] == history.losses
+    assert [(r["step"], r["validation_loss"]) for r in checks] == history.validation
+    assert [(r["step"], r["s"]) for r in checks] == history.metrics["s"]
+    assert steps[3].keys() == {"step", "epoch", "loss", "learning_rate", "gradient_norm", "rate"}
+    assert [r["epoch"] for r in steps] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_a_log_goes_on_with_its_run(tmp_path: Path) -> None:
+    """Steps after the checkpoint are made again, and are there once. A line that a death has cut is left out."""
+    kept = Checkpoints(tmp_path / "run", every=100)
+    ranks(2, logged, tmp_path, 5, checkpoints=kept)
+    before = rows_of(tmp_path / "log")
+    with (tmp_path / "log" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 6, "epoch": 2, "loss": 9.0}) + '\n{"step": 7, "lo')
+    ranks(3, logged, tmp_path, checkpoints=kept)
+    rows = rows_of(tmp_path / "log")
+    assert rows[: len(before)] == before
+    assert [r["step"] for r in rows if "loss" in r] == list(range(1, 10))
+    ranks(1, logged, tmp_path, 2)
+    assert [r["step"] for r in rows_of(tmp_path / "log") if "loss" in r] == [1, 2], "another run begins anew"
+
+
+def test_a_log_without_tensorboard_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
+    ranks(2, logged, tmp_path, 2)
+    assert said(capsys) == [
+        f"fsdpx: log {tmp_path / 'log'}: CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'"
+    ]
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["metrics.csv", "metrics.jsonl"]
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of tensorboardX."""
+    found: dict[Any, Any] = {}
+
+    class SummaryWriter:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            found[folder] = purge_step
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            found[name, step] = value
+
+        def close(self) -> None:
+            found["closed"] = True
+
+    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", type("Module", (), {"SummaryWriter": SummaryWriter}))
+    history = ranks(2, logged, tmp_path, 4)[0]
+    assert found[str(tmp_path / "log")] == 1
+    assert [found["loss", step] for step in range(1, 5)] == history.losses
+    assert found["s", 4] == history.metrics["s"][0][1]
+    assert found["closed"]
+
+
+def test_real_tensorboard_events(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    ranks(2, logged, tmp_path, 4)
+    (events,) = tmp_path.glob("log/events.out.tfevents.*")
+    assert b"validation_loss" in events.read_bytes()
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("a file")
+
+    def run(comm: Communicator) -> str:
+        with pytest.raises(ConfigError) as caught:
+            logged(comm, tmp_path)
+        return str(caught.value)
+
+    (text,) = set(ranks(3, run))
+    assert text.startswith(f"fit(log=...): log {tmp_path / 'log'}: rank 0: File exists (EEXIST)")
+
+
+def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+    log = logs.Log(tmp_path, ())
+    log._begin(0)
+    trainer = type("T", (), {"rank": 0})
+    log._write(trainer, History([1.0]), {"loss": 1.0, "gradient_norm": math.nan})
+    log.on_train_end(trainer, History())
+    assert rows_of(tmp_path) == [{"step": 1, "epoch": 1, "loss": 1.0}]
+
+
+# -- the best weights, and runs that are finished ----------------------------------------------------------------------
+
+
+def worse(comm: Communicator, folder: Path | None, **options: Any) -> Any:
+    """The validation loss falls for some steps, then rises: it is that of the weights with which training begins."""
+    model = nn.Chain(nn.Linear(12, 8), nn.BatchNorm(8), nn.Linear(8, 5))
+    trainer = model.as_distributed(
+        loss=nn.MSE(), optimizer=optim.SGD(lr=options.pop("lr", 0.02)), comm=comm, precision="float64",
+        strategy=options.pop("strategy", "fsdp"), elastic=options.pop("elastic", False),
+    )  # fmt: skip
+    x, y = batch(24)
+    rows = data.DataLoader(data.ArrayDataset(x, y), options.pop("samples", 8), comm=trainer.data, shuffle=True)
+    seen: list[Any] = []
+    check = Falling(trainer, seen)
+    history = trainer.fit(
+        rows, validation=check, every=2,
+        checkpoints=None if folder is None else Checkpoints(folder, every=2, keep=2),
+        **{"epochs": 40, "patience": 3, "progress": False, **options},
+    )  # fmt: skip
+    return history, seen, trainer.parameters(), trainer.steps
+
+
+class Falling:
+    """Validation that is best at step 4: its target is what the model says there."""
+
+    def __init__(self, trainer: Any, seen: list[Any]) -> None:
+        self.trainer, self.seen = trainer, seen
+
+    def __iter__(self) -> Any:
+        self.seen.append(self.trainer.parameters())
+        x, _ = batch(8, seed=5)
+        mine = part(self.trainer.data, 8)
+        y = np.asarray(self.trainer.predict(x[mine]))
+        return iter([(x[mine], y + abs(self.trainer.steps - 4))])
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_early_stopping_ends_with_the_best_weights(strategy: str, saved: bool, tmp_path: Path) -> None:
+    for history, seen, parameters, steps in ranks(2, worse, tmp_path if saved else None, strategy=strategy):
+        assert (history.best_step, history.best, history.steps, steps) == (4, pytest.approx(0, abs=1e-20), 10, 10)
+        assert history.reason == "no better validation loss in 3 validations"
+        assert same(parameters, seen[1])
+        assert not same(parameters, seen[4])
+
+
+def test_the_last_weights_stay_where_they_are_wanted() -> None:
+    _, seen, parameters, _ = ranks(2, worse, None, restore_best=False)[0]
+    assert same(parameters, seen[4])
+    _, seen, parameters, _ = ranks(2, worse, None, patience=None, epochs=2)[0]
+    assert same(parameters, seen[2])
+    _, seen, parameters, _ = ranks(2, worse, None, patience=None, restore_best=True, epochs=2)[0]
+    assert same(parameters, seen[1]), "without patience, too"
+
+
+def test_an_elastic_trainer_ends_with_the_best_weights() -> None:
+    for _, seen, parameters, _ in ranks(2, worse, None, elastic=Elastic()):
+        assert same(parameters, seen[1])
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The best checkpoint is beside the last ones; started again, at any number of ranks, nothing changes."""
+    _, _, best, _ = ranks(2, worse, tmp_path)[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-4", "step-8"]
+    assert f"fsdpx: the weights are those of step 4, the best (validation loss 0.0000): {tmp_path / 'step-4'}" in (
+        capsys.readouterr().err
+    )
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for history, _, parameters, _ in ranks(3, worse, tmp_path):
+        assert history.losses == []
+        assert (history.steps, history.best_step) == (10, 4)
+        assert history.reason == "no better validation loss in 3 validations"
+        assert same(parameters, best)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    err = said(capsys)
+    assert err[0] == (
+        f"fsdpx: finished: no better validation loss in 3 validations at {tmp_path / 'step-10'}; "
+        "nothing is trained or saved"
+    )
+    assert err[1].startswith("fsdpx: the weights are those of step 4")
+
+
+def test_more_patience_or_steps_take_a_finished_run_up_again(tmp_path: Path) -> None:
+    ranks(2, worse, tmp_path)
+    history, seen, parameters, _ = ranks(2, worse, tmp_path, patience=4)[0]
+    assert (history.before, history.steps, history.best_step) == (10, 12, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-10", "step-12", "step-4"]
+    assert not same(parameters, seen[0])
+
+
+def test_stop_and_epochs_finish_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stop = {"patience": None, "stop": lambda history: history.steps >= 6}
+    assert [ranks(2, worse, tmp_path / "a", **stop)[0][0].reason for _ in range(2)] == ["stop() said so"] * 2
+    for again in range(2):
+        history = ranks(2, worse, tmp_path / "b", patience=None, epochs=2)[0][0]
+        assert (history.reason, history.epochs, history.steps) == ("all epochs done", 2, 6)
+        assert len(history.losses) == (0 if again else 6)
+    assert capsys.readouterr().err.count("nothing is trained or saved") == 2
+
+
+def test_what_has_changed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"patience": None}
+    ranks(2, worse, tmp_path, steps=3, **options)
+    ranks(2, worse, tmp_path, steps=5, **options)
+    lines = said(capsys)
+    assert lines == [f"fsdpx: goes on from {tmp_path / 'step-3'}: step 3, epoch 2"]
+    ranks(3, worse, tmp_path, steps=7, lr=0.01, samples=6, strategy="ddp", **options)
+    assert said(capsys) == [
+        f"fsdpx: goes on from {tmp_path / 'step-5'}: step 5, epoch 2",
+        f"fsdpx: changed since {tmp_path / 'step-5'}: learning rate 0.02 -> 0.01; batch size 8 -> 6",
+    ]
+
+
+def test_a_changed_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(comm: Communicator, steps: int, rate: float, kind: Any) -> None:
+        model = nn.Chain(nn.Linear(12, 5), nn.Dropout(rate))
+        trainer = model.as_distributed(loss=nn.MSE(), optimizer=kind(lr=0.1), comm=comm)
+        trainer.fit(loader(trainer), steps=steps, progress=False, checkpoints=Checkpoints(tmp_path))
+
+    ranks(2, run, 1, 0.1, optim.Adam)
+    ranks(2, run, 2, 0.2, optim.AdamW)
+    assert "layer 1 Dropout(p=0.1) -> Dropout(p=0.2); optimizer.weight_decay 0.0 -> 0.01; optimizer Adam -> AdamW" in (
+        capsys.readouterr().err
+    )
+
+
+def test_saving_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks(2, worse, tmp_path, steps=5, progress=True)
+    saved = [line for line in said(capsys) if " saved " in line]
+    assert saved == [
+        f"epoch 1/40  step 2/5  saved {tmp_path / 'step-2'}, the best so far",
+        f"epoch 2/40  step 4/5  saved {tmp_path / 'step-4'}, the best so far",
+        f"epoch 2/40  step 5/5  saved {tmp_path / 'step-5'}",
+    ]
