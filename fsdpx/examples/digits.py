@@ -48,13 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     comm = fsdpx.init()
     trainer = digits().as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=4e-3), strategy=args.strategy)
     train = data.DataLoader(data.ArrayDataset(*draw(4000, seed=1)), args.batch, comm=comm, shuffle=True)
-    held = draw(1000, seed=2)
-    mine = slice(1000 * comm.rank // comm.size, 1000 * (comm.rank + 1) // comm.size)
-    with train:
-        trainer.fit(train, epochs=args.epochs, validation=[(held[0][mine], held[1][mine])], every=60, patience=5)
-    right = float((np.asarray(trainer.predict(held[0][mine])).argmax(axis=1) == held[1][mine]).sum())
-    accuracy = float(fsdpx.all_reduce(np.array([right]))[0]) / 1000
+    held = data.DataLoader(data.ArrayDataset(*draw(1000, seed=2)), 1000, comm=comm)
+    right = {"accuracy": lambda output, target: output.argmax(axis=1) == target}
+    with train, held:
+        history = trainer.fit(train, epochs=args.epochs, validation=held, metrics=right, every=60, patience=5)
     if comm.rank == 0:
+        accuracy = dict(history.metrics["accuracy"])[history.best_step]
         print(f"accuracy on 1,000 new digits: {100 * accuracy:.1f} %")
     return 0
 

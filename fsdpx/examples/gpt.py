@@ -4,7 +4,8 @@
     mpiexec -n 4 python -m fsdpx.examples.gpt --mesh pipe=2,tensor=2 --sequence parallel --recompute all
     mpiexec --with-ft ulfm -n 4 python -m fsdpx.examples.gpt --elastic --chunks 32 --chaos "kill 0@2000"   # Open MPI
 
-By default the text is the sources of Python's own standard library, which every machine has."""
+By default the text is the sources of Python's own standard library, which every machine has. A run leaves a folder in
+runs/; `--resume` takes the newest one up again."""
 
 import argparse
 import math
@@ -15,7 +16,8 @@ from typing import Any
 import numpy as np
 
 import fsdpx
-from fsdpx import data, environment, nn, optim
+from fsdpx import Checkpoints, data, environment, nn, optim
+from fsdpx.examples.folder import RunFolder, choose
 from fsdpx.nn.models import BYTES, SIZES, Size, gpt
 from fsdpx.testing.chaos import parse, strike
 from fsdpx.trainer.report import peak_rss
@@ -52,7 +54,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ranks", type=int, default=None, help="how many train at first; the others wait")
     p.add_argument("--resize", default=None, help="a file with the number of ranks that are to train")
     p.add_argument("--chaos", default="", help="what to do to ranks, such as 'kill 2@900, stop 0@1500' (rank@action)")
-    p.add_argument("--sample", type=int, default=0, help="bytes of text to write at the end")
+    p.add_argument("--run", default=None, help="folder of the run (default: runs/gpt-DATE-TIME)")
+    p.add_argument("--resume", action="store_true", help="go on with the run in --run, or with the newest one")
+    p.add_argument("--no-save", action="store_true", help="leave no folder")
+    p.add_argument("--keep", type=int, default=2, help="checkpoints that stay; one is saved after each validation")
+    p.add_argument("--sample", type=int, default=200, help="bytes of text that the model writes at the end")
+    p.add_argument("--verbose", action="store_true", help="print messages and time by kind at the end")
     p.add_argument("--hash", action="store_true", help="print the SHA-256 of all parameters at the end")
     p.add_argument("--device", default="cpu", help="cpu or cuda")
     p.add_argument("--no-node", action="store_true", help="MPI messages instead of shared memory inside a machine")
@@ -125,10 +132,29 @@ def distributed(args: argparse.Namespace) -> fsdpx.Trainer:
     )
 
 
+PASSING = ("chaos", "hash", "no_save", "resume", "run", "verbose")
+"""Arguments that say nothing about the run, and are not taken up again with it."""
+
+
+def taken_up(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace, RunFolder | None]:
+    """The arguments, with those of the run that is taken up as defaults, and its folder."""
+    made = parser()
+    args = made.parse_args(argv)
+    if args.no_save:
+        return args, None
+    again = args.resume or environment.read().restart > 0
+    folder, before = choose("gpt", args.run, again, comm)
+    made.set_defaults(**{name: value for name, value in before.items() if name not in PASSING})
+    args = made.parse_args(argv)
+    if comm.rank == 0:
+        folder.begin({name: value for name, value in vars(args).items() if name not in PASSING}, comm.size)
+    return args, folder
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train, validate and, if asked to, write a sample and print the hash of all parameters."""
-    args = parser().parse_args(argv)
-    comm = fsdpx.init("mpi" if args.no_node else None)
+    """Train and validate, keep what came of it, and let the model write."""
+    comm = fsdpx.init("mpi" if parser().parse_args(argv).no_node else None)
+    args, folder = taken_up(argv, comm)
     trainer = distributed(args)
     strike(trainer, parse(args.chaos), environment.read().restart)
     loader, validation = loaders(args, trainer.data, prints=comm.rank == 0)
@@ -139,21 +165,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"chosen: {trainer.placement.tuning}",
             flush=True,
         )
+    trainer.reset()  # the report is of training
     with loader:
         history = trainer.fit(
             loader,
-            epochs=10**9,
+            epochs=None,
             steps=args.steps,
             validation=validation,
             every=args.validate,
             count=lambda x: x.size,
             unit="tokens",
+            log=folder and folder.path,
+            checkpoints=folder and Checkpoints(folder.checkpoints, every=args.validate, keep=args.keep),
         )
-    trainer_report(trainer, history, args)
+    report, peaks = trainer.report(), trainer.world.all_gather_object(peak_rss())
+    if trainer.rank == 0:
+        print_result(history)
+    if folder is not None:
+        keep(trainer, history, folder)
     if args.sample:
         text = generate(trainer, SIZES[args.size], args.sample, args.seed)
         if trainer.rank == 0:
-            print(f"sample:\n{text.decode(errors='replace')}")
+            print(f"\nsample:\n{text.decode(errors='replace')}")
+    if trainer.rank == 0:
+        print(f"\n{report if args.verbose else report.memory_text}\n")
+        print("peak memory per rank: " + ", ".join(f"{p / 2**20:,.0f} MiB" for p in peaks), flush=True)
     if args.hash:
         digest = trainer.fingerprint()
         if trainer.rank == 0:
@@ -161,22 +197,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def trainer_report(trainer: fsdpx.Trainer, history: Any, args: argparse.Namespace) -> None:
-    """What rank 0 prints at the end."""
-    peaks = trainer.world.all_gather_object(peak_rss())
-    report = trainer.report()
-    if trainer.rank != 0:
-        return
-    tokens = len(history.losses) * args.batch * SIZES[args.size].seq_len
-    bits = history.validation[-1][1] / math.log(2)
-    print(f"\n{report}\n")
-    print("peak memory per rank: " + ", ".join(f"{p / 2**20:,.0f} MiB" for p in peaks))
-    print(
-        f"{len(history.losses)} steps, {tokens / history.seconds:,.0f} tokens/s, "
-        f"training loss {history.losses[-1]:.4f}, "
-        f"validation loss {history.validation[-1][1]:.4f} = {bits:.3f} bits per byte"
-    )
-    sys.stdout.flush()
+def print_result(history: Any) -> None:
+    """What came of it. tokens/s: of training alone, without validation and saving."""
+    loss = history.validation[-1][1]
+    trained = ""
+    if history.losses:
+        rate = history.seen / history.seconds
+        trained = f"{len(history.losses)} steps, {rate:,.0f} tokens/s, training loss {history.losses[-1]:.4f}, "
+    print(f"\n{trained}validation loss {loss:.4f} = {loss / math.log(2):.3f} bits per byte", flush=True)
+
+
+def keep(trainer: fsdpx.Trainer, history: Any, folder: RunFolder) -> None:
+    """The trained model and the curve. Collective."""
+    drawn = trainer.alone(f"draw {folder.curve}", folder.draw)
+    if history.losses or not trainer.alone(f"look for {folder.model}", folder.model.exists):
+        trainer.save(folder.model)
+    if trainer.rank == 0:
+        curve = "curve.png" if drawn else "no curve.png (pip install 'fsdpx[plot]')"
+        print(f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, checkpoints/, model/")
+        print(
+            f"weights: {folder.model / 'model.safetensors'}; to go on: --resume --steps {2 * history.steps}", flush=True
+        )
 
 
 if __name__ == "__main__":

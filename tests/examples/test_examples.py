@@ -1,5 +1,6 @@
 """What users copy runs as written, under MPI."""
 
+import json
 import os
 import re
 import shutil
@@ -10,7 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fsdpx import spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError
 from fsdpx.examples import digits
+from fsdpx.examples.folder import RunFolder, choose
 from fsdpx.launch import catalog
 from fsdpx.nn import models
 
@@ -72,20 +77,80 @@ def test_an_error_of_solver_or_trainer_ends_both(who: str) -> None:
 
 
 def test_gpt_hash_is_the_same_at_any_number_of_ranks() -> None:
-    arguments = ("--data", str(ROOT / "fsdpx" / "comm"), "--steps", "2", "--batch", "8", "--chunks", "4")
-    arguments += ("--validate", "2", "--validation-batches", "1", "--hash")
+    arguments = ("--data", str(ROOT / "fsdpx" / "comm"), "--steps", "2", "--batch", "8", "--chunks", "4", "--no-save")
+    arguments += ("--validate", "2", "--validation-batches", "1", "--hash", "--sample", "0")
     hashes = {run(n, "fsdpx.examples.gpt", *arguments).stdout.split("sha256 ")[1] for n in (1, 3)}
     assert len(hashes) == 1
 
 
 SHORT = ("--data", str(ROOT / "fsdpx" / "comm"), "--steps", "2", "--batch", "8", "--validate", "2")
-SHORT += ("--validation-batches", "1", "--no-tune")
+SHORT += ("--validation-batches", "1", "--no-tune", "--sample", "0")
+
+
+def wrote(out: str) -> str:
+    """The text of the model."""
+    found = re.search(r"sample:\n(.*?)\n\nmemory of this rank", out, re.S)
+    assert found
+    return found[1]
+
+
+def test_gpt_leaves_a_folder_and_goes_on_there(tmp_path: Path) -> None:
+    arguments = (*SHORT, "--run", str(tmp_path / "r"), "--sample", "5")
+    first = run(2, "fsdpx.examples.gpt", *arguments)
+    folder, lines = tmp_path / "r", first.stdout.splitlines()
+    result = next(k for k, line in enumerate(lines) if "bits per byte" in line)
+    assert re.match(r"2 steps, [\d,]+ tokens/s, training loss \d\.\d+, validation loss ", lines[result])
+    assert lines[result + 1].startswith(f"run folder: {folder}: config.json, metrics.csv, ")
+    assert len(wrote(first.stdout).encode()) >= 5
+    assert first.stdout.index("bits per byte") < first.stdout.index("memory of this rank")
+    assert "time by verb" not in first.stdout
+    assert {"config.json", "metrics.csv", "metrics.jsonl", "checkpoints", "model"} <= {p.name for p in folder.iterdir()}
+    assert (folder / "curve.png").exists() is ("no curve.png" not in first.stdout)
+    assert (folder / "model" / "model.safetensors").exists()
+
+    more = run(1, "fsdpx.examples.gpt", "--resume", "--run", str(folder), "--steps", "4", "--verbose")
+    assert f"fsdpx: goes on from {folder / 'checkpoints' / 'step-2'}: step 2, epoch 1\n" in more.stderr
+    assert "2 steps, " in more.stdout
+    assert "time by verb" in more.stdout
+    assert "outside of programs: reading data, saving," in more.stdout
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+
+    before = (folder / "model" / "model.safetensors").stat().st_mtime_ns
+    again = run(1, "fsdpx.examples.gpt", "--resume", "--run", str(folder))
+    assert f"fsdpx: finished: 4 steps done at {folder / 'checkpoints' / 'step-4'}" in again.stderr
+    assert (folder / "model" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_all_ranks_take_the_folder_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def chosen(given: str | None, resume: bool) -> set[str]:
+        def take(comm: Communicator) -> str:
+            try:
+                folder, arguments = choose("gpt", given, resume, comm)
+            except ConfigError as error:
+                return str(error)
+            return f"{folder.path} {arguments}"
+
+        return set(spawn(take, 3))
+
+    assert chosen(None, True) == {"--resume: there is no runs/gpt-*: start without it first, or name a --run"}
+    (text,) = chosen("empty", True)
+    assert text.startswith("empty/config.json: no run can be taken up there: [Errno 2]")
+    for name in ("runs/gpt-1", "runs/gpt-2"):
+        RunFolder(Path(name)).begin({"lr": 0.5}, 3)
+    assert chosen(None, True) == {"runs/gpt-2 {'lr': 0.5}"}
+    assert chosen("runs/gpt-1", True) == {"runs/gpt-1 {'lr': 0.5}"}
+    assert chosen("runs/gpt-1", False) == {"runs/gpt-1 holds a run: go on with it by --resume, or name another folder"}
+    (text,) = chosen(None, False)
+    assert re.fullmatch(r"runs/gpt-\d{8}-\d{6} \{\}", text)
 
 
 @pytest.mark.parametrize("sequence", ["parallel", "ring"])
 def test_gpt_on_a_mesh_gives_the_loss_and_the_text_of_one_process(sequence: str) -> None:
     mesh = ("--mesh", "pipe=2,tensor=2", "--schedule", "1f1b", "--microbatches", "8", "--recompute", "all")
-    more = ("--sample", "6", "--dtype", "float64")
+    more = ("--sample", "6", "--dtype", "float64", "--no-save")
     one, four = (
         run(1, "fsdpx.examples.gpt", *SHORT, *more),
         run(4, "fsdpx.examples.gpt", *SHORT, *more, *mesh, "--sequence", sequence),
@@ -94,13 +159,13 @@ def test_gpt_on_a_mesh_gives_the_loss_and_the_text_of_one_process(sequence: str)
     assert losses[0] is not None
     assert losses[1] is not None
     assert losses[0].groups() == losses[1].groups()
-    assert one.stdout.split("sample:")[1] == four.stdout.split("sample:")[1]
+    assert wrote(one.stdout) == wrote(four.stdout)
     assert four.stdout.count("text: ") == 1  # one rank prints it
     assert "fsdp on 4 ranks (pipe=2 x replica=1 x shard=1 x tensor=2)" in four.stdout
 
 
 def test_gpt_hash_does_not_see_a_pipe() -> None:
-    arguments = (*SHORT, "--chunks", "4", "--hash")
+    arguments = (*SHORT, "--chunks", "4", "--hash", "--no-save")
     found = (
         run(1, "fsdpx.examples.gpt", *arguments),
         run(4, "fsdpx.examples.gpt", *arguments, "--mesh", "pipe=2", "--schedule", "zbv", "--strategy", "zero1"),
@@ -112,13 +177,13 @@ def test_gpt_hash_does_not_see_that_ranks_may_come_and_go(tmp_path: Path) -> Non
     """Of two ranks one trains at first and the other follows, then both train."""
     (tmp_path / "ranks").write_text("2")
     arguments = (*SHORT, "--chunks", "4", "--hash", "--sample", "3")
-    elastic = ("--elastic", "--resize", str(tmp_path / "ranks"))
+    elastic = ("--elastic", "--resize", str(tmp_path / "ranks"), "--run", str(tmp_path / "run"))
     found = (
-        run(1, "fsdpx.examples.gpt", *arguments),
+        run(1, "fsdpx.examples.gpt", *arguments, "--no-save"),
         run(2, "fsdpx.examples.gpt", *arguments, *elastic, "--ranks", "1"),
     )
     assert "fsdpx: 2 ranks train on from step 1" in found[1].stderr
-    assert len({done.stdout.split("sample:")[1] for done in found}) == 1
+    assert len({(wrote(done.stdout), done.stdout.split("sha256 ")[1]) for done in found}) == 1
 
 
 def test_drawn_digits_are_reproducible() -> None:
