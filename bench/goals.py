@@ -42,7 +42,7 @@ def _rates(ours: str, **least: float) -> list[Goal]:
 
 ALL = ("tiny", "small", "mlp", "many")
 GOALS = [
-    *_rates("fsdpx ddp 1x1", tiny=1.0, small=1.0, mlp=1.0, many=6.0),
+    *_rates("fsdpx ddp 1x1", tiny=1.0, small=1.0, mlp=1.0, many=6.0, cnn=1.0),
     *_rates("fsdpx fsdp 2x1", tiny=2.0, small=1.7, mlp=5.0, many=400.0),
     *_rates("fsdpx ddp 2x1", tiny=1.3, small=1.3, mlp=1.3, many=12.0),
     *(Goal(model, "pss", "fsdpx fsdp 2x1", most=0.6) for model in ALL),

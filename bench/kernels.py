@@ -20,11 +20,13 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.array import dtype as dtype_of
 from fsdpx.array import heap, kernels, parallel
+from fsdpx.array.kernels.window import Window
 from fsdpx.array.random import Stretch
 from fsdpx.optim import Segment, Segments
 
 ROWS = {"many 64x32": (64, 32), "tiny 2048x256": (2048, 256), "small 2048x2048": (2048, 2048)}
 HEADS = {"2x2x32x16": (2, 2, 32, 16), "tiny 8x4x256x64": (8, 4, 256, 64), "long 1x4x1024x64": (1, 4, 1024, 64)}
+IMAGES = {"cnn 64x64x32x32": (64, 64, 32, 32), "cnn 64x512x4x4": (64, 512, 4, 4)}
 
 Case = tuple[str, str, Callable[[], Any]]
 
@@ -107,12 +109,36 @@ def heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, size: str) -> Iterator[Ca
     yield "attention_backward", size, lambda: kernels.attention_backward(np, q, k, v, o, lse, q, True, scale)
 
 
+def images(x: np.ndarray, size: str) -> Iterator[Case]:
+    window, channels = Window((3, 3), (1, 1), (1, 1)), x.shape[1]
+    weight = np.ones((channels, channels, 3, 3), x.dtype)
+    yield "conv2d", size, lambda: kernels.conv2d(np, x, weight, None, window)
+    yield "conv2d_backward_input", size, lambda: kernels.conv2d_backward_input(np, weight, x, window, x.shape)
+    into = (weight.copy(), False)
+    yield "conv2d_backward_params", size, lambda: kernels.conv2d_backward_params(np, x, x, window, into, None)
+    half = Window((2, 2), (2, 2), (0, 0))
+    y, winner = kernels.max_pool2d(np, x, half)
+    yield "max_pool2d", size, lambda: kernels.max_pool2d(np, x, half)
+    yield "max_pool2d_backward", size, lambda: kernels.max_pool2d_backward(np, y, winner, half, x.shape)
+    yield "avg_pool2d", size, lambda: kernels.avg_pool2d(np, x, half)
+    yield "avg_pool2d_backward", size, lambda: kernels.avg_pool2d_backward(np, y, half, x.shape)
+    a = np.ones(channels, x.dtype)
+    yield "channel_sums", size, lambda: kernels.channel_sums(np, x)
+    yield "channel_squares", size, lambda: kernels.channel_squares(np, x, a)
+    yield "channel_affine", size, lambda: kernels.channel_affine(np, x, a, a, a)
+    yield "channel_sums_with", size, lambda: kernels.channel_sums_with(np, x, x, a, a)
+    yield "channel_norm_backward", size, lambda: kernels.channel_norm_backward(np, x, x, a, a, a, a)
+
+
 def cases(dtype: str) -> Iterator[Case]:
     rng = np.random.default_rng(0)
     for size, shape in ROWS.items():
         x, dy = (rng.normal(size=shape).astype(dtype) for _ in range(2))
         for group in (elementwise, sums, by_rows, by_classes, updates):
             yield from group(x, dy, size)
+    for size, shape in IMAGES.items():
+        turned = rng.normal(size=(shape[0], *shape[2:], shape[1])).astype(dtype)  # as layers pass them on
+        yield from images(turned.transpose(0, 3, 1, 2), size)
     for size, (b, h, t, d) in HEADS.items():
         qkv = rng.normal(size=(b, t, 3, h, d)).astype(dtype)  # views of one product, as the layer passes them
         yield from heads(*(qkv[:, :, n].swapaxes(1, 2) for n in range(3)), size)

@@ -1,6 +1,6 @@
 """How fast, how large and how soon is training beside PyTorch on the same cores? Tables, a JSON file and plots.
 
-    python bench/side_by_side.py [--models tiny small mlp many] [--rounds 6] [--seconds 1] [--quick]
+    python bench/side_by_side.py [--models tiny small mlp many cnn] [--rounds 6] [--seconds 1] [--quick]
 
 Every competitor is a job of its own, started as users start it: one rank as a plain process, several by mpiexec or
 torchrun. First each runs by itself, which shows memory and the launch. Then rivals of which something is promised take

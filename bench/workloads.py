@@ -8,17 +8,21 @@ import numpy as np
 __all__ = ["MODELS", "VOCAB", "Model", "batch", "in_fsdpx", "in_torch"]
 
 VOCAB, TIME = 256, 256
+CLASSES = 10
 
 
 @dataclass(frozen=True)
 class Model:
-    """rows: samples per step over all ranks. heads: of a GPT; 0: a chain of square linear layers."""
+    """rows: samples per step over all ranks. heads: of a GPT. side: of square images in three colours, for a residual
+    net with `layers` stages of two blocks, the first of `width` channels (He et al. 2015; ResNet-18: four, of 64).
+    Neither: a chain of square linear layers."""
 
     width: int
     layers: int
     rows: int
     heads: int = 0
     gelu: bool = False
+    side: int = 0
 
     @property
     def per_step(self) -> int:
@@ -35,6 +39,7 @@ MODELS = {
     "small": Model(512, 8, rows=8, heads=8),
     "mlp": Model(1024, 24, rows=256, gelu=True),
     "many": Model(32, 1000, rows=64),
+    "cnn": Model(64, 4, rows=64, side=32),
 }
 
 
@@ -45,6 +50,9 @@ def batch(model: Model, rank: int = 0, size: int = 1) -> tuple[np.ndarray, np.nd
     if model.heads:
         text = rng.integers(0, VOCAB, (model.rows, TIME + 1))[mine]
         return text[:, :-1].copy(), text[:, 1:].copy()
+    if model.side:
+        images = rng.normal(size=(model.rows, 3, model.side, model.side)).astype(np.float32)
+        return images[mine], rng.integers(0, CLASSES, model.rows)[mine]
     x, y = (rng.normal(size=(model.rows, model.width)).astype(np.float32)[mine] for _ in range(2))
     return x, y
 
@@ -55,8 +63,33 @@ def in_fsdpx(model: Model) -> tuple[Any, Any]:
 
     if model.heads:
         return nn.GPT(VOCAB, model.width, model.layers, model.heads, TIME), nn.CrossEntropy()
+    if model.side:
+        blocks = [part for shape in _blocks(model) for part in (_block(*shape), nn.ReLU())]
+        pool, channels = nn.AvgPool2d(model.side >> model.layers - 1), model.width << model.layers - 1
+        stem = nn.Conv2d(3, model.width, 3, 1, 1, bias=False), nn.BatchNorm(model.width), nn.ReLU()
+        return nn.Chain(*stem, *blocks, pool, nn.Flatten(), nn.Linear(channels, CLASSES)), nn.CrossEntropy()
     linear = [nn.Linear(model.width, model.width) for _ in range(model.layers)]
     return nn.Chain(*(part for one in linear for part in ([one, nn.GELU()] if model.gelu else [one]))), nn.MSE()
+
+
+def _blocks(model: Model) -> list[tuple[int, int, int]]:
+    """(channels in, channels out, stride) of each block."""
+    widths = [model.width << n for n in range(model.layers)]
+    firsts = [(width // 2 if n else width, width, 2 if n else 1) for n, width in enumerate(widths)]
+    return [shape for first in firsts for shape in (first, (first[1], first[1], 1))]
+
+
+def _block(inner: int, outer: int, stride: int) -> Any:
+    """What is before the last ReLU of a block."""
+    from fsdpx import nn
+
+    first = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm(outer), nn.ReLU()
+    body = nn.Chain(*first, nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm(outer))
+    if (inner, stride) == (outer, 1):
+        return nn.Residual(body)
+    short = nn.Chain(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm(outer))
+    nodes = {"body": (body, "x"), "short": (short, "x"), "sum": (nn.Add(), "body", "short")}
+    return nn.Graph(nodes, outputs=("sum",))
 
 
 def in_torch(model: Model) -> tuple[Any, Any, list[Any]]:
@@ -70,9 +103,35 @@ def in_torch(model: Model) -> tuple[Any, Any, list[Any]]:
             lambda y, target: nn.functional.cross_entropy(y.reshape(-1, VOCAB), target.reshape(-1)),
             [*gpt.blocks],
         )
+    if model.side:
+        net, blocks = _resnet(model)
+        return net, nn.functional.cross_entropy, blocks
     linear = [nn.Linear(model.width, model.width) for _ in range(model.layers)]
     chain = nn.Sequential(*(part for one in linear for part in ([one, nn.GELU()] if model.gelu else [one])))
     return chain, nn.functional.mse_loss, linear
+
+
+def _resnet(model: Model) -> tuple[Any, list[Any]]:
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self, inner: int, outer: int, stride: int) -> None:
+            super().__init__()
+            first = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU()
+            self.body = nn.Sequential(*first, nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer))
+            self.short = nn.Sequential()
+            if (inner, stride) != (outer, 1):
+                self.short = nn.Sequential(nn.Conv2d(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer))
+
+        def forward(self, x: Any) -> Any:
+            return torch.relu(self.body(x) + self.short(x))
+
+    blocks = [Block(*shape) for shape in _blocks(model)]
+    stem = nn.Conv2d(3, model.width, 3, 1, 1, bias=False), nn.BatchNorm2d(model.width), nn.ReLU()
+    head = nn.Linear(model.width << model.layers - 1, CLASSES)
+    pool = nn.AvgPool2d(model.side >> model.layers - 1)
+    return nn.Sequential(*stem, *blocks, pool, nn.Flatten(), head), blocks
 
 
 def _gpt(model: Model) -> Any:

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from fsdpx.array import kernels
 from fsdpx.errors import ShapeError
 from fsdpx.nn.check import fraction, positive
 from fsdpx.nn.init import ones, zeros
@@ -33,6 +34,7 @@ class BatchNorm(Layer):
 
     collective = True
     aliases: ClassVar = {"num_batches_tracked": None}
+    runs = ("channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with")
 
     def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
         positive(self, num_features=num_features)
@@ -59,25 +61,22 @@ class BatchNorm(Layer):
         else:
             mean, var, count = p["running_mean"], p["running_var"], 0.0
         rstd = 1.0 / env.xp.sqrt(var.astype(np.float64) + self.eps)
-        y = self._normal(x, mean, rstd)
-        if self.affine:
-            y = y * self._broad(p["weight"], x) + self._broad(p["bias"], x)
-        return y.astype(x.dtype, copy=False), (x, mean, rstd, count)
+        scale, shift = (rstd * p["weight"], p["bias"]) if self.affine else (rstd, env.xp.zeros_like(rstd))
+        return kernels.channel_affine(env.xp, x, *_beside(x, mean, scale, shift)), (x, mean, rstd, count)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, mean, rstd, count = saved
-        normal = self._normal(x, mean, rstd)
-        dy = dy.astype(normal.dtype, copy=False)
-        sums = env.xp.concatenate([_sum(env, dy), _sum(env, dy * normal)])
-        dx = dy
+        sums = kernels.channel_sums_with(env.xp, dy, x, *_beside(x, mean, rstd))
         if env.training:
             whole = sums.copy()
             env.mesh.data.all_reduce(whole, what="BatchNorm backward").wait()
             whole /= max(count, 1.0)
-            along, across = whole[: self.num_features], whole[self.num_features :]
-            dx = dy - self._broad(along, x) - normal * self._broad(across, x)
+        else:
+            whole = env.xp.zeros_like(sums)
+        along, across = whole[: self.num_features], whole[self.num_features :] * rstd
         scale = rstd * p["weight"] if self.affine else rstd
-        return (dx * self._broad(scale, x)).astype(x.dtype, copy=False), (sums,)
+        channels = _beside(x, mean, scale, along, across)
+        return kernels.channel_norm_backward(env.xp, dy, x, *channels), (sums,)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         (sums,) = kept
@@ -89,11 +88,11 @@ class BatchNorm(Layer):
     def _statistics(self, env: Env, x: Array) -> tuple[Array, Array, float]:
         """Global mean and biased variance per channel in float64, and the number of elements of a channel."""
         here = env.xp.full((1,), float(x.shape[0] * math.prod(x.shape[2:])), dtype=np.float64)
-        sums = env.xp.concatenate([_sum(env, x), here])
+        sums = env.xp.concatenate([kernels.channel_sums(env.xp, x), here])
         env.mesh.data.all_reduce(sums, what="BatchNorm mean").wait()
         count = float(sums[-1])
         mean = sums[:-1] / max(count, 1.0)
-        squares = _sum(env, env.xp.square(self._centred(x, mean)))
+        squares = kernels.channel_squares(env.xp, x, *_beside(x, mean))
         env.mesh.data.all_reduce(squares, what="BatchNorm variance").wait()
         return mean, squares / max(count, 1.0), count
 
@@ -105,16 +104,7 @@ class BatchNorm(Layer):
             running *= 1.0 - self.momentum
             running += (self.momentum * now).astype(running.dtype)
 
-    def _centred(self, x: Array, mean: Array) -> Array:
-        return x.astype(wide(x.dtype), copy=False) - self._broad(mean, x)
 
-    def _normal(self, x: Array, mean: Array, rstd: Array) -> Array:
-        return self._centred(x, mean) * self._broad(rstd, x)
-
-    def _broad(self, channels: Array, x: Array) -> Array:
-        """One value per channel, in shape and dtype to be combined with x."""
-        return channels.astype(wide(x.dtype), copy=False).reshape(1, -1, *(1,) * (x.ndim - 2))
-
-
-def _sum(env: Env, x: Array) -> Array:
-    return env.xp.sum(x, axis=(0, *range(2, x.ndim)), dtype=np.float64)
+def _beside(x: Array, *channels: Array) -> tuple[Array, ...]:
+    """In the dtype in which x is computed."""
+    return tuple(a.astype(wide(x.dtype), copy=False) for a in channels)

@@ -5,11 +5,23 @@ import pytest
 
 from fsdpx.array import kernels, shapes
 from fsdpx.array.kernels import attention, embedding_backward
+from fsdpx.array.kernels.window import Window
 from fsdpx.array.random import Stretch
 from fsdpx.array.shapes import ShapeArray
 
 N, C = 6, 5
 NUMBERS = Stretch(0, "d", 0, N * C)
+WINDOW = Window((2, 1), (1, 1), (0, 0))
+
+
+def image(x):
+    return x.reshape(1, C, 2, 3)
+
+
+def windows(x):
+    return x.reshape(3, C, 2, 1)
+
+
 CALLS = {
     "add": lambda k, xp, x, w, t, r: k.add(xp, x, x),
     "add_bias": lambda k, xp, x, w, t, r: k.add_bias(xp, x, w),
@@ -40,6 +52,26 @@ CALLS = {
     "cross_entropy": lambda k, xp, x, w, t, r: k.cross_entropy(xp, x, t, -100, 0.1),
     "cross_entropy_backward": lambda k, xp, x, w, t, r: k.cross_entropy_backward(xp, x, t, r, 1.0, -100, 0.1),
     "embedding_backward": lambda k, xp, x, w, t, r: k.embedding_backward(xp, x[:4], t, x),
+    "conv2d": lambda k, xp, x, w, t, r: k.conv2d(xp, image(x), windows(x), w[:3], WINDOW),
+    "conv2d_backward_input": lambda k, xp, x, w, t, r: k.conv2d_backward_input(
+        xp, windows(x), x[:3, :3].reshape(1, 3, 1, 3), WINDOW, (1, 5, 2, 3)
+    ),
+    "conv2d_backward_params": lambda k, xp, x, w, t, r: k.conv2d_backward_params(
+        xp, image(x), x[:3, :3].reshape(1, 3, 1, 3), WINDOW, (xp.empty_like(windows(x)), True), (w[:3], False)
+    ),
+    "max_pool2d": lambda k, xp, x, w, t, r: k.max_pool2d(xp, image(x), WINDOW),
+    "max_pool2d_backward": lambda k, xp, x, w, t, r: k.max_pool2d_backward(
+        xp, x[:5, :3].reshape(1, 5, 1, 3), xp.zeros((1, 5, 1, 3), dtype="int32"), WINDOW, (1, 5, 2, 3)
+    ),
+    "avg_pool2d": lambda k, xp, x, w, t, r: k.avg_pool2d(xp, image(x), WINDOW),
+    "avg_pool2d_backward": lambda k, xp, x, w, t, r: k.avg_pool2d_backward(
+        xp, x[:5, :3].reshape(1, 5, 1, 3), WINDOW, (1, 5, 2, 3)
+    ),
+    "channel_sums": lambda k, xp, x, w, t, r: k.channel_sums(xp, image(x)),
+    "channel_squares": lambda k, xp, x, w, t, r: k.channel_squares(xp, image(x), r[:5]),
+    "channel_affine": lambda k, xp, x, w, t, r: k.channel_affine(xp, image(x), r[:5], r[:5], r[:5]),
+    "channel_sums_with": lambda k, xp, x, w, t, r: k.channel_sums_with(xp, x, x, r[:5], r[:5]),
+    "channel_norm_backward": lambda k, xp, x, w, t, r: k.channel_norm_backward(xp, x, x, r[:5], r[:5], r[:5], r[:5]),
     "square_sum": lambda k, xp, x, w, t, r: k.square_sum(xp, x.reshape(-1)),
     "attention": lambda k, xp, x, w, t, r: k.attention(xp, *[x.reshape(1, 2, 3, C)] * 3, True, 0.5),
     "attention_backward": lambda k, xp, x, w, t, r: k.attention_backward(

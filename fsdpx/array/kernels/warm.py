@@ -7,12 +7,14 @@ import numpy as np
 
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
+from fsdpx.array.kernels.window import Window
 from fsdpx.array.random import Stretch, normal
 
 __all__ = ["SAMPLES", "warm"]
 
 Sample = Callable[[Any, Any], Any]  # rows (2, 3) and columns (3,) of the dtype that is computed in
 
+WINDOW = Window((2, 2), (2, 2), (0, 0))
 TARGET, NUMBERS = np.zeros(2, np.int64), Stretch(0, "", 0, 6)
 
 SAMPLES: dict[str, Sample] = {
@@ -22,6 +24,21 @@ SAMPLES: dict[str, Sample] = {
     "attention_backward": lambda x, w: kernels.attention_backward(np, *_heads(x), True, 1.0),
     "bias_gelu": lambda x, w: kernels.bias_gelu(np, x, w),
     "bias_gelu tanh": lambda x, w: kernels.bias_gelu(np, x, w, "tanh"),
+    "avg_pool2d": lambda x, w: kernels.avg_pool2d(np, _image(x), WINDOW),
+    "avg_pool2d_backward": lambda x, w: kernels.avg_pool2d_backward(np, _image(x), WINDOW, (2, 3, 4, 4)),
+    "channel_affine": lambda x, w: kernels.channel_affine(np, x, w, w, w),
+    "channel_norm_backward": lambda x, w: kernels.channel_norm_backward(np, x, x, w, w, w, w),
+    "channel_squares": lambda x, w: kernels.channel_squares(np, x, w),
+    "channel_sums": lambda x, w: kernels.channel_sums(np, x),
+    "channel_sums_with": lambda x, w: kernels.channel_sums_with(np, x, x, w, w),
+    "conv2d": lambda x, w: [kernels.conv2d(np, *one[:2], None, one[2]) for one in _windows(x)],
+    "conv2d_backward_input": lambda x, w: [
+        kernels.conv2d_backward_input(np, k, _slope(y, k, window), window, y.shape) for y, k, window in _windows(x)
+    ],
+    "conv2d_backward_params": lambda x, w: [
+        kernels.conv2d_backward_params(np, y, _slope(y, k, window), window, (k.copy(), True), None)
+        for y, k, window in _windows(x)
+    ],
     "cross_entropy": lambda x, w: kernels.cross_entropy(np, x, TARGET),
     "cross_entropy_backward": lambda x, w: kernels.cross_entropy_backward(np, x, TARGET, w[:2], 1.0),
     "drop": lambda x, w: kernels.drop(np, x, NUMBERS, 0.5),
@@ -38,6 +55,8 @@ SAMPLES: dict[str, Sample] = {
     "layer_norm_backward_params": lambda x, w: kernels.layer_norm_backward_params(np, x, w[:2], w[:2], x, w, w.copy()),
     "linear": lambda x, w: _linear(x, w),
     "line": lambda x, w: _line(x),
+    "max_pool2d": lambda x, w: kernels.max_pool2d(np, _image(x), WINDOW),
+    "max_pool2d_backward": lambda x, w: _max_pool(x),
     "normal": lambda x, w: normal(0, "", 0, 6),
     "rms_norm": lambda x, w: kernels.rms_norm(np, x, w, 1e-5),
     "rms_norm_backward_input": lambda x, w: kernels.rms_norm_backward_input(np, x, w, w[:2], x),
@@ -72,6 +91,28 @@ def _heads(x: Any) -> tuple[Any, ...]:
     q, k, v = np.zeros((1, 2, 3, 1, 4), x.dtype).transpose(2, 0, 3, 1, 4)
     o, lse = kernels.attention(np, q, k, v, True, 1.0)
     return q, k, v, o, lse, o.copy()
+
+
+def _image(x: Any) -> Any:
+    return np.zeros((2, 3, 2, 2), x.dtype)
+
+
+def _max_pool(x: Any) -> None:
+    y, winner = kernels.max_pool2d(np, _image(x), WINDOW)
+    kernels.max_pool2d_backward(np, y, winner, WINDOW, (2, 3, 2, 2))
+
+
+def _windows(x: Any) -> list[Any]:
+    """Images, weights and windows of the two ways that a convolution can go."""
+    shapes = (
+        ((2, 3, 4, 4), (3, 3, 2, 2), WINDOW),
+        ((1, 16, 4, 4), (16, 16, 3, 3), Window((3, 3), (1, 1), (1, 1))),
+    )
+    return [(np.zeros(image, x.dtype), np.zeros(weight, x.dtype), window) for image, weight, window in shapes]
+
+
+def _slope(x: Any, weight: Any, window: Window) -> Any:
+    return np.zeros((x.shape[0], weight.shape[0], *window.out(x.shape)), x.dtype)
 
 
 def _line(x: Any) -> None:

@@ -3,6 +3,14 @@
 from fsdpx.array.kernels.compiled.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
 from fsdpx.array.kernels.compiled.addition import add, add_bias, bias_gelu, sum_rows
 from fsdpx.array.kernels.compiled.attention import attention, attention_backward
+from fsdpx.array.kernels.compiled.batchnorm import (
+    channel_affine,
+    channel_norm_backward,
+    channel_squares,
+    channel_sums,
+    channel_sums_with,
+)
+from fsdpx.array.kernels.compiled.convolution import conv2d, conv2d_backward_input, conv2d_backward_params
 from fsdpx.array.kernels.compiled.dropout import drop, drop_backward
 from fsdpx.array.kernels.compiled.embedding import embedding_backward
 from fsdpx.array.kernels.compiled.half import add_widened, store
@@ -16,14 +24,17 @@ from fsdpx.array.kernels.compiled.norm import (
     rms_norm_backward_params,
 )
 from fsdpx.array.kernels.compiled.normal import normal
+from fsdpx.array.kernels.compiled.pooling import avg_pool2d, avg_pool2d_backward, max_pool2d, max_pool2d_backward
 from fsdpx.array.kernels.compiled.recompute import gelu_recompute
 from fsdpx.array.kernels.compiled.reduction import square_sum, square_sums
 from fsdpx.array.kernels.compiled.softmax import softmax, softmax_backward
 
 __all__ = [
-    "add", "add_bias", "add_widened", "attention", "attention_backward", "bias_gelu", "cross_entropy",
-    "cross_entropy_backward", "drop", "drop_backward", "embedding_backward", "gelu", "gelu_backward", "gelu_recompute",
-    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "normal", "rms_norm",
-    "rms_norm_backward_input", "rms_norm_backward_params", "sigmoid", "silu", "silu_backward", "softmax",
+    "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool2d", "avg_pool2d_backward",
+    "bias_gelu", "channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with",
+    "conv2d", "conv2d_backward_input", "conv2d_backward_params", "cross_entropy", "cross_entropy_backward", "drop",
+    "drop_backward", "embedding_backward", "gelu", "gelu_backward", "gelu_recompute", "layer_norm",
+    "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward", "normal",
+    "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "sigmoid", "silu", "silu_backward", "softmax",
     "softmax_backward", "square_sum", "square_sums", "store", "sum_rows",
 ]  # fmt: skip

@@ -1,0 +1,166 @@
+"""Compiled kernels of images against the plain ones: every way a convolution can go, both orders in memory, threads."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdpx.array import blas, kernels, parallel
+from fsdpx.array.kernels import use
+from fsdpx.array.kernels.compiled import winograd
+from fsdpx.array.kernels.window import Window
+
+WINDOWS = [
+    ((3, 3), (1, 1), (1, 1)),  # Winograd's way where channels allow it
+    ((3, 3), (1, 1), (0, 0)),
+    ((3, 3), (1, 1), (2, 2)),
+    ((3, 3), (1, 1), (1, 0)),
+    ((3, 3), (2, 2), (1, 1)),
+    ((1, 1), (1, 1), (0, 0)),
+    ((1, 1), (2, 2), (0, 0)),
+    ((2, 5), (1, 3), (1, 2)),
+]
+SHAPES = [(3, 16, 12, 12, 32), (2, 16, 7, 9, 16), (2, 3, 8, 8, 5), (0, 16, 8, 8, 16), (1, 32, 4, 4, 16)]
+TOLERANCE = {"float64": 1e-13, "float32": 6e-6}
+
+
+def far(got: np.ndarray, want: np.ndarray) -> float:
+    assert got.shape == want.shape
+    return float(np.max(np.abs(got - want), initial=0.0)) / max(float(np.max(np.abs(want), initial=0.0)), 1.0)
+
+
+def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: Window) -> list[np.ndarray]:
+    """Forward and all gradients; those of parameters are added to ones."""
+    dweight, dbias = np.ones_like(weight), np.ones_like(bias)
+    y = kernels.conv2d(np, x, weight, bias, window)
+    dx = kernels.conv2d_backward_input(np, weight, dy, window, x.shape)
+    kernels.conv2d_backward_params(np, x, dy, window, (dweight, True), (dbias, True))
+    return [y, dx, dweight, dbias]
+
+
+def setting(dtype: str, shape: tuple[int, ...], window: Window) -> tuple[np.ndarray, ...]:
+    rng, (n, inner, height, width, outer) = np.random.default_rng(0), shape
+    x, weight = rng.normal(size=(n, inner, height, width)), rng.normal(size=(outer, inner, *window.kernel))
+    dy = rng.normal(size=(n, outer, *window.out(x.shape)))
+    scale = 1.0 / np.sqrt(inner * window.size)
+    return tuple(a.astype(dtype) for a in (x, weight * scale, rng.normal(size=outer), dy))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [Window(*w) for w in WINDOWS], ids=str)
+def test_convolutions_equal_the_plain_ones(window: Window, shape: tuple[int, ...], dtype: str) -> None:
+    arrays = setting(dtype, shape, window)
+    with use("plain"):
+        want = all_of(*(a.astype(np.float64) for a in arrays), window)
+    with use("numba"):
+        for one, other in zip(all_of(*arrays, window), want, strict=True):
+            assert one.dtype == dtype
+            assert far(one, other) < TOLERANCE[dtype]
+
+
+def test_winograd_is_taken_where_it_pays() -> None:
+    same = Window((3, 3), (1, 1), (1, 1))
+    assert winograd.suits((2, 16, 32, 32), (16, 16, 3, 3), same)
+    assert winograd.suits((2, 16, 7, 7), (32, 16, 3, 3), same)
+    assert not winograd.suits((2, 3, 32, 32), (16, 3, 3, 3), same)  # channels
+    assert not winograd.suits((2, 16, 5, 5), (16, 16, 3, 3), same)  # most of its tiles would be empty
+    assert not winograd.suits((2, 16, 32, 32), (16, 16, 3, 3), Window((3, 3), (2, 2), (1, 1)))
+
+
+def test_errors_of_winograd_in_float32_are_within_what_the_documentation_says() -> None:
+    window = Window((3, 3), (1, 1), (1, 1))
+    for inner in (64, 512):
+        arrays = setting("float32", (2, inner, 8, 8, 64), window)
+        with use("plain"):
+            want = all_of(*(a.astype(np.float64) for a in arrays), window)
+        got = all_of(*arrays, window)
+        assert max(far(a, b) for a, b in zip(got, want, strict=True)) < 5e-6
+
+
+def turned(x: np.ndarray) -> np.ndarray:
+    """The same numbers with the channels last in memory."""
+    return np.ascontiguousarray(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("window", [Window(*w) for w in WINDOWS[:1] + WINDOWS[4:6]], ids=str)
+def test_bits_do_not_depend_on_the_order_in_memory(window: Window) -> None:
+    x, weight, bias, dy = setting("float32", SHAPES[0], window)
+    want = all_of(x, weight, bias, dy, window)
+    for given in ((turned(x), dy), (x, turned(dy)), (turned(x), turned(dy))):
+        for a, b in zip(all_of(given[0], weight, bias, given[1], window), want, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(9, 16, 32, 32, 32), (4, 64, 16, 16, 64)], ids=str)
+def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:
+    window, before = Window((3, 3), (1, 1), (1, 1)), parallel.threads()
+    arrays = setting("float32", shape, window)
+    found = []
+    try:
+        for threads in (1, 2, 3):
+            parallel.set_threads(threads)
+            blas.threads(1)
+            found.append(all_of(*arrays, window))
+    finally:
+        parallel.set_threads(before)
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("order", [np.asarray, turned])
+@pytest.mark.parametrize(
+    "window", [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 2), (1, 1))], ids=str
+)
+def test_pools_equal_the_plain_ones(window: Any, order: Any) -> None:
+    window, rng = Window(*window), np.random.default_rng(1)
+    x = rng.integers(0, 5, (2, 6, 9, 8)).astype(np.float64)  # equals among them
+    x[0, 2, 3, 4] = np.nan
+    x[1, 1, :3, :3] = -np.inf
+    dy = rng.normal(size=(2, 6, *window.out(x.shape)))
+
+    def run() -> list[np.ndarray]:
+        given, slope = order(x), order(dy)
+        y, winner = kernels.max_pool2d(np, given, window)
+        back = kernels.max_pool2d_backward(np, slope, winner, window, x.shape)
+        return [y, winner, back, kernels.avg_pool2d(np, np.nan_to_num(given, neginf=0), window),
+                kernels.avg_pool2d_backward(np, slope, window, x.shape)]  # fmt: skip
+
+    with use("plain"):
+        want = run()
+    with use("numba"):
+        for a, b in zip(run(), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(70, 5), (6, 5, 7), (6, 32, 5, 7), (0, 4, 3, 3), (2, 3, 2, 3, 4)], ids=str)
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_batch_norm_equals_the_plain_one(shape: tuple[int, ...], dtype: str) -> None:
+    rng = np.random.default_rng(2)
+    x, dy = (rng.normal(3, 2, size=shape).astype(dtype) for _ in range(2))
+    a, b, c, d = rng.normal(size=(4, shape[1])).astype(dtype)
+
+    def run() -> list[np.ndarray]:
+        return [
+            kernels.channel_sums(np, x), kernels.channel_squares(np, x, a), kernels.channel_affine(np, x, a, b, c),
+            kernels.channel_sums_with(np, dy, x, a, b), kernels.channel_norm_backward(np, dy, x, a, b, c, d),
+        ]  # fmt: skip
+
+    with use("plain"):
+        want = run()
+    with use("numba"):
+        for one, other in zip(run(), want, strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_allclose(
+                one, other, rtol=1e-12 if dtype == "float64" else 2e-5, atol=1e-12 if dtype == "float64" else 1e-4
+            )
+
+
+def test_sums_of_images_stay_in_their_order_in_memory() -> None:
+    x = turned(np.random.default_rng(3).normal(size=(2, 4, 3, 5)))
+    y = kernels.add(np, x, x)
+    np.testing.assert_array_equal(y, x + x)
+    assert y.strides == x.strides
+    mixed = kernels.add(np, x, np.ascontiguousarray(x))
+    np.testing.assert_array_equal(mixed, x + x)
