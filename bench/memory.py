@@ -11,7 +11,13 @@ ROLLUP = "/proc/self/smaps_rollup"
 
 
 def peak_rss() -> int:
-    """The most bytes that were ever resident; a page that two ranks share counts in both."""
+    """The most bytes that were ever resident; a page that two ranks share counts in both. The number that `getrusage`
+    has begins, in Linux, with what the process had that started this one."""
+    try:
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        pass
     value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return value if sys.platform == "darwin" else value * 1024
 

@@ -1,7 +1,10 @@
 """The command line: python -m fsdpx info | run | show | ckpt | verify."""
 
 import argparse
+import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,12 +16,16 @@ from fsdpx.version import __version__
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        return _run(args)
+        status = _run(args)
+        sys.stdout.flush()
+        return status
     except FsdpxError as error:
-        if _alone():
-            print(f"fsdpx {args.command}: {error}", file=sys.stderr)
-            return 2
-        raise  # the excepthook of the MPI job prints it once and ends all ranks
+        if _met():
+            raise  # the excepthook of the MPI job prints it once and ends all ranks
+        return _say(f"fsdpx {args.command}: {error}")
+    except BrokenPipeError:  # whoever read this has read enough; nor is there anyone to tell
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,10 +66,23 @@ def _run(args: argparse.Namespace) -> int:
     return verify(args)
 
 
-def _alone() -> bool:
+def _met() -> bool:
+    """Whether this is a rank that has met the others, who may be waiting for it."""
+    from fsdpx import environment
+    from fsdpx.comm import default
+
+    return environment.read().launcher is not None and default.current() is not None
+
+
+def _say(line: str) -> int:
+    """Of ranks that have not met yet, and all say the same, the first one does."""
     from fsdpx import environment
 
-    return environment.read().launcher is None
+    if environment.read().rank in (None, 0):
+        print(line, file=sys.stderr, flush=True)
+    else:
+        time.sleep(1)  # a launcher ends the others when one has ended
+    return 2
 
 
 def _ckpt(p: argparse.ArgumentParser) -> None:
@@ -81,6 +101,7 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs/elastic.md)"
     )
+    p.add_argument("--retune", action="store_true", help="measure anew what is chosen by measurement (docs/speed.md)")
     p.add_argument("--mpiexec", default=None, help='the launcher, as in "srun --mpi=pmi2 -K" (default: mpiexec)')
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", help="script.py")
@@ -88,18 +109,21 @@ def _start(p: argparse.ArgumentParser) -> None:
 
 
 def _show(p: argparse.ArgumentParser) -> None:
-    p.add_argument("example", nargs="?", default="gpt-tiny", help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits")
+    p.add_argument(
+        "example", nargs="?", default="gpt-tiny",
+        help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits, or a function of yours, mymodule:make_model",
+    )  # fmt: skip
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
     add_options(p)
     p.add_argument("--ranks", type=int, default=None, help="number of ranks (default: those of the mesh, or 4)")
-    p.add_argument("--rank", type=int, default=0, help="the rank to look at")
-    p.add_argument("--batch", type=int, default=None, help="samples of the global batch")
+    p.add_argument("--rank", type=int, default=None, help="the rank to look at (default: the first that has samples)")
+    p.add_argument("--ranks-per-host", type=int, default=None, help="ranks that share memory (default: all)")
+    p.add_argument("--memory", default=None, help="say whether a rank keeps this budget, such as 2GiB")
+    p.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
     p.add_argument("--microbatches", type=int, default=None, help="default: 1, in a pipe 4 per rank of it")
     p.add_argument("--chunks", type=int, default=None)
     p.add_argument("--precision", default="float32")
-    p.add_argument(
-        "--group-bytes", type=int, default=None, help="group small layers up to this many bytes of parameters"
-    )
+    p.add_argument("--group-bytes", default=None, help="group small layers up to so many bytes of parameters: 1MiB")
     p.add_argument("--ahead", type=int, default=None, help="pages gathered ahead of use")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
     p.add_argument("--grid", action="store_true", help="the schedule of all ranks of the pipe, and its bubble")

@@ -3,12 +3,36 @@
 A strategy is the widths of two mesh axes and two lifetimes; the familiar names are presets of these (ZeRO: Rajbhandari
 et al., SC'20; FSDP: Zhao et al., VLDB'23)."""
 
+import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["PRESETS", "Lifetime", "Precision", "Sharding", "precision", "sharding"]
+__all__ = ["PRESETS", "Lifetime", "Precision", "Sharding", "byte_count", "half_name", "precision", "sharding"]
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
+_POWER = {"K": 1, "M": 2, "G": 3, "T": 4}
+_HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": "bf16"}
+
+
+def byte_count(value: Any, what: str) -> int:
+    """A number of bytes: itself, or what "1MiB" (2**20), "1MB" (10**6), "512K" or "4096" says; ConfigError otherwise.
+
+    what: the option that is meant, for the error."""
+    if hasattr(value, "__index__") and not isinstance(value, bool) and value >= 0:
+        return int(value)
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"{what}={value!r}: a number of bytes is needed, such as 1048576, '1MiB' or '2GB'")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()]) if unit else int(float(number))
+
+
+def half_name(name: Any) -> Any:
+    """A 16-bit float format by its name here, "float16" or "bf16", from any of its names; all else as it is."""
+    return _HALVES.get(name, name) if isinstance(name, str) else name
+
 
 Lifetime = Literal["step", "use"]
 LIFETIMES = ("step", "use")
@@ -88,8 +112,8 @@ class Precision:
     Parameters
     ----------
     compute : "float32" or "float64": of layers, and of the sharded master parameters and optimiser state
-    params : "float16" or "bf16": what parameters are rounded to for the all-gather; None: compute
-    reduce : "float16" or "bf16": what gradients are rounded to for the reduce, which adds in fp32; None: compute
+    params : "fp16" (or "float16") or "bf16" ("bfloat16"): what parameters are sent as in the all-gather; None: compute
+    reduce : the same: what gradients are rounded to for the reduce, which adds in fp32; None: compute
     loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
     initial_scale : where a dynamic scale begins; it halves on overflow
     growth_interval : steps without overflow after which a dynamic scale doubles
@@ -106,6 +130,7 @@ class Precision:
         if self.compute not in ("float32", "float64"):
             raise ConfigError(f"Precision(compute={self.compute!r}): choose float32 or float64")
         for name in ("params", "reduce"):
+            object.__setattr__(self, name, half_name(getattr(self, name)))
             if getattr(self, name) not in (None, self.compute, "float16", "bf16"):
                 raise ConfigError(f"Precision({name}={getattr(self, name)!r}): choose float16, bf16 or None")
         for name in ("loss_scale", "initial_scale", "growth_interval"):
@@ -132,7 +157,7 @@ PRECISIONS: dict[str, Precision] = {
     "float64": Precision("float64"),
     "float32": Precision(),
     "bf16": Precision(params="bf16", reduce="bf16"),
-    "fp16": Precision(params="float16", reduce="float16", loss_scale="dynamic"),
+    "float16": Precision(params="float16", reduce="float16", loss_scale="dynamic"),
 }
 
 
@@ -142,7 +167,8 @@ def precision(choice: "str | Precision | None") -> Precision:
         return PRECISIONS["float32"]
     if isinstance(choice, Precision):
         return choice
-    if not isinstance(choice, str) or choice not in PRECISIONS:
-        names = ", ".join(PRECISIONS)
+    name = half_name(choice)
+    if not isinstance(name, str) or name not in PRECISIONS:
+        names = "float64, float32, bf16, fp16"
         raise ConfigError(f"unknown precision {choice!r}: choose one of {names}, or pass fsdpx.Precision(...)")
-    return PRECISIONS[choice]
+    return PRECISIONS[name]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdpx.errors import LaunchError
 
-__all__ = ["Environment", "check_size", "read"]
+__all__ = ["Environment", "alone", "check_size", "read"]
 
 _YES = ("1", "true", "yes", "on")
 _NO = ("", "0", "false", "no", "off")
@@ -23,6 +23,7 @@ class Environment:
     check : exchange fingerprints before collectives (FSDPX_CHECK=1)
     node : ranks of one host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
     tune : measure options that were not given (FSDPX_TUNE=0: take the defaults)
+    retune : measure them anew, whatever is known (FSDPX_TUNE=again), but not when `fsdpx run` has restarted the job
     cache : folder of measurements (FSDPX_CACHE; else fsdpx in the user's cache)
     timeout : seconds that a wait for other ranks may last (FSDPX_TIMEOUT; None: the default)
     launcher : the name of what started this process as one of several ranks, or None
@@ -39,6 +40,7 @@ class Environment:
     check: bool = False
     node: bool = True
     tune: bool = True
+    retune: bool = False
     cache: Path = Path.home() / ".cache" / "fsdpx"
     timeout: float | None = None
     launcher: str | None = None
@@ -67,7 +69,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
     return Environment(
         check=_switch(environ, "FSDPX_CHECK"),
         node=_switch(environ, "FSDPX_NODE", "1"),
-        tune=_switch(environ, "FSDPX_TUNE", "1"),
+        tune=_again(environ) or _switch(environ, "FSDPX_TUNE", "1"),
+        retune=_again(environ) and _restart(environ) == 0,
         cache=_cache(environ),
         timeout=_seconds(environ, "FSDPX_TIMEOUT"),
         launcher=launcher or ("FSDPX_EXPECT_SIZE" if expected is not None else None),
@@ -80,6 +83,13 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
         rank=_rank(environ),
         threads=_threads(environ),
     )
+
+
+def alone(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for a process that is asked something, without what would make it a rank of this job."""
+    of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
+    of_jobs = (*of_launchers, "FSDPX_EXPECT_SIZE", "FSDPX_RUN")
+    return {name: value for name, value in environ.items() if not name.startswith(of_jobs)}
 
 
 def check_size(size: int, environment: Environment, library: str = "MPI") -> None:
@@ -160,6 +170,10 @@ def _seconds(environ: Mapping[str, str], variable: str) -> float | None:
 def _cache(environ: Mapping[str, str]) -> Path:
     own, users = environ.get("FSDPX_CACHE"), environ.get("XDG_CACHE_HOME")
     return Path(own or Path(users or "~/.cache", "fsdpx")).expanduser()
+
+
+def _again(environ: Mapping[str, str]) -> bool:
+    return environ.get("FSDPX_TUNE", "").strip().lower() == "again"
 
 
 def _switch(environ: Mapping[str, str], variable: str, default: str = "0") -> bool:

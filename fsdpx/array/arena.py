@@ -13,7 +13,7 @@ import numpy as np
 ALIGN = 64  # bytes: a cache line, and the widest vector register
 BLOCK = 32 << 20  # bytes from which kept buffers are cut
 
-__all__ = ["ALIGN", "Arena", "Life", "Memory", "SlabPlan", "place"]
+__all__ = ["ALIGN", "Arena", "Life", "Memory", "SlabPlan", "address", "place"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Arena:
         nbytes = -(-used // ALIGN) * ALIGN
         if self._rest.nbytes < nbytes:
             block = np.zeros(max(nbytes, BLOCK) + ALIGN, np.uint8)
-            self._rest = block[-_address(block) % ALIGN :]
+            self._rest = block[-address(block) % ALIGN :]
         made, self._rest = self._rest[:used].view(dtype), self._rest[nbytes:]
         return made
 
@@ -168,12 +168,12 @@ class Arena:
         return self.views[key]
 
     def _cut(self, offset: int, size: int, dtype: Any) -> Any:
-        start = offset + (-_address(self.slab)) % ALIGN
+        start = offset + (-address(self.slab)) % ALIGN
         nbytes = size * np.dtype(dtype).itemsize
         return self.slab[start : start + nbytes].view(dtype)
 
 
-def _address(array: Any) -> int:
+def address(array: Any) -> int:
     """Of the first byte, on host or GPU; arrays without data lie nowhere."""
     if hasattr(array, "ctypes"):
         return int(array.ctypes.data)

@@ -6,7 +6,7 @@ from typing import Any
 from fsdpx import environment
 from fsdpx.array import blas, parallel
 
-__all__ = ["cores", "share_cores"]
+__all__ = ["cores", "share_cores", "threads_of"]
 
 _limits: list[Any] = []  # keeps the limits in force
 
@@ -15,8 +15,7 @@ def share_cores(ranks_here: int) -> int:
     """Let kernels and BLAS use cores / ranks threads (at least 1), or as many as the user set. Returns the number.
 
     Without this, R ranks on a host run R x cores threads, which slow each other down."""
-    wanted = environment.read().threads
-    threads = wanted if wanted is not None else max(cores() // ranks_here, 1)
+    wanted, threads = environment.read().threads, threads_of(ranks_here)
     parallel.set_threads(threads)
     blas.threads(threads)
     if wanted is None:
@@ -24,6 +23,12 @@ def share_cores(ranks_here: int) -> int:
 
         _limits[:] = [threadpool_limits(limits=threads, user_api="blas")]
     return threads
+
+
+def threads_of(ranks_here: int) -> int:
+    """How many threads each of so many ranks of a host uses."""
+    wanted = environment.read().threads
+    return wanted if wanted is not None else max(cores() // ranks_here, 1)
 
 
 def cores() -> int:

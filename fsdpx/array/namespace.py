@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.config import half_name
 from fsdpx.errors import ConfigError
 
 __all__ = ["DEVICES", "DTYPES", "dtype", "from_host", "namespace", "namespace_of", "to_host"]
 
 DEVICES = ("cpu", "cuda", "shape")
 DTYPES = (
-    "float64", "float32", "float16", "bf16", "bfloat16", "int8", "int16", "int32", "int64",
+    "float64", "float32", "float16", "fp16", "bf16", "bfloat16", "int8", "int16", "int32", "int64",
     "uint8", "uint16", "uint32", "uint64", "bool",
 )  # fmt: skip
 
@@ -51,12 +52,13 @@ def from_host(xp: Any, array: np.ndarray) -> Any:
 
 
 def dtype(name: str | np.dtype) -> np.dtype:
-    """The dtype of a name; "bf16" and "bfloat16" are that of ml_dtypes. A dtype is returned as it is."""
+    """The dtype of a name; "fp16" is float16, "bf16" and "bfloat16" that of ml_dtypes. A dtype is returned as it is."""
     if isinstance(name, np.dtype):
         return name
     if name not in DTYPES:
         raise ConfigError(f"unknown dtype {name!r}: choose one of {', '.join(DTYPES)}")
-    return _bfloat16() if name in ("bf16", "bfloat16") else np.dtype(name)
+    name = half_name(name)
+    return _bfloat16() if name == "bf16" else np.dtype(name)
 
 
 def _bfloat16() -> np.dtype:

@@ -5,22 +5,71 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from fsdpx.array.indexing import selected
 
-__all__ = ["Elementwise", "ShapeArray", "dtype_of_result", "elementwise", "reduced"]
+__all__ = ["Elementwise", "Meter", "ShapeArray", "as_one", "dtype_of_result", "elementwise", "metered", "reduced"]
+
+
+class Meter:
+    """Bytes that are alive, and the most there have been. inside: calls under way that count when they end."""
+
+    __slots__ = ("inside", "live", "peak")
+
+    def __init__(self) -> None:
+        self.live = self.peak = self.inside = 0
+
+    def add(self, nbytes: int) -> None:
+        self.live += nbytes
+        if self.live > self.peak and not self.inside:
+            self.peak = self.live
+
+
+_meters: list[Meter] = []
+
+
+@contextmanager
+def metered() -> Iterator[Meter]:
+    """Count the memory of the arrays that are made inside the block, as long as they live."""
+    _meters.append(Meter())
+    try:
+        yield _meters[-1]
+    finally:
+        _meters.pop()
+
+
+def as_one(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """`call` counted by what is there when it ends: what runs in its place on NumPy arrays is compiled, with
+    temporaries in registers and caches."""
+    meter = _meters[-1] if _meters else None
+    if meter is None:
+        return call(*arguments, **options)
+    meter.inside += 1
+    try:
+        return call(*arguments, **options)
+    finally:
+        meter.inside -= 1
+        meter.add(0)
 
 
 class Root:
     """The memory that an array and its views would share."""
 
-    __slots__ = ("nbytes",)
+    __slots__ = ("meter", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
+        self.meter = _meters[-1] if _meters else None
+        if self.meter is not None:
+            self.meter.add(nbytes)
+
+    def __del__(self) -> None:
+        if self.meter is not None:
+            self.meter.live -= self.nbytes
 
 
 class ShapeArray:
@@ -105,7 +154,7 @@ class ShapeArray:
         return ShapeArray([n for d, n in enumerate(self.shape) if d not in gone], self.dtype, self.root)
 
     def astype(self, dtype: Any, copy: bool = True) -> ShapeArray:
-        return ShapeArray(self.shape, dtype)
+        return self if not copy and np.dtype(dtype) == self.dtype else ShapeArray(self.shape, dtype)
 
     def copy(self) -> ShapeArray:
         return ShapeArray(self.shape, self.dtype)

@@ -12,6 +12,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
+from fsdpx.config import half_name
 from fsdpx.errors import ConfigError
 
 __all__ = ["Cast", "Codec", "Plain", "codec"]
@@ -139,8 +140,8 @@ def codec(choice: str | Codec | None, reduce: str, compute: str, algorithm: str 
     if isinstance(choice, str):
         if choice in ("plain", "ring"):
             return Plain("ring" if choice == "ring" else "library")
-        if choice in ("bf16", "fp16", "float16"):
-            return Cast("float16" if choice == "fp16" else choice)
+        if half_name(choice) in ("bf16", "float16"):
+            return Cast(choice)
         raise ConfigError(f"unknown codec {choice!r}: choose one of plain, ring, bf16, fp16, or pass a Codec")
     if not isinstance(choice, Codec):
         raise ConfigError(f"codec={choice!r} is no Codec: pass plain, ring, bf16, fp16 or an object of a class of it")

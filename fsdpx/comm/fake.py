@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fsdpx.array.shapes import ShapeArray
 from fsdpx.comm import checks
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import DONE, Call, Handle
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import Aborted, ConfigError
 
-__all__ = ["FakeCommunicator"]
+__all__ = ["FakeCommunicator", "FakeNode"]
 
 
 class FakeCommunicator(Backend):
@@ -54,3 +55,29 @@ class FakeCommunicator(Backend):
     def abort(self, code: int = 1) -> None:
         """There is no rank to end but the caller."""
         raise Aborted(f"fake rank {self.rank} of {self.size} aborted with code {code}")
+
+
+class FakeNode(FakeCommunicator):
+    """Ranks that do not exist, on hosts that share memory: what is laid out by it says of it what `NodeCommunicator`
+    would say. hosts: of each rank."""
+
+    def __init__(self, rank: int, hosts: Sequence[int]) -> None:
+        super().__init__(rank, len(hosts))
+        self.hosts = tuple(hosts)
+        self.machines = [[r for r, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
+        self.machine = next(machine for machine in self.machines if rank in machine)
+        self.shares = len({len(machine) for machine in self.machines}) == 1 and len(self.machine) > 1
+        self.inside = self.shares and len(self.machines) == 1
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+        checks.group(self, ranks)
+        return FakeNode(list(ranks).index(self.rank), [self.hosts[rank] for rank in ranks])
+
+    def share(self, nbytes: int) -> ShapeArray:
+        """Memory that the others of the host could reach, if there were any."""
+        return ShapeArray(nbytes, "uint8")
+
+    share_one = share
+
+    def release(self, array: Any) -> None:
+        """Nothing to free."""

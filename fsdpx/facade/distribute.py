@@ -17,10 +17,9 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.nn.layer import Layer
 from fsdpx.trainer.assemble import session_of
-from fsdpx.trainer.calls import begin
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
-from fsdpx.watch.watchdog import note, watch_axes
+from fsdpx.watch.watchdog import watch_axes
 
 __all__ = ["distribute"]
 
@@ -38,7 +37,7 @@ def distribute(
     seed: int = 0,
     precision: str | Precision | None = None,
     clip_norm: float | None = None,
-    group_bytes: int | None = None,
+    group_bytes: int | str | None = None,
     codec: str | Codec | None = None,
     chunks: int | None = None,
     ahead: int | None = None,
@@ -70,7 +69,7 @@ def distribute(
     seed : of initialisation and dropout, independent of the layout
     precision : "float64", "float32", "bf16", "fp16" or `fsdpx.Precision(...)`
     clip_norm : largest global gradient norm
-    group_bytes : smaller layers are grouped until a unit holds so many bytes (default: measured, else 1 MiB)
+    group_bytes : smaller layers are grouped until a unit holds so many bytes, such as "1MiB" (default: measured)
     codec : how gradients travel: "plain", "ring", "bf16", "fp16" or a `Codec`
     chunks : cut the global batch into so many equal parts: bit-identical results at any number of ranks
     ahead : pages gathered ahead of use
@@ -111,8 +110,6 @@ def distribute(
         Machinery(precision, device, check, tune, progress),
     )  # fmt: skip
     if choice is None:
-        note(world, "distribute")
-        begin(world, "distribute")
         return Trainer(session_of(recipe, world, watch=watch_axes))
     return ElasticTrainer(recipe, world, choice)
 

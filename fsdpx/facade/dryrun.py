@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from fsdpx.comm.fake import FakeCommunicator
+from fsdpx import environment
+from fsdpx.array.shape_array import Meter, metered
+from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.engine.activations import activation_bytes
 from fsdpx.errors import ConfigError
+from fsdpx.facade.baseline import baseline
 from fsdpx.facade.distribute import distribute
 from fsdpx.nn.layer import Layer
 from fsdpx.program import SLOTS, VERBS, Action, Program
+from fsdpx.state.footprint import Footprint, Part, held
 from fsdpx.trainer.report import Report
 from fsdpx.trainer.trainer import Trainer
 
@@ -29,12 +34,32 @@ GROWING = frozenset(
 @dataclass(frozen=True)
 class DryRun:
     """program: the step. report: counted traffic and memory of one step. activations: most bytes of activations alive
-    at once, in forward outputs, what backward keeps, and their gradients."""
+    at once between actions, in forward outputs, what backward keeps, and their gradients. passing: most bytes beside
+    the arena at any time, with what layers need while they compute. ranks_here: ranks of this rank's host."""
 
     program: Program
     report: Report
     trainer: Trainer
     activations: int
+    passing: int
+    ranks_here: int
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """The expected peak of the whole process: also interpreter, libraries, MPI and shared windows.
+
+        What a process takes without a model is measured on this machine, once, in about three seconds; kernels are
+        taken to be compiled (the first job on a machine compiles them, which takes some 150 MiB more)."""
+        placement, here = self.trainer.placement, self.ranks_here
+        base = baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
+        parts = {
+            "interpreter and libraries": Part(base.own, base.own),
+            "code of libraries": Part(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
+            "MPI": Part(base.mpi, base.mpi),
+            **held(self.trainer.engine.state, here),
+            "activations": Part(self.passing, self.passing),
+        }
+        return Footprint({name: part for name, part in parts.items() if part.rss}, here)
 
 
 def dry_run(
@@ -44,32 +69,66 @@ def dry_run(
     *,
     ranks: int,
     rank: int = 0,
+    ranks_per_host: int = 1,
     **options: Any,
 ) -> DryRun:
-    """Run one step of one rank on shapes alone: no MPI, no data.
+    """Run one step of one rank on shapes alone: no MPI, no data, no initial values.
 
     Parameters
     ----------
     x, y : this rank's batch as (shape, dtype) pairs, a tuple or dict of them for several inputs
     ranks, rank : how many ranks there would be, and which of them this is
+    ranks_per_host : so many of them share the memory of a host, as far as it is used (see docs/speed.md)
     options : those of `fsdpx.distribute`, without comm, device and backend
+
+    Returns
+    -------
+    DryRun : its program, its report, and the `footprint` of the process
     """
     for name in ("comm", "device", "backend"):
         if name in options:
             raise ConfigError(f"dry_run decides {name} itself")
-    trainer = distribute(model, comm=FakeCommunicator(rank, ranks), device="shape", **options)
-    trainer.reset()
-    held: list[int] = []
-
-    def look(action: Action) -> None:
-        if action.op in GROWING:
-            held.append(activation_bytes(trainer.engine.state))
-
-    trainer.engine.observers.append(look)
-    trainer.step(_shapes(x), _shapes(y))
+    comm = _world(rank, ranks, ranks_per_host)
+    with metered() as meter:
+        trainer = distribute(model, comm=comm, device="shape", **options)
+        trainer.reset()
+        alive = _watched(trainer, meter)
+        trainer.step(_shapes(x), _shapes(y))
     program = trainer.engine.ran
     assert program is not None
-    return DryRun(program, trainer.report(), trainer, max(held))
+    machine = comm.machine if isinstance(comm, FakeNode) else [rank]
+    return DryRun(program, trainer.report(), trainer, max(alive), _passing(trainer, meter), len(machine))
+
+
+def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
+    """Neighbours share a host, as launchers place them."""
+    if ranks_per_host < 1:
+        raise ConfigError(f"ranks_per_host={ranks_per_host}: at least one rank is on a host")
+    if min(ranks, ranks_per_host) == 1 or not environment.read().shares_memory or not 0 <= rank < ranks:
+        return FakeCommunicator(rank, ranks)
+    return FakeNode(rank, [one // ranks_per_host for one in range(ranks)])
+
+
+def _watched(trainer: Trainer, meter: Meter) -> list[int]:
+    """Bytes of activations after each action that may have made some, from now on. The meter's peak begins with the
+    first: checking the batch made shapes, too."""
+    alive: list[int] = []
+
+    def look(action: Action) -> None:
+        if not alive:
+            meter.peak = meter.live
+        if action.op in GROWING:
+            alive.append(activation_bytes(trainer.engine.state))
+
+    trainer.engine.observers.append(look)
+    return alive
+
+
+def _passing(trainer: Trainer, meter: Meter) -> int:
+    """Most bytes that were alive beside those of the arena, which stay."""
+    arena = trainer.engine.state.arena
+    buffers = (*arena.kept.values(), *([] if arena.slab is None else [arena.slab]))
+    return meter.peak - sum({id(buffer.root): buffer.root.nbytes for buffer in buffers}.values())
 
 
 def _shapes(spec: Any) -> Any:

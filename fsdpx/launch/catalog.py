@@ -1,14 +1,23 @@
-"""The models that `show` takes by name, each with its loss and the shapes of its batches."""
+"""The models that `show` takes, by name or from a module of the user, each with its loss and shapes of its batches."""
 
+import pkgutil
+import re
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fsdpx import nn
-from fsdpx.errors import ConfigError
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.array.shapes import ShapeArray
+from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn import models
+from fsdpx.nn.sort import infer, sort
 
 __all__ = ["CATALOG", "Entry", "entry"]
+
+_BATCH = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,70 @@ CATALOG: dict[str, Entry] = {
 }
 
 
-def entry(name: str) -> Entry:
+def entry(name: str, batch: str | None = None) -> Entry:
+    """A model of the catalog, or of the user, "module:name": a layer, a function that makes one, or one that makes a
+    layer and its loss. batch: samples, of a user's model with the shape of each: "8x1024", or "8x1024:int64"."""
+    if ":" in name:
+        return _own(name, batch)
     if name not in CATALOG:
-        raise ConfigError(f"no example {name!r}: choose one of {', '.join(CATALOG)}")
-    return CATALOG[name]
+        raise ConfigError(
+            f"no example {name!r}: choose one of {', '.join(CATALOG)}, or a function of your own, mymodule:make_model"
+        )
+    found = CATALOG[name]
+    if batch is None:
+        return found
+    if not batch.isdecimal():
+        raise ConfigError(f"--batch {batch}: samples of {name} have their own shape; give their number alone")
+    return replace(found, batch=int(batch))
+
+
+def _own(name: str, batch: str | None) -> Entry:
+    """Without a word about them, inputs are whole numbers where real ones do not fit, and the loss is CrossEntropy
+    there, else MSE."""
+    match = _BATCH.fullmatch(batch or "")
+    if match is None:
+        raise ConfigError(
+            f"show {name}: say the shape of a global batch, samples first: --batch 8x1024 or 8x1024:int64"
+        )
+    dims = tuple(map(int, match[1].split("x")))
+    made = _made(name)
+    model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Layer):
+        raise ConfigError(f"show {name}: a layer is needed, or a layer and its loss; it gave {type(model).__name__}")
+    dtype, output = _fitting(model, dims, match[2])
+    loss = loss or (nn.CrossEntropy() if dtype.startswith("int") else nn.MSE())
+    labels = isinstance(loss, nn.CrossEntropy)
+    target = output[1 : -1 if labels else None], "int64" if labels else "float32"
+    about = f"{model.__class__.__name__}, samples of {'x'.join(map(str, dims[1:])) or 1} {dtype}, {loss!r}"
+    return Entry(
+        about, lambda: model, loss, lambda n: ((n, *dims[1:]), dtype), lambda n: ((n, *target[0]), target[1]), dims[0]
+    )
+
+
+def _made(name: str) -> Any:
+    """What the name says, called if it is a function."""
+    module, _, attribute = name.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = pkgutil.resolve_name(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it imports is not
+        raise ConfigError(f"show {name}: no module {module!r} in {Path.cwd()} or on the path of Python") from error
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(f"show {name}: module {module!r} has no {attribute!r}") from error
+    return found if isinstance(found, nn.Layer) or not callable(found) else found()
+
+
+def _fitting(model: nn.Layer, dims: tuple[int, ...], wanted: str | None) -> tuple[str, tuple[int, ...]]:
+    """The dtype of an input that the model takes, and the shape of its output."""
+    for dtype in ("float32", "int64") if wanted is None else (wanted,):
+        try:
+            (output,) = infer(sort(model), [ShapeArray(dims, dtype_of(dtype))])
+            return dtype, tuple(output.shape)
+        except ShapeError as error:
+            first = error
+        except ValueError as error:
+            raise ConfigError("show takes models of one output; use fsdpx.dry_run for others") from error
+    raise first

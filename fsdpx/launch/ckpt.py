@@ -9,11 +9,12 @@ from fsdpx.checkpoint.agree import in_words
 from fsdpx.checkpoint.files import STATE
 from fsdpx.checkpoint.source import Source
 from fsdpx.checkpoint.written import read_note, words
-from fsdpx.errors import CheckpointError
+from fsdpx.config import byte_count
+from fsdpx.errors import CheckpointError, ConfigError
 
 __all__ = ["add_options", "ckpt"]
 
-UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+DTYPES = ("float64", "float32", "float16", "fp16", "bf16", "bfloat16")
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
         one.add_argument("path", type=Path, help="a checkpoint, a safetensors file, or a folder with such files")
     diff.add_argument("other", type=Path)
     convert.add_argument("target", type=Path, help="the folder to write")
-    convert.add_argument("--dtype", default=None, choices=("float64", "float32", "float16", "bf16"))
+    convert.add_argument("--dtype", default=None, choices=DTYPES)
     convert.add_argument("--shard-bytes", default=None, help="most bytes of one file: a number, or 500MB, 5GB, 2GiB")
 
 
@@ -103,13 +104,12 @@ def _diff_state(first: dict[str, Any], second: dict[str, Any]) -> int:
 def _bytes(text: str | None) -> int | None:
     if text is None:
         return None
-    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
     try:
-        count = int(float(text.removesuffix(unit)) * UNITS.get(unit, 1))
-    except (ValueError, OverflowError):
-        count = 0
+        count = byte_count(text, "--shard-bytes")
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from None
     if count < 1:
-        raise CheckpointError(f"--shard-bytes {text}: a number of bytes is needed, or 500MB, 5GB, 2GiB")
+        raise CheckpointError(f"--shard-bytes {text}: at least one byte is needed")
     return count
 
 

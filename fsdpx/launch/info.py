@@ -40,8 +40,9 @@ def _shared() -> str:
 def _tuned() -> list[tuple[str, str]]:
     """What earlier jobs measured on this machine."""
     rows: list[tuple[str, str]] = []
-    for key, tuning in stored():
-        rows.append((f"tuned, {key['ranks']} ranks, {key['backend']}", str(tuning)))
+    for key, tuning, date in stored():
+        when = f"{date[:16].replace('T', ' ')} UTC" if date else "at an unknown time"
+        rows.append((f"tuned, {key['ranks']} ranks, {key['backend']}", f"{tuning}; measured {when}"))
         rows += [(f"  {name}", text) for name, text in tuning.measured.items()]
     return rows or [("tuned", f"nothing yet: the first job measures, and keeps it in {environment.read().cache}")]
 

@@ -111,13 +111,14 @@ def main(args: argparse.Namespace) -> int:
     if args.max_restarts < 0 or args.backoff < 0 or args.grace < 0:
         raise LaunchError("run: --max-restarts, --backoff and --grace are 0 or more")
     plan = RestartPlan(args.ranks, least, args.max_restarts, args.backoff)
-    launcher = _launcher(args.mpiexec, args.elastic)
+    launcher = _launcher(args.mpiexec, args.elastic, args.retune)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-run-")) if args.folder is None else args.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with _Signals(args.grace) as signals:
         while True:
             start = len(plan.endings)
-            ending = _start(_command(launcher, args, plan.ranks), folder, start, plan.ranks, signals, args.elastic)
+            command = _command(launcher, args, plan.ranks)
+            ending = _start(command, folder, start, plan.ranks, signals, args.elastic, args.retune)
             if signals.received and ending.kind not in ("done", "preempted"):
                 ending = replace(ending, text=f"{ending.text}; it was asked to stop by {signals.received.name}")
             reason, seconds = decide(plan, ending)
@@ -143,7 +144,7 @@ def _command(launcher: Sequence[str], args: argparse.Namespace, ranks: int) -> l
     return [*launcher, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *script]
 
 
-def _launcher(given: str | None, elastic: bool) -> list[str]:
+def _launcher(given: str | None, elastic: bool, retune: bool = False) -> list[str]:
     """The mpiexec beside this Python, which belongs to the MPI that mpi4py loads from a wheel; else the first on PATH.
 
     elastic: with the options that let a job survive deaths; LaunchError if this MPI has none."""
@@ -158,7 +159,8 @@ def _launcher(given: str | None, elastic: bool) -> list[str]:
     more = _to_survive([found], version) if elastic else []
     if not any(word in version.lower() for word in ("open mpi", "openrte", "prte")):
         return [found]
-    passed = [word for name in ("FSDPX_RUN", "FSDPX_RESTART", "FSDPX_EXPECT_SIZE") for word in ("-x", name)]
+    names = ("FSDPX_RUN", "FSDPX_RESTART", "FSDPX_EXPECT_SIZE", *(["FSDPX_TUNE"] if retune else []))
+    passed = [word for name in names for word in ("-x", name)]
     return [found, *more, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *passed]
 
 
@@ -183,12 +185,15 @@ def _to_survive(launcher: Sequence[str], version: str) -> list[str]:
     return [] if "--with-ft" in launcher else _SURVIVES
 
 
-def _start(command: list[str], folder: Path, start: int, ranks: int, signals: _Signals, elastic: bool) -> Ending:
+def _start(
+    command: list[str], folder: Path, start: int, ranks: int, signals: _Signals, elastic: bool, retune: bool
+) -> Ending:
     """Run the job once."""
     own = folder / f"start-{start}"
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
     variables = {"FSDPX_RUN": str(own), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
+    variables |= {"FSDPX_TUNE": "again"} if retune else {}
     environ = {**os.environ, **variables}
     job = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
     deaths = _Deaths(own, ranks)

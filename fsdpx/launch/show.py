@@ -1,16 +1,18 @@
 """`show`: what a training step will do, without running it: its program, units, traffic and memory."""
 
 import argparse
+from dataclasses import replace
 
 from fsdpx import optim
 from fsdpx.comm.mesh import Mesh
+from fsdpx.config import byte_count
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
-from fsdpx.launch.catalog import entry
+from fsdpx.launch.catalog import Entry, entry
 from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
 from fsdpx.program import Costs, PipelineSchedule, bubble, grid, in_flight, simulate
-from fsdpx.trainer.report import bytes_text, table
+from fsdpx.trainer.report import bytes_text, footprint_table, table
 
 __all__ = ["show"]
 
@@ -22,20 +24,21 @@ OF_LAYERS = ("tensor", "data")  # axes over which layers communicate, without ve
 
 def show(args: argparse.Namespace) -> str:
     """The text of `show` for the options of its command line."""
-    example = entry(args.example)
+    example = _cut(entry(args.example, args.batch), args.batch, args.chunks)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     check_axes(mesh, args.schedule, args.sequence)
-    ranks, batch = _ranks(args, mesh), example.batch if args.batch is None else args.batch
+    ranks, batch = _ranks(args, mesh), example.batch
     if ranks < 1 or batch < 1:
         raise ConfigError(f"show --ranks {ranks} --batch {batch}: both at least 1")
     full = (mesh or Mesh()).filled(args.strategy, ranks)
-    rows = _rows(full, args.rank, batch, args.chunks) if 0 <= args.rank < ranks else 1  # else the dry run raises
+    rank, rows = _rank(args, full, ranks, batch)
     run = dry_run(
         example.model(),
         example.x(rows),
         example.y(rows),
         ranks=ranks,
-        rank=args.rank,
+        rank=rank,
+        ranks_per_host=ranks if args.ranks_per_host is None else args.ranks_per_host,
         loss=example.loss,
         optimizer=optim.AdamW(lr=1e-3) if args.optimizer == "adamw" else optim.SGD(lr=1e-3),
         strategy=args.strategy,
@@ -50,12 +53,35 @@ def show(args: argparse.Namespace) -> str:
         recompute=parse_recompute(args.recompute),
     )
     where = "" if mesh is None else f" on {mesh_text(full)}"
-    head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {args.rank} of {ranks}, batch {batch}"
-    parts = [head, _program(run), _units(run), _traffic(run), _memory(run)]
+    head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
+    parts = [head, _program(run), _units(run), _traffic(run), _memory(run), _process(run, args.memory)]
     schedule = run.trainer.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
     parts += [_drawing(schedule, args.png)] if args.png else []
     return "\n\n".join(parts)
+
+
+def _cut(example: Entry, batch: str | None, chunks: int | None) -> Entry:
+    """With a batch that can be cut into chunks: the usual one grows as far as it has to."""
+    if chunks is None or chunks < 1 or example.batch % chunks == 0:
+        return example
+    fits = -(-example.batch // chunks) * chunks
+    if batch is not None:
+        raise ConfigError(f"--chunks {chunks}: a global batch of {example.batch} samples does not divide; say {fits}")
+    return replace(example, batch=fits)
+
+
+def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int) -> tuple[int, int]:
+    """The rank to look at, and how many samples it has: that of the command line, else the first that has some."""
+    if args.rank is not None and not 0 <= args.rank < ranks:
+        return args.rank, 1  # the dry run says what is wrong
+    rows = [_rows(mesh, rank, batch, args.chunks) for rank in range(ranks)]
+    first = next(rank for rank, own in enumerate(rows) if own)
+    if args.rank is not None and not rows[args.rank]:
+        what = f"{batch} samples" if args.chunks is None else f"{args.chunks} chunks"
+        raise ConfigError(f"--rank {args.rank}: of {what} this one of {ranks} ranks gets none; say --rank {first}")
+    rank = first if args.rank is None else args.rank
+    return rank, rows[rank]
 
 
 def _ranks(args: argparse.Namespace, mesh: Mesh | None) -> int:
@@ -128,8 +154,19 @@ def _memory(run: DryRun) -> str:
     rows: list[tuple[str, ...]] = [("memory of this rank", "bytes")]
     rows += [(kind, bytes_text(n)) for kind, n in sorted(run.report.memory.items())]
     rows += [("activations at their peak", bytes_text(run.activations))]
-    rows += [("in all", bytes_text(sum(run.report.memory.values()) + run.activations))]
     return table(rows)
+
+
+def _process(run: DryRun, budget: str | None) -> str:
+    """The expected peak of the whole process, and whether it keeps a budget."""
+    text, found = footprint_table(run.footprint), run.footprint
+    if budget is None:
+        return text
+    limit, least = byte_count(budget, "--memory"), "PSS: what a rank shares counts in part"
+    room = f"{bytes_text(found.pss)} of {bytes_text(limit)} per rank ({least})"
+    if found.fits(limit):
+        return f"{text}\nbudget kept: {room}"
+    return f"{text}\nbudget NOT kept: {room}, {bytes_text(found.pss - limit)} too much"
 
 
 def _schedule(schedule: PipelineSchedule) -> str:

@@ -13,7 +13,7 @@ from fsdpx import nn, optim
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import single
 from fsdpx.comm.mesh import Mesh
-from fsdpx.config import PRESETS
+from fsdpx.config import PRESETS, sharding
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
@@ -83,7 +83,10 @@ class Case:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """The exit status: 0 if all tensors agree, else 1."""
+    """The exit status: 0 if all tensors agree, else 1. What can be wrong without ranks is said before they meet."""
+    if args.strategy != "all":
+        sharding(args.strategy, 1)
+    _formats(args.precision)
     return verify_on(init("mpi" if args.no_node else None), args)
 
 
@@ -98,9 +101,7 @@ def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
 def cases(args: argparse.Namespace, ranks: int) -> list[Case]:
     """The product of the strategies, precisions, schedules and sequences that were given."""
     strategies = list(PRESETS) if args.strategy == "all" else [args.strategy]
-    formats = list(TOLERANCE) if args.precision == "all" else [args.precision]
-    if not set(formats) <= set(TOLERANCE):
-        raise ConfigError(f"verify --precision {args.precision}: choose float64, float32 or all")
+    formats = _formats(args.precision)
     mesh = None if args.mesh is None else Mesh.parse(args.mesh)
     check_axes(mesh, args.schedule, args.sequence)
     schedules: list[str | None] = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
@@ -112,6 +113,13 @@ def cases(args: argparse.Namespace, ranks: int) -> list[Case]:
         )
         for strategy, precision, schedule, sequence in product(strategies, formats, schedules, sequences)
     ]  # fmt: skip
+
+
+def _formats(precision: str) -> list[str]:
+    formats = list(TOLERANCE) if precision == "all" else [precision]
+    if not set(formats) <= set(TOLERANCE):
+        raise ConfigError(f"verify --precision {precision}: choose float64, float32 or all")
+    return formats
 
 
 def lay(mesh: Mesh, strategy: str, ranks: int) -> Mesh:

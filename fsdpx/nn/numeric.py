@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import blas
+from fsdpx.array.shape_array import as_one
 from fsdpx.nn.gradients import destination
 
 __all__ = ["add_linear", "add_product", "add_sum", "affine", "flat", "is_index", "linear_backward", "product", "wide"]
@@ -80,7 +81,11 @@ def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> Non
     out = out if out.ndim == 2 else out.reshape(a.shape[0], b.shape[1])
     if _blas(xp, a, b):
         blas.gemm(out, a, b, add)
-        return
+    else:
+        as_one(_add_plainly, xp, out, add, a, b)
+
+
+def _add_plainly(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
     dtype = wide(a.dtype)
     total = xp.matmul(a.astype(dtype, copy=False), b.astype(dtype, copy=False))
     if add:

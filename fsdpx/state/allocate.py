@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ from fsdpx.state.windows import lay_out_in_windows, memory_of, sharers_of
 __all__ = ["allocate", "fill", "initialise"]
 
 BLOCK = 1 << 20
-"""Elements of a whole parameter that are made at once when only columns of it are kept."""
+"""Elements of a parameter that are made at once: what they are made of is larger than they are."""
 
 
 def allocate(placement: Placement, initial: bool = True) -> TrainState:
@@ -32,10 +33,11 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     for row in rows:
         if row.kept:
             ledger.arrays[row.key] = _memory(arena, ledger, row)
-    _initial_statistics(placement, ledger)
     state = TrainState(placement, arena, ledger, connect_ties(placement))
-    if initial:
-        initialise(state)
+    if not placement.imaginary:  # random numbers take time, and there is nowhere to put them
+        _initial_statistics(placement, ledger)
+        if initial:
+            initialise(state)
     return state
 
 
@@ -79,19 +81,21 @@ def initialise(state: TrainState) -> None:
         runs = list(spec.cut.runs(spec.shape, spread.rank, spread.width, start, stop))
         return np.concatenate([part for some in _near(runs) for part in _of_runs(spec, seed, name, some)])
 
-    fill(state, values)
+    fill(state, values, BLOCK)
 
 
-def fill(state: TrainState, values: Any) -> None:
+def fill(state: TrainState, values: Any, most: int = sys.maxsize) -> None:
     """Set this rank's shards from `values(parameter name, first element, one past the last)`, of what its line of the
-    tensor axis holds of the parameter."""
+    tensor axis holds of the parameter. most: elements that are asked for at a time."""
     for p, page in state.placement.pages.items():
         master = state.ledger.array("master", p)
         for piece in page.page.pieces(page.mine):
             f = page.page.fields[piece.have]
-            host = values(f.source, piece.start - f.offset, piece.stop - f.offset)
-            target = master[piece.start - page.mine.start : piece.stop - page.mine.start]
-            target[...] = from_host(state.placement.xp, host.astype(target.dtype, copy=False))
+            for start in range(piece.start, piece.stop, most):
+                stop = min(start + most, piece.stop)
+                host = values(f.source, start - f.offset, stop - f.offset)
+                target = master[start - page.mine.start : stop - page.mine.start]
+                target[...] = from_host(state.placement.xp, host.astype(target.dtype, copy=False))
 
 
 Runs = list[tuple[int, int]]

@@ -3,16 +3,13 @@ before their backward."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
+from fsdpx.config import byte_count
 from fsdpx.errors import ConfigError
 
 __all__ = ["Recompute", "recompute"]
-
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)\s*")
-_BYTES = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
@@ -35,10 +32,9 @@ def recompute(choice: Any) -> Recompute:
         return Recompute(cores=frozenset({"attention"}))
     if isinstance(choice, int) and not isinstance(choice, bool) and choice > 0:
         return Recompute(every=choice)
-    match = _SIZE.fullmatch(choice) if isinstance(choice, str) else None
-    if match is None:
+    if not isinstance(choice, str) or not choice.strip().endswith("B"):
         raise ConfigError(
             f"recompute={choice!r}: choose 'all', 'attention', a number k for every k-th unit, or the bytes that may "
             "be kept for backward, such as '512MiB'"
         )
-    return Recompute(budget=int(float(match[1]) * _BYTES[match[2][0]]))
+    return Recompute(budget=byte_count(choice, "recompute"))

@@ -6,8 +6,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fsdpx.array.arena import ALIGN, Arena, Memory
+import numpy as np
+
+from fsdpx.array.arena import ALIGN, Arena, Memory, address
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.fake import FakeNode
 from fsdpx.comm.opening import node_of
 from fsdpx.state.ledger import Row
 from fsdpx.state.placement import Placement
@@ -16,10 +19,12 @@ __all__ = ["lay_out_in_windows", "memory_of", "sharers_of"]
 
 
 def memory_of(world: Communicator, xp: Any) -> Memory | None:
-    """Memory that ranks share, if arrays are NumPy's and some machine has several ranks: alike on all ranks."""
+    """Memory that ranks share, if arrays are NumPy's and some machine has several ranks: alike on all ranks.
+
+    Arrays without data share the memory of ranks that do not exist."""
     node = node_of(world)
-    shared = xp.__name__ == "numpy" and node is not None and max(map(len, node.machines)) > 1
-    return node if shared else None
+    able = xp is np or (getattr(xp, "holds_no_data", False) and isinstance(node, FakeNode))
+    return node if able and node is not None and max(map(len, node.machines)) > 1 else None
 
 
 def sharers_of(placement: Placement, arena: Arena) -> int:
@@ -50,7 +55,7 @@ def lay_out_in_windows(placement: Placement, arena: Arena, rows: Sequence[Row], 
         _warn(placement, what)
         return False
     arena.blocks.append(block)
-    start = -block.__array_interface__["data"][0] % ALIGN  # each from a cache line on
+    start = -address(block) % ALIGN  # each from a cache line on
     for row in rows:
         arena.adopt(row.key, block[start : start + row.nbytes].view(row.dtype))
         start += _padded(row)

@@ -125,7 +125,8 @@ def _layout(
     starts = cut_stages(ordered, len(home), distribution.stages, distribution.costs)
     apart = accumulation(training.chunks, axes).bitwise
     spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, apart)
-    group = tuning.group_bytes if distribution.group_bytes is None else distribution.group_bytes
+    wanted = distribution.group_bytes
+    group = tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
     return lay_out(ordered, dtype_of(formats.compute).itemsize, group, training.frozen, spread)
 
 

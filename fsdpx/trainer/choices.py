@@ -38,7 +38,6 @@ def check_numbers(**options: Any) -> None:
         "microbatches": (int, 1, "a positive number"),
         "clip_norm": (float, None, "a positive number, or None"),
         "seed": (int, 0, "a whole number, 0 or more"),
-        "group_bytes": (int, 0, "a number of bytes, 0 or more"),
         "ahead": (int, 0, "a number of pages, 0 or more"),
     }
     for name, value in options.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.mesh import Mesh
-from fsdpx.config import Precision, Sharding
+from fsdpx.config import Precision, Sharding, byte_count
 from fsdpx.nn.layer import Layer
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.trainer.choices import check_numbers, check_options, check_parts
@@ -43,7 +43,7 @@ class Distribution:
 
     strategy: str | Sharding = "fsdp"
     mesh: Mesh | None = None
-    group_bytes: int | None = None
+    group_bytes: int | str | None = None
     ahead: int | None = None
     codec: str | Codec | None = None
     schedule: str | Callable[..., Any] = "1f1b"
@@ -53,7 +53,9 @@ class Distribution:
     sequence: str | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(group_bytes=self.group_bytes, ahead=self.ahead)
+        check_numbers(ahead=self.ahead)
+        if self.group_bytes is not None:
+            byte_count(self.group_bytes, "group_bytes")
         check_options(self.mesh, self.stages, self.costs, self.tensor_plan, self.sequence)
 
 

@@ -10,10 +10,11 @@ from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.messages import travelling
 from fsdpx.program import Program, Sizes, Traffic, traffic
+from fsdpx.state.footprint import Footprint, measured, peak_rss
 from fsdpx.state.placement import Placement
 from fsdpx.state.ties import Tie
 
-__all__ = ["Report", "bytes_text", "peak_rss", "report", "sizes_of", "table"]
+__all__ = ["Report", "bytes_text", "footprint_table", "peak_rss", "report", "sizes_of", "table"]
 
 OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and Python between two programs"
 
@@ -21,7 +22,8 @@ OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and P
 @dataclass(frozen=True)
 class Report:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, from the program.
-    memory: bytes by kind, of all that is held. times: verb -> (seconds, seconds waited, count). overlap: mesh axis ->
+    memory: bytes by kind, of all that is held. footprint: of the whole process now, None where the system does not
+    say. times: verb -> (seconds, seconds waited, count). overlap: mesh axis ->
     share of the time transfers were under way in which this rank computed."""
 
     rank: int
@@ -36,6 +38,7 @@ class Report:
     times: dict[str, tuple[float, float, int]]
     overlap: dict[str, float]
     seconds: float
+    footprint: Footprint | None = None
 
     def __str__(self) -> str:
         model = f"{self.parameters:,} parameters in {self.units} units"
@@ -60,11 +63,9 @@ class Report:
     def _held(self) -> str:
         rows = [("memory of this rank", "bytes")]
         rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
-        rows += [
-            ("arena in all", bytes_text(sum(self.memory.values()))),
-            ("peak of the process (RSS)", bytes_text(self.peak_rss)),
-        ]
-        return table(rows)
+        rows += [("arena in all", bytes_text(sum(self.memory.values())))]
+        process = [] if self.footprint is None else [footprint_table(self.footprint)]
+        return "\n\n".join([table(rows), *process, f"peak of the process (RSS): {bytes_text(self.peak_rss)}"])
 
     def _spent(self) -> str:
         rows = [("time by verb", "count", "seconds", "waited", "share")]
@@ -93,6 +94,7 @@ def report(engine: Engine, program: Program) -> Report:
         times={op: (spent, waited, int(count)) for op, (spent, waited, count) in clock.rows.items()},
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
+        footprint=None if place.imaginary else measured(state),
     )
 
 
@@ -138,13 +140,14 @@ def _edges(engine: Engine) -> dict[tuple[int, int], int]:
     return found
 
 
-def peak_rss() -> int:
-    """The most bytes of memory this process ever held."""
-    import resource
-    import sys
-
-    value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return value if sys.platform == "darwin" else value * 1024
+def footprint_table(footprint: Footprint) -> str:
+    """Its parts and their sum, a row each, and the sum over the ranks of the host."""
+    rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
+    rows += [(name, bytes_text(part.rss), bytes_text(part.pss)) for name, part in footprint.parts.items()]
+    rows += [("in all", bytes_text(footprint.rss), bytes_text(footprint.pss))]
+    if footprint.host is not None and footprint.ranks_here != 1:
+        rows += [(f"{footprint.ranks_here} such ranks on a host", "", bytes_text(footprint.host))]
+    return table(rows)
 
 
 def bytes_text(n: float) -> str:

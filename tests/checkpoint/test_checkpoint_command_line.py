@@ -154,7 +154,9 @@ def test_convert(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert spawn(load, 2) == [1, 1]
     capsys.readouterr()
     assert main(["ckpt", "convert", str(made / "b"), str(made / "e"), "--shard-bytes", "many"]) == 2
-    assert "--shard-bytes many: a number of bytes is needed, or 500MB, 5GB, 2GiB" in capsys.readouterr().err
+    assert (
+        "--shard-bytes='many': a number of bytes is needed, such as 1048576, '1MiB' or '2GB'" in capsys.readouterr().err
+    )
     assert main(["ckpt", "convert", str(made / "nowhere"), str(made / "e")]) == 2
     assert "nowhere: there is no such file or folder; in " in capsys.readouterr().err
 

@@ -295,7 +295,7 @@ def test_shape_error_is_a_value_error() -> None:
         ({"clip_norm": "1"}, "clip_norm='1': a positive number"),
         ({"seed": 1.5}, "seed=1.5: a whole number"),
         ({"seed": None}, "seed=None: a whole number"),
-        ({"group_bytes": "1MB"}, "group_bytes='1MB'"),
+        ({"group_bytes": "1XB"}, "group_bytes='1XB': a number of bytes is needed, such as 1048576, '1MiB' or '2GB'"),
         ({"microbatches": True}, "microbatches=True"),
         ({"codec": 3}, "codec=3 is no Codec"),
         ({"mesh": 4}, "mesh=4: fsdpx.Mesh(...) is needed"),

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,78 @@ def test_show_any_example_and_strategy(example: str, strategy: str, capsys: pyte
 def test_show_of_a_thousand_ranks_and_a_model_that_would_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "gpt-medium", "--ranks", "1024", "--batch", "1024", "--rank", "1023"]) == 0
     assert "rank 1023 of 1024" in capsys.readouterr().out
+
+
+MODELS = """
+from fsdpx import nn
+
+def make_model():
+    return nn.GPT(1000, 64, 2, 4, 128)
+
+def classifier():
+    return nn.Chain(nn.Linear(32, 10)), nn.CrossEntropy()
+
+plain = nn.Chain(nn.Linear(32, 16))
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a module of models to work in."""
+    (tmp_path / "own_models.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "words"),
+    [
+        ("make_model", "8x128", "GPT, samples of 128 int64, CrossEntropy()"),
+        ("classifier", "8x32", "Chain, samples of 32 float32, CrossEntropy()"),
+        ("plain", "8x32:float32", "Chain, samples of 32 float32, MSE()"),
+    ],
+)
+def test_show_takes_a_model_of_the_user(own: None, capsys: Any, name: str, batch: str, words: str) -> None:
+    text = shown(capsys, f"own_models:{name} --batch {batch} --ranks 2")
+    assert f"own_models:{name}: {words}" in text
+    assert "rank 0 of 2, batch 8" in text
+    assert "memory of the process" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("own_models:make_model", "say the shape of a global batch, samples first: --batch 8x1024"),
+        ("own_models:nothing --batch 8", "module 'own_models' has no 'nothing'"),
+        ("no_models:make_model --batch 8", "no module 'no_models' in "),
+        ("own_models:number --batch 8", "a layer is needed, or a layer and its loss; it gave int"),
+        ("own_models:plain --batch 8x31", "does not fit"),
+        ("gpt-tiny --batch 8x16", "--batch 8x16: samples of gpt-tiny have their own shape; give their number alone"),
+    ],
+)
+def test_mistakes_about_a_model_of_the_user(own: None, capsys: Any, line: str, text: str) -> None:
+    assert main(["show", *line.split()]) == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert said.count("\n") == 1
+
+
+def test_show_tells_whether_a_budget_is_kept(capsys: Any) -> None:
+    text = shown(capsys, "mlp --ranks 4 --memory 2GiB")
+    assert re.search(r"budget kept: \S+ MiB of 2.00 GiB per rank", text)
+    assert re.search(r"^4 such ranks on a host +\S+ [MG]iB$", text, re.M)
+    text = shown(capsys, "mlp --ranks 4 --ranks-per-host 1 --memory 64MiB")
+    assert re.search(r"budget NOT kept: \S+ MiB of 64.00 MiB per rank .*, \S+ MiB too much", text)
+    assert "such ranks on a host" not in text
+
+
+def test_show_of_chunks_takes_a_batch_that_can_be_cut_and_a_rank_that_has_some(capsys: Any) -> None:
+    text = shown(capsys, "mlp --chunks 3")
+    assert "rank 1 of 4, batch 258" in text
 
 
 def shown(capsys: pytest.CaptureFixture[str], line: str) -> str:
@@ -133,12 +206,46 @@ def test_ranks_of_one_line_have_the_same_batch(capsys: pytest.CaptureFixture[str
         (["show", "--mesh", "pipe=2", "--recompute", "some"], "recompute='some': choose 'all', 'attention'"),
         (["show", "--mesh", "pipe=2", "--schedule", "mine"], "schedule='mine' is none of 'gpipe', '1f1b'"),
         (["show", "--mesh", "pipe=4", "--schedule", "zbv"], "8 stages, but the model has only 7 layers"),
+        (
+            ["show", "mlp", "--chunks", "3", "--batch", "256"],
+            "--chunks 3: a global batch of 256 samples does not divide; ",
+        ),
+        (
+            ["show", "mlp", "--chunks", "3", "--rank", "0"],
+            "--rank 0: of 3 chunks this one of 4 ranks gets none; say --rank 1",
+        ),
+        (["show", "mlp", "--memory", "lots"], "--memory='lots': a number of bytes is needed, such as 1048576, '1MiB'"),
+        (["show", "mlp", "--group-bytes", "1 cup"], "group_bytes='1 cup': a number of bytes is needed"),
         (["verify", "--precision", "float8"], "choose float64, float32 or all"),
+        (["verify", "--strategy", "bogus"], "unknown strategy 'bogus': choose one of ddp, zero1"),
     ],
 )
 def test_mistakes_are_explained(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert text in capsys.readouterr().err
+
+
+def test_bytes_may_have_units(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [shown(capsys, f"many --ranks 2 --group-bytes {given}") for given in ("1048576", "1MiB", "1024KiB")]
+    assert texts[0] == texts[1] == texts[2] != shown(capsys, "many --ranks 2 --group-bytes 64KiB")
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    command = f"{sys.executable} -m fsdpx show gpt-tiny --grid | head -1"
+    for unbuffered in ({}, {"PYTHONUNBUFFERED": "1"}):
+        done = subprocess.run(
+            command, shell=True, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **unbuffered}
+        )
+        assert done.stdout.startswith("gpt-tiny: GPT")
+        assert done.stderr == ""
+
+
+def test_an_unknown_strategy_of_verify_is_one_line_on_all_ranks() -> None:
+    done = job(3, "fsdpx", "verify", "--strategy", "bogus", timeout=60)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if "bogus" in line or "Traceback" in line or "File " in line]
+    assert len(said) == 1
+    assert said[0].startswith("fsdpx verify: unknown strategy 'bogus': choose one of ddp")
 
 
 def test_verify_under_mpiexec() -> None:

@@ -1,15 +1,23 @@
 """Choices by measurement: made once, kept on disk, overruled by what the user says."""
 
 import json
+import os
 import platform
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
 
-from fsdpx import nn, optim
+import fsdpx
+from fsdpx import environment, nn, optim
 from fsdpx.array import blas
+from fsdpx.comm.fake import FakeNode
 from fsdpx.launch.info import info
-from fsdpx.state import tuning
+from fsdpx.state import records, tuning
 from fsdpx.state.tuning import Tuning, stored, tune_for
 
 
@@ -38,7 +46,7 @@ def test_measured_once_then_read_from_disk(cache, monkeypatch):
     first = tune_for(_single(), True, np)
     monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured again"))
     assert tune_for(_single(), True, np) == first
-    assert [t for _, t in stored()] == [first]
+    assert [t for _, t, _ in stored()] == [first]
     assert "GFLOP/s per thread" in first.measured
 
 
@@ -47,6 +55,91 @@ def test_info_tells_what_was_chosen(cache):
     tune_for(_single(), True, np)
     assert "tuned, 1 ranks" in info()
     assert "GFLOP/s per thread" in info()
+    today = datetime.now(UTC)
+    days = {f"{day:%Y-%m-%d}" for day in (today, today - timedelta(hours=1))}
+    assert re.search(r"measured (\S+) \d\d:\d\d UTC", info())[1] in days
+    (file,) = cache.glob("tuning-*.json")
+    record = json.loads(file.read_text())
+    del record["date"]
+    file.write_text(json.dumps(record))
+    assert "measured at an unknown time" in info()
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """What each measurement finds, one after the other: GFLOP/s of all libraries."""
+    found, taken = [], []
+
+    def measure():
+        taken.append(found.pop(0) if found else 50.0)
+        return dict.fromkeys(blas.available(), taken[-1])
+
+    monkeypatch.setattr(blas, "measure", measure)
+    monkeypatch.setattr(tuning, "_anew", set())
+    return found, taken
+
+
+def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
+    _, taken = rates
+    tune_for(_single(), True, np)
+    tune_for(_single(), True, np)
+    assert len(taken) == 1
+    monkeypatch.setenv("FSDPX_TUNE", "again")
+    assert environment.read().tune
+    monkeypatch.setattr(tuning, "_anew", set())
+    tune_for(_single(), True, np)
+    assert len(taken) == 2
+    tune_for(_single(), True, np)
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize(
+    ("then", "times", "kept"),
+    [([60.0], 2, 60.0), ([20.0, 48.0], 3, 48.0), ([20.0, 19.0], 3, 20.0), ([90.0, 10.0], 3, 90.0)],
+)
+def test_a_result_far_from_the_last_one_is_measured_twice_and_the_faster_counts(monkeypatch, rates, then, times, kept):
+    found, taken = rates
+    tune_for(_single(), True, np)
+    found += then
+    monkeypatch.setenv("FSDPX_TUNE", "again")
+    monkeypatch.setattr(tuning, "_anew", set())
+    again = tune_for(_single(), True, np)
+    assert len(taken) == times
+    assert set(again.speed.values()) == {kept}
+    assert [t for _, t, _ in stored()] == [again]
+
+
+def test_another_kind_of_job_on_the_machine_is_a_last_one_as_well(monkeypatch, rates):
+    """Its messages are not alike, but its products are."""
+    found, taken = rates
+    tune_for(_single(), True, np)
+    (_, old, _) = stored()[0]
+    key = {**stored()[0][0], "ranks": 4}
+    assert tuning._like(key).speed == old.speed
+    assert tuning._like({**key, "processor": "another"}) is None
+    monkeypatch.setattr(tuning, "_key", lambda world: key)
+    found += [10.0, 49.0]
+    assert set(tune_for(_single(), True, np).speed.values()) == {49.0}
+    assert len(taken) == 3
+
+
+def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
+    monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured"))
+    batch = ((4, 32), "float32")
+
+    def units(**options):
+        model = nn.Chain(*(nn.Linear(32, 32) for _ in range(64)))
+        run = fsdpx.dry_run(
+            model, batch, batch, ranks=4, ranks_per_host=4, loss=nn.MSE(), optimizer=optim.SGD(), **options
+        )
+        return len(run.trainer.placement.layout.units)
+
+    assert units(tune=True) == units(tune=False) == 1
+    key = tuning._key(FakeNode(0, [0] * 4))
+    assert (key["backend"], key["ranks"], key["ranks here"]) == ("node", 4, 4)
+    records.write("tuning", key, asdict(Tuning(blas.chosen(), group_bytes=8192)))
+    assert units(tune=True) == 32
+    assert units(tune=False) == 1
 
 
 @pytest.mark.parametrize(("faster", "taken"), [(1.1, False), (1.5, True)])
@@ -114,3 +207,16 @@ def test_other_machines_files_do_not_show(cache, monkeypatch):
 )
 def test_units_are_as_large_as_makes_latency_small(latency, rate, wanted):
     assert tuning._group_bytes(latency, rate) == wanted
+
+
+@pytest.mark.jobs
+def test_run_retune_measures_anew_at_the_first_start_only(tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import os, sys\nfrom fsdpx import environment\nprint(environment.read().retune, flush=True)\n"
+        "os.kill(os.getpid(), 9) if os.environ['FSDPX_RESTART'] == '0' else None\n"
+    )
+    command = [sys.executable, "-m", "fsdpx", "run", "-n", "1", "--backoff", "0.1", "--retune", str(script)]
+    environ = {name: value for name, value in os.environ.items() if name != "FSDPX_TUNE"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    assert re.findall(r"^(True|False)$", done.stdout, re.M) == ["True", "False"], done.stderr

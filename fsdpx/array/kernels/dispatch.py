@@ -10,6 +10,7 @@ import numpy as np
 from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.choice import compiled
 from fsdpx.array.kernels.half import narrowed, widened
+from fsdpx.array.shape_array import as_one
 
 __all__ = ["kernel"]
 
@@ -42,7 +43,9 @@ def kernel(
         @functools.wraps(plain)
         def run(xp: Any, *arguments: Any, **options: Any) -> Any:
             if xp is not np:
-                return resolve(xp, arguments)(xp, *arguments, **options)
+                call = resolve(xp, arguments)
+                empty = getattr(xp, "holds_no_data", False)
+                return as_one(call, xp, *arguments, **options) if empty else call(xp, *arguments, **options)
             key = (choice.active, *[getattr(a, "dtype", None) for a in arguments])
             body = bodies.get(key)
             if body is None:

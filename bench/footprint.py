@@ -1,0 +1,103 @@
+"""The memory of a rank's process: what a dry run expects, beside what Linux says of real ranks.
+
+    python bench/footprint.py [--models tiny mlp] [--ranks 1 2 4] [--quick]
+
+PSS is that of a host on which nothing else runs: files that others have mapped as well are divided by the ranks
+of the job alone. Each job runs twice, as the first one may compile kernels, which takes memory once.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from jobs import environ, finish, mpiexec, start
+from memory import peak_rss
+from records import arguments, lines, save
+from workloads import MODELS, batch, in_fsdpx
+
+__all__ = ["compare", "tables"]
+
+STRATEGIES = ("ddp", "fsdp")
+STEPS = 4
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["job"]:
+        return job(*sys.argv[2:])
+    p = arguments(__doc__, rounds=1)
+    p.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    p.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    options = p.parse_args()
+    models, ranks = (options.models[:1], options.ranks[:2]) if options.quick else (options.models, options.ranks)
+    found = {"rows": [compare(m, s, n) for m in models for n in ranks for s in STRATEGIES if n > 1 or s == "ddp"]}
+    save("footprint", options, found)
+    for title, text in tables(found):
+        print(f"{title}\n{text}\n", flush=True)
+    return 0
+
+
+def compare(model: str, strategy: str, ranks: int) -> dict[str, Any]:
+    """Bytes of the rank with most, expected and measured."""
+    here = [sys.executable] if ranks == 1 else mpiexec(ranks)
+    command = [*here, str(Path(__file__)), "job", model, strategy]
+    found = [finish(start(command, environ()), patience=300) for _ in range(2)][1]
+    expected = [_expected(model, strategy, ranks, rank) for rank in range(ranks)]
+    most = {f"expected {kind}": max(getattr(one, kind) for one in expected) for kind in ("rss", "pss")}
+    return {"model": model, "strategy": strategy, "ranks": ranks, **most, **found}
+
+
+def _expected(model: str, strategy: str, ranks: int, rank: int) -> Any:
+    import fsdpx
+    from fsdpx import optim
+
+    layers, loss = in_fsdpx(MODELS[model])
+    x, y = ((a.shape, a.dtype.name) for a in batch(MODELS[model], rank, ranks))
+    options = {"loss": loss, "optimizer": optim.AdamW(lr=3e-4), "strategy": strategy}
+    return fsdpx.dry_run(layers, x, y, ranks=ranks, rank=rank, ranks_per_host=ranks, **options).footprint
+
+
+def job(model: str, strategy: str) -> int:
+    """Some steps on one rank; rank 0 prints the most bytes of any rank."""
+    import fsdpx
+    from fsdpx import optim
+
+    comm = fsdpx.init()
+    layers, loss = in_fsdpx(MODELS[model])
+    trainer = layers.as_distributed(loss=loss, optimizer=optim.AdamW(lr=3e-4), strategy=strategy)
+    x, y = batch(MODELS[model], comm.rank, comm.size)
+    for _ in range(STEPS):
+        trainer.step(x, y)
+    everyone = comm.all_gather_object((peak_rss(), alone(comm.size)))
+    if comm.rank == 0:
+        rss, pss = (max(values) for values in zip(*everyone, strict=True))
+        print(json.dumps({"rss": rss, "pss": pss}), flush=True)
+    return 0
+
+
+def alone(ranks: int) -> int:
+    """The PSS of this process now, as if its files were mapped by the ranks alone."""
+    found = {}
+    for name in ("status", "smaps_rollup"):
+        for line in Path("/proc/self", name).read_text().splitlines():
+            words = line.split()
+            if words[-1:] == ["kB"]:
+                found[words[0]] = int(words[1]) * 1024
+    return found["Pss_Anon:"] + found["Pss_Shmem:"] + found["RssFile:"] // ranks
+
+
+def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
+    head = ("model", "strategy", "ranks", "RSS expected", "measured", "ratio", "PSS expected", "measured", "ratio")
+    rows = []
+    for row in found["rows"]:
+        cells = [row["model"], row["strategy"], str(row["ranks"])]
+        for kind in ("rss", "pss"):
+            expected, measured = row[f"expected {kind}"], row.get(kind)
+            ratio = "failed" if measured is None else f"{expected / measured:.2f}"
+            cells += [f"{expected / 2**20:,.0f}", "" if measured is None else f"{measured / 2**20:,.0f}", ratio]
+        rows.append(tuple(cells))
+    return [("processes", lines(head, rows, 2))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The memory of a rank's whole process: its arena, windows that ranks of a host share, and all that is beside them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from fsdpx.comm.opening import node_of
+from fsdpx.config import byte_count
+from fsdpx.state.state import TrainState
+
+__all__ = ["Footprint", "Part", "held", "measured", "peak_rss"]
+
+
+class Part(NamedTuple):
+    """Bytes. rss: resident, a page that ranks share counting in each. pss: such a page divided by who shares it."""
+
+    rss: int
+    pss: int
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The memory of one rank's process by part, whose sum it is.
+
+    Parameters
+    ----------
+    parts : name -> resident bytes, and bytes with shared pages divided
+    ranks_here : ranks of its host; None if that is unknown
+    """
+
+    parts: Mapping[str, Part]
+    ranks_here: int | None = 1
+
+    @property
+    def rss(self) -> int:
+        """Resident bytes of this rank."""
+        return sum(part.rss for part in self.parts.values())
+
+    @property
+    def pss(self) -> int:
+        """Bytes of this rank, those that it shares divided: what the ranks of a host add up to."""
+        return sum(part.pss for part in self.parts.values())
+
+    @property
+    def host(self) -> int | None:
+        """Bytes of all ranks of the host, if they are like this one."""
+        return None if self.ranks_here is None else self.ranks_here * self.pss
+
+    def fits(self, budget: int | str) -> bool:
+        """Whether a rank takes at most so many bytes (a number, or "2GiB") of what its host has."""
+        return self.pss <= byte_count(budget, "memory")
+
+
+def held(state: TrainState, ranks_here: int) -> dict[str, Part]:
+    """The arena and the shared windows of a rank.
+
+    A rank reads its part of what each other rank has in a window to sum it up: so much more is resident."""
+    arena, total = state.arena, sum(state.nbytes().values())
+    shared = [row for row in state.ledger if row.kept and row.inside is None and row.sharers > 1]
+    common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
+    blocks = sum(block.nbytes for block in arena.blocks) - common
+    own = max(blocks, 0) + (arena.slab_nbytes if arena.slab_shared else 0)
+    read = own * (ranks_here - 1) // ranks_here
+    private = max(total - share - own, 0)
+    parts = {"arena": Part(private, private), "shared windows": Part(common + own + read, share + own)}
+    return {name: part for name, part in parts.items() if part.rss}
+
+
+def measured(state: TrainState) -> Footprint | None:
+    """The memory of this process now, by what Linux says of it; None elsewhere."""
+    try:
+        status, rollup = (_kilobytes(Path("/proc/self", name)) for name in ("status", "smaps_rollup"))
+        own, files, shared = (1024 * status[name] for name in ("RssAnon", "RssFile", "RssShmem"))
+    except (OSError, KeyError):
+        return None
+    node = node_of(state.placement.axes.world)
+    arena = min(held(state, 1).get("arena", Part(0, 0)).rss, own)
+    parts = {
+        "arena": Part(arena, arena),
+        "interpreter, libraries, activations": Part(own - arena, own - arena),
+        "code of libraries": Part(files, 1024 * rollup.get("Pss_File", files // 1024)),
+        "windows and MPI's shared memory": Part(shared, 1024 * rollup.get("Pss_Shmem", shared // 1024)),
+    }
+    here = len(node.machine) if node else 1 if state.placement.axes.world.size == 1 else None
+    return Footprint({name: part for name, part in parts.items() if part.rss}, here)
+
+
+def peak_rss() -> int:
+    """The most bytes of memory that this process ever held."""
+    try:
+        return 1024 * _kilobytes(Path("/proc/self/status"))["VmHWM"]  # getrusage begins with those of its parent
+    except (OSError, KeyError):
+        import resource
+
+        value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return value if sys.platform == "darwin" else 1024 * value
+
+
+def _kilobytes(file: Path) -> dict[str, int]:
+    """The lines "name: number kB" of a file."""
+    words = (line.split() for line in file.read_text().splitlines())
+    return {w[0].rstrip(":"): int(w[1]) for w in words if len(w) == 3 and w[2] == "kB"}
