@@ -133,7 +133,7 @@ def _array(name: Any, value: Any) -> np.ndarray:
     except Exception as error:
         raise CheckpointError(
             f"{name!r} is a {type(value).__name__} that cannot be read as an array of numbers: {error}; "
-            "of PyTorch, give tensor.float().cpu()"
+            "of PyTorch, give tensor.detach().float().cpu()"
         ) from error
     return array
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +14,7 @@ from fsdpx.comm.steps import spin
 from fsdpx.comm.verbs import terms
 from fsdpx.errors import DesyncError
 
-__all__ = ["Guarded"]
+__all__ = ["Guarded", "grouped"]
 
 _WIDTH = 256
 _ENDINGS = 8
@@ -65,7 +65,9 @@ class Guarded(Wrapper):
             return
         calls = self._exchange(call)
         if any(other != calls[0] for other in calls):
-            raise DesyncError(f"ranks called different collectives (call {self._calls}): {_grouped(calls)}")
+            raise DesyncError(
+                f"ranks called different collectives (call {self._calls}): {grouped(dict(enumerate(calls)))}"
+            )
 
     def _exchange(self, call: str) -> list[str]:
         """What every rank calls, by rank."""
@@ -103,9 +105,10 @@ def _encode(call: str) -> np.ndarray:
     return text
 
 
-def _grouped(calls: list[str]) -> str:
+def grouped(calls: Mapping[int, str]) -> str:
+    """Which ranks call what, in words. calls: by rank."""
     ranks: dict[str, list[int]] = {}
-    for rank, call in enumerate(calls):
+    for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)
     return "; ".join(
         f"{'ranks' if len(who) > 1 else 'rank'} {', '.join(map(str, who))}: {call}" for call, who in ranks.items()

@@ -137,7 +137,7 @@ class Assembler:
         recorder: Recorder | None = None if watchdog is None else watchdog.record
         recipe, world = self.recipe.on(mesh), group
         if world is None:
-            recipe, world, initial, recorder = recipe.without_data(), FakeCommunicator(0, mesh.size), True, None
+            recipe, world, initial = recipe.without_data(), FakeCommunicator(0, mesh.size), True
         session = session_of(
             recipe, world, self.tuning, initial=initial, commit=self.commit, watch=lambda axes: recorder
         )  # fmt: skip

@@ -24,8 +24,9 @@ from fsdpx.elastic.descriptors import live
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import let_go
 from fsdpx.elastic.seats import mesh_for
-from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError, MeshError, RankLost
+from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
 from fsdpx.state.tuning import tune_for
+from fsdpx.trainer.calls import different
 from fsdpx.trainer.recipe import Recipe
 from fsdpx.watch.watchdog import Watchdog, unwatch
 
@@ -239,28 +240,34 @@ class Coordinator:
 
     # -- idle ranks, which follow --------------------------------------------------------------------------------------
 
-    def tell(self, value: Any) -> None:
-        """To idle ranks; the lowest rank that trains speaks."""
+    def tell(self, call: str, value: Any) -> None:
+        """What came of a call, to idle ranks; the lowest rank that trains speaks."""
         training = self.assembly.training
         if self.assembly.control.rank == training[0]:
             follow.tell(
-                self.assembly.control, [r for r in range(self.assembly.control.size) if r not in training], value
+                self.assembly.control,
+                [r for r in range(self.assembly.control.size) if r not in training],
+                (call, value),
             )
 
-    def hear(self) -> Any:
-        """What is told; an error of those that train is raised here, too."""
-        value = follow.hear(self.assembly.control, self.assembly.training[0])
+    def hear(self, call: str) -> Any:
+        """What is told of a call; an error of those that train is raised here, too. DesyncError if they called another
+        one."""
+        source = self.assembly.training[0]
+        told, value = follow.hear(self.assembly.control, source)
         if isinstance(value, Failure):
             if value.agreed:
                 self.agree()
             raise getattr(errors, value.kind, FsdpxError)(value.text)
+        if told != call:
+            raise DesyncError(different({source: told, self.assembly.control.rank: call}))
         return value
 
     def tell_of_failure(self, error: FsdpxError) -> None:
         """What all ranks that train raise together is raised when all have agreed that it was not a loss that some of
         them met. What one rank alone finds ends the job."""
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
-        self.tell(Failure(type(error).__name__, str(error), agreed))
+        self.tell("", Failure(type(error).__name__, str(error), agreed))
         if agreed:
             self.agree()
 

@@ -12,7 +12,7 @@ from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.save import Choices
 from fsdpx.checkpoint.state import Scalars, restore
 from fsdpx.checkpoint.weights import WeightsReport
-from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.local import single
 from fsdpx.comm.survivors import Survivor
 from fsdpx.elastic.batches import Batch, Recent, arrays_of, part_of
@@ -102,6 +102,7 @@ class ElasticTrainer(Trainer):
         rank died. Collective."""
 
         def mine() -> None:
+            self._begin("wait_saved")
             self._end_saving()
             if any(self._session.place.axes.world.all_gather_object(self._given_up)):
                 raise CheckpointError("a save in the background was given up when a rank died: save again")
@@ -153,12 +154,23 @@ class ElasticTrainer(Trainer):
         return self._until_all(lambda: Trainer.alone(self, what, do))
 
     def most(self, values: np.ndarray, what: str) -> np.ndarray:
-        return self._until_all(lambda: Trainer.most(self, values, what))
+        def largest() -> np.ndarray:
+            self._begin(what)
+            found = np.array(values)
+            self.world.all_reduce(found, ReduceOp.MAX, what=what).wait()
+            return found
+
+        return self._until_all(largest)
 
     def close(self) -> None:
         """All ranks have come to the end: free the communicators. Collective."""
+
+        def mine() -> None:
+            self._begin("close")
+            self._end_saving()
+
         if not self._closed:
-            self._together("close", self._end_saving)
+            self._together("close", mine)
             self._closed = True
             self._coordinator.close()
 
@@ -183,9 +195,9 @@ class ElasticTrainer(Trainer):
         """Train on that many ranks from now on, as far as there are so many and the mesh can use them. Collective."""
         if type(ranks) is not int or ranks < 1:
             raise ConfigError(f"resize({ranks!r}): a number of ranks, 1 or more")
-        self._open("resize")
         while True:
             try:
+                self._begin("resize")
                 self._resize(ranks)
             except RankLost as error:
                 self._recover(error)
@@ -222,7 +234,8 @@ class ElasticTrainer(Trainer):
         if self.trains:
             self._telling(lambda: Trainer.step(self, *self._parts(*batch)))
         else:
-            step, steps, scale = self._coordinator.hear()
+            self._session.note("step")
+            step, steps, scale = self._coordinator.hear("step")
             self._session.state.follow(steps, *scale)
             self._coordinator.commit()
             self.last = step
@@ -232,7 +245,9 @@ class ElasticTrainer(Trainer):
     def _commit(self, mean: Mean, scale: Scale) -> None:
         """In the program, between what needs other ranks and the update of this rank's shard."""
         step, scaler = Step.of(float(mean.value), scale), scale.scaler
-        self._coordinator.tell((step, self._session.state.steps + (not scale.skip), (scaler.value, scaler.good)))
+        self._coordinator.tell(
+            "step", (step, self._session.state.steps + (not scale.skip), (scaler.value, scaler.good))
+        )
         self._coordinator.commit()
         self.last = step
 
@@ -253,9 +268,10 @@ class ElasticTrainer(Trainer):
         def one() -> T:
             if self.trains:
                 found = self._telling(mine)
-                self._coordinator.tell(found)
+                self._coordinator.tell(what, found)
             else:
-                found = self._coordinator.hear()
+                self._session.note(what)
+                found = self._coordinator.hear(what)
             if after is not None:
                 after(found)
             return found

@@ -28,6 +28,7 @@ __all__ = ["Engine", "Recorder"]
 class Recorder(Protocol):
     """Keeps a record of what a rank does, for others to read when it is dead or stopped."""
 
+    def call(self, name: str) -> None: ...
     def program(self, step: int, kind: str, thread: int) -> None: ...
     def begin(self, action: str, now: float) -> None: ...
     def waits(self, what: str) -> None: ...
@@ -47,7 +48,7 @@ class Engine:
         self.observers: list[Callable[[Action], None]] = []
         self.ran: Program | None = None
         self.batch: list[Microbatch | None] = []
-        self._poker, self._recorder = poker, recorder
+        self._poker, self.recorder = poker, recorder
         self._views: Views | None = None
         self._worlds = Worlds(state)
         self._flying: list[tuple[str, Transfer]] = []  # (mesh axis, transfer) to move on
@@ -78,8 +79,8 @@ class Engine:
         self._flying.clear()
         self._sends.clear()
         self.ran, self.batch, self._givers = program, feed.batch or self.batch, executable.givers
-        if self._recorder is not None:
-            self._recorder.program(state.steps, program.kind, threading.get_ident())
+        if self.recorder is not None:
+            self.recorder.program(state.steps, program.kind, threading.get_ident())
         executable.workspace.enter()
         self.drop_stale_views()
         if self._views is None:
@@ -93,7 +94,7 @@ class Engine:
 
     def _act(self, run: Run, step: Step) -> None:
         operation, action, words, takes, reads, adds, gives, lane = step
-        store, recorder = self.state.store, self._recorder
+        store, recorder = self.state.store, self.recorder
         begin = perf_counter()
         if recorder is not None:
             recorder.begin(words, begin)
@@ -125,8 +126,8 @@ class Engine:
             self.clock.add(PROGRESS, perf_counter() - end, 0.0)
 
     def _failed(self, error: Exception, words: str) -> None:
-        if self._recorder is not None and isinstance(error, CommTimeout):
-            self._recorder.timed_out()
+        if self.recorder is not None and isinstance(error, CommTimeout):
+            self.recorder.timed_out()
         self.state.forget()
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
@@ -154,8 +155,8 @@ class Engine:
     def _ready(self, value: Any, slot: Slot) -> Any:
         if value.__class__ is not Transfer:
             return value
-        if self._recorder is not None and value.handle is not DONE:
-            self._recorder.waits(self._givers.get(slot, "an earlier program"))
+        if self.recorder is not None and value.handle is not DONE:
+            self.recorder.waits(self._givers.get(slot, "an earlier program"))
         return value.wait()
 
     # -- beside programs -----------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.nn.layer import Layer
 from fsdpx.trainer.assemble import session_of
+from fsdpx.trainer.calls import begin
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
-from fsdpx.watch.watchdog import watch_axes
+from fsdpx.watch.watchdog import note, watch_axes
 
 __all__ = ["distribute"]
 
@@ -110,6 +111,8 @@ def distribute(
         Machinery(precision, device, check, tune, progress),
     )  # fmt: skip
     if choice is None:
+        note(world, "distribute")
+        begin(world, "distribute")
         return Trainer(session_of(recipe, world, watch=watch_axes))
     return ElasticTrainer(recipe, world, choice)
 

@@ -17,6 +17,8 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.opening import world
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.trainer.calls import begin
+from fsdpx.watch.watchdog import unwatch, watch
 
 __all__ = [
     "Future", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "default", "finalize", "gather", "init",
@@ -70,6 +72,7 @@ def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) ->
     made = () if base is comm else (base,)
     hosts = base.all_gather_object(platform.node())
     local_rank = hosts[: base.rank].count(hosts[base.rank])
+    watch(base)
     if not environment.read().check or base.size == 1:
         return defaults.Default(base, local_rank, made)
     guarded = Guarded(base)
@@ -85,7 +88,9 @@ def finalize() -> None:
     """Close the default communicator of this process, if `init` made it. Collective."""
     opened = defaults.current()
     if opened is not None and not opened.of_thread:
+        begin(opened.comm, "finalize")
         defaults.put(None)
+        unwatch(opened.comm)
         for comm in opened.made:
             comm.close()
 

@@ -1,6 +1,5 @@
 """A rank's part of the global batch: checked, agreed on with the other ranks, and cut into microbatches."""
 
-import hashlib
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +10,11 @@ import numpy as np
 
 from fsdpx.array.namespace import from_host, to_host
 from fsdpx.array.shapes import ShapeArray
-from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Axes
 from fsdpx.errors import DataError, FsdpxError
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
+from fsdpx.trainer.calls import CALL, Said, number, said, tell
 
 __all__ = [
     "ENDED", "Part", "agree", "array_of", "cut", "digest_of", "features_of", "inputs_of", "largest", "sum_of",
@@ -85,29 +84,22 @@ ENDED = "no batch: its loader has come to its end"
 DIGEST = " holding "
 
 
-def agree(axes: Axes, features: str, rows: int, error: FsdpxError | None) -> tuple[tuple[int, ...], bool]:
-    """Tell each other whether the batch is good: the rows of every data rank and whether these have the same digest,
-    or the same error on all of them.
+def agree(axes: Axes, call: str, features: str, rows: int, error: FsdpxError | None) -> tuple[tuple[int, ...], bool]:
+    """Begin `call` with a batch, and tell each other whether that is good: the rows of every data rank and whether
+    these have the same digest, or the same error on all of them.
 
     Ranks of one data rank must agree in all of `features`, the others up to DIGEST. Costs one all-gather of 32 bytes;
     texts travel only when something is wrong. features ENDED: this rank has no batch."""
     comm = axes.world
     kind, _, digest = features.partition(DIGEST)
-    table = np.zeros((comm.size, 4), np.int64)
-    table[comm.rank] = (error is None, rows, _number(kind), _number(digest))
-    if comm.size > 1:
-        flat = table.reshape(-1)
-        comm.all_gather(flat[4 * comm.rank : 4 * comm.rank + 4], flat, what="the batch").wait()
+    table = tell(comm, (error is None, rows, number(f"{call} {kind}"), number(digest)), "the batch")
     lines = [_data_rank(axes, rank) for rank in range(comm.size)]
     first = [lines.index(line) for line in range(axes.data.size)]
     same = all((table[rank] == table[first[line]]).all() for rank, line in enumerate(lines))
-    if table[:, 0].all() and (table[:, 2] == table[0, 2]).all() and same:
+    if table[:, 0].all() and (table[:, CALL] == table[0, CALL]).all() and same:
         return tuple(table[first, 1].tolist()), bool((table[first] == table[0]).all())
-    raise _disagreement(comm, kind, error, lines)
-
-
-def _number(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    mine = Said(call, kind) if error is None else Said(call, kind, type(error), str(error))
+    raise _disagreement([one.features for one in said(comm, mine)], lines)
 
 
 def _data_rank(axes: Axes, rank: int) -> int:
@@ -115,20 +107,14 @@ def _data_rank(axes: Axes, rank: int) -> int:
     return place.replica * axes.shard.size + place.shard
 
 
-def _disagreement(comm: Communicator, features: str, error: FsdpxError | None, lines: list[int]) -> FsdpxError:
-    """The same error on every rank, naming the ranks."""
-    reports = comm.all_gather_object((type(error), str(error)) if error else features)
-    for rank, report in enumerate(reports):
-        if isinstance(report, tuple):
-            kind, text = report
-            made: FsdpxError = kind(text if text.startswith(f"rank {rank}: ") else f"rank {rank}: {text}")
-            return made
-    if len(set(reports)) == 1:
+def _disagreement(features: list[str], lines: list[int]) -> DataError:
+    """The same error on every rank, naming the ranks. features, lines: by rank."""
+    if len(set(features)) == 1:
         return DataError(
             "ranks of one line of the pipe or tensor axis have different samples: give each rank the part of its data "
-            f"rank, as a DataLoader(comm=trainer.data) does. The data ranks of ranks 0 to {comm.size - 1} are {lines}"
+            f"rank, as a DataLoader(comm=trainer.data) does. The data ranks of ranks 0 to {len(lines) - 1} are {lines}"
         )
-    lines_of = "; ".join(f"rank {r} has {report}" for r, report in enumerate(reports))
+    lines_of = "; ".join(f"rank {r} has {report}" for r, report in enumerate(features))
     return DataError(f"the parts of the global batch differ in more than the number of samples: {lines_of}")
 
 

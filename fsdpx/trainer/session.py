@@ -19,6 +19,7 @@ from fsdpx.program import Program, Request, Slot, compile, one_by_one
 from fsdpx.state.clock import BATCHES
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.trainer import batch as batches
+from fsdpx.trainer import calls
 from fsdpx.trainer.outputs import whole_outputs
 from fsdpx.trainer.recompute import recomputed_units
 from fsdpx.trainer.twins import Twins
@@ -43,6 +44,19 @@ class Session:
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
 
+    # -- how calls begin -----------------------------------------------------------------------------------------------
+
+    def note(self, call: str) -> None:
+        """This rank has come to `call`: others can read it in its flight record."""
+        if self.engine.recorder is not None:
+            self.engine.recorder.call(call)
+
+    def begin(self, call: str) -> None:
+        """Return when all ranks have come to `call`; DesyncError on all of them if some call something else."""
+        self.note(call)
+        if not self.place.imaginary:
+            calls.begin(self.place.axes.world, call)
+
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def feed(self, x: Any, y: Any, kind: str, training: bool, also: str = "") -> Feed:
@@ -50,6 +64,7 @@ class Session:
 
         Collective: all ranks raise the same error if the batch of one of them is not good."""
         place, error, begin = self.place, None, perf_counter()
+        self.note(kind)
         inputs: tuple[Any, ...] = ()
         target, features, rows, doubted = None, "", 0, False
         try:
@@ -66,7 +81,7 @@ class Session:
         except FsdpxError as problem:
             error = problem
         if not place.imaginary:
-            everyone, alike = batches.agree(place.axes, features, rows, error)
+            everyone, alike = batches.agree(place.axes, kind, features, rows, error)
             if doubted:
                 self._twins.see(alike, arrays)
         elif error is not None:

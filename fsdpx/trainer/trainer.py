@@ -19,7 +19,7 @@ from fsdpx.checkpoint.load import load
 from fsdpx.checkpoint.save import Choices, prepare, save
 from fsdpx.checkpoint.state import Scalars
 from fsdpx.checkpoint.weights import WeightsReport, load_weights
-from fsdpx.comm.communicator import Communicator, ReduceOp
+from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, DataError, RankLost
@@ -28,6 +28,7 @@ from fsdpx.program import Program, Slot
 from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement
 from fsdpx.trainer import batch as batches
+from fsdpx.trainer import calls
 from fsdpx.trainer.fit import fit
 from fsdpx.trainer.history import History
 from fsdpx.trainer.measure import Measured, measure
@@ -151,12 +152,15 @@ class Trainer:
         if session.place.stage.scores:
             session.state.store[Slot("seed", None, 0)] = tuple(cut_output(session.place, array) for array in arrays)
         session.state.add("backward")
+        if not self._local:
+            session.begin("backward")
         session.run("backward", feed, local=self._local)
 
     def update(self) -> float:
         """Reduce what is still local, then update; the global gradient norm if clipping asks for one, else nan."""
         if not self._session.state.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
+        self._begin("update")
         self._updated(self._session.run("update", Feed()))
         assert self.last is not None
         return self.last.norm
@@ -185,20 +189,21 @@ class Trainer:
 
     def no_batch(self) -> None:
         """Say that this rank has no more batches; DataError on all ranks if others go on. Collective, like `step`."""
+        self._session.note("step")
         if not self.placement.imaginary:
-            batches.agree(self.placement.axes, batches.ENDED, 0, None)
+            batches.agree(self.placement.axes, "step", batches.ENDED, 0, None)
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name."""
-        self._open("parameters")
+        self._begin("parameters")
         found = whole_parameters(self._session.state) | whole_state(self._session.state)
         return {name: found[name] for name in self.placement.layout.specs}
 
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
-        self._open("load_parameters")
+        self._begin("load_parameters")
         load_weights(self._session.state, dict(values), "load_parameters", convert=True)
 
     def remember(self) -> Callable[[], None]:
@@ -212,6 +217,7 @@ class Trainer:
         place, state = self.placement, self._session.state
         if not state.adding:
             raise ConfigError("gradients: there are none; call accumulate or backward first")
+        self._begin("gradients")
         here = state.store.get(Slot("weight"), 0.0) if place.counts_loss else 0.0
         weight = math.fsum(row[0] for row in place.everyone([here], "gradients (weight)"))
         scale = 1.0 / ((weight or 1.0) * state.scaler.value)
@@ -261,6 +267,7 @@ class Trainer:
 
     def wait_saved(self) -> None:
         """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be. Collective."""
+        self._begin("wait_saved")
         self._end_saving()
 
     def _end_saving(self) -> None:
@@ -324,7 +331,7 @@ class Trainer:
         ------
         CheckpointError : the same on all ranks, before anything changes
         """
-        self._open("load_weights")
+        self._begin("load_weights")
         return load_weights(self._session.state, source, strict=strict, rename=rename, convert=convert)
 
     def checkpoint(
@@ -335,7 +342,7 @@ class Trainer:
         fit: Mapping[str, Any] | None,
         background: bool = False,
     ) -> None:
-        self._open("save")
+        self._begin("save")
         self._end_saving()
         if background:
             self._saving = Background(self._session.state, prepare(self._session.state, path, choices, loader, fit))
@@ -343,7 +350,7 @@ class Trainer:
             save(self._session.state, path, choices, loader, fit)
 
     def resume(self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
-        self._open("load")
+        self._begin("load")
         self._end_saving()
         return load(self._session.state, path, loader, convert, verify)
 
@@ -399,13 +406,14 @@ class Trainer:
 
     def alone(self, what: str, do: Callable[[], T]) -> T:
         """What `do` gives on rank 0, on every rank; its CheckpointError, too. Collective."""
+        self._begin(what)
         return alone(self.world, what, do)
 
     def most(self, values: np.ndarray, what: str) -> np.ndarray:
         """The largest of each number over all ranks, float64 or int64. Collective; `what` names it in errors."""
-        found = np.array(values)
-        self.world.all_reduce(found, ReduceOp.MAX, what=what).wait()
-        return found
+        self._open(what)
+        self._session.note(what)
+        return calls.largest(self.world, what, values)
 
     def report(self) -> Report:
         """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`."""
@@ -424,13 +432,19 @@ class Trainer:
 
         The trainer cannot be used any more; take what `parameters()` returns before."""
         if not self._closed:
-            self.wait_saved()
+            self._begin("close")
+            self._end_saving()
             self._closed = True
             self._session.close()
 
     def _open(self, what: str) -> None:
         if self._closed:
             raise ConfigError(f"{what}: this trainer is closed")
+
+    def _begin(self, call: str) -> None:
+        """All ranks have come to this call."""
+        self._open(call)
+        self._session.begin(call)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,9 @@ _HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock
 _PROGRAM = struct.Struct("<q24s")  # step, kind of program
 _BEAT = struct.Struct("<qq")  # looks of the watchdog, whether it waits in vain
 _NOTE = struct.Struct("<d240s")  # since when (perf_counter; 0: it does not wait), what for
-_PROGRAM_AT, _BEAT_AT, _NOTE_AT, _START = 128, 192, 256, 1024
+_CALL = struct.Struct("<q56s")  # calls of a trainer begun so far, the last one
+_LEFT = struct.Struct("<qq")  # whether the script has come to its end, exit status
+_PROGRAM_AT, _BEAT_AT, _NOTE_AT, _CALL_AT, _LEFT_AT, _START = 128, 192, 256, 512, 640, 1024
 _RECORD = struct.Struct("<qdd112s120s")  # number, begin, end (0: under way), action, what it waits for
 _END = struct.Struct("<d")
 _END_AT = 16
@@ -40,9 +42,10 @@ def label(text: str, width: int = 112) -> bytes:
 class Recorder:
     """Writes one rank's record: half a microsecond per action, no system call.
 
-    thread: who runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so far."""
+    thread: who runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so far. calls:
+    of a trainer, begun so far."""
 
-    __slots__ = ("_at", "_buffer", "_path", "beats", "ended", "serial", "thread", "timed_out")
+    __slots__ = ("_at", "_buffer", "_path", "beats", "calls", "ended", "serial", "thread", "timed_out")
 
     def __init__(
         self, path: Path, rank: int, ranks: int, host: str, timed_out: Callable[[], None] = lambda: None
@@ -52,9 +55,18 @@ class Recorder:
         with path.open("w+b") as file:
             file.truncate(_SIZE)
             self._buffer = mmap.mmap(file.fileno(), _SIZE)
-        self._at, self.serial, self.ended, self.thread, self.beats = _START, 0, 0, 0, 0
+        self._at, self.serial, self.ended, self.thread, self.beats, self.calls = _START, 0, 0, 0, 0, 0
         clock = time.time() - time.perf_counter()
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, label(host, 64))
+
+    def call(self, name: str) -> None:
+        """A call that all ranks make begins."""
+        self.calls += 1
+        _CALL.pack_into(self._buffer, _CALL_AT, self.calls, label(name, 56))
+
+    def leave(self, status: int) -> None:
+        """The script has come to its end; the process will end with `status`, as far as is known."""
+        _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
 
     def program(self, step: int, kind: str, thread: int) -> None:
         """A program begins."""
@@ -107,8 +119,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Flight:
-    """What a record says. entries: oldest first. since, what: what the rank waits for (since 0: nothing), seconds since
-    1970. vain: longer than it may."""
+    """What a record says. calls, call: of a trainer, how many have begun, and the last one. left: the exit status, if
+    the script has come to its end. entries: oldest first. since, what: what the rank waits for (since 0: nothing),
+    seconds since 1970. vain: longer than it may."""
 
     rank: int
     ranks: int
@@ -120,6 +133,9 @@ class Flight:
     vain: bool
     since: float
     what: str
+    calls: int
+    call: str
+    left: int | None
     entries: tuple[Entry, ...]
 
     @property
@@ -137,22 +153,27 @@ class Flight:
         return f"outside any action for {now - last.end:.1f} s, after {last.action}"
 
 
-def read(path: Path) -> Flight | None:
-    """The record in a file; None while it is being made, or if it is none."""
+def read(path: Path, whole: bool = True) -> Flight | None:
+    """The record in a file, or all of it but the actions; None while it is being made, or if it is none."""
+    size = _SIZE if whole else _START
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(size)
     except OSError:
         return None
-    if len(data) != _SIZE or not data.startswith(_MAGIC):
+    if len(data) != size or not data.startswith(_MAGIC):
         return None
     _, rank, ranks, process, clock, host = _HEADER.unpack_from(data)
     step, kind = _PROGRAM.unpack_from(data, _PROGRAM_AT)
     beats, vain = _BEAT.unpack_from(data, _BEAT_AT)
     since, what = _NOTE.unpack_from(data, _NOTE_AT)
+    calls, call = _CALL.unpack_from(data, _CALL_AT)
+    left, status = _LEFT.unpack_from(data, _LEFT_AT)
     wall = (since + clock) if since else 0.0
-    entries = tuple(sorted(_entries(data, clock), key=lambda entry: entry.number))
+    entries = tuple(sorted(_entries(data, clock), key=lambda entry: entry.number)) if whole else ()
     return Flight(
-        rank, ranks, process, _text(host), step, _text(kind), beats, bool(vain), wall, _text(what), entries
+        rank, ranks, process, _text(host), step, _text(kind), beats, bool(vain), wall, _text(what), calls, _text(call),
+        status if left else None, entries,
     )  # fmt: skip
 
 

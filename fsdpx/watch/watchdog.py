@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import platform
@@ -16,7 +15,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -26,8 +25,9 @@ from fsdpx import environment
 from fsdpx.comm.mesh import Axes
 from fsdpx.comm.steps import Progress, progress_of, spin
 from fsdpx.watch.flight import LENGTH, Flight, Recorder, log, read_all
+from fsdpx.watch.leaving import LEFT, all_left, ended, leaving, missed, state_of, status, stays
 
-__all__ = ["HUNG", "Watchdog", "report", "unwatch", "watch", "watch_axes"]
+__all__ = ["HUNG", "Watchdog", "note", "report", "unwatch", "watch", "watch_axes"]
 
 HUNG = 124
 """Exit status of a job that a watchdog ended, as of timeout(1)."""
@@ -50,10 +50,12 @@ def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | Non
         return None
     watchdog = _watchdogs.get(base)
     token = secrets.token_hex(4) if watchdog is None else ""
-    tokens = base.all_gather_object(token)  # always, so that all ranks do the same
+    tokens, hosts = zip(*base.all_gather_object((token, platform.node())), strict=True)  # always: all ranks do the same
     if watchdog is None:
         try:
-            watchdog = _watchdogs[base] = Watchdog(base, _folder(tokens[0]), timeout)
+            watchdog = _watchdogs[base] = Watchdog(
+                base, _folder(tokens[0]), timeout, [r for r, host in enumerate(hosts) if host == hosts[base.rank]]
+            )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
             return None
@@ -69,14 +71,22 @@ def watch_axes(axes: Axes, timeout: float | None = None) -> Recorder | None:
     return None if watchdog is None else watchdog.record
 
 
+def note(comm: Any, call: str) -> None:
+    """This rank has come to `call`, which all ranks of `comm` make: said in its record, if it has one already."""
+    watchdog = _watchdogs.get(_base(comm))
+    if watchdog is not None:
+        watchdog.record.call(call)
+
+
 def unwatch(comm: Any) -> Watchdog | None:
     """Let go of `comm`, which is given up: no rank waits there any more. Its watchdog can still `bury` those who died
     before they had let go themselves."""
-    watchdog = _watchdogs.pop(_base(comm), None)
+    comm = _base(comm)
+    watchdog = _watchdogs.pop(comm, None)
     if watchdog is not None:
         (watchdog.folder / "alarm").unlink(missing_ok=True)
         watchdog.stop()
-        watchdog.bury(comm.lost())
+        watchdog.bury(comm.lost() if hasattr(comm, "lost") else ())
     return watchdog
 
 
@@ -86,7 +96,8 @@ class Watchdog:
     timeout: seconds without any progress of any rank of this host, after which a rank that waits does so in vain.
     Progress is an action that begins or ends, a wait that ends, a transfer that takes its next step."""
 
-    def __init__(self, comm: Any, folder: Path, timeout: float | None = None) -> None:
+    def __init__(self, comm: Any, folder: Path, timeout: float | None = None, here: Sequence[int] = ()) -> None:
+        """here: the ranks of this host."""
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,17 +112,28 @@ class Watchdog:
         self._alarmed = 0.0  # when there was no alarm yet
         self._there: set[int] = set()  # ranks of this host that had a record at the last look
         self._left = -math.inf  # when one of them had none any more
-        self._thread = threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True)
-        atexit.register(self.stop)
-        self._thread.start()
+        self._here = [self._place(rank, "flight") for rank in here]
+        weak = self._comm
+        stays(
+            self.record, self._leave, None if getattr(comm, "survives", False) else lambda code: _end_all(weak(), code)
+        )
+        threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """End well: what this rank has in the folder goes."""
+        """Nobody waits for this rank here any more: what it has in the folder goes."""
         if not self._stop.is_set():
             self._stop.set()
-            atexit.unregister(self.stop)
+            leaving(self.record)
             self._forget(self.rank)
             self.record.remove()
+
+    def _leave(self) -> None:
+        """The script has come to its end. What is in the folder goes with the last rank of this host: until then others
+        may find that they wait for one that has left."""
+        self._stop.set()
+        self.record.leave(status())
+        if all_left(self._here):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def bury(self, dead: Iterable[int]) -> None:
         """What the dead have in the folder goes, and with the last record the folder; `fsdpx run` reads them first."""
@@ -141,6 +163,11 @@ class Watchdog:
             self.record.note(since if waiting else 0.0, waiting[1] if waiting else "")
             waited = time.perf_counter() - since if waiting else 0.0
             self.record.beat(self._asked.is_set() or waited >= self.timeout)
+            comm = self._comm()
+            others = [place for place in self._here if place != self._place(self.rank, "flight")]
+            left = missed(self.record, waited, others, comm is not None and len(self._here) == comm.size)
+            if left is not None:
+                self._miss(left, waiting[1] if waiting else "")
             if waited >= self.timeout or self._asked.is_set() or (self.folder / "alarm").exists():
                 with suppress(OSError):  # the folder goes when another rank has reported
                     self._look()
@@ -193,12 +220,36 @@ class Watchdog:
                 return True
         return False
 
-    def _claim(self) -> bool:
+    def _claim(self, what: str = "claimed") -> bool:
+        """Whether this rank is the first of its host to do it."""
         try:
-            (self.folder / "claimed").touch(exist_ok=False)
-        except FileExistsError:
+            (self.folder / what).touch(exist_ok=False)
+        except OSError:  # it is there, or the folder is gone
             return False
         return True
+
+    def _miss(self, left: Flight, what: str) -> None:
+        """A rank has ended that others wait for: the job ends, or, where others outlive it, the process does."""
+        waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
+        if getattr(self._comm(), "survives", False):
+            if state_of(left.process) and self._claim(f"rank-{left.rank:05}.missed"):
+                sys.stderr.write(f"fsdpx watchdog: {ended(left)}, and {waits}: it counts as dead\n")
+                sys.stderr.flush()
+                os.kill(left.process, signal.SIGKILL)
+        elif self._claim():
+            code = left.left or LEFT
+            self._abort(code, f"fsdpx watchdog: {ended(left)}, and {waits}: the job ends with status {code}\n")
+
+    def _abort(self, code: int, text: str) -> None:
+        """End the job."""
+        sys.stdout.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()
+        if environment.read().run is None:
+            _discard(self.folder)
+        time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
+        _end_all(self._comm(), code)
+        os._exit(code)
 
     def _write_stack(self) -> None:
         frame = sys._current_frames().get(self.record.thread)
@@ -213,21 +264,25 @@ class Watchdog:
             self._place(rank, what).unlink(missing_ok=True)
 
     def _evict(self, flights: dict[int, Flight], silent: set[int]) -> bool:
-        """Where others outlive a rank, stopped ones of this host are killed, which others then see. Whether any was."""
-        stopped = [f for r, f in flights.items() if r in silent and f.host == self.host and state_of(f.process) == "T"]
-        if not stopped or not getattr(self._comm(), "survives", False):
+        """Where others outlive a rank, those of this host that do not come while others wait for them, stopped or at
+        something else, are killed, which the others then see. Whether any was."""
+        here = [f for f in flights.values() if f.host == self.host and state_of(f.process)]
+        absent = [f for f in here if f.rank in silent or not f.since]
+        if not absent or len(absent) == len(here) or not getattr(self._comm(), "survives", False):
             return False
-        for flight in stopped:
+        for flight in absent:
+            fate = _fate(flight, self.host) if flight.rank in silent else "does something else"
             sys.stderr.write(
-                f"fsdpx watchdog: rank {flight.rank} {_fate(flight, self.host)} and all wait for it since "
-                f"{self.timeout:g} s: it counts as dead. It was {flight.where(time.time())}\n"
+                f"fsdpx watchdog: rank {flight.rank} {fate} and all wait for it since {self.timeout:g} s: it counts as "
+                f"dead. It was {flight.where(time.time())}\n"
             )
-            os.kill(flight.process, signal.SIGKILL)
             self._forget(flight.rank)
             self._seen.pop(flight.rank, None)
         sys.stderr.flush()
         for name in ("alarm", "claimed"):
             (self.folder / name).unlink(missing_ok=True)
+        for flight in sorted(absent, key=lambda flight: flight.rank == self.rank):  # this one last, if it is among them
+            os.kill(flight.process, signal.SIGKILL)
         return True
 
     def _end(self) -> None:
@@ -240,15 +295,12 @@ class Watchdog:
         ranks = comm.size if comm is not None else len(flights)
         text = report(flights, ranks, silent, stacks, self.timeout, time.time(), self.host)
         kept = _keep(self.folder, text + "\n" + log(flights))
-        sys.stdout.flush()
-        sys.stderr.write(f"{text}The last {LENGTH} actions of each rank are in {kept}\n")
-        sys.stderr.flush()
-        if environment.read().run is None:
-            _discard(self.folder)
-        time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
-        if comm is not None:
-            comm.abort(HUNG)
-        os._exit(HUNG)
+        self._abort(HUNG, f"{text}The last {LENGTH} actions of each rank are in {kept}\n")
+
+
+def _end_all(comm: Any, code: int) -> None:
+    if comm is not None:
+        comm.abort(code)
 
 
 def _discard(folder: Path) -> None:
@@ -307,22 +359,14 @@ def _waits(flight: Flight) -> str:
 def _fate(flight: Flight, host: str) -> str:
     if flight.host != host:
         return f"on {flight.host} says nothing any more"
+    if flight.left is not None:
+        return "has come to the end of its script"
     state = state_of(flight.process)
     if state == "":
         return f"is gone (process {flight.process} has ended)"
     if state == "T":
         return f"is stopped (process {flight.process} got SIGSTOP)"
     return f"does not answer (process {flight.process} is in native code that lets no other thread run)"
-
-
-def state_of(process: int) -> str:
-    """The state of a process of this host as Linux says it: R, S, D, T (stopped); "" if it has ended."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return "" if Path("/proc/self/stat").exists() else "?"
-    state = stat.rpartition(")")[2].split()[0]
-    return "" if state in "ZX" else state
 
 
 def waiting_in(thread: int) -> tuple[Any, str] | None:

@@ -1,6 +1,7 @@
 """Checkpoints under real MPI, at whatever number of ranks the tests are run with."""
 
 import ctypes
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -102,6 +103,37 @@ def test_one_rank_without_room(world: Communicator, common: Path, monkeypatch: p
         monkeypatch.setattr(write, "write_at", disk.write_at)
     trainer.load(common / "a")
     assert trainer.fingerprint() == before
+    trainer.close()
+
+
+def test_odd_paths_and_pipes_are_one_error_on_all_ranks(world: Communicator, common: Path) -> None:
+    """Also where the last rank alone has them; nobody waits."""
+    trainer = make(world, "wide")
+    trainer.save(common / "a")
+    before, last = trainer.fingerprint(), world.rank == world.size - 1
+    if world.rank == 0:
+        (common / "a/model.safetensors").unlink()
+        os.mkfifo(common / "a/model.safetensors")
+    world.barrier().wait()
+    for path in (common / "a", "/" if last else common / "b", 5 if last else common / "b", "a\0b"):
+        for call in (trainer.load, trainer.load_weights):
+            with pytest.raises(CheckpointError) as caught:
+                call(path)
+            assert len(set(world.all_gather_object(str(caught.value)))) == 1
+    with pytest.raises(CheckpointError, match=rf"^save: (rank {world.size - 1}: )?the path 5 is of type int"):
+        trainer.save(5 if last else common / "b")  # type: ignore[arg-type]
+    assert trainer.fingerprint() == before
+    trainer.close()
+
+
+def test_weights_that_are_given_as_arrays(world: Communicator) -> None:
+    trainer = make(world, "norms", "fsdp")
+    values = {f"body.{name}": value + 1 for name, value in trainer.parameters().items()}
+    values["body.1.num_batches_tracked"] = np.array(3)
+    report = trainer.load_weights(values, rename={"body.*": "*"})
+    assert report.unused == ("body.1.num_batches_tracked",)
+    for name, value in trainer.parameters().items():
+        np.testing.assert_array_equal(value, values[f"body.{name}"])
     trainer.close()
 
 

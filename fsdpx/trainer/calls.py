@@ -1,0 +1,84 @@
+"""How every call of a trainer begins: one exchange in which the ranks tell each other which call it is."""
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fsdpx.comm.communicator import Communicator, ReduceOp
+from fsdpx.comm.guarded import grouped
+from fsdpx.errors import DesyncError, FsdpxError
+
+__all__ = ["CALL", "Said", "begin", "different", "largest", "number", "said", "tell"]
+
+WIDTH, CALL = 4, 2
+"""Numbers of 8 bytes that each rank tells, and which of them says what it calls; the others are the call's own."""
+OWN = [column for column in range(WIDTH) if column != CALL]
+ROOM = len(OWN)
+
+
+class Said(NamedTuple):
+    """What a rank calls, with what, and what is wrong with that, for errors that all ranks raise alike."""
+
+    call: str
+    features: str = ""
+    kind: type[FsdpxError] | None = None
+    text: str = ""
+
+
+def tell(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
+    """What every rank tells, by rank: one all-gather of 32 bytes, the same for every call."""
+    table = np.zeros((comm.size, WIDTH), np.int64)
+    table[comm.rank] = row
+    if comm.size > 1:
+        flat = table.reshape(-1)
+        comm.all_gather(flat[WIDTH * comm.rank : WIDTH * (comm.rank + 1)], flat, what=what).wait()
+    return table
+
+
+def begin(comm: Communicator, call: str) -> None:
+    """Return when all ranks have come to `call`; DesyncError on all of them if some call something else."""
+    _told(comm, call, [0] * ROOM)
+
+
+def largest(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
+    """The same, and the largest of each of the values, of 8 bytes, over all ranks: in one exchange if there are few."""
+    if values.size > ROOM:
+        begin(comm, call)
+        found = np.array(values)
+        comm.all_reduce(found, ReduceOp.MAX, what=call).wait()
+        return found
+    row = np.zeros(ROOM, values.dtype)
+    row[: values.size] = values
+    table = _told(comm, call, row.view(np.int64).tolist())
+    return np.ascontiguousarray(table[:, OWN]).view(values.dtype)[:, : values.size].max(axis=0)
+
+
+def _told(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
+    table = tell(comm, [*own[:CALL], number(call), *own[CALL:]], call)
+    if (table[:, CALL] != table[0, CALL]).any():
+        said(comm, Said(call))
+    return table
+
+
+def said(comm: Communicator, mine: Said) -> list[Said]:
+    """What every rank calls, in words, where that is the same call; an error on all ranks alike where a rank has met
+    one, or where the calls differ. Collective, after an exchange that did not agree."""
+    everyone: list[Said] = comm.all_gather_object(mine)
+    for rank, one in enumerate(everyone):
+        if one.kind is not None:
+            raise one.kind(one.text if one.text.startswith(f"rank {rank}: ") else f"rank {rank}: {one.text}")
+    if any(one.call != mine.call for one in everyone):
+        raise DesyncError(different({rank: one.call for rank, one in enumerate(everyone)}))
+    return everyone
+
+
+def different(calls: dict[int, str]) -> str:
+    """What is wrong if ranks make these calls, in words."""
+    return f"ranks called different methods: {grouped(calls)}. All ranks make the same calls, in the same order"
+
+
+def number(text: str) -> int:
+    """Tells texts apart."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

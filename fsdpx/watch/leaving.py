@@ -1,0 +1,143 @@
+"""Ranks that end while others go on: with which status, and who waits for them in vain."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdpx.watch.flight import Flight, Recorder, read
+
+__all__ = ["LEFT", "all_left", "ended", "gone", "leaving", "missed", "state_of", "status", "stays"]
+
+LEFT = 1
+"""Exit status of a job that a rank has left with status 0 while others waited for it."""
+SOON, LATE = 1.0, 5.0
+"""Seconds for which a rank waits before it looks whether others have ended; and before it takes for lost what all who
+live wait for together, where no count of calls tells whether the one who ended is needed."""
+
+_told: list[Any] = [0]
+_open: dict[Recorder, Open] = {}
+
+
+class Open(NamedTuple):
+    """What concerns a rank that others may wait for. end: called at the end of the script. abort: ends all ranks with a
+    status; None where the others go on."""
+
+    end: Callable[[], None]
+    abort: Callable[[int], None] | None
+
+
+def stays(record: Recorder, end: Callable[[], None], abort: Callable[[int], None] | None) -> None:
+    """From now on the end of this process concerns others, who read it in `record`; see `Open`."""
+    if not _open:
+        _listen(os.getpid())
+    _open[record] = Open(end, abort)
+    atexit.register(end)
+
+
+def leaving(record: Recorder) -> None:
+    """It does not any more."""
+    if record in _open:
+        atexit.unregister(_open.pop(record).end)
+
+
+def status() -> int:
+    """The exit status of this process, as far as `sys.exit` was told."""
+    told = _told[0]
+    return 0 if told is None else told & 0xFF if isinstance(told, int) else 1
+
+
+def _listen(process: int) -> None:
+    """Python does not tell at its end with which status: note what `sys.exit` is told. `os._exit` runs nothing at the
+    end, and a rank that ends so with status 0 may pass for the good end of all with mpiexec of MPICH."""
+    if getattr(sys.exit, "__module__", "") == __name__:
+        return
+    ends, ends_at_once = sys.exit, os._exit
+
+    def exit(status: Any = None, /) -> Any:
+        _told[0] = status
+        ends(status)
+
+    def _exit(status: int) -> Any:
+        concerned = list(_open.values()) if os.getpid() == process else []  # not a child that was forked
+        _open.clear()
+        if any(one.abort is not None for one in concerned):
+            code = status or LEFT
+            sys.stderr.write(f"fsdpx: os._exit({status}) while others may wait for this rank: all end with {code}\n")
+            sys.stderr.flush()
+            for one in concerned:
+                if one.abort is not None:
+                    one.abort(code)
+        ends_at_once(status)
+
+    sys.exit, os._exit = exit, _exit
+
+
+# -- what the others see -----------------------------------------------------------------------------------------------
+
+
+def state_of(process: int) -> str:
+    """The state of a process of this host as Linux says it: R, S, D, T (stopped); "" if it has ended."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return "" if Path("/proc/self/stat").exists() else "?"
+    state = stat.rpartition(")")[2].split()[0]
+    return "" if state in "ZX" else state
+
+
+def gone(flight: Flight) -> bool:
+    """Whether a rank of this host has come to its end, or its process has."""
+    return flight.left is not None or state_of(flight.process) == ""
+
+
+def all_left(places: Collection[Path]) -> bool:
+    """Whether the ranks with these records have all come to a good end."""
+    return all(flight is None or flight.left is not None for flight in map(_head, places))
+
+
+def missed(mine: Recorder, waited: float, others: Collection[Path], everyone: bool) -> Flight | None:
+    """A rank of this host that has ended and for which this one, `mine`, waits in vain since `waited` seconds.
+
+    Whoever has ended before it began the call that others are in will never come to it, and whoever has ended in an
+    action will not end that. What else others may wait for cannot be known; but if all that live wait, none of them
+    can help the others. others: the records of the other ranks of this host. everyone: there are no others."""
+    if waited < SOON:
+        return None
+    flights = [flight for flight in map(_head, others) if flight is not None]
+    for flight in filter(gone, flights):
+        never = flight.calls < mine.calls or _inside(flight, others)
+        if never or (everyone and waited >= LATE and all(_waits(f) or gone(f) for f in flights)):
+            return flight
+    return None
+
+
+def ended(flight: Flight) -> str:
+    """What became of a rank that is gone, in words."""
+    how = f"has ended with status {flight.left}" if flight.left else "has come to the end of its script"
+    if flight.left is None:
+        how = f"is gone (process {flight.process} has ended)"
+    after = f"after its call {flight.calls}, {flight.call}" if flight.calls else "before its first call"
+    return f"rank {flight.rank} {how}, {after}"
+
+
+def _head(place: Path) -> Flight | None:
+    return read(place, whole=False)
+
+
+def _waits(flight: Flight) -> bool:
+    return 0 < flight.since < time.time() - LATE + SOON
+
+
+def _inside(flight: Flight, places: Collection[Path]) -> bool:
+    """Whether its last action is still under way."""
+    for place in places:
+        whole = read(place)
+        if whole is not None and whole.rank == flight.rank:
+            return whole.last is not None and whole.last.end == 0
+    return False

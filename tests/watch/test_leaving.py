@@ -1,0 +1,176 @@
+"""A rank that ends while others go on, in any way: noticed in seconds, and the job ends with its status."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from trials import STEPS, TRAINER, job, none_left
+
+from fsdpx.watch.flight import Recorder, read
+from fsdpx.watch.leaving import all_left, missed
+
+ENDS = "def outside(step):\n    if step == 3 and comm.rank == 2: {how}\n"
+SECONDS = 20.0
+"""Generous: it takes 2 to 6, the default deadline is half an hour."""
+
+
+def ended(folder: Path, how: str, steps: str = STEPS, **variables: str):
+    done = job(folder, TRAINER + ENDS.format(how=how) + steps, **variables)
+    assert none_left(folder)
+    assert "ended well" not in done.out
+    assert done.seconds < SECONDS, done.err
+    return done
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [
+        ("sys.exit(0)", 1, "has come to the end of its script"),
+        ("sys.exit(3)", 3, "has ended with status 3"),
+        ("sys.exit('no more')", 1, "has ended with status 1"),
+        ("raise SystemExit(5)", 1, "has come to the end of its script"),  # nobody is told this one
+    ],
+)
+def test_a_script_that_comes_to_its_end_in_the_middle(tmp_path, how, status, said):
+    done = ended(tmp_path, how)
+    assert done.status == status, done.err
+    (line,) = re.findall(r"^fsdpx watchdog: .*$", done.err, re.MULTILINE)
+    assert re.fullmatch(
+        rf"fsdpx watchdog: rank 2 {said}, after its call 4, step, and rank [01] waits for it in call 5 for all_gather "
+        rf"of the batch on rank [01] of 3: the job ends with status {status}",
+        line,
+    ), line
+    assert list((tmp_path / "tmp").glob("fsdpx-*")) == []
+
+
+@pytest.mark.jobs
+def test_a_loop_that_ends_early(tmp_path):
+    steps = STEPS.replace("    outside(step)\n", "    if step == 3 and comm.rank == 0: break\n").partition("if comm")[0]
+    done = job(tmp_path, TRAINER + steps)
+    assert none_left(tmp_path)
+    assert done.status == 1, done.err
+    assert "rank 0 has come to the end of its script, after its call 4, step, and rank " in done.err
+    assert done.seconds < SECONDS
+
+
+@pytest.mark.jobs
+def test_before_distribute_and_outside_of_calls(tmp_path):
+    """What others wait for is no call of a trainer: nobody can help them when all of them wait."""
+    program = "import sys, fsdpx\ncomm = fsdpx.init()\nif comm.rank == 1: sys.exit(6)\nfsdpx.barrier()\n"
+    done = job(tmp_path, program)
+    assert none_left(tmp_path)
+    assert done.status == 6, done.err
+    assert "rank 1 has ended with status 6, before its first call, and rank " in done.err
+    assert done.seconds < SECONDS
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("status", "wanted"), [(0, 1), (4, 4)])
+def test_a_process_that_ends_at_once(tmp_path, status, wanted):
+    done = ended(tmp_path, f"os._exit({status})")
+    assert done.status == wanted, done.err
+    assert f"fsdpx: os._exit({status}) while others may wait for this rank: all end with {wanted}\n" in done.err
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(
+    "call", ["evaluate(x[mine], y[mine])", "save('here')", "accumulate(x[mine], y[mine])", "close()"]
+)
+def test_a_rank_that_calls_something_else(tmp_path, call):
+    done = ended(tmp_path, f"trainer.{call}")
+    assert done.status == 1, done.err
+    name = call.partition("(")[0]
+    assert f"DesyncError: ranks called different methods: ranks 0, 1: step; rank 2: {name}. All ranks" in done.err
+
+
+@pytest.mark.jobs
+def test_ranks_that_end_together_at_different_times_end_well(tmp_path):
+    """Who has ended is not waited for: others may do what they like, and communicate among themselves."""
+    late = "\nhalf = comm.split(comm.rank > 0)\nif comm.rank == 0: sys.exit(0)\n"
+    late += "for n in range(5):\n    time.sleep(2 * (comm.rank == 1)); half.barrier().wait()\n"
+    done = job(tmp_path, TRAINER + "outside = lambda step: None\n" + STEPS + late)
+    assert done.status == 0, done.err
+    assert "ended well" in done.out
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+# -- what is seen in the records ---------------------------------------------------------------------------------------
+
+
+def dead() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def records(tmp_path):
+    made = [Recorder(tmp_path / f"rank-{rank:05}.flight", rank, 3, "here") for rank in range(3)]
+    paths = sorted(tmp_path.glob("*.flight"))
+    return made, paths
+
+
+def test_who_ends_before_a_call_is_missed_in_it(records):
+    made, paths = records
+    for record in made:
+        record.call("step")
+    made[2].leave(3)
+    assert missed(made[0], 60.0, paths[1:], everyone=False) is None  # it may have done its part of the first call
+    made[0].call("save")
+    assert missed(made[0], 0.5, paths[1:], everyone=False) is None
+    found = missed(made[0], 2.0, paths[1:], everyone=False)
+    assert found is not None
+    assert (found.rank, found.left, found.calls, found.call) == (2, 3, 1, "step")
+
+
+def test_who_dies_in_an_action_is_missed(records, monkeypatch):
+    made, paths = records
+    for record in made:
+        record.call("step")
+        record.begin("F0.0", 1.0)
+    assert missed(made[0], 2.0, paths[1:], everyone=False) is None
+    gone = dead()
+    monkeypatch.setattr(os, "getpid", lambda: gone)
+    again = Recorder(paths[1], 1, 3, "here")
+    again.call("step")
+    again.begin("F0.0", 1.0)
+    found = missed(made[0], 2.0, paths[1:], everyone=False)
+    assert found is not None
+    assert (found.rank, found.left) == (1, None)
+    again.end(2.0)
+    assert missed(made[0], 2.0, paths[1:], everyone=False) is None
+
+
+def test_what_all_wait_for_together_will_not_come(records):
+    made, paths = records
+    made[2].leave(0)
+    assert missed(made[0], 60.0, paths[1:], everyone=True) is None  # rank 1 does something
+    made[1].note(time.perf_counter(), "barrier")
+    assert missed(made[0], 60.0, paths[1:], everyone=True) is None  # it has just begun to wait
+    made[1].note(time.perf_counter() - 60, "barrier")
+    assert missed(made[0], 2.0, paths[1:], everyone=True) is None
+    found = missed(made[0], 60.0, paths[1:], everyone=True)
+    assert found is not None
+    assert found.rank == 2
+    assert missed(made[0], 60.0, paths[1:], everyone=False) is None  # ranks of another host may come
+
+
+def test_the_last_one_sees_that_all_have_left(records):
+    made, paths = records
+    for record, path in zip(made, paths, strict=True):
+        assert not all_left(paths)
+        record.leave(0)
+        flight = read(path)
+        assert flight is not None
+        assert flight.left == 0
+    assert all_left(paths)
+    paths[0].unlink()  # it had closed before
+    assert all_left(paths)
