@@ -6,12 +6,15 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fsdpx.array.namespace import to_host
-from fsdpx.checkpoint.agree import agreed, alone, place, together
+from fsdpx.checkpoint.agree import agreed, alone, together
+from fsdpx.checkpoint.commit import named
 from fsdpx.checkpoint.files import Tensors
 from fsdpx.checkpoint.format import code_of
 from fsdpx.checkpoint.load import demand_data_here, demand_fit, demand_intact, fill, listed, weights_of
@@ -99,8 +102,13 @@ def load_weights(
     return report
 
 
-def _file(world: Communicator, call: str, path: Any, options: str) -> Given:
-    path = place(world, call, path, options=options)
+def _file(world: Communicator, call: str, given: Any, options: str) -> Given:
+    def look() -> Mapping[str, str]:
+        if not isinstance(given, str | PathLike):
+            raise CheckpointError(f"{given!r} is neither a path nor a dict of whole arrays, which every rank gives")
+        return {"path": str(named(given)), "options": options}
+
+    path = Path(agreed(world, call, look)["path"])
     where = f"{call} {path}"
     found = alone(world, where, lambda: weights(path))
 

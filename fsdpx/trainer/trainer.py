@@ -204,7 +204,7 @@ class Trainer:
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
         self._begin("load_parameters")
-        load_weights(self._session.state, dict(values), "load_parameters", convert=True)
+        load_weights(self._session.state, values, "load_parameters", convert=True)
 
     def remember(self) -> Callable[[], None]:
         """Copy this rank's part of the weights and running statistics; what is returned, called on all ranks, puts them

@@ -160,7 +160,17 @@ def test_what_does_not_fit_is_said_alike() -> None:
     text = refused(lambda rank: good if rank else "nothing")
     assert text == "load_weights: ranks differ in path: rank 0 has nothing, rank 1 has none"
     text = refused(lambda rank: good if rank else 5)
-    assert "rank 0: the path 5 is of type int" in text
+    assert "rank 0: 5 is neither a path nor a dict of whole arrays, which every rank gives" in text
+
+
+def test_what_one_rank_alone_has_read_is_not_enough() -> None:
+    def body(comm: Communicator) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            trainer(comm).load_parameters(None if comm.rank else pytorch())  # type: ignore[arg-type]
+        return str(caught.value)
+
+    text = "None is neither a path nor a dict of whole arrays, which every rank gives"
+    assert spawn(body, 3) == [f"load_parameters: rank 1: {text}"] * 3
 
 
 @pytest.mark.parametrize(
