@@ -210,7 +210,13 @@ class Trainer:
         """Copy this rank's part of the weights and running statistics; what is returned, called on all ranks, puts them
         back. The optimiser's state stays what it is."""
         self._open("remember")
-        return remember(self._session.state)
+        put_back = remember(self._session.state)
+
+        def restore() -> None:
+            self._begin("restore")
+            put_back()
+
+        return restore
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Gradients of the global mean loss gathered so far by `accumulate` or `backward`, full, on every rank."""

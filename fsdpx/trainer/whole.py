@@ -56,12 +56,12 @@ def whole_state(state: TrainState) -> dict[str, np.ndarray]:
 
 
 def remember(state: TrainState) -> Callable[[], None]:
-    """Copies of what this rank has of parameters and statistics, as a function that puts them back. Collective then."""
+    """Copies of what this rank has of parameters and statistics, as a function that puts them back: on all ranks, once
+    all of them have come to it, since others may still read what they share."""
     rows = [array for row, array in state.ledger.saved() if row.key.kind in ("master", "statistic")]
     copies = [(array, array.copy()) for array in rows]
 
     def restore() -> None:
-        state.placement.axes.world.barrier(what="remembered weights").wait()  # others may still read what we share
         for array, copy in copies:
             array[...] = copy
         state.replaced()

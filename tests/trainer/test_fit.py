@@ -498,6 +498,21 @@ def test_what_has_changed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
     ]
 
 
+def test_checkpoints_in_another_format_are_gone_on_from(tmp_path: Path) -> None:
+    """The weights are rounded in the file, so they are those of the file afterwards."""
+
+    def go_on(comm: Communicator, steps: int) -> tuple[int, int]:
+        trainer = make(comm, "mlp", precision="float32")
+        kept = Checkpoints(tmp_path, every=2, dtype="bf16")
+        history = trainer.fit(
+            loader(trainer), epochs=5, steps=steps, validation=held(trainer), every=1, restore_best=True,
+            checkpoints=kept, progress=False,
+        )  # fmt: skip
+        return history.before, history.steps
+
+    assert [ranks(2, go_on, steps)[0] for steps in (2, 5)] == [(0, 2), (2, 5)]
+
+
 def test_a_changed_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def run(comm: Communicator, steps: int, rate: float, kind: Any) -> None:
         model = nn.Chain(nn.Linear(12, 5), nn.Dropout(rate))
