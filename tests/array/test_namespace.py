@@ -44,5 +44,5 @@ def test_bf16():
 
 
 def test_unknown_dtype_lists_names():
-    with pytest.raises(ConfigError, match=r"unknown dtype 'fp8': choose one of float64, float32, float16, bf16"):
+    with pytest.raises(ConfigError, match=r"unknown dtype 'fp8': choose one of float64, float32, float16, fp16, bf16"):
         dtype("fp8")
