@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpx.environment import Environment, check_size, read
+from fsdpx.environment import Environment, alone, check_size, read
 from fsdpx.errors import LaunchError
 
 
@@ -63,3 +63,18 @@ def test_sizes_that_disagree():
     assert "started without the others: mpiexec of Open MPI (OMPI_COMM_WORLD_SIZE) says 4 ranks" in message
     assert "MPI (MPICH 5) says 1" in message
     assert "mpiexec" in message.split("Start with")[1]
+
+
+def test_again_means_measure_anew_but_not_after_a_restart():
+    assert (read({}).tune, read({}).retune) == (True, False)
+    assert (read({"FSDPX_TUNE": "0"}).tune, read({"FSDPX_TUNE": "0"}).retune) == (False, False)
+    assert (read({"FSDPX_TUNE": "Again"}).tune, read({"FSDPX_TUNE": "Again"}).retune) == (True, True)
+    assert not read({"FSDPX_TUNE": "again", "FSDPX_RESTART": "1"}).retune
+    with pytest.raises(LaunchError, match="FSDPX_TUNE='anew' is neither yes nor no"):
+        read({"FSDPX_TUNE": "anew"})
+
+
+def test_a_process_that_is_asked_something_is_no_rank_of_this_job():
+    kept = {"PATH": "/bin", "FSDPX_CACHE": "/cache", "OMP_NUM_THREADS": "2"}
+    of_jobs = {"PMI_RANK": "1", "PMIX_RANK": "1", "OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "1", "FSDPX_RUN": "/tmp"}
+    assert alone(kept | of_jobs) == kept
