@@ -339,5 +339,5 @@ def _refused(what: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-for name in ("accumulate", "no_sync", "forward", "backward", "update", "gradients", "measure"):
+for name in "accumulate no_sync forward backward update gradients measure zero_grad freeze unfreeze".split():
     setattr(ElasticTrainer, name, _refused(name))  # what keeps something between two calls

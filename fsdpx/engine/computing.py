@@ -74,8 +74,8 @@ def recompute(run: Run, action: Action, taken: Values, read: Values, added: Valu
 
 def backward(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Both halves at once: node by node, so that what the second half needs lives shortest."""
-    u, batch, stage, views = number_of(action), run.batch(action), run.place.stage, run.views
-    unit, pages = stage.units[u], _trained(run, u)
+    u, batch, views = number_of(action), run.batch(action), run.views
+    unit, pages = run.place.stage.units[u], _trained(run, u)
     gradients, have = _gradients(run, pages, added), added[len(pages) :]
     if batch is None:
         return _without_samples(gradients, have)
@@ -83,7 +83,7 @@ def backward(run: Run, action: Action, taken: Values, read: Values, added: Value
     entries = _open(run, action, pages, gradients)
     params, grads, saved = views.params(u, read), views.grads(u, entries), taken[len(unit.gives)]
     envs = run.worlds_at(batch)[1][u]
-    compute.backward(run.place.layout.units[u], envs, params, grads, saved, dvalues, views.stacks, stage.inputs)
+    compute.backward(run.place.layout.units[u], envs, params, grads, saved, dvalues, views.stacks, run.data)
     _close(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
@@ -118,7 +118,7 @@ def _trained(run: Run, unit: int) -> list[int]:
 
 def _dvalues(run: Run, unit: StageUnit, taken: Values, have: Values) -> tuple[list[int], dict[int, Any]]:
     """The unit's inner inputs, and the gradients known so far by value: of its outputs, and from other readers."""
-    inner = [v for v in (*unit.takes, *unit.reads) if v not in run.place.stage.inputs]
+    inner = [v for v in (*unit.takes, *unit.reads) if v not in run.data]
     known = dict(zip((*unit.gives, *inner), (*taken[: len(unit.gives)], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
 
@@ -202,9 +202,8 @@ def seed(run: Run, action: Action, taken: Values, read: Values, added: Values) -
 
 
 def _inner(run: Run, dys: Values) -> list[Any]:
-    """Gradients of the outputs that are not inputs handed through."""
-    stage = run.place.stage
-    return [d for v, d in zip(stage.outputs, dys, strict=True) if v not in stage.inputs]
+    """Gradients of the outputs, without inputs handed through whose gradient is not made."""
+    return [d for v, d in zip(run.place.stage.outputs, dys, strict=True) if v not in run.data]
 
 
 def _sums(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:

@@ -84,7 +84,7 @@ class Engine:
         executable.workspace.enter()
         self.drop_stale_views()
         if self._views is None:
-            self._views = Views(self.placement.layout, state.arena.generation)
+            self._views = Views(self.placement.layout, state.arena.generation, state.frozen)
         if blas.threads() != self.placement.product_threads:
             blas.threads(self.placement.product_threads)
         if self._worlds.seed != state.seed:  # the worlds of layers hold random numbers of the seed before
@@ -167,8 +167,9 @@ class Engine:
         self.clock = Clock()
 
     def drop_stale_views(self) -> None:
-        """Let go of memory that the state has given back."""
-        if self._views is not None and self._views.generation != self.state.arena.generation:
+        """Let go of memory that the state has given back, and of views of gradients that are not made any more."""
+        views, state = self._views, self.state
+        if views is not None and (views.generation, views.frozen) != (state.arena.generation, state.frozen):
             self._views = None
 
     def give_up(self) -> list[Handle]:

@@ -152,9 +152,13 @@ def update(run: Run, action: Action, taken: Values, read: Values, added: Values)
     p, (scale,), (master, slots) = number_of(action), read, added
     if not scale.skip:
         segments, step = run.place.segments[p], run.step + 1
+        still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
+        kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
         run.place.optimizer.update(
             run.place.xp, master, taken[0], slots, lr=scale.rate, step=step, segments=segments, scale=scale.factor
         )
+        for now, before in kept:  # weight decay and momentum move what has no gradient
+            now[...] = before
     return (master, slots)
 
 

@@ -54,6 +54,11 @@ class Run:
     scaler: Scaler
     issue: Callable[[str, Transfer], None]
 
+    @property
+    def data(self) -> frozenset[int]:
+        """The inputs of the model whose gradient is not made."""
+        return self.workspace.program.stage.data
+
     def batch(self, action: Action) -> Microbatch | None:
         """The microbatch that an action is about; None if this rank has no samples in it."""
         return self.feed.batch[microbatch_of(action)]

@@ -13,10 +13,13 @@ __all__ = ["Views"]
 
 
 class Views:
-    """Caches views by buffer: buffers are the same objects in every step, so the steady state makes no views."""
+    """Caches views by buffer: buffers are the same objects in every step, so the steady state makes no views.
 
-    def __init__(self, layout: Layout, generation: int) -> None:
-        self.generation = generation  # of the arena's slab
+    generation: of the arena's slab. frozen: parameters whose gradients layers do not see."""
+
+    def __init__(self, layout: Layout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
+        self.generation, self.frozen = generation, frozen
+        self._still = frozenset(n for p in layout.pages for n in (f.name for f in p.fields if f.source in frozen))
         self.stacks = Stacks()
         self._leaves: dict[int, tuple[Any, list[Any]]] = {}
         self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
@@ -67,7 +70,8 @@ class Views:
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)
         if cached is None:
-            made = [Gradients(entries) for entries in self._per_node(unit, pages)]
+            seen = [{name: e for name, e in page.items() if name not in self._still} for page in pages]
+            made = [Gradients(entries) for entries in self._per_node(unit, seen)]
             cached = self._grads[key] = (tuple(pages), made)
         return cached[1]
 

@@ -115,6 +115,14 @@ class Layout:
         """The name under which the pages of a layer hold its parameter."""
         return self.ties.get(name, name)
 
+    def matching(self, pattern: str) -> frozenset[str]:
+        """Canonical names of the trainable parameters that a name pattern (fnmatch) matches, by any of their names."""
+        names = [(name, name) for name in self.specs] + list(self.aliases.items())
+        found = {name for word, name in names if fnmatchcase(word, pattern)}
+        if not found:
+            raise ConfigError(f"the pattern {pattern!r} matches no parameter; there are {_some(list(self.specs))}")
+        return frozenset(name for name in found if self.specs[name].trainable)
+
     @property
     def state(self) -> dict[str, Spec]:
         return {name: spec for name, spec in self.specs.items() if spec.state}
@@ -202,13 +210,15 @@ def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
     names = {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
     for pattern in frozen:
         if not any(fnmatchcase(name, pattern) for both in names.values() for name in both):
-            raise ConfigError(
-                f"frozen pattern {pattern!r} matches no parameter; there are {', '.join(list(specs)[:8])} ..."
-            )
+            raise ConfigError(f"frozen pattern {pattern!r} matches no parameter; there are {_some(list(specs))}")
     return {
         name: replace(spec, trainable=False) if any(fnmatchcase(n, p) for p in frozen for n in names[name]) else spec
         for name, spec in specs.items()
     }
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
 
 
 def _owned(model: Sorted, ties: dict[str, str], specs: dict[str, Spec]) -> list[list[str]]:

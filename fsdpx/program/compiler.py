@@ -33,7 +33,7 @@ KINDS = {
     "evaluate": Kind("forward and the mean loss", "E", "SCORE", ("mean", "weight")),
     "predict": Kind("forward only, nothing kept", "E", results=("act",)),
     "forward": Kind("forward, kept for a backward of the caller", "F", results=("act",)),
-    "backward": Kind("backward from the caller's gradients", "B"),
+    "backward": Kind("backward from the caller's gradients to those of the inputs", "B", results=("dact",)),
 }
 
 
@@ -169,5 +169,8 @@ def _results(request: Request) -> tuple[Slot, ...]:
     if kinds == ("act",):
         outputs = stage.outputs if stage.scores else ()
         return tuple(Slot("act", v, m) for m in range(request.microbatches) for v in outputs)
+    if kinds == ("dact",):
+        wanted = [v for v in stage.used if v in stage.wanted]
+        return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
     slots = tuple(Slot(kind) for kind in kinds if kind != "weight" or stage.scores)
     return (*slots, Slot("agreed")) if request.commit and request.kind == "step" else slots

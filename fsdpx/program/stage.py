@@ -51,7 +51,8 @@ class Stage:
     flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages, each as its number
     and its units. edges: what travels between all ranks. twins: pages that hold the same parameter for units that are
     apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the loss is computed
-    here. moving: units with running statistics. coded: pages whose codec keeps memory."""
+    here. moving: units with running statistics. coded: pages whose codec keeps memory. wanted: inputs whose gradient
+    the caller asks for; that of the others is not made."""
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
@@ -65,6 +66,7 @@ class Stage:
     scores: bool = True
     moving: frozenset[int] = frozenset()
     coded: frozenset[int] = frozenset()
+    wanted: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -108,6 +110,11 @@ class Stage:
     @cached_property
     def tied(self) -> frozenset[int]:
         return frozenset(p for pages in self.ties.values() for p in pages)
+
+    @cached_property
+    def data(self) -> frozenset[int]:
+        """The inputs whose gradient is not made."""
+        return frozenset(self.inputs) - self.wanted
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -198,9 +205,9 @@ _OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | Non
     "trained": lambda a, s, n: _each(p for p in s.units[_unit(a)].pages if s.trainable[p]),
     "inputs": lambda a, s, n: _each(s.used, a.mb),
     "outputs": lambda a, s, n: _each(s.outputs, a.mb),
-    "made": lambda a, s, n: _each((v for v in s.outputs if v not in s.inputs), a.mb),
+    "made": lambda a, s, n: _each((v for v in s.outputs if v not in s.data), a.mb),
     "last": lambda a, s, n: _each(s.units[_unit(a)].takes, a.mb),
     "kept": lambda a, s, n: _each(s.units[_unit(a)].reads, a.mb),
     "out": lambda a, s, n: _each(s.units[_unit(a)].gives, a.mb),
-    "in": lambda a, s, n: _each((v for v in s.units[_unit(a)].inputs if v not in s.inputs), a.mb),
+    "in": lambda a, s, n: _each((v for v in s.units[_unit(a)].inputs if v not in s.data), a.mb),
 }

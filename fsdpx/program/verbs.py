@@ -10,7 +10,7 @@ In the table a slot is written as a kind and what it ranges over:
     "act:last"       activations that this unit is the last to read;  "act:kept"  those read again later
     "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
     "dact:out" "dact:in" "dact:made"  gradients of the unit's outputs, its inputs, and the model's outputs, each without
-                     the model's inputs
+                     the model's inputs, unless the caller asks for their gradients
     "stats:moving"   of the action's unit, if it has running statistics;  "saved:unit"  per unit and microbatch
     "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
     "final:page" "final:all"  gradients as they are updated with: "total", or "tied" where TIE sums it with other ranks'

@@ -22,7 +22,8 @@ LASTING = frozenset({"stats", *(kind.slot for kind in KINDS.values() if kind.slo
 class TrainState:
     """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
     batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
-    kinds of programs since the last update, alike on all ranks."""
+    kinds of programs since the last update, alike on all ranks. frozen: parameters that get no gradient and are not
+    updated for now."""
 
     def __init__(self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie]) -> None:
         self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
@@ -33,6 +34,7 @@ class TrainState:
         self.steps = self.samples = 0
         self.adding = ""
         self.ran: set[str] = set()
+        self.frozen: frozenset[str] = frozenset()
         self._fill_store()
 
     def _fill_store(self) -> None:
@@ -107,6 +109,12 @@ class TrainState:
         self.steps, self.samples, self.seed = steps, samples, seed
         if scale is not None:
             self.scaler = self.scaler.restored(*scale)
+
+    def zero_grad(self) -> None:
+        """Gradients that were added up are lost; a forward that waits for its backward is not."""
+        self.discard(["grad", "part", "weight"])
+        self.samples, self.adding = 0, ""
+        self.drop_local()
 
     def replaced(self) -> None:
         """Parameters have changed: gathered ones are stale, here and on every rank."""

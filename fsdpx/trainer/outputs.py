@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+from fsdpx.comm.communicator import ReduceOp
 from fsdpx.nn import moves
+from fsdpx.nn.numeric import is_index
+from fsdpx.program import Slot
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
 
-__all__ = ["cut_output", "whole_outputs"]
+__all__ = ["cut_output", "input_gradients", "whole_outputs"]
 
 
 def whole_outputs(
@@ -30,6 +33,26 @@ def cut_output(placement: Placement, dy: Any) -> Any:
     """This rank's part of a gradient of a whole output."""
     dim = placement.output_dim
     return dy if dim is None else moves.cut(placement.xp, placement.axes.tensor, dy, dim)
+
+
+def input_gradients(placement: Placement, found: Mapping[Slot, Any], batch: Microbatch, scale: float) -> list[Any]:
+    """One for each input of the model, on every rank that works on the same samples; None for whole numbers.
+
+    found: what this rank's stages give for the inputs that they read, as slots. Collective along the pipe, whose ranks
+    add up what they found."""
+    made: list[Any] = []
+    for v, array in zip(placement.stage.inputs, batch.inputs, strict=True):
+        if is_index(array):
+            made.append(None)
+            continue
+        dx = found.get(Slot("dact", v, 0))
+        dx = placement.xp.zeros(array.shape, dtype=array.dtype) if dx is None else dx
+        if placement.axes.pipe.size > 1:
+            flat = placement.xp.ascontiguousarray(dx).reshape(-1).copy()
+            placement.axes.pipe.all_reduce(flat, ReduceOp.SUM, what="gradient of the inputs").wait()
+            dx = flat.reshape(array.shape)
+        made.append(dx if scale == 1.0 else dx / scale)
+    return made
 
 
 def _joined(placement: Placement, own: Any, shape: tuple[int, ...]) -> Any:

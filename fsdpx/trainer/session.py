@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -13,7 +14,7 @@ from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
 from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.results import Scale
-from fsdpx.errors import FsdpxError
+from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.sort import Sorted, infer
 from fsdpx.program import Program, Request, Slot, compile, one_by_one
 from fsdpx.state.clock import BATCHES
@@ -124,11 +125,22 @@ class Session:
             for name, array in zip(place.layout.inputs, inputs, strict=True):
                 demand_finite(place, array, f"input {name!r}")
 
+    def freeze(self, patterns: Sequence[str], call: str, change: Callable[..., frozenset[str]]) -> None:
+        """Change which parameters are left alone for now. Collective: ranks compare the patterns."""
+        if self.state.adding:
+            raise ConfigError(f"{call}: gradients are being added up; call update or zero_grad first")
+        self.begin(f"{call}({', '.join(map(repr, patterns))})")
+        names = [self.place.layout.matching(pattern) for pattern in patterns]
+        self.state.frozen = change(self.state.frozen, *names)
+
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def run(self, kind: str, feed: Feed, local: bool = False) -> dict[Slot, Any]:
-        """Run a program. local: gradients stay on this rank, whatever the placement says."""
+    def run(self, kind: str, feed: Feed, local: bool = False, wanted: frozenset[int] = frozenset()) -> dict[Slot, Any]:
+        """Run a program. local: gradients stay on this rank, whatever the placement says. wanted: inputs whose
+        gradient is a result."""
         request = self.request(kind, len(feed.batch), local)
+        if wanted:
+            request = replace(request, stage=replace(request.stage, wanted=wanted))
         # memory that ranks share is made together: what they ran before is the same, what it left may not be
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:

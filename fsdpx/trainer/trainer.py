@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
@@ -23,6 +23,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, DataError, RankLost
+from fsdpx.nn.numeric import is_index
 from fsdpx.optim import rate
 from fsdpx.program import Program, Slot
 from fsdpx.state.feed import Feed
@@ -32,7 +33,7 @@ from fsdpx.trainer import calls
 from fsdpx.trainer.fit import fit
 from fsdpx.trainer.history import History
 from fsdpx.trainer.measure import Measured, measure
-from fsdpx.trainer.outputs import cut_output
+from fsdpx.trainer.outputs import cut_output, input_gradients
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.settings import settings_of
@@ -136,10 +137,12 @@ class Trainer:
         self._shown = [tuple(o.shape) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
         return outputs
 
-    def backward(self, dy: Any) -> None:
+    def backward(self, dy: Any) -> Any:
         """Gradients from `dy`: of the *global mean* loss with respect to this rank's outputs of the last `forward`.
 
-        Several forward and backward pairs before `update` add up."""
+        Returns that with respect to this rank's inputs, for what made them: another trainer's `backward`, a solver. A
+        tuple if the model has several inputs; None for one of whole numbers. Several forward and backward pairs before
+        `update` add up."""
         session, feed = self._session, self._forwarded
         if feed is None or not session.state.holding("saved"):
             raise ConfigError("backward: call forward first; each forward serves one backward")
@@ -154,7 +157,11 @@ class Trainer:
         session.state.add("backward")
         if not self._local:
             session.begin("backward")
-        session.run("backward", feed, local=self._local)
+        (batch,) = feed.batch
+        assert batch is not None
+        wanted = frozenset(v for v, x in zip(session.place.stage.inputs, batch.inputs, strict=True) if not is_index(x))
+        found = session.run("backward", feed, local=self._local, wanted=wanted)
+        return _one(input_gradients(session.place, found, batch, session.state.scaler.value))
 
     def update(self) -> float:
         """Reduce what is still local, then update; the global gradient norm if clipping asks for one, else nan."""
@@ -164,6 +171,21 @@ class Trainer:
         self._updated(self._session.run("update", Feed()))
         assert self.last is not None
         return self.last.norm
+
+    def zero_grad(self) -> None:
+        """Forget the gradients that `accumulate` or `backward` have added up. All ranks call it; it moves nothing."""
+        self._open("zero_grad")
+        self._session.state.zero_grad()
+
+    def freeze(self, *patterns: str) -> None:
+        """From now on leave the parameters alone that name patterns (fnmatch) match: they get no gradient and no
+        update, and keep their optimiser state. Between updates, not within an accumulation; checkpoints do not keep it.
+        `distribute(frozen=...)` freezes for good, and saves memory. Collective."""
+        self._session.freeze(patterns, "freeze", frozenset.union)
+
+    def unfreeze(self, *patterns: str) -> None:
+        """Train the parameters again that name patterns match and `freeze` has frozen. Collective."""
+        self._session.freeze(patterns, "unfreeze", frozenset.difference)
 
     def evaluate(self, x: Any, y: Any) -> float:
         """Mean loss of the global batch, without dropout; changes nothing."""
@@ -486,6 +508,6 @@ class Trainer:
             )
 
 
-def _one(values: tuple[Any, ...]) -> Any:
+def _one(values: Sequence[Any]) -> Any:
     """A single output as it is, several as a tuple."""
-    return values[0] if len(values) == 1 else values
+    return values[0] if len(values) == 1 else tuple(values)

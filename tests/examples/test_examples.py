@@ -49,6 +49,14 @@ def test_digits_learns_and_does_not_see_the_ranks() -> None:
     assert abs(right[0] - right[1]) < 15
 
 
+def test_a_generator_learns_from_what_its_critic_says_about_its_points() -> None:
+    one, two = (run(n, "fsdpx.examples.gan", "--steps", "500").stdout for n in (1, 2))
+    for out in (one, two):
+        misses = [float(miss) for miss in re.findall(r"mean distance from the circle (\S+)", out)]
+        assert len(misses) == 5
+        assert misses[-1] < 0.25 * min(misses[0], 1.0), out
+
+
 @pytest.mark.parametrize(("ranks", "trainers"), [(2, 1), (4, 2)])
 def test_a_solver_uses_what_others_learn_from_it(ranks: int, trainers: int) -> None:
     found = run(ranks, "fsdpx.examples.solver", "--trainers", str(trainers)).stdout
