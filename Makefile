@@ -74,10 +74,11 @@ chaos: $(VENV)/.ready
 # Only Open MPI lets a job outlive its ranks.
 ifeq ($(MPI),openmpi)
 test-elastic: $(VENV)/.ready
-	$(PY) -m pytest tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py
+	$(PY) -m pytest tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py tests/watch/test_leaving.py
 
 chaos-elastic: $(VENV)/.ready
 	$(PY) tests/elastic/chaos_elastic.py 60
+	$(PY) tests/elastic/edges.py 30
 else
 test-elastic chaos-elastic:
 	$(MAKE) --no-print-directory MPI=openmpi $@

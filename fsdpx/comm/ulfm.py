@@ -128,6 +128,9 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
             before = made
 
     def close(self) -> None:
-        """Free it, unless a rank is missing: then it stays as it is until the process ends."""
+        """Free it, unless a rank is missing: then it stays as it is until the process ends. A rank may die between this
+        and its end, so the others no longer wait for it there."""
+        if self.survives:
+            finalize_without_the_dead()
         if self.raw != MPI.COMM_NULL and not (self.survives and (self.raw.Is_revoked() or self.lost())):
             super().close()

@@ -300,7 +300,13 @@ class Coordinator:
         return self._go_on(assembly, begin, before, members)
 
     def close(self) -> None:
-        """No rank goes on. Collective."""
+        """No rank goes on. Collective.
+
+        All have agreed on it; who ends now must not be missed by those who have yet to hear so."""
+        try:
+            self.assembly.control.barrier(what="close").wait()
+        except RankLost:
+            self.assembly.control.revoke()
         self._give_up(self.assembly.control)
         self.assembly.close()
         self.assembly.control.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fsdpx.comm import default as defaults
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Mesh
@@ -20,7 +21,7 @@ from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.calls import begin
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
-from fsdpx.watch.watchdog import note, watch_axes
+from fsdpx.watch.watchdog import note, unwatch, watch_axes
 
 __all__ = ["distribute"]
 
@@ -110,11 +111,20 @@ def distribute(
         ),
         Machinery(precision, device, check, tune, progress),
     )  # fmt: skip
-    if choice is None:
-        note(world, "distribute")
-        begin(world, "distribute")
-        return Trainer(session_of(recipe, world, watch=watch_axes))
-    return ElasticTrainer(recipe, world, choice)
+    return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
+
+
+def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
+    note(world, "distribute")
+    begin(world, "distribute")
+    return Trainer(session_of(recipe, world, watch=watch_axes))
+
+
+def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:
+    trainer = ElasticTrainer(recipe, world, choice)
+    if (opened := defaults.current()) is not None:
+        unwatch(opened.comm)  # who looks after all ranks that were started would end the job when one of them dies
+    return trainer
 
 
 def _world(comm: Any, backend: str | None) -> Communicator:

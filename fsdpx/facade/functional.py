@@ -72,7 +72,7 @@ def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) ->
     made = () if base is comm else (base,)
     hosts = base.all_gather_object(platform.node())
     local_rank = hosts[: base.rank].count(hosts[base.rank])
-    watch(base)
+    watch(base, patient=False)  # as long as there is no program, nobody sees whether others move
     if not environment.read().check or base.size == 1:
         return defaults.Default(base, local_rank, made)
     guarded = Guarded(base)

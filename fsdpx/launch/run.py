@@ -24,6 +24,7 @@ from types import FrameType
 from fsdpx.errors import LaunchError
 from fsdpx.launch.rank import Note, read_notes
 from fsdpx.watch.flight import Flight, log, read_all
+from fsdpx.watch.leaving import LEFT
 from fsdpx.watch.preempt import PREEMPTED
 from fsdpx.watch.watchdog import HUNG
 
@@ -231,9 +232,9 @@ def _ending(
     step = max((f.step for f in flights.values() if f.program), default=None)
     statuses = {note.status for note in notes.values()}
     survived = status != HUNG and 0 in statuses and statuses <= {0, None}
-    if survived if elastic and notes else status == 0:
+    if survived if elastic and notes else status == 0 and None not in statuses:
         return Ending("done", 0)
-    status = status or 1
+    left, status = status == LEFT, status or 1
     if status == PREEMPTED or PREEMPTED in statuses:
         return Ending("preempted", PREEMPTED, step=step, text="the job was asked to stop and has saved")
     errors = [n for n in notes.values() if n.status not in (None, 0)]
@@ -243,6 +244,10 @@ def _ending(
         where = f"rank {first.rank} on {first.host}"
         at = "" if step is None else f" in step {step + 1}"
         return Ending("error", status, (first.rank, first.host), step, f"{where} ended with {what}{at}")
+    early = [n for n in notes.values() if n.status == 0]
+    if left and early and not errors:
+        first, text = early[0], "ended with status 0 while others waited for it"
+        return Ending("error", LEFT, (first.rank, first.host), step, f"rank {first.rank} on {first.host} {text}")
     if status == HUNG or any(n.error not in _OF_DEATHS for n in errors):
         return Ending("hung", HUNG, None, step, "the job hung, see the report above")
     return _death(status, notes, flights, deaths, step)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fsdpx.watch.flight import Flight, Recorder, read
 
-__all__ = ["LEFT", "all_left", "ended", "gone", "leaving", "missed", "state_of", "status", "stays"]
+__all__ = ["LEFT", "all_gone", "all_left", "ended", "gone", "leaving", "missed", "state_of", "status", "stays"]
 
 LEFT = 1
 """Exit status of a job that a rank has left with status 0 while others waited for it."""
@@ -99,6 +99,11 @@ def gone(flight: Flight) -> bool:
 def all_left(places: Collection[Path]) -> bool:
     """Whether the ranks with these records have all come to a good end."""
     return all(flight is None or flight.left is not None for flight in map(_head, places))
+
+
+def all_gone(places: Collection[Path]) -> bool:
+    """Whether these ranks have all come to some end."""
+    return all(flight is None or gone(flight) for flight in map(_head, places))
 
 
 def missed(mine: Recorder, waited: float, others: Collection[Path], everyone: bool) -> Flight | None:

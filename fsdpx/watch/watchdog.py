@@ -25,7 +25,7 @@ from fsdpx import environment
 from fsdpx.comm.mesh import Axes
 from fsdpx.comm.steps import Progress, progress_of, spin
 from fsdpx.watch.flight import LENGTH, Flight, Recorder, log, read_all
-from fsdpx.watch.leaving import LEFT, all_left, ended, leaving, missed, state_of, status, stays
+from fsdpx.watch.leaving import LEFT, all_gone, all_left, ended, leaving, missed, state_of, status, stays
 
 __all__ = ["HUNG", "Watchdog", "note", "report", "unwatch", "watch", "watch_axes"]
 
@@ -39,12 +39,12 @@ _DAY = 86400.0
 _watchdogs: weakref.WeakKeyDictionary[Any, Watchdog] = weakref.WeakKeyDictionary()
 
 
-def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | None:
+def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = True) -> Watchdog | None:
     """The watchdog of this rank on `comm`, begun with the first call. Collective.
 
     None for a single rank, for thread ranks, which find missing ranks themselves, and with FSDPX_WATCH=0. also:
     communicators made from `comm`. timeout: by default that of `comm` (FSDPX_TIMEOUT); waits on all of these may then
-    last PATIENCE times as long, for a rank that waits is not stuck while others move."""
+    last PATIENCE times as long, for a rank that waits is not stuck while others move, if patient."""
     base = _base(comm)
     if base.size == 1 or not hasattr(base, "timeout") or not environment.read().watch:
         return None
@@ -59,7 +59,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None) -> Watchdog | Non
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
             return None
-    for one in (comm, *also):
+    for one in (comm, *also) if patient else ():
         if hasattr(one := _base(one), "wait_up_to"):  # an axis of one rank never waits
             one.wait_up_to(watchdog.timeout * PATIENCE)
     return watchdog
@@ -132,6 +132,8 @@ class Watchdog:
         may find that they wait for one that has left."""
         self._stop.set()
         self.record.leave(status())
+        while getattr(self._comm(), "survives", False) and not all_gone(self._here):
+            time.sleep(0.02)  # the end of MPI may wait for nobody: who misses this rank has time to find it here
         if all_left(self._here):
             shutil.rmtree(self.folder, ignore_errors=True)
 

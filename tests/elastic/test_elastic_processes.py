@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import edges
 import pytest
 from jobs_ulfm import unable
 from trials_elastic import POINTS, SAVING, Death, Plan, Trial, demand, run
@@ -55,3 +56,30 @@ def test_stopped_ranks_count_as_dead(tmp_path: Path) -> None:
     assert found.results[0]["lost"] == [[0, 2], [3]]
     assert len(found.detections) == 2
     assert all(TIMEOUT < waited < TIMEOUT + 10 for waited in found.detections)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("leave", r"rank 1 has come to the end of its script, after its call \d+, step, and rank [02] waits for it"),
+        ("loop", r"rank 1 does something else and all wait for it since 2 s: it counts as dead. It was in action "),
+        ("end", ""),
+    ],
+)
+def test_a_rank_that_does_not_come_counts_as_dead(tmp_path: Path, kind: str, said: str) -> None:
+    found = trial(tmp_path, Plan(3, "fsdp", deaths=(Death(1, 300, kind=kind),)), FSDPX_TIMEOUT=str(TIMEOUT))
+    assert re.search(said, found.done.err), found.done.err
+    assert found.results[0]["lost"] == [[1]]
+    assert max(found.detections) < 15.0  # generous: it takes 0, 2 or 3
+
+
+def test_one_is_killed_and_another_stopped_at_once(tmp_path: Path) -> None:
+    deaths = Death(3, 300), Death(0, 300, kind="stop")
+    found = trial(tmp_path, Plan(4, "fsdp", deaths=deaths), FSDPX_TIMEOUT=str(TIMEOUT))
+    assert sorted(rank for lost in found.results[0]["lost"] for rank in lost) == [0, 3]
+
+
+@pytest.mark.parametrize("stage", edges.STAGES)
+@pytest.mark.parametrize("seed", range(4))
+def test_deaths_at_the_edges_of_a_job(tmp_path: Path, stage: str, seed: int) -> None:
+    edges.demand(seed, stage, tmp_path / "job")

@@ -47,7 +47,8 @@ main()
 @dataclass(frozen=True)
 class Death:
     """What rank `rank` (as they were numbered when the job began) does to itself `after` seconds after its action
-    number `at`, from 1, or the first time that the text `at` is announced."""
+    number `at`, from 1, or the first time that the text `at` is announced. kind: kill, stop, leave (sys.exit), end
+    (os._exit) or loop (for ever)."""
 
     rank: int
     at: int | str
@@ -135,6 +136,12 @@ class Doom:
         note = Path(f"dies-{self.born}")
         note.write_text(str(time.time()))
         note.rename(f"died-{self.born}")
+        if death.kind == "leave":
+            sys.exit(0)
+        if death.kind == "end":
+            os._exit(0)
+        while death.kind == "loop":
+            pass
         os.kill(os.getpid(), signal.SIGKILL if death.kind == "kill" else signal.SIGSTOP)
 
 

@@ -233,6 +233,16 @@ def test_what_counts_is_how_the_others_ended() -> None:
     assert _ending(0, {}, {}, [], elastic=True).kind == "done"  # no folder that the launcher sees
 
 
+def test_a_rank_that_leaves_with_status_0_in_the_middle_is_no_good_end() -> None:
+    notes = {0: Note(0, 1, "n1"), 1: Note(1, 2, "n1", 0)}
+    said = "rank 1 on n1 ended with status 0 while others waited for it"
+    assert _ending(1, notes, {}, [1, 0]) == Ending("error", 1, (1, "n1"), None, said)
+    notes[1] = Note(1, 2, "n1")  # it ended without a word, and the launcher took that for the end of all
+    notes[0] = Note(0, 1, "n1", 0)
+    assert _ending(0, notes, {}, [1]) == Ending("died", 1, (1, "n1"), None, "rank 1 on n1 died (status 1)")
+    assert _ending(0, {0: notes[0]}, {}, []).kind == "done"
+
+
 @pytest.mark.jobs
 def test_a_job_that_lost_its_state_is_started_again(tmp_path: Path) -> None:
     done = lone(tmp_path, "0 0", "0", "--elastic")
