@@ -8,10 +8,34 @@ from pathlib import Path
 
 from fsdpx.errors import LaunchError
 
-__all__ = ["Environment", "alone", "check_size", "read"]
+__all__ = ["Environment", "Launcher", "alone", "check_alone", "check_size", "read"]
 
 _YES = ("1", "true", "yes", "on")
 _NO = ("", "0", "false", "no", "off")
+
+
+_LAUNCHERS = {
+    "mpiexec of Open MPI": tuple(f"OMPI_COMM_WORLD_{what}" for what in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpiexec or srun with PMI": ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "mpiexec of MVAPICH": tuple(f"MV2_COMM_WORLD_{what}" for what in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")),
+}
+"""Name -> the variables of size, rank, local rank and local size; the first that is there counts."""
+_NO_TASKS = 0xFFFFFFF0
+"""From here on numbers of steps mean Slurm's own: the batch script, and the shell of an interactive allocation."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What started this process as one of several ranks, and what it says of them; None: nothing.
+
+    size, rank: of the job. local_size, local_rank: of this host. variable: which one has the rank."""
+
+    name: str
+    size: int | None = None
+    rank: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    variable: str = ""
 
 
 @dataclass(frozen=True)
@@ -26,14 +50,14 @@ class Environment:
     retune : measure them anew, whatever is known (FSDPX_TUNE=again), but not when `fsdpx run` has restarted the job
     cache : folder of measurements (FSDPX_CACHE; else fsdpx in the user's cache)
     timeout : seconds that a wait for other ranks may last (FSDPX_TIMEOUT; None: the default)
-    launcher : the name of what started this process as one of several ranks, or None
+    start_timeout : seconds that the ranks of a host wait for the last one in MPI's start (FSDPX_START_TIMEOUT)
+    launcher : what started this process as one of several ranks, or None
     expected_size : the number of ranks that it started (FSDPX_EXPECT_SIZE takes precedence), or None
     watch : every rank has a watchdog and a flight record (FSDPX_WATCH=0: no)
     run : folder of this job, made by `fsdpx run`, for flight records and notes (FSDPX_RUN; None: temporary files)
     restart : how often `fsdpx run` has restarted this job (FSDPX_RESTART)
     ulfm : Open MPI lets the job outlive its ranks (--with-ft ulfm, which sets OMPI_MCA_mpi_ft_enable)
     slurm_job : number of the Slurm job (SLURM_JOB_ID)
-    rank : of this process, as the launcher says, or None
     threads : BLAS threads per rank that the user set (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS)
     """
 
@@ -43,14 +67,14 @@ class Environment:
     retune: bool = False
     cache: Path = Path.home() / ".cache" / "fsdpx"
     timeout: float | None = None
-    launcher: str | None = None
+    start_timeout: float = 60.0
+    launcher: Launcher | None = None
     expected_size: int | None = None
     watch: bool = True
     run: Path | None = None
     restart: int = 0
     ulfm: bool = False
     slurm_job: str | None = None
-    rank: int | None = None
     threads: int | None = None
 
     @property
@@ -64,8 +88,9 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
 
     In a Slurm job the SLURM_ variables also describe the batch script and the daemons that mpiexec starts. So they
     count only in a job step without PMI_ or OMPI_ variables, which mean that another launcher was used inside it."""
-    launcher, size = _launcher(environ)
-    expected = _number(environ, "FSDPX_EXPECT_SIZE")
+    launcher, expected = _launcher(environ), _number(environ, "FSDPX_EXPECT_SIZE")
+    if launcher is None and expected is not None:
+        launcher = Launcher("FSDPX_EXPECT_SIZE", expected)
     return Environment(
         check=_switch(environ, "FSDPX_CHECK"),
         node=_switch(environ, "FSDPX_NODE", "1"),
@@ -73,14 +98,14 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
         retune=_again(environ) and _restart(environ) == 0,
         cache=_cache(environ),
         timeout=_seconds(environ, "FSDPX_TIMEOUT"),
-        launcher=launcher or ("FSDPX_EXPECT_SIZE" if expected is not None else None),
-        expected_size=size if expected is None else expected,
+        start_timeout=_seconds(environ, "FSDPX_START_TIMEOUT") or 60.0,
+        launcher=launcher,
+        expected_size=launcher.size if expected is None and launcher is not None else expected,
         watch=_switch(environ, "FSDPX_WATCH", "1"),
         run=Path(environ["FSDPX_RUN"]) if environ.get("FSDPX_RUN") else None,
         restart=_restart(environ),
         ulfm=environ.get("OMPI_MCA_mpi_ft_enable", "").strip().lower() in _YES,
         slurm_job=environ.get("SLURM_JOB_ID"),
-        rank=_rank(environ),
         threads=_threads(environ),
     )
 
@@ -97,36 +122,57 @@ def check_size(size: int, environment: Environment, library: str = "MPI") -> Non
 
     This happens when mpiexec or srun and the loaded MPI library do not belong together: every rank is then alone in its
     MPI_COMM_WORLD."""
-    expected = environment.expected_size
-    if expected is None or expected == size:
+    launcher, expected = environment.launcher, environment.expected_size
+    if expected is None and launcher is not None and (launcher.rank or 0) >= size:
+        expected = (launcher.rank or 0) + 1  # at least
+    if launcher is None or expected is None or expected == size:
         return
     beside = Path(sys.executable).with_name("mpiexec")
     use = f"{beside} -n {expected}" if beside.exists() else "the mpiexec that belongs to this library"
     raise LaunchError(
-        f"this rank was started without the others: {environment.launcher} says {expected} ranks, "
+        f"this rank was started without the others: {launcher.name} says {expected} ranks, "
         f"but {library} says {size}. The launcher and the MPI library that Python loaded do not belong together. "
         f"Start with {use} (under Slurm: srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI), "
         "or load the launcher's library with MPI4PY_LIBMPI"
     )
 
 
-def _launcher(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
-    for variable, name in (("OMPI_COMM_WORLD_SIZE", "mpiexec of Open MPI"), ("PMI_SIZE", "mpiexec or srun with PMI")):
-        if variable in environ:
-            return f"{name} ({variable})", _number(environ, variable)
+def check_alone(environ: Mapping[str, str] = os.environ) -> str:
+    """LaunchError if variables say that this process is one of several, though no launcher that fsdpx follows does:
+    that of torchrun and alike, which start no MPI ranks. Else a note about a Slurm job with more tasks, or "".
+
+    SLURM_NTASKS alone says nothing of this process: an allocation has it, and all that runs there."""
+    size = environ.get("WORLD_SIZE", "")
+    if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
+        raise LaunchError(
+            f"RANK={environ['RANK']} and WORLD_SIZE={size} say that this process is one of {size}, as torchrun sets "
+            f"them, but no MPI launcher started it, so it would train alone. Start it with mpiexec -n {size} python "
+            "... (or srun), or unset RANK and WORLD_SIZE; to train alone all the same: fsdpx.init(backend='local')"
+        )
+    tasks = environ.get("SLURM_NTASKS", "")
+    if "SLURM_JOB_ID" in environ and tasks.isdecimal() and int(tasks) > 1:
+        return f"this process is alone, in a Slurm job of {tasks} tasks: srun or mpiexec starts all of them"
+    return ""
+
+
+def _launcher(environ: Mapping[str, str]) -> Launcher | None:
+    for name, (size, *more) in _LAUNCHERS.items():
+        rank, local_rank, local_size = (_count(environ, variable) for variable in more)
+        if size in environ or rank:
+            return Launcher(f"{name} ({size})", _number(environ, size), rank, local_rank, local_size, more[0])
     between = any(key.startswith(("PMI_", "OMPI_")) for key in environ)
-    if "SLURM_STEP_ID" in environ and not between:
-        variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-        return f"srun ({variable})", _number(environ, variable)
-    return None, None
+    rank, step = _count(environ, "SLURM_PROCID"), _count(environ, "SLURM_STEP_ID")
+    if between or (step is None and not rank) or (step or 0) >= _NO_TASKS:
+        return None
+    variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    local = _count(environ, "SLURM_LOCALID")
+    return Launcher(f"srun ({variable})", _number(environ, variable), rank, local, variable="SLURM_PROCID")
 
 
-def _rank(environ: Mapping[str, str]) -> int | None:
-    """For messages before MPI is initialised, or without it; otherwise MPI knows the rank."""
-    for variable in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        if environ.get(variable, "").isdecimal():
-            return int(environ[variable])
-    return None
+def _count(environ: Mapping[str, str], variable: str) -> int | None:
+    """A number that a launcher sets; what is none counts as not set."""
+    text = environ.get(variable, "").strip()
+    return int(text) if text.isdecimal() else None
 
 
 def _threads(environ: Mapping[str, str]) -> int | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -14,6 +15,7 @@ from fsdpx.comm import default
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.local import LocalCommunicator, single
+from fsdpx.comm.start import together
 from fsdpx.comm.steps import PATIENT
 from fsdpx.errors import ConfigError
 
@@ -150,6 +152,11 @@ def _local(asked: Asked) -> Communicator:
 
 def _mpi(asked: Asked, shared: bool = False) -> Communicator:
     """shared: memory inside machines, where there are several ranks."""
+    with together() if asked.comm is None else nullcontext():
+        return _opened_mpi(asked, shared)
+
+
+def _opened_mpi(asked: Asked, shared: bool) -> Communicator:
     from fsdpx.array import cores
     from fsdpx.comm import abort
 

@@ -1,17 +1,24 @@
 """One rank under `fsdpx run`: runs the script, and writes a note when it begins and when it ends."""
 
 import ctypes
+import importlib.util
 import json
 import os
 import platform
 import signal
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 from fsdpx import environment
+from fsdpx.comm.start import together
 
-__all__ = ["Note", "read_notes"]
+__all__ = ["Note", "end_with_parent", "read_notes"]
 
 _PDEATHSIG = 1
 
@@ -44,11 +51,12 @@ def main() -> None:
     from mpi4py import run
 
     settings = environment.read()
-    _end_with_parent()
-    if settings.run is None or settings.rank is None:
+    end_with_parent()
+    if settings.run is None or settings.launcher is None or settings.launcher.rank is None:
         run.main()
         return
-    begun = Note(settings.rank, os.getpid(), platform.node())
+    sys.meta_path.insert(0, _Start())
+    begun = Note(settings.launcher.rank, os.getpid(), platform.node())
     begun.write(settings.run)
     try:
         run.main()
@@ -64,8 +72,29 @@ def _ended(begun: Note, error: BaseException) -> Note:
     return replace(begun, status=error.code if isinstance(error.code, int) else int(error.code is not None))
 
 
-def _end_with_parent() -> None:
-    """On Linux, no rank outlives the launcher's process on its host."""
+class _Start(MetaPathFinder):
+    """Notices that the script starts MPI by itself, which importing `mpi4py.MPI` does: others then wait for it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != "mpi4py.MPI":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                with together():
+                    load(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def end_with_parent() -> None:
+    """On Linux, no rank outlives the launcher's process on its host, and no launcher `fsdpx run`."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import platform
 import re
@@ -21,8 +22,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 
+from fsdpx.comm.start import waiting
 from fsdpx.errors import LaunchError
-from fsdpx.launch.rank import Note, read_notes
+from fsdpx.launch.rank import Note, end_with_parent, read_notes
 from fsdpx.watch.flight import Flight, log, read_all
 from fsdpx.watch.leaving import LEFT
 from fsdpx.watch.preempt import PREEMPTED
@@ -32,6 +34,8 @@ __all__ = ["Ending", "RestartPlan", "decide", "main"]
 
 _MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_TO_END = 5.0
+_SECONDS_IN_VAIN = 2.0
+"""So long ranks may wait in MPI's start for one that has ended, before the job is."""
 _OF_DEATHS = ("RankLost", "StateLost")
 """Errors that surviving ranks raise when another rank has died."""
 _OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
@@ -196,14 +200,19 @@ def _start(
     variables = {"FSDPX_RUN": str(own), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
     variables |= {"FSDPX_TUNE": "again"} if retune else {}
     environ = {**os.environ, **variables}
-    job = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+    job = subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
+    )
     deaths = _Deaths(own, ranks)
-    signals.wait_for(job)
+    signals.wait_for(job, deaths.in_vain)
     deaths.close()
     status = job.returncode if job.returncode >= 0 else 128 - job.returncode
     notes = read_notes(own)
     flights = _flights(own, notes)
-    ending = _ending(status, notes, flights, deaths.order, elastic)
+    if deaths.in_vain.is_set():
+        ending = _before_the_start(notes, deaths.order, status)
+    else:
+        ending = _ending(status, notes, flights, deaths.order, elastic)
     if ending.kind in ("done", "preempted"):
         shutil.rmtree(own, ignore_errors=True)
     elif flights:
@@ -253,6 +262,17 @@ def _ending(
     return _death(status, notes, flights, deaths, step)
 
 
+def _before_the_start(notes: dict[int, Note], deaths: list[int], status: int) -> Ending:
+    """How a job ended one rank of which had ended while others waited for it in MPI's start."""
+    note = notes[next(rank for rank in deaths if rank in notes)]
+    when = "before all ranks had started"
+    where = f"rank {note.rank} on {note.host}"
+    if note.status is None:
+        return Ending("died", status or 1, (note.rank, note.host), None, f"{where} died {when}")
+    what = note.error or f"exit status {note.status}"
+    return Ending("error", note.status or 1, (note.rank, note.host), None, f"{where} ended with {what} {when}")
+
+
 def _death(
     status: int, notes: dict[int, Note], flights: dict[int, Flight], deaths: list[int], step: int | None
 ) -> Ending:
@@ -270,10 +290,12 @@ def _death(
 class _Deaths:
     """A thread that records in which order the ranks of this host end: the first one makes the others fail.
 
-    epoll returns descriptors in the order in which they became ready, however close the deaths are."""
+    epoll returns descriptors in the order in which they became ready, however close the deaths are. in_vain: set when
+    others have waited in MPI's start, too long, for one that has ended."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.order: list[int] = []
+        self.in_vain = threading.Event()
         self._folder, self._ranks, self._host = folder, ranks, platform.node()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsdpx run", daemon=True)
@@ -288,20 +310,28 @@ class _Deaths:
     def _run(self) -> None:
         living: dict[int, int] = {}  # descriptor of a process -> rank
         known: set[int] = set()
+        since = math.inf  # when it was first seen that somebody waits in vain
         with select.epoll() as deaths:
             while not self._stop.is_set():
-                notes = read_notes(self._folder) if len(known) < self._ranks and not self.order else {}
-                for rank in notes.keys() - known:
+                notes = read_notes(self._folder) if len(known) < self._ranks else {}
+                for rank in sorted(notes.keys() - known):
                     known.add(rank)
                     if notes[rank].host == self._host:
-                        with suppress(OSError):
+                        try:
                             descriptor = os.pidfd_open(notes[rank].process)
-                            living[descriptor] = rank
-                            deaths.register(descriptor, select.EPOLLIN)
+                        except ProcessLookupError:
+                            self.order.append(rank)
+                            continue
+                        living[descriptor] = rank
+                        deaths.register(descriptor, select.EPOLLIN)
                 for descriptor, _ in deaths.poll(0.1):
                     deaths.unregister(descriptor)
                     self.order.append(living.pop(descriptor))
                     os.close(descriptor)
+                now = time.monotonic()
+                since = min(since, now) if self.order and waiting(self._folder) else math.inf
+                if now - since >= _SECONDS_IN_VAIN:
+                    self.in_vain.set()
         for descriptor in living:
             os.close(descriptor)
 
@@ -333,15 +363,18 @@ class _Signals:
             time.sleep(min(0.1, max(end - time.monotonic(), 0)))
         return self.received is not None
 
-    def wait_for(self, job: subprocess.Popen[bytes]) -> None:
-        """Return when the job has ended and its process group is empty."""
+    def wait_for(self, job: subprocess.Popen[bytes], in_vain: threading.Event) -> None:
+        """Return when the job has ended and its process group is empty. in_vain: it is to end now."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
                 job.wait(0.1)
                 break
             now = time.monotonic()
-            if stage == 0 and self.received:
+            if stage < 2 and in_vain.is_set():
+                job.terminate()
+                stage, due = 2, now + _SECONDS_TO_END / 5
+            elif stage == 0 and self.received:
                 job.send_signal(getattr(signal, "SIGUSR1", signal.SIGTERM))
                 stage, due = 1, now + self.grace
             elif stage == 1 and (now >= due or self._times > 1):

@@ -1,0 +1,87 @@
+"""The start of MPI: a rank waits there for all others, and no Python runs in it meanwhile, so a process keeps the time.
+
+The ranks of a host that wait leave marks in a folder, which `fsdpx run` reads. The first one starts the clock
+(`fsdpx/comm/clock.py`), which ends the job when the last one does not come."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fsdpx import environment
+from fsdpx.comm.clock import CAME, began
+
+__all__ = ["PREFIX", "together", "waiting"]
+
+PREFIX = "fsdpx-start-"
+_inside: list[Path] = []  # the mark of this process, while it waits
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Around what starts MPI and opens the world: if a rank does not come, or ends before, the others do not wait for
+    ever. If MPI runs already there is no clock: then it is the script that knows when ranks come."""
+    settings = environment.read()
+    launcher = settings.launcher
+    if _inside or launcher is None or launcher.rank is None or settings.expected_size == 1:
+        yield
+        return
+    job = _job(launcher)
+    here = f"start-{platform.node()}"
+    folder = settings.run / here if settings.run else Path(tempfile.gettempdir(), f"{PREFIX}{job or os.getpid()}")
+    mark, clock = folder / f"{CAME}{launcher.rank:05}", None
+    with suppress(OSError):  # a folder that cannot be written: no clock
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.write_text(f"{os.getpid()} {launcher.local_rank}")
+        clock = None if _running() else _clock(folder, settings, job)
+    _inside.append(mark)
+    try:
+        yield
+    finally:
+        _inside.clear()
+        with suppress(OSError):  # the clock has cleared up
+            mark.unlink()
+            folder.rmdir()
+        if clock is not None:
+            clock.communicate(b"through")
+
+
+def waiting(run: Path) -> set[int]:
+    """The ranks that wait in the start of the job whose FSDPX_RUN is `run`, as far as this host sees them."""
+    return {int(mark.name.removeprefix(CAME)) for mark in run.glob(f"start-*/{CAME}*")}
+
+
+def _clock(folder: Path, settings: environment.Environment, job: str) -> subprocess.Popen[bytes] | None:
+    """A Python without site-packages: 10 ms of a core. It outlives what the launcher kills, to clear up."""
+    try:
+        (folder / "clock").touch(exist_ok=False)
+    except FileExistsError:
+        return None
+    assert settings.launcher is not None
+    known = (settings.start_timeout, job or 0, settings.expected_size or 0, settings.launcher.local_size or 0)
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("clock.py")), str(folder), *map(str, known)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def _running() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
+
+
+def _job(launcher: environment.Launcher) -> str:
+    """What the ranks of this job have in common on this host, and with nobody else: the launcher's process, the nearest
+    one above this process that is no part of a rank itself. "" where it cannot be seen."""
+    process, variable = os.getppid(), f"{launcher.variable}=".encode()
+    with suppress(OSError, ValueError, IndexError):
+        while process > 1:
+            words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            if not any(word.startswith(variable) for word in words):
+                return f"{process}-{began(process)}"
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    return ""
