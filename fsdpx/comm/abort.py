@@ -8,8 +8,8 @@ import threading
 import time
 import traceback
 from types import TracebackType
+from typing import Protocol
 
-from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CommError, DesyncError, FsdpxError
 
 __all__ = ["install"]
@@ -18,7 +18,16 @@ _SECONDS_TO_DELIVER = 0.1
 _SECONDS_FOR_RANK_0 = 3.0
 
 
-def install(comm: Communicator) -> None:
+class Ending(Protocol):
+    """What can end all ranks, as communicators do."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def abort(self, code: int = 1) -> None: ...
+
+
+def install(comm: Ending) -> None:
     """From now on an uncaught exception in any thread of this process, the first one, ends all ranks, with status 1.
 
     Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them.

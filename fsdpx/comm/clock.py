@@ -87,10 +87,10 @@ def end(found: dict[int, tuple[int, str]], launcher: str) -> None:
     for process, _ in found.values():
         _signal(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END
-    process, _, birth = launcher.partition("-")
-    while birth and began(int(process)) == birth:
+    number, _, birth = launcher.partition("-")
+    while birth and began(int(number)) == birth:
         if time.monotonic() > due:
-            _signal(int(process), signal.SIGTERM)
+            _signal(int(number), signal.SIGTERM)
             return
         time.sleep(0.1)
 

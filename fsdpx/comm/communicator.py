@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 from fsdpx.comm.calls import DONE, AllCounts, Array, Arrays, Call, Counts, Handle, ReduceOp, even_pieces, split_evenly
 from fsdpx.comm.steps import Progress, progress_of
@@ -34,6 +34,16 @@ class Communicator(ABC):
     size: int
     progress: Progress
     """What waits on this communicator and its groups poke."""
+    leave: Callable[[], None] | None = None
+    """What the end of a `with` does instead of `close`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """Closed when all is well. After an exception the others do not come to a collective: the job ends."""
+        if kind is None:
+            (self.leave or self.close)()
 
     @abstractmethod
     def issue(self, call: Call) -> Handle:

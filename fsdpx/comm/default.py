@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fsdpx.comm.communicator import Communicator
 
-__all__ = ["Default", "current", "put", "use"]
+__all__ = ["Default", "current", "other", "put", "use", "uses"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Default:
 
 _of_thread: ContextVar[Default | None] = ContextVar("fsdpx_default", default=None)
 _of_process: list[Default | None] = [None]
+_other: list[tuple[int, int]] = []
 
 
 @contextmanager
@@ -39,6 +40,18 @@ def use(comm: Communicator) -> Iterator[None]:
 def put(default: Default | None) -> None:
     """This is the process's default from now on; None forgets it."""
     _of_process[0] = default
+
+
+def uses(comm: Communicator) -> None:
+    """The script has a communicator of its own in use."""
+    opened = current()
+    if opened is None or not (opened.of_thread or opened.comm.size == comm.size):
+        _other[:] = [(comm.rank, comm.size)]
+
+
+def other() -> tuple[int, int] | None:
+    """This rank and the size of such a communicator, the first time that it is asked for."""
+    return _other.pop() if _other else None
 
 
 def current() -> Default | None:

@@ -20,10 +20,10 @@ from fsdpx.comm.messages import Pairs
 from fsdpx.comm.reduction import is_half
 from fsdpx.comm.requests import Requests, lost, mpi_op, translated, wire
 from fsdpx.comm.staging import staged
-from fsdpx.comm.steps import Finish, Progress
-from fsdpx.errors import CommError
+from fsdpx.comm.steps import Finish, Progress, spin
+from fsdpx.errors import CommError, CommTimeout
 
-__all__ = ["LIMIT", "TIMEOUT", "MpiCommunicator"]
+__all__ = ["LIMIT", "TIMEOUT", "MpiCommunicator", "World"]
 
 LIMIT = 2**31 - 1
 """Elements of one MPI message: counts and displacements are C ints before MPI 4."""
@@ -39,7 +39,7 @@ class MpiCommunicator(Backend):
     time. Arrays on a GPU are copied to the host and back; the handle is complete when the copy back is issued."""
 
     def __init__(self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT) -> None:
-        self._start((MPI.COMM_WORLD if comm is None else comm).Dup(), timeout, limit, Progress())
+        self._start(_duplicate(MPI.COMM_WORLD if comm is None else comm, timeout), timeout, limit, Progress())
 
     def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), progress)
@@ -187,11 +187,33 @@ class MpiCommunicator(Backend):
             self.raw.Free()
 
     def abort(self, code: int = 1) -> None:
+        World.abort(code)
+
+
+class World:
+    """All ranks of MPI before there is a communicator of ours: enough to end them."""
+
+    rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))
+
+    @staticmethod
+    def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
             os._exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
         if environment.read().ulfm and MPI.COMM_WORLD.Get_size() - len(lost(MPI.COMM_WORLD)) == 1:
             os._exit(code)  # Open MPI 5.0 takes the abort of the last rank that lives for success
         MPI.COMM_WORLD.Abort(code)
+
+
+def _duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
+    """A wait that can end: the script may let a rank end, or do something else, that the others wait for here."""
+    made, request = comm.Idup()
+    if not spin(request.Test, Progress(), timeout):
+        who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+        raise CommTimeout(
+            f"opening a communicator on {who}: not all ranks have come within {timeout:g} s. All of them call "
+            "fsdpx.init() or distribute(); a rank that is missing has ended or is elsewhere"
+        )
+    return made
 
 
 _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {

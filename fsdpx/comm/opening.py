@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from fsdpx.comm.node import NodeCommunicator
     from fsdpx.comm.survivors import Survivor
 
-__all__ = ["BACKENDS", "Asked", "Opener", "adopt", "node_of", "place", "resilient", "world"]
+__all__ = ["BACKENDS", "Asked", "Opener", "adopt", "backend_name", "node_of", "resilient", "world"]
 
 
 class Asked(NamedTuple):
@@ -77,6 +78,17 @@ def adopt(comm: Any, backend: str | None = None) -> Communicator:
     return _open(backend, Asked(environment.read(), comm))
 
 
+def backend_name() -> str:
+    """Of the default communicator; if there is none, of the one that would be opened."""
+    opened = default.current()
+    if opened is None:
+        return next(name for name, opener in BACKENDS.items() if opener.suits(Asked(environment.read())))
+    comm: Any = opened.comm
+    while hasattr(comm, "comm"):  # what counts or guards it
+        comm = comm.comm
+    return type(comm).__name__.removesuffix("Communicator").lower()
+
+
 def node_of(comm: Any) -> NodeCommunicator | None:
     """The node communicator inside what counts or guards it, if there is one."""
     while comm is not None and not hasattr(comm, "share_one"):
@@ -111,19 +123,6 @@ def resilient(comm: Any = None) -> Survivor:
     return made
 
 
-def place() -> tuple[int, int]:
-    """This rank's number and how many there are: of the default communicator, else of this job. Not collective."""
-    opened = default.current()
-    if opened is not None:
-        return opened.comm.rank, opened.comm.size
-    if environment.read().launcher is None:
-        return 0, 1
-    _ranks_of_mpi(Asked(environment.read()))
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
-
-
 def _opened() -> Communicator:
     """All ranks of this job: the default communicator, or one for messages."""
     opened = default.current()
@@ -131,6 +130,10 @@ def _opened() -> Communicator:
 
 
 def _open(backend: str | None, asked: Asked) -> Communicator:
+    if backend is None and asked.comm is None and asked.settings.launcher is None:
+        said = environment.check_alone()
+        if said:
+            print(f"fsdpx: {said}", file=sys.stderr, flush=True)
     suits = (name for name, opener in BACKENDS.items() if opener.suits(asked))
     return BACKENDS[backend or next(suits)].open(asked)
 
@@ -161,9 +164,10 @@ def _opened_mpi(asked: Asked, shared: bool) -> Communicator:
     from fsdpx.comm import abort
 
     ranks = _ranks_of_mpi(asked)
-    from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator
+    from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator, World
     from fsdpx.comm.node import NodeCommunicator
 
+    abort.install(World())
     kind = NodeCommunicator if shared and ranks > 1 else MpiCommunicator
     made: NodeCommunicator | MpiCommunicator = kind(asked.comm, timeout=asked.settings.timeout or TIMEOUT)
     abort.install(made)

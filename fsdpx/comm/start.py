@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fsdpx import environment
 from fsdpx.comm.clock import CAME, began
+from fsdpx.comm.place import running_mpi
 
 __all__ = ["PREFIX", "together", "waiting"]
 
@@ -39,7 +40,7 @@ def together() -> Iterator[None]:
     with suppress(OSError):  # a folder that cannot be written: no clock
         folder.mkdir(parents=True, exist_ok=True)
         mark.write_text(f"{os.getpid()} {launcher.local_rank}")
-        clock = None if _running() else _clock(folder, settings, job)
+        clock = _clock(folder, settings, job) if running_mpi() is None else None
     _inside.append(mark)
     try:
         yield
@@ -67,11 +68,6 @@ def _clock(folder: Path, settings: environment.Environment, job: str) -> subproc
     known = (settings.start_timeout, job or 0, settings.expected_size or 0, settings.launcher.local_size or 0)
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("clock.py")), str(folder), *map(str, known)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-def _running() -> bool:
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and bool(mpi.Is_initialized())
 
 
 def _job(launcher: environment.Launcher) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import permutation
-from fsdpx.comm.opening import place
+from fsdpx.comm.place import place
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["DistributedSampler", "Share"]
@@ -189,7 +189,7 @@ def _place(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:
             raise ConfigError("DistributedSampler: pass comm, or rank and size, not both")
         return comm.rank, comm.size
     if rank is None and size is None:
-        return place()
+        return place()[:2]
     if rank is None or size is None:
         raise ConfigError(f"DistributedSampler(rank={rank}, size={size}): one of them is missing")
     return rank, size

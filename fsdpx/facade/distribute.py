@@ -8,6 +8,7 @@ from typing import Any
 from fsdpx.comm import default as defaults
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.default import uses
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
@@ -129,5 +130,7 @@ def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:
 
 def _world(comm: Any, backend: str | None) -> Communicator:
     if comm is not None:
-        return adopt(comm, backend)
+        adopted = adopt(comm, backend)
+        uses(adopted)
+        return adopted
     return default() if backend is None else open_world(backend)

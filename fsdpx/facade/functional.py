@@ -5,6 +5,7 @@ Results are new arrays; the arguments stay as they are, unless `out` is one of t
 from __future__ import annotations
 
 import platform
+import sys
 from math import prod
 from typing import Any, Literal, overload
 
@@ -16,6 +17,7 @@ from fsdpx.comm.calls import Array, Handle, Pieces, ReduceOp, even_pieces, piece
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.opening import world
+from fsdpx.comm.place import Place, place
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.trainer.calls import begin
 from fsdpx.watch.watchdog import unwatch, watch
@@ -45,7 +47,9 @@ class Future:
 def init(
     backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
 ) -> Communicator:
-    """Open the default communicator and return it; again without arguments: the one that is open.
+    """Open the default communicator and return it; again without arguments: the one that is open. Collective.
+
+    `with fsdpx.init() as comm:` closes it at the end, as `finalize` does; after an exception the job ends instead.
 
     With FSDPX_CHECK=1 every collective is compared over the ranks before it begins.
 
@@ -58,9 +62,11 @@ def init(
     existing = defaults.current()
     if existing is None:
         opened = _open(backend, comm, rank, size)
+        opened.comm.leave = finalize
         defaults.put(opened)
         return opened.comm
     if (backend, comm, rank, size) == (None, None, None, None):
+        existing.comm.leave = finalize
         return existing.comm
     if existing.of_thread:
         raise ConfigError("a rank of spawn has its communicator already: call init() without arguments")
@@ -101,21 +107,36 @@ def default() -> Communicator:
 
 
 def rank() -> int:
-    """This rank's number among all ranks."""
-    return default().rank
+    """This rank's number among all ranks: those of `init()`, before it all of MPI's or the launcher's.
+
+    Like `world_size` and `local_rank` it never communicates. A trainer on a communicator of your own has its own
+    `trainer.rank`."""
+    return _place("rank").rank
 
 
 def world_size() -> int:
-    """The number of all ranks."""
-    return default().size
+    """The number of all ranks, of which `rank` is one."""
+    return _place("world_size").size
 
 
 def local_rank() -> int:
     """This rank's number among the ranks on the same host."""
-    default()
-    opened = defaults.current()
-    assert opened is not None
-    return opened.local_rank
+    place = _place("local_rank")
+    if place.local_rank is None:
+        raise ConfigError(f"local_rank is not known of {place.world}: call fsdpx.init(), which finds it out, first")
+    return place.local_rank
+
+
+def _place(name: str) -> Place:
+    """Said once, by one rank: which world is meant where the script has two."""
+    found, other = place(), defaults.other()
+    if other is not None and other[1] != found.size and other[0] == 0:
+        print(
+            f"fsdpx: {name}() is of {found.world}, {found.size} in number; the communicator given to distribute() has "
+            f"{other[1]}, and trainer.rank is the rank there",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    return found
 
 
 def barrier() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 from fsdpx import environment
 from fsdpx.array import blas
+from fsdpx.comm.opening import backend_name
+from fsdpx.comm.place import place
 from fsdpx.state.tuning import stored
 from fsdpx.trainer.report import bytes_text
 from fsdpx.version import __version__
@@ -16,17 +18,35 @@ from fsdpx.version import __version__
 __all__ = ["info"]
 
 
-def info() -> str:
-    """A table of what was found. Loads MPI to ask its name, but does not initialise it."""
+class Info(dict[str, Any]):
+    """What was found, by name; as text, a table."""
+
+    def __str__(self) -> str:
+        width = max(map(len, self))
+        return "\n".join(f"{name.ljust(width)}  {text}" for name, text in self.items())
+
+
+def info() -> Info:
+    """What this process is (rank, size, local_rank, world, backend, device), and what was found on this machine.
+
+    Does not communicate. Loads MPI, in another process, to ask its name.
+
+    Returns
+    -------
+    dict : name -> what was found; `print` shows a table. backend is that in use, or that which `init()` would open;
+        device is "cuda" if there is a GPU that CuPy can use
+    """
+    cupy = _cupy()
+    here: dict[str, Any] = place()._asdict()
+    here |= {"backend": backend_name(), "device": "cuda" if cupy.endswith("GPUs") else "cpu"}
     python, numpy = f"{platform.python_version()} at {sys.executable}", f"{_version('numpy')}, BLAS {_blas()}"
     rows = [("fsdpx", __version__), ("Python", python), ("machine", _machine()), ("NumPy", numpy)]
     rows += [("Numba", _numba()), ("ml_dtypes", _version("ml_dtypes"))]
     rows += [("mpi4py", _version("mpi4py")), ("MPI library", _mpi()), ("launcher", _launcher())]
-    rows += [("CuPy", _cupy()), ("PyTorch", _version("torch")), ("shared memory", _shared())]
+    rows += [("CuPy", cupy), ("PyTorch", _version("torch")), ("shared memory", _shared())]
     rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
     rows += [("BLAS in use", blas.chosen()), *_tuned()]
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name.ljust(width)}  {text}" for name, text in rows)
+    return Info(here | dict(rows))
 
 
 def _shared() -> str:
@@ -86,7 +106,7 @@ def _launcher() -> str:
     settings = environment.read()
     if settings.launcher is None:
         return "none: this process is alone"
-    return f"{settings.launcher}, {settings.expected_size} ranks"
+    return f"{settings.launcher.name}, {settings.expected_size} ranks"
 
 
 def _cupy() -> str:

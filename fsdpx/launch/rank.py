@@ -14,8 +14,10 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 from fsdpx import environment
+from fsdpx.comm.place import running_mpi
 from fsdpx.comm.start import together
 
 __all__ = ["Note", "end_with_parent", "read_notes"]
@@ -58,6 +60,7 @@ def main() -> None:
     sys.meta_path.insert(0, _Start())
     begun = Note(settings.launcher.rank, os.getpid(), platform.node())
     begun.write(settings.run)
+    _note_exits(begun, settings.run)
     try:
         run.main()
     except BaseException as error:
@@ -70,6 +73,18 @@ def _ended(begun: Note, error: BaseException) -> Note:
     if not isinstance(error, SystemExit):
         return replace(begun, status=1, error=type(error).__name__)
     return replace(begun, status=error.code if isinstance(error.code, int) else int(error.code is not None))
+
+
+def _note_exits(begun: Note, folder: Path) -> None:
+    """Before MPI runs a launcher may not tell with which status `os._exit` has ended a rank."""
+    leave = os._exit
+
+    def noted(status: int) -> NoReturn:
+        if os.getpid() == begun.process and running_mpi() is None:
+            replace(begun, status=status).write(folder)
+        leave(status)
+
+    os._exit = noted
 
 
 class _Start(MetaPathFinder):

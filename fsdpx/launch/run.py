@@ -210,7 +210,7 @@ def _start(
     notes = read_notes(own)
     flights = _flights(own, notes)
     if deaths.in_vain.is_set():
-        ending = _before_the_start(notes, deaths.order, status)
+        ending = _before_the_start(notes, deaths.missed + deaths.order)
     else:
         ending = _ending(status, notes, flights, deaths.order, elastic)
     if ending.kind in ("done", "preempted"):
@@ -262,13 +262,13 @@ def _ending(
     return _death(status, notes, flights, deaths, step)
 
 
-def _before_the_start(notes: dict[int, Note], deaths: list[int], status: int) -> Ending:
+def _before_the_start(notes: dict[int, Note], deaths: list[int]) -> Ending:
     """How a job ended one rank of which had ended while others waited for it in MPI's start."""
     note = notes[next(rank for rank in deaths if rank in notes)]
     when = "before all ranks had started"
     where = f"rank {note.rank} on {note.host}"
     if note.status is None:
-        return Ending("died", status or 1, (note.rank, note.host), None, f"{where} died {when}")
+        return Ending("died", 1, (note.rank, note.host), None, f"{where} died {when}")
     what = note.error or f"exit status {note.status}"
     return Ending("error", note.status or 1, (note.rank, note.host), None, f"{where} ended with {what} {when}")
 
@@ -290,14 +290,16 @@ def _death(
 class _Deaths:
     """A thread that records in which order the ranks of this host end: the first one makes the others fail.
 
-    epoll returns descriptors in the order in which they became ready, however close the deaths are. in_vain: set when
-    others have waited in MPI's start, too long, for one that has ended."""
+    epoll returns descriptors in the order in which they became ready, however close the deaths are. missed: who had
+    ended before it was looked at. in_vain: set when others wait in MPI's start for one that has ended."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.order: list[int] = []
+        self.missed: list[int] = []
         self.in_vain = threading.Event()
         self._folder, self._ranks, self._host = folder, ranks, platform.node()
         self._stop = threading.Event()
+        self._living: dict[int, int] = {}  # descriptor of a process -> rank
         self._thread = threading.Thread(target=self._run, name="fsdpx run", daemon=True)
         if hasattr(os, "pidfd_open") and hasattr(select, "epoll"):
             self._thread.start()
@@ -308,32 +310,34 @@ class _Deaths:
             self._thread.join()
 
     def _run(self) -> None:
-        living: dict[int, int] = {}  # descriptor of a process -> rank
         known: set[int] = set()
-        since = math.inf  # when it was first seen that somebody waits in vain
+        since = math.inf  # when somebody was first seen to wait in vain
         with select.epoll() as deaths:
             while not self._stop.is_set():
-                notes = read_notes(self._folder) if len(known) < self._ranks else {}
-                for rank in sorted(notes.keys() - known):
+                notes = read_notes(self._folder) if len(known) < self._ranks and not self.order else {}
+                for rank in notes.keys() - known:
                     known.add(rank)
                     if notes[rank].host == self._host:
-                        try:
-                            descriptor = os.pidfd_open(notes[rank].process)
-                        except ProcessLookupError:
-                            self.order.append(rank)
-                            continue
-                        living[descriptor] = rank
-                        deaths.register(descriptor, select.EPOLLIN)
+                        self._look_at(rank, notes[rank].process, deaths)
                 for descriptor, _ in deaths.poll(0.1):
                     deaths.unregister(descriptor)
-                    self.order.append(living.pop(descriptor))
+                    self.order.append(self._living.pop(descriptor))
                     os.close(descriptor)
                 now = time.monotonic()
-                since = min(since, now) if self.order and waiting(self._folder) else math.inf
+                since = min(since, now) if (self.order or self.missed) and waiting(self._folder) else math.inf
                 if now - since >= _SECONDS_IN_VAIN:
                     self.in_vain.set()
-        for descriptor in living:
+        for descriptor in self._living:
             os.close(descriptor)
+
+    def _look_at(self, rank: int, process: int, deaths: select.epoll) -> None:
+        try:
+            descriptor = os.pidfd_open(process)
+        except OSError:
+            self.missed.append(rank)
+        else:
+            self._living[descriptor] = rank
+            deaths.register(descriptor, select.EPOLLIN)
 
 
 class _Signals:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -454,6 +454,14 @@ class Trainer:
     def reset(self) -> None:
         """Start counting anew: traffic and time."""
         self.engine.reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        """`with model.as_distributed(...) as trainer:` closes it when all is well; after an exception the job ends."""
+        if kind is None:
+            self.close()
 
     def close(self) -> None:
         """Free the memory shared with other ranks and the communicators that were made for this trainer. Collective.

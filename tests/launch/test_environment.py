@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpx.environment import Environment, alone, check_size, read
+from fsdpx.environment import Environment, Launcher, alone, check_alone, check_size, read
 from fsdpx.errors import LaunchError
 
 
@@ -21,7 +21,11 @@ from fsdpx.errors import LaunchError
             {"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PMI_SIZE": "4"},
             4,
         ),  # mpiexec in a job: the daemon's variables
-        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PMI_RANK": "1"}, None),
+        ({"SLURM_NTASKS": "2", "SLURM_STEP_ID": "0", "PMI_RANK": "0"}, None),
+        ({"SLURM_NTASKS": "8"}, None),  # a shell of salloc
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967290"}, None),  # an interactive step's
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "3"}, 8),
+        ({"MV2_COMM_WORLD_SIZE": "6", "MV2_COMM_WORLD_RANK": "5"}, 6),
         ({"PMI_SIZE": "4", "FSDPX_EXPECT_SIZE": "5"}, 5),
         ({"FSDPX_EXPECT_SIZE": "1"}, 1),
     ],
@@ -30,6 +34,53 @@ def test_expected_size(environ, size):
     found = read(environ)
     assert found.expected_size == size
     assert (found.launcher is None) == (size is None)
+
+
+def test_a_launcher_that_says_only_which_rank_this_is():
+    found = read({"PMI_RANK": "1"})
+    assert found.launcher == Launcher("mpiexec or srun with PMI (PMI_SIZE)", rank=1, variable="PMI_RANK")
+    check_size(2, found)
+    with pytest.raises(LaunchError, match=r"this rank was started without the others: .* says 2 ranks"):
+        check_size(1, found)
+
+
+def test_what_is_known_of_ranks_on_this_host():
+    said = {"PMI_SIZE": "6", "PMI_RANK": "5", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
+    assert read(said).launcher == Launcher("mpiexec or srun with PMI (PMI_SIZE)", 6, 5, 2, 3, "PMI_RANK")
+    said = {f"OMPI_COMM_WORLD_{name}": n for name, n in (("SIZE", "6"), ("RANK", "5"), ("LOCAL_RANK", "2"))}
+    assert read(said).launcher == Launcher(
+        "mpiexec of Open MPI (OMPI_COMM_WORLD_SIZE)", 6, 5, 2, None, "OMPI_COMM_WORLD_RANK"
+    )
+    said = {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    assert read(said).launcher == Launcher("srun (SLURM_STEP_NUM_TASKS)", 4, 3, 1, None, "SLURM_PROCID")
+
+
+def test_variables_of_torchrun_mean_one_of_several():
+    with pytest.raises(LaunchError) as caught:
+        check_alone({"RANK": "1", "WORLD_SIZE": "2"})
+    assert "RANK=1 and WORLD_SIZE=2 say that this process is one of 2, as torchrun sets them" in str(caught.value)
+    assert "mpiexec -n 2 python ... (or srun), or unset RANK and WORLD_SIZE" in str(caught.value)
+    assert "fsdpx.init(backend='local')" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "2"},
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "4"},
+    ],
+)
+def test_a_process_alone_is_no_error(environ):
+    assert check_alone(environ) == ""
+
+
+def test_a_process_alone_in_a_job_of_several_tasks_goes_on_with_a_note():
+    """A batch script may start several independent processes, an interactive shell may try something."""
+    note = check_alone({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"})
+    assert note == "this process is alone, in a Slurm job of 8 tasks: srun or mpiexec starts all of them"
 
 
 def test_settings():
@@ -46,6 +97,7 @@ def test_settings():
         ("FSDPX_EXPECT_SIZE", "four", "FSDPX_EXPECT_SIZE='four' is not a number of ranks"),
         ("PMI_SIZE", "0", "PMI_SIZE='0' is not a number of ranks"),
         ("FSDPX_TIMEOUT", "-1", "FSDPX_TIMEOUT='-1' is not a time"),
+        ("FSDPX_START_TIMEOUT", "0", "FSDPX_START_TIMEOUT='0' is not a time"),
         ("FSDPX_TIMEOUT", "soon", "FSDPX_TIMEOUT='soon' is not a time"),
     ],
 )

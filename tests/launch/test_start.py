@@ -1,0 +1,137 @@
+"""The start of MPI with a rank that does not come: real jobs, which would wait for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from trials import Done, alive_in, environment, job, none_left
+
+from fsdpx.comm.clock import report
+from fsdpx.environment import Launcher
+from fsdpx.launch.rank import Note
+from fsdpx.launch.run import Ending, _before_the_start
+
+FIRST = """
+import os, sys, time
+rank = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
+open(f"began-{rank}", "w").close()
+if rank == 1:
+    while len([n for n in os.listdir() if n.startswith("began-")]) < 3: time.sleep(0.01)
+    time.sleep(float(sys.argv[1])); exec(sys.argv[2])
+"""
+INIT = "import fsdpx\ncomm = fsdpx.init()\nif comm.rank == 0: print('through', comm.size, flush=True)\n"
+IMPORT = "from mpi4py import MPI\n"
+COME = "come to the start of MPI within 3 s after the first rank of "
+
+
+def test_who_is_missing_is_said_as_far_as_it_is_known() -> None:
+    came = {0: (11, "0"), 3: (12, "1")}
+    assert "fsdpx: ranks 1, 2, 4 of 5 have not " + COME in report(came, 3, 5, 5, known=True)
+    assert "; ranks 0, 3 waited, and the job ends. A rank that is missing" in report(came, 3, 5, 5, known=True)
+    assert " local rank 2 of 3 has not " + COME in report(came, 3, 6, 3, known=True)
+    assert " but not those of other hosts have " + COME in report(came, 3, 4, 2, known=True)
+    for size, local, known in ((5, 5, False), (5, 0, True)):  # the launcher's process, or its variables, are not seen
+        assert "fsdpx: not all ranks have " + COME in report(came, 3, size, local, known)
+    assert "call fsdpx.init() before other long work, or set FSDPX_START_TIMEOUT" in report(came, 3, 5, 5, True)
+
+
+def test_who_ended_before_the_start_gives_message_and_status() -> None:
+    notes = {0: Note(0, 1, "n1"), 1: Note(1, 2, "n1", 3)}
+    text = "rank 1 on n1 ended with exit status 3 before all ranks had started"
+    assert _before_the_start(notes, [1]) == Ending("error", 3, (1, "n1"), None, text)
+    notes[1] = Note(1, 2, "n1", 0)
+    assert _before_the_start(notes, [1]).status == 1  # a job that did not run is not done
+    assert _before_the_start({1: Note(1, 2, "n1")}, [1]).text == "rank 1 on n1 died before all ranks had started"
+
+
+def started(folder: Path, what: str, after: float = 0.0, rest: str = INIT, **variables: str) -> Done:
+    done = job(folder, FIRST + rest, args=(str(after), what), **variables)
+    assert none_left(folder)
+    assert list((folder / "tmp").glob("fsdpx-*")) == []
+    return done
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("what", ["time.sleep(1000)", "sys.exit(0)", "os._exit(0)"])
+def test_a_rank_that_does_not_come_ends_the_job_and_is_named(tmp_path: Path, what: str) -> None:
+    done = started(tmp_path, what, FSDPX_START_TIMEOUT="3")
+    assert done.status != 0
+    assert done.seconds < 30
+    assert "fsdpx: rank 1 of 3 has not " + COME in done.err or "prterun" in done.err  # which may be faster
+    assert "through" not in done.out
+
+
+@pytest.mark.jobs
+def test_a_rank_that_comes_late_is_waited_for(tmp_path: Path) -> None:
+    done = started(tmp_path, "pass", after=2.0)
+    assert done.status == 0, done.err
+    assert "through 3" in done.out
+    assert "fsdpx:" not in done.err
+
+
+@pytest.mark.jobs
+def test_a_rank_that_ends_after_the_start_of_mpi_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    ends = "\nif MPI.COMM_WORLD.rank == 1: time.sleep(1000)\n"
+    done = started(tmp_path, "pass", rest=IMPORT + ends + INIT, FSDPX_TIMEOUT="2")
+    assert done.status != 0
+    assert done.seconds < 30
+    assert "not all ranks have come within 2 s. All of them call fsdpx.init() or distribute()" in done.err
+
+
+def run(folder: Path, what: str, rest: str = INIT, *options: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """Under `fsdpx run`; and the seconds it took."""
+    (folder / "tmp").mkdir()
+    (folder / "job.py").write_text(FIRST + rest)
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdpx", "run", "-n", "3", "--max-restarts", "0", *options, "job.py", "0", what],
+        cwd=folder, capture_output=True, text=True, timeout=55, env=environment(TMPDIR=str(folder / "tmp")),
+    )  # fmt: skip
+    assert none_left(folder)
+    return done, time.monotonic() - begin
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("rest", [INIT, IMPORT + INIT], ids=["init", "mpi4py"])
+@pytest.mark.parametrize(
+    ("what", "said", "status"),
+    [
+        ("import nothing", "ended with ModuleNotFoundError", 1),
+        ("sys.exit(3)", "ended with exit status 3", 3),
+        ("sys.exit(0)", "ended with exit status 0", 1),
+        ("os._exit(7)", "ended with exit status 7", 7),
+    ],
+)
+def test_run_ends_with_who_ended_before_the_start(tmp_path: Path, what: str, said: str, status: int, rest: str) -> None:
+    done, seconds = run(tmp_path, what, rest)
+    assert f" {said}" in done.stderr.partition("fsdpx run: rank 1 on ")[2], done.stderr
+    assert ("No module named 'nothing'" in done.stderr) == ("import" in what)
+    assert done.returncode == status
+    assert seconds < 30  # of the 60 that ranks would wait
+
+
+@pytest.mark.jobs
+def test_run_that_is_killed_leaves_nobody_behind(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(FIRST + INIT)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "fsdpx", "run", "-n", "3", "job.py", "0", "time.sleep(1000)"],
+        cwd=tmp_path, env=environment(TMPDIR=str(tmp_path)),
+    )  # fmt: skip
+    while len(list(tmp_path.glob("began-*"))) < 3 or not list(tmp_path.glob("fsdpx-run-*/start-0/start-*/came-*")):
+        time.sleep(0.02)
+    os.kill(job.pid, signal.SIGKILL)
+    job.wait()
+    assert none_left(tmp_path, 20), alive_in(tmp_path)
+
+
+def test_a_launcher_says_which_variable_has_the_rank() -> None:
+    from fsdpx.environment import read
+
+    said = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+    assert read(said).launcher == Launcher("mpiexec or srun with PMI (PMI_SIZE)", 3, 2, 0, 1, "PMI_RANK")
