@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
@@ -117,6 +118,7 @@ def main(args: argparse.Namespace) -> int:
         raise LaunchError("run: --max-restarts, --backoff and --grace are 0 or more")
     plan = RestartPlan(args.ranks, least, args.max_restarts, args.backoff)
     launcher = _launcher(args.mpiexec, args.elastic, args.retune)
+    _look_for(args.script, args.module)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-run-")) if args.folder is None else args.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with _Signals(args.grace) as signals:
@@ -140,6 +142,15 @@ def main(args: argparse.Namespace) -> int:
     return ending.status
 
 
+def _look_for(script: str, module: bool) -> None:
+    """LaunchError if there is nothing to start, before any rank says so."""
+    where = Path.cwd()
+    if module and PathFinder.find_spec(script.partition(".")[0], [str(where), *sys.path]) is None:
+        raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
+    if not module and not Path(script).exists():
+        raise LaunchError(f"there is no script {script!r} in {where}")
+
+
 def _log(text: str) -> None:
     print(f"fsdpx run: {text}", file=sys.stderr, flush=True)
 
@@ -155,6 +166,8 @@ def _launcher(given: str | None, elastic: bool, retune: bool = False) -> list[st
     elastic: with the options that let a job survive deaths; LaunchError if this MPI has none."""
     if given is not None:
         words = shlex.split(given)
+        if not words or shutil.which(words[0]) is None:
+            raise LaunchError(f"run: {given} cannot be started: there is no such command; name one of PATH, or a file")
         return [*words, *_to_survive(words, _version(words))] if elastic else words
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
