@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["CAME", "began"]
+__all__ = ["CAME", "began", "ranks_text"]
 
 CAME = "came-"
 EVERY = 0.5
@@ -53,17 +53,19 @@ def report(found: dict[int, tuple[int, str]], seconds: float, size: int, local_s
         who = f"all ranks of {host} but not those of other hosts have"
     elif size == local_size:
         missing = set(range(size)) - set(found)
-        who = f"{_named(missing)} of {size} {'has' if len(missing) == 1 else 'have'} not"
+        who = f"{ranks_text(missing)} of {size} {'has' if len(missing) == 1 else 'have'} not"
     else:
-        who = f"on {host} local {_named(missing)} of {local_size} {'has' if len(missing) == 1 else 'have'} not"
+        who = f"on {host} local {ranks_text(missing)} of {local_size} {'has' if len(missing) == 1 else 'have'} not"
+    come = f"{who} come to the start of MPI within {seconds:g} s after the first rank of {host}"
     return (
-        f"fsdpx: {who} come to the start of MPI within {seconds:g} s after the first rank of {host}; {_named(found)} "
+        f"fsdpx: {come}; {ranks_text(found)} "
         "waited, and the job ends. A rank that is missing has not begun, has ended, or is busy: call fsdpx.init() "
         "before other long work, or set FSDPX_START_TIMEOUT to more seconds\n"
     )
 
 
-def _named(ranks: Iterable[int]) -> str:
+def ranks_text(ranks: Iterable[int]) -> str:
+    """ "rank 3" or "ranks 0, 2"."""
     numbers = sorted(ranks)
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
@@ -100,12 +102,14 @@ def _signal(process: int, number: signal.Signals) -> None:
         os.kill(process, number)
 
 
-def main(folder: str, seconds: str, launcher: str, size: str, local_size: str) -> None:
+def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, keep: str) -> None:
+    """keep: `fsdpx run` reads the marks, and removes them itself."""
     found = watch(folder, float(seconds))
     if found:
         sys.stderr.write(report(found, float(seconds), int(size), int(local_size), launcher != "0"))
         sys.stderr.flush()
-    shutil.rmtree(folder, ignore_errors=True)
+    if keep != "keep":
+        shutil.rmtree(folder, ignore_errors=True)
     if found:
         end(found, launcher)
 

@@ -66,7 +66,8 @@ def _clock(folder: Path, settings: environment.Environment, job: str) -> subproc
         return None
     assert settings.launcher is not None
     known = (settings.start_timeout, job or 0, settings.expected_size or 0, settings.launcher.local_size or 0)
-    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("clock.py")), str(folder), *map(str, known)]
+    words = [str(folder), *map(str, known), "keep" if settings.run else ""]
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("clock.py")), *words]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 

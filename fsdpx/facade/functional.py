@@ -76,13 +76,22 @@ def init(
 def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) -> defaults.Default:
     base = world(backend, comm, rank=rank, size=size)
     made = () if base is comm else (base,)
-    hosts = base.all_gather_object(platform.node())
-    local_rank = hosts[: base.rank].count(hosts[base.rank])
+    launcher = environment.read().launcher
+    hosts = base.all_gather_object((platform.node(), None if launcher is None else launcher.local_rank))
+    local_rank = _local_rank(base.rank, hosts)
     watch(base, patient=False)  # as long as there is no program, nobody sees whether others move
     if not environment.read().check or base.size == 1:
         return defaults.Default(base, local_rank, made)
     guarded = Guarded(base)
     return defaults.Default(guarded, local_rank, (guarded, *made))
+
+
+def _local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
+    """The launcher's number, which was known before, if it numbers the ranks of this host; else their order."""
+    here = [(other, said) for other, (host, said) in enumerate(hosts) if host == hosts[rank][0]]
+    ranks, numbers = zip(*here, strict=True)
+    local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
+    return int(dict(zip(ranks, local, strict=True))[rank])
 
 
 def is_initialized() -> bool:

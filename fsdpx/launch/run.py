@@ -23,6 +23,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
+from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.start import waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.rank import Note, end_with_parent, read_notes
@@ -222,8 +223,9 @@ def _start(
     status = job.returncode if job.returncode >= 0 else 128 - job.returncode
     notes = read_notes(own)
     flights = _flights(own, notes)
-    if deaths.in_vain.is_set():
-        ending = _before_the_start(notes, deaths.missed + deaths.order)
+    waited = waiting(own)
+    if waited and (status or deaths.in_vain.is_set()):
+        ending = _before_the_start(notes, deaths.missed + deaths.order, waited)
     else:
         ending = _ending(status, notes, flights, deaths.order, elastic)
     if ending.kind in ("done", "preempted"):
@@ -275,15 +277,18 @@ def _ending(
     return _death(status, notes, flights, deaths, step)
 
 
-def _before_the_start(notes: dict[int, Note], deaths: list[int]) -> Ending:
-    """How a job ended one rank of which had ended while others waited for it in MPI's start."""
-    note = notes[next(rank for rank in deaths if rank in notes)]
-    when = "before all ranks had started"
-    where = f"rank {note.rank} on {note.host}"
+def _before_the_start(notes: dict[int, Note], ended: list[int], waited: set[int]) -> Ending:
+    """How a job ended in which some had waited in MPI's start for others. ended: in this order, as far as known."""
+    first = next((rank for rank in ended if rank in notes and rank not in waited), None)
+    if first is None:
+        text = f"{ranks_text(waited)} waited in MPI's start for others that did not come"
+        return Ending("hung", HUNG, None, None, text)
+    note = notes[first]
+    who, when = (note.rank, note.host), "before all ranks had started"
     if note.status is None:
-        return Ending("died", 1, (note.rank, note.host), None, f"{where} died {when}")
+        return Ending("died", 1, who, None, f"rank {note.rank} on {note.host} died {when}")
     what = note.error or f"exit status {note.status}"
-    return Ending("error", note.status or 1, (note.rank, note.host), None, f"{where} ended with {what} {when}")
+    return Ending("error", note.status or 1, who, None, f"rank {note.rank} on {note.host} ended with {what} {when}")
 
 
 def _death(

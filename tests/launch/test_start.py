@@ -44,10 +44,12 @@ def test_who_is_missing_is_said_as_far_as_it_is_known() -> None:
 def test_who_ended_before_the_start_gives_message_and_status() -> None:
     notes = {0: Note(0, 1, "n1"), 1: Note(1, 2, "n1", 3)}
     text = "rank 1 on n1 ended with exit status 3 before all ranks had started"
-    assert _before_the_start(notes, [1]) == Ending("error", 3, (1, "n1"), None, text)
+    assert _before_the_start(notes, [1], {0}) == Ending("error", 3, (1, "n1"), None, text)
     notes[1] = Note(1, 2, "n1", 0)
-    assert _before_the_start(notes, [1]).status == 1  # a job that did not run is not done
-    assert _before_the_start({1: Note(1, 2, "n1")}, [1]).text == "rank 1 on n1 died before all ranks had started"
+    assert _before_the_start(notes, [1], {0}).status == 1  # a job that did not run is not done
+    assert _before_the_start({1: Note(1, 2, "n1")}, [1], {0}).text == "rank 1 on n1 died before all ranks had started"
+    late = _before_the_start(notes, [0, 2], {0, 2})
+    assert (late.kind, late.text) == ("hung", "ranks 0, 2 waited in MPI's start for others that did not come")
 
 
 def started(folder: Path, what: str, after: float = 0.0, rest: str = INIT, **variables: str) -> Done:
