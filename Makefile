@@ -75,7 +75,7 @@ chaos: $(VENV)/.ready
 ifeq ($(MPI),openmpi)
 test-elastic: $(VENV)/.ready
 	$(PY) -m pytest tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py tests/watch/test_leaving.py \
-		tests/launch/test_start.py tests/facade
+		tests/launch/test_start.py tests/launch/test_left.py tests/facade
 
 chaos-elastic: $(VENV)/.ready
 	$(PY) tests/elastic/chaos_elastic.py 60

@@ -34,7 +34,8 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
     commands = p.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
+    info = commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
+    info.add_argument("--left", action="store_true", help="only the files that killed MPI jobs have left in /dev/shm")
     _start(commands.add_parser("run", help="start N ranks; restart from the last checkpoint when a death ends the job"))
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
     _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
@@ -45,8 +46,9 @@ def parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     if args.command == "info":
         from fsdpx.launch.info import info
+        from fsdpx.launch.left import left
 
-        print(info())
+        print(*left(), sep="\n") if args.left else print(info())
         return 0
     if args.command == "run":
         from fsdpx.launch import run

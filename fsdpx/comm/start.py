@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from fsdpx import environment
 from fsdpx.comm.clock import CAME, began
 from fsdpx.comm.place import running_mpi
 
-__all__ = ["PREFIX", "together", "waiting"]
+__all__ = ["PREFIX", "lives", "ours", "owner", "together", "waiting"]
 
 PREFIX = "fsdpx-start-"
 _inside: list[Path] = []  # the mark of this process, while it waits
@@ -58,12 +59,40 @@ def waiting(run: Path) -> set[int]:
     return {int(mark.name.removeprefix(CAME)) for mark in run.glob(f"start-*/{CAME}*")}
 
 
+def ours(path: Path) -> bool:
+    """Whether this user owns it, and so may remove it."""
+    with suppress(OSError):  # it is gone by now
+        return path.stat().st_uid == getattr(os, "getuid", int)()
+    return False
+
+
+def owner() -> str:
+    """This process, for `lives`: a number alone could be another's by then."""
+    return f"{os.getpid()}-{began(os.getpid())}"
+
+
+def lives(owner: str) -> bool:
+    """Whether the process of this host that has called itself so is still there."""
+    process, _, birth = owner.partition("-")
+    if not process.isdecimal():
+        return True  # nobody knows
+    return began(int(process)) == birth if birth else began(int(process)) != ""
+
+
+def _clear() -> None:
+    """Remove what killed jobs have left."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if ours(left) and not lives(left.name.removeprefix(PREFIX)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def _clock(folder: Path, settings: environment.Environment, job: str) -> subprocess.Popen[bytes] | None:
     """A Python without site-packages: 10 ms of a core. It outlives what the launcher kills, to clear up."""
     try:
         (folder / "clock").touch(exist_ok=False)
     except FileExistsError:
         return None
+    _clear()
     assert settings.launcher is not None
     known = (settings.start_timeout, job or 0, settings.expected_size or 0, settings.launcher.local_size or 0)
     words = [str(folder), *map(str, known), "keep" if settings.run else ""]

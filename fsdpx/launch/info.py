@@ -11,11 +11,14 @@ from fsdpx import environment
 from fsdpx.array import blas
 from fsdpx.comm.opening import backend_name
 from fsdpx.comm.place import place
+from fsdpx.launch.left import left
 from fsdpx.state.tuning import stored
 from fsdpx.trainer.report import bytes_text
 from fsdpx.version import __version__
 
 __all__ = ["info"]
+
+LEFT = "python -m fsdpx info --left"
 
 
 class Info(dict[str, Any]):
@@ -44,6 +47,7 @@ def info() -> Info:
     rows += [("Numba", _numba()), ("ml_dtypes", _version("ml_dtypes"))]
     rows += [("mpi4py", _version("mpi4py")), ("MPI library", _mpi()), ("launcher", _launcher())]
     rows += [("CuPy", cupy), ("PyTorch", _version("torch")), ("shared memory", _shared())]
+    rows += [("left in /dev/shm", _left())]
     rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
     rows += [("BLAS in use", blas.chosen()), *_tuned()]
     return Info(here | dict(rows))
@@ -55,6 +59,15 @@ def _shared() -> str:
         return "no limit of its own"
     found = os.statvfs("/dev/shm")
     return f"{bytes_text(found.f_bavail * found.f_frsize)} free in /dev/shm"
+
+
+def _left() -> str:
+    """What killed jobs have left there that is MPI's; what is ours the next job removes."""
+    found = left()
+    if not found:
+        return "nothing by killed MPI jobs"
+    size = bytes_text(sum(path.stat().st_size for path in found))
+    return f"{size} in {len(found)} files by killed MPI jobs; to remove them: {LEFT} | xargs rm"
 
 
 def _tuned() -> list[tuple[str, str]]:

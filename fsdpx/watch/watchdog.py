@@ -23,6 +23,7 @@ from typing import Any
 
 from fsdpx import environment
 from fsdpx.comm.mesh import Axes
+from fsdpx.comm.start import ours
 from fsdpx.comm.steps import Progress, progress_of, spin
 from fsdpx.watch.flight import LENGTH, Flight, Recorder, log, read_all
 from fsdpx.watch.leaving import LEFT, all_gone, all_left, ended, leaving, missed, state_of, status, stays
@@ -34,7 +35,6 @@ HUNG = 124
 PATIENCE = 10.0
 """While a watchdog watches, a single wait may last so many times the timeout as long as other ranks move."""
 _PREFIX = "fsdpx-flight-"
-_DAY = 86400.0
 
 _watchdogs: weakref.WeakKeyDictionary[Any, Watchdog] = weakref.WeakKeyDictionary()
 
@@ -421,10 +421,15 @@ def _folder(token: str) -> Path:
         return run / f"flight-{token}"
     temporary = Path(tempfile.gettempdir())
     for left in temporary.glob(_PREFIX + "*"):  # of jobs that were killed
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _DAY and os.access(left, os.W_OK):
-                shutil.rmtree(left, ignore_errors=True)
+        if ours(left) and _abandoned(left):
+            shutil.rmtree(left, ignore_errors=True)
     return temporary / (_PREFIX + token)
+
+
+def _abandoned(folder: Path) -> bool:
+    """Whether the ranks that have left records in `folder` were all of this host and are no more."""
+    flights, here = read_all(folder).values(), platform.node()
+    return bool(flights) and all(f.host == here and state_of(f.process) == "" for f in flights)
 
 
 def _keep(folder: Path, text: str) -> Path:

@@ -1,0 +1,37 @@
+"""What killed jobs have left in the memory that MPI libraries share. No library removes it later, and it is finite."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from fsdpx.comm.start import ours
+
+__all__ = ["SHARED", "left"]
+
+SHARED = Path("/dev/shm")
+NAMES = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*")
+"""Of MPICH; of Open MPI: messages, in versions 5 and 4, and windows."""
+SECONDS = 60.0
+"""Younger ones may belong to a job that starts."""
+
+
+def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
+    """Files of this user that belong to an MPI library and that no process has mapped."""
+    old = time.time() - seconds
+    found = sorted(path for name in NAMES for path in folder.glob(name) if ours(path) and path.stat().st_mtime < old)
+    used = _mapped(folder) if found else set()
+    return [path for path in found if str(path) not in used]
+
+
+def _mapped(folder: Path) -> set[str]:
+    """Files in `folder` that processes have mapped, as far as this one may see them."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):  # it has ended, or is another user's
+            for line in maps.read_text(errors="replace").splitlines():
+                _, between, name = line.partition(f" {folder}/")
+                if between:
+                    found.add(f"{folder}/{name.removesuffix(' (deleted)')}")
+    return found

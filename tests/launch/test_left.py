@@ -1,0 +1,118 @@
+"""What killed jobs leave behind: the next start removes what is ours, `info` names what is MPI's."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
+
+from fsdpx.comm.start import lives, owner
+from fsdpx.launch.left import left
+from fsdpx.launch.run import _temporary
+from fsdpx.watch.flight import Recorder
+from fsdpx.watch.watchdog import _folder
+
+WAITS = """
+shared = [line.split(maxsplit=5)[5].strip() for line in open("/proc/self/maps") if "/dev/shm/" in line]
+open(f"shared-{comm.rank}", "w").write("\\n".join(shared))
+os.rename(f"shared-{comm.rank}", f"ready-{comm.rank}")
+time.sleep(100)
+"""
+
+
+def ended() -> int:
+    """The number of a process that has ended."""
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+def record(folder: Path, process: int, host: str) -> Path:
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "getpid", lambda: process)
+        Recorder(folder / "rank-00000.flight", 0, 2, host)
+    return folder
+
+
+def test_records_go_when_all_who_wrote_them_are_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, here = ended(), platform.node()
+    gone = record(tmp_path / "fsdpx-flight-dead", dead, here)
+    kept = [
+        record(tmp_path / "fsdpx-flight-lives", os.getpid(), here),
+        record(tmp_path / "fsdpx-flight-elsewhere", dead, "another-host"),
+        record(tmp_path / "not-ours", dead, here),
+    ]
+    (tmp_path / "fsdpx-flight-begins").mkdir()
+    for folder in (gone, *kept):
+        os.utime(folder, (0, 0))  # a job may run for long
+    assert _folder("new") == tmp_path / "fsdpx-flight-new"
+    assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "fsdpx-flight-begins"])
+
+
+def test_folders_of_killed_starters_go_and_records_that_were_kept_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name, said in (("killed", f"{ended()}-1"), ("lives", owner()), ("kept", None)):
+        (tmp_path / f"fsdpx-run-{name}").mkdir()
+        if said is not None:
+            (tmp_path / f"fsdpx-run-{name}" / "owner").write_text(said)
+    made = _temporary()
+    assert (made / "owner").read_text() == owner()
+    assert {path.name for path in tmp_path.iterdir()} == {"fsdpx-run-lives", "fsdpx-run-kept", made.name}
+
+
+def test_who_lives() -> None:
+    assert lives(owner())
+    assert not lives(f"{os.getpid()}-1")  # another process had this number once
+    assert not lives(str(ended()))
+    assert lives("somebody")
+
+
+def test_what_is_mpis_is_found_unless_it_is_in_use(tmp_path: Path) -> None:
+    for name in ("mpich_shm_1f_0", "mpich_shm_2f_0", "sm_segment.n1.0.1", "someone_elses"):
+        (tmp_path / name).write_bytes(bytes(4096))
+    with (tmp_path / "mpich_shm_2f_0").open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+        found = [path.name for path in left(tmp_path, 0.0)]
+    assert found == ["mpich_shm_1f_0", "sm_segment.n1.0.1"]
+    assert left(tmp_path) == []  # they are new
+    assert len(left(tmp_path, 0.0)) == 3
+
+
+@pytest.mark.jobs
+def test_a_job_that_is_killed_and_the_next_one(tmp_path: Path) -> None:
+    """All its processes at once, the launcher's as well."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    (tmp_path / "job.py").write_text(TRAINER + WAITS)
+    killed = subprocess.Popen(
+        [str(MPIEXEC), "-n", "3", sys.executable, "job.py"],
+        cwd=tmp_path, env=environment(TMPDIR=str(temporary)), stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    while len(list(tmp_path.glob("ready-*"))) < 3:
+        assert killed.poll() is None
+        time.sleep(0.02)
+    for process in alive_in(tmp_path):
+        os.kill(process, signal.SIGKILL)
+    killed.wait()
+    assert none_left(tmp_path)
+    assert list(temporary.glob("fsdpx-flight-*/rank-*.flight"))
+    shared = {Path(line) for ready in tmp_path.glob("ready-*") for line in ready.read_text().splitlines()}
+    ours = [path for path in left(seconds=0.0) if path in shared]
+    assert len(ours) == len([path for path in shared if path.exists()])
+    if ours:  # an MPI library may have removed their names while they were in use
+        subprocess.run(["xargs", "rm"], input="\n".join(map(str, ours)), text=True, check=True)
+    done = job(tmp_path, TRAINER + "outside = lambda step: None\n" + STEPS)
+    assert done.status == 0, done.err
+    assert list(temporary.glob("fsdpx-*")) == []
