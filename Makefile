@@ -59,7 +59,7 @@ test-threads: $(VENV)/.ready
 	$(PY) -m pytest tests -m "not world" -n $(JOBS) --dist worksteal
 
 test-mpi-%: $(VENV)/.ready
-	$(MPIEXEC) $(MPIFLAGS) -n $* $(PY) tests/world.py
+	$(MPIEXEC) $(MPIFLAGS) -n $* $(PY) -m pytest tests -m world --with-mpi -p no:cacheprovider
 
 thorough: $(VENV)/.ready
 	$(PY) -m pytest tests/engine/test_any_mesh.py --hypothesis-profile=thorough --timeout=0

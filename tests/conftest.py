@@ -4,6 +4,9 @@ import os
 
 import pytest
 from hypothesis import settings
+from ranks_of_mpi import Ranks
+
+from fsdpx import environment
 
 settings.register_profile("check", max_examples=10, derandomize=True, database=None, deadline=None)
 settings.register_profile("suite", max_examples=60, derandomize=True, database=None, deadline=None)
@@ -12,6 +15,14 @@ settings.load_profile("suite")
 
 os.environ.setdefault("FSDPX_TUNE", "0")  # measurements belong to the tests that are about them
 os.environ.pop("PYTHONUNBUFFERED", None)  # with it a print is several writes, and lines of the ranks of a job mix
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Under `mpirun -n 4` this is one of several ranks that run the same tests together."""
+    found = environment.read()
+    if found.launcher is not None and found.launcher.rank is not None and (found.expected_size or 1) > 1:
+        config.pluginmanager.register(Ranks(found.launcher.rank), "ranks")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -31,7 +31,8 @@ def together() -> Iterator[None]:
     ever. If MPI runs already there is no clock: then it is the script that knows when ranks come."""
     settings = environment.read()
     launcher = settings.launcher
-    if _inside or launcher is None or launcher.rank is None or settings.expected_size == 1:
+    unheeded = running_mpi() is not None and settings.run is None
+    if _inside or unheeded or launcher is None or launcher.rank is None or settings.expected_size == 1:
         yield
         return
     job = _job(launcher)

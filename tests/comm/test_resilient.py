@@ -1,4 +1,4 @@
-"""MPI ranks that could outlive each other, and do not have to: mpiexec -n N python tests/world.py -k resilient."""
+"""MPI ranks that could outlive each other, and do not have to: mpirun -n N pytest -k resilient."""
 
 from __future__ import annotations
 

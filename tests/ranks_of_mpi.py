@@ -1,0 +1,54 @@
+"""A plugin for `mpirun -n 4 pytest tests`: the ranks run the tests marked `world` together, and rank 0 reports."""
+
+import io
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """rank: of this process, from 0. Other ranks than 0 print what they have to say only if a test has failed there."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.said = io.StringIO()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"rank-{rank}-"))  # in a common one they remove each other's
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """pytest-mpi, if it is there, skips what is not for MPI. The reporter takes `sys.stdout` as it is now."""
+        if hasattr(config.option, "with_mpi"):
+            config.option.with_mpi = True
+        config.option.basetemp = config.option.basetemp or str(self.folder / "tests")
+        if self.rank:
+            sys.stdout = self.said
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        sys.stdout = sys.__stdout__
+        for name in ("lfplugin", "nfplugin"):  # all would write the same files
+            if self.rank and session.config.pluginmanager.has_plugin(name):
+                session.config.pluginmanager.unregister(name=name)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """All other tests have thread ranks, or none, and belong to one process; jobs are shown as skipped."""
+        here = [item for item in items if item.get_closest_marker("world") or item.get_closest_marker("jobs")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(here)])
+        items[:] = here
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """A failure of one rank is one of all."""
+        from mpi4py import MPI
+
+        statuses = MPI.COMM_WORLD.allgather(int(exitstatus))
+        session.exitstatus = max(statuses)
+        if self.rank and exitstatus:
+            print(f"[rank {self.rank} of {len(statuses)}]\n{self.said.getvalue()}", flush=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
