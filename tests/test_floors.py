@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,12 @@ def test_program_needs_the_standard_library_only() -> None:
     files = [file for file in PACKAGE.sources if file.startswith("program/")]
     assert files
     none([f"{f} imports {m}" for f in files for m in sorted(PACKAGE.foreign(f) - sys.stdlib_module_names)])
+
+
+def test_what_is_imported_nowhere_is_no_dependency() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    names = {line.partition(">=")[0].replace("-", "_") for line in project["dependencies"]}
+    assert names == names & {name for file in PACKAGE.sources for name in PACKAGE.foreign(file)}
 
 
 def test_every_folder_is_on_a_floor() -> None:
