@@ -80,7 +80,8 @@ def _say(line: str) -> int:
     """Of ranks that have not met yet, and all say the same, the first one does."""
     from fsdpx import environment
 
-    if environment.read().rank in (None, 0):
+    launcher = environment.read().launcher
+    if launcher is None or not launcher.rank:
         print(line, file=sys.stderr, flush=True)
     else:
         time.sleep(1)  # a launcher ends the others when one has ended
