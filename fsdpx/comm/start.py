@@ -88,7 +88,10 @@ def _clear() -> None:
 
 
 def _clock(folder: Path, settings: environment.Environment, job: str) -> subprocess.Popen[bytes] | None:
-    """A Python without site-packages: 10 ms of a core. It outlives what the launcher kills, to clear up."""
+    """A Python without site-packages: 10 ms of a core. It outlives what the launcher kills, to clear up. None: another
+    rank has one, or this system cannot wait for a pipe with a time limit."""
+    if os.name != "posix":
+        return None
     try:
         (folder / "clock").touch(exist_ok=False)
     except FileExistsError:

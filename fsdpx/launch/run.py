@@ -227,8 +227,9 @@ def _start(
     variables |= {"FSDPX_TUNE": "again"} if retune else {}
     environ = {**os.environ, **variables}
     job = subprocess.Popen(
-        command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=end_with_parent
-    )
+        command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
+        preexec_fn=end_with_parent if os.name == "posix" else None,
+    )  # fmt: skip
     deaths = _Deaths(own, ranks)
     signals.wait_for(job, deaths.in_vain)
     deaths.close()
