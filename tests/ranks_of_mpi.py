@@ -17,6 +17,7 @@ class Ranks:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.said = io.StringIO()
+        self.failed = True  # unless the session comes to its end
         self.folder = Path(tempfile.mkdtemp(prefix=f"rank-{rank}-"))  # in a common one they remove each other's
 
     @pytest.hookimpl(tryfirst=True)
@@ -47,8 +48,12 @@ class Ranks:
         """A failure of one rank is one of all."""
         from mpi4py import MPI
 
-        statuses = MPI.COMM_WORLD.allgather(int(exitstatus))
-        session.exitstatus = max(statuses)
-        if self.rank and exitstatus:
-            print(f"[rank {self.rank} of {len(statuses)}]\n{self.said.getvalue()}", flush=True)
+        self.failed = bool(exitstatus)
+        session.exitstatus = max(MPI.COMM_WORLD.allgather(int(exitstatus)))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """The reporter has come to its end."""
+        if self.rank and self.failed:
+            print(f"[rank {self.rank}]\n{self.said.getvalue()}", flush=True)
         shutil.rmtree(self.folder, ignore_errors=True)
