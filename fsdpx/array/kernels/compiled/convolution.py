@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numba.extending import register_jitable
 
 from fsdpx.array import blas
 from fsdpx.array.kernels import addition
@@ -21,41 +22,56 @@ BLOCK = 1 << 21
 """Bytes of the rows that are made at a time, about: they stay in the cache until they are multiplied."""
 
 
+@register_jitable
+def _inside(first, kernel, size):
+    """The part of a window from `first` that lies on [0, size), as a range of its `kernel` places; it may be empty."""
+    start = min(max(-first, 0), kernel)
+    return start, max(min(kernel, size - first), start)
+
+
 @jit
-def _unfold(image, rows, kh, kw, down, right, top, left):
-    """rows[n, y, x] = the window of result (y, x): kh kw pixels with their channels, 0 outside of the image."""
-    samples, height, width, channels = image.shape
-    for n in range(samples):
+def _unfold(image, rows, channels, kh, kw, down, right, top, left):
+    """rows[n, y, x] = the window of result (y, x): kh kw pixels with their channels, 0 outside of the image, of which
+    image[n, i] is row i, one pixel after the other."""
+    width = image.shape[2] // channels
+    for n in range(image.shape[0]):
         for y in range(rows.shape[1]):
+            above, below = _inside(y * down - top, kh, image.shape[1])
             for x in range(rows.shape[2]):
-                row, at = rows[n, y, x], 0
-                for i in range(y * down - top, y * down - top + kh):
-                    for j in range(x * right - left, x * right - left + kw):
-                        if 0 <= i < height and 0 <= j < width:
-                            pixel = image[n, i, j]
-                            for c in range(channels):
-                                row[at + c] = pixel[c]
-                        else:
-                            for c in range(channels):
-                                row[at + c] = 0
-                        at += channels
+                row, first = rows[n, y, x], x * right - left
+                start, stop = _inside(first, kw, width)
+                if below - above < kh or stop - start < kw:
+                    row[:] = 0
+                for i in range(above, below):
+                    size, at, source = (
+                        (stop - start) * channels,
+                        (i * kw + start) * channels,
+                        (first + start) * channels,
+                    )
+                    pixels, into = image[n, y * down - top + i, source : source + size], row[at : at + size]
+                    for c in range(size):
+                        into[c] = pixels[c]
 
 
 @jit
-def _fold(image, rows, kh, kw, down, right, top, left):
+def _fold(image, rows, channels, kh, kw, down, right, top, left):
     """Add each window back to the pixels that it was made of."""
-    samples, height, width, channels = image.shape
-    for n in range(samples):
+    width = image.shape[2] // channels
+    for n in range(image.shape[0]):
         for y in range(rows.shape[1]):
+            above, below = _inside(y * down - top, kh, image.shape[1])
             for x in range(rows.shape[2]):
-                row, at = rows[n, y, x], 0
-                for i in range(y * down - top, y * down - top + kh):
-                    for j in range(x * right - left, x * right - left + kw):
-                        if 0 <= i < height and 0 <= j < width:
-                            pixel = image[n, i, j]
-                            for c in range(channels):
-                                pixel[c] += row[at + c]
-                        at += channels
+                row, first = rows[n, y, x], x * right - left
+                start, stop = _inside(first, kw, width)
+                for i in range(above, below):
+                    size, at, target = (
+                        (stop - start) * channels,
+                        (i * kw + start) * channels,
+                        (first + start) * channels,
+                    )
+                    into, pixels = image[n, y * down - top + i, target : target + size], row[at : at + size]
+                    for c in range(size):
+                        into[c] += pixels[c]
 
 
 def conv2d(xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, window: Window) -> np.ndarray:
@@ -116,7 +132,15 @@ def _unfolded(image: np.ndarray, window: Window, out: tuple[int, ...]) -> Iterat
         return
     samples, channels = image.shape[0], image.shape[3]
     for part, rows in _blocks(samples, (*out, window.size * channels), image.dtype):
-        over(_unfold, (image[part], rows), *window.kernel, *window.stride, *window.padding, work=rows.size)
+        over(
+            _unfold,
+            (_lines(image[part]), rows),
+            channels,
+            *window.kernel,
+            *window.stride,
+            *window.padding,
+            work=rows.size,
+        )
         yield part, _flat(rows)
 
 
@@ -129,7 +153,7 @@ def _folded(slope: np.ndarray, kernel: np.ndarray, window: Window, shape: tuple[
         return dx
     for part, rows in _blocks(samples, (*slope.shape[1:3], window.size * channels), slope.dtype):
         blas.gemm(_flat(rows), _flat(slope[part]), _matrix(kernel))
-        over(_fold, (dx[part], rows), *window.kernel, *window.stride, *window.padding, work=rows.size)
+        over(_fold, (_lines(dx[part]), rows), channels, *window.kernel, *window.stride, *window.padding, work=rows.size)
     return dx
 
 
@@ -140,6 +164,11 @@ def _blocks(samples: int, shape: tuple[int, ...], dtype: Any) -> Iterator[tuple[
     for start in range(0, samples, count):
         stop = min(start + count, samples)
         yield slice(start, stop), memory[: stop - start]
+
+
+def _lines(image: np.ndarray) -> np.ndarray:
+    """The pixels of each row of an image one after the other."""
+    return image.reshape(*image.shape[:2], image.shape[2] * image.shape[3])
 
 
 def _flat(rows: np.ndarray) -> np.ndarray:
