@@ -147,8 +147,9 @@ def _open(run: Run, action: Action, pages: list[int], gradients: list[Gradient])
 
 def _close(run: Run, action: Action, opened: list[Entries]) -> None:
     """What no layer wrote is zero. Looks for NaN and Inf, but not with a dynamic loss scale: it provokes overflow."""
+    own = run.views.own[number_of(action)]  # a tied parameter may get its gradient from another unit
     for page in opened:
-        page.complete()
+        run.workspace.state.idle.update((name, None) for name in page.complete() if name in own)
     if run.place.options.check_finite and not run.scaler.dynamic:
         unit = run.place.layout.units[number_of(action)].name
         for page in opened:

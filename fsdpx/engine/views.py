@@ -1,5 +1,6 @@
 """Named views of flat buffers, made once: what layers see of pages."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ __all__ = ["Views"]
 class Views:
     """Caches views by buffer: buffers are the same objects in every step, so the steady state makes no views.
 
-    generation: of the arena's slab. frozen: parameters whose gradients layers do not see."""
+    generation: of the arena's slab. frozen: parameters whose gradients layers do not see. own: by unit, the parameters
+    that no other unit uses."""
 
     def __init__(self, layout: Layout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
         self.generation, self.frozen = generation, frozen
@@ -30,6 +32,9 @@ class Views:
             [[(local, layout.held(dotted(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
             for unit in layout.units
         ]
+
+        users = Counter(full for unit in self._names for full in {full for node in unit for _, full in node})
+        self.own = [{full for node in unit for _, full in node if users[full] == 1} for unit in self._names]
 
     def leaves(self, buffer: Any, size: int) -> list[Any]:
         """A buffer cut into pieces of `size` elements."""

@@ -252,7 +252,7 @@ def _groups(weights: list[int], limit: int, start: int) -> list[list[int]]:
 
 
 def _last_uses(model: Sorted) -> dict[int, int]:
-    """Value -> position of the last node that reads it; model outputs are read after all nodes."""
+    """Value -> position of the last node that reads it, if any; model outputs are read after all nodes."""
     uses = {v: i for i, node in enumerate(model.nodes) for v in node.inputs}
     return uses | dict.fromkeys(model.outputs, len(model.nodes))
 
@@ -269,7 +269,7 @@ def _unit(
     nodes = [model.nodes[i] for i in group]
     inside = {node.output for node in nodes}
     inputs = dict.fromkeys(v for node in nodes for v in node.inputs if v not in inside)
-    outputs = tuple(node.output for node in nodes if last_use[node.output] > group[-1])
+    outputs = tuple(node.output for node in nodes if last_use.get(node.output, -1) > group[-1])
     names = [ties.get(f, f) for node in nodes for f in (dotted(node.path, n) for n in node.layer.specs())]
     pages = dict.fromkeys(home[n] for n in names if n in home)
     return Unit(index, tuple(nodes), tuple(pages), tuple(inputs), outputs, spread.stage(group[0]))

@@ -95,7 +95,7 @@ class MLP(Container):
         parts, held = self._parts(p), saved[0]
         dh, kept_down = self._through_gelu(env, parts["down"], saved, dy)
         dx, kept_up = up.backward_input(env, parts["up"], held, dh)
-        return dx, (kept_up, (), kept_down, ())[: len(self.steps)]
+        return dx, {"up": kept_up, "down": kept_down}
 
     def _layers(self) -> tuple[Any, Layer, Layer]:
         """Up (a Linear or ColumnLinear), activation and down."""

@@ -118,32 +118,35 @@ class Container(Layer):
         return self._backwards(env, parts, one, saved, dy)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
-        parts, kept = self._parts(p), []
+        parts, kept = self._parts(p), dict[str, Any]()
 
         def one(step: Step, held: Any, dy: Any) -> Any:
-            dx, rest = step.layer.backward_input(env.at(step.name), parts.get(step.name, {}), held, dy)
-            kept.append(rest)
+            dx, kept[step.name] = step.layer.backward_input(env.at(step.name), parts.get(step.name, {}), held, dy)
             return dx
 
-        return self._backwards(env, parts, one, saved, dy), tuple(reversed(kept))
+        return self._backwards(env, parts, one, saved, dy), kept
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         parts = self._parts(g)
-        for step, rest in zip(self.steps, kept, strict=True):
-            if step.name in parts:
-                step.layer.backward_params(env.at(step.name), parts[step.name], rest)
+        for step in self.steps:
+            if step.name in parts and step.name in kept:
+                step.layer.backward_params(env.at(step.name), parts[step.name], kept[step.name])
 
     def _backwards(
         self, env: Env, parts: Mapping[str, Any], one: Callable[[Step, Any, Any], Any], saved: Any, dy: Any
     ) -> Any:
-        """The gradients of the inputs; `one(step, saved, dy)` gives those of a step's inputs."""
+        """The gradients of the inputs, None where nothing that counts depends on them; `one(step, saved, dy)` gives
+        those of a step's inputs, and is not asked where nothing depends on its results."""
         whole = partial(self._resolved, env, parts, saved)
         grads = dict(zip(self.outputs, _unpack(dy, len(self.outputs)), strict=True))
         for step, held in zip(reversed(self.steps), reversed(saved), strict=True):
-            dx = one(step, _mapped(held, whole), _pack([grads.pop(name) for name in step.gives]))
+            given = [grads.pop(name, None) for name in step.gives]
+            if all(part is None for part in given):
+                continue
+            dx = one(step, _mapped(held, whole), _pack(given))
             for name, part in zip(step.sources, _unpack(dx, len(step.sources)), strict=True):
                 grads[name] = _plus(grads.get(name), part)
-        return _pack([grads[name] for name in self.inputs])
+        return _pack([grads.get(name) for name in self.inputs])
 
     def _resolved(self, env: Env, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:
         """`part`, recomputed if it is a placeholder. Not a closure that calls itself: that would be a reference cycle,

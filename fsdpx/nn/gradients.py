@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = ["BLANK", "WRITTEN", "Entries", "Entry", "Gradients", "destination"]
@@ -45,11 +45,14 @@ class Entries(dict[str, Entry]):
         """All are used for the first time."""
         self.flags[:] = bytes((BLANK,)) * len(self)
 
-    def complete(self) -> None:
-        """What was not written is zero."""
-        if BLANK in self.flags:
-            for entry in self.values():
-                entry.open()
+    def complete(self) -> Sequence[str]:
+        """What was not written is zero from here on; its names."""
+        if BLANK not in self.flags:
+            return ()
+        blank = [name for name, entry in self.items() if entry.blank]
+        for name in blank:
+            self[name].open()
+        return blank
 
 
 class Gradients(Mapping[str, Array]):

@@ -14,7 +14,8 @@ class Graph(Container):
 
     Nodes run in the order they are written wherever that is possible. Several inputs (or outputs) are passed (or
     returned) as a tuple. The outputs of a nested Graph with several are read as `"name.output"`. ConfigError for a
-    cycle, an unknown or duplicate name, and a value that nothing reads.
+    cycle, and an unknown or duplicate name. What nothing reads is run all the same, and its parameters are trained with
+    a gradient of zero.
 
     Parameters
     ----------
@@ -39,7 +40,6 @@ class Graph(Container):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"Graph: duplicate names {', '.join(map(repr, twice))}: nodes and inputs share one set")
         _known(steps, inputs, outputs)
-        _all_used(steps, inputs, outputs)
         super().__init__(_order(steps, inputs), inputs, outputs, ties, frozen)
 
     def __repr__(self) -> str:
@@ -75,14 +75,6 @@ def _known(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str])
     for reader, name in [*reads, *(("outputs name", name) for name in outputs)]:
         if name not in values:
             raise ConfigError(f"Graph: {reader} {name!r}, which is unknown; there are {', '.join(values)}")
-
-
-def _all_used(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> None:
-    """A value without a reader would have no gradient."""
-    read = {*outputs, *(source for step in steps for source in step.sources)}
-    values = [*inputs, *(value for step in steps for value in step.gives)]
-    if idle := [value for value in values if value not in read]:
-        raise ConfigError(f"Graph: nothing reads {', '.join(map(repr, idle))}; remove them or name them in outputs")
 
 
 def _order(steps: Sequence[Step], inputs: Sequence[str]) -> list[Step]:

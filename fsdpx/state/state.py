@@ -23,7 +23,7 @@ class TrainState:
     """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
     batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
     kinds of programs since the last update, alike on all ranks. frozen: parameters that get no gradient and are not
-    updated for now."""
+    updated for now. idle: parameters that some backward has given no gradient."""
 
     def __init__(self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie]) -> None:
         self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
@@ -35,6 +35,7 @@ class TrainState:
         self.adding = ""
         self.ran: set[str] = set()
         self.frozen: frozenset[str] = frozenset()
+        self.idle: dict[str, None] = {}
         self._fill_store()
 
     def _fill_store(self) -> None:

@@ -3,6 +3,7 @@ one after every change of ranks."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,6 +43,7 @@ class Session:
         self._twins = Twins(self.place.axes)
         self._executables: dict[tuple[Request, frozenset[str]], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
+        self._told_idle = False
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
 
@@ -146,7 +148,24 @@ class Session:
         if key not in self._executables:
             self._executables[key] = self.engine.prepare(request)
         self.state.note(kind)
-        return self.engine.run(self._executables[key], feed)
+        results = self.engine.run(self._executables[key], feed)
+        if self.state.idle and not self._told_idle:
+            self._tell_idle()
+        return results
+
+    def _tell_idle(self) -> None:
+        """Say once which parameters get no gradient, on the first rank that has them."""
+        canonical, axes = self.place.layout.canonical, self.place.axes
+        names = [name for name in self.state.idle if canonical(name) not in self.state.frozen]
+        self._told_idle = bool(names)
+        if names and axes.data.rank == axes.tensor.rank == 0:
+            more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+            warnings.warn(
+                f"no gradient reaches {', '.join(names[:6])}{more}: the loss does not depend on them, so they are "
+                "trained with a gradient of zero; leave their layers out, or freeze them (frozen=[...])",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def updated(self, scale: Scale) -> None:
         """An update has come to its end."""

@@ -171,11 +171,6 @@ NODE = (nn.Tanh(), "x")
             "Graph: outputs name 'b', which is unknown; there are x, a",
         ),
         (
-            lambda: nn.Graph({"a": NODE, "b": NODE}, outputs="a"),
-            "Graph: nothing reads 'b'; remove them or name them in outputs",
-        ),
-        (lambda: nn.Graph({"a": NODE}, inputs=("x", "z"), outputs="a"), "Graph: nothing reads 'z'"),
-        (
             lambda: nn.Graph({"a": nn.Tanh()}, outputs="a"),
             r"Graph: node 'a' must be \(layer, 'source', ...\), got Tanh\(\)",
         ),
