@@ -209,7 +209,7 @@ def print_result(history: Any) -> None:
 
 def keep(trainer: fsdpx.Trainer, history: Any, folder: RunFolder) -> None:
     """The trained model and the curve. Collective."""
-    drawn = trainer.alone(f"draw {folder.curve}", folder.draw)
+    drawn = trainer.alone(f"draw {folder.curve}", lambda: folder.draw() or folder.curve.exists())
     if history.losses or not trainer.alone(f"look for {folder.model}", folder.model.exists):
         trainer.save(folder.model)
     if trainer.rank == 0:
