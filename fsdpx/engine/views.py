@@ -16,8 +16,8 @@ __all__ = ["Views"]
 class Views:
     """Caches views by buffer: buffers are the same objects in every step, so the steady state makes no views.
 
-    generation: of the arena's slab. frozen: parameters whose gradients layers do not see. own: by unit, the parameters
-    that no other unit uses."""
+    generation: of the arena's slab. frozen: parameters whose gradients layers do not see. own: by unit, the other
+    parameters that no other unit uses."""
 
     def __init__(self, layout: Layout, generation: int, frozen: frozenset[str] = frozenset()) -> None:
         self.generation, self.frozen = generation, frozen
@@ -34,7 +34,8 @@ class Views:
         ]
 
         users = Counter(full for unit in self._names for full in {full for node in unit for _, full in node})
-        self.own = [{full for node in unit for _, full in node if users[full] == 1} for unit in self._names]
+        alone = {full for full, count in users.items() if count == 1} - self._still
+        self.own = [{full for node in unit for _, full in node if full in alone} for unit in self._names]
 
     def leaves(self, buffer: Any, size: int) -> list[Any]:
         """A buffer cut into pieces of `size` elements."""

@@ -155,10 +155,9 @@ class Session:
 
     def _tell_idle(self) -> None:
         """Say once which parameters get no gradient, on the first rank that has them."""
-        canonical, axes = self.place.layout.canonical, self.place.axes
-        names = [name for name in self.state.idle if canonical(name) not in self.state.frozen]
-        self._told_idle = bool(names)
-        if names and axes.data.rank == axes.tensor.rank == 0:
+        names, axes = list(self.state.idle), self.place.axes
+        self._told_idle = True
+        if axes.data.rank == axes.tensor.rank == 0:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
             warnings.warn(
                 f"no gradient reaches {', '.join(names[:6])}{more}: the loss does not depend on them, so they are "
