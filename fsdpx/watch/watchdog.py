@@ -262,7 +262,7 @@ class Watchdog:
         return self.folder / f"rank-{rank:05}.{what}"
 
     def _forget(self, rank: int) -> None:
-        for what in ("flight", "stack"):
+        for what in ("flight", "stack", "missed"):
             self._place(rank, what).unlink(missing_ok=True)
 
     def _evict(self, flights: dict[int, Flight], silent: set[int]) -> bool:
