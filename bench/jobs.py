@@ -20,6 +20,8 @@ BENCH = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
+    """library: fsdpx or torch, with "-bf16" where it computes in bfloat16 beside float32 masters."""
+
     library: str
     strategy: str
     ranks: int
@@ -44,7 +46,7 @@ def launcher(job: Job) -> list[str]:
     """One rank is a plain process; several are started by mpiexec, PyTorch's by torchrun."""
     if job.ranks == 1:
         return [sys.executable]
-    if job.library == "fsdpx":
+    if job.library.startswith("fsdpx"):
         return mpiexec(job.ranks)
     return [beside("torchrun"), "--nproc-per-node", str(job.ranks), "--master-port", str(free_port())]
 

@@ -41,9 +41,18 @@ JOBS = [
     Job("fsdpx", "zero2", 2),
     *(Job("fsdpx", strategy, 1, threads) for threads in (1, 2) for strategy in STRATEGIES[1:]),
     *(Job("torch", "compile", 1, threads) for threads in (1, 2)),
+    Job("torch-bf16", "single", 1),
+    Job("fsdpx-bf16", "ddp", 1),
+    Job("torch-bf16", "ddp", 2),
+    Job("fsdpx-bf16", "ddp", 2),
+    Job("torch-bf16", "fsdp", 2),
+    Job("fsdpx-bf16", "fsdp", 2),
 ]
 """Rivals stand side by side: the machine changes least between them."""
-DUELS = ("fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1")
+DUELS = (
+    "fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1",
+    "fsdpx-bf16 ddp 1x1", "fsdpx-bf16 ddp 2x1", "fsdpx-bf16 fsdp 2x1",
+)  # fmt: skip
 """Who takes turns with whom it is compared with."""
 
 
@@ -167,7 +176,7 @@ def draw(found: dict[str, Any], folder: Any) -> None:
         for r in found["rows"]:
             if r.get(figure):
                 label = f"{r['model']} ({unit or r['unit']})"
-                panels.setdefault(label, []).append((r["job"], r[figure] / scale, r["library"] == "fsdpx"))
+                panels.setdefault(label, []).append((r["job"], r[figure] / scale, r["library"].startswith("fsdpx")))
         plots.bars(folder / f"side_by_side_{figure}.png", title, panels)
 
 
@@ -179,7 +188,11 @@ def main() -> int:
     options = p.parse_args()
     if options.quick:
         options.rounds, options.seconds = 2, 0.2
-    jobs = [j for j in JOBS if options.only in j.name and (j.library == "fsdpx" or importlib.util.find_spec("torch"))]
+    jobs = [
+        j
+        for j in JOBS
+        if options.only in j.name and (j.library.startswith("fsdpx") or importlib.util.find_spec("torch"))
+    ]
     found: dict[str, Any] = {"rounds": options.rounds, "rows": [], "goals": []}
     for model in options.models:
         run(Job("fsdpx", "ddp", 1), model, 0.1, 60.0)  # fills the caches of compiled code, after changes to it

@@ -2,6 +2,8 @@
 
     python bench/worker.py fsdpx|torch --model tiny --strategy fsdp [--seconds 3 | --steps 8 | --turns FOLDER]
 
+fsdpx-bf16 and torch-bf16 compute in bfloat16 beside float32 masters.
+
 Rank 0 prints one line of JSON: seconds of each timed step, seconds from the start of the job to the end of the first
 step, and for every rank the peak RSS of its life and the peak PSS of some steps that follow the timed ones.
 """
@@ -40,7 +42,9 @@ def by_fsdpx(args: argparse.Namespace) -> Training:
 
     comm = fsdpx.init(args.backend)
     model, loss = in_fsdpx(MODELS[args.model])
-    trainer = model.as_distributed(loss=loss, optimizer=optim.AdamW(lr=3e-4), strategy=args.strategy)
+    precision = fsdpx.Precision(compute="bf16") if half(args) else "float32"
+    adamw = optim.AdamW(lr=3e-4)
+    trainer = model.as_distributed(loss=loss, optimizer=adamw, strategy=args.strategy, precision=precision)
     x, y = batch(MODELS[args.model], comm.rank, comm.size)
     return Training(lambda: trainer.step(x, y), comm.all_gather_object, comm.rank)
 
@@ -56,13 +60,14 @@ def by_torch(args: argparse.Namespace) -> Training:
         dist.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(0)
     model, loss_of, parts = in_torch(MODELS[args.model])
-    model = spread(model, parts, args.strategy, size)
+    model = spread(model, parts, args.strategy, size, half(args))
     adamw = adamw_of(model, args.strategy)
     x, y = (torch.from_numpy(a) for a in batch(MODELS[args.model], rank, size))
 
     def step() -> float:
         adamw.zero_grad()
-        loss = loss_of(model(x), y)
+        with torch.autocast("cpu", torch.bfloat16, enabled=half(args) and args.strategy != "fsdp"):
+            loss = loss_of(model(x), y)
         loss.backward()
         adamw.step()
         return float(loss.detach())
@@ -76,7 +81,12 @@ def by_torch(args: argparse.Namespace) -> Training:
     return Training(step, everyone, rank)
 
 
-def spread(model: Any, parts: list[Any], strategy: str, size: int) -> Any:
+def half(args: argparse.Namespace) -> bool:
+    """Whether layers compute in bfloat16: PyTorch's by autocast, or as FSDP2's policy says."""
+    return bool(args.library.endswith("-bf16"))
+
+
+def spread(model: Any, parts: list[Any], strategy: str, size: int, bf16: bool = False) -> Any:
     """The model as PyTorch users write each strategy."""
     import torch
 
@@ -86,11 +96,12 @@ def spread(model: Any, parts: list[Any], strategy: str, size: int) -> Any:
         return torch.nn.parallel.DistributedDataParallel(model)
     if strategy == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None)
         mesh = init_device_mesh("cpu", (size,))
         for part in [*parts, model]:
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -154,7 +165,7 @@ def clocked(step: Callable[[], float]) -> float:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("library", choices=("fsdpx", "torch"))
+    p.add_argument("library", choices=("fsdpx", "torch", "fsdpx-bf16", "torch-bf16"))
     p.add_argument("--model", choices=MODELS, default="tiny")
     p.add_argument("--strategy", default="ddp", help="fsdpx: any; torch: single, compile, ddp, zero1, fsdp")
     p.add_argument("--threads", type=int, default=1)
@@ -164,11 +175,11 @@ def main() -> int:
     p.add_argument("--backend", help="of fsdpx.init")
     p.add_argument("--flush", action="store_true", help="have PyTorch take denormals for 0")
     args = p.parse_args()
-    training = by_fsdpx(args) if args.library == "fsdpx" else by_torch(args)
+    training = by_fsdpx(args) if args.library.startswith("fsdpx") else by_torch(args)
     result = in_turns(training, args.turns) if args.turns else measure(training, args.seconds, args.steps)
     if training.rank == 0:
         print(json.dumps(result), flush=True)
-    if args.library == "torch":
+    if args.library.startswith("torch"):
         os._exit(0)  # its process group now and then aborts while the interpreter ends
     return 0
 

@@ -111,9 +111,10 @@ class Precision:
 
     Parameters
     ----------
-    compute : "float32" or "float64": of layers, and of the sharded master parameters and optimiser state
+    compute : "float32", "float64" or "bf16": of layers, that is of gathered parameters and activations. The sharded
+        master parameters, gradients, optimiser state and running statistics are in float32 then, else in the same
     params : "fp16" (or "float16") or "bf16" ("bfloat16"): what parameters are sent as in the all-gather; None: compute
-    reduce : the same: what gradients are rounded to for the reduce, which adds in fp32; None: compute
+    reduce : the same: what gradients are rounded to for the reduce, which adds in fp32; None: as they are
     loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
     initial_scale : where a dynamic scale begins; it halves on overflow
     growth_interval : steps without overflow after which a dynamic scale doubles
@@ -127,8 +128,8 @@ class Precision:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        if self.compute not in ("float32", "float64"):
-            raise ConfigError(f"Precision(compute={self.compute!r}): choose float32 or float64")
+        if self.compute not in ("float32", "float64", "bf16"):
+            raise ConfigError(f"Precision(compute={self.compute!r}): choose float32, float64 or bf16")
         for name in ("params", "reduce"):
             object.__setattr__(self, name, half_name(getattr(self, name)))
             if getattr(self, name) not in (None, self.compute, "float16", "bf16"):
@@ -139,6 +140,11 @@ class Precision:
                 raise ConfigError(f"Precision({name}={value!r}): a positive number is needed")
 
     @property
+    def master(self) -> str:
+        """The format in which parameters are updated, and gradients added up."""
+        return "float32" if self.compute == "bf16" else self.compute
+
+    @property
     def wire(self) -> str:
         """The format in which parameters are sent."""
         return self.params or self.compute
@@ -146,7 +152,7 @@ class Precision:
     @property
     def sums(self) -> str:
         """The format in which gradients are sent."""
-        return self.reduce or self.compute
+        return self.reduce or self.master
 
 
 def _positive(value: object) -> bool:

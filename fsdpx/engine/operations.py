@@ -49,6 +49,10 @@ def gather(run: Run, action: Action, taken: Values, read: Values, added: Values)
         store(place.xp, master, own)
         handle = comm.all_gather(own, wire, page.counts, what=what)
         return (Transfer(Finish(handle, partial(store, place.xp, wire, full)), lambda: views),)
+    if place.rounds:
+        own = full[page.mine.start : page.mine.stop]
+        store(place.xp, master, own)
+        master = own
     if comm.size == 1:
         return (Transfer(DONE, lambda: views),)
     return (Transfer(comm.all_gather(master, full, page.counts, what=what), lambda: views),)

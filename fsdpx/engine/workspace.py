@@ -52,7 +52,7 @@ class Workspace:
     def full(self, page: int) -> Any:
         """Memory for the full parameters of a page, kept or lent."""
         kept = self._full[page]
-        return self.buffer("full", page, self.place.pages[page].size, self.place.dtype) if kept is None else kept
+        return self.buffer("full", page, self.place.pages[page].size, self.place.compute) if kept is None else kept
 
     def part(self, page: int) -> Any:
         """Where the reduced gradient of a page is kept."""

@@ -49,7 +49,9 @@ def info() -> Info:
     rows += [("CuPy", cupy), ("PyTorch", _version("torch")), ("shared memory", _shared())]
     rows += [("left in /dev/shm", _left())]
     rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
-    rows += [("BLAS in use", blas.chosen()), *_tuned()]
+    rows += [(f"bf16 by {name}", where) for name, where in blas.halves.available().items()]
+    able = " and ".join(blas.halves.instructions()) or "no instructions of the processor: slower than float32"
+    rows += [("BLAS in use", blas.chosen()), ("bf16 in use", f"{blas.halves.chosen()} ({able})"), *_tuned()]
     return Info(here | dict(rows))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array import blas
+from fsdpx.array import blas, kernels
 from fsdpx.array.shape_array import as_one
 from fsdpx.nn.gradients import destination
 
@@ -33,6 +33,10 @@ def product(xp: Any, a: Any, b: Any) -> Any:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
         blas.gemm(out, a, b)
         return out
+    if _halves(xp, a, b) and a.ndim == b.ndim == 2:
+        out = np.empty((a.shape[0], b.shape[1]), a.dtype)
+        blas.halves.product(out, a, b)
+        return out
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
     return xp.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
@@ -44,6 +48,10 @@ def affine(xp: Any, x: Any, weight: Any, bias: Any | None) -> Any:
     if xp is np and dtype is weight.dtype and dtype.char in "fd":
         out = np.empty((x.shape[0], weight.shape[0]), dtype)
         blas.affine(out, x, weight, bias)
+        return out
+    if _halves(xp, x, weight):
+        out = np.empty((x.shape[0], weight.shape[0]), dtype)
+        blas.halves.product(out, x, weight.T, bias=bias)
         return out
     y = product(xp, x, weight.T)
     if bias is not None:
@@ -57,7 +65,9 @@ def add_linear(xp: Any, g: Mapping[str, Any], dy: Any, x: Any) -> None:
         blas.linear_gradients(destination(g, "weight"), destination(g, "bias"), dy, x)
         return
     add_product(xp, g, "weight", dy.T, x)
-    if "bias" in g:
+    if _halves(xp, dy, x) and (into := destination(g, "bias")):
+        kernels.sum_rows(xp, dy, *into)
+    elif "bias" in g:
         add_sum(xp, g["bias"], dy, 0)
 
 
@@ -81,6 +91,8 @@ def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> Non
     out = out if out.ndim == 2 else out.reshape(a.shape[0], b.shape[1])
     if _blas(xp, a, b):
         blas.gemm(out, a, b, add)
+    elif _halves(xp, a, b):
+        blas.halves.product(out, a, b, add)
     else:
         as_one(_add_plainly, xp, out, add, a, b)
 
@@ -101,3 +113,7 @@ def add_sum(xp: Any, out: Any, a: Any, dim: int | tuple[int, ...]) -> None:
 
 def _blas(xp: Any, a: Any, b: Any) -> bool:
     return xp is np and a.dtype is b.dtype and a.dtype.char in "fd"
+
+
+def _halves(xp: Any, a: Any, b: Any) -> bool:
+    return xp is np and a.dtype.itemsize == 2 and a.dtype == b.dtype

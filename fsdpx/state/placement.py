@@ -46,9 +46,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Formats:
-    """Number formats by role. compute: of parameters, gradients and activations. wire: of parameters on their way, None
-    if the same. precision: what was asked for."""
+    """Number formats by role. master: of sharded parameters, gradients, optimiser state and statistics. compute: of
+    gathered parameters and activations. wire: of parameters on their way, None if that of compute. precision: what was
+    asked for."""
 
+    master: np.dtype
     compute: np.dtype
     wire: np.dtype | None
     precision: Precision
@@ -103,8 +105,18 @@ class Placement:
 
     @property
     def dtype(self) -> np.dtype:
-        """Of parameters, gradients and activations."""
+        """Of the sharded parameters, their gradients, the optimiser state and running statistics."""
+        return self.formats.master
+
+    @property
+    def compute(self) -> np.dtype:
+        """Of gathered parameters and activations."""
         return self.formats.compute
+
+    @property
+    def rounds(self) -> bool:
+        """Whether gathered parameters are in a narrower format than those that are updated."""
+        return self.formats.compute != self.formats.master
 
     @property
     def imaginary(self) -> bool:
@@ -211,7 +223,7 @@ class Placement:
     @cached_property
     def shapes(self) -> ValueShapes:
         """Shapes of the model's values."""
-        return ValueShapes(self.model, self.axes, self.dtype)
+        return ValueShapes(self.model, self.axes, self.compute)
 
     def replica_own(self, page: int) -> int:
         """Elements of this rank's shard of a page that it would own in an all-reduce over replicas."""

@@ -31,9 +31,16 @@ def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterat
     """The shard is a part of the full parameters where these are kept in the same format."""
     p, dtype = page.page.index, placement.dtype
     kept = placement.keep_full or sharers > 0
-    full = Row(Key("full", p), dtype, Range(0, page.size), "all", "step" if kept else "use", sharers=max(sharers, 1))
+    full = Row(
+        Key("full", p),
+        placement.compute,
+        Range(0, page.size),
+        "all",
+        "step" if kept else "use",
+        sharers=max(sharers, 1),
+    )
     yield full
-    inside = full.key if kept and placement.formats.wire is None else None
+    inside = full.key if kept and placement.formats.wire is None and not placement.rounds else None
     yield Row(Key("master", p), dtype, page.mine, inside=inside, at=page.mine.start if inside else 0)
 
 

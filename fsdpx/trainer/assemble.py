@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx import config, environment
+from fsdpx.array import blas
 from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
@@ -66,7 +68,7 @@ def session_of(
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
     lines, dtype = any(unit.lines for unit in place.layout.units), place.dtype
     with slow(world, "compiling kernels"):
-        warm(place.xp, planned.model, planned.loss, training.optimizer, dtype, dtype, norm, lines)
+        warm(place.xp, planned.model, planned.loss, training.optimizer, place.compute, dtype, norm, lines)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
@@ -91,6 +93,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
     layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning)
     _check_recompute(again, layout)
+    products = _products(world, formats, xp)
     carried = _carried(distribution.codec, formats, tuning, training.chunks)
     schedule = distribution.schedule
     words = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
@@ -98,7 +101,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     agree(
         world, axes.mesh, sharding, formats, options, layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
-        training.loss, type(carried).__name__, microbatches, machinery.device,
+        training.loss, type(carried).__name__, microbatches, machinery.device, products,
     )  # fmt: skip
     return Placement(
         xp, ordered, layout, _stages(layout, carried, axes), axes, sharding, _formats(formats), carried,
@@ -106,9 +109,23 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     ), planned  # fmt: skip
 
 
+def _products(world: Communicator, formats: Precision, xp: Any) -> str:
+    """What computes the products of 16-bit matrices; a warning, once, where it is slower than float32."""
+    if formats.compute == formats.master or xp is not np:
+        return ""
+    library = blas.halves.chosen()
+    if library == blas.halves.WIDENED and world.rank == 0:
+        why = "oneDNN is not installed (pip install 'fsdpx[onednn]')" if blas.halves.instructions() else NOTHING
+        warnings.warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", stacklevel=2)
+    return library
+
+
+NOTHING = "this processor has no instructions for it"
+
+
 def _formats(formats: Precision) -> Formats:
-    compute, wire = dtype_of(formats.compute), dtype_of(formats.wire)
-    return Formats(compute, None if wire.itemsize >= compute.itemsize else wire, formats)
+    master, compute, wire = (dtype_of(name) for name in (formats.master, formats.compute, formats.wire))
+    return Formats(master, compute, None if wire.itemsize >= compute.itemsize else wire, formats)
 
 
 def _layout(
@@ -145,10 +162,10 @@ def _check_recompute(again: Recompute, layout: Layout) -> None:
 
 
 def _carried(codec: str | Codec | None, formats: Precision, tuning: Tuning, chunks: int | None) -> Codec:
-    carried = codec_of(codec, formats.sums, formats.compute, "library" if tuning.windows else tuning.algorithm)
+    carried = codec_of(codec, formats.sums, formats.master, "library" if tuning.windows else tuning.algorithm)
     if chunks is not None and not isinstance(carried, Plain):
         raise ConfigError(
-            f"chunks={chunks}: chunks travel and are added in {formats.compute}; leave codec out, and for 16-bit "
+            f"chunks={chunks}: chunks travel and are added in {formats.master}; leave codec out, and for 16-bit "
             "parameters say precision=fsdpx.Precision(params='bf16')"
         )
     return carried

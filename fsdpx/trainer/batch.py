@@ -68,15 +68,15 @@ def target_of(placement: Placement, y: Any, samples: int) -> Any:
 def array_of(placement: Placement, value: Any) -> Any:
     """On the engine's device, floating point in its format."""
     if placement.imaginary:
-        return value.astype(placement.dtype) if value.dtype.kind == "f" else value
+        return value.astype(placement.compute) if value.dtype.kind == "f" else value
     try:
         array = value if type(value).__module__.split(".")[0] == "cupy" else np.asarray(value)
     except (TypeError, ValueError) as error:
         raise DataError(f"the batch is no array: {error}") from error
     if array.dtype.kind not in "fiubV":
         raise DataError(f"a batch of dtype {array.dtype} cannot be trained on: numbers are needed")
-    if array.dtype.kind in "fV" and array.dtype != placement.dtype:
-        array = array.astype(placement.dtype)
+    if array.dtype.kind in "fV" and array.dtype != placement.compute:
+        array = array.astype(placement.compute)
     return from_host(placement.xp, array) if isinstance(array, np.ndarray) else array
 
 
@@ -132,7 +132,7 @@ def sum_of(arrays: Iterable[Any]) -> int:
     """One number that tells arrays apart by what is in them."""
     total = 0
     for array in arrays:
-        total = zlib.crc32(np.ascontiguousarray(to_host(array)).data.cast("B") if array.size else b"", total)
+        total = zlib.crc32(np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8).data, total)
     return total
 
 

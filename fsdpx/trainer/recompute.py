@@ -97,7 +97,7 @@ def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, t
     root = Env(xp, placement.shapes.imagined(tensor), Random(0), True, recompute=placement.options.recompute.cores)
     envs = [root.at(node.path) for node in one.nodes]
     params = [
-        {name: xp.ShapeArray(spread.shape(spec), placement.dtype) for name, spec in node.layer.specs().items()}
+        {name: xp.ShapeArray(spread.shape(spec), placement.compute) for name, spec in node.layer.specs().items()}
         for node in one.nodes
     ]
     saved = compute.forward(one, envs, params, values, True, Stacks())

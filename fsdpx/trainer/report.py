@@ -106,7 +106,7 @@ def sizes_of(engine: Engine) -> Sizes:
         full={p: page.size for p, page in place.pages.items()},
         shard={p: page.mine.size for p, page in place.pages.items()},
         replica_own={p: place.replica_own(p) for p in place.pages},
-        param_itemsize=(place.formats.wire or place.dtype).itemsize,
+        param_itemsize=(place.formats.wire or place.compute).itemsize,
         grad_itemsize=codec.itemsize or place.dtype.itemsize,
         tie_itemsize=place.dtype.itemsize,
         widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},

@@ -117,7 +117,7 @@ class Session:
         place, key = self.place, _shapes(inputs)
         shapes = self._fits.get(key)
         if shapes is None:
-            outputs = infer(self.model, [ShapeArray(a.shape, a.dtype) for a in inputs], place.dtype)
+            outputs = infer(self.model, [ShapeArray(a.shape, a.dtype) for a in inputs], place.compute)
             if place.axes.tensor.size > 1:  # what is cut must divide
                 place.shapes.of(0, batches.largest(place, inputs, (inputs[0].shape[0],), 1))
             shapes = self._fits[key] = [tuple(o.shape) for o in outputs]

@@ -13,7 +13,7 @@ from fsdpx.array.blas import choice
 from fsdpx.array.blas.choice import ADDRESSES
 from fsdpx.array.kernels import addition
 
-__all__ = ["affine", "gemm", "line", "line_backward", "linear_backward", "linear_gradients"]
+__all__ = ["affine", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "pieces"]
 
 Array = np.ndarray
 Sum = tuple[Array, bool]
@@ -28,8 +28,8 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
 
     float32 and float64 arrays with unit stride in one of their dims, such as views and transposes, go to BLAS without
     a copy; all others to `numpy.matmul`."""
-    if choice.cut > 1 and (pieces := _pieces(out, a, b)):
-        parallel.run(_whole, [(*piece, accumulate) for piece in pieces])
+    if choice.cut > 1 and (cut := pieces(out, a, b)):
+        parallel.run(_whole, [(*piece, accumulate) for piece in cut])
     else:
         _whole(out, a, b, accumulate)
 
@@ -113,7 +113,7 @@ def _large(a: Array, b: Array) -> bool:
     return a.shape[0] * a.shape[1] * b.shape[1] >= WORTH
 
 
-def _pieces(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
+def pieces(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
     """The product in as many pieces as there are threads, cut along the longer dim of `out`; none if it is small.
 
     The cut changes the last bits: a library may add long sums in an order that depends on the shape."""

@@ -16,14 +16,15 @@ __all__ = ["kernel"]
 
 
 def kernel(
-    *, narrow: int = 1, into: tuple[str, ...] = (), halves: bool = True
+    *, narrow: int = 1, into: tuple[str, ...] = (), halves: bool = True, bits: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on float32 and
     float64 NumPy arrays the compiled function of the same name may run instead.
 
     narrow: how many of the results are rounded back to the 16-bit dtype of the first array.
     into: names of arguments that are changed in place; they are passed on unchanged.
-    halves: False if the plain code handles 16-bit arrays itself."""
+    halves: False if the plain code handles 16-bit arrays itself.
+    bits: the compiled code takes bfloat16 arrays itself, as views of their bits."""
 
     def register(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
@@ -37,6 +38,8 @@ def kernel(
             return (compiled(name) or plain) if xp is np and _compilable(arguments, kept) else plain
 
         def resolve(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+            if bits and xp is np and _all_bfloat16(arguments, kept) and (body := compiled(name)):
+                return _on_bits(body)
             narrow_too = halves and arguments[0].dtype.itemsize == 2
             return _through_float32(direct, kept, narrow) if narrow_too else choose(xp, arguments)
 
@@ -68,6 +71,27 @@ def _through_float32(body: Callable[..., Any], kept: set[int], narrow: int) -> C
         return tuple(narrowed(xp, r, dtype) if n < narrow else r for n, r in enumerate(result))
 
     return run
+
+
+def _on_bits(body: Callable[..., Any]) -> Callable[..., Any]:
+    """`body` on views of the bits of bfloat16 arrays; what it returns is bfloat16 again."""
+
+    def run(xp: Any, *arguments: Any, **options: Any) -> Any:
+        result = body(xp, *(a.view(np.uint16) if _bfloat16(a) else a for a in arguments), **options)
+        return result if result is None else result.view(arguments[0].dtype)
+
+    return run
+
+
+def _bfloat16(a: Any) -> bool:
+    return isinstance(a, np.ndarray) and a.dtype.name == "bfloat16"
+
+
+def _all_bfloat16(arguments: tuple[Any, ...], kept: set[int]) -> bool:
+    """All arrays are, but those that are changed in place may be float32."""
+    arrays = [(n, a) for n, a in enumerate(arguments) if isinstance(a, np.ndarray)]
+    fit = all(_bfloat16(a) or (n in kept and a.dtype == np.float32) for n, a in arrays)
+    return fit and _bfloat16(arguments[0])
 
 
 def _compilable(arguments: tuple[Any, ...], kept: set[int]) -> bool:

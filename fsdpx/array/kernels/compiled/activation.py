@@ -6,6 +6,7 @@ import numpy as np
 from numba.extending import register_jitable
 
 from fsdpx.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
+from fsdpx.array.kernels.compiled.bits import put, real
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.array.parallel import over
@@ -64,7 +65,7 @@ def _mapped(of: Any) -> Any:
     def loop(x, y):
         widest()
         for i in range(x.size):
-            y[i] = of(x[i])
+            y[i] = put(y, of(real(x[i])))
 
     return jit(loop, name=f"mapped_{of.__name__}")
 
@@ -76,23 +77,26 @@ _sigmoid_loop, _silu_loop, _gelu_loop, _gelu_tanh_loop = map(_mapped, (sigmoid_o
 def _silu_backward_loop(x, dy, dx):
     widest()
     for i in range(x.size):
-        s = sigmoid_of(x[i])
-        dx[i] = dy[i] * (s + x[i] * s * (like(s, 1.0) - s))
+        v = real(x[i])
+        s = sigmoid_of(v)
+        dx[i] = put(dx, real(dy[i]) * (s + v * s * (like(s, 1.0) - s)))
 
 
 @jit
 def _gelu_backward_loop(x, dy, dx):
     widest()
     for i in range(x.size):
-        bell = density(x[i])
-        dx[i] = dy[i] * (integral_of(x[i], bell) + x[i] * bell * like(bell, DENSITY))
+        v = real(x[i])
+        bell = density(v)
+        dx[i] = put(dx, real(dy[i]) * (integral_of(v, bell) + v * bell * like(bell, DENSITY)))
 
 
 @jit
 def _gelu_tanh_backward_loop(x, dy, dx):
     widest()
     for i in range(x.size):
-        dx[i] = dy[i] * gelu_tanh_slope(x[i], sigmoid_of(argument_of(x[i])))
+        v = real(x[i])
+        dx[i] = put(dx, real(dy[i]) * gelu_tanh_slope(v, sigmoid_of(argument_of(v))))
 
 
 def _over(loop: Any, *arrays: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from fsdpx.array.kernels import addition as plain
 from fsdpx.array.kernels.activation import exact
 from fsdpx.array.kernels.compiled.activation import gelu_of, gelu_tanh_of
 from fsdpx.array.kernels.compiled.arrays import in_memory, owned
+from fsdpx.array.kernels.compiled.bits import number, plainly, put, real, wide
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over, over_columns
@@ -21,14 +22,14 @@ BLOCK = 32  # rows added up before they are added to the total: rounding grows w
 @jit
 def _add(a, b, out):
     for i in range(a.size):
-        out[i] = a[i] + b[i]
+        out[i] = put(out, real(a[i]) + real(b[i]))
 
 
 @jit
 def _add_bias(y, bias):
     for i in range(y.shape[0]):
         for j in range(y.shape[1]):
-            y[i, j] += bias[j]
+            y[i, j] = put(y, real(y[i, j]) + real(bias[j]))
 
 
 def _biased(of: Any) -> Any:
@@ -38,9 +39,8 @@ def _biased(of: Any) -> Any:
         widest()
         for i in range(h.shape[0]):
             for j in range(h.shape[1]):
-                x = h[i, j] + bias[j]
-                h[i, j] = x
-                y[i, j] = of(x)
+                h[i, j] = put(h, real(h[i, j]) + real(bias[j]))
+                y[i, j] = put(y, of(real(h[i, j])))
 
     return jit(loop, name=f"biased_{of.__name__}")
 
@@ -50,7 +50,7 @@ _bias_gelu, _bias_gelu_tanh = _biased(gelu_of), _biased(gelu_tanh_of)
 
 @jit
 def column_sums(start, stop, rows, out, accumulate):
-    into, block = out[start:stop], np.empty(stop - start, rows.dtype)
+    into, block = out[start:stop], np.empty(stop - start, out.dtype)
     if not accumulate:
         into[:] = 0
     for first in range(0, rows.shape[0], BLOCK):
@@ -60,11 +60,11 @@ def column_sums(start, stop, rows, out, accumulate):
         for i in range(first, whole, 4):
             a, b, c, d = rows[i, start:stop], rows[i + 1, start:stop], rows[i + 2, start:stop], rows[i + 3, start:stop]
             for j in range(block.size):
-                block[j] += (a[j] + b[j]) + (c[j] + d[j])
+                block[j] += (real(a[j]) + real(b[j])) + (real(c[j]) + real(d[j]))
         for i in range(whole, last):
             row = rows[i, start:stop]
             for j in range(block.size):
-                block[j] += row[j]
+                block[j] += real(row[j])
         for j in range(block.size):
             into[j] += block[j]
 
@@ -75,7 +75,7 @@ def _rows(x: np.ndarray) -> np.ndarray:
 
 def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.shape != b.shape:
-        return a + b
+        return plainly(plain.add, xp, a, b)
     out = np.empty_like(a)
     flat = in_memory(a, b, out)
     if flat is None:
@@ -89,12 +89,12 @@ def add_bias(xp: Any, y: np.ndarray, bias: np.ndarray) -> None:
     if y.flags.c_contiguous and bias.shape == y.shape[-1:]:
         over(_add_bias, (_rows(y),), owned(bias))
     else:
-        y += bias
+        plainly(plain.add_bias, xp, y, bias)
 
 
 def bias_gelu(xp: Any, h: np.ndarray, bias: np.ndarray | None, approximate: str = "none") -> np.ndarray:
     if bias is None or bias.shape != h.shape[-1:] or not h.flags.c_contiguous:
-        return plain.bias_gelu.__wrapped__(xp, h, bias, approximate)  # type: ignore[attr-defined]
+        return plainly(plain.bias_gelu, xp, h, bias, approximate)
     y = np.empty(h.shape, h.dtype)
     loop = _bias_gelu if exact(approximate) else _bias_gelu_tanh
     over(loop, (_rows(h), _rows(y)), owned(bias))
@@ -103,12 +103,12 @@ def bias_gelu(xp: Any, h: np.ndarray, bias: np.ndarray | None, approximate: str 
 
 def sum_rows(xp: Any, rows: np.ndarray, out: np.ndarray, accumulate: bool = True) -> None:
     rows = np.ascontiguousarray(rows)
-    if out.flags.c_contiguous:
+    if out.flags.c_contiguous and out.dtype == wide(rows.dtype):
         over_columns(column_sums, rows, out, accumulate)
         return
-    total = np.empty(rows.shape[1], rows.dtype)
+    total = np.empty(rows.shape[1], wide(rows.dtype))
     over_columns(column_sums, rows, total, False)
+    numbers = number(out)
     if accumulate:
-        out += total
-    else:
-        out[...] = total
+        total += numbers
+    numbers[...] = total

@@ -6,8 +6,10 @@ import numpy as np
 
 from fsdpx.array.kernels.activation import DENSITY, exact
 from fsdpx.array.kernels.compiled.activation import argument_of, gelu_tanh_slope, integral_of, sigmoid_of
+from fsdpx.array.kernels.compiled.bits import plainly, put, real
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import density, like, widest
+from fsdpx.array.kernels.recompute import gelu_recompute as plain
 from fsdpx.array.parallel import over
 
 __all__ = ["gelu_recompute"]
@@ -17,22 +19,26 @@ __all__ = ["gelu_recompute"]
 def _gelu_loop(x, dy, y):
     widest()
     for i in range(x.size):
-        bell = density(x[i])
-        below = integral_of(x[i], bell)
-        y[i] = x[i] * below
-        dy[i] = dy[i] * (below + x[i] * bell * like(bell, DENSITY))
+        v = real(x[i])
+        bell = density(v)
+        below = integral_of(v, bell)
+        y[i] = put(y, v * below)
+        dy[i] = put(dy, real(dy[i]) * (below + v * bell * like(bell, DENSITY)))
 
 
 @jit
 def _gelu_tanh_loop(x, dy, y):
     widest()
     for i in range(x.size):
-        s = sigmoid_of(argument_of(x[i]))
-        y[i] = x[i] * s
-        dy[i] = dy[i] * gelu_tanh_slope(x[i], s)
+        v = real(x[i])
+        s = sigmoid_of(argument_of(v))
+        y[i] = put(y, v * s)
+        dy[i] = put(dy, real(dy[i]) * gelu_tanh_slope(v, s))
 
 
 def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
+    if x.dtype == np.uint16 and dy.dtype != x.dtype:
+        return plainly(plain, xp, x, dy, approximate)
     if not dy.flags.c_contiguous or dy.dtype != x.dtype:
         flat = np.array(dy, x.dtype, order="C")
         y = gelu_recompute(xp, x, flat, approximate)

@@ -1,0 +1,120 @@
+"""Products of 16-bit matrices, added in float32: by a library that reaches the processor's instructions, or widened."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+from fsdpx.array import parallel
+from fsdpx.array.blas import choice, onednn
+from fsdpx.array.blas.products import gemm, pieces
+from fsdpx.array.kernels.half import narrowed, widened
+from fsdpx.array.namespace import dtype
+from fsdpx.errors import ConfigError
+
+__all__ = ["available", "choose", "chosen", "instructions", "product"]
+
+WIDENED = "widened"
+"""Operands as float32, and their product by the library of float32: always there, and the reference."""
+INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
+"""(rows, summed, columns) of the products by which a library proves itself."""
+
+asked: str | None = None  # by `choose`
+
+
+def available() -> dict[str, str]:
+    """Name -> path and version of what `choose` accepts."""
+    library = onednn.found()
+    named = {} if library is None else {"onednn": f"{library.path} ({library.version})"}
+    return {**named, WIDENED: "float32 products of widened operands"}
+
+
+def choose(name: str | None) -> None:
+    """Compute 16-bit products with library `name` from now on; None: the default. All ranks of a job choose alike."""
+    global asked
+    if name is not None and name not in available():
+        raise ConfigError(f"16-bit products by {name!r} are not here: choose one of {', '.join(available())}")
+    asked = name
+
+
+def chosen() -> str:
+    """The name of the library in use: oneDNN where the processor has the instructions and it computes right."""
+    return asked or _default()
+
+
+@functools.cache
+def instructions() -> tuple[str, ...]:
+    """The instructions for bfloat16 products that this processor has, fastest first."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
+    except OSError:
+        return ()
+    return tuple(name for name in INSTRUCTIONS if name in flags)
+
+
+def product(
+    out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool = False, bias: np.ndarray | None = None
+) -> None:
+    """out = a @ b + bias, or out += a @ b: 16-bit `(m, k)` and `(k, n)` into `(m, n)` of their dtype or float32.
+
+    bias: `(n,)`, of their dtype; not where `out` is added to."""
+    if choice.cut > 1 and bias is None and (cut := pieces(out, a, b)):
+        parallel.run(_whole, [(*piece, accumulate, None) for piece in cut])
+    else:
+        _whole(out, a, b, accumulate, bias)
+
+
+def _whole(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
+    library = onednn.found() if chosen() == "onednn" else None
+    if library is not None and a.size and b.size and _fits(a) and _fits(b) and out.strides[1] == out.itemsize:
+        library.product(out, a, b, accumulate, bias)
+    else:
+        _widened(out, a, b, accumulate, bias)
+
+
+def _widened(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
+    total = np.empty(out.shape, np.float32)
+    gemm(total, widened(np, a), widened(np, b))
+    if bias is not None:
+        total += widened(np, bias)
+    if accumulate:
+        total += widened(np, out)
+    out[...] = total if out.dtype == np.float32 else narrowed(np, total, out.dtype)
+
+
+def _fits(a: np.ndarray) -> bool:
+    """bfloat16 with unit stride in one dim and none that runs backwards or overlaps."""
+    (m, n), (down, across), size = a.shape, a.strides, a.itemsize
+    rows, columns = across == size and down >= n * size, down == size and across >= m * size
+    return a.dtype.name == "bfloat16" and (rows or columns)
+
+
+@functools.cache
+def _default() -> str:
+    library = onednn.found() if instructions() else None
+    if library is None:
+        return WIDENED
+    if not _computes(library):
+        about = f"oneDNN in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
+        warnings.warn(f"fsdpx: {about}: bf16 computes as float32, slower", RuntimeWarning, stacklevel=2)
+        return WIDENED
+    return "onednn"
+
+
+def _computes(library: onednn.OneDNN) -> bool:
+    """Whether it multiplies as the reference does: terms are exact in float32, sums may differ by their rounding."""
+    numbers, half = np.random.default_rng(0), dtype("bf16")
+    for m, k, n in CHECKED:
+        a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))
+        for x, y in ((a, b.T), (np.asfortranarray(a), np.ascontiguousarray(b.T))):
+            out = np.empty((m, n), np.float32)
+            library.product(out, x, y, False, None)
+            exact = [v.astype(np.float64) for v in (x, y)]
+            bound = (k + 1) * 2.0**-23 * (np.abs(exact[0]) @ np.abs(exact[1]))
+            if not np.all(np.abs(out - exact[0] @ exact[1]) <= bound):
+                return False
+    return True

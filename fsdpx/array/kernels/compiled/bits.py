@@ -1,0 +1,53 @@
+"""Elements of arrays that are float32, float64, or bfloat16 seen as its bits (uint16): one loop for all of them.
+
+Numba knows no bfloat16. The dispatcher passes views of the bits; loops read elements by `real` and write by `put`,
+which for float32 and float64 are nothing at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from fsdpx.array.kernels.compiled.half import from_bfloat16, to_bfloat16
+from fsdpx.array.namespace import dtype as bfloat16
+
+__all__ = ["number", "plainly", "put", "real", "wide"]
+
+
+def real(x: Any) -> Any:
+    """An element as a number to compute with: float32 for bfloat16."""
+    raise NotImplementedError("for compiled code")
+
+
+def put(array: Any, x: Any) -> Any:
+    """x as an element of `array`, rounded once."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(real, inline="always")
+def _real(x):
+    return (lambda x: from_bfloat16(x)) if x == types.uint16 else (lambda x: x)
+
+
+@overload(put, inline="always")
+def _put(array, x):
+    return (lambda array, x: to_bfloat16(x)) if array.dtype == types.uint16 else (lambda array, x: x)
+
+
+def number(array: Any) -> Any:
+    """bfloat16 for an array of its bits, all else as it is."""
+    return array.view(bfloat16("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
+
+
+def plainly(kernel: Any, xp: Any, *arguments: Any) -> Any:
+    """The plain code of a kernel, for what the compiled one does not take."""
+    result = kernel.__wrapped__(xp, *map(number, arguments))
+    return result if result is None or result.dtype.itemsize != 2 else result.view(np.uint16)
+
+
+def wide(dtype: np.dtype) -> np.dtype:
+    """The format in which elements of `dtype` are added up."""
+    return np.dtype(np.float32) if dtype == np.uint16 else dtype
