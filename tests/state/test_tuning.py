@@ -152,6 +152,22 @@ def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, ta
     assert (blas.chosen() == other) == taken
 
 
+def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
+    """The same bits at any number of ranks, whatever a busy moment makes of a measurement."""
+    if len(blas.available()) < 2:
+        pytest.skip("one library only")
+    usual, other = blas.chosen(), next(name for name in blas.available() if name != blas.chosen())
+    monkeypatch.setattr(blas, "measure", lambda: {**dict.fromkeys(blas.available(), 1.0), other: 2.0})
+    assert tune_for(_single(), True, np).blas == other
+    key = {**stored()[0][0], "ranks": 4}
+    monkeypatch.setattr(tuning, "_key", lambda world: key)
+    monkeypatch.setattr(blas, "measure", lambda: {**dict.fromkeys(blas.available(), 1.0), usual: 2.0})
+    assert tune_for(_single(), True, np).blas == other
+    monkeypatch.setenv("FSDPX_TUNE", "again")
+    monkeypatch.setattr(tuning, "_anew", set())
+    assert tune_for(_single(), True, np).blas == usual
+
+
 def test_not_wanted_means_not_measured(cache, monkeypatch):
     monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured"))
     assert tune_for(_single(), False, np).group_bytes == 1 << 20
