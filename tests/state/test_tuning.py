@@ -51,18 +51,18 @@ def test_measured_once_then_read_from_disk(cache, monkeypatch):
 
 
 def test_info_tells_what_was_chosen(cache):
-    assert "nothing yet: the first job measures" in info()
+    assert "nothing yet: the first job measures" in str(info())
     tune_for(_single(), True, np)
-    assert "tuned, 1 ranks" in info()
-    assert "GFLOP/s per thread" in info()
+    assert "tuned, 1 ranks" in str(info())
+    assert "GFLOP/s per thread" in str(info())
     today = datetime.now(UTC)
     days = {f"{day:%Y-%m-%d}" for day in (today, today - timedelta(hours=1))}
-    assert re.search(r"measured (\S+) \d\d:\d\d UTC", info())[1] in days
+    assert re.search(r"measured (\S+) \d\d:\d\d UTC", str(info()))[1] in days
     (file,) = cache.glob("tuning-*.json")
     record = json.loads(file.read_text())
     del record["date"]
     file.write_text(json.dumps(record))
-    assert "measured at an unknown time" in info()
+    assert "measured at an unknown time" in str(info())
 
 
 @pytest.fixture
