@@ -93,6 +93,7 @@ class Scale(nn.Layer):
         g["scale"] += (x * dy).sum(0)
 
 
+@pytest.mark.filterwarnings("ignore:no gradient reaches")
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_layer_that_adds_in_place(microbatches: int) -> None:

@@ -113,7 +113,7 @@ PIPE = Mesh(shard=1, pipe=2)
         ("mlp", {"mesh": PIPE, "schedule": lambda: []}, r"must take \(ranks, microbatches, per_rank\)"),
         ("mlp", {"mesh": PIPE, "schedule": lambda a, b, c: None}, "returned None: a PipelineSchedule or a list"),
         ("mlp", {"mesh": PIPE, "recompute": 100}, "every 100th unit of . is none"),
-        ("mlp", {"mesh": PIPE, "recompute": "1.2.3MiB"}, "recompute='1.2.3MiB': choose 'all'"),
+        ("mlp", {"mesh": PIPE, "recompute": "1.2.3MiB"}, "recompute='1.2.3MiB': a number of bytes is needed"),
     ],
 )
 def test_pipes_that_cannot_work_are_refused(case: str, options: dict[str, Any], text: str) -> None:

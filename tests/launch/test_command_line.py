@@ -296,6 +296,8 @@ def test_the_main_job_trains_and_reports() -> None:
         "--sample",
         "5",
         "--hash",
+        "--verbose",
+        "--no-save",
     )
     data = str(Path(__file__).parents[2] / "fsdpx" / "nn")
     done = job(2, "fsdpx.examples.gpt", "--data", data, *arguments)
