@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
-from fsdpx.nn.layer import Env
+from fsdpx.nn.layer import Env, time_of
 from fsdpx.program import Action
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.placement import Placement
@@ -23,15 +23,20 @@ Values = tuple[Any, ...]
 
 
 class Worlds:
-    """What layers know of the world, one `Env` for the model and one per node, made once: only the moment moves."""
+    """What layers know of the world, one `Env` for the model and one per node, made once: only the moment moves, and
+    the time where sequences may be cut."""
 
     def __init__(self, state: TrainState) -> None:
         place, self.seed, self.moment = state.placement, state.seed, state.moment
         self._root = Env(place.xp, place.axes, state.random, recompute=place.options.recompute.cores)
         self._units, self._made = place.layout.units, dict[tuple[bool, bool], tuple[Env, list[list[Env]]]]()
 
-    def of(self, training: bool, again: bool) -> tuple[Env, list[list[Env]]]:
-        """Of the model as a whole, and of each node of each unit. again: this is a recompute."""
+    def of(self, training: bool, again: bool, inputs: Sequence[Any]) -> tuple[Env, list[list[Env]]]:
+        """Of the model as a whole, and of each node of each unit. again: this is a recompute. inputs: of the model."""
+        time = time_of(inputs) if self._root.mesh.tensor.size > 1 else None
+        if time != self._root.time:
+            self._root = replace(self._root, time=time)
+            self._made.clear()
         if (training, again) not in self._made:
             root = replace(self._root, training=training, recomputing=again)
             self._made[training, again] = root, [[root.at(n.path) for n in u.nodes] for u in self._units]
@@ -66,7 +71,7 @@ class Run:
     def worlds_at(self, batch: Microbatch, again: bool = False) -> tuple[Env, list[list[Env]]]:
         """The world at this microbatch, as the loss sees it, and as each node of each unit does."""
         self.worlds.moment.step, self.worlds.moment.row = self.step, batch.row
-        return self.worlds.of(self.feed.training, again)
+        return self.worlds.of(self.feed.training, again, batch.inputs)
 
 
 Operation = Callable[[Run, Action, Values, Values, Values], Values]

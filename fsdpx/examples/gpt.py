@@ -95,16 +95,11 @@ def loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.Dat
 
 
 def generate(trainer: fsdpx.Trainer, size: Size, count: int, seed: int, prompt: bytes = b"\ndef ") -> bytes:
-    """Text from the model, one byte at a time. Collective; the same bytes on every rank.
-
-    With a cut sequence its length must be a multiple of the tensor axis, so it is padded at its end. Causal attention
-    does not read the padding."""
-    text = list(prompt)
-    rng, parts = np.random.Generator(np.random.Philox(seed)), trainer.placement.axes.tensor.size
+    """Text from the model, one byte at a time. Collective; the same bytes on every rank."""
+    text, rng = list(prompt), np.random.Generator(np.random.Philox(seed))
     for _ in range(count):
-        context = text[-size.seq_len :]
-        filled = np.array([context + [0] * (-len(context) % parts)])
-        logits = np.asarray(trainer.predict(filled))[0, len(context) - 1].astype(np.float64)
+        context = np.array([text[-size.seq_len :]])
+        logits = np.asarray(trainer.predict(context))[0, -1].astype(np.float64)
         p = np.exp((logits - logits.max()) / 0.8)
         text.append(int(rng.choice(BYTES, p=p / p.sum())))
     return bytes(text)

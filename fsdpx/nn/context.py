@@ -11,6 +11,7 @@ sends per attention, n = bytes of one whole activation (samples, time, d_model),
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from fsdpx.array import kernels
 from fsdpx.errors import ShapeError
 from fsdpx.nn import moves
 from fsdpx.nn.attention import Heads, scores_of, split_heads
+from fsdpx.nn.cut import share
 from fsdpx.nn.dropout import apply_mask, keep_mask
 from fsdpx.nn.embedding import Tokens
 from fsdpx.nn.layer import Array, Env
@@ -32,7 +34,7 @@ KEYS_VALUES, GRADIENTS = 0, 1
 
 
 class PartTokenEmbedding(Tokens):
-    """`TokenEmbedding` of this tensor rank's part of the tokens, which are cut along dim 1 into equal parts.
+    """`TokenEmbedding` of this tensor rank's part of the tokens, which are cut along dim 1.
 
     Positions count from where the part begins. Gradients are this rank's part of the sum.
 
@@ -42,18 +44,18 @@ class PartTokenEmbedding(Tokens):
     """
 
     def _want(self, env: Env, x: Array) -> None:
-        if x.ndim != 2 or x.shape[1] * env.mesh.tensor.size > self.seq_len:
-            wanted = f"(samples, time <= {self.seq_len} / {env.mesh.tensor.size})"
-            raise ShapeError(f"{self!r} wants a part of the tokens of shape {wanted}, got {tuple(x.shape)}")
+        if x.ndim != 2 or env.place(x.shape[1])[1] > self.seq_len:
+            wanted = f"(samples, time <= {self.seq_len})"
+            raise ShapeError(f"{self!r} wants a part of tokens of shape {wanted}, got a part of {tuple(x.shape)}")
 
     def _positions(self, env: Env, x: Array) -> slice:
-        first = env.mesh.tensor.rank * x.shape[1]
+        first, _ = env.place(x.shape[1])
         return slice(first, first + x.shape[1])
 
 
 class Ulysses:
     """Attention by all-to-all: from all heads of a part of the time to the full time of a part of the heads, and back
-    (Jacobs et al. 2023). Heads need not divide evenly; each rank holds activations of 1/N of the heads x time."""
+    (Jacobs et al. 2023). Neither need divide evenly; each rank holds activations of 1/N of the heads x time."""
 
     def __init__(self, heads: Heads) -> None:
         self.heads = heads
@@ -69,7 +71,7 @@ class Ulysses:
     def _to_heads(self, env: Env, x: Array, count: int, thing: str) -> Array:
         """`(samples, part of time, count x all heads)` -> `(samples, time, count x part of heads)`."""
         apart = x.reshape(*x.shape[:2], count, self.heads.n_heads, self.heads.d_head)
-        y = moves.exchange(env.xp, env.mesh.tensor, apart, 3, 1, what=named(env, thing))
+        y = moves.exchange(env.xp, env.mesh.tensor, apart, 3, 1, env.time, what=named(env, thing))
         return y.reshape(*y.shape[:2], count * y.shape[3] * y.shape[4])
 
     def _to_time(self, env: Env, x: Array, count: int, thing: str) -> Array:
@@ -96,13 +98,13 @@ class Ring:
         if comm.size == 1:
             return self.heads.forward(env, qkv)
         q, k, v = split_heads(qkv, 3, self.heads.d_head)
-        kv = xp.stack((k, v))
+        kv, (_, time) = xp.stack((k, v)), env.place(qkv.shape[1])
         o = xp.zeros(q.shape, dtype=wide(q.dtype))
         lse = xp.full(q.shape[:3], -math.inf, dtype=wide(q.dtype))
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
-            incoming = _shift(env, kv, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
-            if self._sees(comm.rank, block):
+            incoming = _shift(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+            if self._sees(comm.rank, block, q, kv):
                 o, lse = _merged(xp, o, lse, *self._attend(env, q, kv[0], kv[1], block))
             kv = incoming.wait() if incoming else kv
         merged = o.astype(qkv.dtype, copy=False).swapaxes(1, 2).reshape(*qkv.shape[:2], qkv.shape[2] // 3)
@@ -115,26 +117,27 @@ class Ring:
         qkv, merged, (lse,) = kept
         q, k, v = split_heads(qkv, 3, self.heads.d_head)
         (o,), (do,) = split_heads(merged, 1, self.heads.d_head), split_heads(dmerged, 1, self.heads.d_head)
-        dtype = wide(qkv.dtype)
+        dtype, (_, time) = wide(qkv.dtype), env.place(qkv.shape[1])
         kv, dq, outgoing = xp.stack((k, v)), xp.zeros(q.shape, dtype=dtype), None
         for step in range(comm.size):
             block = (comm.rank - step) % comm.size
-            incoming = _shift(env, kv, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
+            incoming = _shift(env, kv, time, block, KEYS_VALUES, "keys and values") if step + 1 < comm.size else None
             dkv = xp.zeros(kv.shape, dtype=dtype)
-            if self._sees(comm.rank, block):
+            if self._sees(comm.rank, block, q, kv):
                 some = self._attend_backward(env, q, kv[0], kv[1], o, lse, do, block)
-                dq += some[0]
-                dkv += some[1:]
+                for total, more in zip((dq, dkv[0], dkv[1]), some, strict=True):
+                    total += more
             if outgoing:
                 dkv += outgoing.wait()
-            outgoing = _shift(env, dkv, GRADIENTS, "gradients of keys and values")
+            outgoing = _shift(env, dkv, time, block, GRADIENTS, "gradients of keys and values")
             kv = incoming.wait() if incoming else kv
         assert outgoing is not None
         heads = xp.concatenate((dq[None], outgoing.wait())).transpose(1, 3, 0, 2, 4)
         return heads.reshape(qkv.shape).astype(qkv.dtype, copy=False)
 
-    def _sees(self, rank: int, block: int) -> bool:
-        return not self.heads.causal or block <= rank
+    def _sees(self, rank: int, block: int, q: Array, kv: Array) -> bool:
+        """Whether these queries attend to any of these keys; a rank of a short sequence may have none."""
+        return (not self.heads.causal or block <= rank) and q.shape[2] > 0 and kv.shape[3] > 0
 
     def _attend(self, env: Env, q: Array, k: Array, v: Array, block: int) -> tuple[Array, Array]:
         """The result of one block alone, and its log-sum-exp."""
@@ -152,7 +155,7 @@ class Ring:
 
     def _attend_backward(
         self, env: Env, q: Array, k: Array, v: Array, o: Array, lse: Array, do: Array, block: int
-    ) -> Array:
+    ) -> Sequence[Array]:
         """What one block adds to the gradients of q, k and v, given the full result and its lse (Dao et al. 2022)."""
         causal, heads, xp = self.heads.causal and block == env.mesh.tensor.rank, self.heads, env.xp
         if not self._drops(env):
@@ -165,23 +168,27 @@ class Ring:
         dweights = apply_mask(product(xp, do, v.swapaxes(-1, -2)), keep, heads.dropout)
         along = xp.sum((do * o).astype(dtype, copy=False), axis=-1, keepdims=True)
         dscores = (weights * (dweights - along) * heads.scale).astype(q.dtype, copy=False)
-        return xp.stack((product(xp, dscores, k), product(xp, dscores.swapaxes(-1, -2), q), dv))
+        return product(xp, dscores, k), product(xp, dscores.swapaxes(-1, -2), q), dv
 
     def _drops(self, env: Env) -> bool:
         return env.training and self.heads.dropout > 0.0
 
     def _keep(self, env: Env, shape: tuple[int, ...], block: int) -> Array:
         """The mask of this rank's queries and the keys of `block`, of the full (samples, heads, time, time)."""
-        rank, size, part = env.mesh.tensor.rank, env.mesh.tensor.size, shape[2]
-        cuts = {2: (rank * part, size * part), 3: (block * part, size * part)}
+        mine = _, time = env.place(shape[2])
+        cuts = {2: mine, 3: (share(time, block, env.mesh.tensor.size)[0], time)}
         return keep_mask(env.at("dropout"), shape, self.heads.dropout, cuts)
 
 
-def _shift(env: Env, array: Array, tag: int, thing: str) -> moves.PendingMove:
-    """Send an array to the next rank of the ring, and receive one from the rank before."""
-    comm, what, shape = env.mesh.tensor, named(env, thing), array.shape
+def _shift(env: Env, array: Array, time: int, block: int, tag: int, thing: str) -> moves.PendingMove:
+    """Send what belongs to a block to the next rank of the ring, and receive that of the block before it.
+
+    array: (2, samples, heads, this block's part of `time`, d_head)."""
+    comm, what = env.mesh.tensor, named(env, thing)
+    start, stop = share(time, (block - 1) % comm.size, comm.size)
+    shape = (*array.shape[:3], stop - start, array.shape[4])
     sent = env.xp.ascontiguousarray(array).reshape(-1)
-    into = env.xp.empty((sent.size,), dtype=sent.dtype)
+    into = env.xp.empty((math.prod(shape),), dtype=sent.dtype)
     receiving = comm.recv(into, (comm.rank - 1) % comm.size, tag, what=what)
     sending = comm.send(sent, (comm.rank + 1) % comm.size, tag, what=what)
 

@@ -50,7 +50,7 @@ class CutDropout(Dropout):
     ----------
     p : probability that an element is set to 0
     dim : the dim that is cut
-    total : size of `dim` in the full array; None: all ranks have equal parts
+    total : size of `dim` in the full array; None: it is the sequence, cut as `Env.place` has it
     grain : with `total`: elements that stay on one rank, as `Cut` has it
     """
 
@@ -67,7 +67,7 @@ class CutDropout(Dropout):
     def _place(self, env: Env, x: Array) -> dict[int, tuple[int, int]]:
         comm, dim = env.mesh.tensor, self.dim % x.ndim
         if self.total is None:
-            return {dim: (comm.rank * x.shape[dim], comm.size * x.shape[dim])}
+            return {dim: env.place(x.shape[dim])}
         start, _ = share(self.total // self.grain, comm.rank, comm.size)
         return {dim: (start * self.grain, self.total)}
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 from fsdpx.array.random import Random
 from fsdpx.comm.mesh import Axes
 from fsdpx.errors import ConfigError
-from fsdpx.nn.cut import Cut
+from fsdpx.nn.cut import Cut, share
 from fsdpx.nn.describe import describe
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
 
-__all__ = ["Array", "Env", "Layer", "Params", "Spec", "branches", "dotted", "prefixed"]
+__all__ = ["Array", "Env", "Layer", "Params", "Spec", "branches", "dotted", "prefixed", "time_of"]
 
 NO_TIES: dict[str, str] = {}
 Array = Any
@@ -69,6 +69,7 @@ class Env:
     training : dropout is active and running statistics are updated
     recompute : names of activations that layers recompute in backward instead of saving ("attention")
     recomputing : this forward repeats an earlier one for backward, so it must not update state a second time
+    time : full length of the sequences that are cut along dim 1 over the tensor axis; None: their parts are equal
     """
 
     xp: Any
@@ -77,10 +78,21 @@ class Env:
     training: bool = True
     recompute: frozenset[str] = frozenset()
     recomputing: bool = False
+    time: int | None = None
 
     def at(self, name: str) -> Env:
         """The environment of child `name`: the same but for its random numbers."""
-        return Env(self.xp, self.mesh, self.random.at(name), self.training, self.recompute, self.recomputing)
+        random = self.random.at(name)
+        return Env(self.xp, self.mesh, random, self.training, self.recompute, self.recomputing, self.time)
+
+    def place(self, part: int) -> tuple[int, int]:
+        """Where the `part` positions of this rank begin in a sequence that is cut over the tensor axis, and its full
+        length: what `random.subarray` takes as a cut of dim 1."""
+        comm = self.mesh.tensor
+        total = part * comm.size if self.time is None else self.time
+        start, stop = share(total, comm.rank, comm.size)
+        assert stop - start == part, f"{part} positions, not those of [{start}, {stop})"
+        return start, total
 
 
 class Layer(ABC):
@@ -177,6 +189,12 @@ class Layer(ABC):
 
     def __repr__(self) -> str:
         return describe(self)
+
+
+def time_of(inputs: Iterable[Array]) -> int | None:
+    """`Env.time` for a model's inputs: the length that all of them have; None if there is no such length."""
+    lengths = {x.shape[1] if len(x.shape) > 1 else None for x in inputs}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def dotted(path: str, name: str) -> str:

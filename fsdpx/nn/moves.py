@@ -91,20 +91,16 @@ def start_gather(
     return PendingMove(handle, lambda: _unpacked(xp, flat, shapes, dim), sent)
 
 
-def scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = "") -> Array:
-    """This rank's part, along `dim`, of the sum over the ranks. even: the size of `dim` must be a multiple of N."""
-    return start_scatter_sum(xp, comm, x, dim, even=even, what=what).wait()
+def scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, what: str = "") -> Array:
+    """This rank's part, along `dim`, of the sum over the ranks."""
+    return start_scatter_sum(xp, comm, x, dim, what=what).wait()
 
 
-def start_scatter_sum(
-    xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = ""
-) -> PendingMove:
+def start_scatter_sum(xp: Any, comm: Communicator, x: Array, dim: int, *, what: str = "") -> PendingMove:
     """`scatter_sum`, issued and not waited for."""
     if comm.size == 1:
         return PendingMove(None, lambda: x)
     dim = dim % x.ndim
-    if even:
-        want_even(x.shape, dim, comm.size, what)
     shapes = _part_shapes(x.shape, dim, x.shape[dim], comm)
     counts = [math.prod(shape) for shape in shapes]
     sent, mine = _packed(xp, x, shapes, dim), xp.empty((counts[comm.rank],), dtype=x.dtype)
@@ -112,10 +108,8 @@ def start_scatter_sum(
     return PendingMove(handle, lambda: mine.reshape(shapes[comm.rank]), sent)
 
 
-def cut(xp: Any, comm: Communicator, x: Array, dim: int, *, even: bool = False, what: str = "") -> Array:
-    """This rank's part of the replicated `x` along `dim`, a view. even: as in `scatter_sum`."""
-    if even:
-        want_even(x.shape, dim % x.ndim, comm.size, what)
+def cut(xp: Any, comm: Communicator, x: Array, dim: int) -> Array:
+    """This rank's part of the replicated `x` along `dim`, a view."""
     return part(x, dim, *share(x.shape[dim], comm.rank, comm.size))
 
 
@@ -152,7 +146,8 @@ def want_even(shape: Sequence[int], dim: int, width: int, what: str = "") -> Non
     if shape[dim] % width:
         raise ShapeError(
             f"{f'{what}: ' if what else ''}dim {dim} of an array of shape {tuple(shape)} is {shape[dim]}, which is not "
-            f"a multiple of the {width} ranks it is cut over: choose a sequence length that is, or mesh tensor=1"
+            f"a multiple of the {width} ranks it is cut over, as it must be where inputs differ in length: fill it up, "
+            "give all inputs one length, or use mesh tensor=1"
         )
 
 

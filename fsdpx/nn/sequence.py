@@ -8,25 +8,25 @@ from fsdpx.nn.check import want_time
 from fsdpx.nn.layer import Array, Env, Layer, Params
 from fsdpx.nn.losses import Loss
 from fsdpx.nn.numeric import is_index
-from fsdpx.nn.tensor import named
+from fsdpx.nn.tensor import named, want_known
 
 __all__ = ["Enter", "Framed", "Leave", "SequenceLoss"]
 
 
 class Enter(Layer):
-    """A full array to this rank's part of dim 1, the sequence, whose length must be a multiple of the axis.
+    """A full array to this rank's part of dim 1, the sequence.
 
     Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have none."""
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         want_time(x)
-        y = moves.cut(env.xp, env.mesh.tensor, x, 1, even=True, what=named(env, "sequence"))
-        return y, (is_index(x),)
+        want_known(env, x, named(env, "sequence"))
+        return moves.cut(env.xp, env.mesh.tensor, x, 1), (is_index(x),)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array | None, Any]:
         if saved[0] or dy is None:
             return None, ()
-        return moves.join(env.xp, env.mesh.tensor, dy, 1, what=named(env, "gradient")), ()
+        return moves.join(env.xp, env.mesh.tensor, dy, 1, env.time, what=named(env, "gradient")), ()
 
 
 class Leave(Layer):
@@ -96,13 +96,13 @@ class SequenceLoss(Loss):
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         assert env.mesh.tensor.size == self.width, f"a tensor axis of {env.mesh.tensor.size}, not {self.width}"
-        time = y.shape[1] * self.width
+        _, time = env.place(y.shape[1])
         if target.ndim < 2 or target.shape[1] != time:
             raise DataError(
                 f"{self!r}: the output is cut along dim 1 by sequence=..., and the target with it: dim 1 of the target "
                 f"must be {time}, got a target of shape {tuple(target.shape)}"
             )
-        return self.loss.forward(env, y, moves.cut(env.xp, env.mesh.tensor, target, 1, even=True, what="target"))
+        return self.loss.forward(env, y, moves.cut(env.xp, env.mesh.tensor, target, 1))
 
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
         return self.loss.backward(env, saved, seed)
@@ -110,4 +110,7 @@ class SequenceLoss(Loss):
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         if len(shape) < 2:
             raise DataError(f"{self!r}: an output of shape {tuple(shape)} has no dim 1 to be cut along")
-        self.loss.validate((shape[0], shape[1] * self.width, *shape[2:]), target)
+        time = target.shape[1] if target.ndim > 1 else 0
+        if shape[1] not in (time // self.width, -(-time // self.width)):  # no rank has such a part of this target
+            time = shape[1] * self.width
+        self.loss.validate((shape[0], time, *shape[2:]), target)

@@ -12,7 +12,7 @@ from fsdpx.array.random import Random
 from fsdpx.comm.mesh import Axes, alone
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import Container, input_names
-from fsdpx.nn.layer import Env, Layer, Params, Spec, dotted
+from fsdpx.nn.layer import Env, Layer, Params, Spec, dotted, time_of
 from fsdpx.nn.ties import canonical
 
 __all__ = ["CALLS_NUMPY", "Node", "Sorted", "calls_numpy", "infer", "shapes", "sort", "specs_of"]
@@ -95,7 +95,7 @@ def shapes(
     if len(inputs) != len(model.inputs):
         raise ShapeError(f"the model takes {len(model.inputs)} inputs ({', '.join(model.inputs)}), got {len(inputs)}")
     axes = axes or alone()
-    env = Env(xp, axes, Random(0), training)
+    env = Env(xp, axes, Random(0), training, time=time_of(inputs))
     real = dtype_of(dtype) if isinstance(dtype, str) else dtype
     values = list(inputs)
     for node in model.nodes:

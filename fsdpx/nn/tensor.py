@@ -23,7 +23,7 @@ from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.numeric import add_linear, add_product, add_sum, affine, flat, linear_backward, product
 
-__all__ = ["ColumnLinear", "RowLinear", "named"]
+__all__ = ["ColumnLinear", "RowLinear", "named", "want_known"]
 
 
 class _CutLinear(Layer):
@@ -97,7 +97,7 @@ class ColumnLinear(_CutLinear):
             return linear_backward(env.xp, g, p["weight"], flat(dy), flat(x)).reshape(x.shape)
         full = moves.PendingMove(None, lambda: x)
         if self.sequence and "weight" in g:
-            full = moves.start_gather(env.xp, comm, x, 1, what=named(env, "input"))
+            full = moves.start_gather(env.xp, comm, x, 1, env.time, what=named(env, "input"))
         dx = self._start_input_gradient(env, p, dy)
         _add_gradients(env, g, dy, full.wait())
         return dx.wait()
@@ -113,7 +113,9 @@ class ColumnLinear(_CutLinear):
     def _full(self, env: Env, x: Array) -> Array:
         """The input, full along dim 1."""
         want_last(self, x, self.in_features)
-        return moves.gather(env.xp, env.mesh.tensor, x, 1, what=named(env, "input")) if self.sequence else x
+        if not self.sequence:
+            return x
+        return moves.gather(env.xp, env.mesh.tensor, x, 1, env.time, what=named(env, "input"))
 
     def _part(self, env: Env, dy: Array) -> Array:
         """The gradient of what this rank computed."""
@@ -123,7 +125,7 @@ class ColumnLinear(_CutLinear):
         dx = product(env.xp, flat(dy), p["weight"]).reshape(*dy.shape[:-1], self.in_features)
         comm, what = env.mesh.tensor, named(env, "input gradient")
         if self.sequence:
-            return moves.start_scatter_sum(env.xp, comm, dx, 1, even=True, what=what)
+            return moves.start_scatter_sum(env.xp, comm, dx, 1, what=what)
         return moves.start_sum(env.xp, comm, dx, fresh=True, what=what)
 
 
@@ -167,7 +169,7 @@ class RowLinear(_CutLinear):
         y = product(env.xp, flat(x), p["weight"].T).reshape(shape)
         comm, what = env.mesh.tensor, named(env, "output")
         if self.sequence:
-            y = moves.scatter_sum(env.xp, comm, y, 1, even=True, what=what)
+            y = moves.scatter_sum(env.xp, comm, y, 1, what=what)
         else:
             y = moves.sum(env.xp, comm, y, fresh=True, what=what)
         if bias is not None:
@@ -178,7 +180,7 @@ class RowLinear(_CutLinear):
         (x,) = saved
         full = dy
         if self.sequence:
-            full = moves.gather(env.xp, env.mesh.tensor, dy, 1, what=named(env, "output gradient"))
+            full = moves.gather(env.xp, env.mesh.tensor, dy, 1, env.time, what=named(env, "output gradient"))
         dx = product(env.xp, flat(full), p["weight"])
         return dx.reshape(x.shape), (x, full, dy)
 
@@ -203,3 +205,10 @@ def _add_gradients(env: Env, g: Params, dy: Array, x: Array) -> None:
 def named(env: Env, thing: str) -> str:
     """What a call moves, for error messages: the layer's path and the array."""
     return f"{env.random.path} {thing}" if env.random.path else thing
+
+
+def want_known(env: Env, x: Array, what: str) -> None:
+    """Every rank must know from its part how the full `x` is cut along dim 1: by `env.time`, or into equal parts."""
+    if env.time is None:
+        moves.want_even(x.shape, 1, env.mesh.tensor.size, what)
+    assert env.time in (None, x.shape[1]), f"{what}: a sequence of {x.shape[1]}, not {env.time}"

@@ -15,7 +15,7 @@ from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.numeric import wide
-from fsdpx.nn.tensor import named
+from fsdpx.nn.tensor import named, want_known
 
 __all__ = ["VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding"]
 ROWS = Cut(0)
@@ -30,7 +30,7 @@ class VocabEmbedding(Layer):
     Parameters
     ----------
     num_embeddings, embedding_dim, init : as in `Embedding`; every rank gets the full input
-    sequence : leave the sum cut along dim 1, which must be a multiple of the axis
+    sequence : leave the sum cut along dim 1
     """
 
     runs = ("embedding_backward",)
@@ -175,7 +175,8 @@ def _looked_up(env: Env, weight: Array, x: Array, total: int, sequence: bool) ->
     y[~inside] = 0
     what = named(env, "embedding")
     if sequence:
-        return moves.scatter_sum(env.xp, comm, y, 1, even=True, what=what)
+        want_known(env, y, what)
+        return moves.scatter_sum(env.xp, comm, y, 1, what=what)
     return moves.sum(env.xp, comm, y, fresh=True, what=what)
 
 
@@ -183,7 +184,7 @@ def _add_rows(env: Env, gw: Array, x: Array, dy: Array, total: int, sequence: bo
     """Add the gradient of what `_looked_up` gave."""
     xp, comm = env.xp, env.mesh.tensor
     if sequence:
-        dy = moves.gather(xp, comm, dy, 1, what=named(env, "embedding gradient"))
+        dy = moves.gather(xp, comm, dy, 1, x.shape[1], what=named(env, "embedding gradient"))
     index, rows = x.reshape(-1), dy.reshape(-1, dy.shape[-1])
     if comm.size > 1:
         inside, index = _local_index(env, index, total)

@@ -11,7 +11,7 @@ from fsdpx.engine import compute
 from fsdpx.engine.activations import roots
 from fsdpx.engine.lines import Stacks
 from fsdpx.errors import ConfigError
-from fsdpx.nn.layer import Env
+from fsdpx.nn.layer import Env, time_of
 from fsdpx.program import Action, Stage
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
@@ -94,7 +94,8 @@ def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, t
     spread = replace(placement.layout.spread, rank=tensor)
     values = {v: placement.shapes.of(v, batch, tensor) for v in (*row.takes, *row.reads)}
     read = list(values.values())
-    root = Env(xp, placement.shapes.imagined(tensor), Random(0), True, recompute=placement.options.recompute.cores)
+    axes, cores = placement.shapes.imagined(tensor), placement.options.recompute.cores
+    root = Env(xp, axes, Random(0), True, recompute=cores, time=time_of(batch.inputs))
     envs = [root.at(node.path) for node in one.nodes]
     params = [
         {name: xp.ShapeArray(spread.shape(spec), placement.compute) for name, spec in node.layer.specs().items()}

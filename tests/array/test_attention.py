@@ -54,6 +54,20 @@ def test_random_shapes(b, h, t, d, causal, seed) -> None:
         assert np.abs(got - want).max() <= 2e-6 * max(1.0, np.abs(want).max())
 
 
+@pytest.mark.parametrize("mode", ["numba", "plain"])
+@pytest.mark.parametrize(("t", "s"), [(1, 2), (2, 1), (63, 64), (65, 64), (64, 65), (129, 130), (5, 140)])
+def test_keys_of_another_length(t, s, mode) -> None:
+    q, do = heads(0, 2, 3, t, 7)[::3]
+    _, k, v, _ = heads(1, 2, 3, s, 7)
+    want = reference(q, k, v, do, False, 0.3)
+    with kernels.use(mode):
+        o, lse = kernels.attention(np, q, k, v, False, 0.3)
+        found = [o, *kernels.attention_backward(np, q, k, v, o, lse, do, False, 0.3)]
+    for got, one in zip(found, want, strict=True):
+        assert got.shape == one.shape
+        assert np.abs(got - one).max() <= 2e-6 * max(1.0, np.abs(one).max())
+
+
 def test_large_scores_do_not_overflow() -> None:
     q, k, v, do = heads(1, 1, 2, 70, 8)
     results = run(q * 1e3, k * 1e3, v, do, True, 1.0)

@@ -79,7 +79,7 @@ def rows(rng: np.random.Generator, n: int) -> tuple[Any, Any]:
 def tokens(rng: np.random.Generator, n: int, time: int = 8) -> tuple[Any, Any]:
     text = rng.integers(0, 31, (n, time + 1))
     labels = text[:, 1:].copy()
-    labels[:, 2] = -100
+    labels[:, 2:3] = -100
     return text[:, :-1], labels
 
 
@@ -95,6 +95,7 @@ CASES = {
 LARGER = {
     "deep": Case(deep, nn.CrossEntropy(), tokens),
     "wide": Case(wide, nn.CrossEntropy(label_smoothing=0.1), partial(tokens, time=12)),
+    "uneven": Case(wide, nn.CrossEntropy(label_smoothing=0.1), lambda rng, n: tokens(rng, n, time=11 if n > 4 else 1)),
 }
 """For the pipe and tensor axes."""
 

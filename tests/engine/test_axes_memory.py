@@ -55,15 +55,16 @@ def test_the_pipe_moves_what_crosses_a_cut() -> None:
             assert report.predicted["pipe", call] == count
 
 
-@pytest.mark.parametrize("sequence", [None, "parallel", "ring"])
-def test_counted_bytes_equal_predicted_bytes(sequence: str | None) -> None:
+@pytest.mark.parametrize("time", [12, 7, 1])
+@pytest.mark.parametrize("sequence", [None, "parallel", "ulysses", "ring"])
+def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) -> None:
     """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
 
     def one(comm: Communicator) -> Any:
         trainer = train(
             comm, "wide", Mesh(shard=2, pipe=2, tensor=2), "fsdp", sizes=(), sequence=sequence, microbatches=3
         )[2]
-        x = np.random.default_rng(0).integers(0, 31, (5, 12))
+        x = np.random.default_rng(0).integers(0, 31, (5, time))
         trainer.reset()
         trainer.step(x, x)
         report = trainer.report()
@@ -165,6 +166,34 @@ def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
     programs = fsdpx.spawn(one, 2)
     assert programs[0] == programs[1]
     assert " R" in programs[0].replace("REDUCE", "").replace("RECV", "")
+
+
+@pytest.mark.parametrize(("time", "budget"), [(12, "31KB"), (11, "31KB"), (2, "6300B")])
+@pytest.mark.parametrize("sequence", ["parallel", "ulysses", "ring"])
+def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, time: int, budget: str) -> None:
+    """What each rank moves between ranks, and keeps, is known without data; `recompute` chooses alike on all."""
+    options: dict[str, Any] = {
+        "loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "strategy": "ddp", "sequence": sequence,
+        "mesh": Mesh(shard=1, tensor=3), "group_bytes": 0, "recompute": budget,
+    }  # fmt: skip
+
+    def one(comm: Communicator) -> Any:
+        trainer = nn.GPT(13, 12, 4, 3, 12).as_distributed(comm=comm, **options)
+        x = np.random.default_rng(0).integers(0, 13, (4, time))
+        trainer.step(x, x)
+        return trainer.report(), str(trainer.engine.ran)
+
+    programs: set[str] = set()
+    for rank, (report, program) in enumerate(fsdpx.spawn(one, 3)):
+        batch = ((4, time), "int64")
+        found = dry_run(nn.GPT(13, 12, 4, 3, 12), batch, batch, ranks=3, rank=rank, **options)
+        for key in {*report.traffic, *found.report.traffic}:
+            assert key[0] != "tensor" or report.traffic[key] == found.report.traffic[key], key
+        assert report.memory == found.report.memory
+        assert str(found.program) == program
+        programs.add(program)
+    (ran,) = programs
+    assert 0 < [action.op for action in parse(ran)].count("R") < 4
 
 
 @pytest.mark.parametrize("sequence", ["ulysses", "ring"])

@@ -22,6 +22,37 @@ def test_every_width_equals_one_process(sequence: str | None, width: int) -> Non
     compare("wide", Mesh(shard=1, tensor=width), "ddp", delays=width, sequence=sequence)
 
 
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("sequence", SEQUENCES[1:])
+def test_sequences_need_not_divide(sequence: str, width: int) -> None:
+    """11 positions, then 1: all ranks but one have none."""
+    compare("uneven", Mesh(shard=1, tensor=width), "ddp", delays=width, sequence=sequence, check=True)
+
+
+UNEVEN: list[tuple[Mesh, dict[str, Any]]] = [
+    (Mesh(shard=1, pipe=2, tensor=3), {"strategy": "ddp", "recompute": "all"}),
+    (Mesh(shard=2, pipe=2, tensor=2), {"strategy": "fsdp", "recompute": "attention", "schedule": "zb-h1"}),
+    (Mesh(shard=2, tensor=2), {"strategy": "zero1", "recompute": "60KiB"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "options"), few(UNEVEN, 2))
+@pytest.mark.parametrize("sequence", SEQUENCES[1:])
+def test_sequences_need_not_divide_on_any_mesh(sequence: str, mesh: Mesh, options: dict[str, Any]) -> None:
+    compare("uneven", mesh, sequence=sequence, microbatches=3, **options)
+
+
+@pytest.mark.parametrize("sequence", SEQUENCES[1:])
+def test_uneven_sequences_have_one_hash(sequence: str) -> None:
+    def run(comm: Communicator, recompute: Any) -> str:
+        mesh, sizes = Mesh(shard=1, tensor=3), (8, 8, 4)
+        trainer = train(comm, "uneven", mesh, "ddp", sizes, sequence=sequence, chunks=4, recompute=recompute)[2]
+        return trainer.fingerprint()
+
+    found = [fsdpx.spawn(run, 3, recompute, delays=seed) for seed, recompute in enumerate((None, "all", "attention"))]
+    assert len({digest for ranks in found for digest in ranks}) == 1
+
+
 THREE = [("fsdp", None), ("fsdp", "ring"), ("ddp", "parallel"), ("ddp", None), ("zero1", "ulysses"), ("zero1", "ring")]
 """Sequences are cut inside layers, placements hold between them: each of both, not each with each."""
 
@@ -37,11 +68,12 @@ def test_the_order_of_the_axes_is_a_choice() -> None:
     compare("wide", Mesh(shard=2, pipe=2, tensor=2, order=order), "fsdp", microbatches=2)
 
 
+@pytest.mark.parametrize("time", [12, 7, 1])
 @pytest.mark.parametrize("sequence", few(SEQUENCES, 3))
-def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None) -> None:
+def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None, time: int) -> None:
     def run(comm: Communicator, mesh: Mesh) -> Any:
         trainer = train(comm, "wide", mesh, "ddp", sequence=sequence if mesh.tensor > 1 else None)[2]
-        x = np.random.default_rng(0).integers(0, 31, (3, 12))
+        x = np.random.default_rng(0).integers(0, 31, (3, time))
         out = trainer.forward(x)
         trainer.backward(np.sin(out) / 3)
         gradients = trainer.gradients()
@@ -137,11 +169,11 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], text: s
         fsdpx.spawn(lambda comm: make(comm, "wide", "ddp", **options), 1)
 
 
-def test_sequences_that_cannot_be_cut_are_refused_before_anything_moves() -> None:
+def test_sequences_that_are_too_long_are_refused_before_anything_moves() -> None:
     def run(comm: Communicator) -> str:
         trainer = make(comm, "wide", "ddp", mesh=Mesh(shard=1, pipe=2, tensor=2), sequence="ring", microbatches=2)
         trainer.reset()
-        x = np.random.default_rng(0).integers(0, 31, (4, 7))
+        x = np.random.default_rng(0).integers(0, 31, (4, 13))
         with pytest.raises(ShapeError) as caught:
             trainer.step(x, x)
         assert {axis for axis, _ in trainer.report().traffic} <= {"world"}
@@ -149,4 +181,4 @@ def test_sequences_that_cannot_be_cut_are_refused_before_anything_moves() -> Non
 
     texts = set(fsdpx.spawn(run, 4))
     assert len(texts) == 1
-    assert "is 7, which is not a multiple of the 2 ranks it is cut over" in texts.pop()
+    assert "wants tokens of shape (samples, time <= 12), got (4, 13)" in texts.pop()

@@ -38,9 +38,9 @@ def fits(world: Communicator, mesh: Mesh) -> None:
         pytest.skip(f"{mesh} needs {mesh.size} ranks")
 
 
-def check(world: Communicator, mesh: Mesh, strategy: str, **options: Any) -> None:
-    losses, want, _ = reference("wide")
-    got_losses, got, trainer = train(world, "wide", mesh, strategy, check=True, **options)
+def check(world: Communicator, mesh: Mesh, strategy: str, case: str = "wide", **options: Any) -> None:
+    losses, want, _ = reference(case)
+    got_losses, got, trainer = train(world, case, mesh, strategy, check=True, **options)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
     assert distance(want, got) < 1e-12
     trainer.close()
@@ -65,8 +65,11 @@ def test_every_schedule_equals_one_process(world: Communicator, schedule: str) -
 @pytest.mark.parametrize("sequence", ["parallel", "ulysses", "ring"])
 def test_sequences_equal_one_process(world: Communicator, sequence: str) -> None:
     if world.size not in (2, 3, 4):
-        pytest.skip("sequences of 12")
-    check(world, Mesh(shard=1, tensor=world.size), "ddp", sequence=sequence, recompute="all")
+        pytest.skip("five heads")
+    for case in ("wide", "uneven"):
+        check(world, Mesh(shard=1, tensor=world.size), "ddp", case, sequence=sequence, recompute="all")
+    if world.size == 4:  # a pipe's messages of no bytes
+        check(world, Mesh(shard=1, pipe=2, tensor=2), "ddp", "uneven", sequence=sequence, microbatches=3)
 
 
 def test_one_hash(world: Communicator) -> None:

@@ -10,7 +10,7 @@ from fsdpx import nn, spawn
 from fsdpx.array.random import Random
 from fsdpx.comm import Axes, Counters, Mesh, alone, connect
 from fsdpx.nn.init import values
-from fsdpx.nn.layer import Env
+from fsdpx.nn.layer import Env, time_of
 
 Arrays = dict[str, np.ndarray]
 
@@ -99,7 +99,8 @@ def compare(
 
     def body(axes: Axes) -> Run:
         mine = local(planned.model, p, axes.tensor.rank, width)
-        return once(planned.model, planned.loss, mine, x, target, environment(axes, **options), split)
+        env = environment(axes, time=time_of([x]), **options)
+        return once(planned.model, planned.loss, mine, x, target, env, split)
 
     runs = on_axis(width, body)
     check(planned, want, runs)

@@ -31,13 +31,32 @@ def test_gpt(width, dropout, split, sequence):
         assert runs[0].y.shape == (2, 12 // width, 11)
 
 
+@pytest.mark.parametrize("time", [1, 2, 5, 11])
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("sequence", ["parallel", "ulysses", "ring"])
+def test_sequences_that_do_not_divide(sequence, width, time):
+    """A rank of a sequence that is shorter than the axis has no positions at all."""
+    x, target = rng.integers(0, 11, (2, 2, time))
+    loss, recompute = nn.CrossEntropy(label_smoothing=0.1), frozenset(["attention"])
+    for dropout, split, options in ((0.0, False, {}), (0.3, True, {}), (0.3, False, {"recompute": recompute})):
+        model = nn.GPT(11, 20, 2, 5, 11, dropout=dropout)
+        _, runs = compare(model, loss, x, target, width, split, options, sequence=sequence)
+    if sequence != "parallel":
+        assert [run.y.shape[1] for run in runs] == np.diff([time * r // width for r in range(width + 1)]).tolist()
+    x, target = rng.standard_normal((2, 2, time, 12))
+    for dropout in (0.0, 0.3):
+        block = nn.TransformerBlock(12, 3, causal=False, dropout=dropout)
+        compare(block, nn.MSE(), x, target, width, sequence=sequence)
+
+
 @BOTH
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
 def test_blocks(causal, dropout, sequence):
     """More than one tile of the compiled kernel per rank, and the gradient of an input that is given whole."""
-    x, target = rng.standard_normal((1, 210, 8)), rng.standard_normal((1, 210, 8))
-    compare(nn.TransformerBlock(8, 4, causal=causal, dropout=dropout), nn.MSE(), x, target, 3, sequence=sequence)
+    for time in (210, 194):  # 194: parts of 64, 65 and 65, which end before, and just behind, a tile's end
+        x, target = rng.standard_normal((1, time, 8)), rng.standard_normal((1, time, 8))
+        compare(nn.TransformerBlock(8, 4, causal=causal, dropout=dropout), nn.MSE(), x, target, 3, sequence=sequence)
 
 
 @BOTH
@@ -93,6 +112,18 @@ def test_bytes_of_a_ring(width):
         assert (sent.calls, sent.bytes // 8) == (2 * width - 1, 2 * (2 * width - 1) * part)
 
 
+@pytest.mark.parametrize("time", [1, 5])
+def test_bytes_of_a_ring_of_uneven_parts(time):
+    """Every block makes the same journey, whatever its size: the ranks together send what even ones would."""
+    b, h, width = 2, 12, 3
+    x, target = rng.standard_normal((b, time, h)), rng.standard_normal((b, time, h))
+    _, runs = compare(nn.MultiHeadAttention(h, 3), nn.MSE(), x, target, width, sequence="ring")
+    for counters, journeys in (("forward", width - 1), ("backward", 2 * width - 1)):
+        sent = [getattr(run, counters).of("tensor", "send") for run in runs]
+        assert [count.calls for count in sent] == [journeys] * width
+        assert sum(count.bytes // 8 for count in sent) == journeys * 2 * b * time * h
+
+
 def held(saved) -> set[int]:
     """Bytes of the arrays that are kept."""
     if isinstance(saved, tuple):
@@ -134,7 +165,7 @@ def test_a_ring_of_sixteen_bits_adds_in_float32():
 
 
 def test_sequences_that_do_not_fit():
-    model = nn.GPT(11, 8, 1, 2, 8)
+    model = nn.GPT(11, 8, 1, 2, 8)  # and nobody says how long they are
     planned = nn.parallelise(model, nn.CrossEntropy(), 2, sequence="ring")
 
     def body(axes: Axes):
@@ -142,7 +173,7 @@ def test_sequences_that_do_not_fit():
         with pytest.raises(ShapeError, match=r"sequence: dim 1 .* is 5, which is not a multiple of the 2 ranks"):
             planned.model.forward(environment(axes), p, np.zeros((2, 5), int))
         with pytest.raises(
-            ShapeError, match=r"wants a part of the tokens of shape \(samples, time <= 8 / 2\), got \(2, 5\)"
+            ShapeError, match=r"wants a part of tokens of shape \(samples, time <= 8\), got a part of \(2, 5\)"
         ):
             planned.model.forward(environment(axes), p, np.zeros((2, 10), int))
 
@@ -156,16 +187,17 @@ def test_sequences_that_do_not_fit():
 def test_under_mpi(sequence, backend):
     """The world is one tensor axis; two heads per rank and one more."""
     comm = open_world(backend)
-    heads, time = 2 * comm.size + 1, 3 * comm.size
-    ids = np.random.default_rng(3)
-    x, target = ids.integers(0, 29, (2, 2, time))
+    heads, time = 2 * comm.size + 1, 3 * comm.size + 1
     model, loss = nn.GPT(29, 2 * heads, 2, heads, time, dropout=0.1), nn.CrossEntropy()
     p = full(model)
-    want = once(model, loss, p, x, target, environment())
     planned = nn.parallelise(model, loss, comm.size, sequence=sequence)
     axes = connect(Mesh(shard=1, tensor=comm.size), comm)
     mine = local(planned.model, p, comm.rank, comm.size)
-    runs = comm.all_gather_object(once(planned.model, planned.loss, mine, x, target, environment(axes)))
-    check(planned, want, runs)
+    for length in (time, 1):  # 1: all ranks but the last have no positions
+        x, target = np.random.default_rng(3).integers(0, 29, (2, 2, length))
+        want = once(model, loss, p, x, target, environment())
+        env = environment(axes, time=length)
+        runs = comm.all_gather_object(once(planned.model, planned.loss, mine, x, target, env))
+        check(planned, want, runs)
     axes.close()
     comm.close()

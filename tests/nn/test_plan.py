@@ -342,7 +342,7 @@ def test_what_cannot_be_cut_is_named(name):
         parallelise(model, nn.CrossEntropy(), 4 if name not in ("a tie cut in half",) else 3, **options)
 
 
-def test_a_sequence_that_does_not_divide_is_refused_before_anything_is_sent():
+def test_a_sequence_of_which_no_rank_knows_the_length_must_divide():
     planned = parallelise(GPT, nn.CrossEntropy(), 2, sequence="parallel")
 
     def body(axes):

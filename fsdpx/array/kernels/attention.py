@@ -14,9 +14,10 @@ __all__ = ["attention", "attention_backward", "merged", "time_first"]
 def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
     """softmax(scale q k^T) v per head (Vaswani et al. 2017); causal: a position attends to none that is later.
 
-    q, k, v: (B, H, T, D), any strides. Returns o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of
-    exponentials, which is all that backward needs (Rabe and Staats 2021). In memory o has time before heads, so that
-    merging the heads is a view. Peak: one head's T x T; compiled, 64 rows of it."""
+    q: (B, H, T, D); k, v: the same, or (B, H, S, D) if not causal; any strides, S > 0. Returns o (B, H, T, D) and
+    lse (B, H, T), the logarithm of each row's sum of exponentials, which is all that backward needs (Rabe and Staats
+    2021). In memory o has time before heads, so that merging the heads is a view. Peak: one head's T x S; compiled, 64
+    rows of it."""
     o, lse = time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
     mask = _mask(xp, q) if causal else None
     for b, h in _heads(xp, q):
@@ -29,14 +30,15 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
     return o, lse
 
 
-@kernel()
+@kernel(narrow=3)
 def attention_backward(xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float) -> Any:
     """dq, dk, dv of `attention` as one array (3, B, H, T, D), probabilities recomputed from lse (Dao et al. 2022).
 
-    In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product.
+    In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product. Where k has
+    another length than q, three arrays.
 
     With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q."""
-    d = merged(xp, q)
+    d = merged(xp, q, k)
     dq, dk, dv = d[0], d[1], d[2]
     mask = _mask(xp, q) if causal else None
     for b, h in _heads(xp, q):
@@ -55,9 +57,11 @@ def time_first(xp: Any, q: Any) -> Any:
     return xp.empty((b, t, h, d), dtype=q.dtype).swapaxes(1, 2)
 
 
-def merged(xp: Any, q: Any) -> Any:
-    """Empty, three arrays of q's shape in one: (3, B, H, T, D), and (B, T, 3, H, D) in memory."""
+def merged(xp: Any, q: Any, k: Any) -> Any:
+    """Empty, three arrays of q's shape in one: (3, B, H, T, D), and (B, T, 3, H, D) in memory; or as q, k and k."""
     b, h, t, d = q.shape
+    if k.shape[2] != t:
+        return time_first(xp, q), time_first(xp, k), time_first(xp, k)
     return xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
 
 

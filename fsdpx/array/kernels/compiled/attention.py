@@ -51,6 +51,7 @@ def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
     """o and lse of the pairs (sample, head) from `first` to `last`; o has time before heads."""
     widest()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
+    full = k.shape[2]
     one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
     ldq, ldk, ldv, ldo = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, o.strides[1] // size
     hidden, totals = lse.dtype.type(HIDDEN), np.empty(BLOCK, lse.dtype)
@@ -59,7 +60,7 @@ def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
         kp, vp = k[b, h].ctypes.data, v[b, h].ctypes.data
         for start in range(0, time, BLOCK):
             stop = min(start + BLOCK, time)
-            rows, keys = stop - start, stop if causal else time
+            rows, keys = stop - start, stop if causal else full
             s = scratch[: rows * keys].reshape(rows, keys)
             sp, qp, op = s.ctypes.data, q[b, h, start:].ctypes.data, o[b, start, h:].ctypes.data
             cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
@@ -81,6 +82,7 @@ def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, causal, firs
     writes dk and dv, to which the others add. o and do have time before heads."""
     widest()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
+    full = k.shape[2]
     one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
     ldq, ldk, ldv, ldd = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, do.strides[1] // size
     ldg, hidden = dq.strides[2] // size, lse.dtype.type(HIDDEN)
@@ -91,7 +93,7 @@ def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, causal, firs
         beta = zero
         for start in range((time - 1) // BLOCK * BLOCK, -1, -BLOCK):
             stop = min(start + BLOCK, time)
-            rows, keys = stop - start, stop if causal else time
+            rows, keys = stop - start, stop if causal else full
             s = scratch[0, : rows * keys].reshape(rows, keys)
             dp = scratch[1, : rows * keys].reshape(rows, keys)
             sp, dpp = s.ctypes.data, dp.ctypes.data
@@ -119,12 +121,12 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
     if not at:
         return plain.__wrapped__(xp, q, k, v, causal, scale)  # type: ignore[attr-defined]
     q, k, v = _rows(q), _rows(k), _rows(v)
-    samples, heads, time, _ = q.shape
+    samples, heads, _, _ = q.shape
     o, lse = time_first(np, q), np.empty(q.shape[:3], q.dtype)
     factor = np.array([scale], q.dtype)
 
     def some(first: int, last: int) -> None:
-        scratch = np.empty(BLOCK * time, q.dtype)
+        scratch = np.empty(BLOCK * k.shape[2], q.dtype)
         fixed(_forward, FORWARD)(at, q, k, v, o.swapaxes(1, 2), lse, scratch, factor, causal, first, last)
 
     parallel.run(some, _pieces(samples * heads))
@@ -133,18 +135,18 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
 
 def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float
-) -> np.ndarray:
+) -> np.ndarray | tuple[np.ndarray, ...]:
     at = blas.pointer(q.dtype)
     if not at:
         return plain_backward.__wrapped__(xp, q, k, v, o, lse, do, causal, scale)  # type: ignore
     q, k, v, lse = _rows(q), _rows(k), _rows(v), np.ascontiguousarray(lse)
     o, do = np.ascontiguousarray(o.swapaxes(1, 2)), np.ascontiguousarray(do.swapaxes(1, 2))
-    samples, heads, time, _ = q.shape
-    d = merged(np, q)
+    samples, heads, _, _ = q.shape
+    d = merged(np, q, k)
     factor = np.array([scale], q.dtype)
 
     def some(first: int, last: int) -> None:
-        scratch = np.empty((2, BLOCK * time), q.dtype)
+        scratch = np.empty((2, BLOCK * k.shape[2]), q.dtype)
         run = fixed(_backward, BACKWARD)
         run(at, q, k, v, o, lse, do, d[0], d[1], d[2], scratch, factor, causal, first, last)
 
