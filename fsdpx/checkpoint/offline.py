@@ -82,8 +82,11 @@ def compare(a: Source, b: Source) -> Iterator[Difference]:
 
 def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> FileLayout:
     """Write the weights of `source` in another format, in one file or several of up to `shard_bytes`, into the folder
-    `target`. What else a checkpoint holds comes along unchanged. Digests of the source are checked before."""
+    `target`. What else a checkpoint holds comes along unchanged. Digests of the source are checked before.
+    CheckpointError if `target` is where the source lies: rounded, it could not be had again."""
     found, wrong = verify(source)
+    if target.resolve() in (source.resolve(), found.folder.resolve()):
+        raise CheckpointError(f"{target}: source and target are the same, which would be lost: name another folder")
     if wrong:
         raise CheckpointError(f"{found.folder}: damaged: the digest does not fit of {', '.join(wrong[:5])}")
     text = state_text(found)

@@ -1,16 +1,19 @@
 """`ckpt`: inspect, verify, compare and convert checkpoints, in one process without MPI and with little memory."""
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fsdpx.checkpoint import offline
 from fsdpx.checkpoint.agree import in_words
 from fsdpx.checkpoint.files import STATE
+from fsdpx.checkpoint.manifest import is_checkpoint
 from fsdpx.checkpoint.source import Source
 from fsdpx.checkpoint.written import read_note, words
 from fsdpx.config import byte_count
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.trainer.series import Checkpoints
 
 __all__ = ["add_options", "ckpt"]
 
@@ -41,16 +44,25 @@ def ckpt(args: argparse.Namespace) -> int:
 
 def _ckpt(args: argparse.Namespace) -> int:
     if args.action == "inspect":
-        print(_inspect(offline.find(args.path)))
+        print(_inspect(offline.find(_newest(args.path))))
         return 0
     if args.action == "verify":
-        return _verify(args.path)
+        return _verify(_newest(args.path))
     if args.action == "diff":
         return _diff(args.path, args.other)
     made = offline.convert(args.path, args.target, args.dtype, _bytes(args.shard_bytes))
     for name, contents in made.files.items():
         print(f"{args.target / name}: {len(contents.tensors)} tensors, {_size(contents.size)}")
     return 0
+
+
+def _newest(path: Path) -> Path:
+    """Of a folder of checkpoints, as `fit` fills it, the newest one, and that is said; else the path itself."""
+    found = Checkpoints(path).latest()
+    if found is None or is_checkpoint(path):
+        return path
+    print(f"{path}: a folder of checkpoints, the newest is {found.name}")
+    return found
 
 
 def _inspect(source: Source) -> str:
@@ -64,7 +76,7 @@ def _inspect(source: Source) -> str:
     state = offline.state(source)
     if source.manifest is not None:
         lines.append(f"written by: {words(read_note(source))}")
-    lines += [f"{key}: {value}" for key, value in state.items() if value is not None]
+    lines += [f"{key}: {_short(value)}" for key, value in state.items() if value is not None]
     return "\n".join(lines)
 
 
@@ -95,10 +107,32 @@ def _diff(first: Path, second: Path) -> int:
 
 
 def _diff_state(first: dict[str, Any], second: dict[str, Any]) -> int:
-    names = [name for name in sorted({*first, *second}) if first.get(name) != second.get(name)]
+    """A line for each value that is not the same in both; "fit.done" is `done` in the dict `fit`."""
+    a, b = dict(_flat(first)), dict(_flat(second))
+    names = [name for name in sorted({*a, *b}) if a.get(name) != b.get(name)]
     for name in names:
-        print(f"{name}: {first.get(name)} and {second.get(name)}")
+        one, other = _brief(a.get(name)), _brief(b.get(name))
+        print(f"{name}: {one} and {other}" if one != other else f"{name}: {one}, of other values")
     return len(names)
+
+
+def _flat(table: dict[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{head}{name}.")
+        else:
+            yield f"{head}{name}", value
+
+
+def _short(value: Any) -> str:
+    """On one line: of what is inside a dict, only how much it is."""
+    return ", ".join(f"{k} {_brief(v)}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+
+
+def _brief(value: Any) -> str:
+    return (
+        f"({len(value)} {'entry' if len(value) == 1 else 'entries'})" if isinstance(value, dict | list) else str(value)
+    )
 
 
 def _bytes(text: str | None) -> int | None:

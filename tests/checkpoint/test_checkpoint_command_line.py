@@ -15,6 +15,7 @@ from runs import steps
 
 from fsdpx import Mesh, __version__, spawn
 from fsdpx.__main__ import main
+from fsdpx.checkpoint.save import Choices
 from fsdpx.comm import Communicator
 
 pytestmark = pytest.mark.jobs
@@ -162,11 +163,53 @@ def test_convert(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_converting_back_and_forth_gives_the_same_file(made: Path) -> None:
-    """Also in place."""
     data = (made / "b/model.safetensors").read_bytes()
     assert main(["ckpt", "convert", str(made / "b/model.safetensors"), str(made / "c"), "--dtype", "float64"]) == 0
-    assert main(["ckpt", "convert", str(made / "c"), str(made / "c"), "--dtype", "float32"]) == 0
-    assert (made / "c/model.safetensors").read_bytes() == data
+    assert main(["ckpt", "convert", str(made / "c"), str(made / "d"), "--dtype", "float32"]) == 0
+    assert (made / "d/model.safetensors").read_bytes() == data
+
+
+@pytest.mark.parametrize("source", ["a", "c/../a", "a/model.safetensors", "link"])
+def test_convert_never_writes_over_its_source(made: Path, source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (made / "c").mkdir()
+    (made / "link").symlink_to(made / "a")
+    data = (made / "a/model.safetensors").read_bytes()
+    assert main(["ckpt", "convert", str(made / source), str(made / "a"), "--dtype", "bf16"]) == 2
+    said = f"fsdpx ckpt: {made / 'a'}: source and target are the same, which would be lost: name another folder\n"
+    assert capsys.readouterr().err == said
+    assert (made / "a/model.safetensors").read_bytes() == data
+
+
+def test_a_folder_of_checkpoints_stands_for_its_newest(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (made / "k").mkdir()
+    (made / "a").rename(made / "k/step-2")
+    (made / "b").rename(made / "k/step-10")
+    for action in ("verify", "inspect"):
+        assert main(["ckpt", action, str(made / "k")]) == 0
+        first, *rest = capsys.readouterr().out.splitlines()
+        assert first == f"{made / 'k'}: a folder of checkpoints, the newest is step-10"
+        assert rest[0].startswith(str(made / "k/step-10"))
+
+
+def test_the_state_of_fit_is_short_and_compared_by_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(comm: Communicator) -> None:
+        trainer = make(comm, "wide", precision="float32")
+        fit = {"done": 0, "first": 0, "settings": {"loss": "CrossEntropy()"}, "validation": []}
+        trainer.checkpoint(tmp_path / "a", Choices(), None, fit)
+        fit |= {"done": 4, "validation": [[2, 0.5], [4, 0.25]], "settings": {"loss": "MSE()"}}
+        trainer.checkpoint(tmp_path / "b", Choices(), None, fit)
+
+    spawn(body, 1)
+    assert main(["ckpt", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "fit.done: 0 and 4",
+        "fit.settings.loss: CrossEntropy() and MSE()",
+        "fit.validation: (0 entries) and (2 entries)",
+        "3 differences",
+    ]
+    assert main(["ckpt", "inspect", str(tmp_path / "b")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "fit: done 4, first 0, settings (1 entry), validation (2 entries)" in lines
 
 
 def test_it_needs_no_mpi(made: Path) -> None:
