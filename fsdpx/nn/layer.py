@@ -87,8 +87,10 @@ class Env:
 
     def place(self, part: int) -> tuple[int, int]:
         """Where the `part` positions of this rank begin in a sequence that is cut over the tensor axis, and its full
-        length: what `random.subarray` takes as a cut of dim 1."""
+        length: what `random.subarray` takes as a cut of dim 1. A sequence that is not cut begins at 0."""
         comm = self.mesh.tensor
+        if part == self.time or comm.size == 1:
+            return 0, part
         total = part * comm.size if self.time is None else self.time
         start, stop = share(total, comm.rank, comm.size)
         assert stop - start == part, f"{part} positions, not those of [{start}, {stop})"

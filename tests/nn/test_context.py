@@ -49,6 +49,26 @@ def test_sequences_that_do_not_divide(sequence, width, time):
         compare(block, nn.MSE(), x, target, width, sequence=sequence)
 
 
+class Drop(nn.Layer):
+    """As a user writes it: dropout by the global place of an element, wherever it stands."""
+
+    acts_on = "position"
+
+    def forward(self, env, p, x):
+        keep = env.random.subarray(x.shape, {1: env.place(x.shape[1])}).fractions(env.xp) >= 0.5
+        return x * keep, (keep,)
+
+    def backward_input(self, env, p, saved, dy):
+        return dy * saved[0], ()
+
+
+@pytest.mark.parametrize("time", [1, 5, 6])
+@pytest.mark.parametrize("sequence", [None, "parallel", "ring"])
+def test_a_layer_of_ones_own_finds_its_place(sequence, time):
+    x, target = rng.standard_normal((2, 3, time, 8))
+    compare(nn.Chain(nn.TransformerBlock(8, 4), Drop()), nn.MSE(), x, target, 3, sequence=sequence)
+
+
 @BOTH
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
