@@ -10,13 +10,19 @@ import numpy as np
 from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.choice import compiled
 from fsdpx.array.kernels.half import narrowed, widened
+from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.shape_array import as_one
 
 __all__ = ["kernel"]
 
 
 def kernel(
-    *, narrow: int = 1, into: tuple[str, ...] = (), halves: bool = True, bits: bool = False
+    *,
+    narrow: int = 1,
+    into: tuple[str, ...] = (),
+    halves: bool = True,
+    bits: bool = False,
+    wide: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on float32 and
     float64 NumPy arrays the compiled function of the same name may run instead.
@@ -24,10 +30,12 @@ def kernel(
     narrow: how many of the results are rounded back to the 16-bit dtype of the first array.
     into: names of arguments that are changed in place; they are passed on unchanged.
     halves: False if the plain code handles 16-bit arrays itself.
-    bits: the compiled code takes bfloat16 arrays itself, as views of their bits."""
+    bits: the compiled code takes bfloat16 arrays itself, as views of their bits.
+    wide: names of arguments that are float32 beside bfloat16 arrays."""
 
     def register(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
+        floats = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in (*into, *wide)}
         kept = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in into}
         bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by mode and dtypes: looked up once, not per call
 
@@ -38,7 +46,7 @@ def kernel(
             return (compiled(name) or plain) if xp is np and _compilable(arguments, kept) else plain
 
         def resolve(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-            if bits and xp is np and _all_bfloat16(arguments, kept) and (body := compiled(name)):
+            if bits and xp is np and _all_bfloat16(arguments, floats) and (body := compiled(name)):
                 return _on_bits(body)
             narrow_too = halves and arguments[0].dtype.itemsize == 2
             return _through_float32(direct, kept, narrow) if narrow_too else choose(xp, arguments)
@@ -78,7 +86,10 @@ def _on_bits(body: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(xp: Any, *arguments: Any, **options: Any) -> Any:
         result = body(xp, *(a.view(np.uint16) if _bfloat16(a) else a for a in arguments), **options)
-        return result if result is None else result.view(arguments[0].dtype)
+        return tuple(map(back, result)) if isinstance(result, tuple) else back(result)
+
+    def back(a: Any) -> Any:
+        return a.view(dtype_of("bf16")) if a is not None and a.dtype == np.uint16 else a
 
     return run
 
@@ -87,10 +98,10 @@ def _bfloat16(a: Any) -> bool:
     return isinstance(a, np.ndarray) and a.dtype.name == "bfloat16"
 
 
-def _all_bfloat16(arguments: tuple[Any, ...], kept: set[int]) -> bool:
-    """All arrays are, but those that are changed in place may be float32."""
+def _all_bfloat16(arguments: tuple[Any, ...], floats: set[int]) -> bool:
+    """All arrays are, but those at `floats` may be float32."""
     arrays = [(n, a) for n, a in enumerate(arguments) if isinstance(a, np.ndarray)]
-    fit = all(_bfloat16(a) or (n in kept and a.dtype == np.float32) for n, a in arrays)
+    fit = all(_bfloat16(a) or (n in floats and a.dtype == np.float32) for n, a in arrays)
     return fit and _bfloat16(arguments[0])
 
 

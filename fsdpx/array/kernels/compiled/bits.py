@@ -14,7 +14,7 @@ from numba.extending import overload
 from fsdpx.array.kernels.compiled.half import from_bfloat16, to_bfloat16
 from fsdpx.array.namespace import dtype as bfloat16
 
-__all__ = ["number", "plainly", "put", "real", "wide"]
+__all__ = ["number", "plainly", "put", "real", "wide", "zero"]
 
 
 def real(x: Any) -> Any:
@@ -25,6 +25,16 @@ def real(x: Any) -> Any:
 def put(array: Any, x: Any) -> Any:
     """x as an element of `array`, rounded once."""
     raise NotImplementedError("for compiled code")
+
+
+def zero(array: Any) -> Any:
+    """0 in the format in which elements of `array` are added up."""
+    raise NotImplementedError("for compiled code")
+
+
+@overload(zero, inline="always")
+def _zero(array):
+    return (lambda array: np.float32(0)) if array.dtype == types.uint16 else (lambda array: array.dtype.type(0))
 
 
 @overload(real, inline="always")

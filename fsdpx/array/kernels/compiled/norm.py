@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
+from fsdpx.array.kernels.compiled.bits import number, put, real, wide, zero
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.rows import square_distance, total
 from fsdpx.array.parallel import over, over_columns
@@ -19,7 +20,7 @@ BLOCK = 32  # rows added up before they are added to the total: rounding grows w
 
 @jit
 def _forward(x, y, mean, rstd, weight, bias, eps, centred):
-    one, width = x.dtype.type(1), x.dtype.type(x.shape[1])
+    one, width = mean.dtype.type(1), mean.dtype.type(x.shape[1])
     for i in range(x.shape[0]):
         if centred:
             mean[i] = total(x[i]) / width
@@ -27,44 +28,45 @@ def _forward(x, y, mean, rstd, weight, bias, eps, centred):
         r = one / np.sqrt(square_distance(x[i], m) / width + eps)
         rstd[i] = r
         for j in range(x.shape[1]):
-            y[i, j] = (x[i, j] - m) * r * weight[j] + bias[j]
+            y[i, j] = put(y, (real(x[i, j]) - m) * r * weight[j] + bias[j])
 
 
 @jit(fastmath=REORDER)
 def _along(x, weight, mean, rstd, dy):
     """sum(h) and sum(h n) of one row."""
-    sum_h = sum_hn = x.dtype.type(0)
+    sum_h = sum_hn = zero(x)
     for j in range(x.size):
-        h = dy[j] * weight[j]
+        h = real(dy[j]) * weight[j]
         sum_h += h
-        sum_hn += h * ((x[j] - mean) * rstd)
+        sum_hn += h * ((real(x[j]) - mean) * rstd)
     return sum_h, sum_hn
 
 
 @jit
 def _backward_input(x, mean, rstd, dy, dx, weight, centred):
-    width = x.dtype.type(x.shape[1])
+    width = mean.dtype.type(x.shape[1])
     for i in range(x.shape[0]):
         m, r = mean[i], rstd[i]
         sum_h, sum_hn = _along(x[i], weight, m, r, dy[i])
-        mean_h = sum_h / width if centred else x.dtype.type(0)
+        mean_h = sum_h / width if centred else zero(x)
         mean_hn = sum_hn / width
         for j in range(x.shape[1]):
-            dx[i, j] = (dy[i, j] * weight[j] - mean_h - (x[i, j] - m) * r * mean_hn) * r
+            h, n = real(dy[i, j]) * weight[j], (real(x[i, j]) - m) * r
+            dx[i, j] = put(dx, (h - mean_h - n * mean_hn) * r)
 
 
 @jit
 def _backward_params(start, stop, x, dy, mean, rstd, gw, gb):
     size = stop - start
-    block_w, block_b = np.empty(size, x.dtype), np.empty(size, x.dtype)
+    block_w, block_b = np.empty(size, mean.dtype), np.empty(size, mean.dtype)
     for first in range(0, x.shape[0], BLOCK):
         block_w[:] = 0
         block_b[:] = 0
         for i in range(first, min(first + BLOCK, x.shape[0])):
             m, r, row, drow = mean[i], rstd[i], x[i, start:stop], dy[i, start:stop]
             for j in range(size):
-                block_w[j] += drow[j] * ((row[j] - m) * r)
-                block_b[j] += drow[j]
+                block_w[j] += real(drow[j]) * ((real(row[j]) - m) * r)
+                block_b[j] += real(drow[j])
         into_w, into_b = gw[start:stop], gb[start:stop]
         for j in range(size):
             into_w[j] += block_w[j]
@@ -73,13 +75,15 @@ def _backward_params(start, stop, x, dy, mean, rstd, gw, gb):
 
 def _or(weight: np.ndarray | None, default: float, x: np.ndarray) -> np.ndarray:
     """`weight`, or an array of the neutral value `default` if it is None, so that one compiled loop serves both."""
-    return np.full(x.shape[1], default, x.dtype) if weight is None else owned(weight)
+    dtype = wide(x.dtype)
+    return np.full(x.shape[1], default, dtype) if weight is None else owned(number(weight), dtype)
 
 
 def _normalise(x: np.ndarray, weight: Any, bias: Any, eps: float, centred: bool) -> tuple[np.ndarray, ...]:
     x = np.ascontiguousarray(x)
-    y, mean, rstd = np.empty_like(x), np.zeros(x.shape[0], x.dtype), np.empty(x.shape[0], x.dtype)
-    over(_forward, (x, y, mean, rstd), _or(weight, 1.0, x), _or(bias, 0.0, x), x.dtype.type(eps), centred)
+    dtype = wide(x.dtype)
+    y, mean, rstd = np.empty_like(x), np.zeros(x.shape[0], dtype), np.empty(x.shape[0], dtype)
+    over(_forward, (x, y, mean, rstd), _or(weight, 1.0, x), _or(bias, 0.0, x), dtype.type(eps), centred)
     return y, mean, rstd
 
 
@@ -93,15 +97,16 @@ def _gradient(x: Any, weight: Any, centred: bool, mean: Any, rstd: Any, dy: Any)
 def _add_sums(x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
     """Add the sums into gw and gb, directly where the loop can write there."""
     x, dy = np.ascontiguousarray(x), np.ascontiguousarray(dy)
-    sums = [g if _direct(g, x) else np.zeros(x.shape[1], x.dtype) for g in (gw, gb)]
+    sums = [g if _direct(g, x) else np.zeros(x.shape[1], wide(x.dtype)) for g in (gw, gb)]
     over_columns(_backward_params, x, dy, mean, rstd, *sums)
     for g, total_g in zip((gw, gb), sums, strict=True):
         if g is not None and g is not total_g:
-            g += total_g
+            into = number(g)
+            into[...] = total_g + into
 
 
 def _direct(g: Any, x: np.ndarray) -> bool:
-    return g is not None and g.dtype == x.dtype and g.flags.c_contiguous
+    return g is not None and g.dtype == wide(x.dtype) and g.flags.c_contiguous
 
 
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[np.ndarray, ...]:

@@ -3,6 +3,7 @@
 import numpy as np
 from numba.extending import register_jitable
 
+from fsdpx.array.kernels.compiled.bits import real, zero
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.scalar import order, unorder
 
@@ -22,18 +23,18 @@ def largest(x):
 @jit(fastmath=REORDER)
 def total(x):
     """sum(x)."""
-    result = x.dtype.type(0)
+    result = zero(x)
     for j in range(x.size):
-        result += x[j]
+        result += real(x[j])
     return result
 
 
 @jit(fastmath=REORDER)
 def square_distance(x, centre):
     """sum((x - centre)^2)."""
-    result = x.dtype.type(0)
+    result = zero(x)
     for j in range(x.size):
-        d = x[j] - centre
+        d = real(x[j]) - centre
         result += d * d
     return result
 
