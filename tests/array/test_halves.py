@@ -8,7 +8,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.array import blas, kernels
+from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.blas import halves, onednn
 from fsdpx.array.namespace import dtype
 from fsdpx.errors import ConfigError
@@ -206,3 +206,25 @@ def test_nan_and_inf_pass_through_kernels_on_bits(name: str) -> None:
     assert np.isnan(got[0, 0])
     assert got[0, 1] == np.inf
     assert got[0, 3] > 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 70, 8), (1, 1, 1, 4), (0, 2, 5, 4)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_attention_of_bfloat16_is_that_of_its_numbers(causal: bool, shape: tuple[int, ...], threads: int) -> None:
+    """Computed in float32, head by head, and rounded once."""
+    q, k, v, do = (normal(shape, seed) for seed in range(4))
+    wide = [a.astype(np.float32) for a in (q, k, v, do)]
+    parallel.set_threads(threads)
+    try:
+        o, lse = kernels.attention(np, q, k, v, causal, 0.3)
+        d = kernels.attention_backward(np, q, k, v, o, lse, do, causal, 0.3)
+    finally:
+        parallel.set_threads(1)
+    want, want_lse = kernels.attention(np, *wide[:3], causal, 0.3)
+    assert (o.dtype, lse.dtype, d.dtype) == (BF16, np.float32, BF16)
+    np.testing.assert_allclose(o.astype("f4"), want, rtol=2.0**-8, atol=1e-6)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    slopes = kernels.attention_backward(np, *wide[:3], o.astype("f4"), lse, wide[3], causal, 0.3)
+    np.testing.assert_allclose(d.astype("f4"), slopes, rtol=2.0**-8, atol=1e-5)
+    assert o.swapaxes(1, 2).flags.c_contiguous

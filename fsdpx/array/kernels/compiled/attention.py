@@ -2,6 +2,7 @@
 
 A thread holds a block of rows x time at most (Dao et al. 2022, with full rows instead of an online softmax)."""
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from fsdpx.array import blas, parallel
 from fsdpx.array.kernels.attention import attention as plain
 from fsdpx.array.kernels.attention import attention_backward as plain_backward
 from fsdpx.array.kernels.attention import merged, time_first
+from fsdpx.array.kernels.compiled.bits import plainly, put, real, wide
 from fsdpx.array.kernels.compiled.fixed import fixed
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
@@ -117,12 +119,15 @@ BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r b i i"
 
 
 def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    at = blas.pointer(q.dtype)
+    at = blas.pointer(wide(q.dtype))
     if not at:
-        return plain.__wrapped__(xp, q, k, v, causal, scale)  # type: ignore[attr-defined]
-    q, k, v = _rows(q), _rows(k), _rows(v)
+        return plainly(plain, xp, q, k, v, causal, scale)
     samples, heads, _, _ = q.shape
-    o, lse = time_first(np, q), np.empty(q.shape[:3], q.dtype)
+    o, lse = time_first(np, q), np.empty(q.shape[:3], wide(q.dtype))
+    if q.dtype == np.uint16:
+        parallel.run(functools.partial(_forward_of_bits, xp, q, k, v, causal, scale, o, lse), _pieces(samples * heads))
+        return o, lse
+    q, k, v = _rows(q), _rows(k), _rows(v)
     factor = np.array([scale], q.dtype)
 
     def some(first: int, last: int) -> None:
@@ -136,9 +141,13 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
 def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float
 ) -> np.ndarray | tuple[np.ndarray, ...]:
-    at = blas.pointer(q.dtype)
+    at = blas.pointer(wide(q.dtype))
     if not at:
-        return plain_backward.__wrapped__(xp, q, k, v, o, lse, do, causal, scale)  # type: ignore
+        return plainly(plain_backward, xp, q, k, v, o, lse, do, causal, scale)
+    if q.dtype == np.uint16:
+        d, heads = merged(np, q, k), q.shape[0] * q.shape[1]
+        parallel.run(functools.partial(_backward_of_bits, xp, q, k, v, o, lse, do, causal, scale, d), _pieces(heads))
+        return d
     q, k, v, lse = _rows(q), _rows(k), _rows(v), np.ascontiguousarray(lse)
     o, do = np.ascontiguousarray(o.swapaxes(1, 2)), np.ascontiguousarray(do.swapaxes(1, 2))
     samples, heads, _, _ = q.shape
@@ -152,6 +161,61 @@ def attention_backward(
 
     parallel.run(some, _pieces(samples * heads))
     return d
+
+
+@jit
+def _widen(x, out):
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            out[i, j] = real(x[i, j])
+
+
+@jit
+def _narrow(x, out):
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            out[i, j] = put(out, x[i, j])
+
+
+def _head(x: np.ndarray, sample: int, head: int) -> np.ndarray:
+    """One head of bits as float32, (1, 1, time, width): no larger copy exists at a time."""
+    out = np.empty((1, 1, *x.shape[2:]), np.float32)
+    _widen(x[sample, head], out[0, 0])
+    return out
+
+
+def _forward_of_bits(
+    xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, o: Any, lse: Any, first: int, last: int
+) -> None:
+    for pair in range(first, last):
+        at = divmod(pair, q.shape[1])
+        hq, hk, hv = (_head(x, *at) for x in (q, k, v))
+        one, row = attention(xp, hq, hk, hv, causal, scale)
+        _narrow(one[0, 0], o[at])
+        lse[at] = row[0, 0]
+
+
+def _backward_of_bits(
+    xp: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    o: Any,
+    lse: Any,
+    do: Any,
+    causal: bool,
+    scale: float,
+    d: Any,
+    first: int,
+    last: int,
+) -> None:
+    for pair in range(first, last):
+        at = divmod(pair, q.shape[1])
+        hq, hk, hv, ho, hdo = (_head(x, *at) for x in (q, k, v, o, do))
+        row = np.ascontiguousarray(lse[at])[None, None]
+        one = attention_backward(xp, hq, hk, hv, ho, row, hdo, causal, scale)
+        for i in range(3):
+            _narrow(one[i][0, 0], d[i][at])
 
 
 def _rows(x: np.ndarray) -> np.ndarray:

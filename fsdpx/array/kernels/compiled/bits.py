@@ -55,7 +55,11 @@ def number(array: Any) -> Any:
 def plainly(kernel: Any, xp: Any, *arguments: Any) -> Any:
     """The plain code of a kernel, for what the compiled one does not take."""
     result = kernel.__wrapped__(xp, *map(number, arguments))
-    return result if result is None or result.dtype.itemsize != 2 else result.view(np.uint16)
+    return tuple(map(_bits, result)) if isinstance(result, tuple) else _bits(result)
+
+
+def _bits(a: Any) -> Any:
+    return a.view(np.uint16) if a is not None and a.dtype.name == "bfloat16" else a
 
 
 def wide(dtype: np.dtype) -> np.dtype:
