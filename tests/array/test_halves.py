@@ -228,3 +228,15 @@ def test_attention_of_bfloat16_is_that_of_its_numbers(causal: bool, shape: tuple
     slopes = kernels.attention_backward(np, *wide[:3], o.astype("f4"), lse, wide[3], causal, 0.3)
     np.testing.assert_allclose(d.astype("f4"), slopes, rtol=2.0**-8, atol=1e-5)
     assert o.swapaxes(1, 2).flags.c_contiguous
+
+
+def test_attention_of_bfloat16_to_keys_of_another_length() -> None:
+    q, do = normal((2, 3, 30, 8), 0), normal((2, 3, 30, 8), 1)
+    k, v = normal((2, 3, 41, 8), 2), normal((2, 3, 41, 8), 3)
+    o, lse = kernels.attention(np, q, k, v, False, 0.3)
+    got = kernels.attention_backward(np, q, k, v, o, lse, do, False, 0.3)
+    wide = [a.astype("f4") for a in (q, k, v, o)]
+    want = kernels.attention_backward(np, *wide, lse, do.astype("f4"), False, 0.3)
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == BF16
+        np.testing.assert_allclose(one.astype("f4"), other, rtol=2.0**-8, atol=1e-5)
