@@ -15,6 +15,9 @@ from fsdpx.version import __version__
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.command is None:
+        parser().print_help(sys.stderr)
+        return 2
     try:
         status = _run(args)
         sys.stdout.flush()
@@ -33,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays"
     )
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
-    commands = p.add_subparsers(dest="command", required=True)
+    commands = p.add_subparsers(dest="command")
     info = commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
     info.add_argument("--left", action="store_true", help="only the files that killed MPI jobs have left in /dev/shm")
     _start(commands.add_parser("run", help="start N ranks; restart from the last checkpoint when a death ends the job"))
@@ -108,7 +111,7 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--mpiexec", default=None, help='the launcher, as in "srun --mpi=pmi2 -K" (default: mpiexec)')
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", help="script.py")
-    p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # it may have none
 
 
 def _show(p: argparse.ArgumentParser) -> None:

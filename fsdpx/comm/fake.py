@@ -20,7 +20,7 @@ class FakeCommunicator(Backend):
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         if not 0 <= rank < size:
-            raise ConfigError(f"fake rank {rank} of {size} does not exist: 0 <= rank < size")
+            raise ConfigError(f"rank {rank} of {size} does not exist: 0 <= rank < size")
         super().__init__(rank, size)
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from fsdpx.nn.sort import infer, sort
 
 __all__ = ["CATALOG", "Entry", "entry"]
 
+_WHOLE = "wants whole numbers"
+"""What a layer says of real numbers that it does not take, such as Embedding."""
 _BATCH = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
@@ -89,16 +92,14 @@ def entry(name: str, batch: str | None = None) -> Entry:
 def _own(name: str, batch: str | None) -> Entry:
     """Without a word about them, inputs are whole numbers where real ones do not fit, and the loss is CrossEntropy
     there, else MSE."""
+    made = _made(name)
     match = _BATCH.fullmatch(batch or "")
     if match is None:
-        raise ConfigError(
-            f"show {name}: say the shape of a global batch, samples first: --batch 8x1024 or 8x1024:int64"
-        )
+        raise ConfigError(f"{name}: say the shape of a global batch, samples first: --batch 8x1024 or 8x1024:int64")
     dims = tuple(map(int, match[1].split("x")))
-    made = _made(name)
     model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Layer):
-        raise ConfigError(f"show {name}: a layer is needed, or a layer and its loss; it gave {type(model).__name__}")
+        raise ConfigError(f"{name}: a layer is needed, or a layer and its loss; it gave {type(model).__name__}")
     dtype, output = _fitting(model, dims, match[2])
     loss = loss or (nn.CrossEntropy() if dtype.startswith("int") else nn.MSE())
     labels = isinstance(loss, nn.CrossEntropy)
@@ -119,20 +120,31 @@ def _made(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there, and what it imports is not
-        raise ConfigError(f"show {name}: no module {module!r} in {Path.cwd()} or on the path of Python") from error
+        raise ConfigError(f"{name}: no module {module!r} in {Path.cwd()} or on the path of Python") from error
     except (AttributeError, ValueError) as error:
-        raise ConfigError(f"show {name}: module {module!r} has no {attribute!r}") from error
-    return found if isinstance(found, nn.Layer) or not callable(found) else found()
+        raise ConfigError(f"{name}: module {module!r} has no {attribute!r}") from error
+    if isinstance(found, nn.Layer) or not callable(found):
+        return found
+    try:
+        signature(found).bind()
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}; name a function that needs no arguments") from None
+    except ValueError:
+        pass  # it is not written in Python, and does not say what it needs
+    return found()
 
 
 def _fitting(model: nn.Layer, dims: tuple[int, ...], wanted: str | None) -> tuple[str, tuple[int, ...]]:
     """The dtype of an input that the model takes, and the shape of its output."""
+    misfits: list[ShapeError] = []
     for dtype in ("float32", "int64") if wanted is None else (wanted,):
+        given = ShapeArray(dims, dtype_of(dtype))
         try:
-            (output,) = infer(sort(model), [ShapeArray(dims, dtype_of(dtype))])
-            return dtype, tuple(output.shape)
+            outputs = infer(sort(model), [given])
         except ShapeError as error:
-            first = error
-        except ValueError as error:
-            raise ConfigError("show takes models of one output; use fsdpx.dry_run for others") from error
-    raise first
+            misfits.append(error)
+            continue
+        if len(outputs) != 1:
+            raise ConfigError("models of one output are shown; use fsdpx.dry_run for others")
+        return dtype, tuple(outputs[0].shape)
+    raise misfits[-1 if _WHOLE in str(misfits[0]) else 0]

@@ -113,11 +113,13 @@ def _stuck(endings: Sequence[Ending]) -> int:
 
 def main(args: argparse.Namespace) -> int:
     """Start the job until it is done or must not be restarted; its exit status."""
+    if args.ranks < 1:
+        raise LaunchError(f"-n {args.ranks}: one rank or more is needed")
     least = args.ranks if args.min_ranks is None else args.min_ranks
     if not 1 <= least <= args.ranks:
-        raise LaunchError(f"run: -n {args.ranks} --min-ranks {least}: 1 <= min-ranks <= n is needed")
+        raise LaunchError(f"-n {args.ranks} --min-ranks {least}: 1 <= min-ranks <= n is needed")
     if args.max_restarts < 0 or args.backoff < 0 or args.grace < 0:
-        raise LaunchError("run: --max-restarts, --backoff and --grace are 0 or more")
+        raise LaunchError("--max-restarts, --backoff and --grace are 0 or more")
     plan = RestartPlan(args.ranks, least, args.max_restarts, args.backoff)
     launcher = _launcher(args.mpiexec, args.elastic, args.retune)
     _look_for(args.script, args.module)
@@ -162,6 +164,8 @@ def _look_for(script: str, module: bool) -> None:
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
     if not module and not Path(script).exists():
         raise LaunchError(f"there is no script {script!r} in {where}")
+    if not module and Path(script).is_dir() and not Path(script, "__main__.py").exists():
+        raise LaunchError(f"{script!r} is no script but a folder, and has no __main__.py")
 
 
 def _log(text: str) -> None:
@@ -180,12 +184,12 @@ def _launcher(given: str | None, elastic: bool, retune: bool = False) -> list[st
     if given is not None:
         words = shlex.split(given)
         if not words or shutil.which(words[0]) is None:
-            raise LaunchError(f"run: {given} cannot be started: there is no such command; name one of PATH, or a file")
+            raise LaunchError(f"{given} cannot be started: there is no such command; name one of PATH, or a file")
         return [*words, *_to_survive(words, _version(words))] if elastic else words
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        raise LaunchError("run: no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec")
+        raise LaunchError("no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec")
     version = _version([found])
     more = _to_survive([found], version) if elastic else []
     if not any(word in version.lower() for word in ("open mpi", "openrte", "prte")):
@@ -200,7 +204,7 @@ def _version(launcher: Sequence[str]) -> str:
     try:
         done = subprocess.run([*launcher, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except OSError as error:
-        raise LaunchError(f"run: {shlex.join(launcher)} cannot be started: {error}") from error
+        raise LaunchError(f"{shlex.join(launcher)} cannot be started: {error}") from error
     return done.stdout + done.stderr
 
 
@@ -210,7 +214,7 @@ def _to_survive(launcher: Sequence[str], version: str) -> list[str]:
     if found is None or int(found[1]) < 5:
         first = next(filter(None, map(str.strip, version.splitlines())), "nothing")
         raise LaunchError(
-            f"run --elastic: {shlex.join(launcher)} is not of Open MPI 5 or later, with others all ranks end when one "
+            f"--elastic: {shlex.join(launcher)} is not of Open MPI 5 or later, with others all ranks end when one "
             f"dies; it says of itself: {first}. {_INSTEAD}"
         )
     return [] if "--with-ft" in launcher else _SURVIVES
@@ -297,6 +301,9 @@ def _before_the_start(notes: dict[int, Note], ended: list[int], waited: set[int]
         text = f"{ranks_text(waited)} waited in MPI's start for others that did not come"
         return Ending("hung", HUNG, None, None, text)
     note = notes[first]
+    if note.status is None and waited.intersection(ended[: ended.index(first)]):  # those who waited were ended before
+        text = f"{ranks_text(notes.keys() - waited)} did not come to MPI's start, where {ranks_text(waited)} waited"
+        return Ending("hung", HUNG, None, None, text)
     who, when = (note.rank, note.host), "before all ranks had started"
     if note.status is None:
         return Ending("died", 1, who, None, f"rank {note.rank} on {note.host} died {when}")

@@ -29,7 +29,7 @@ def show(args: argparse.Namespace) -> str:
     check_axes(mesh, args.schedule, args.sequence)
     ranks, batch = _ranks(args, mesh), example.batch
     if ranks < 1 or batch < 1:
-        raise ConfigError(f"show --ranks {ranks} --batch {batch}: both at least 1")
+        raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
     full = (mesh or Mesh()).filled(args.strategy, ranks)
     rank, rows = _rank(args, full, ranks, batch)
     run = dry_run(

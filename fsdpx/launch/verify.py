@@ -118,7 +118,7 @@ def cases(args: argparse.Namespace, ranks: int) -> list[Case]:
 def _formats(precision: str) -> list[str]:
     formats = list(TOLERANCE) if precision == "all" else [precision]
     if not set(formats) <= set(TOLERANCE):
-        raise ConfigError(f"verify --precision {precision}: choose float64, float32 or all")
+        raise ConfigError(f"--precision {precision}: choose float64, float32 or all")
     return formats
 
 

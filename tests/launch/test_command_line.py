@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fsdpx.__main__ import main
+from fsdpx.__main__ import main, parser
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -82,6 +82,12 @@ plain = nn.Chain(nn.Linear(32, 16))
 
 def number():
     return 3
+
+def embedding():
+    return nn.Chain(nn.Embedding(100, 16), nn.Linear(15, 4))
+
+def wide(features, bias=True):
+    return nn.Linear(features, 1, bias=bias)
 """
 
 
@@ -112,11 +118,22 @@ def test_show_takes_a_model_of_the_user(own: None, capsys: Any, name: str, batch
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("own_models:make_model", "say the shape of a global batch, samples first: --batch 8x1024"),
+        (
+            "own_models:make_model",
+            "fsdpx show: own_models:make_model: say the shape of a global batch, samples first: --batch 8x1024",
+        ),
         ("own_models:nothing --batch 8", "module 'own_models' has no 'nothing'"),
         ("no_models:make_model --batch 8", "no module 'no_models' in "),
         ("own_models:number --batch 8", "a layer is needed, or a layer and its loss; it gave int"),
-        ("own_models:plain --batch 8x31", "does not fit"),
+        ("no_models:make_model", "no module 'no_models' in "),
+        (
+            "own_models:wide --batch 8",
+            "own_models:wide: missing a required argument: 'features'; name a function that ",
+        ),
+        ("own_models:plain --batch 8x31", "It got (8, 31) float32 from the model's input 'x'"),
+        ("own_models:plain --batch 8x31:int64", "It got (8, 31) int64 from the model's input 'x'"),
+        ("own_models:plain --batch 8x32:foo", "fsdpx show: unknown dtype 'foo': choose one of float64, float32, "),
+        ("own_models:embedding --batch 8x32", "got (8, 32, 16)"),
         ("gpt-tiny --batch 8x16", "--batch 8x16: samples of gpt-tiny have their own shape; give their number alone"),
     ],
 )
@@ -198,7 +215,7 @@ def test_ranks_of_one_line_have_the_same_batch(capsys: pytest.CaptureFixture[str
     [
         (["show", "nothing"], "no example 'nothing': choose one of gpt-tiny"),
         (["show", "--strategy", "zero9"], "unknown strategy 'zero9'"),
-        (["show", "--ranks", "2", "--rank", "2"], "fake rank 2 of 2 does not exist"),
+        (["show", "--ranks", "2", "--rank", "2"], "fsdpx show: rank 2 of 2 does not exist"),
         (["show", "--mesh", "pipes=2"], "--mesh pipes=2: the axes are pipe, replica, shard, tensor"),
         (["show", "--mesh", "pipe=2", "--ranks", "3"], "needs a multiple of 2 ranks, but the world has 3"),
         (["show", "--mesh", "shard=4", "--schedule", "zbv"], "--schedule zbv: the mesh has no pipe axis"),
@@ -217,8 +234,14 @@ def test_ranks_of_one_line_have_the_same_batch(capsys: pytest.CaptureFixture[str
         (["show", "mlp", "--memory", "lots"], "--memory='lots': a number of bytes is needed, such as 1048576, '1MiB'"),
         (["show", "mlp", "--group-bytes", "1 cup"], "group_bytes='1 cup': a number of bytes is needed"),
         (["run", "-n", "2", "nofile.py"], "fsdpx run: there is no script 'nofile.py' in /"),
+        (["run", "-n", "2", str(ROOT)], f"fsdpx run: '{ROOT}' is no script but a folder, and has no __main__.py\n"),
+        (["run", "-n", "0", "nofile.py"], "fsdpx run: -n 0: one rank or more is needed\n"),
+        (["show", "--ranks", "0"], "fsdpx show: --ranks 0 --batch 16: both at least 1"),
         (["run", "-n", "2", "-m", "no.such"], "fsdpx run: there is no module 'no.such' on Python's path or in /"),
-        (["run", "-n", "2", "--mpiexec", "nompi -q", __file__], "run: nompi -q cannot be started: there is no such "),
+        (
+            ["run", "-n", "2", "--mpiexec", "nompi -q", __file__],
+            "fsdpx run: nompi -q cannot be started: there is no such ",
+        ),
         (["verify", "--precision", "float8"], "choose float64, float32 or all"),
         (["verify", "--strategy", "bogus"], "unknown strategy 'bogus': choose one of ddp, zero1"),
     ],
@@ -226,6 +249,20 @@ def test_ranks_of_one_line_have_the_same_batch(capsys: pytest.CaptureFixture[str
 def test_mistakes_are_explained(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert text in capsys.readouterr().err
+
+
+def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    said = capsys.readouterr().err
+    assert all(f"\n    {command} " in said for command in ("info", "run", "show", "ckpt", "verify"))
+
+
+def test_run_needs_a_script_that_may_have_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", "-n", "2"])
+    assert capsys.readouterr().err.endswith("error: the following arguments are required: script\n")
+    assert parser().parse_args(["run", "-n", "2", "a.py"]).args == []
+    assert parser().parse_args(["run", "-n", "2", "a.py", "-n", "3"]).args == ["-n", "3"]
 
 
 def test_bytes_may_have_units(capsys: pytest.CaptureFixture[str]) -> None:

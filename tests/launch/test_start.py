@@ -48,6 +48,9 @@ def test_who_ended_before_the_start_gives_message_and_status() -> None:
     notes[1] = Note(1, 2, "n1", 0)
     assert _before_the_start(notes, [1], {0}).status == 1  # a job that did not run is not done
     assert _before_the_start({1: Note(1, 2, "n1")}, [1], {0}).text == "rank 1 on n1 died before all ranks had started"
+    notes[1] = Note(1, 2, "n1")  # the clock ends those who wait, and the launcher then the one who did not come
+    late = _before_the_start({**notes, 2: Note(2, 3, "n1")}, [0, 2, 1], {0, 2})
+    assert (late.kind, late.text) == ("hung", "rank 1 did not come to MPI's start, where ranks 0, 2 waited")
     late = _before_the_start(notes, [0, 2], {0, 2})
     assert (late.kind, late.text) == ("hung", "ranks 0, 2 waited in MPI's start for others that did not come")
 
@@ -86,14 +89,15 @@ def test_a_rank_that_ends_after_the_start_of_mpi_is_not_waited_for_for_ever(tmp_
     assert "not all ranks have come within 2 s. All of them call fsdpx.init() or distribute()" in done.err
 
 
-def run(folder: Path, what: str, rest: str = INIT, *options: str) -> tuple[subprocess.CompletedProcess[str], float]:
+def run(folder: Path, what: str, rest: str = INIT, **variables: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """Under `fsdpx run`; and the seconds it took."""
     (folder / "tmp").mkdir()
     (folder / "job.py").write_text(FIRST + rest)
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "fsdpx", "run", "-n", "3", "--max-restarts", "0", *options, "job.py", "0", what],
-        cwd=folder, capture_output=True, text=True, timeout=55, env=environment(TMPDIR=str(folder / "tmp")),
+        [sys.executable, "-m", "fsdpx", "run", "-n", "3", "--max-restarts", "0", "job.py", "0", what],
+        cwd=folder, capture_output=True, text=True, timeout=55,
+        env=environment(TMPDIR=str(folder / "tmp"), **variables),
     )  # fmt: skip
     assert none_left(folder)
     return done, time.monotonic() - begin
@@ -116,6 +120,14 @@ def test_run_ends_with_who_ended_before_the_start(tmp_path: Path, what: str, sai
     assert ("No module named 'nothing'" in done.stderr) == ("import" in what)
     assert done.returncode == status
     assert seconds < 30  # of the 60 that ranks would wait
+
+
+@pytest.mark.jobs
+def test_run_says_who_did_not_come_and_takes_nobody_for_dead(tmp_path: Path) -> None:
+    done, _ = run(tmp_path, "time.sleep(1000)", FSDPX_START_TIMEOUT="3")
+    assert done.returncode != 0
+    last = done.stderr.partition("fsdpx run: ")[2]
+    assert last.startswith("rank 1 did not come to MPI's start, where ranks 0, 2 waited"), done.stderr
 
 
 @pytest.mark.jobs
