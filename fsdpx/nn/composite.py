@@ -13,13 +13,23 @@ from fsdpx.nn.shape import Add, Multiply
 
 __all__ = ["Composite", "Value"]
 
+WORKS = "compose works on its arguments and on what layers give"
+
+
+def _refused(sign: str) -> Any:
+    """An operator that values do not have."""
+
+    def refuse(self: Value, *others: Any) -> Any:
+        raise self.cannot(f"has no {sign}")
+
+    return refuse
+
 
 class Value:
     """What layers read and give in `Composite.compose`, before there is data. `a + b` is `Add()(a, b)`, `a * b` is
     `Multiply()(a, b)`."""
 
     __slots__ = ("name", "tracing")
-    __array_ufunc__ = None  # numpy refuses it
 
     def __init__(self, trace: Trace, name: str) -> None:
         self.tracing, self.name = trace, name
@@ -34,6 +44,29 @@ class Value:
         return Multiply()(self, other)
 
     __radd__, __rmul__ = __add__, __mul__  # of a number, which is refused
+    __sub__ = __rsub__ = __neg__ = _refused("-")
+    __truediv__ = __rtruediv__ = _refused("/")
+    __pow__ = __rpow__ = _refused("**")
+    __matmul__ = __rmatmul__ = _refused("@")
+    __lt__, __le__, __gt__, __ge__ = map(_refused, ("<", "<=", ">", ">="))
+    __getitem__, __iter__, __len__ = _refused("[]"), _refused("parts"), _refused("length")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # of a protocol that somebody looks for
+            raise AttributeError(name)
+        raise self.cannot(f"has no {name}")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *x: Any, **options: Any) -> Any:
+        raise self.cannot(f"is given to np.{ufunc.__name__}")
+
+    def __array_function__(self, function: Any, types: Any, x: Any, options: Any) -> Any:
+        raise self.cannot(f"is given to np.{function.__name__}")
+
+    def cannot(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"{self.tracing.owner}: the value {self.name!r} {what}; {WORKS}, with layers, + and *: for another "
+            "function of each element use nn.Lambda, for other shapes, sums and parts a layer"
+        )
 
 
 class Trace:
@@ -62,8 +95,7 @@ class Trace:
         """The name of a value of this trace."""
         if not isinstance(value, Value) or value.tracing is not self:
             raise ConfigError(
-                f"{self.owner}: {who} {value!r}; compose works on its arguments and on what layers give: for a number "
-                "or a function of numpy use nn.Lambda"
+                f"{self.owner}: {who} {value!r}; {WORKS}: for a number or a function of numpy use nn.Lambda"
             )
         return value.name
 
@@ -72,7 +104,7 @@ class Trace:
         if first is None and layer.specs():
             raise ConfigError(
                 f"{self.owner}: {layer!r} has parameters, but no name: make it an attribute in __init__, "
-                "self.name = ..., and call that"
+                "self.name = ..., and call that; of a list each by setattr(self, f'name_{i}', ...), or as one nn.Chain"
             )
         if first is not None and all(step.layer is not layer for step in self.steps):
             return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,12 @@ class Lambda(Layer):
         self.n_inputs = len(self.derivative)
         if not self.derivative or not all(map(callable, (function, *self.derivative))):
             raise ConfigError(f"Lambda({function!r}, {derivative!r}): a function and its derivative are needed")
+        for what, one in (("function", function), *(("derivative", by) for by in self.derivative)):
+            if not _takes(one, self.n_inputs):
+                raise ConfigError(
+                    f"{self!r}: the {what} does not take {self.n_inputs} inputs, which is the number of derivatives: "
+                    "two inputs need a tuple of two derivatives, nn.Lambda(f, (by_a, by_b)), each of both inputs"
+                )
         with np.errstate(all="ignore"):
             self._check()
 
@@ -91,3 +98,18 @@ class Lambda(Layer):
                 f"{self!r}: at {place} the derivative{which} gives {float(got[at]):.6g}, but the function rises by "
                 f"{float(want[at]):.6g}"
             )
+
+
+def _takes(function: Function, inputs: int) -> bool:
+    """Whether it can be called with so many, as far as Python knows."""
+    if isinstance(function, np.ufunc):
+        return function.nin == inputs
+    try:
+        expects = signature(function)
+    except (TypeError, ValueError):  # of a compiled function
+        return True
+    try:
+        expects.bind(*range(inputs))
+    except TypeError:
+        return False
+    return True

@@ -150,6 +150,11 @@ def composed(compose, **layers):
     ("compose", "layers", "message"),
     [
         (lambda self, x: nn.Linear(2, 2)(x), {}, r"Wrong: Linear\(2, 2\) has parameters, but no name: make it an attr"),
+        (
+            lambda self, x: self.ls[0](x),
+            {"ls": [nn.Linear(2, 2)]},
+            r"but no name: .* of a list each by setattr\(self, f'name_\{i\}', \.\.\.\), or as one nn\.Chain",
+        ),
         (lambda self, x: x, {"a": nn.Tanh()}, r"Wrong: compose never calls self.a, Tanh\(\): call it, or leave it out"),
         (lambda self, x: self.a(x, x), {"a": nn.Tanh()}, r"Wrong: Tanh\(\) takes 1 inputs, but gets 2"),
         (lambda self, x: 3, {}, "Wrong: compose returns 3; compose works on its arguments"),
@@ -174,6 +179,16 @@ def test_what_cannot_be_composed(compose, layers, message):
     [
         (lambda self, x: x + 2.0, r"Wrong: Add\(\) gets 2\.0; compose works on its arguments .* use nn\.Lambda"),
         (lambda self, x: 3 * x, r"Wrong: Multiply\(\) gets 3; compose works on its arguments"),
+        (lambda self, x: x - x, r"Wrong: the value 'x' has no -; compose works on .* \+ and \*: .* use nn\.Lambda"),
+        (lambda self, x: 1.0 / x, "Wrong: the value 'x' has no /; compose works on its arguments"),
+        (lambda self, x: x**2, r"Wrong: the value 'x' has no \*\*; compose works"),
+        (lambda self, x: x[0], r"Wrong: the value 'x' has no \[\]; compose works"),
+        (lambda self, x: [*x], "Wrong: the value 'x' has no parts; compose works"),
+        (lambda self, x: np.tanh(x), r"Wrong: the value 'x' is given to np\.tanh; compose works on .* use nn\.Lambda"),
+        (lambda self, x: np.float64(2) * x, r"Wrong: the value 'x' is given to np\.multiply; compose"),
+        (lambda self, x: np.concatenate([x, x]), r"Wrong: the value 'x' is given to np\.concatenate; compose"),
+        (lambda self, x: x.sum(), "Wrong: the value 'x' has no sum; compose .* other shapes, sums and parts a layer"),
+        (lambda self, x: x.reshape(-1), "Wrong: the value 'x' has no reshape; compose works"),
         (lambda self, x: nn.Add()(x, np.ones(2)), r"Wrong: Add\(\) gets array\(\[1\., 1\.\]\); compose works on"),
     ],
 )

@@ -43,6 +43,13 @@ def test_it_is_the_function_and_its_derivative():
         (lambda x: x * np.float64(2), lambda x: 2.0 + 0 * x, "the function turns float32 into float64"),
         (lambda x: x * 2.0, lambda x: np.full(x.shape, 2.0), "the derivative turns float32 into float64"),
         (lambda x: np.log(x - 100), lambda x: 1 / (x - 100), "no finite value between -2 and 2"),
+        (
+            lambda a, b: a * b,
+            lambda a, b: b,
+            r"the function does not take 1 inputs, .*: two inputs need a tuple of two derivatives, nn\.Lambda\(f, \(by",
+        ),
+        (np.multiply, (lambda a, b: b, lambda b: b), "the derivative does not take 2 inputs, .* each of both inputs"),
+        (np.sin, (np.cos, np.cos), "the function does not take 2 inputs, which is the number of derivatives"),
         (np.sin, None, "a function and its derivative are needed"),
         (np.sin, (), "a function and its derivative are needed"),
     ],
