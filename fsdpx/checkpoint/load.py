@@ -117,10 +117,10 @@ def _demand(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
     demand_fit(wanted, found, where, convert)
 
 
-def demand_fit(wanted: Wanted, found: Tensors, where: str, convert: bool) -> None:
-    """The same of tensors that are all there."""
+def demand_fit(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy: str = "") -> None:
+    """The same of tensors that are all there. remedy: what can be done about a wrong shape."""
     shapes = {n: f"{n} is {found[n][1]} instead of {s}" for n, (_, s) in wanted.items() if found[n][1] != s}
-    _none(where, "of the wrong shape", shapes.values())
+    _none(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
         code, _ = found[name]
         if code not in FLOATS:
@@ -132,9 +132,9 @@ def demand_fit(wanted: Wanted, found: Tensors, where: str, convert: bool) -> Non
             )
 
 
-def _none(where: str, what: str, names: Any) -> None:
+def _none(where: str, what: str, names: Any, remedy: str = "") -> None:
     if names:
-        raise CheckpointError(f"{where}: {what}: {listed(sorted(names))}")
+        raise CheckpointError(f"{where}: {what}: {listed(sorted(names))}{remedy}")
 
 
 def listed(names: Sequence[str]) -> str:

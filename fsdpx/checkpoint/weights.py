@@ -31,6 +31,9 @@ __all__ = ["WeightsReport", "load_weights"]
 
 REMEDY = 'rename={"theirs.*": "ours.*"} finds other names, strict=False takes what there is'
 
+LEFT_OUT = ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
+"""Where the source may have tensors that the model has not."""
+
 
 @dataclass(frozen=True)
 class WeightsReport:
@@ -90,9 +93,8 @@ def load_weights(
     if strict:
         _demand_all(state, report, where)
     wanted = weights_of(state)
-    demand_fit(
-        {n: wanted[n] for n in origin}, {n: given.tensors[theirs] for n, theirs in origin.items()}, where, convert
-    )
+    found = {n: given.tensors[theirs] for n, theirs in origin.items()}
+    demand_fit({n: wanted[n] for n in origin}, found, where, convert, "" if strict else LEFT_OUT)
     given.demand_intact()
 
     def named(pieces: Iterable[Held]) -> Iterator[Held]:
@@ -105,6 +107,8 @@ def load_weights(
 def _file(world: Communicator, call: str, given: Any, options: str) -> Given:
     def look() -> Mapping[str, str]:
         if not isinstance(given, str | PathLike):
+            if hasattr(given, "state_dict"):
+                raise CheckpointError(f"{type(given).__name__} is a module, not its weights: give module.state_dict()")
             raise CheckpointError(f"{given!r} is neither a path nor a dict of whole arrays, which every rank gives")
         return {"path": str(named(given)), "options": options}
 

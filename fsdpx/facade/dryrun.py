@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from fsdpx import environment
 from fsdpx.array.shape_array import Meter, metered
 from fsdpx.comm.fake import FakeCommunicator, FakeNode
@@ -76,7 +78,8 @@ def dry_run(
 
     Parameters
     ----------
-    x, y : this rank's batch as (shape, dtype) pairs, a tuple or dict of them for several inputs
+    x, y : this rank's batch as arrays, of which shape and dtype are taken, or as (shape, dtype) pairs; a tuple or dict
+        of them for several inputs
     ranks, rank : how many ranks there would be, and which of them this is
     ranks_per_host : so many of them share the memory of a host, as far as it is used (see docs/speed.md)
     options : those of `fsdpx.distribute`, without comm, device and backend
@@ -137,6 +140,10 @@ def _shapes(spec: Any) -> Any:
 
     if isinstance(spec, dict):
         return {name: _shapes(one) for name, one in spec.items()}
+    if hasattr(spec, "shape") and hasattr(spec, "dtype"):
+        return ShapeArray(tuple(spec.shape), np.dtype(spec.dtype))
     if isinstance(spec, Sequence) and len(spec) == 2 and isinstance(spec[1], str):
         return ShapeArray(tuple(spec[0]), dtype(spec[1]))
-    return tuple(_shapes(one) for one in spec)
+    if isinstance(spec, Sequence) and not isinstance(spec, str):
+        return tuple(_shapes(one) for one in spec)
+    raise ConfigError(f"dry_run: a batch is an array or a pair ((8, 4), 'float32'), not {spec!r}")

@@ -67,6 +67,8 @@ def target_of(placement: Placement, y: Any, samples: int) -> Any:
 
 def array_of(placement: Placement, value: Any) -> Any:
     """On the engine's device, floating point in its format."""
+    if value is None:
+        raise DataError("got None where an array is needed")
     if placement.imaginary:
         return value.astype(placement.compute) if value.dtype.kind == "f" else value
     try:

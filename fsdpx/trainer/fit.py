@@ -9,7 +9,10 @@ from os import PathLike
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
+
 from fsdpx.comm.communicator import Communicator
+from fsdpx.data.loader import DataLoader
 from fsdpx.errors import ConfigError, DataError, NumericsError
 from fsdpx.trainer.callbacks import Events
 from fsdpx.trainer.history import History
@@ -59,14 +62,14 @@ def fit(
     progress: bool = True,
     count: Callable[[Any], int] | None = None,
     unit: str = "samples",
-    checkpoints: Checkpoints | None = None,
+    checkpoints: Checkpoints | str | PathLike[str] | None = None,
     preempt: Preemption | None = None,
 ) -> History:
     """Train on (x, y) batches. Collective.
 
     Parameters
     ----------
-    loader : batches of this data rank; with `set_epoch`, told of each epoch
+    loader : batches of this data rank, as `DataLoader(comm=trainer.data)` gives; with `set_epoch`, told of each epoch
     epochs, steps : whichever ends first; epochs=None: steps alone
     validation : batches whose mean loss is taken every `every` steps and at the end
     metrics : by name, functions of a validation batch: (output, target), NumPy arrays of this rank's samples, to an
@@ -76,20 +79,22 @@ def fit(
     restore_best : end with the weights of the best validation (default: with patience)
     stop : asked after each validation, or `every` steps; if it is true on any rank, all ranks end together
     callbacks : functions (trainer, history), called after each step, or objects with some of the methods
-        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; called on all ranks
+        on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; called on all ranks; none
+        where a finished run is started again
     log : folder for metrics.csv, metrics.jsonl and TensorBoard's events
     progress : show on rank 0 how it goes: a bar on a terminal, else a line every few seconds
     count : what a batch counts as in rates (default: its samples), times the data ranks
     unit : the word for what is counted
-    checkpoints : `fsdpx.Checkpoints(...)`: where to save; started again, an interrupted run goes on where it was, and a
-        finished one stays as it is
+    checkpoints : `fsdpx.Checkpoints(...)` or its folder: where to save; started again, an interrupted run goes on where
+        it was, and a finished one stays as it is
     preempt : `fsdpx.Preemption(...)`: save and end when a signal asks; made where there are checkpoints, unless False
     """
     limits = Limits(epochs, steps, every, patience, stop)
     limits.demand(validation, metrics, restore_best)
+    _demand_shares(trainer, loader, validation)
     history = History()
     best = patience is not None if restore_best is None else restore_best
-    saves = Saves(trainer, loader, checkpoints, history, best)
+    saves = Saves(trainer, loader, None if checkpoints is None else Checkpoints.of(checkpoints), history, best)
     listeners = [
         *([Progress(unit, _total(loader, limits), epochs, history)] if progress else []),
         *([] if log is None else [Log(log, tuple(metrics or ()))]),
@@ -143,7 +148,8 @@ class _Loop:
                 if ended := self._after_step():
                     return ended
             if len(self.history.losses) == before:
-                raise DataError(f"fit: the loader gives no batch in epoch {epoch}; a generator serves one epoch only")
+                once = "; a generator or iterator serves one epoch only" if isinstance(self.loader, Iterator) else ""
+                raise DataError(f"fit: the loader gives no batch in epoch {self.history.epochs + 1}{once}")
             self.history.epochs += 1
             self.events.tell("on_epoch_end")
             epoch += 1
@@ -217,6 +223,19 @@ class _Validation:
         for name, mean in (metrics.mean(self.trainer.data) if self.metrics else {}).items():
             history.metrics.setdefault(name, []).append((history.steps, mean))
         return True
+
+
+def _demand_shares(trainer: Trains, *loaders: Any) -> None:
+    """ConfigError on all ranks if a DataLoader cuts batches for other ranks than the trainer's. Collective."""
+    place = trainer.data.rank, trainer.data.size
+    samplers = [loader.sampler for loader in loaders if isinstance(loader, DataLoader)]
+    sizes = [sampler.size for sampler in samplers if (sampler.rank, sampler.size) != place]
+    rank, size = trainer.most(np.array([1 + trainer.rank if sizes else 0, max(sizes, default=0)]), "fit").tolist()
+    if rank:
+        raise ConfigError(
+            f"fit: the DataLoader of rank {rank - 1} shares each batch among {size} ranks, which are not the "
+            f"{place[1]} data ranks of the trainer: DataLoader(..., comm=trainer.data)"
+        )
 
 
 def _total(loader: Any, limits: Limits) -> int | None:

@@ -38,12 +38,11 @@ class Limits:
             raise ConfigError(f"fit(steps={self.steps}): at least 1, or None for whole epochs")
         if self.epochs is None and self.steps is None:
             raise ConfigError("fit(epochs=None): then steps=... says when training ends")
-        low = (n is not None and n < 1 for n in (self.epochs, self.every, self.patience))
-        if any(low) or (self.patience is not None and validation is None):
-            raise ConfigError(
-                f"fit(epochs={self.epochs}, every={self.every}, patience={self.patience}): all at least 1; "
-                "patience needs validation"
-            )
+        for name in ("epochs", "every", "patience"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ConfigError(f"fit({name}={number}): at least 1")
+        if self.patience is not None and validation is None:
+            raise ConfigError(f"fit(patience={self.patience}): patience needs validation=..., and none is given")
         if validation is None and (metrics or restore_best):
             raise ConfigError("fit: metrics and restore_best are about validation=..., and none is given")
 

@@ -9,16 +9,23 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-__all__ = ["SILENCE", "say", "slow"]
+__all__ = ["SILENCE", "line", "say", "slow"]
 
 SILENCE = 1.0
 """Seconds that something may take before it is named."""
 
 
+def line(text: str) -> None:
+    """In one piece: where output is not buffered, `print` writes the end of a line by itself, and what others write
+    comes between."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
 def say(who: Any, text: str) -> None:
     """A line on rank 0 of a trainer or a communicator."""
     if who.rank == 0:
-        print(f"fsdpx: {text}", file=sys.stderr, flush=True)
+        line(f"fsdpx: {text}")
 
 
 @contextmanager

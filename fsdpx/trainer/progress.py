@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from fsdpx.trainer.history import History
+from fsdpx.trainer.notices import line
 
 __all__ = ["Progress", "Rate"]
 
@@ -48,7 +49,7 @@ class Progress:
         if self._bar is None and sys.stderr.isatty():
             self._bar = _bar(self.total, history.before)
         if self._bar is None:
-            self._print(f"{self._place(history)}  {self._values(trainer, history)}{self._left(history)}")
+            line(f"{self._place(history)}  {self._values(trainer, history)}{self._left(history)}")
         else:
             values = self._values(trainer, history)
             self._bar.update(0, completed=history.steps, epoch=self._epoch(history), values=values)
@@ -56,12 +57,12 @@ class Progress:
 
     def on_validation_end(self, trainer: Any, history: History) -> None:
         if trainer.rank == 0:
-            self._print(f"{self._place(history)}  {_validation(history)}")
+            line(f"{self._place(history)}  {_validation(history)}")
 
     def on_save(self, trainer: Any, history: History) -> None:
         if trainer.rank == 0:
             best = ", the best so far" if history.best_step == history.steps else ""
-            self._print(f"{self._place(history)}  saved {history.checkpoint}{best}")
+            line(f"{self._place(history)}  saved {history.checkpoint}{best}")
 
     def on_train_end(self, trainer: Any, history: History) -> None:
         if self._bar is not None:
@@ -89,10 +90,6 @@ class Progress:
             return ""
         seconds = (perf_counter() - self._start) / here * (self.total - history.steps)
         return f"  {timedelta(seconds=round(seconds))} left"
-
-    def _print(self, text: str) -> None:
-        """Above the bar, if there is one: rich sees to that."""
-        print(text, file=sys.stderr, flush=True)
 
 
 def _validation(history: History) -> str:

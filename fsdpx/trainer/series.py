@@ -81,6 +81,15 @@ class Checkpoints:
             if not (name == "keep" and value is None) and (type(value) is not int or value < 1):
                 raise ConfigError(f"Checkpoints({name}={value!r}): a whole number, 1 or more")
 
+    @classmethod
+    def of(cls, given: Any) -> Checkpoints:
+        """From the folder alone: the rest by default."""
+        if isinstance(given, str | PathLike):
+            return cls(given)
+        if not isinstance(given, cls):
+            raise ConfigError(f"fit(checkpoints={given!r}): a folder, or fsdpx.Checkpoints(folder, every=...)")
+        return given
+
     def path(self, step: int) -> Path:
         return Path(self.folder) / f"{NAME}{step}"
 

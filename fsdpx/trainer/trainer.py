@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import update_wrapper
 from os import PathLike
 from typing import Any, Self, TypeVar
 
@@ -202,7 +205,7 @@ class Trainer:
             return _one(session.outputs(session.run("predict", feed), feed))
 
     def fit(self, loader: Any, **options: Any) -> History:
-        """Train on batches from `loader`; see `fsdpx.trainer.fit.fit` for all options."""
+        _demand_known(options)
         preempt = options.pop("preempt", None)
         if preempt is None and options.get("checkpoints") is not None:
             preempt = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
@@ -512,7 +515,22 @@ class Trainer:
         """Gradients of a loss and of the caller are weighed differently and cannot be mixed in one update."""
         if self._session.state.adding not in ("", how):
             raise ConfigError(
-                "accumulate (or step) and backward before one update: use one of them; call update between"
+                "accumulate (or step) and backward before one update: use one of them; call update between, or "
+                "zero_grad where the gradients were not meant for this trainer"
+            )
+
+
+update_wrapper(Trainer.fit, fit, assigned=["__doc__"])  # help(trainer.fit) shows every option
+
+
+def _demand_known(options: Mapping[str, Any]) -> None:
+    """ConfigError for options that `fit` does not have."""
+    known = list(inspect.signature(fit).parameters)[2:]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise ConfigError(
+                f"fit({name}=...): no such option; " + (f"is {near[0]} meant?" if near else ", ".join(known))
             )
 
 

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 
 from fsdpx import Mesh, Trainer, WeightsReport, nn, optim, spawn
-from fsdpx.checkpoint.weights import REMEDY
+from fsdpx.checkpoint.weights import LEFT_OUT, REMEDY
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError
 
@@ -150,6 +150,8 @@ def test_what_does_not_fit_is_said_alike() -> None:
     some = {name: value for name, value in good.items() if name != "5.bias"}
     assert refused(some | {"x": np.ones(1)}) == f"load_weights: missing: 5.bias; not in the model: x ({REMEDY})"
     text = refused(good | {"5.bias": np.ones(3, np.float32)}, strict=False)
+    assert text == f"load_weights: of the wrong shape: 5.bias is (3,) instead of (2,){LEFT_OUT}"
+    text = refused(good | {"5.bias": np.ones(3, np.float32)})
     assert text == "load_weights: of the wrong shape: 5.bias is (3,) instead of (2,)"
     text = refused(good | {"5.bias": np.ones(2)})
     assert text.startswith("load_weights: 5.bias is float64 there and float32 in the trainer: say convert=True")
@@ -161,6 +163,31 @@ def test_what_does_not_fit_is_said_alike() -> None:
     assert text == "load_weights: ranks differ in path: rank 0 has nothing, rank 1 has none"
     text = refused(lambda rank: good if rank else 5)
     assert "rank 0: 5 is neither a path nor a dict of whole arrays, which every rank gives" in text
+
+
+def test_a_tensor_of_another_shape_is_left_out_as_the_message_says() -> None:
+    given = pytorch() | {"5.bias": np.ones(3, np.float32)}
+    assert LEFT_OUT == ' (rename={"theirs": "unused.theirs"} leaves a tensor out)'
+
+    def body(comm: Communicator) -> WeightsReport:
+        return trainer(comm).load_weights(given, strict=False, rename={"5.bias": "unused.5.bias"})
+
+    report = spawn(body, 2)[0]
+    assert (report.missing, report.extra) == (("5.bias",), ("5.bias",))
+
+
+def test_a_module_is_not_its_weights() -> None:
+    class Linear:
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+    def body(comm: Communicator) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            trainer(comm).load_weights(Linear())  # type: ignore[arg-type]
+        return str(caught.value)
+
+    text = "load_weights: rank 0: Linear is a module, not its weights: give module.state_dict()"
+    assert spawn(body, 2) == [text] * 2
 
 
 def test_what_one_rank_alone_has_read_is_not_enough() -> None:

@@ -84,6 +84,19 @@ def test_reduces_in_flight_are_bounded(strategy: str, options: dict[str, Any]) -
     assert run.report.memory["working set"] <= 0.55 * 12 * 256 * 256 * F32
 
 
+def test_dry_run_takes_arrays() -> None:
+    """Of which shape and dtype count."""
+    from fsdpx import dry_run
+    from fsdpx.errors import ConfigError
+
+    model, options = nn.Linear(4, 2), {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
+    arrays = dry_run(model, np.ones((8, 4), np.float32), np.ones((8, 2), np.float32), **options)
+    pairs = dry_run(model, ((8, 4), "float32"), ((8, 2), "float32"), **options)
+    assert (arrays.report.memory, arrays.report.traffic) == (pairs.report.memory, pairs.report.traffic)
+    with pytest.raises(ConfigError, match=r"a batch is an array or a pair \(\(8, 4\), 'float32'\), not 5"):
+        dry_run(model, 5, 5, **options)
+
+
 def test_dry_run_equals_the_real_run() -> None:
     from models import CASES, make, part
 

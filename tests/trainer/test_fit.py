@@ -1,6 +1,7 @@
 """The loop around the step: metrics, callbacks, logs, progress, the best weights, and runs that are finished."""
 
 import csv
+import io
 import json
 import math
 import re
@@ -207,6 +208,25 @@ def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], monkey
     )
     assert re.fullmatch(f"epoch 1/2  step 3/6  validation loss {number}  s {number}", lines[3])
     assert len(lines) == 8
+
+
+def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a buffer two writes would let lines of other ranks come between."""
+    writes: list[str] = []
+
+    class Unbuffered(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return len(text)
+
+    monkeypatch.setattr("fsdpx.trainer.progress.SECONDS", 0.0)
+    monkeypatch.setattr("sys.stderr", Unbuffered())
+    trainer = make(spawn(lambda comm: comm, 1)[0], "mlp")
+    trainer.fit(loader(trainer), validation=held(trainer), every=3)
+    notices.say(trainer, "done")
+    found = [text for text in writes if "compiling" not in text]
+    assert len(found) == 5
+    assert all(text.endswith("\n") and text.count("\n") == 1 for text in found)
 
 
 def test_on_a_terminal_it_is_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,7 +502,19 @@ def test_stop_and_epochs_finish_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
         history = ranks(2, worse, tmp_path / "b", patience=None, epochs=2)[0][0]
         assert (history.reason, history.epochs, history.steps) == ("all epochs done", 2, 6)
         assert len(history.losses) == (0 if again else 6)
-    assert capsys.readouterr().err.count("nothing is trained or saved") == 2
+    notes = Notes()
+    ranks(1, worse, tmp_path / "b", patience=None, epochs=2, callbacks=[notes])
+    assert notes.seen == [], "callbacks are told of training, and there is none"
+    assert capsys.readouterr().err.count("nothing is trained or saved") == 3
+
+
+def test_checkpoints_may_be_a_folder(tmp_path: Path) -> None:
+    def run(comm: Communicator, where: Any) -> History:
+        trainer = make(comm, "mlp")
+        return trainer.fit(loader(trainer), progress=False, checkpoints=where)
+
+    assert ranks(2, run, str(tmp_path / "run"))[0].checkpoint == tmp_path / "run" / "step-3"
+    assert ranks(2, run, tmp_path / "run")[0].losses == [], "the run is finished"
 
 
 def test_what_has_changed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
 """What a trainer offers beside the step: parameters, evaluation, prediction, fit, reports, precision, frozen ones."""
 
+import inspect
+import pydoc
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +9,10 @@ import numpy as np
 import pytest
 from models import CASES, distance, make, mlp, part, placed, train
 
-from fsdpx import Precision, Sharding, data, nn, optim, spawn
+from fsdpx import Precision, Sharding, Trainer, data, nn, optim, spawn
 from fsdpx.comm import Communicator, Handle
 from fsdpx.comm.communicator import Call, Wrapper
-from fsdpx.errors import ConfigError, NumericsError
+from fsdpx.errors import ConfigError, DataError, NumericsError
 from fsdpx.trainer.fit import History
 
 CURE = "distribute(..., check_finite=True) names its origin"
@@ -232,13 +234,64 @@ def test_fit_stops_at_steps_and_for_patience_and_on_any_ranks_wish() -> None:
     assert {(len(h.losses), h.reason) for h in asked} == {(4, "stop() said so")}
 
 
+def test_help_shows_the_options_of_fit() -> None:
+    assert "epochs: 'int | None' = 1" in pydoc.render_doc(Trainer.fit, renderer=pydoc.plaintext)
+    assert "patience : end after so many validations" in (Trainer.fit.__doc__ or "")
+    made = make(spawn(lambda comm: comm, 1)[0], "mlp")
+    assert list(inspect.signature(made.fit).parameters)[:3] == ["loader", "epochs", "steps"]
+
+
+@pytest.mark.parametrize("validation", [False, True])
+def test_fit_refuses_a_loader_of_other_ranks(validation: bool) -> None:
+    """Half of the ranks train; a loader without `comm` cuts for all of them. One rank alone is enough."""
+
+    def run(comm: Communicator, wrong: tuple[int, ...]) -> str:
+        half = comm.split(comm.rank // 2)
+        trainer = make(half, "mlp")
+        dataset = data.ArrayDataset(*CASES["mlp"].batch(np.random.default_rng(0), 8))
+        bad = data.DataLoader(dataset, 4, comm=None if half.rank in wrong else half)
+        good = data.DataLoader(dataset, 4, comm=trainer.data)
+        assert len(trainer.fit(good, progress=False).losses) == 2
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit(good if validation else bad, validation=bad if validation else None, progress=False)
+        return str(caught.value)
+
+    text = (
+        "fit: the DataLoader of rank {} shares each batch among 4 ranks, which are not the 2 data ranks of the "
+        "trainer: DataLoader(..., comm=trainer.data)"
+    )
+    assert spawn(lambda comm: run(comm, (0, 1)), 4) == [text.format(1)] * 4
+    assert spawn(lambda comm: run(comm, (0,)), 4) == [text.format(0)] * 4
+
+
+def test_none_is_no_batch() -> None:
+    def run(comm: Communicator, call: str, *given: Any) -> None:
+        trainer, (x, y) = make(comm, "mlp"), CASES["mlp"].batch(np.random.default_rng(0), 4)
+        if call == "backward":
+            trainer.forward(x)
+        getattr(trainer, call)(*({"x": x, "y": y}.get(one, one) for one in given))
+
+    for call, *given in (("step", None, None), ("step", "x", None), ("predict", None), ("backward", None)):
+        with pytest.raises(DataError, match="got None where an array is needed"):
+            spawn(lambda comm, call=call, given=given: run(comm, call, *given), 2)
+
+
 def test_fit_refuses_nonsense_and_nan() -> None:
     def run(comm: Communicator, **options: Any) -> None:
         with np.errstate(all="ignore"):
             make(comm, "mlp", optimizer=optim.SGD(lr=1e200)).fit(loader(comm), progress=False, **options)
 
-    with pytest.raises(ConfigError, match="patience needs validation"):
-        spawn(lambda c: run(c, patience=2), 1)
+    for options, text in (
+        ({"patience": 1}, r"fit\(patience=1\): patience needs validation=..., and none is given"),
+        ({"patience": 0}, r"fit\(patience=0\): at least 1\n"),
+        ({"every": 0}, r"fit\(every=0\): at least 1\n"),
+        ({"epochs": 0}, r"fit\(epochs=0\): at least 1\n"),
+        ({"epoch": 1}, r"fit\(epoch=\.\.\.\): no such option; is epochs meant\?\n"),
+        ({"xyz": 1}, r"fit\(xyz=\.\.\.\): no such option; epochs, steps, validation, "),
+        ({"checkpoints": 5}, r"fit\(checkpoints=5\): a folder, or fsdpx.Checkpoints\(folder, every=\.\.\.\)"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            spawn(lambda c, options=options: run(c, **options), 1)
     with (
         pytest.warns(RuntimeWarning, match="the loss of step"),
         pytest.raises(NumericsError, match=r"check_finite=True\) names its origin"),
