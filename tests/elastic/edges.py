@@ -101,14 +101,15 @@ def demand(seed: int, stage: str, folder: Path) -> str:
     died = {int(path.name[5:]): float(path.read_text()) for path in folder.glob("died-*")}
     seconds = time.time() - max(died.values(), default=time.time())
     said = f"{stage} {seed}: status {done.status}, ranks {sorted(died)} died, {seconds:.1f} s"
-    assert none_left(folder), f"{said}: processes are left over"
+    assert none_left(folder, 15.0), f"{said}: processes are left over"
     assert seconds < 20, f"{said}\n{done.err}"  # generous: it takes 1 to 2
     ended = {int(path.name[6:]) for path in folder.glob("ended-*")}
     if stage == "close" or not died:
         assert done.status == 0, f"{said}\n{done.err}"
         assert ended == set(range(RANKS)) - set(died), f"{said}, {sorted(ended)} ended\n{done.err}"
     else:
-        assert (done.status == 0) == bool(ended), f"{said}, {sorted(ended)} ended\n{done.err}"
+        said_so = done.status != 0 or "[rank " in done.err  # prterun forgets the status of an abort now and then
+        assert said_so != bool(ended), f"{said}, {sorted(ended)} ended\n{done.err}"
     return said
 
 
