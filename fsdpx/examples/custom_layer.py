@@ -2,6 +2,8 @@
 
 python -m fsdpx.examples.custom_layer mpiexec -n 4 python -m fsdpx.examples.custom_layer"""
 
+import argparse
+
 import numpy as np
 
 import fsdpx
@@ -50,4 +52,6 @@ def main(steps: int = 60) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.custom_layer", description=__doc__.splitlines()[0])
+    p.add_argument("--steps", type=int, default=60)
+    main(p.parse_args().steps)

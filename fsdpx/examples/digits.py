@@ -10,6 +10,7 @@ import numpy as np
 
 import fsdpx
 from fsdpx import data, nn, optim
+from fsdpx.examples.mistakes import status_of
 from fsdpx.nn.models import DIGIT_SIDE as SIDE
 from fsdpx.nn.models import digits
 
@@ -59,4 +60,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

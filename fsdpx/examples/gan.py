@@ -3,12 +3,14 @@
 mpiexec -n 2 python -m fsdpx.examples.gan"""
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 
 import fsdpx
 from fsdpx import nn, optim
+from fsdpx.examples.mistakes import status_of
 
 NOISE = 8
 
@@ -30,7 +32,7 @@ def slope(logits: np.ndarray, real: bool, samples: int) -> np.ndarray:
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Trains; the mean distance of generated points from the circle, every 100 steps."""
+    """Trains; the mean distance of generated points from the circle, every 100 steps and at the end."""
     p = argparse.ArgumentParser(prog="python -m fsdpx.examples.gan", description=__doc__.splitlines()[0])
     p.add_argument("--steps", type=int, default=600)
     p.add_argument("--batch", type=int, default=128, help="samples of the global batch")
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         critic.zero_grad()  # that was not meant for the critic's own parameters
         generator.backward(dfake)
         generator.update()
-        if step % 100 == 0:
+        if step % 100 == 0 or step == args.steps:
             distance = np.abs(np.linalg.norm(generator.predict(noise), axis=1) - 1).sum()
             misses.append(float(fsdpx.all_reduce(np.array([distance]))[0]) / args.batch)
             if comm.rank == 0:
@@ -62,4 +64,4 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(status_of(main))

@@ -18,6 +18,7 @@ import numpy as np
 import fsdpx
 from fsdpx import Checkpoints, data, environment, nn, optim
 from fsdpx.examples.folder import RunFolder, choose
+from fsdpx.examples.mistakes import status_of
 from fsdpx.nn.models import BYTES, SIZES, Size, gpt
 from fsdpx.testing.chaos import parse, strike
 from fsdpx.trainer.report import peak_rss
@@ -216,4 +217,4 @@ def keep(trainer: fsdpx.Trainer, history: Any, folder: RunFolder) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -16,6 +16,7 @@ import numpy as np
 import fsdpx
 from fsdpx import nn, optim
 from fsdpx.errors import ConfigError
+from fsdpx.examples.mistakes import status_of
 
 CELLS = 60  # of each solver rank
 SAMPLES = 12  # of each solver rank and round
@@ -163,4 +164,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(status_of(main))

@@ -12,8 +12,8 @@ from fsdpx.array import blas
 from fsdpx.comm.opening import backend_name
 from fsdpx.comm.place import place
 from fsdpx.launch.left import left
+from fsdpx.state.tables import bytes_text
 from fsdpx.state.tuning import stored
-from fsdpx.trainer.report import bytes_text
 from fsdpx.version import __version__
 
 __all__ = ["info"]

@@ -12,7 +12,7 @@ from fsdpx.launch.catalog import Entry, entry
 from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
 from fsdpx.program import Costs, PipelineSchedule, bubble, grid, in_flight, simulate
-from fsdpx.trainer.report import bytes_text, footprint_table, table
+from fsdpx.state.tables import bytes_text, table
 
 __all__ = ["show"]
 
@@ -159,7 +159,7 @@ def _memory(run: DryRun) -> str:
 
 def _process(run: DryRun, budget: str | None) -> str:
     """The expected peak of the whole process, and whether it keeps a budget."""
-    text, found = footprint_table(run.footprint), run.footprint
+    text, found = str(run.footprint), run.footprint
     if budget is None:
         return text
     limit, least = byte_count(budget, "--memory"), "PSS: what a rank shares counts in part"

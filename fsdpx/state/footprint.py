@@ -11,6 +11,7 @@ from typing import NamedTuple
 from fsdpx.comm.opening import node_of
 from fsdpx.config import byte_count
 from fsdpx.state.state import TrainState
+from fsdpx.state.tables import bytes_text, table
 
 __all__ = ["Footprint", "Part", "held", "measured", "peak_rss"]
 
@@ -49,6 +50,15 @@ class Footprint:
     def host(self) -> int | None:
         """Bytes of all ranks of the host, if they are like this one."""
         return None if self.ranks_here is None else self.ranks_here * self.pss
+
+    def __str__(self) -> str:
+        """Its parts and their sum, a row each, and the sum over the ranks of the host."""
+        rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
+        rows += [(name, bytes_text(part.rss), bytes_text(part.pss)) for name, part in self.parts.items()]
+        rows += [("in all", bytes_text(self.rss), bytes_text(self.pss))]
+        if self.host is not None and self.ranks_here != 1:
+            rows += [(f"{self.ranks_here} such ranks on a host", "", bytes_text(self.host))]
+        return table(rows)
 
     def fits(self, budget: int | str) -> bool:
         """Whether a rank takes at most so many bytes (a number, or "2GiB") of what its host has."""

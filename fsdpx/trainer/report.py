@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -12,9 +12,10 @@ from fsdpx.engine.messages import travelling
 from fsdpx.program import Program, Sizes, Traffic, traffic
 from fsdpx.state.footprint import Footprint, measured, peak_rss
 from fsdpx.state.placement import Placement
+from fsdpx.state.tables import bytes_text, table
 from fsdpx.state.ties import Tie
 
-__all__ = ["Report", "bytes_text", "footprint_table", "peak_rss", "report", "sizes_of", "table"]
+__all__ = ["Report", "peak_rss", "report", "sizes_of"]
 
 OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and Python between two programs"
 
@@ -64,7 +65,7 @@ class Report:
         rows = [("memory of this rank", "bytes")]
         rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
         rows += [("arena in all", bytes_text(sum(self.memory.values())))]
-        process = [] if self.footprint is None else [footprint_table(self.footprint)]
+        process = [] if self.footprint is None else [str(self.footprint)]
         return "\n\n".join([table(rows), *process, f"peak of the process (RSS): {bytes_text(self.peak_rss)}"])
 
     def _spent(self) -> str:
@@ -138,33 +139,3 @@ def _edges(engine: Engine) -> dict[tuple[int, int], int]:
                 value = engine.placement.shapes.of(edge.value, batch)
                 found[edge.number, mb] = value.size * value.dtype.itemsize if travelling(edge, value) else 0
     return found
-
-
-def footprint_table(footprint: Footprint) -> str:
-    """Its parts and their sum, a row each, and the sum over the ranks of the host."""
-    rows: list[tuple[str, ...]] = [("memory of the process", "RSS", "PSS")]
-    rows += [(name, bytes_text(part.rss), bytes_text(part.pss)) for name, part in footprint.parts.items()]
-    rows += [("in all", bytes_text(footprint.rss), bytes_text(footprint.pss))]
-    if footprint.host is not None and footprint.ranks_here != 1:
-        rows += [(f"{footprint.ranks_here} such ranks on a host", "", bytes_text(footprint.host))]
-    return table(rows)
-
-
-def bytes_text(n: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024 or unit == "GiB":
-            return f"{n:,.0f} {unit}" if unit == "B" else f"{n:,.2f} {unit}"
-        n /= 1024
-    raise AssertionError
-
-
-def table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [_row(row, widths) for row in rows]
-    return "\n".join([lines[0].rstrip(), "-" * len(lines[0]), *(line.rstrip() for line in lines[1:])])
-
-
-def _row(cells: tuple[str, ...], widths: list[int]) -> str:
-    """The first column to the left, the others to the right."""
-    right = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-    return "  ".join([cells[0].ljust(widths[0]), *right])

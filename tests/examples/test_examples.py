@@ -57,6 +57,34 @@ def test_a_generator_learns_from_what_its_critic_says_about_its_points() -> None
         assert misses[-1] < 0.25 * min(misses[0], 1.0), out
 
 
+def test_a_short_training_of_the_generator_ends_with_its_result() -> None:
+    assert re.fullmatch(
+        r"step  ?20  mean distance from the circle \S+\n", run(1, "fsdpx.examples.gan", "--steps", "20").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("digits", "--strategy", "foo"), "digits: unknown strategy 'foo': choose one of ddp, "),
+        (("digits", "--batch", "0"), "digits: DataLoader(batch_size=0): the size of the global batch, 1 or more, is "),
+        (("gan", "--strategy", "foo"), "gan: unknown strategy 'foo': choose one of ddp, "),
+    ],
+)
+def test_mistakes_of_a_process_alone_are_one_line(arguments: tuple[str, ...], text: str) -> None:
+    done = start(1, "-m", f"fsdpx.examples.{arguments[0]}", *arguments[1:])
+    assert done.returncode == 2
+    said = [line for line in done.stderr.splitlines() if not line.startswith("fsdpx: compiling kernels")]
+    assert len(said) == 1
+    assert said[0].startswith(text)
+
+
+def test_help_of_the_layer_of_ones_own_does_not_train() -> None:
+    out = run(1, "fsdpx.examples.custom_layer", "--help").stdout
+    assert out.startswith("usage: python -m fsdpx.examples.custom_layer [-h] [--steps STEPS]")
+    assert "loss" not in out
+
+
 @pytest.mark.parametrize(("ranks", "trainers"), [(2, 1), (4, 2)])
 def test_a_solver_uses_what_others_learn_from_it(ranks: int, trainers: int) -> None:
     found = run(ranks, "fsdpx.examples.solver", "--trainers", str(trainers)).stdout

@@ -33,6 +33,14 @@ def test_a_footprint_is_the_sum_of_its_parts_and_keeps_a_budget_by_its_share():
     assert footprint.fits("5MiB")
     assert footprint.fits(5 * MIB)
     assert not footprint.fits("4.9MiB")
+    assert str(footprint).splitlines() == [
+        "memory of the process         RSS        PSS",
+        "--------------------------------------------",
+        "arena                    3.00 MiB   3.00 MiB",
+        "shared windows           8.00 MiB   2.00 MiB",
+        "in all                  11.00 MiB   5.00 MiB",
+        "4 such ranks on a host             20.00 MiB",
+    ]
     with pytest.raises(ConfigError, match=r"memory='much': a number of bytes is needed, such as 1048576, '1MiB'"):
         footprint.fits("much")
 
