@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from os import _exit  # as it is before fsdpx.watch tells of exits that others wait behind
 from typing import Any, cast
 
 import numpy as np
@@ -198,9 +198,9 @@ class World:
     @staticmethod
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
-            os._exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
+            _exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
         if environment.read().ulfm and MPI.COMM_WORLD.Get_size() - len(lost(MPI.COMM_WORLD)) == 1:
-            os._exit(code)  # Open MPI 5.0 takes the abort of the last rank that lives for success
+            _exit(code)  # Open MPI 5.0 takes the abort of the last rank that lives for success
         MPI.COMM_WORLD.Abort(code)
 
 

@@ -20,7 +20,7 @@ from fsdpx.comm.opening import world
 from fsdpx.comm.place import Place, place
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.trainer.calls import begin
-from fsdpx.watch.watchdog import unwatch, watch
+from fsdpx.watch.watchdog import note, unwatch, watch
 
 __all__ = [
     "Future", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "default", "finalize", "gather", "init",
@@ -150,7 +150,7 @@ def _place(name: str) -> Place:
 
 def barrier() -> None:
     """Return when every rank has called it."""
-    default().barrier().wait()
+    _called("barrier").barrier().wait()
 
 
 @overload
@@ -173,13 +173,13 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
         if out.shape != x.shape or out.dtype != x.dtype:
             raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
         out[...] = x
-    future = Future(default().all_reduce(_flat("out", out), ReduceOp.of(op)), out)
+    future = Future(_called("all_reduce").all_reduce(_flat("out", out), ReduceOp.of(op)), out)
     return future if async_op else future.wait()
 
 
 def all_gather(x: Any) -> Array:
     """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension."""
-    x, comm = _array(x), default()
+    x, comm = _array(x), _called("all_gather")
     out = _empty(x, (comm.size, *x.shape))
     comm.all_gather(x.reshape(-1), out.reshape(-1)).wait()
     return out
@@ -188,7 +188,7 @@ def all_gather(x: Any) -> Array:
 def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
     """Reduce `x`, n rows of the same shape and dtype on every rank, by `op`, a name as in `all_reduce` or a ReduceOp;
     return this rank's rows of the result, floor(n r/N) to floor(n (r+1)/N)."""
-    x, comm = _array(x), default()
+    x, comm = _array(x), _called("reduce_scatter")
     rows, cut = _rows("reduce_scatter", x.shape, comm.size)
     out = _empty(x, (rows.counts[comm.rank], *x.shape[1:]))
     comm.reduce_scatter(x.reshape(-1), out.reshape(-1), ReduceOp.of(op), cut.counts).wait()
@@ -198,14 +198,14 @@ def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
 def broadcast(x: Any, root: int = 0) -> Array:
     """Return `x` of rank `root` on every rank; its shape and dtype are the same everywhere."""
     out = _array(x).copy()
-    default().broadcast(_flat("x", out), root).wait()
+    _called("broadcast").broadcast(_flat("x", out), root).wait()
     return out
 
 
 def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | None:
     """Reduce `x`, of the same shape and dtype on every rank, by `op` as in `all_reduce`, at rank `root`; None
     elsewhere."""
-    x, comm = _array(x), default()
+    x, comm = _array(x), _called("reduce")
     out = _empty(x, x.shape) if comm.rank == root else None
     comm.reduce(x.reshape(-1), None if out is None else out.reshape(-1), ReduceOp.of(op), root).wait()
     return out
@@ -214,7 +214,7 @@ def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | 
 def gather(x: Any, root: int = 0) -> Array | None:
     """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension at rank `root`; None
     elsewhere."""
-    x, comm = _array(x), default()
+    x, comm = _array(x), _called("gather")
     out = _empty(x, (comm.size, *x.shape)) if comm.rank == root else None
     comm.gather(x.reshape(-1), None if out is None else out.reshape(-1), root).wait()
     return out
@@ -223,7 +223,7 @@ def gather(x: Any, root: int = 0) -> Array | None:
 def scatter(x: Any = None, root: int = 0) -> Array:
     """Cut `x` of rank `root`, needed there only, along its first dimension and return this rank's rows, balanced as in
     `reduce_scatter`."""
-    comm = default()
+    comm = _called("scatter")
     x = _array(x) if comm.rank == root else None
     shape, dtype = comm.all_gather_object(None if x is None else (x.shape, x.dtype))[root]
     like = np.empty(0, dtype) if x is None else x
@@ -236,7 +236,7 @@ def scatter(x: Any = None, root: int = 0) -> Array:
 def all_to_all(x: Any) -> Array:
     """Send row block r of `x` to rank r; row block r of the result came from there. `x` is of the same shape and dtype
     on every rank; the number of ranks divides its first dimension."""
-    x, comm = _array(x), default()
+    x, comm = _array(x), _called("all_to_all")
     if x.ndim == 0 or x.shape[0] % comm.size:
         raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
     out = _empty(x, x.shape)
@@ -253,6 +253,13 @@ def recv(out: Array, source: int, tag: int = 0) -> Array:
     """Receive an array from rank `source`, which names the same `tag`, into `out`, of its size and dtype; return it."""
     default().recv(_flat("out", out), source, tag).wait()
     return out
+
+
+def _called(name: str) -> Communicator:
+    """The default communicator, on which all ranks call this."""
+    comm = default()
+    note(comm, name)
+    return comm
 
 
 def _array(x: Any) -> Array:

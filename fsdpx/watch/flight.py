@@ -22,7 +22,7 @@ _HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock
 _PROGRAM = struct.Struct("<q24s")  # step, kind of program
 _BEAT = struct.Struct("<qq")  # looks of the watchdog, whether it waits in vain
 _NOTE = struct.Struct("<d240s")  # since when (perf_counter; 0: it does not wait), what for
-_CALL = struct.Struct("<q56s")  # calls of a trainer begun so far, the last one
+_CALL = struct.Struct("<q56s56s")  # calls that all ranks make, begun so far; the last one, the one before it
 _LEFT = struct.Struct("<qq")  # whether the script has come to its end, exit status
 _PROGRAM_AT, _BEAT_AT, _NOTE_AT, _CALL_AT, _LEFT_AT, _START = 128, 192, 256, 512, 640, 1024
 _RECORD = struct.Struct("<qdd112s120s")  # number, begin, end (0: under way), action, what it waits for
@@ -43,9 +43,9 @@ class Recorder:
     """Writes one rank's record: half a microsecond per action, no system call.
 
     thread: who runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so far. calls:
-    of a trainer, begun so far."""
+    that all ranks make, begun so far."""
 
-    __slots__ = ("_at", "_buffer", "_path", "beats", "calls", "ended", "serial", "thread", "timed_out")
+    __slots__ = ("_at", "_before", "_buffer", "_path", "beats", "calls", "ended", "serial", "thread", "timed_out")
 
     def __init__(
         self, path: Path, rank: int, ranks: int, host: str, timed_out: Callable[[], None] = lambda: None
@@ -56,13 +56,16 @@ class Recorder:
             file.truncate(_SIZE)
             self._buffer = mmap.mmap(file.fileno(), _SIZE)
         self._at, self.serial, self.ended, self.thread, self.beats, self.calls = _START, 0, 0, 0, 0, 0
+        self._before = b""
         clock = time.time() - time.perf_counter()
         _HEADER.pack_into(self._buffer, 0, _MAGIC, rank, ranks, os.getpid(), clock, label(host, 64))
 
     def call(self, name: str) -> None:
         """A call that all ranks make begins."""
         self.calls += 1
-        _CALL.pack_into(self._buffer, _CALL_AT, self.calls, label(name, 56))
+        kept, before = label(name, 56), self._before
+        _CALL.pack_into(self._buffer, _CALL_AT, self.calls, kept, before)
+        self._before = kept
 
     def leave(self, status: int) -> None:
         """The script has come to its end; the process will end with `status`, as far as is known."""
@@ -119,9 +122,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Flight:
-    """What a record says. calls, call: of a trainer, how many have begun, and the last one. left: the exit status, if
-    the script has come to its end. entries: oldest first. since, what: what the rank waits for (since 0: nothing),
-    seconds since 1970. vain: longer than it may."""
+    """What a record says. calls, call, before: that all ranks make, how many have begun, the last one, and the one
+    before it. left: the exit status, if the script has come to its end. entries: oldest first. since, what: what the
+    rank waits for (since 0: nothing), seconds since 1970. vain: longer than it may."""
 
     rank: int
     ranks: int
@@ -135,6 +138,7 @@ class Flight:
     what: str
     calls: int
     call: str
+    before: str
     left: int | None
     entries: tuple[Entry, ...]
 
@@ -167,13 +171,13 @@ def read(path: Path, whole: bool = True) -> Flight | None:
     step, kind = _PROGRAM.unpack_from(data, _PROGRAM_AT)
     beats, vain = _BEAT.unpack_from(data, _BEAT_AT)
     since, what = _NOTE.unpack_from(data, _NOTE_AT)
-    calls, call = _CALL.unpack_from(data, _CALL_AT)
+    calls, call, before = _CALL.unpack_from(data, _CALL_AT)
     left, status = _LEFT.unpack_from(data, _LEFT_AT)
     wall = (since + clock) if since else 0.0
     entries = tuple(sorted(_entries(data, clock), key=lambda entry: entry.number)) if whole else ()
     return Flight(
         rank, ranks, process, _text(host), step, _text(kind), beats, bool(vain), wall, _text(what), calls, _text(call),
-        status if left else None, entries,
+        _text(before), status if left else None, entries,
     )  # fmt: skip
 
 

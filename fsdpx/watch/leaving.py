@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 from fsdpx.watch.flight import Flight, Recorder, read
 
-__all__ = ["LEFT", "all_gone", "all_left", "ended", "gone", "leaving", "missed", "state_of", "status", "stays"]
+__all__ = [
+    "LATE", "LEFT", "all_gone", "all_left", "ended", "gone", "leaving", "missed", "parted", "state_of", "status",
+    "stays",
+]  # fmt: skip
 
 LEFT = 1
 """Exit status of a job that a rank has left with status 0 while others waited for it."""
@@ -120,6 +123,20 @@ def missed(mine: Recorder, waited: float, others: Collection[Path], everyone: bo
         if never or (everyone and waited >= LATE and all(_waits(f) or gone(f) for f in flights)):
             return flight
     return None
+
+
+def parted(places: Collection[Path]) -> dict[int, str]:
+    """What the ranks with these records call, by rank, if all wait for LATE seconds in calls that differ; else nothing.
+
+    All ranks make the same calls in the same order: as many calls with another one at the end is a fault of the script,
+    not a rank that is late."""
+    flights = [flight for flight in map(_head, places) if flight is not None]
+    if not flights or not all(_waits(flight) and not gone(flight) for flight in flights):
+        return {}
+    common = min(flight.calls for flight in flights)  # a wrong answer may have let one of them go on
+    calls = {flight.rank: flight.call if flight.calls == common else flight.before for flight in flights}
+    late = max(flight.calls for flight in flights) > common + 1
+    return {} if late or len({*calls.values()}) < 2 else calls
 
 
 def ended(flight: Flight) -> str:

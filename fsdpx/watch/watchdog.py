@@ -17,16 +17,18 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from os import _exit  # as it is before leaving.py tells of exits that others wait behind
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from fsdpx import environment
+from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
 from fsdpx.comm.start import ours
 from fsdpx.comm.steps import Progress, progress_of, spin
 from fsdpx.watch.flight import LENGTH, Flight, Recorder, log, read_all
-from fsdpx.watch.leaving import LEFT, all_gone, all_left, ended, leaving, missed, state_of, status, stays
+from fsdpx.watch.leaving import LATE, LEFT, all_gone, all_left, ended, leaving, missed, parted, state_of, status, stays
 
 __all__ = ["HUNG", "Watchdog", "note", "report", "unwatch", "watch", "watch_axes"]
 
@@ -170,6 +172,8 @@ class Watchdog:
             left = missed(self.record, waited, others, comm is not None and len(self._here) == comm.size)
             if left is not None:
                 self._miss(left, waiting[1] if waiting else "")
+            if waited >= LATE and not getattr(comm, "survives", False) and (calls := parted(self._here)):
+                self._part(calls)
             if waited >= self.timeout or self._asked.is_set() or (self.folder / "alarm").exists():
                 with suppress(OSError):  # the folder goes when another rank has reported
                     self._look()
@@ -242,6 +246,15 @@ class Watchdog:
             code = left.left or LEFT
             self._abort(code, f"fsdpx watchdog: {ended(left)}, and {waits}: the job ends with status {code}\n")
 
+    def _part(self, calls: dict[int, str]) -> None:
+        """The ranks wait for each other in different calls, and none of them will come."""
+        if self._claim():
+            self._abort(
+                HUNG,
+                f"fsdpx watchdog: ranks wait for each other in different calls: {grouped(calls)}. All ranks make the "
+                f"same calls, in the same order: the job ends with status {HUNG}\n",
+            )
+
     def _abort(self, code: int, text: str) -> None:
         """End the job."""
         sys.stdout.flush()
@@ -251,7 +264,7 @@ class Watchdog:
             _discard(self.folder)
         time.sleep(0.1)  # the launcher forwards output in a process that abort will kill
         _end_all(self._comm(), code)
-        os._exit(code)
+        _exit(code)
 
     def _write_stack(self) -> None:
         frame = sys._current_frames().get(self.record.thread)

@@ -13,7 +13,7 @@ import pytest
 from trials import STEPS, TRAINER, job, none_left
 
 from fsdpx.watch.flight import Recorder, read
-from fsdpx.watch.leaving import all_left, missed
+from fsdpx.watch.leaving import all_left, missed, parted
 
 ENDS = "def outside(step):\n    if step == 3 and comm.rank == 2: {how}\n"
 SECONDS = 20.0
@@ -41,6 +41,7 @@ def ended(folder: Path, how: str, steps: str = STEPS, **variables: str):
 def test_a_script_that_comes_to_its_end_in_the_middle(tmp_path, how, status, said):
     done = ended(tmp_path, how)
     assert done.status == status, done.err
+    assert "os._exit" not in done.err  # the end that the watchdog makes is not told as the script's
     (line,) = re.findall(r"^fsdpx watchdog: .*$", done.err, re.MULTILINE)
     assert re.fullmatch(
         rf"fsdpx watchdog: rank 2 {said}, after its call 4, step, and rank [01] waits for it in call 5 for all_gather "
@@ -88,6 +89,18 @@ def test_a_rank_that_calls_something_else(tmp_path, call):
     assert done.status == 1, done.err
     name = call.partition("(")[0]
     assert f"DesyncError: ranks called different methods: ranks 0, 1: step; rank 2: {name}. All ranks" in done.err
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("call", ["barrier()", "all_reduce(np.ones(3))", "broadcast(np.ones(300000), 2)"])
+def test_a_rank_that_calls_a_function_while_the_others_step(tmp_path, call):
+    done = ended(tmp_path, f"fsdpx.{call}")
+    assert done.status == 124, done.err
+    name = call.partition("(")[0]
+    assert (
+        f"fsdpx watchdog: ranks wait for each other in different calls: ranks 0, 1: step; rank 2: {name}. All ranks "
+        "make the same calls, in the same order: the job ends with status 124\n"
+    ) in done.err
 
 
 @pytest.mark.jobs
@@ -174,3 +187,24 @@ def test_the_last_one_sees_that_all_have_left(records):
     assert all_left(paths)
     paths[0].unlink()  # it had closed before
     assert all_left(paths)
+
+
+def test_ranks_that_wait_in_different_calls_are_named(records):
+    made, paths = records
+    long_ago = time.perf_counter() - 60
+    for record in made:
+        record.call("step")
+        record.note(long_ago, "all_gather")
+    assert parted(paths) == {}
+    for record, name in zip(made, ("step", "barrier", "step"), strict=True):
+        record.call(name)
+    assert parted(paths) == {0: "step", 1: "barrier", 2: "step"}
+    made[2].note(time.perf_counter(), "all_gather")
+    assert parted(paths) == {}  # it has just begun to wait
+    made[2].note(0.0, "")
+    assert parted(paths) == {}  # it does something, and may help the others
+    made[2].note(long_ago, "all_gather")
+    made[1].call("step")
+    assert parted(paths) == {0: "step", 1: "barrier", 2: "step"}  # it took what was sent for another call
+    made[1].call("step")
+    assert parted(paths) == {}
