@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import _exit  # as it is before fsdpx.watch tells of exits that others wait behind
@@ -190,6 +191,9 @@ class MpiCommunicator(Backend):
         World.abort(code)
 
 
+APART, STUCK = 0.5, 5.0  # seconds
+
+
 class World:
     """All ranks of MPI before there is a communicator of ours: enough to end them."""
 
@@ -199,8 +203,16 @@ class World:
     def abort(code: int = 1) -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE and threading.current_thread() is not threading.main_thread():
             _exit(code)  # this thread may not call MPI; the launcher ends the job when a rank exits like this
-        if environment.read().ulfm and MPI.COMM_WORLD.Get_size() - len(lost(MPI.COMM_WORLD)) == 1:
-            _exit(code)  # Open MPI 5.0 takes the abort of the last rank that lives for success
+        if environment.read().ulfm:
+            gone = lost(MPI.COMM_WORLD)
+            alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
+            if len(alive) == 1:
+                _exit(code)  # Open MPI 5.0 takes the abort of the last rank that lives for success
+            if gone:  # nor does its launcher always end when several abort at once while another one dies
+                time.sleep(APART * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
+            stuck = threading.Timer(STUCK, _exit, (code,))  # an abort that the launcher does not answer
+            stuck.daemon = True
+            stuck.start()
         MPI.COMM_WORLD.Abort(code)
 
 
