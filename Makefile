@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 RANKS ?= 4
-JOBS ?= 2
+JOBS ?= 3
 MPI ?= mpich
 ARGS ?=
 
