@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 from amount import few
 from models import distance, make, placed
-from runs import ALL, CUT, build, contents, everywhere, steps
+from savers import ALL, CUT, build, contents, everywhere, steps
 
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.checkpoint import write

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from models import make
-from runs import steps
+from savers import steps
 
 from fsdpx import Mesh, __version__, spawn
 from fsdpx.__main__ import main

@@ -18,7 +18,7 @@ import pytest
 import safetensors.numpy
 from amount import few
 from models import make
-from runs import ALL, build, contents, everywhere, steps
+from savers import ALL, build, contents, everywhere, steps
 
 from fsdpx import optim, spawn
 from fsdpx.checkpoint import background, commit, disk, write

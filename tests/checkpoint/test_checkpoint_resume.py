@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from amount import few
 from models import KNOWN, STRATEGIES, make, part
-from runs import build, contents, everywhere, loader, steps
+from savers import build, contents, everywhere, loader, steps
 
 from fsdpx import Checkpoints, Precision, Trainer, data, spawn
 from fsdpx.comm import Communicator

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from amount import few
-from runs import contents
+from savers import contents
 
 from fsdpx import Trainer, data, nn, optim, spawn
 from fsdpx.__main__ import main

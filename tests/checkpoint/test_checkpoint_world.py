@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from models import make
-from runs import contents, steps
+from savers import contents, steps
 
 from fsdpx import Mesh, Trainer, nn, optim, spawn
 from fsdpx.checkpoint import disk, write
