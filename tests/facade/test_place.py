@@ -93,6 +93,7 @@ def test_a_process_of_a_slurm_allocation_trains_alone_with_a_note(tmp_path: Path
 
 
 def test_a_launcher_that_does_not_say_which_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    fsdpx.finalize()  # what a test before has left open
     monkeypatch.setattr(places, "running_mpi", lambda: None)
     monkeypatch.setenv("FSDPX_EXPECT_SIZE", "4")
     with pytest.raises(ConfigError, match="FSDPX_EXPECT_SIZE does not say which rank of how many this is: call "):
