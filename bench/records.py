@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from fsdpx.array.processor import told
+
 __all__ = ["RESULTS", "arguments", "lines", "load", "machine", "save"]
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,17 +45,9 @@ def load(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:
 def machine() -> str:
     """The machine and the versions in a line."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [f"{_processor()}, {cores} cores, {platform.system()}, Python {platform.python_version()}"]
+    processor = told("model name") or platform.processor() or platform.machine()
+    parts = [f"{processor}, {cores} cores, {platform.system()}, Python {platform.python_version()}"]
     return ", ".join(parts + [f"{name} {_version(name)}" for name in ("numpy", "numba", "mkl", "mpich", "torch")])
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            named = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        named = ""
-    return named or platform.processor() or platform.machine()
 
 
 def _version(name: str) -> str:

@@ -156,7 +156,8 @@ def update(run: Run, action: Action, taken: Values, read: Values, added: Values)
     p, (scale,), (master, slots) = number_of(action), read, added
     if not scale.skip:
         segments, step = run.place.segments[p], run.step + 1
-        still = [slice(s.start, s.stop) for s in segments.items if s.name in run.views.frozen]
+        frozen = run.views.frozen
+        still = [slice(s.start, s.stop) for s in segments.items if s.name in frozen] if frozen else []
         kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
         run.place.optimizer.update(
             run.place.xp, master, taken[0], slots, lr=scale.rate, step=step, segments=segments, scale=scale.factor

@@ -9,7 +9,6 @@ import math
 import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.array import blas, cores, parallel
+from fsdpx.array.processor import told
 from fsdpx.comm.communicator import Communicator, even_pieces
 from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.comm.opening import node_of
@@ -263,7 +263,7 @@ def _key(world: Communicator) -> dict[str, Any]:
     here = 1 if node is None else len(node.machine) if isinstance(node, FakeNode) else node.host.size
     return {
         "machine": platform.node(),
-        "processor": _processor(),
+        "processor": told("model name") or platform.processor(),
         "libraries": blas.available(),
         "version": __version__,
         "backend": "node" if node is not None else alone if imagined else type(world).__name__,
@@ -271,14 +271,6 @@ def _key(world: Communicator) -> dict[str, Any]:
         "ranks here": here,
         "threads": cores.threads_of(here) if imagined else parallel.threads(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _kept(key: dict[str, Any]) -> Tuning | None:

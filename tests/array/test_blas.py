@@ -7,13 +7,13 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import LAYOUTS, lay
 
 from fsdpx.array import blas, parallel
 from fsdpx.errors import ConfigError
 
 LIBRARIES = list(blas.available())
 SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 63, 64, 65, 130]))
-LAYOUTS = ("rows", "columns", "wide rows", "wide columns", "every second", "backwards")
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -21,21 +21,6 @@ def library(request: pytest.FixtureRequest) -> Iterator[str]:
     blas.choose(request.param)
     yield request.param
     blas.choose(None)
-
-
-def lay(values: np.ndarray, layout: str) -> np.ndarray:
-    """The same values with other strides."""
-    m, n = values.shape
-    made = {
-        "rows": lambda: np.empty((m, n), values.dtype),
-        "columns": lambda: np.empty((n, m), values.dtype).T,
-        "wide rows": lambda: np.empty((m, n + 3), values.dtype)[:, 1 : n + 1],
-        "wide columns": lambda: np.empty((n, m + 5), values.dtype)[:, 2 : m + 2].T,
-        "every second": lambda: np.empty((m, 2 * n), values.dtype)[:, ::2],
-        "backwards": lambda: np.empty((m, n), values.dtype)[::-1],
-    }[layout]()
-    made[...] = values
-    return made
 
 
 def error(got: np.ndarray, want: np.ndarray, bound: np.ndarray) -> float:

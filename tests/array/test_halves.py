@@ -7,6 +7,7 @@ import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layouts import LAYOUTS, lay
 
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.blas import halves, onednn
@@ -16,7 +17,6 @@ from fsdpx.errors import ConfigError
 BF16 = dtype("bf16")
 LIBRARIES = list(halves.available())
 SIZES = st.one_of(st.integers(0, 5), st.sampled_from([31, 32, 33, 64, 65, 130]))
-LAYOUTS = ("rows", "columns", "wide rows", "wide columns", "every second", "backwards")
 
 
 @pytest.fixture(autouse=True)
@@ -24,21 +24,6 @@ def default() -> Iterator[None]:
     yield
     halves.choose(None)
     blas.threads(1)
-
-
-def lay(values: np.ndarray, layout: str) -> np.ndarray:
-    """The same values with other strides."""
-    m, n = values.shape
-    made = {
-        "rows": lambda: np.empty((m, n), values.dtype),
-        "columns": lambda: np.empty((n, m), values.dtype).T,
-        "wide rows": lambda: np.empty((m, n + 3), values.dtype)[:, 1 : n + 1],
-        "wide columns": lambda: np.empty((n, m + 5), values.dtype)[:, 2 : m + 2].T,
-        "every second": lambda: np.empty((m, 2 * n), values.dtype)[:, ::2],
-        "backwards": lambda: np.empty((m, n), values.dtype)[::-1],
-    }[layout]()
-    made[...] = values
-    return made
 
 
 def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -79,7 +79,8 @@ def test_a_duel_counts_whole_steps_by_turn_and_the_median_ratio() -> None:
 JOB = """
 import json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--turns") + 1])
-(folder / "ready").write_text("0.3")
+(folder / "new").write_text("0.3")
+(folder / "new").rename(folder / "ready")
 begun = []
 while not (folder / "stop").exists():
     begun.append(time.time())

@@ -20,15 +20,14 @@ UNIT = 2.0**-8
 """Rounding to bfloat16 changes a number by at most this part of it."""
 
 
-def sgd(**options: Any) -> dict[str, Any]:
-    """Adam divides rounding noise by itself where a gradient is zero."""
-    return {"optimizer": optim.SGD(lr=0.05, momentum=0.9), **options}
+SGD = optim.SGD(lr=0.05, momentum=0.9)
+"""Adam divides rounding noise by itself where a gradient is zero."""
 
 
 def changes(comm: Communicator, case: str, strategy: str, precision: Any, **options: Any) -> Any:
     """Losses, and by how much each parameter changed."""
-    first = make(comm, case, strategy, precision=precision, **sgd(), **options).parameters()
-    losses, last, _ = train(comm, case, strategy, precision=precision, **sgd(), **options)
+    first = make(comm, case, strategy, precision=precision, optimizer=SGD, **options).parameters()
+    losses, last, _ = train(comm, case, strategy, precision=precision, optimizer=SGD, **options)
     return losses, {name: last[name].astype("f8") - first[name] for name in last}
 
 
@@ -79,7 +78,7 @@ def test_one_hash_with_chunks_at_any_world_size_and_strategy(case: str) -> None:
 )
 def test_other_axes(mesh: Mesh, options: dict[str, Any]) -> None:
     def run(comm: Communicator, mesh: Mesh, precision: Any, **more: Any) -> list[float]:
-        trainer = make(comm, "wide", "fsdp", mesh=mesh, precision=precision, **sgd(), **more)
+        trainer = make(comm, "wide", "fsdp", mesh=mesh, precision=precision, optimizer=SGD, **more)
         rng, losses = np.random.default_rng(5), []
         for n in (8, 8, 8):
             x, y = KNOWN["wide"].batch(rng, n)

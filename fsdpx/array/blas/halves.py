@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +12,7 @@ from fsdpx.array.blas import choice, onednn
 from fsdpx.array.blas.products import gemm, pieces
 from fsdpx.array.kernels.half import narrowed, widened
 from fsdpx.array.namespace import dtype
+from fsdpx.array.processor import told
 from fsdpx.errors import ConfigError
 
 __all__ = ["available", "choose", "chosen", "instructions", "product"]
@@ -49,10 +49,7 @@ def chosen() -> str:
 @functools.cache
 def instructions() -> tuple[str, ...]:
     """The instructions for bfloat16 products that this processor has, fastest first."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().partition("\nflags")[2].partition("\n")[0].split())
-    except OSError:
-        return ()
+    flags = told("flags").split()
     return tuple(name for name in INSTRUCTIONS if name in flags)
 
 

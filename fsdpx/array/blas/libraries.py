@@ -5,12 +5,14 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["Library", "found", "preferred"]
+from fsdpx.array.processor import told
+
+__all__ = ["Library", "beside_python", "found", "load", "preferred"]
 
 SEQUENTIAL = 1  # of MKL_Set_Threading_Layer: no OpenMP runtime comes into the process
 AUTO, STRICT = 2, 0x10000  # of MKL_CBWR_Set
@@ -33,7 +35,7 @@ class Library:
 def found() -> dict[str, Library]:
     """All that could be loaded, by name."""
     makers: tuple[tuple[Callable[[], Iterator[Path]], Callable[[Path], Library]], ...] = (
-        (_mkl_files, _mkl),
+        (partial(beside_python, "libmkl_rt.so*"), _mkl),
         (_openblas_files, _openblas),
     )
     libraries: dict[str, Library] = {}
@@ -55,10 +57,10 @@ def preferred() -> str | None:
     return "openblas" if "openblas" in names else None
 
 
-def _mkl_files() -> Iterator[Path]:
-    """The `mkl` wheel puts its libraries beside Python's own."""
+def beside_python(pattern: str) -> Iterator[Path]:
+    """Libraries that wheels put beside Python's own, such as those of `mkl`; the newest first."""
     for prefix in dict.fromkeys((sys.prefix, sys.base_prefix)):
-        yield from sorted(Path(prefix, "lib").glob("libmkl_rt.so*"), reverse=True)
+        yield from sorted(Path(prefix, "lib").glob(pattern), reverse=True)
 
 
 def _openblas_files() -> Iterator[Path]:
@@ -72,7 +74,7 @@ def _mkl(path: Path) -> Library:
 
     Its documentation promises the same bits for every alignment only with STRICT, which slows small products by a
     fifth; with AVX-512 the bits were the same at all alignments without it."""
-    library = _load(path)
+    library = load(path)
     if library.MKL_Set_Threading_Layer(SEQUENTIAL) != SEQUENTIAL:
         raise OSError(f"{path} was started with another threading layer")
     library.MKL_CBWR_Set(AUTO if library.MKL_CBWR_Get_Auto_Branch() >= AVX512 else AUTO | STRICT)
@@ -83,7 +85,7 @@ def _mkl(path: Path) -> Library:
 
 
 def _openblas(path: Path) -> Library:
-    library = _load(path)
+    library = load(path)
     library.scipy_openblas_get_config64_.restype = ctypes.c_char_p
     version = library.scipy_openblas_get_config64_().decode().strip()
     sgemm, dgemm = _address(library.scipy_cblas_sgemm64_), _address(library.scipy_cblas_dgemm64_)
@@ -91,7 +93,7 @@ def _openblas(path: Path) -> Library:
     return Library("openblas", str(path), version, sgemm, dgemm, lambda: set_threads(1))
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def load(path: Path) -> ctypes.CDLL:
     """Loaded with RTLD_LOCAL: other copies of BLAS in the process must not bind to its symbols."""
     return ctypes.CDLL(str(path), mode=getattr(ctypes, "RTLD_LOCAL", ctypes.DEFAULT_MODE))
 
@@ -103,7 +105,4 @@ def _address(function: object) -> int:
 
 
 def _intel() -> bool:
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return "Intel" in platform.processor()
+    return "Intel" in (told("vendor_id") or platform.processor())

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import sys
 import threading
-from collections.abc import Iterator
-from ctypes import byref, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
+from ctypes import byref, c_float, c_int, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fsdpx.array.blas.libraries import beside_python, load
+
 __all__ = ["OneDNN", "found"]
 
-CPU, IN_ORDER, IMPLEMENTATION = 1, 1, 8  # values of dnnl.h
+CPU, IN_ORDER = 1, 1  # values of dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
 TYPES = {"float32": 3, "bfloat16": 2}
 MOST = 512
@@ -34,7 +34,7 @@ class OneDNN:
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
-        self._library = ctypes.CDLL(self.path, mode=getattr(ctypes, "RTLD_LOCAL", ctypes.DEFAULT_MODE))
+        self._library = load(path)
         self._openmp = ctypes.CDLL("libgomp.so.1")
         self._execute, self._point = self._library.dnnl_primitive_execute, self._library.dnnl_memory_set_data_handle
         self._point.argtypes = (c_void_p, c_void_p)
@@ -61,14 +61,6 @@ class OneDNN:
         for memory, array in zip(memories, operands, strict=True):
             self._point(memory, array.__array_interface__["data"][0])
         self._check("dnnl_primitive_execute", self._execute(primitive, self._own.stream, len(memories), arguments))
-
-    def kernel(self, out: np.ndarray, a: np.ndarray, b: np.ndarray) -> str:
-        """What oneDNN calls the code that it would run, such as "brg:avx512_core_bf16" or "ref:any"."""
-        descriptor = self._described(out, a, b, False, None)[0]
-        name = c_char_p()
-        self._check("query", self._library.dnnl_primitive_desc_query(descriptor, IMPLEMENTATION, 0, byref(name)))
-        self._library.dnnl_primitive_desc_destroy(descriptor)
-        return (name.value or b"").decode()
 
     def _known(self) -> dict[Any, Any]:
         """The products of this thread. Each runs on one thread: cutting them is up to the caller."""
@@ -132,14 +124,9 @@ class OneDNN:
 @functools.cache
 def found() -> OneDNN | None:
     """The library of the wheel that `fsdpx[onednn]` installs, if it can be loaded."""
-    for path in _files():
+    for path in beside_python("libdnnl.so*"):
         try:
             return OneDNN(path)
         except (OSError, AttributeError):
             continue
     return None
-
-
-def _files() -> Iterator[Path]:
-    for prefix in dict.fromkeys((sys.prefix, sys.base_prefix)):
-        yield from sorted(Path(prefix, "lib").glob("libdnnl.so*"), reverse=True)
