@@ -113,7 +113,7 @@ def recovery(comm: Any, mib: float, folder: Path) -> dict[str, Any]:
         nonlocal norms
         if isinstance(action, str):
             said.append((action.removeprefix("recovery: "), time.time()))
-        elif action.op == "NORM":
+        elif action.op == "SCALE":
             norms += 1
             if dies and norms == BEFORE:
                 (folder / "unseen").write_text(str(time.time()))

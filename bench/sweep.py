@@ -22,7 +22,7 @@ from workloads import MODELS, batch, in_fsdpx
 import fsdpx
 from fsdpx import nn, optim
 
-MOVING = ("GATHER", "FREE", "REDUCE", "SETTLE", "JOIN", "NORM", "MEAN")
+MOVING = ("GATHER", "FREE", "REDUCE", "SETTLE", "JOIN", "NORM", "MEAN", "SCALE")
 """Verbs that only ranks that speak with each other need; waiting counts too, in whichever verb."""
 
 

@@ -6,10 +6,12 @@ from typing import Any
 
 from fsdpx.array.kernels import square_sums
 
-__all__ = ["GRAIN", "block_squares", "exact_sum", "expansion"]
+__all__ = ["GRAIN", "PARTS", "block_squares", "exact_sum", "expansion"]
 
 GRAIN = 1024
 """Elements of a block. Cuts of parameters at multiples of it leave the blocks whole."""
+PARTS = 40
+"""The most numbers of an expansion: each has 53 of the 2,098 bits that sums of float64 can have."""
 
 
 def block_squares(xp: Any, x: Any) -> list[float]:

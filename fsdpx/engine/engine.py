@@ -69,8 +69,7 @@ class Engine:
                 transfer.wait()
             self._sends.clear()
             self._poke()
-            store = self.state.store
-            return {slot: self._ready(store.pop(slot), slot) for slot in executable.program.results}
+            return {slot: self._result(slot) for slot in executable.program.results}
 
     def _begin(self, executable: Executable, feed: Feed) -> Run:
         state, program = self.state, executable.program
@@ -145,6 +144,13 @@ class Engine:
             else:
                 flying.append((axis, transfer))
         self._flying = flying
+
+    def _result(self, slot: Slot) -> Any:
+        try:
+            return self._ready(self.state.store.pop(slot), slot)
+        except Exception as error:
+            self._failed(error, self._givers[slot])
+            raise
 
     def _read(self, slot: Slot) -> Any:
         value = self.state.store[slot]

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from fsdpx.array.kernels import square_sum, store
-from fsdpx.array.sums import block_squares, exact_sum, expansion
+from fsdpx.array.sums import PARTS, block_squares, exact_sum, expansion
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.engine import computing
@@ -19,6 +19,7 @@ from fsdpx.errors import DataError
 from fsdpx.optim import rate
 from fsdpx.program import Action
 from fsdpx.state.gradients import Reduction
+from fsdpx.state.placement import Placement
 from fsdpx.state.ties import add_together
 from fsdpx.state.transfer import Transfer
 
@@ -26,15 +27,26 @@ __all__ = ["OPERATIONS"]
 
 
 def mean(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    place = run.place
-    pairs = taken or ((0.0, 0.0),) * len(run.feed.batch)  # the loss is computed on another rank of the pipe
-    flat = [number if place.counts_loss else 0.0 for pair in pairs for number in pair]
-    rows = place.everyone(flat, "MEAN (loss)")
-    total = exact_sum([number for row in rows for number in row[0::2]])
-    weight = exact_sum([number for row in rows for number in row[1::2]])
-    if weight == 0 and flat and not place.imaginary:
+    """On its way while backward runs: who needs it first waits."""
+    return (run.place.telling(_losses(run, taken, read), "MEAN (loss)", partial(_mean, run.place)),)
+
+
+def _losses(run: Run, pairs: Values, weight: Values) -> list[float]:
+    """What this rank adds to the weight of all gradients, and to total and weight of each microbatch's loss."""
+    if not run.place.counts_loss or not weight:  # the loss is computed on another rank of the pipe
+        return [0.0] * (1 + 2 * len(run.feed.batch))
+    return [weight[0], *(number for pair in pairs for number in pair)]
+
+
+def _mean(place: Placement, rows: list[list[float]]) -> Mean:
+    shared = exact_sum([row[0] for row in rows]) or 1.0
+    if len(rows[0]) == 1:
+        return Mean(math.nan, 1.0, shared)
+    total = exact_sum([number for row in rows for number in row[1::2]])
+    weight = exact_sum([number for row in rows for number in row[2::2]])
+    if weight == 0 and not place.imaginary:
         raise DataError("no target of the global batch counts for the loss: it is empty, or every label is ignored")
-    return (Mean(total, weight or 1.0),)
+    return Mean(total, weight or 1.0, shared)
 
 
 def gather(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -99,29 +111,44 @@ def tie(run: Run, action: Action, taken: Values, read: Values, added: Values) ->
 
 
 def norm(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """One scale for all updates: 1 / (weight x loss scale), times clip / norm where the norm is larger.
-
-    Each logical element counts once: in one replica, on the rank of the tensor axis that has it, not in copies."""
+    """One scale for all updates: 1 / (weight x loss scale), times clip / norm where the norm is larger. In one message
+    with the loss."""
     place, scaler, clip = run.place, run.scaler, run.place.options.clip_norm
-    wanted = clip is not None or scaler.dynamic
-    blocks = wanted and place.accumulation.bitwise
-    mine = _once(run, read) if wanted else []
-    local = exact_sum([square_sum(place.xp, part) for part in mine]) if not blocks else 0.0
-    weight_here = taken[0] if taken and place.counts_loss else 0.0
-    rows = place.everyone([weight_here, local], "NORM (weight, squares)")
-    weight = exact_sum([row[0] for row in rows]) or 1.0
-    squares = _block_squares(run, mine) if blocks else exact_sum([row[1] for row in rows])
-    factor = 1.0 / (weight * scaler.value)
-    size = math.sqrt(squares) * factor if wanted else math.nan
+    here = _squares(run, read)
+    n = len(here)
+    losses = _losses(run, taken[:-1], taken[-1:])
+    rows = place.everyone([*here, *losses], "NORM (squares, loss)")
+    squares = exact_sum([number for row in rows for number in row[:n]])
+    mean = _mean(place, [row[n:] for row in rows])
+    factor = 1.0 / (mean.shared * scaler.value)
+    size = math.sqrt(squares) * factor
     finite = math.isfinite(squares)
     if clip is not None and finite:
         factor *= min(1.0, clip / (size + 1e-6))
-    learning_rate = rate(place.optimizer, run.step + 1)
-    return (Scale(factor, size, not finite and scaler.dynamic, learning_rate, scaler.after(finite)),)
+    skip, learning_rate = not finite and scaler.dynamic, rate(place.optimizer, run.step + 1)
+    return mean, Scale(factor, size, skip, learning_rate, scaler.after(finite))
+
+
+def scale(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """The same where nobody asks for the norm: nothing is left to say. The gradients are read so that all that needs
+    other ranks has come before anything is updated."""
+    factor = 1.0 / (read[0].shared * run.scaler.value)
+    return (Scale(factor, math.nan, False, rate(run.place.optimizer, run.step + 1), run.scaler),)
+
+
+def _squares(run: Run, totals: Values) -> list[float]:
+    """Numbers whose sum over all ranks is the square of the norm; with chunks, fixed blocks of each parameter are added
+    exactly, so no layout is seen."""
+    xp, parts = run.place.xp, _once(run, totals)
+    if not run.place.accumulation.bitwise:
+        return [exact_sum([square_sum(xp, part) for part in parts])]
+    found = expansion([square for part in parts for square in block_squares(xp, part)])
+    return [*found, *[0.0] * (PARTS - len(found))]
 
 
 def _once(run: Run, totals: Values) -> list[Any]:
-    """What of this rank's gradients counts for the norm, parameter by parameter where ranks hold the same."""
+    """What of this rank's gradients counts for the norm, parameter by parameter where ranks hold the same. Each element
+    counts once: in one replica, on the rank of the tensor axis that has it, not in copies."""
     place = run.place
     if place.axes.replica.rank > 0:
         return []
@@ -138,12 +165,6 @@ def _once(run: Run, totals: Values) -> list[Any]:
             if place.axes.tensor.rank == 0 or spec.cut is not None:
                 found.append(total[piece.start - page.mine.start : piece.stop - page.mine.start])
     return found
-
-
-def _block_squares(run: Run, parts: list[Any]) -> float:
-    """Sum of squares over fixed blocks of each parameter, all blocks of all ranks added exactly: no layout is seen."""
-    local = [square for part in parts for square in block_squares(run.place.xp, part)]
-    return exact_sum([v for row in run.place.axes.world.all_gather_object(expansion(local)) for v in row])
 
 
 def commit(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -192,6 +213,7 @@ OPERATIONS: dict[str, Operation] = {
     "SETTLE": settle,
     "JOIN": join,
     "TIE": tie,
+    "SCALE": scale,
     "NORM": norm,
     "COMMIT": commit,
     "UPDATE": update,

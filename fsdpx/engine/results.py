@@ -9,10 +9,12 @@ __all__ = ["Mean", "Scale"]
 
 @dataclass(frozen=True)
 class Mean:
-    """The loss of the global batch: total / weight."""
+    """The loss of the global batch: total / weight, nan in a program without one. shared: the weight of all gradients
+    that were added up."""
 
     total: float
     weight: float
+    shared: float
 
     @property
     def value(self) -> float:

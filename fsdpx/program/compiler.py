@@ -29,7 +29,7 @@ KINDS = {
     "step": Kind("forward, backward, reduce and update", "FB", "LOSS", ("mean", "scale"), updates=True),
     "accumulate": Kind("forward and backward; gradients are added up as the placement says", "FB", "LOSS", ("mean",)),
     "local": Kind("forward and backward; gradients stay local (no_sync)", "FB", "LOSS", ("mean",)),
-    "update": Kind("reduce what is still local, then update", "", results=("scale",), updates=True),
+    "update": Kind("reduce what is still local, then update", "", results=("mean", "scale"), updates=True),
     "evaluate": Kind("forward and the mean loss", "E", "SCORE", ("mean", "weight")),
     "predict": Kind("forward only, nothing kept", "E", results=("act",)),
     "forward": Kind("forward, kept for a backward of the caller", "F", results=("act",)),
@@ -46,7 +46,8 @@ class Request:
     resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
-    run forward again before their backward. commit: all ranks agree that a step has come through before it updates."""
+    run forward again before their backward. commit: all ranks agree that a step has come through before it updates.
+    normed: updates want the norm of all gradients."""
 
     kind: str
     stage: Stage
@@ -61,6 +62,7 @@ class Request:
     order: tuple[Action, ...] | None = None
     recompute: frozenset[int] = frozenset()
     commit: bool = False
+    normed: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,24 @@ def compile(request: Request) -> Program:
         actions = reduce(actions, stage, request.reduce_each, request.ahead, join=updates)
     actions += _update(actions, request) if updates else []
     begins, ends, results = _begins(request), _ends(request), _results(request)
-    return Program(request.kind, tuple(actions), stage, request.microbatches, begins, ends, results)
+    microbatches = request.microbatches if KINDS[request.kind].ops else 0
+    return Program(request.kind, tuple(actions), stage, microbatches, begins, ends, results)
 
 
 def _compute(request: Request) -> list[Action]:
     kind, stage = KINDS[request.kind], request.stage
     order = request.order or one_by_one(request.microbatches) if kind.ops == "FB" else _through(kind.ops, request)
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
-    return [*seeds, *compute(order, stage, kind.loss), *([Action("MEAN")] if kind.loss else [])]
+    actions = [*seeds, *compute(order, stage, kind.loss)]
+    return _with_mean(actions, stage, kind.loss) if kind.loss and not (kind.updates and request.normed) else actions
+
+
+def _with_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
+    """The one message about the loss: issued as soon as its numbers are there, on its way during backward. In a pipe at
+    the end, since ranks know them at different times, and collectives come in one order."""
+    last = max((i for i, a in enumerate(actions) if a.op == loss), default=len(actions) - 1)
+    at = len(actions) if stage.edges else last + 1
+    return [*actions[:at], Action("MEAN"), *actions[at:]]
 
 
 def _through(op: str, request: Request) -> list[Action]:
@@ -117,7 +129,9 @@ def _update(actions: list[Action], request: Request) -> list[Action]:
     stage, tail = request.stage, list[Action]()
     if request.kind == "update":
         tail = [*reduce_carried(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in stage.trained)]
-    tail += [*(Action("TIE", p) for p in stage.ties), Action("NORM")]
+    tail += [Action("TIE", p) for p in stage.ties]
+    told = [Action("MEAN")] if request.kind == "update" else []
+    tail += [Action("NORM")] if request.normed else [*told, Action("SCALE")]
     tail += [Action("COMMIT")] if Slot("agreed") in _results(request) else []
     last: dict[int | None, str] = dict.fromkeys(request.resident, "GATHER")
     last |= {a.unit: a.op for a in actions if a.op in ("GATHER", "FREE")}

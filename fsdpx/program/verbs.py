@@ -26,7 +26,7 @@ __all__ = ["VERBS", "Move", "Scratch", "Verb", "partner"]
 
 @dataclass(frozen=True)
 class Move:
-    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a `pair` of numbers, or an `edge`.
+    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, or an `edge`.
 
     Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on. format: whose
     bytes an element has: those of "param", "grad", "tie" (gradients summed by TIE), "value" (what an edge carries) or
@@ -75,7 +75,7 @@ class Verb:
         return any(move.call == "recv" for move in self.moves)
 
 
-PAIR = Move("world", "all_gather", "pair", "control")
+NUMBERS = Move("world", "all_gather", "numbers", "control")
 
 # fmt: off
 VERBS: dict[str, Verb] = {
@@ -84,7 +84,8 @@ VERBS: dict[str, Verb] = {
     "LOSS": Verb(takes=("act:outputs",), adds=("dact:made", "weight"), gives=("loss:mb",), about=""),
     "SCORE": Verb(takes=("act:outputs",), adds=("weight",), gives=("loss:mb",), about=""),
     "SEED": Verb(takes=("seed:mb",), adds=("dact:made", "weight"), lane="host", about=""),
-    "MEAN": Verb(takes=("loss:all",), gives=("mean",), lane="world", moves=(PAIR,), about=""),
+    "MEAN": Verb(takes=("loss:all",), reads=("weight:scored",), gives=("mean",), about="",
+                 lane="world", moves=(NUMBERS,)),
     # from stage to stage
     "SEND": Verb(takes=("edge:last",), reads=("edge:kept",), about="edge",
                  lane="pipe", moves=(Move("pipe", "send", "edge", "value"),)),
@@ -114,9 +115,10 @@ VERBS: dict[str, Verb] = {
     "TIE": Verb(takes=("total:twins",), gives=("tied:twins",), about="page", scratch=(Scratch("tie"),),
                 lane="peers", moves=(Move("peers", "all_gather", "shard", "tie"),)),
     # update
-    "NORM": Verb(takes=("weight:scored",), reads=("final:all",), gives=("scale",), about="",
-                 lane="world", moves=(PAIR,)),
-    "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(PAIR,), about=""),
+    "SCALE": Verb(takes=("weight:scored",), reads=("mean", "final:all"), gives=("scale",), lane="host", about=""),
+    "NORM": Verb(takes=("loss:all", "weight:scored"), reads=("final:all",), gives=("mean", "scale"), about="",
+                 lane="world", moves=(NUMBERS,)),
+    "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(NUMBERS,), about=""),
     "UPDATE": Verb(takes=("final:page",), reads=("scale",), adds=("shard:page", "slots:page"), about="page"),
 }
 # fmt: on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.comm.codecs import Codec
-from fsdpx.comm.communicator import split_evenly
+from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes
 from fsdpx.config import Precision, Sharding
 from fsdpx.layout.pages import Page, cut
@@ -23,6 +24,7 @@ from fsdpx.state.accumulation import Accumulation, accumulation
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.recompute import Recompute
 from fsdpx.state.shapes import ValueShapes
+from fsdpx.state.transfer import Transfer
 from fsdpx.state.tuning import Tuning
 
 __all__ = ["Formats", "Options", "Placement", "ShardedPage", "statistics_of"]
@@ -212,13 +214,19 @@ class Placement:
 
     def everyone(self, values: list[float], what: str) -> list[list[float]]:
         """A few float64 numbers of every rank, in rank order, on every rank."""
+        rows: list[list[float]] = self.telling(values, what, lambda rows: rows).wait()
+        return rows
+
+    def telling(self, values: list[float], what: str, use: Callable[[list[list[float]]], Any]) -> Transfer:
+        """The same, on its way: what `use` makes of the numbers when all are there."""
         comm, n = self.axes.world, len(values)
         if comm.size == 1:
-            return [values]
+            return Transfer(DONE, lambda: use([values]))
         table = np.zeros(n * comm.size)
-        table[comm.rank * n : (comm.rank + 1) * n] = values
-        comm.all_gather(table[comm.rank * n : (comm.rank + 1) * n], table, what=what).wait()
-        return table.reshape(comm.size, n).tolist()
+        own = table[comm.rank * n : (comm.rank + 1) * n]
+        own[:] = values
+        handle = comm.all_gather(own, table, what=what)
+        return Transfer(handle, lambda: use(table.reshape(comm.size, n).tolist()))
 
     @cached_property
     def shapes(self) -> ValueShapes:

@@ -201,6 +201,7 @@ class Session:
             order=place.pipe.order(microbatches, place.axes.pipe.rank) if steps else None,
             recompute=self._recompute(microbatches) if steps else frozenset(),
             commit=self.commit is not None,
+            normed=place.options.clip_norm is not None or self.state.scaler.dynamic,
         )
 
     @property

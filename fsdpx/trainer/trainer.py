@@ -493,7 +493,7 @@ class Trainer:
         return self._session.feed(x, y, kind, training)
 
     def _updated(self, results: Mapping[Slot, Any]) -> float:
-        loss = float(results[MEAN].value) if MEAN in results else math.nan
+        loss = float(results[MEAN].value)
         self.last = Step.of(loss, results[SCALE])
         self._session.updated(results[SCALE])
         return loss

@@ -22,12 +22,14 @@ STAGES = {"chain": CHAIN, "tied": TIED, "skip": SKIP, "frozen": FROZEN}
 PLACEMENTS = {"ddp": (True, False), "zero2": (True, True), "fsdp": (False, True), "kept-grads": (False, False)}
 
 
-def requests(kind: str, stage: Stage, microbatches: int, placement: str, ahead: int = 1) -> Request:
+def requests(
+    kind: str, stage: Stage, microbatches: int, placement: str, ahead: int = 1, normed: bool = False
+) -> Request:
     keep_full, reduce_each = PLACEMENTS[placement]
     carried = frozenset(stage.trained) if kind == "update" else frozenset()
     return Request(
         kind, stage, microbatches, keep_full=keep_full, reduce_each=reduce_each, ahead=ahead,
-        grads=carried, weighed=kind == "update",
+        grads=carried, weighed=kind == "update", normed=normed,
     )  # fmt: skip
 
 
@@ -41,13 +43,18 @@ def twins(home: Iterable[int]) -> tuple[Stage, ...]:
 
 
 def pipe(
-    name: str, microbatches: int = 4, placement: str = "fsdp", recompute: bool = False, commit: bool = False
+    name: str,
+    microbatches: int = 4,
+    placement: str = "fsdp",
+    recompute: bool = False,
+    commit: bool = False,
+    normed: bool = False,
 ) -> list[Program]:
     """The programs of all ranks of a pipe with four stages."""
     per_rank = {"interleaved": 2, "zbv": 2}.get(name, 1)
     made = schedule(name, 4 // per_rank, microbatches, per_rank)
     again = frozenset(range(4)) if recompute else frozenset()
-    request = replace(requests("step", twins(made.home)[0], microbatches, placement), commit=commit)
+    request = replace(requests("step", twins(made.home)[0], microbatches, placement), commit=commit, normed=normed)
     return [
         compile(replace(request, stage=stage, order=made.ranks[stage.rank], recompute=again & set(stage.here)))
         for stage in twins(made.home)
@@ -60,7 +67,7 @@ def pipes() -> dict[str, list[Program]]:
         "1f1b-fsdp": pipe("1f1b", 2),
         "zb-h1-zero2-recompute": pipe("zb-h1", 2, "zero2", recompute=True),
         "interleaved-kept-grads-commit": pipe("interleaved", 2, "kept-grads", commit=True),
-        "zbv-ddp": pipe("zbv", 2, "ddp"),
+        "zbv-ddp": pipe("zbv", 2, "ddp", normed=True),
     }
 
 
@@ -69,7 +76,9 @@ def golden() -> dict[str, Program]:
     names = product(("step",), STAGES, PLACEMENTS, (1, 2))
     steps = {f"{k}-{s}-{p}-{m}": compile(requests(k, STAGES[s], m, p)) for k, s, p, m in names}
     others = ("accumulate", "local", "update", "evaluate", "predict", "forward", "backward")
-    return steps | {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
+    normed = {f"{k}-tied-normed-1": compile(requests(k, TIED, 1, "fsdp", normed=True)) for k in ("step", "update")}
+    rest = {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
+    return steps | normed | rest
 
 
 def everything() -> dict[str, Program]:

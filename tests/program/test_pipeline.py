@@ -104,7 +104,7 @@ def test_a_message_behind_a_meeting_of_all_ranks_is_a_deadlock() -> None:
 
 
 def test_all_ranks_meet_in_the_same_verbs() -> None:
-    found = pipe("gpipe", 1)
-    found[2] = replace(found[2], actions=tuple(a for a in found[2].actions if a.op != "NORM"))
-    with pytest.raises(ProgramError, match="rank 0 of the pipe meets all others in MEAN NORM, rank 2 in MEAN"):
+    found = pipe("gpipe", 1, commit=True)
+    found[2] = replace(found[2], actions=tuple(a for a in found[2].actions if a.op != "COMMIT"))
+    with pytest.raises(ProgramError, match="rank 0 of the pipe meets all others in MEAN COMMIT, rank 2 in MEAN"):
         check_pipe(found)

@@ -169,7 +169,7 @@ def test_a_new_row_survives_the_death_of_a_rank() -> None:
             step(trainer, seed)
 
         def die(action: Any) -> None:
-            if comm.rank == 1 and getattr(action, "op", "") == "NORM":
+            if comm.rank == 1 and getattr(action, "op", "") == "SCALE":
                 raise Died
 
         trainer.engine.observers.append(die)

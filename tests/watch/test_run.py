@@ -279,7 +279,7 @@ trainer = nn.Chain(nn.Linear(6, 64), nn.GELU(), nn.Linear(64, 3)).as_distributed
     elastic=Elastic(every=1, copies=min(start, 1)),
 )
 def observe(action):
-    if comm.size == 2 and comm.rank == 1 - start and str(action) == "NORM" and trainer.steps == (6, 8)[start]:
+    if comm.size == 2 and comm.rank == 1 - start and str(action) == "SCALE" and trainer.steps == (6, 8)[start]:
         os.kill(os.getpid(), signal.SIGKILL)
 trainer.engine.observers.append(observe)
 rng = np.random.default_rng(0)
