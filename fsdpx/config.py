@@ -118,6 +118,8 @@ class Precision:
     loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
     initial_scale : where a dynamic scale begins; it halves on overflow
     growth_interval : steps without overflow after which a dynamic scale doubles
+    frozen : "int8": matrices that are never trained are kept, sent and multiplied in 8 bits; None: like the others
+    block : elements of a row of such a matrix that share a scale; None: all of them
     """
 
     compute: str = "float32"
@@ -126,6 +128,8 @@ class Precision:
     loss_scale: float | Literal["dynamic"] = 1.0
     initial_scale: float = 256.0
     growth_interval: int = 2000
+    frozen: str | None = None
+    block: int | None = None
 
     def __post_init__(self) -> None:
         if self.compute not in ("float32", "float64", "bf16"):
@@ -138,6 +142,19 @@ class Precision:
             value = getattr(self, name)
             if not (name == "loss_scale" and value == "dynamic") and not _positive(value):
                 raise ConfigError(f"Precision({name}={value!r}): a positive number is needed")
+        self._check_frozen()
+
+    def _check_frozen(self) -> None:
+        if self.frozen not in (None, "int8"):
+            raise ConfigError(f"Precision(frozen={self.frozen!r}): choose int8 or None")
+        if self.frozen and self.compute == "float64":
+            raise ConfigError("Precision(compute='float64', frozen='int8'): int8 goes with float32 or bf16")
+        if self.block is None:
+            return
+        if self.frozen is None:
+            raise ConfigError(f"Precision(block={self.block!r}): blocks are of frozen='int8'")
+        if type(self.block) is not int or self.block < LEAST_BLOCK:
+            raise ConfigError(f"Precision(block={self.block!r}): a whole number of elements, {LEAST_BLOCK} or more")
 
     @property
     def master(self) -> str:
@@ -158,6 +175,9 @@ class Precision:
 def _positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
+
+LEAST_BLOCK = 8
+"""Elements that share a scale: of fewer the scales are most of the bytes."""
 
 PRECISIONS: dict[str, Precision] = {
     "float64": Precision("float64"),

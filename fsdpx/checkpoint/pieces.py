@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpx.layout.pages import Page
-from fsdpx.layout.ranges import Range, overlap
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec
 from fsdpx.state.ledger import Row
@@ -46,15 +44,21 @@ class Held:
 
     def part(self, index: int, count: int) -> Held:
         """The part of number `index`, of `count` even ones."""
-        first, last = share(int(self.array.size), index, count)
+        first, last = (n * self._grain for n in share(int(self.array.size) // self._grain, index, count))
         return Held(self.name, self.array[first:last], self.start + first, self.spec, self.rank, self.width)
 
     def blocks(self, elements: int) -> Iterator[Block]:
-        """In order, so many elements at a time."""
-        for at in range(0, int(self.array.size), elements):
-            array = self.array[at : at + elements]
+        """In order, so many elements at a time, or a row where that is more and only whole rows can be had."""
+        step = max(elements // self._grain, 1) * self._grain
+        for at in range(0, int(self.array.size), step):
+            array = self.array[at : at + step]
             first, last = self.start + at, self.start + at + int(array.size)
             yield Block(array, tuple(self._runs(first, last)))
+
+    @property
+    def _grain(self) -> int:
+        """Elements that are read and written together: rows of a packed matrix."""
+        return max(getattr(self.array, "grain", 1), 1)
 
     def _runs(self, first: int, last: int) -> Iterator[Run]:
         if self.spec.cut is None or self.width == 1:
@@ -92,13 +96,7 @@ def _of_row(placement: Placement, row: Row, array: Any) -> Iterator[Held]:
     if p is None:
         yield Held(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
         return
-    for field, where in _fields(layout.pages[p], row.span):
-        part, spread = array[where.start - row.span.start : where.stop - row.span.start], layout.spread
-        start, spec = where.start - field.offset, layout.specs[field.source]
+    spread = layout.spread
+    for field, start, part in layout.pages[p].held(array, row.span):
+        spec = layout.specs[field.source]
         yield Held(tensor_name(name, field.source), part, start, spec, spread.rank, spread.width)
-
-
-def _fields(page: Page, mine: Range) -> Iterator[tuple[Any, Range]]:
-    fields = [Range(f.offset, f.offset + f.size) for f in page.fields]
-    for piece in overlap(fields, [mine]):
-        yield page.fields[piece.have], Range(piece.start, piece.stop)

@@ -55,13 +55,13 @@ def gather(run: Run, action: Action, taken: Values, read: Values, added: Values)
     page, comm, what = place.pages[p], place.axes.shard, _what(run, action)
     full = run.workspace.full(p)
     views = run.views.page(page.page, full)
-    if place.formats.wire is not None:
-        wire = run.workspace.buffer("wire", p, page.size, place.formats.wire)
+    if (sent := place.sent(p)) is not None:
+        wire = run.workspace.buffer("wire", p, page.size, sent)
         own = wire[page.mine.start : page.mine.stop]
         store(place.xp, master, own)
         handle = comm.all_gather(own, wire, page.counts, what=what)
         return (Transfer(Finish(handle, partial(store, place.xp, wire, full)), lambda: views),)
-    if place.rounds:
+    if place.gathered(p) != place.stored(p):
         own = full[page.mine.start : page.mine.stop]
         store(place.xp, master, own)
         master = own

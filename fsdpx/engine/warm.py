@@ -1,5 +1,6 @@
 """What a trainer computes with, made ready before its first step: compiled, or loaded from the cache on disk."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,14 @@ __all__ = ["warm"]
 
 
 def warm(
-    xp: Any, model: Layer, loss: Any, optimizer: Any, dtype: Any, master: Any, norm: bool, lines: bool = False
+    xp: Any, model: Layer, loss: Any, optimizer: Any, dtype: Any, master: Any, norm: bool, also: Sequence[str] = ()
 ) -> None:
     """Run each kernel once on a few numbers. dtype: of what is computed; master: of what is updated, by an optimizer if
-    there is one; norm: the gradient's norm is wanted; lines: the model has some. On the CPU only."""
+    there is one; norm: the gradient's norm is wanted; also: names of kernels that no layer runs. On the CPU only."""
     if xp is not np:
         return
     with flushed():
-        warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add"], dtype)
-        if lines:
-            warm_kernels(["line"], dtype)
+        warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add", *also], dtype)
         if norm:
             warm_kernels(["square_sum", "square_sums"], master)
         if optimizer is not None:

@@ -52,7 +52,11 @@ class Workspace:
     def full(self, page: int) -> Any:
         """Memory for the full parameters of a page, kept or lent."""
         kept = self._full[page]
-        return self.buffer("full", page, self.place.pages[page].size, self.place.compute) if kept is None else kept
+        return (
+            kept
+            if kept is not None
+            else self.buffer("full", page, self.place.pages[page].size, self.place.gathered(page))
+        )
 
     def part(self, page: int) -> Any:
         """Where the reduced gradient of a page is kept."""
@@ -129,5 +133,6 @@ def scratch_nbytes(state: TrainState, slot: Slot) -> int:
         return tie.elements(place.pages[one].mine.size) * itemsize
     page = place.pages[slot.at]
     if slot.kind == "wire":
-        return 0 if place.formats.wire is None else page.size * place.formats.wire.itemsize
+        sent = place.sent(slot.at)
+        return 0 if sent is None else page.size * sent.itemsize
     return place.accumulation.scratch_nbytes(slot.kind, place.codec, page.size, page.mine.size, itemsize)

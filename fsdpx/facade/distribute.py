@@ -13,6 +13,7 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
 from fsdpx.config import Precision, Sharding
+from fsdpx.config import precision as precision_of
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.trainer import ElasticTrainer
 from fsdpx.errors import ConfigError
@@ -101,6 +102,8 @@ def distribute(
     choice = Elastic.of(elastic)
     if choice is not None and backend not in (None, "mpi"):
         raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
+    if choice is not None and precision_of(precision).frozen is not None:
+        raise ConfigError("Precision(frozen='int8'): elastic ranks do not hand on matrices in 8 bits; leave it out")
     # before choices are checked: what is wrong on all ranks is printed once for all of them
     world: Any = _world(comm, backend) if choice is None else resilient(comm)
     recipe = Recipe(

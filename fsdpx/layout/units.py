@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
+from fsdpx.array.packed import Packing
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page
 from fsdpx.nn.layer import Layer, Spec, dotted
@@ -144,11 +145,13 @@ def lay_out(
     group_bytes: int | None = None,
     frozen: Sequence[str] = (),
     spread: Spread | None = None,
+    packing: Packing | None = None,
 ) -> Layout:
     """Group the nodes of a model into units, and lay out the pages of their parameters, of `itemsize` bytes an element.
 
     group_bytes: consecutive nodes are grouped until a unit has so many bytes of parameters; None: `GROUP_BYTES`.
-    frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own."""
+    frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own. packing: how
+    matrices among them are stored, where their layers can take them so."""
     limit, spread = GROUP_BYTES if group_bytes is None else group_bytes, spread or Spread()
     if limit < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
@@ -160,13 +163,15 @@ def lay_out(
     ends = [*spread.starts[1:], len(owned)]
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], limit, a)]
     alone = {*copies, *copies.values()}
+    packs = frozenset() if packing is None else _packing(model, specs, copies)
     pages: list[Page] = []
     for group in groups:
         names = [name for i in group for name in owned[i]]
-        for chosen in _together(names, held, spread, copies, alone):
+        for chosen in _together(names, held, spread, copies, alone, packs):
             shapes = [(n, spread.shape(held[n])) for n in chosen]
             first, partial = chosen[0], copies.get(chosen[0], chosen[0]) in spread.partial
-            pages.append(Page.of(len(pages), shapes, held[first].trainable, partial, copies))
+            how = packing if first in packs else None
+            pages.append(Page.of(len(pages), shapes, held[first].trainable, partial, copies, how))
     home = {f.name: page.index for page in pages for f in page.fields}
     twins: dict[str, list[int]] = {}
     for alias, name in copies.items():
@@ -193,14 +198,28 @@ def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]
     return shared, copies
 
 
+def _packing(model: Sorted, specs: dict[str, Spec], copies: dict[str, str]) -> frozenset[str]:
+    """The parameters that are frozen and that every layer which uses them takes in 8 bits; their copies as well."""
+    users = [(dotted(node.path, local), spec) for node in model.nodes for local, spec in node.layer.specs().items()]
+    barred = {model.ties.get(name, name) for name, spec in users if not spec.packs}
+    chosen = {name for name, spec in specs.items() if not (spec.trainable or spec.state) and name not in barred}
+    return frozenset(chosen | {alias for alias, name in copies.items() if name in chosen})
+
+
 def _together(
-    names: Sequence[str], specs: dict[str, Spec], spread: Spread, copies: dict[str, str], alone: set[str]
+    names: Sequence[str],
+    specs: dict[str, Spec],
+    spread: Spread,
+    copies: dict[str, str],
+    alone: set[str],
+    packs: frozenset[str],
 ) -> list[list[str]]:
-    """The parameters of a unit by page: a page is trainable or not, partial or not, and has a tied parameter alone."""
-    pages: dict[tuple[bool, bool, str], list[str]] = {}
+    """The parameters of a unit by page: a page is trainable or not, packed or not, partial or not, and has a tied
+    parameter alone."""
+    pages: dict[tuple[bool, bool, bool, str], list[str]] = {}
     for name in names:
         partial = copies.get(name, name) in spread.partial
-        key = (not specs[name].trainable, partial, name if name in alone else "")
+        key = (not specs[name].trainable, name in packs, partial, name if name in alone else "")
         pages.setdefault(key, []).append(name)
     return [pages[key] for key in sorted(pages)]
 

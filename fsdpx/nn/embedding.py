@@ -32,7 +32,7 @@ class Embedding(Layer):
         self.num_embeddings, self.embedding_dim, self.init = num_embeddings, embedding_dim, init
 
     def specs(self) -> dict[str, Spec]:
-        return {"weight": Spec((self.num_embeddings, self.embedding_dim), self.init or normal(1.0))}
+        return {"weight": Spec((self.num_embeddings, self.embedding_dim), self.init or normal(1.0), packs=True)}
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         check_index(self, x, self.num_embeddings)
@@ -65,7 +65,7 @@ class Tokens(Layer):
 
     def specs(self) -> dict[str, Spec]:
         return {
-            "weight": Spec((self.vocab, self.d_model), self.init or normal(1.0)),
+            "weight": Spec((self.vocab, self.d_model), self.init or normal(1.0), packs=True),
             "position": Spec((self.seq_len, self.d_model), self.position_init or normal(1.0)),
         }
 

@@ -36,6 +36,7 @@ class Spec:
     trainable : it has a gradient and is updated
     state : `forward` writes it when training (running statistics); never trainable
     cut : how it is cut over the tensor axis; None: every rank holds all of it
+    packs : a matrix that the layer uses by `fsdpx.nn.numeric` or by rows, so it may be stored in 8 bits where frozen
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Spec:
     trainable: bool = True
     state: bool = False
     cut: Cut | None = None
+    packs: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))

@@ -41,7 +41,7 @@ class Linear(Layer):
 
     def specs(self) -> dict[str, Spec]:
         default = uniform(1.0 / math.sqrt(self.in_features))
-        specs = {"weight": Spec((self.out_features, self.in_features), self.init or default)}
+        specs = {"weight": Spec((self.out_features, self.in_features), self.init or default, packs=True)}
         if self.bias:
             specs["bias"] = Spec((self.out_features,), self.bias_init or default)
         return specs
@@ -49,7 +49,7 @@ class Linear(Layer):
     def bare(self, env: Env, p: Params, x: Array) -> Array:
         """The product without the bias."""
         want_last(self, x, self.in_features)
-        return product(env.xp, flat(x), p["weight"].T).reshape(*x.shape[:-1], self.out_features)
+        return affine(env.xp, flat(x), p["weight"], None).reshape(*x.shape[:-1], self.out_features)
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         bias = p["bias"] if self.bias else None

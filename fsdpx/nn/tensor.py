@@ -80,7 +80,7 @@ class ColumnLinear(_CutLinear):
     def bare(self, env: Env, p: Params, x: Array) -> Array:
         """The product without the bias."""
         x = self._full(env, x)
-        return product(env.xp, flat(x), p["weight"].T).reshape(*x.shape[:-1], p["weight"].shape[0])
+        return affine(env.xp, flat(x), p["weight"], None).reshape(*x.shape[:-1], p["weight"].shape[0])
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         full = self._full(env, x)
@@ -166,7 +166,7 @@ class RowLinear(_CutLinear):
         bias, shape = p["bias"] if self.bias else None, (*x.shape[:-1], self.out_features)
         if env.mesh.tensor.size == 1:
             return affine(env.xp, flat(x), p["weight"], bias).reshape(shape), (x,)
-        y = product(env.xp, flat(x), p["weight"].T).reshape(shape)
+        y = affine(env.xp, flat(x), p["weight"], None).reshape(shape)
         comm, what = env.mesh.tensor, named(env, "output")
         if self.sequence:
             y = moves.scatter_sum(env.xp, comm, y, 1, what=what)

@@ -1,6 +1,6 @@
 """count: bytes, calls and lifetimes of the buffers of a program, read off the table of verbs before anything runs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fsdpx.program.action import Action
@@ -31,6 +31,7 @@ class Sizes:
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
     tie_itemsize: int = 4
     edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
+    packed: Container[int] = ()  # pages whose elements are bytes
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
 
 def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, bytes) of an action."""
-    itemsizes = {"param": sizes.param_itemsize, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
+    param = 1 if action.unit in sizes.packed else sizes.param_itemsize
+    itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
     carried = {"reduce_scatter": sizes.calls, "all_reduce": sizes.calls_all}
     for move in VERBS[action.op].moves:
         if move.format == "control":

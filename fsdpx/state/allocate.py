@@ -88,13 +88,12 @@ def fill(state: TrainState, values: Any, most: int = sys.maxsize) -> None:
     """Set this rank's shards from `values(parameter name, first element, one past the last)`, of what its line of the
     tensor axis holds of the parameter. most: elements that are asked for at a time."""
     for p, page in state.placement.pages.items():
-        master = state.ledger.array("master", p)
-        for piece in page.page.pieces(page.mine):
-            f = page.page.fields[piece.have]
-            for start in range(piece.start, piece.stop, most):
-                stop = min(start + most, piece.stop)
-                host = values(f.source, start - f.offset, stop - f.offset)
-                target = master[start - page.mine.start : stop - page.mine.start]
+        for field, first, own in page.page.held(state.ledger.array("master", p), page.mine):
+            size, grain = int(own.size), getattr(own, "grain", 1)
+            step = max(most // grain, 1) * grain
+            for start in range(0, size, step):
+                stop = min(start + step, size)
+                host, target = values(field.source, first + start, first + stop), own[start:stop]
                 target[...] = from_host(state.placement.xp, host.astype(target.dtype, copy=False))
 
 

@@ -30,6 +30,9 @@ from fsdpx.state.tuning import Tuning
 __all__ = ["Formats", "Options", "Placement", "ShardedPage", "statistics_of"]
 
 
+BYTES = np.dtype(np.uint8)
+
+
 @dataclass(frozen=True)
 class Options:
     """What a step may be asked for beside its placement.
@@ -114,11 +117,6 @@ class Placement:
     def compute(self) -> np.dtype:
         """Of gathered parameters and activations."""
         return self.formats.compute
-
-    @property
-    def rounds(self) -> bool:
-        """Whether gathered parameters are in a narrower format than those that are updated."""
-        return self.formats.compute != self.formats.master
 
     @property
     def imaginary(self) -> bool:
@@ -209,6 +207,18 @@ class Placement:
     def _names(self) -> list[str]:
         ends = [(page.fields[0].name, page.fields[-1].name) for page in self.layout.pages]
         return [first if first == last else f"{first}..{last}" for first, last in ends]
+
+    def stored(self, page: int) -> np.dtype:
+        """The format of the shard of a page."""
+        return BYTES if self.layout.pages[page].packing else self.formats.master
+
+    def gathered(self, page: int) -> np.dtype:
+        """That of its full parameters."""
+        return BYTES if self.layout.pages[page].packing else self.formats.compute
+
+    def sent(self, page: int) -> np.dtype | None:
+        """That of its parameters on their way, None if they are sent as they are gathered."""
+        return None if self.layout.pages[page].packing else self.formats.wire
 
     # -- others --------------------------------------------------------------------------------------------------------
 

@@ -29,18 +29,19 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
 
 def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[Row]:
     """The shard is a part of the full parameters where these are kept in the same format."""
-    p, dtype = page.page.index, placement.dtype
+    p = page.page.index
+    dtype, gathered = placement.stored(p), placement.gathered(p)
     kept = placement.keep_full or sharers > 0
     full = Row(
         Key("full", p),
-        placement.compute,
+        gathered,
         Range(0, page.size),
         "all",
         "step" if kept else "use",
         sharers=max(sharers, 1),
     )
     yield full
-    inside = full.key if kept and placement.formats.wire is None and not placement.rounds else None
+    inside = full.key if kept and placement.sent(p) is None and gathered == dtype else None
     yield Row(Key("master", p), dtype, page.mine, inside=inside, at=page.mine.start if inside else 0)
 
 

@@ -14,6 +14,7 @@ from fsdpx.array import blas
 from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
+from fsdpx.array.packed import Packing
 from fsdpx.comm.codecs import Codec, Plain
 from fsdpx.comm.codecs import codec as codec_of
 from fsdpx.comm.communicator import Communicator
@@ -36,8 +37,8 @@ from fsdpx.state.pipe import Pipe
 from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
 from fsdpx.state.tuning import Tuning, tune_for
-from fsdpx.trainer.choices import agree, check_model, is_collective
-from fsdpx.trainer.notices import slow
+from fsdpx.trainer.choices import agree, check_model, is_collective, left_wide
+from fsdpx.trainer.notices import say, slow
 from fsdpx.trainer.recipe import Distribution, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
 
@@ -66,9 +67,10 @@ def session_of(
     if place.xp is np:
         keep_pages()
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
-    lines, dtype = any(unit.lines for unit in place.layout.units), place.dtype
+    lines, packed = any(u.lines for u in place.layout.units), any(p.packing for p in place.layout.pages)
+    also = [name for name, wanted in (("line", lines), ("packed", packed)) if wanted]
     with slow(world, "compiling kernels"):
-        warm(place.xp, planned.model, planned.loss, training.optimizer, place.compute, dtype, norm, lines)
+        warm(place.xp, planned.model, planned.loss, training.optimizer, place.compute, place.dtype, norm, also)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
@@ -144,7 +146,12 @@ def _layout(
     spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, apart)
     wanted = distribution.group_bytes
     group = tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
-    return lay_out(ordered, dtype_of(formats.compute).itemsize, group, training.frozen, spread)
+    dtype = dtype_of(formats.compute)
+    packing = None if formats.frozen is None else Packing(formats.block, dtype)
+    layout = lay_out(ordered, dtype.itemsize, group, training.frozen, spread, packing)
+    if packing is not None and (wide := left_wide(ordered, layout)):
+        say(axes.world, f"int8 is not for {', '.join(wide)}: kept in {formats.master}")
+    return layout
 
 
 def _planned(model: Layer, loss: Any, axes: Axes, plan: Any, sequence: str | None) -> Planned:

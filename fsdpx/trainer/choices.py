@@ -12,10 +12,10 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Mesh
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
-from fsdpx.nn.layer import Layer
+from fsdpx.nn.layer import Layer, dotted
 from fsdpx.nn.sort import Sorted
 
-__all__ = ["agree", "check_model", "check_numbers", "check_options", "check_parts", "is_collective"]
+__all__ = ["agree", "check_model", "check_numbers", "check_options", "check_parts", "is_collective", "left_wide"]
 
 
 def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
@@ -107,6 +107,27 @@ def check_model(model: Sorted, chunks: int | None) -> None:
             f"chunks={chunks}: layer {collective[0]!r} takes statistics over the global batch, so chunks cannot be "
             "computed one by one; use LayerNorm or RMSNorm, or leave chunks out"
         )
+
+
+def left_wide(model: Sorted, layout: Layout) -> list[str]:
+    """The frozen matrices that are not kept in 8 bits, as their layers do not take them so: name and layer of each.
+    ConfigError if there are no others."""
+    packed = {f.source for page in layout.pages for f in page.fields if page.packing is not None}
+    frozen = {name for name, spec in layout.specs.items() if not (spec.trainable or spec.state)}
+    users = {layout.canonical(dotted(n.path, local)): n.layer for n in model.nodes for local in n.layer.specs()}
+    wide = [n for n in layout.specs if n in frozen - packed and len(layout.specs[n].shape) > 1]
+    found = [f"{name} of {type(users[name]).__name__}" for name in wide if name in users]
+    if not packed:
+        raise ConfigError("Precision(frozen='int8'): " + (NOT_FROZEN if not frozen else _none_packs(found)))
+    return found
+
+
+NOT_FROZEN = "no parameter is frozen for good; say distribute(frozen=['*']) for all of them, or name patterns"
+
+
+def _none_packs(found: list[str]) -> str:
+    names = ", ".join(found) or "there is no matrix among them"
+    return f"nothing of what is frozen can be kept in 8 bits ({names}); Linear and Embedding layers can"
 
 
 def is_collective(layer: Layer) -> bool:

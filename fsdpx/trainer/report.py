@@ -115,6 +115,7 @@ def sizes_of(engine: Engine) -> Sizes:
         edges=_edges(engine),
         calls=calls,
         calls_all=calls_all,
+        packed=frozenset(p for p, page in place.pages.items() if page.page.packing is not None),
     )
 
 

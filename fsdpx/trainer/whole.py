@@ -76,12 +76,18 @@ def _everywhere(state: TrainState, flat: Callable[[Page], Any], trained: bool) -
     for page in state.placement.layout.pages:
         if trained and not page.trainable:
             continue
-        parts = page.named(to_host(flat(page))) if page.index in state.placement.pages else None
+        parts = _parts(page, to_host(flat(page))) if page.index in state.placement.pages else None
         for f in page.fields:
             full = _over_tensor(state, f.source, None if parts is None else parts[f.name])
             state.placement.axes.pipe.broadcast(full.reshape(-1), homes[page.index], what=f"parameter {f.name}").wait()
             found[f.source] = full + found[f.source] if trained and f.source in found else full
     return found
+
+
+def _parts(page: Page, flat: np.ndarray) -> dict[str, np.ndarray]:
+    """Name -> its elements of a flat array, as numbers."""
+    named = page.named(flat)
+    return named if page.packing is None else {name: matrix.dense() for name, matrix in named.items()}
 
 
 def _over_shards(state: TrainState, page: Page, shard: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.window import Window
+from fsdpx.array.packed import Packed, Packing
 from fsdpx.array.random import Stretch, normal
 
 __all__ = ["SAMPLES", "warm"]
@@ -58,6 +59,7 @@ SAMPLES: dict[str, Sample] = {
     "max_pool2d": lambda x, w: kernels.max_pool2d(np, _image(x), WINDOW),
     "max_pool2d_backward": lambda x, w: _max_pool(x),
     "normal": lambda x, w: normal(0, "", 0, 6),
+    "packed": lambda x, w: _packed(),
     "rms_norm": lambda x, w: kernels.rms_norm(np, x, w, 1e-5),
     "rms_norm_backward_input": lambda x, w: kernels.rms_norm_backward_input(np, x, w, w[:2], x),
     "rms_norm_backward_params": lambda x, w: kernels.rms_norm_backward_params(np, x, w[:2], x, w),
@@ -129,6 +131,14 @@ def _linear(x: Any, w: Any) -> None:
     blas.gemm(y, x, weight)
     blas.linear_gradients((weight, False), (w.copy(), False), y, x)
     blas.linear_backward(np.empty_like(x), (weight, False), (w.copy(), False), y, x, weight.copy())
+
+
+def _packed() -> None:
+    """Products with a matrix in 8 bits, of few rows and of many, in the formats that there are."""
+    packing = Packing(None, np.dtype(np.float32))
+    weight = Packed(np.zeros(packing.nbytes((3, 3)), np.uint8), (3, 3), packing)
+    for x in (np.zeros((rows, 3), np.float32) for rows in (1, 16)):
+        blas.packed.affine(np.empty_like(x), x, weight, None)
 
 
 def _through(x: Any, name: str) -> None:

@@ -1,0 +1,165 @@
+"""Matrices in 8 bits: what is stored is near by the bound of the format, and products are those of what is stored."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdpx.array import blas, kernels, parallel, shapes
+from fsdpx.array.namespace import dtype
+from fsdpx.array.packed import Packed, Packing, Rows
+from fsdpx.errors import DataError
+from fsdpx.nn import numeric
+
+SINGLE, BF16 = np.dtype("f4"), dtype("bf16")
+SIZES = st.one_of(st.integers(1, 9), st.sampled_from([31, 32, 33, 64, 65, 130]))
+BLOCKS = st.sampled_from([None, 8, 31, 64])
+
+
+def stored(values: np.ndarray, block: int | None = None, of: Any = SINGLE) -> Packed:
+    packing = Packing(block, of)
+    flat = np.full(packing.nbytes(values.shape), 77, np.uint8)
+    rows = Rows("w", flat.reshape(-1, packing.stride(values.shape[1])), values.shape[1], packing)
+    rows[...] = values.reshape(-1)
+    return Packed(flat, values.shape, packing)
+
+
+def each_scale(matrix: Packed) -> np.ndarray:
+    """The scale of every element, in float64."""
+    block = matrix.packing.block or matrix.shape[1]
+    return matrix.scales[:, np.arange(matrix.shape[1]) // block].astype("f8")
+
+
+def normal(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Rows of very different size, one of zeros among them."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 20, (shape[0], 1))
+    values[rng.integers(shape[0])] = 0
+    return values.astype("f4")
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(SIZES, SIZES, BLOCKS, st.integers(0, 999))
+def test_what_is_stored_is_half_a_scale_away_at_most(rows, columns, block, seed) -> None:
+    values = normal((rows, columns), seed)
+    matrix = stored(values, block)
+    scale = each_scale(matrix)
+    assert np.all(np.abs(matrix.dense().astype("f8") - values) <= scale / 2)
+    top = np.abs(values).max(axis=1, keepdims=True)
+    assert np.all(scale <= np.maximum(top / 127.0 * (1 + 2.0**-15), 2.0**-120))
+    assert np.abs(matrix.codes.astype("i4")).max() <= 127
+    np.testing.assert_array_equal(matrix.dense(), matrix.codes * scale)  # without rounding
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=40),
+    st.sampled_from([None, 8]),
+)
+def test_any_floats_denormal_and_huge_and_once_more_the_same(numbers, block) -> None:
+    values = np.array([numbers], "f4")
+    matrix = stored(values, block)
+    assert np.all(np.isfinite(matrix.dense()))
+    assert np.all(np.abs(matrix.dense().astype("f8") - values) <= each_scale(matrix) / 2)
+    again = stored(matrix.dense(), block)
+    np.testing.assert_array_equal(again.stored, matrix.stored)
+    np.testing.assert_array_equal(stored(-values, block).dense(), -matrix.dense())
+
+
+def test_rows_take_their_numbers_and_scales() -> None:
+    assert Packing(None, SINGLE).nbytes((10, 64)) == 10 * (64 + 4)
+    assert Packing(None, SINGLE).nbytes((10, 65)) == 10 * (68 + 4)
+    assert Packing(16, SINGLE).nbytes((10, 65)) == 10 * (68 + 5 * 4)
+    assert stored(np.zeros((3, 5), "f4")).dense().tolist() == np.zeros((3, 5)).tolist()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_no_number_is_refused_by_name(bad: float) -> None:
+    values = np.ones((4, 6), "f4")
+    values[2, 3] = bad
+    with pytest.raises(DataError, match=r"w cannot be stored as int8: NaN or Inf among the elements 12 to 17"):
+        stored(values)
+
+
+def test_rows_are_read_and_filled_in_parts() -> None:
+    values, packing = normal((6, 5), 0), Packing(None, SINGLE)
+    flat = np.zeros(packing.nbytes((6, 5)), np.uint8)
+    rows = Rows("w", flat.reshape(6, -1), 5, packing)
+    assert (rows.size, rows.grain) == (30, 5)
+    for start in (0, 10, 20):
+        rows[start : start + 10][...] = values.reshape(-1)[start : start + 10]
+    np.testing.assert_array_equal(np.asarray(rows), stored(values).dense().reshape(-1))
+    np.testing.assert_array_equal(np.asarray(rows[5:15]), stored(values).dense()[1:3].reshape(-1))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("of", [SINGLE, BF16], ids=str)
+@settings(max_examples=examples(60), deadline=None)
+@given(st.sampled_from([1, 2, 3, 8, 9, 33]), SIZES, SIZES, BLOCKS, st.integers(0, 99))
+def test_products_are_those_of_what_is_stored(compiled, of, m, k, n, block, seed) -> None:
+    """Sums are rounded in float32; in bfloat16 the matrix is, where it is widened to it, and so is the result."""
+    rng = np.random.default_rng(seed)
+    x, dy, bias = (rng.standard_normal(shape).astype("f4").astype(of) for shape in ((m, k), (m, n), (n,)))
+    weight = stored(normal((n, k), seed), block, of)
+    exact, size = weight.dense().astype("f8"), 0 if of is SINGLE else 2.0**-8
+    with pytest.MonkeyPatch.context() as patch:
+        if not compiled:
+            patch.setattr(blas.packed, "installed", lambda: False)
+        y, dx = numeric.affine(np, x, weight, bias), numeric.product(np, dy, weight)
+    assert y.dtype == dx.dtype == of
+    for got, left, right, shift in ((y, x, exact.T, bias.astype("f8")), (dx, dy, exact, 0.0)):
+        want, terms = left.astype("f8") @ right, np.abs(left.astype("f8")) @ np.abs(right) + np.abs(shift)
+        bound = (right.shape[0] + 4) * 2.0**-23 * terms + size * (2 * terms + np.abs(want + shift))
+        assert np.all(np.abs(got.astype("f8") - want - shift) <= bound)
+
+
+def test_products_are_within_half_a_scale_of_the_matrix_that_was_given() -> None:
+    x, weight = np.random.default_rng(0).standard_normal((40, 200)).astype("f4"), normal((30, 200), 1)
+    matrix = stored(weight)
+    want = x.astype("f8") @ weight.T.astype("f8")
+    bound = np.abs(x).sum(axis=1, dtype="f8")[:, None] * matrix.scales[:, 0].astype("f8") / 2
+    noise = 204 * 2.0**-23 * (np.abs(x) @ np.abs(matrix.dense()).T)
+    for rows in (1, 8, 40):
+        y = numeric.affine(np, x[:rows], matrix, None)
+        assert np.all(np.abs(y - want[:rows]) <= bound[:rows] + noise[:rows])
+
+
+def test_no_result_depends_on_the_threads() -> None:
+    x, matrix = np.random.default_rng(0).standard_normal((4, 600)).astype("f4"), stored(normal((900, 600), 1))
+    alone = numeric.affine(np, x, matrix, None)
+    parallel.set_threads(3)
+    try:
+        np.testing.assert_array_equal(numeric.affine(np, x, matrix, None), alone)
+    finally:
+        parallel.set_threads(1)
+
+
+def test_arrays_are_made_of_it_where_somebody_wants_one() -> None:
+    matrix = stored(normal((7, 12), 3), 8, BF16)
+    assert (matrix.shape, matrix.size, matrix.ndim, len(matrix), matrix.dtype) == ((7, 12), 84, 2, 7, BF16)
+    np.testing.assert_array_equal(np.asarray(matrix), matrix.dense(BF16))
+    np.testing.assert_array_equal(matrix.T, matrix.dense(BF16).T)
+    index = np.array([[3, 0], [6, 6]])
+    np.testing.assert_array_equal(matrix[index], matrix.dense(BF16)[index])
+
+
+def test_shapes_alone() -> None:
+    packing = Packing(8, SINGLE)
+    weight = Packed(shapes.empty(packing.nbytes((5, 12)), np.uint8), (5, 12), packing)
+    x = shapes.empty((3, 12), np.float32)
+    assert numeric.affine(shapes, x, weight, shapes.empty(5, np.float32)).shape == (3, 5)
+    assert numeric.product(shapes, shapes.empty((3, 5), np.float32), weight).shape == (3, 12)
+    assert weight[np.zeros((2, 3), np.int64)].shape == (2, 3, 12)
+
+
+def test_nan_in_the_input_goes_where_it_belongs() -> None:
+    matrix = stored(np.ones((5, 20), "f4"))
+    for rows in (2, 20):
+        x = np.ones((rows, 20), "f4")
+        x[1, 3] = np.nan
+        with kernels.use("default"):
+            y = numeric.affine(np, x, matrix, None)
+        assert np.isnan(y).any(axis=1).tolist() == [i == 1 for i in range(rows)]
