@@ -3,6 +3,8 @@
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from fsdpx.array import kernels
+from fsdpx.array.namespace import namespace_of
 from fsdpx.engine.lines import Line, Stacks
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Unit
@@ -161,4 +163,4 @@ def _spread(inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any]) -> None:
     for value, gradient in zip(inputs, several, strict=True):
         if gradient is not None:
             have = dvalues.get(value)
-            dvalues[value] = gradient if have is None else have + gradient
+            dvalues[value] = gradient if have is None else kernels.add(namespace_of(have), have, gradient)

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+from fsdpx.array import kernels
+from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
@@ -300,4 +302,4 @@ def _unpack(value: Any, count: int) -> tuple[Any, ...]:
 
 
 def _plus(a: Array | None, b: Array | None) -> Array | None:
-    return b if a is None else a if b is None else a + b
+    return b if a is None else a if b is None else kernels.add(namespace_of(a), a, b)

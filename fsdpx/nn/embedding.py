@@ -7,7 +7,7 @@ from fsdpx.errors import DataError, ShapeError
 from fsdpx.nn.check import positive
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
-from fsdpx.nn.numeric import add_sum, is_index
+from fsdpx.nn.numeric import is_index
 
 __all__ = ["Embedding", "TokenEmbedding", "Tokens", "check_index", "want_tokens"]
 
@@ -73,7 +73,7 @@ class Tokens(Layer):
         self._want(env, x)
         check_index(self, x, self.vocab)
         y = self._rows(env, p["weight"], x)
-        y += p["position"][self._positions(env, x)]
+        kernels.add_bias(env.xp, y, p["position"][self._positions(env, x)])
         return y, (x,)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
@@ -84,7 +84,7 @@ class Tokens(Layer):
         if "weight" in g:
             self._add_rows(env, g["weight"], x, dy)
         if "position" in g:
-            add_sum(env.xp, g["position"][self._positions(env, x)], dy, 0)
+            kernels.sum_rows(env.xp, dy, g["position"][self._positions(env, x)])
 
     def _want(self, env: Env, x: Array) -> None:
         want_tokens(self, x, self.seq_len)

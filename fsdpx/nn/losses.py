@@ -110,14 +110,14 @@ class _Elementwise(Loss):
 class MSE(_Elementwise):
     """(y - target)^2, summed; y and target of one shape; weight: the number of elements."""
 
-    runs = ("square_sum",)
+    runs = ("squared_error", "squared_error_backward")
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        difference = y - target.astype(y.dtype, copy=False)
-        return kernels.square_sum(env.xp, difference.reshape(-1)), float(y.size), (difference,)
+        target = target.astype(y.dtype, copy=False)
+        return kernels.squared_error(env.xp, y, target), float(y.size), (y, target)
 
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
-        return _scaled(saved[0], 2.0 * seed)
+        return kernels.squared_error_backward(env.xp, *saved, 2.0 * seed)
 
 
 class BCEWithLogits(_Elementwise):

@@ -12,6 +12,7 @@ from layouts import LAYOUTS, lay
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.blas import halves, onednn
 from fsdpx.array.namespace import dtype
+from fsdpx.array.random import Stretch
 from fsdpx.errors import ConfigError
 
 BF16 = dtype("bf16")
@@ -121,11 +122,29 @@ def test_an_unknown_library_is_refused() -> None:
         halves.choose("cublas")
 
 
+TARGET = np.arange(33) * 5 % 71
 KERNELS = {
     "add": lambda k, x, y, b: k.add(np, x, y),
     "add_bias": lambda k, x, y, b: [h := x.copy(), k.add_bias(np, h, b)][0],
     "bias_gelu": lambda k, x, y, b: [h := x.copy(), k.bias_gelu(np, h, b)],
     "bias_gelu tanh": lambda k, x, y, b: [h := x.copy(), k.bias_gelu(np, h, b, "tanh")],
+    "channel_affine": lambda k, x, y, b: k.channel_affine(np, x, *_channels()),
+    "channel_norm_backward": lambda k, x, y, b: k.channel_norm_backward(np, x, y, *_channels(), _channels()[0]),
+    "channel_squares norm": lambda k, x, y, b: k.channel_squares(np, x, _channels()[0]),
+    "channel_sums norm": lambda k, x, y, b: k.channel_sums(np, x),
+    "channel_sums_with norm": lambda k, x, y, b: k.channel_sums_with(np, x, y, *_channels()[:2]),
+    "cross_entropy": lambda k, x, y, b: [np.array(v) for v in k.cross_entropy(np, x, TARGET[: len(x)])],
+    "cross_entropy_backward": lambda k, x, y, b: k.cross_entropy_backward(np, x, TARGET[: len(x)], _moments(x)[0], 0.5),
+    "drop": lambda k, x, y, b: k.drop(np, x, Stretch(0, "a", 5, 5 + x.size), 0.4),
+    "drop_backward": lambda k, x, y, b: k.drop_backward(np, x, y > 0, 0.4),
+    "embedding_backward": lambda k, x, y, b: [
+        table := np.ones((71, 71), np.float32),
+        k.embedding_backward(np, table, TARGET[: len(x)], x),
+    ][:1],
+    "embedding_backward 16": lambda k, x, y, b: [
+        table := np.ones((71, 71), BF16),
+        k.embedding_backward(np, table, TARGET[: len(x)], y),
+    ][:1],
     "gelu": lambda k, x, y, b: k.gelu(np, x),
     "gelu_backward": lambda k, x, y, b: k.gelu_backward(np, x, y),
     "gelu_backward tanh": lambda k, x, y, b: k.gelu_backward(np, x, y, "tanh"),
@@ -147,10 +166,20 @@ KERNELS = {
     "sigmoid": lambda k, x, y, b: k.sigmoid(np, x),
     "silu": lambda k, x, y, b: k.silu(np, x),
     "silu_backward": lambda k, x, y, b: k.silu_backward(np, x, y),
+    "softmax": lambda k, x, y, b: k.softmax(np, x),
+    "softmax_backward": lambda k, x, y, b: k.softmax_backward(np, y, b + 0 * y),
+    "square_sum norm": lambda k, x, y, b: np.array(k.square_sum(np, x.reshape(-1))),
+    "squared_error norm": lambda k, x, y, b: np.array(k.squared_error(np, x, y)),
+    "squared_error_backward": lambda k, x, y, b: k.squared_error_backward(np, x, y, 0.25),
     "sum_rows": lambda k, x, y, b: [out := np.ones(x.shape[1], np.float32), k.sum_rows(np, x, out)][0],
     "sum_rows 16": lambda k, x, y, b: [out := b.copy(), k.sum_rows(np, x, out, False)][0],
 }
 """Kernels whose compiled code works on the bits of bfloat16, with what they change."""
+
+
+def _channels() -> list[np.ndarray]:
+    """Three numbers for each column."""
+    return [np.linspace(low, 1, 71, dtype=np.float32) for low in (-1, 0.5, 0.1)]
 
 
 def _moments(x: np.ndarray) -> list[np.ndarray]:
@@ -170,7 +199,7 @@ def test_kernels_on_bits_are_the_plain_ones(name: str, layout: str, rows: int) -
     if "norm" not in name:  # whose squares overflow
         x[:1, : len(VALUES)] = VALUES
     x, y = lay(x, layout), lay(y, layout)
-    with np.errstate(over="ignore", invalid="ignore"), kernels.use("plain"):
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"), kernels.use("plain"):
         want = KERNELS[name](kernels, x, y, bias)
     got = KERNELS[name](kernels, x, y, bias)
     for one, other in zip(_each(got), _each(want), strict=True):

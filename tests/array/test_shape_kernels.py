@@ -51,6 +51,8 @@ CALLS = {
     "rms_norm_backward_params": lambda k, xp, x, w, t, r: k.rms_norm_backward_params(xp, x, r, x, w),
     "cross_entropy": lambda k, xp, x, w, t, r: k.cross_entropy(xp, x, t, -100, 0.1),
     "cross_entropy_backward": lambda k, xp, x, w, t, r: k.cross_entropy_backward(xp, x, t, r, 1.0, -100, 0.1),
+    "squared_error": lambda k, xp, x, w, t, r: k.squared_error(xp, x, x),
+    "squared_error_backward": lambda k, xp, x, w, t, r: k.squared_error_backward(xp, x, x, 2.0),
     "embedding_backward": lambda k, xp, x, w, t, r: k.embedding_backward(xp, x[:4], t, x),
     "conv2d": lambda k, xp, x, w, t, r: k.conv2d(xp, image(x), windows(x), w[:3], WINDOW),
     "conv2d_backward_input": lambda k, xp, x, w, t, r: k.conv2d_backward_input(

@@ -22,7 +22,12 @@ from fsdpx.array.kernels.convolution import conv2d, conv2d_backward_input, conv2
 from fsdpx.array.kernels.dropout import drop, drop_backward
 from fsdpx.array.kernels.embedding import embedding_backward
 from fsdpx.array.kernels.half import add_widened, narrowed, store, widened
-from fsdpx.array.kernels.loss import cross_entropy, cross_entropy_backward
+from fsdpx.array.kernels.loss import (
+    cross_entropy,
+    cross_entropy_backward,
+    squared_error,
+    squared_error_backward,
+)
 from fsdpx.array.kernels.norm import (
     layer_norm,
     layer_norm_backward_input,
@@ -43,7 +48,8 @@ __all__ = [
     "cross_entropy_backward", "drop", "drop_backward", "embedding_backward", "gelu", "gelu_backward", "gelu_recompute",
     "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward",
     "narrowed", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "sigmoid", "silu", "silu_backward",
-    "softmax", "softmax_backward", "square_sum", "square_sums", "store", "sum_rows", "use", "widened",
+    "softmax", "softmax_backward", "square_sum", "square_sums", "squared_error", "squared_error_backward", "store",
+    "sum_rows", "use", "widened",
 ]  # fmt: skip
 
 

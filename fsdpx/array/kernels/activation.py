@@ -14,27 +14,27 @@ SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # 1/2 (1 + tanh(u)) = sigmoid(2u): no ca
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
 
 
-@kernel(bits=True)
+@kernel()
 def sigmoid(xp: Any, x: Any) -> Any:
     """1 / (1 + exp(-x)), without overflow: exp is only taken of -|x|."""
     e = xp.exp(-xp.abs(x))
     return xp.where(x < 0, e, 1.0) / (e + 1.0)
 
 
-@kernel(bits=True)
+@kernel()
 def silu(xp: Any, x: Any) -> Any:
     """x sigmoid(x) (Elfwing et al. 2018)."""
     return x * sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
 
 
-@kernel(bits=True)
+@kernel()
 def silu_backward(xp: Any, x: Any, dy: Any) -> Any:
     """dy (s + x s (1 - s)) with s = sigmoid(x)."""
     s = sigmoid.__wrapped__(xp, x)  # type: ignore[attr-defined]
     return dy * (s + x * s * (1.0 - s))
 
 
-@kernel(bits=True)
+@kernel()
 def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
     """x Phi(x), or with approximate="tanh" x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016)."""
     if exact(approximate):
@@ -42,7 +42,7 @@ def gelu(xp: Any, x: Any, approximate: str = "none") -> Any:
     return x * sigmoid.__wrapped__(xp, _argument(x))  # type: ignore[attr-defined]
 
 
-@kernel(bits=True)
+@kernel()
 def gelu_backward(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
     """dy d gelu / dx: dy (Phi(x) + x phi(x)), or of the tanh form dy (s + x s (1 - s) u') with s = sigmoid(u)."""
     if exact(approximate):

@@ -10,7 +10,7 @@ from fsdpx.array.kernels.dispatch import kernel
 __all__ = ["attention", "attention_backward", "merged", "time_first"]
 
 
-@kernel(bits=True)
+@kernel()
 def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
     """softmax(scale q k^T) v per head (Vaswani et al. 2017); causal: a position attends to none that is later.
 
@@ -30,7 +30,7 @@ def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tu
     return o, lse
 
 
-@kernel(narrow=3, bits=True, wide=("lse",))
+@kernel(narrow=3)
 def attention_backward(xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float) -> Any:
     """dq, dk, dv of `attention` as one array (3, B, H, T, D), probabilities recomputed from lse (Dao et al. 2022).
 

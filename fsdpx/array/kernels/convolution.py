@@ -15,7 +15,7 @@ Sum = tuple[Any, bool] | None
 """Where a gradient goes, and whether it is added to what is there; None: it is not wanted."""
 
 
-@kernel()
+@kernel(bits=False)
 def conv2d(xp: Any, x: Any, weight: Any, bias: Any, window: Window) -> Any:
     """The windows of x (samples, in, height, width) times weight (out, in, kh, kw), plus bias (out,) or None.
 
@@ -29,7 +29,7 @@ def conv2d(xp: Any, x: Any, weight: Any, bias: Any, window: Window) -> Any:
     return y
 
 
-@kernel()
+@kernel(bits=False)
 def conv2d_backward_input(xp: Any, weight: Any, dy: Any, window: Window, shape: tuple[int, ...]) -> Any:
     """The gradient of x, of this shape."""
     out = tuple(dy.shape[2:])
@@ -40,7 +40,7 @@ def conv2d_backward_input(xp: Any, weight: Any, dy: Any, window: Window, shape: 
     return window.cut(image, shape)
 
 
-@kernel(narrow=0)
+@kernel(narrow=0, bits=False)
 def conv2d_backward_params(xp: Any, x: Any, dy: Any, window: Window, weight: Sum, bias: Sum) -> None:
     """The gradients of weight and bias."""
     if weight is not None:

@@ -17,38 +17,37 @@ __all__ = ["kernel"]
 
 
 def kernel(
-    *,
-    narrow: int = 1,
-    into: tuple[str, ...] = (),
-    halves: bool = True,
-    bits: bool = False,
-    wide: tuple[str, ...] = (),
+    *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on float32 and
-    float64 NumPy arrays the compiled function of the same name may run instead.
+    """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on NumPy arrays of
+    float32, float64, or bfloat16 with some of float32, the compiled function of the same name may run instead.
 
-    narrow: how many of the results are rounded back to the 16-bit dtype of the first array.
+    narrow: how many of the results of the plain code are rounded back to the 16-bit dtype of the first array.
     into: names of arguments that are changed in place; they are passed on unchanged.
-    halves: False if the plain code handles 16-bit arrays itself.
-    bits: the compiled code takes bfloat16 arrays itself, as views of their bits.
-    wide: names of arguments that are float32 beside bfloat16 arrays."""
+    bits: the compiled code takes bfloat16 arrays, as views of their bits; else they are widened for it."""
 
     def register(plain: Callable[..., Any]) -> Callable[..., Any]:
         name = plain.__name__
-        floats = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in (*into, *wide)}
         kept = {place - 1 for place, word in enumerate(inspect.signature(plain).parameters) if word in into}
         bodies: dict[tuple[Any, ...], Callable[..., Any]] = {}  # by mode and dtypes: looked up once, not per call
 
         def direct(xp: Any, *arguments: Any, **options: Any) -> Any:
             return choose(xp, arguments)(xp, *arguments, **options)
 
+        def plainly(xp: Any, *arguments: Any, **options: Any) -> Any:
+            """The plain code, for what the compiled one does not take."""
+            half = arguments[0].dtype.itemsize == 2
+            return (_through_float32(plain, kept, narrow) if half else plain)(xp, *arguments, **options)
+
         def choose(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-            return (compiled(name) or plain) if xp is np and _compilable(arguments, kept) else plain
+            fits = xp is np and _floats(arguments, kept) in ({"float32"}, {"float64"})
+            return (compiled(name) or plain) if fits else plain
 
         def resolve(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
-            if bits and xp is np and _all_bfloat16(arguments, floats) and (body := compiled(name)):
-                return _on_bits(body)
-            narrow_too = halves and arguments[0].dtype.itemsize == 2
+            fits = bits and xp is np and _floats(arguments, kept) in ({"bfloat16"}, {"bfloat16", "float32"})
+            if fits and (body := compiled(name)):
+                return _on_bits(body, {n for n, a in enumerate(arguments) if _bfloat16(a)})
+            narrow_too = arguments[0].dtype.itemsize == 2
             return _through_float32(direct, kept, narrow) if narrow_too else choose(xp, arguments)
 
         @functools.wraps(plain)
@@ -63,6 +62,7 @@ def kernel(
                 body = bodies[key] = resolve(xp, arguments)
             return body(xp, *arguments, **options)
 
+        run.plainly = plainly  # type: ignore[attr-defined]
         return run
 
     return register
@@ -81,15 +81,16 @@ def _through_float32(body: Callable[..., Any], kept: set[int], narrow: int) -> C
     return run
 
 
-def _on_bits(body: Callable[..., Any]) -> Callable[..., Any]:
-    """`body` on views of the bits of bfloat16 arrays; what it returns is bfloat16 again."""
+def _on_bits(body: Callable[..., Any], places: set[int]) -> Callable[..., Any]:
+    """`body` on views of the bits of the arrays at `places`; of what it returns, bits are bfloat16 again."""
+    bfloat16, word = dtype_of("bf16"), np.dtype(np.uint16)
 
     def run(xp: Any, *arguments: Any, **options: Any) -> Any:
-        result = body(xp, *(a.view(np.uint16) if _bfloat16(a) else a for a in arguments), **options)
+        result = body(xp, *[a.view(word) if n in places else a for n, a in enumerate(arguments)], **options)
         return tuple(map(back, result)) if isinstance(result, tuple) else back(result)
 
     def back(a: Any) -> Any:
-        return a.view(dtype_of("bf16")) if a is not None and a.dtype == np.uint16 else a
+        return a.view(bfloat16) if getattr(a, "dtype", None) == word else a
 
     return run
 
@@ -98,15 +99,7 @@ def _bfloat16(a: Any) -> bool:
     return isinstance(a, np.ndarray) and a.dtype.name == "bfloat16"
 
 
-def _all_bfloat16(arguments: tuple[Any, ...], floats: set[int]) -> bool:
-    """All arrays are, but those at `floats` may be float32."""
-    arrays = [(n, a) for n, a in enumerate(arguments) if isinstance(a, np.ndarray)]
-    fit = all(_bfloat16(a) or (n in floats and a.dtype == np.float32) for n, a in arrays)
-    return fit and _bfloat16(arguments[0])
-
-
-def _compilable(arguments: tuple[Any, ...], kept: set[int]) -> bool:
-    """All float arrays are NumPy's and of one of the two dtypes that are compiled for."""
-    dtypes = {a.dtype.char for n, a in enumerate(arguments) if isinstance(a, np.ndarray) and n not in kept}
-    floats = dtypes & {"f", "d"}
-    return len(floats) == 1 and dtypes - floats <= set("bBhHiIlLqQ")
+def _floats(arguments: tuple[Any, ...], kept: set[int]) -> set[str]:
+    """The dtypes of NumPy arrays, without integers and what is changed in place."""
+    dtypes = {a.dtype for n, a in enumerate(arguments) if isinstance(a, np.ndarray) and n not in kept}
+    return {dtype.name for dtype in dtypes if dtype.kind not in "biu"}

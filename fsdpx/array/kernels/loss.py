@@ -1,12 +1,13 @@
-"""Cross entropy of rows of logits with integer targets, as a sum, and its gradient."""
+"""Losses as sums, and their gradients: cross entropy of rows of logits with integer targets, and squared errors."""
 
 from typing import Any
 
 import numpy as np
 
 from fsdpx.array.kernels.dispatch import kernel
+from fsdpx.array.kernels.reduction import square_sum
 
-__all__ = ["cross_entropy", "cross_entropy_backward"]
+__all__ = ["cross_entropy", "cross_entropy_backward", "squared_error", "squared_error_backward"]
 
 
 @kernel(narrow=0)
@@ -39,3 +40,15 @@ def cross_entropy_backward(
     share = label_smoothing / max(logits.shape[1], 1)
     gradient = xp.exp(logits - lse[:, None]) - onehot * (1.0 - label_smoothing) - share
     return xp.where(counted[:, None], gradient * seed, 0.0).astype(logits.dtype, copy=False)
+
+
+@kernel(narrow=0)
+def squared_error(xp: Any, y: Any, target: Any) -> float:
+    """The sum of (y - target)^2 of two arrays of one shape, added in float64."""
+    return square_sum.plainly(xp, (y - target).reshape(-1))  # type: ignore[attr-defined]
+
+
+@kernel()
+def squared_error_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
+    """factor (y - target), in the dtype of y."""
+    return ((y - target) * factor).astype(y.dtype, copy=False)

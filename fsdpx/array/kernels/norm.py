@@ -10,7 +10,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-@kernel(bits=True, wide=("mean", "rstd"))
+@kernel()
 def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
     """(x - mean) rstd weight + bias per row of x (rows, features), rstd = 1 / sqrt(var + eps) (Ba et al. 2016).
 
@@ -24,7 +24,7 @@ def layer_norm(xp: Any, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any
     return (y if bias is None else y + bias), mean, rstd
 
 
-@kernel(bits=True, wide=("mean", "rstd"))
+@kernel()
 def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
     """rstd (h - mean(h) - n mean(h n)) with h = dy weight and n the normalised row."""
     n = (x - mean[:, None]) * rstd[:, None]
@@ -33,7 +33,7 @@ def layer_norm_backward_input(xp: Any, x: Any, weight: Any, mean: Any, rstd: Any
     return (h - xp.mean(h, axis=1)[:, None] - n * along) * rstd[:, None]
 
 
-@kernel(narrow=0, into=("gw", "gb"), bits=True, wide=("mean", "rstd"))
+@kernel(narrow=0, into=("gw", "gb"))
 def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
     """Adds sum(dy n) into gw and sum(dy) into gb, over rows; either may be None."""
     if gw is not None:
@@ -42,7 +42,7 @@ def layer_norm_backward_params(xp: Any, x: Any, mean: Any, rstd: Any, dy: Any, g
         gb += xp.sum(dy, axis=0)
 
 
-@kernel(bits=True, wide=("mean", "rstd"))
+@kernel()
 def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     """x rstd weight per row of x (rows, features), rstd = 1 / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019).
 
@@ -52,7 +52,7 @@ def rms_norm(xp: Any, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
     return (y if weight is None else y * weight), rstd
 
 
-@kernel(bits=True, wide=("mean", "rstd"))
+@kernel()
 def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) -> Any:
     """rstd (h - n mean(h n)) with h = dy weight and n = x rstd."""
     n = x * rstd[:, None]
@@ -60,7 +60,7 @@ def rms_norm_backward_input(xp: Any, x: Any, weight: Any, rstd: Any, dy: Any) ->
     return (h - n * xp.mean(h * n, axis=1)[:, None]) * rstd[:, None]
 
 
-@kernel(narrow=0, into=("gw",), bits=True, wide=("rstd",))
+@kernel(narrow=0, into=("gw",))
 def rms_norm_backward_params(xp: Any, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
     """Adds sum(dy x rstd) over rows into gw."""
     gw += xp.sum(dy * (x * rstd[:, None]), axis=0)

@@ -9,7 +9,7 @@ from fsdpx.array.kernels.window import Window
 __all__ = ["avg_pool2d", "avg_pool2d_backward", "max_pool2d", "max_pool2d_backward"]
 
 
-@kernel()
+@kernel(bits=False)
 def max_pool2d(xp: Any, x: Any, window: Window) -> tuple[Any, Any]:
     """The largest value of each window of x (samples, channels, height, width), NaN before all others, and its place
     in the window, int32: the first of equals."""
@@ -25,7 +25,7 @@ def max_pool2d(xp: Any, x: Any, window: Window) -> tuple[Any, Any]:
     return y, winner
 
 
-@kernel()
+@kernel(bits=False)
 def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: Window, shape: tuple[int, ...]) -> Any:
     """dy to the pixel that won, in an image of this shape."""
     image = window.empty_gradient(xp, shape, dy.dtype)
@@ -34,7 +34,7 @@ def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: Window, shape: tu
     return window.cut(image, shape)
 
 
-@kernel()
+@kernel(bits=False)
 def avg_pool2d(xp: Any, x: Any, window: Window) -> Any:
     """The mean of each window of x (samples, channels, height, width); padding counts as zeros."""
     out = window.out(x.shape)
@@ -46,7 +46,7 @@ def avg_pool2d(xp: Any, x: Any, window: Window) -> Any:
     return y
 
 
-@kernel()
+@kernel(bits=False)
 def avg_pool2d_backward(xp: Any, dy: Any, window: Window, shape: tuple[int, ...]) -> Any:
     """dy to all pixels of its window in equal parts, in an image of this shape."""
     image = window.empty_gradient(xp, shape, dy.dtype)

@@ -8,7 +8,7 @@ from fsdpx.array.kernels.dispatch import kernel
 __all__ = ["gelu_recompute"]
 
 
-@kernel(into=("dy",), bits=True)
+@kernel(into=("dy",))
 def gelu_recompute(xp: Any, x: Any, dy: Any, approximate: str = "none") -> Any:
     """gelu(x), with the bits of `gelu`; dy is replaced by the gradient of x in place."""
     dy[...] = gelu_backward.__wrapped__(xp, x, dy, approximate)  # type: ignore[attr-defined]

@@ -13,79 +13,84 @@ from fsdpx.array.random import Stretch, normal
 
 __all__ = ["SAMPLES", "warm"]
 
-Sample = Callable[[Any, Any], Any]  # rows (2, 3) and columns (3,) of the dtype that is computed in
+Sample = Callable[[Any, Any, Any], Any]
+"""A call with rows (2, 3) and columns (3,) of the dtype computed in, and columns of that in which it is summed."""
 
 WINDOW = Window((2, 2), (2, 2), (0, 0))
 TARGET, NUMBERS = np.zeros(2, np.int64), Stretch(0, "", 0, 6)
 
 SAMPLES: dict[str, Sample] = {
-    "add": lambda x, w: kernels.add(np, x, x),
-    "add_bias": lambda x, w: kernels.add_bias(np, x, w),
-    "attention": lambda x, w: _heads(x),
-    "attention_backward": lambda x, w: kernels.attention_backward(np, *_heads(x), True, 1.0),
-    "bias_gelu": lambda x, w: kernels.bias_gelu(np, x, w),
-    "bias_gelu tanh": lambda x, w: kernels.bias_gelu(np, x, w, "tanh"),
-    "avg_pool2d": lambda x, w: kernels.avg_pool2d(np, _image(x), WINDOW),
-    "avg_pool2d_backward": lambda x, w: kernels.avg_pool2d_backward(np, _image(x), WINDOW, (2, 3, 4, 4)),
-    "channel_affine": lambda x, w: kernels.channel_affine(np, x, w, w, w),
-    "channel_norm_backward": lambda x, w: kernels.channel_norm_backward(np, x, x, w, w, w, w),
-    "channel_squares": lambda x, w: kernels.channel_squares(np, x, w),
-    "channel_sums": lambda x, w: kernels.channel_sums(np, x),
-    "channel_sums_with": lambda x, w: kernels.channel_sums_with(np, x, x, w, w),
-    "conv2d": lambda x, w: [kernels.conv2d(np, *one[:2], None, one[2]) for one in _windows(x)],
-    "conv2d_backward_input": lambda x, w: [
+    "add": lambda x, w, s: kernels.add(np, x, x),
+    "add_bias": lambda x, w, s: kernels.add_bias(np, x, w),
+    "attention": lambda x, w, s: _heads(x),
+    "attention_backward": lambda x, w, s: kernels.attention_backward(np, *_heads(x), True, 1.0),
+    "bias_gelu": lambda x, w, s: kernels.bias_gelu(np, x, w),
+    "bias_gelu tanh": lambda x, w, s: kernels.bias_gelu(np, x, w, "tanh"),
+    "avg_pool2d": lambda x, w, s: kernels.avg_pool2d(np, _image(x), WINDOW),
+    "avg_pool2d_backward": lambda x, w, s: kernels.avg_pool2d_backward(np, _image(x), WINDOW, (2, 3, 4, 4)),
+    "channel_affine": lambda x, w, s: kernels.channel_affine(np, x, s, s, s),
+    "channel_norm_backward": lambda x, w, s: kernels.channel_norm_backward(np, x, x, s, s, s, s),
+    "channel_squares": lambda x, w, s: kernels.channel_squares(np, x, s),
+    "channel_sums": lambda x, w, s: kernels.channel_sums(np, x),
+    "channel_sums_with": lambda x, w, s: kernels.channel_sums_with(np, x, x, s, s),
+    "conv2d": lambda x, w, s: [kernels.conv2d(np, *one[:2], None, one[2]) for one in _windows(x)],
+    "conv2d_backward_input": lambda x, w, s: [
         kernels.conv2d_backward_input(np, k, _slope(y, k, window), window, y.shape) for y, k, window in _windows(x)
     ],
-    "conv2d_backward_params": lambda x, w: [
-        kernels.conv2d_backward_params(np, y, _slope(y, k, window), window, (k.copy(), True), None)
+    "conv2d_backward_params": lambda x, w, s: [
+        kernels.conv2d_backward_params(np, y, _slope(y, k, window), window, (k.astype(s.dtype), True), None)
         for y, k, window in _windows(x)
     ],
-    "cross_entropy": lambda x, w: kernels.cross_entropy(np, x, TARGET),
-    "cross_entropy_backward": lambda x, w: kernels.cross_entropy_backward(np, x, TARGET, w[:2], 1.0),
-    "drop": lambda x, w: kernels.drop(np, x, NUMBERS, 0.5),
-    "drop_backward": lambda x, w: kernels.drop_backward(np, x, x > 0, 0.5),
-    "embedding_backward": lambda x, w: kernels.embedding_backward(np, x, TARGET, x.copy()),
-    "gelu": lambda x, w: kernels.gelu(np, x),
-    "gelu_backward": lambda x, w: kernels.gelu_backward(np, x, x),
-    "gelu tanh": lambda x, w: kernels.gelu(np, x, "tanh"),
-    "gelu_backward tanh": lambda x, w: kernels.gelu_backward(np, x, x, "tanh"),
-    "gelu_recompute": lambda x, w: kernels.gelu_recompute(np, x, x.copy()),
-    "gelu_recompute tanh": lambda x, w: kernels.gelu_recompute(np, x, x.copy(), "tanh"),
-    "layer_norm": lambda x, w: kernels.layer_norm(np, x, w, w, 1e-5),
-    "layer_norm_backward_input": lambda x, w: kernels.layer_norm_backward_input(np, x, w, w[:2], w[:2], x),
-    "layer_norm_backward_params": lambda x, w: kernels.layer_norm_backward_params(np, x, w[:2], w[:2], x, w, w.copy()),
-    "linear": lambda x, w: _linear(x, w),
-    "line": lambda x, w: _line(x),
-    "max_pool2d": lambda x, w: kernels.max_pool2d(np, _image(x), WINDOW),
-    "max_pool2d_backward": lambda x, w: _max_pool(x),
-    "normal": lambda x, w: normal(0, "", 0, 6),
-    "packed": lambda x, w: _packed(),
-    "rms_norm": lambda x, w: kernels.rms_norm(np, x, w, 1e-5),
-    "rms_norm_backward_input": lambda x, w: kernels.rms_norm_backward_input(np, x, w, w[:2], x),
-    "rms_norm_backward_params": lambda x, w: kernels.rms_norm_backward_params(np, x, w[:2], x, w),
-    "sigmoid": lambda x, w: kernels.sigmoid(np, x),
-    "silu": lambda x, w: kernels.silu(np, x),
-    "silu_backward": lambda x, w: kernels.silu_backward(np, x, x),
-    "softmax": lambda x, w: kernels.softmax(np, x),
-    "softmax_backward": lambda x, w: kernels.softmax_backward(np, x, x),
-    "square_sum": lambda x, w: kernels.square_sum(np, w),
-    "square_sums": lambda x, w: kernels.square_sums(np, w, 2),
-    "sum_rows": lambda x, w: kernels.sum_rows(np, x, w),
-    "float16": lambda x, w: _through(x, "float16"),
-    "bfloat16": lambda x, w: _through(x, "bf16"),
+    "cross_entropy": lambda x, w, s: kernels.cross_entropy(np, x, TARGET),
+    "cross_entropy_backward": lambda x, w, s: kernels.cross_entropy_backward(np, x, TARGET, s[:2], 1.0),
+    "drop": lambda x, w, s: kernels.drop(np, x, NUMBERS, 0.5),
+    "drop_backward": lambda x, w, s: kernels.drop_backward(np, x, x > 0, 0.5),
+    "embedding_backward": lambda x, w, s: kernels.embedding_backward(np, np.zeros((2, 3), s.dtype), TARGET, x),
+    "gelu": lambda x, w, s: kernels.gelu(np, x),
+    "gelu_backward": lambda x, w, s: kernels.gelu_backward(np, x, x),
+    "gelu tanh": lambda x, w, s: kernels.gelu(np, x, "tanh"),
+    "gelu_backward tanh": lambda x, w, s: kernels.gelu_backward(np, x, x, "tanh"),
+    "gelu_recompute": lambda x, w, s: kernels.gelu_recompute(np, x, x.copy()),
+    "gelu_recompute tanh": lambda x, w, s: kernels.gelu_recompute(np, x, x.copy(), "tanh"),
+    "layer_norm": lambda x, w, s: kernels.layer_norm(np, x, w, w, 1e-5),
+    "layer_norm_backward_input": lambda x, w, s: kernels.layer_norm_backward_input(np, x, w, s[:2], s[:2], x),
+    "layer_norm_backward_params": lambda x, w, s: kernels.layer_norm_backward_params(
+        np, x, s[:2], s[:2], x, s, s.copy()
+    ),
+    "linear": lambda x, w, s: _linear(x, w, s),
+    "line": lambda x, w, s: _line(x),
+    "max_pool2d": lambda x, w, s: kernels.max_pool2d(np, _image(x), WINDOW),
+    "max_pool2d_backward": lambda x, w, s: _max_pool(x),
+    "normal": lambda x, w, s: normal(0, "", 0, 6),
+    "packed": lambda x, w, s: _packed(),
+    "rms_norm": lambda x, w, s: kernels.rms_norm(np, x, w, 1e-5),
+    "rms_norm_backward_input": lambda x, w, s: kernels.rms_norm_backward_input(np, x, w, s[:2], x),
+    "rms_norm_backward_params": lambda x, w, s: kernels.rms_norm_backward_params(np, x, s[:2], x, s),
+    "sigmoid": lambda x, w, s: kernels.sigmoid(np, x),
+    "silu": lambda x, w, s: kernels.silu(np, x),
+    "silu_backward": lambda x, w, s: kernels.silu_backward(np, x, x),
+    "softmax": lambda x, w, s: kernels.softmax(np, x),
+    "softmax_backward": lambda x, w, s: kernels.softmax_backward(np, x, x),
+    "square_sum": lambda x, w, s: kernels.square_sum(np, w),
+    "square_sums": lambda x, w, s: kernels.square_sums(np, w, 2),
+    "squared_error": lambda x, w, s: kernels.squared_error(np, x, x),
+    "squared_error_backward": lambda x, w, s: kernels.squared_error_backward(np, x, x, 1.0),
+    "sum_rows": lambda x, w, s: kernels.sum_rows(np, x, s),
+    "float16": lambda x, w, s: _through(x, "float16"),
+    "bfloat16": lambda x, w, s: _through(x, "bf16"),
 }
 
 
 def warm(names: Iterable[str], dtype: Any) -> None:
-    """Compile or load the kernels of these names for `dtype`; 16-bit floats are computed in float32. Unknown names, and
-    kernels that run as plain code, cost nothing."""
-    half_float = np.dtype(dtype).itemsize == 2
-    wide = np.dtype(np.float32 if half_float else dtype)
-    wanted = [*names, *([np.dtype(dtype).name] if half_float else [])]
-    for name in dict.fromkeys(wanted):
+    """Compile or load the kernels of these names for `dtype`. Unknown names, and kernels that run as plain code, cost
+    nothing."""
+    dtype = np.dtype(dtype)
+    half_float = dtype.itemsize == 2
+    x, w, s = np.zeros((2, 3), dtype), np.ones(3, dtype), np.ones(3, np.float32 if half_float else dtype)
+    for name in dict.fromkeys([*names, *([dtype.name] if half_float else [])]):
         known = name.partition(" ")[0]
         if name in SAMPLES and (known not in choice.NUMBA or choice.chosen(known) == "numba"):
-            SAMPLES[name](np.zeros((2, 3), wide), np.ones(3, wide))
+            SAMPLES[name](x.copy(), w.copy(), s.copy())
 
 
 def _heads(x: Any) -> tuple[Any, ...]:
@@ -118,15 +123,21 @@ def _slope(x: Any, weight: Any, window: Window) -> Any:
 
 
 def _line(x: Any) -> None:
+    if x.dtype.itemsize == 2:  # its layers run one by one
+        return
     out, dx = np.empty((2, *x.shape), x.dtype), np.empty((2, *x.shape), x.dtype)
     weights, biases = np.zeros((2, 3, 3), x.dtype), np.zeros((2, 3), x.dtype)
     blas.line(out, x, weights, biases)
     blas.line_backward(dx, x, out, x, weights, biases, weights.copy(), biases.copy(), False)
 
 
-def _linear(x: Any, w: Any) -> None:
+def _linear(x: Any, w: Any, s: Any) -> None:
     """The products of a Linear, which are not kernels but run by the chosen BLAS."""
     weight, y = np.zeros((3, 3), x.dtype), np.empty_like(x)
+    if x.dtype.itemsize == 2:
+        blas.halves.product(y, x, weight, bias=w)
+        kernels.sum_rows(np, x, s)
+        return
     blas.affine(y, x, weight, w)
     blas.gemm(y, x, weight)
     blas.linear_gradients((weight, False), (w.copy(), False), y, x)
@@ -144,6 +155,7 @@ def _packed() -> None:
 def _through(x: Any, name: str) -> None:
     from fsdpx.array.namespace import dtype
 
-    h = kernels.narrowed(np, x, dtype(name))
-    kernels.store(np, h, x)
-    kernels.add_widened(np, h, x)
+    h = kernels.narrowed(np, kernels.widened(np, x), dtype(name))
+    wide = kernels.widened(np, h)
+    kernels.store(np, h, wide)
+    kernels.add_widened(np, h, wide)

@@ -14,7 +14,12 @@ from fsdpx.array.kernels.compiled.convolution import conv2d, conv2d_backward_inp
 from fsdpx.array.kernels.compiled.dropout import drop, drop_backward
 from fsdpx.array.kernels.compiled.embedding import embedding_backward
 from fsdpx.array.kernels.compiled.half import add_widened, store
-from fsdpx.array.kernels.compiled.loss import cross_entropy, cross_entropy_backward
+from fsdpx.array.kernels.compiled.loss import (
+    cross_entropy,
+    cross_entropy_backward,
+    squared_error,
+    squared_error_backward,
+)
 from fsdpx.array.kernels.compiled.norm import (
     layer_norm,
     layer_norm_backward_input,
@@ -36,5 +41,5 @@ __all__ = [
     "drop_backward", "embedding_backward", "gelu", "gelu_backward", "gelu_recompute", "layer_norm",
     "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward", "normal",
     "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "sigmoid", "silu", "silu_backward", "softmax",
-    "softmax_backward", "square_sum", "square_sums", "store", "sum_rows",
+    "softmax_backward", "square_sum", "square_sums", "squared_error", "squared_error_backward", "store", "sum_rows",
 ]  # fmt: skip

@@ -86,14 +86,15 @@ def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def add_bias(xp: Any, y: np.ndarray, bias: np.ndarray) -> None:
-    if y.flags.c_contiguous and bias.shape == y.shape[-1:]:
-        over(_add_bias, (_rows(y),), owned(bias))
+    lead, fits = y.shape[: y.ndim - bias.ndim], bias.shape == y.shape[y.ndim - bias.ndim :] and bias.dtype == y.dtype
+    if y.flags.c_contiguous and fits:
+        over(_add_bias, (y.reshape(math.prod(lead), bias.size),), owned(bias).reshape(-1))
     else:
         plainly(plain.add_bias, xp, y, bias)
 
 
 def bias_gelu(xp: Any, h: np.ndarray, bias: np.ndarray | None, approximate: str = "none") -> np.ndarray:
-    if bias is None or bias.shape != h.shape[-1:] or not h.flags.c_contiguous:
+    if bias is None or bias.shape != h.shape[-1:] or bias.dtype != h.dtype or not h.flags.c_contiguous:
         return plainly(plain.bias_gelu, xp, h, bias, approximate)
     y = np.empty(h.shape, h.dtype)
     loop = _bias_gelu if exact(approximate) else _bias_gelu_tanh
@@ -102,13 +103,12 @@ def bias_gelu(xp: Any, h: np.ndarray, bias: np.ndarray | None, approximate: str 
 
 
 def sum_rows(xp: Any, rows: np.ndarray, out: np.ndarray, accumulate: bool = True) -> None:
-    rows = np.ascontiguousarray(rows)
+    rows = np.ascontiguousarray(rows).reshape(rows.shape[0], math.prod(rows.shape[1:]))
     if out.flags.c_contiguous and out.dtype == wide(rows.dtype):
-        over_columns(column_sums, rows, out, accumulate)
+        over_columns(column_sums, rows, out.reshape(-1), accumulate)
         return
     total = np.empty(rows.shape[1], wide(rows.dtype))
     over_columns(column_sums, rows, total, False)
     numbers = number(out)
-    if accumulate:
-        total += numbers
-    numbers[...] = total
+    total = total.reshape(out.shape)
+    numbers[...] = total + numbers if accumulate else total

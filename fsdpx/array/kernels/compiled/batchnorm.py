@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
+from fsdpx.array.kernels.compiled.bits import number, put, real, wide, zero
 from fsdpx.array.kernels.compiled.images import rows_first, rows_of
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.parallel import over, over_columns
@@ -17,13 +18,13 @@ BLOCK = 32  # rows added up before they are added to the total, in float64
 @jit
 def _sums(start, stop, x, out):
     size = stop - start
-    block, into = np.empty(size, x.dtype), out[start:stop]
+    block, into = np.full(size, zero(x)), out[start:stop]
     for first in range(0, x.shape[0], BLOCK):
         block[:] = 0
         for i in range(first, min(first + BLOCK, x.shape[0])):
             row = x[i, start:stop]
             for j in range(size):
-                block[j] += row[j]
+                block[j] += real(row[j])
         for j in range(size):
             into[j] += block[j]
 
@@ -31,13 +32,13 @@ def _sums(start, stop, x, out):
 @jit
 def _squares(start, stop, x, mean, out):
     size = stop - start
-    block, into, centre = np.empty(size, x.dtype), out[start:stop], mean[start:stop].copy()
+    block, into, centre = np.full(size, zero(x)), out[start:stop], mean[start:stop].copy()
     for first in range(0, x.shape[0], BLOCK):
         block[:] = 0
         for i in range(first, min(first + BLOCK, x.shape[0])):
             row = x[i, start:stop]
             for j in range(size):
-                d = row[j] - centre[j]
+                d = real(row[j]) - centre[j]
                 block[j] += d * d
         for j in range(size):
             into[j] += block[j]
@@ -46,7 +47,7 @@ def _squares(start, stop, x, mean, out):
 @jit
 def _sums_with(start, stop, x, dy, mean, rstd, out):
     size = stop - start
-    plain, along = np.empty(size, x.dtype), np.empty(size, x.dtype)
+    plain, along = np.full(size, zero(x)), np.full(size, zero(x))
     centre, factor = mean[start:stop].copy(), rstd[start:stop].copy()
     first_out, second_out = out[0, start:stop], out[1, start:stop]
     for first in range(0, x.shape[0], BLOCK):
@@ -55,8 +56,8 @@ def _sums_with(start, stop, x, dy, mean, rstd, out):
         for i in range(first, min(first + BLOCK, x.shape[0])):
             row, slope = x[i, start:stop], dy[i, start:stop]
             for j in range(size):
-                plain[j] += slope[j]
-                along[j] += slope[j] * ((row[j] - centre[j]) * factor[j])
+                plain[j] += real(slope[j])
+                along[j] += real(slope[j]) * ((real(row[j]) - centre[j]) * factor[j])
         for j in range(size):
             first_out[j] += plain[j]
             second_out[j] += along[j]
@@ -67,7 +68,7 @@ def _affine(x, y, mean, scale, shift):
     for i in range(x.shape[0]):
         row, out = x[i], y[i]
         for j in range(mean.size):
-            out[j] = (row[j] - mean[j]) * scale[j] + shift[j]
+            out[j] = put(out, (real(row[j]) - mean[j]) * scale[j] + shift[j])
 
 
 @jit
@@ -75,7 +76,7 @@ def _backward(x, dy, dx, mean, scale, along, across):
     for i in range(x.shape[0]):
         row, slope, out = x[i], dy[i], dx[i]
         for j in range(mean.size):
-            out[j] = (slope[j] - along[j] - (row[j] - mean[j]) * across[j]) * scale[j]
+            out[j] = put(out, (real(slope[j]) - along[j] - (real(row[j]) - mean[j]) * across[j]) * scale[j])
 
 
 def channel_sums(xp: Any, x: np.ndarray) -> np.ndarray:
@@ -86,20 +87,20 @@ def channel_sums(xp: Any, x: np.ndarray) -> np.ndarray:
 
 def channel_squares(xp: Any, x: np.ndarray, mean: np.ndarray) -> np.ndarray:
     out = np.zeros(x.shape[1])
-    over_columns(_squares, rows_of(x), owned(mean, x.dtype), out)
+    over_columns(_squares, rows_of(x), _channels(mean, x), out)
     return out
 
 
 def channel_affine(xp: Any, x: np.ndarray, mean: Any, scale: Any, shift: Any) -> np.ndarray:
     rows = rows_of(x)
     y = np.empty_like(rows)
-    over(_affine, (rows, y), *(owned(a, x.dtype) for a in (mean, scale, shift)))
+    over(_affine, (rows, y), *(_channels(a, x) for a in (mean, scale, shift)))
     return rows_first(y, x.shape)
 
 
 def channel_sums_with(xp: Any, dy: np.ndarray, x: np.ndarray, mean: Any, rstd: Any) -> np.ndarray:
     out = np.zeros((2, x.shape[1]))
-    over_columns(_sums_with, rows_of(x), rows_of(dy), owned(mean, x.dtype), owned(rstd, x.dtype), out)
+    over_columns(_sums_with, rows_of(x), rows_of(dy), _channels(mean, x), _channels(rstd, x), out)
     return out.reshape(-1)
 
 
@@ -108,5 +109,10 @@ def channel_norm_backward(
 ) -> np.ndarray:
     rows = rows_of(x)
     dx = np.empty_like(rows)
-    over(_backward, (rows, rows_of(dy), dx), *(owned(a, x.dtype) for a in (mean, scale, along, across)))
+    over(_backward, (rows, rows_of(dy), dx), *(_channels(a, x) for a in (mean, scale, along, across)))
     return rows_first(dx, x.shape)
+
+
+def _channels(a: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """One value per channel, in the format in which x is computed."""
+    return owned(number(a), wide(x.dtype))

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import parallel
+from fsdpx.array.kernels.compiled.bits import put, real, wide, zero
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.philox import raws
 from fsdpx.array.kernels.compiled.scalar import widest
@@ -19,9 +20,9 @@ PIECE = 1024  # elements whose numbers are made and then used: they stay in the 
 
 @jit
 def _apply(x, keep, y, factor):
-    zero = factor * x.dtype.type(0)
+    nothing = zero(x)
     for i in range(x.size):
-        y[i] = x[i] * (factor if keep[i] != 0 else zero)
+        y[i] = put(y, real(x[i]) * (factor if keep[i] != 0 else nothing))
 
 
 @jit
@@ -44,7 +45,7 @@ def _drop(x, keep, y, start, key0, key1, least, factor):
 def drop(xp: Any, x: np.ndarray, numbers: Stretch, p: float) -> tuple[np.ndarray, np.ndarray]:
     flat = np.ascontiguousarray(x).reshape(-1)
     keep, y = np.empty(flat.size, np.uint8), np.empty_like(flat)
-    rest = (*numbers.keys, np.uint64(threshold(p)), x.dtype.type(scale(p)))
+    rest = (*numbers.keys, np.uint64(threshold(p)), wide(x.dtype).type(scale(p)))
     cut = parallel.cuts(flat.size, parallel.GRAIN // 4)  # a random number costs as much as a few passes
     parallel.run(_drop, [(flat[a:b], keep[a:b], y[a:b], numbers.start + a, *rest) for a, b in cut])
     return y.reshape(x.shape), keep.view(np.bool_).reshape(x.shape)
@@ -53,5 +54,7 @@ def drop(xp: Any, x: np.ndarray, numbers: Stretch, p: float) -> tuple[np.ndarray
 def drop_backward(xp: Any, dy: np.ndarray, keep: np.ndarray, p: float) -> np.ndarray:
     flat = np.ascontiguousarray(dy).reshape(-1)
     dx = np.empty_like(flat)
-    parallel.over(_apply, (flat, np.ascontiguousarray(keep).reshape(-1).view(np.uint8), dx), dy.dtype.type(scale(p)))
+    parallel.over(
+        _apply, (flat, np.ascontiguousarray(keep).reshape(-1).view(np.uint8), dx), wide(dy.dtype).type(scale(p))
+    )
     return dx.reshape(dy.shape)

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
+from fsdpx.array.kernels.compiled.bits import number, real, wide
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.parallel import over_columns
 
@@ -26,7 +27,7 @@ def _add_rows(start, stop, dy, index, gw):
         row = index[i] + gw.shape[0] if index[i] < 0 else index[i]
         into, part = gw[row, start:stop], dy[i, start:stop]
         for j in range(into.size):
-            into[j] += part[j]
+            into[j] += real(part[j])
 
 
 def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
@@ -34,8 +35,9 @@ def embedding_backward(xp: Any, gw: Any, index: Any, dy: Any) -> None:
     bad = _first_wrong(index, gw.shape[0])
     if bad >= 0:
         raise IndexError(f"embedding_backward: index {index[bad]} at {bad} is out of range for {gw.shape[0]} rows")
-    direct = gw.dtype == dy.dtype and gw.flags.c_contiguous
-    table = gw if direct else np.zeros(gw.shape, dy.dtype)
+    direct = gw.dtype == wide(dy.dtype) and gw.flags.c_contiguous
+    table = gw if direct else np.zeros(gw.shape, wide(dy.dtype))
     over_columns(_add_rows, dy, index, table)
     if not direct:
-        gw += table
+        into = number(gw)
+        into += table

@@ -1,23 +1,18 @@
-"""Cross entropy row by row: forward allocates nothing of the size of the logits."""
+"""Losses in one pass, cross entropy row by row: forward allocates nothing of the size of its arguments."""
 
 from typing import Any
 
 import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
+from fsdpx.array.kernels.compiled.bits import put, real, wide
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
-from fsdpx.array.kernels.compiled.rows import largest
+from fsdpx.array.kernels.compiled.rows import exponentials, largest, numbers
 from fsdpx.array.kernels.compiled.scalar import exp, widest
+from fsdpx.array.kernels.reduction import BLOCK
 from fsdpx.array.parallel import over
 
-__all__ = ["cross_entropy", "cross_entropy_backward"]
-
-
-@jit
-def _exponentials(x, top, out):
-    widest()
-    for j in range(x.size):
-        out[j] = exp(x[j] - top)
+__all__ = ["cross_entropy", "cross_entropy_backward", "squared_error", "squared_error_backward"]
 
 
 @jit(fastmath=REORDER)
@@ -44,17 +39,18 @@ def _survey(target, classes, ignored):
 def _forward(logits, target, lse, each, ignored, smoothing):
     widest()
     classes = logits.shape[1]
-    scratch = np.empty(classes, logits.dtype)
+    row = np.empty(classes, lse.dtype)
     for i in range(logits.shape[0]):
-        top = largest(logits[i])
-        _exponentials(logits[i], top, scratch)
-        lse[i] = top + logits.dtype.type(np.log(_total64(scratch)))
+        numbers(logits[i], row)
+        mean = _total64(row) / classes if smoothing != 0.0 else 0.0
+        top = largest(row)
+        exponentials(row, top)
+        lse[i] = top + lse.dtype.type(np.log(_total64(row)))
         if target[i] == ignored:
             each[i] = 0.0
             continue
-        loss = np.float64(lse[i] - logits[i, target[i]])
+        loss = np.float64(lse[i] - real(logits[i, target[i]]))
         if smoothing != 0.0:
-            mean = _total64(logits[i]) / classes
             loss = (1.0 - smoothing) * loss + smoothing * (np.float64(lse[i]) - mean)
         each[i] = loss
 
@@ -67,9 +63,9 @@ def _backward(logits, target, lse, gradient, seed, ignored, wanted, share):
             gradient[i, :] = 0
             continue
         for j in range(logits.shape[1]):
-            gradient[i, j] = (exp(logits[i, j] - lse[i]) - share) * seed
-        picked = exp(logits[i, target[i]] - lse[i])
-        gradient[i, target[i]] = (picked - wanted - share) * seed
+            gradient[i, j] = put(gradient, (exp(real(logits[i, j]) - lse[i]) - share) * seed)
+        picked = exp(real(logits[i, target[i]]) - lse[i])
+        gradient[i, target[i]] = put(gradient, (picked - wanted - share) * seed)
 
 
 def _checked(logits: Any, target: Any, ignored: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -85,7 +81,7 @@ def cross_entropy(
     xp: Any, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> tuple[float, float, np.ndarray]:
     logits, target, counted = _checked(logits, target, ignore_index)
-    lse, each = np.empty(logits.shape[0], logits.dtype), np.empty(logits.shape[0], np.float64)
+    lse, each = np.empty(logits.shape[0], wide(logits.dtype)), np.empty(logits.shape[0], np.float64)
     over(_forward, (logits, target, lse, each), ignore_index, float(label_smoothing))
     return float(np.sum(each)), float(counted), lse
 
@@ -94,7 +90,44 @@ def cross_entropy_backward(
     xp: Any, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100, label_smoothing: float = 0.0
 ) -> np.ndarray:
     logits, target, _ = _checked(logits, target, ignore_index)
-    gradient, kind = np.empty_like(logits), logits.dtype.type
+    gradient, kind = np.empty_like(logits), wide(logits.dtype).type
     share, wanted = kind(label_smoothing / max(logits.shape[1], 1)), kind(1.0 - label_smoothing)
     over(_backward, (logits, target, lse, gradient), kind(seed), ignore_index, wanted, share)
     return gradient
+
+
+@jit(fastmath=REORDER)
+def _squares(y, target):
+    result = 0.0
+    for i in range(y.size):
+        d = np.float64(real(y[i]) - real(target[i]))
+        result += d * d
+    return result
+
+
+@jit
+def _errors(sums, y, target):
+    for n in range(sums.size):
+        sums[n] = _squares(y[n * BLOCK : (n + 1) * BLOCK], target[n * BLOCK : (n + 1) * BLOCK])
+
+
+@jit
+def _slopes(y, target, dy, factor):
+    for i in range(y.size):
+        dy[i] = put(dy, (real(y[i]) - real(target[i])) * factor)
+
+
+def _flat(a: np.ndarray) -> np.ndarray:
+    return owned(a).reshape(-1)
+
+
+def squared_error(xp: Any, y: np.ndarray, target: np.ndarray) -> float:
+    sums = np.empty(-(-y.size // BLOCK))
+    _errors(sums, _flat(y), _flat(target))
+    return float(np.sum(sums))
+
+
+def squared_error_backward(xp: Any, y: np.ndarray, target: np.ndarray, factor: float) -> np.ndarray:
+    dy = np.empty(y.shape, y.dtype)
+    over(_slopes, (_flat(y), _flat(target), dy.reshape(-1)), wide(y.dtype).type(factor))
+    return dy

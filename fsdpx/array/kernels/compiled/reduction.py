@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels.compiled.bits import real
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.reduction import BLOCK
 from fsdpx.array.parallel import GRAIN, cuts, run
@@ -15,7 +16,7 @@ __all__ = ["square_sum", "square_sums"]
 def _square_sum(x):
     result = 0.0
     for i in range(x.size):
-        v = np.float64(x[i])
+        v = np.float64(real(x[i]))
         result += v * v
     return result
 

@@ -1,13 +1,28 @@
-"""Reductions of one row, in vector lanes."""
+"""Passes over one row, in vector lanes."""
 
 import numpy as np
 from numba.extending import register_jitable
 
 from fsdpx.array.kernels.compiled.bits import real, zero
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
-from fsdpx.array.kernels.compiled.scalar import order, unorder
+from fsdpx.array.kernels.compiled.scalar import exp, order, unorder, widest
 
-__all__ = ["dot", "largest", "square_distance", "total"]
+__all__ = ["dot", "exponentials", "largest", "numbers", "square_distance", "total"]
+
+
+@jit
+def numbers(x, out):
+    """out = x, in the format in which its elements are added up."""
+    for j in range(x.size):
+        out[j] = real(x[j])
+
+
+@jit
+def exponentials(x, top):
+    """x to exp(x - top), in place."""
+    widest()
+    for j in range(x.size):
+        x[j] = exp(x[j] - top)
 
 
 @register_jitable
@@ -42,7 +57,7 @@ def square_distance(x, centre):
 @jit(fastmath=REORDER)
 def dot(a, b):
     """sum(a b)."""
-    result = a.dtype.type(0)
+    result = zero(a)
     for j in range(a.size):
-        result += a[j] * b[j]
+        result += real(a[j]) * real(b[j])
     return result

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels.compiled.bits import put, real, zero
 from fsdpx.array.kernels.compiled.jit import jit
-from fsdpx.array.kernels.compiled.rows import dot, largest, total
-from fsdpx.array.kernels.compiled.scalar import exp, widest
+from fsdpx.array.kernels.compiled.rows import dot, exponentials, largest, numbers, total
+from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over
 
 __all__ = ["softmax", "softmax_backward"]
@@ -16,13 +17,13 @@ __all__ = ["softmax", "softmax_backward"]
 @jit
 def _softmax_rows(x, y):
     widest()
+    row = np.full(x.shape[1], zero(x))
     for i in range(x.shape[0]):
-        top = largest(x[i])
+        numbers(x[i], row)
+        exponentials(row, largest(row))
+        share = row.dtype.type(1) / total(row)
         for j in range(x.shape[1]):
-            y[i, j] = exp(x[i, j] - top)
-        share = x.dtype.type(1) / total(y[i])
-        for j in range(x.shape[1]):
-            y[i, j] *= share
+            y[i, j] = put(y, row[j] * share)
 
 
 @jit
@@ -31,7 +32,7 @@ def _softmax_backward_rows(y, dy, dx):
     for i in range(y.shape[0]):
         along = dot(y[i], dy[i])
         for j in range(y.shape[1]):
-            dx[i, j] = y[i, j] * (dy[i, j] - along)
+            dx[i, j] = put(dx, real(y[i, j]) * (real(dy[i, j]) - along))
 
 
 def _by_rows(loop: Any, *arrays: np.ndarray) -> np.ndarray:
