@@ -24,6 +24,8 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 MPIFLAGS := --map-by :OVERSUBSCRIBE --bind-to none
 endif
 PY := $(BIN)/python
+# Tests start thousands of processes: none of them should compile the modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help train test test-elastic thorough chaos chaos-elastic test-gpu lint type check replay bench bench-gpu docs clean
 

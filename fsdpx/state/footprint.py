@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from fsdpx.config import byte_count
 from fsdpx.state.state import TrainState
 from fsdpx.state.tables import bytes_text, table
 
-__all__ = ["Footprint", "Part", "held", "measured", "peak_rss"]
+__all__ = ["Footprint", "Part", "held", "peak_rss", "reading"]
 
 
 class Part(NamedTuple):
@@ -80,23 +81,29 @@ def held(state: TrainState, ranks_here: int) -> dict[str, Part]:
     return {name: part for name, part in parts.items() if part.rss}
 
 
-def measured(state: TrainState) -> Footprint | None:
-    """The memory of this process now, by what Linux says of it; None elsewhere."""
+def reading(state: TrainState) -> partial[Footprint | None]:
+    """What reads the memory of this process as it is then, by what Linux says of it; None elsewhere.
+
+    It is for when somebody asks: Linux walks through all pages of the process."""
+    node, world = node_of(state.placement.axes.world), state.placement.axes.world
+    here = len(node.machine) if node else 1 if world.size == 1 else None
+    return partial(_measured, held(state, 1).get("arena", Part(0, 0)).rss, here)
+
+
+def _measured(arena: int, ranks_here: int | None) -> Footprint | None:
     try:
         status, rollup = (_kilobytes(Path("/proc/self", name)) for name in ("status", "smaps_rollup"))
         own, files, shared = (1024 * status[name] for name in ("RssAnon", "RssFile", "RssShmem"))
     except (OSError, KeyError):
         return None
-    node = node_of(state.placement.axes.world)
-    arena = min(held(state, 1).get("arena", Part(0, 0)).rss, own)
+    arena = min(arena, own)
     parts = {
         "arena": Part(arena, arena),
         "interpreter, libraries, activations": Part(own - arena, own - arena),
         "code of libraries": Part(files, 1024 * rollup.get("Pss_File", files // 1024)),
         "windows and MPI's shared memory": Part(shared, 1024 * rollup.get("Pss_Shmem", shared // 1024)),
     }
-    here = len(node.machine) if node else 1 if state.placement.axes.world.size == 1 else None
-    return Footprint({name: part for name, part in parts.items() if part.rss}, here)
+    return Footprint({name: part for name, part in parts.items() if part.rss}, ranks_here)
 
 
 def peak_rss() -> int:

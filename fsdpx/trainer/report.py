@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
+from typing import Any
 
 from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.messages import travelling
 from fsdpx.program import Program, Sizes, Traffic, traffic
-from fsdpx.state.footprint import Footprint, measured, peak_rss
+from fsdpx.state.footprint import Footprint, peak_rss, reading
 from fsdpx.state.placement import Placement
 from fsdpx.state.tables import bytes_text, table
 from fsdpx.state.ties import Tie
@@ -23,8 +25,7 @@ OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and P
 @dataclass(frozen=True)
 class Report:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, from the program.
-    memory: bytes by kind, of all that is held. footprint: of the whole process now, None where the system does not
-    say. times: verb -> (seconds, seconds waited, count). overlap: mesh axis ->
+    memory: bytes by kind, of all that is held. times: verb -> (seconds, seconds waited, count). overlap: mesh axis ->
     share of the time transfers were under way in which this rank computed."""
 
     rank: int
@@ -39,7 +40,16 @@ class Report:
     times: dict[str, tuple[float, float, int]]
     overlap: dict[str, float]
     seconds: float
-    footprint: Footprint | None = None
+    read_footprint: Callable[[], Footprint | None] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def footprint(self) -> Footprint | None:
+        """Memory of the whole process, read when first asked for; None where the system does not say."""
+        return None if self.read_footprint is None else self.read_footprint()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The memory is that of the process of this rank, also where another rank prints the report."""
+        return {**self.__dict__, "footprint": self.footprint}
 
     def __str__(self) -> str:
         model = f"{self.parameters:,} parameters in {self.units} units"
@@ -95,7 +105,7 @@ def report(engine: Engine, program: Program) -> Report:
         times={op: (spent, waited, int(count)) for op, (spent, waited, count) in clock.rows.items()},
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
-        footprint=None if place.imaginary else measured(state),
+        read_footprint=None if place.imaginary else reading(state),
     )
 
 

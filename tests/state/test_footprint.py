@@ -1,5 +1,6 @@
 """The memory of the process: parts that add up, windows as they are laid out, and what Linux says of this process."""
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from fsdpx import nn, optim
 from fsdpx.array.shape_array import ShapeArray, as_one, metered
 from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError
+from fsdpx.state import footprint as module_of_footprint
 from fsdpx.state.footprint import Footprint, Part
 
 MIB = 1 << 20
@@ -115,6 +117,20 @@ def test_a_report_tells_what_the_process_holds():
     text = str(report)
     for word in ("memory of the process", "RSS", "PSS", "code of libraries", "arena", "in all"):
         assert word in text, word
+
+
+def test_memory_is_read_when_somebody_asks_in_the_process_that_the_report_is_about(monkeypatch):
+    model = nn.Chain(nn.Linear(4, 4))
+    trainer = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(), comm=single())
+    read = []
+    monkeypatch.setattr(module_of_footprint, "_kilobytes", lambda file: read.append(file.name) or {"RssAnon": 0})
+    report = trainer.report()
+    assert "smaps_rollup" not in read
+    sent = pickle.dumps(report)
+    assert read.count("smaps_rollup") == 1
+    assert "footprint" in pickle.loads(sent).__dict__
+    str(report)
+    assert read.count("smaps_rollup") == 1
 
 
 def test_a_model_that_takes_minutes_of_random_numbers_is_counted_without_any(monkeypatch):

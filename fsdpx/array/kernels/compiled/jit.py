@@ -39,6 +39,11 @@ class Cache(FunctionCache):
     Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
     and it checks only the kernel's own source file, not those of the functions it calls."""
 
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        """As Numba's, without what a function is made around: an intrinsic there is another one in every process, and
+        would be compiled in each. The names of functions tell them apart."""
+        return sig, codegen.magic_tuple(), self._py_func.__code__.co_code
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """As Numba's, without its `refresh`, which imports everything that only compiling needs."""
         rtsys.initialize(target_context)
