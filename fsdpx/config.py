@@ -4,7 +4,7 @@ A strategy is the widths of two mesh axes and two lifetimes; the familiar names 
 et al., SC'20; FSDP: Zhao et al., VLDB'23)."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from fsdpx.errors import ConfigError
@@ -103,18 +103,25 @@ def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
     return replace(strategy, replica=replica, shard=shard)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Precision:
     """Number formats by role, as dtype names; ConfigError for other values.
 
-    Gradients are sums over the batch, not means, so the loss scale can be smaller than elsewhere.
+    Gradients of parameters add up in float32 (float64 where `compute` is). They are sums over the batch, not means, so
+    the loss scale can be smaller than elsewhere.
 
     Parameters
     ----------
-    compute : "float32", "float64" or "bf16": of layers, that is of gathered parameters and activations. The sharded
-        master parameters, gradients, optimiser state and running statistics are in float32 then, else in the same
-    params : "fp16" (or "float16") or "bf16" ("bfloat16"): what parameters are sent as in the all-gather; None: compute
-    reduce : the same: what gradients are rounded to for the reduce, which adds in fp32; None: as they are
+    compute : "float32", "float64", "bf16" (or "bfloat16"), "fp16" ("float16"): of layers
+    param : what parameters are sent as in the all-gather: compute (None), float32, or 16 bits beside float32
+    activations : of what layers give and keep for backward: that of compute
+    reduce : "bf16" or "fp16": what gradients are rounded to for the reduce, which adds in float32; None: as they are
+    buffers : "float32" or "float64": of running statistics; None: float32 (float64 where compute is)
+    master : of the shard that the optimiser updates, and of its state; None: float32 (float64 where compute is).
+        "bf16" beside compute="bf16" trains in 16 bits alone
+    rounding : how a 16-bit master takes updates smaller than its last bit. "stochastic" (None): up or down by chance,
+        right in the mean (Gupta et al. 2015); "kahan": what was rounded off is kept beside it, as a slot of the
+        optimiser (Kahan 1965; Zamirai et al. 2020)
     loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
     initial_scale : where a dynamic scale begins; it halves on overflow
     growth_interval : steps without overflow after which a dynamic scale doubles
@@ -123,8 +130,12 @@ class Precision:
     """
 
     compute: str = "float32"
-    params: str | None = None
+    param: str | None = None
+    activations: str | None = None
     reduce: str | None = None
+    buffers: str | None = None
+    master: str | None = None
+    rounding: Literal["stochastic", "kahan"] | None = None
     loss_scale: float | Literal["dynamic"] = 1.0
     initial_scale: float = 256.0
     growth_interval: int = 2000
@@ -132,12 +143,16 @@ class Precision:
     block: int | None = None
 
     def __post_init__(self) -> None:
-        if self.compute not in ("float32", "float64", "bf16"):
-            raise ConfigError(f"Precision(compute={self.compute!r}): choose float32, float64 or bf16")
-        for name in ("params", "reduce"):
+        for name in ("compute", "param", "activations", "reduce", "buffers", "master"):
             object.__setattr__(self, name, half_name(getattr(self, name)))
-            if getattr(self, name) not in (None, self.compute, "float16", "bf16"):
-                raise ConfigError(f"Precision({name}={getattr(self, name)!r}): choose float16, bf16 or None")
+        self._choose("compute", "float32", "float64", "bf16", "float16")
+        full = "float64" if self.compute == "float64" else "float32"
+        self._choose("param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ()))
+        self._choose("activations", None, self.compute)
+        self._choose("reduce", None, full, "bf16", "float16")
+        self._choose("buffers", None, full, *(("float64",) if full == "float32" else ()))
+        self._choose("master", None, full, *(("bf16",) if self.compute == "bf16" else ()))
+        self._choose("rounding", None, *(("stochastic", "kahan") if self.master == "bf16" else ()))
         for name in ("loss_scale", "initial_scale", "growth_interval"):
             value = getattr(self, name)
             if not (name == "loss_scale" and value == "dynamic") and not _positive(value):
@@ -147,8 +162,8 @@ class Precision:
     def _check_frozen(self) -> None:
         if self.frozen not in (None, "int8"):
             raise ConfigError(f"Precision(frozen={self.frozen!r}): choose int8 or None")
-        if self.frozen and self.compute == "float64":
-            raise ConfigError("Precision(compute='float64', frozen='int8'): int8 goes with float32 or bf16")
+        if self.frozen and self.compute not in ("float32", "bf16"):
+            raise ConfigError(f"Precision(compute={self.compute!r}, frozen='int8'): int8 goes with float32 or bf16")
         if self.block is None:
             return
         if self.frozen is None:
@@ -156,20 +171,43 @@ class Precision:
         if type(self.block) is not int or self.block < LEAST_BLOCK:
             raise ConfigError(f"Precision(block={self.block!r}): a whole number of elements, {LEAST_BLOCK} or more")
 
+    def _choose(self, role: str, *choices: str | None) -> None:
+        value = getattr(self, role)
+        if value not in choices:
+            beside = f", compute={self.compute!r}" * (role != "compute")
+            beside += f", master={self.master!r}" * (role == "rounding")
+            names = " or ".join(str(choice) for choice in dict.fromkeys(choices))
+            raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}")
+
+    def __repr__(self) -> str:
+        """What differs from float32."""
+        said = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        return f"Precision({', '.join(said)})"
+
     @property
-    def master(self) -> str:
-        """The format in which parameters are updated, and gradients added up."""
-        return "float32" if self.compute == "bf16" else self.compute
+    def gradients(self) -> str:
+        """The format in which gradients of parameters add up."""
+        return "float64" if self.compute == "float64" else "float32"
+
+    @property
+    def updated(self) -> str:
+        """The format of parameters that the optimiser updates, and of its state."""
+        return self.master or self.gradients
+
+    @property
+    def statistics(self) -> str:
+        """The format of running statistics."""
+        return self.buffers or self.gradients
 
     @property
     def wire(self) -> str:
         """The format in which parameters are sent."""
-        return self.params or self.compute
+        return self.param or self.compute
 
     @property
     def sums(self) -> str:
         """The format in which gradients are sent."""
-        return self.reduce or self.master
+        return self.reduce or self.gradients
 
 
 def _positive(value: object) -> bool:
@@ -182,8 +220,9 @@ LEAST_BLOCK = 8
 PRECISIONS: dict[str, Precision] = {
     "float64": Precision("float64"),
     "float32": Precision(),
-    "bf16": Precision(params="bf16", reduce="bf16"),
-    "float16": Precision(params="float16", reduce="float16", loss_scale="dynamic"),
+    "bf16": Precision("bf16"),
+    "bf16-true": Precision("bf16", master="bf16"),
+    "float16": Precision(param="float16", reduce="float16", loss_scale="dynamic"),
 }
 
 
@@ -195,6 +234,6 @@ def precision(choice: "str | Precision | None") -> Precision:
         return choice
     name = half_name(choice)
     if not isinstance(name, str) or name not in PRECISIONS:
-        names = "float64, float32, bf16, fp16"
+        names = "float64, float32, bf16, bf16-true, fp16"
         raise ConfigError(f"unknown precision {choice!r}: choose one of {names}, or pass fsdpx.Precision(...)")
     return PRECISIONS[name]

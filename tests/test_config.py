@@ -1,6 +1,8 @@
 """What users write in several ways: numbers of bytes, and names of 16-bit formats."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +15,7 @@ from fsdpx.__main__ import main
 from fsdpx.array.namespace import dtype
 from fsdpx.comm.codecs import codec
 from fsdpx.comm.local import single
-from fsdpx.config import Precision, byte_count, precision
+from fsdpx.config import Precision, byte_count, half_name, precision
 from fsdpx.errors import ConfigError
 
 HALVES = {"float16": np.float16, "fp16": np.float16, "bf16": ml_dtypes.bfloat16, "bfloat16": ml_dtypes.bfloat16}
@@ -50,12 +52,13 @@ def test_units_are_as_large_as_a_text_says() -> None:
 def test_a_16_bit_format_has_one_name_everywhere(name: str, tmp_path: Path) -> None:
     wanted = np.dtype(HALVES[name])
     assert dtype(name) == wanted
-    assert dtype(Precision(params=name, reduce=name).wire) == wanted
-    assert Precision(params=name) == Precision(params={"fp16": "float16", "bfloat16": "bf16"}.get(name, name))
-    assert dtype(precision(name).sums) == wanted
+    assert dtype(Precision(param=name, reduce=name).wire) == wanted
+    assert Precision(param=name) == Precision(param={"fp16": "float16", "bfloat16": "bf16"}.get(name, name))
+    assert dtype(precision(name).wire) == wanted
     assert codec(name, "float32", "float32").dtype == wanted
-    made = trainer(precision=name, codec=name)
+    made = trainer(precision=Precision(param=name), codec=name)
     assert made.placement.formats.wire == wanted
+    assert Precision(compute=name) == Precision(compute=half_name(name))
     made.save(tmp_path / "a", dtype=name)
     assert main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b"), "--dtype", name]) == 0
     for folder in ("a", "b"):
@@ -64,7 +67,52 @@ def test_a_16_bit_format_has_one_name_everywhere(name: str, tmp_path: Path) -> N
 
 
 def test_names_of_other_formats_are_refused() -> None:
-    with pytest.raises(ConfigError, match="unknown precision 'half': choose one of float64, float32, bf16, fp16"):
+    names = "float64, float32, bf16, bf16-true, fp16"
+    with pytest.raises(ConfigError, match=f"unknown precision 'half': choose one of {names}, or pass"):
         precision("half")
-    with pytest.raises(ConfigError, match=r"Precision\(params='int8'\): choose float16, bf16 or None"):
-        Precision(params="int8")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"compute": "fp8"}, "Precision(compute='fp8'): choose float32 or float64 or bf16 or float16"),
+        ({"compute": 16}, "Precision(compute=16): choose float32 or float64 or bf16 or float16"),
+        ({"param": "int8"}, "Precision(param='int8', compute='float32'): choose None or float32 or bf16 or float16"),
+        (
+            {"compute": "bf16", "param": "fp16"},
+            "Precision(param='float16', compute='bf16'): choose None or bf16 or float32",
+        ),
+        ({"activations": "bf16"}, "Precision(activations='bf16', compute='float32'): choose None or float32"),
+        ({"reduce": "float64"}, "Precision(reduce='float64', compute='float32'): choose None or float32 or bf16"),
+        (
+            {"compute": "bf16", "buffers": "bf16"},
+            "Precision(buffers='bf16', compute='bf16'): choose None or float32 or float64",
+        ),
+        ({"master": "bf16"}, "Precision(master='bf16', compute='float32'): choose None or float32"),
+        (
+            {"compute": "float64", "master": "float32"},
+            "Precision(master='float32', compute='float64'): choose None or float64",
+        ),
+        ({"rounding": "kahan"}, "Precision(rounding='kahan', compute='float32', master=None): choose None"),
+        (
+            {"compute": "bf16", "master": "bf16", "rounding": "nearest"},
+            "Precision(rounding='nearest', compute='bf16', master='bf16'): choose None or stochastic or kahan",
+        ),
+        ({"loss_scale": 0}, "Precision(loss_scale=0): a positive number is needed"),
+    ],
+)
+def test_formats_that_a_role_cannot_have(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match="^" + re.escape(said)):
+        Precision(**given)
+
+
+def test_every_role_can_be_named() -> None:
+    said = Precision(
+        compute="bfloat16", param="bf16", activations="bf16", reduce="float32", buffers="float32", master="float32"
+    )
+    made = trainer(precision=said).placement.formats
+    single, half = np.dtype("f4"), dtype("bf16")
+    assert (made.master, made.gradients, made.statistics) == (single, single, single)
+    assert (made.compute, made.wire) == (half, None)
+    assert repr(Precision("bf16", master="bf16")) == "Precision(compute='bf16', master='bf16')"
+    assert precision("bf16-true") == Precision("bf16", master="bf16")

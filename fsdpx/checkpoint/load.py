@@ -17,7 +17,8 @@ from fsdpx.checkpoint.source import Source, checkpoint
 from fsdpx.checkpoint.state import Scalars, demand_state, restore
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError
-from fsdpx.state.rows import saved_tensors
+from fsdpx.optim.rounded import inside
+from fsdpx.state.rows import saved_format, saved_tensors
 from fsdpx.state.state import TrainState
 
 __all__ = ["damaged", "demand_data_here", "demand_fit", "demand_intact", "fill", "listed", "load", "weights_of"]
@@ -92,7 +93,8 @@ def _demand_data(loader: Any, scalars: Scalars) -> None:
 
 
 def weights_of(state: TrainState) -> Wanted:
-    return {name: (state.placement.dtype, spec.shape) for name, spec in state.placement.layout.specs.items()}
+    place = state.placement
+    return {name: (saved_format(place, name), spec.shape) for name, spec in place.layout.specs.items()}
 
 
 def _demand_slots(state: TrainState, scalars: Scalars, source: Source, where: str, convert: bool) -> None:
@@ -100,9 +102,10 @@ def _demand_slots(state: TrainState, scalars: Scalars, source: Source, where: st
     if slots != scalars.slots:
         raise CheckpointError(
             f"{where}: the optimiser does not fit: {scalars.optimizer} with {_slots(scalars.slots)} in the checkpoint, "
-            f"{type(place.optimizer).__name__} with {_slots(slots)} here; load_weights takes the weights alone"
+            f"{type(inside(place.optimizer)).__name__} with {_slots(slots)} here; load_weights takes the weights alone"
         )
-    rest = {n: (place.dtype, s.shape) for n, s in saved_tensors(place).items() if n not in place.layout.specs}
+    known = saved_tensors(place).items()
+    rest = {n: (saved_format(place, n), s.shape) for n, s in known if n not in place.layout.specs}
     _demand(rest, source.only(state=True).tensors, where, convert)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.checkpoint.agree import alone, place, same, together
 from fsdpx.checkpoint.commit import Target, prune, unnumbered
-from fsdpx.checkpoint.files import FileLayout, Tensors, lay_out
+from fsdpx.checkpoint.files import FileLayout, lay_out
 from fsdpx.checkpoint.format import code_of
 from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.checkpoint.pieces import owned
@@ -23,7 +23,7 @@ from fsdpx.checkpoint.written import note_of
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError
 from fsdpx.state.placement import Placement
-from fsdpx.state.rows import saved_tensors
+from fsdpx.state.rows import saved_format, saved_tensors
 from fsdpx.state.state import TrainState
 
 __all__ = ["Choices", "Prepared", "added", "plan_of", "prepare", "save"]
@@ -124,11 +124,13 @@ def _checked(state: TrainState, path: Path, choices: Choices, loader: Any, fit: 
 
 def plan_of(placement: Placement, choices: Choices, scalars: Scalars) -> FileLayout:
     """The same on every rank: from the model, the optimiser and the options alone; the note tells the mesh, too."""
-    specs, code = placement.layout.specs, code_of(placement.dtype)
-    saved = code if choices.dtype is None else code_of(dtype_of(choices.dtype))
-    weights: Tensors = {name: (saved, spec.shape) for name, spec in specs.items()}
-    rest = {name: spec for name, spec in saved_tensors(placement).items() if name not in specs}
-    made = lay_out(weights, {n: (code, s.shape) for n, s in rest.items()}, scalars.text(), choices.shard_bytes)
+    specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_of(choices.dtype)
+    known = {n: (code_of(saved_format(placement, n)), s.shape) for n, s in saved_tensors(placement).items()}
+    weights = {
+        n: (code if asked is None else code_of(asked), shape) for n, (code, shape) in known.items() if n in specs
+    }
+    rest = {n: tensor for n, tensor in known.items() if n not in specs}
+    made = lay_out(weights, rest, scalars.text(), choices.shard_bytes)
     return replace(made, note=note_of(placement))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fsdpx.checkpoint.format import read_json
 from fsdpx.errors import CheckpointError
+from fsdpx.optim.rounded import inside
 from fsdpx.state.state import TrainState
 
 __all__ = ["Scalars", "restore", "scalars_of"]
@@ -75,7 +76,7 @@ def scalars_of(state: TrainState, loader: Any, fit: Mapping[str, Any] | None) ->
         good=scaler.good,
         dynamic=scaler.dynamic,
         slots=tuple(optimizer.slots),
-        optimizer=type(optimizer).__name__,
+        optimizer=type(inside(optimizer)).__name__,
         data=None if loader is None else dict(demand_state(loader, "state_dict").state_dict()),
         fit=None if fit is None else dict(fit),
     )

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, Protocol
+
+import numpy as np
 
 from fsdpx.array import blas
 from fsdpx.array.denormals import flushed
@@ -61,7 +64,8 @@ class Engine:
 
     def run(self, executable: Executable, feed: Feed) -> dict[Slot, Any]:
         """Run all actions; the values of the program's result slots are taken out of the store and returned."""
-        with flushed():
+        overflows = self.state.scaler.dynamic  # expected then, and seen in the gradients
+        with flushed(), np.errstate(over="ignore", invalid="ignore") if overflows else nullcontext():
             run = self._begin(executable, feed)
             for step in executable.steps:
                 self._act(run, step)

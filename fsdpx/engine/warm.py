@@ -14,18 +14,20 @@ __all__ = ["warm"]
 
 
 def warm(
-    xp: Any, model: Layer, loss: Any, optimizer: Any, dtype: Any, master: Any, norm: bool, also: Sequence[str] = ()
+    xp: Any, model: Layer, loss: Any, optimizer: Any, dtypes: tuple[Any, Any, Any], norm: bool, also: Sequence[str] = ()
 ) -> None:
-    """Run each kernel once on a few numbers. dtype: of what is computed; master: of what is updated, by an optimizer if
-    there is one; norm: the gradient's norm is wanted; also: names of kernels that no layer runs. On the CPU only."""
+    """Run each kernel once on a few numbers. dtypes: of what is computed, of gradients, and of what is updated, by an
+    optimizer if there is one. norm: the gradient's norm is wanted. also: names of kernels that no layer runs. On the
+    CPU only."""
+    dtype, gradients, master = map(np.dtype, dtypes)
     if xp is not np:
         return
     with flushed():
         warm_kernels([*_kernels(model), *getattr(loss, "runs", ()), "add", *also], dtype)
         if norm:
-            warm_kernels(["square_sum", "square_sums"], master)
+            warm_kernels(["square_sum", "square_sums"], gradients)
         if optimizer is not None:
-            _warm_optimizer(optimizer, np.dtype(master))
+            _warm_optimizer(optimizer, master, gradients)
 
 
 def _kernels(layer: Layer) -> dict[str, None]:
@@ -44,9 +46,9 @@ def _kernels(layer: Layer) -> dict[str, None]:
     return names
 
 
-def _warm_optimizer(optimizer: Any, dtype: np.dtype) -> None:
+def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
     """One update of one number, of a parameter without a name."""
-    p = np.zeros(1, dtype)
+    p, g = np.zeros(1, dtype), np.zeros(1, gradients)
     slots = {name: np.zeros(1, dtype) for name in optimizer.slots}
     segments = Segments((Segment("", 0, 1, 0, 1),))
-    optimizer.update(np, p, p.copy(), slots, lr=0.0, step=1, segments=segments, scale=1.0)
+    optimizer.update(np, p, g, slots, lr=0.0, step=1, segments=segments, scale=1.0)

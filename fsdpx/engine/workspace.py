@@ -79,7 +79,7 @@ class Workspace:
         nbytes = self._scratch.get((kind, page))
         if nbytes is None:
             nbytes = self._scratch[kind, page] = scratch_nbytes(self.state, Slot(kind, page))
-        dtype = np.dtype("uint8") if kind in BYTES else self.place.dtype
+        dtype = np.dtype("uint8") if kind in BYTES else self.place.formats.gradients
         if nbytes:
             return self.buffer(kind, page, nbytes // dtype.itemsize, dtype)
         if kind not in self._nothing:  # of the slab: in windows or not, as the scratch of other ranks
@@ -125,7 +125,7 @@ def _nbytes(state: TrainState, slot: Slot) -> int:
 
 def scratch_nbytes(state: TrainState, slot: Slot) -> int:
     """Memory that an action on a page needs beside its slots."""
-    place, itemsize = state.placement, state.placement.dtype.itemsize
+    place, itemsize = state.placement, state.placement.formats.gradients.itemsize
     assert slot.at is not None
     if slot.kind == "tie":
         tie = state.ties[slot.at]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
-from fsdpx import environment
+from fsdpx import config, environment
 from fsdpx.array import blas
 from fsdpx.comm.opening import backend_name
 from fsdpx.comm.place import place
@@ -50,9 +50,16 @@ def info() -> Info:
     rows += [("left in /dev/shm", _left())]
     rows += [(f"BLAS {name}", where) for name, where in blas.available().items()]
     rows += [(f"bf16 by {name}", where) for name, where in blas.halves.available().items()]
-    able = " and ".join(blas.halves.instructions()) or "no instructions of the processor: slower than float32"
-    rows += [("BLAS in use", blas.chosen()), ("bf16 in use", f"{blas.halves.chosen()} ({able})"), *_tuned()]
+    rows += [("BLAS in use", blas.chosen())]
+    rows += [(f"{config.half_name(kind)} in use", _products(kind)) for kind in ("bfloat16", "float16")]
+    rows += _tuned()
     return Info(here | dict(rows))
+
+
+def _products(kind: str) -> str:
+    """What multiplies matrices of a 16-bit format, and by what."""
+    able = " and ".join(blas.halves.instructions(kind)) or "no instructions of the processor: slower than float32"
+    return f"{blas.halves.chosen(kind)} ({able})"
 
 
 def _shared() -> str:

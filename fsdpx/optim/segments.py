@@ -79,6 +79,22 @@ class Segments:
         """The hyperparameters of each segment, one run per segment."""
         return self._made(_overrides, groups)
 
+    def blocks(self, most: int) -> list[tuple[int, "Segments"]]:
+        """The shard in pieces of at most so many elements: where each starts, and what it holds."""
+        if most not in self._blocks:
+            self._blocks[most] = [(start, self._block(start, start + most)) for start in range(0, self.size, most)]
+        return self._blocks[most]
+
+    def _block(self, start: int, stop: int) -> "Segments":
+        cuts = [(s, max(s.start, start), min(s.stop, stop)) for s in self.items if s.start < stop and s.stop > start]
+        return Segments(
+            tuple(Segment(s.name, a - start, b - start, s.offset + a - s.start, s.size) for s, a, b in cuts)
+        )
+
+    @cached_property
+    def _blocks(self) -> dict[int, list[tuple[int, "Segments"]]]:
+        return {}
+
     def _made(self, make: Callable[..., tuple[Run, ...]], groups: Groups) -> tuple[Run, ...]:
         """Cached: every update needs them, and matching thousands of names takes longer than the update."""
         key = (make, freeze(groups))

@@ -51,11 +51,13 @@ class Options:
 
 @dataclass(frozen=True)
 class Formats:
-    """Number formats by role. master: of sharded parameters, gradients, optimiser state and statistics. compute: of
-    gathered parameters and activations. wire: of parameters on their way, None if that of compute. precision: what was
-    asked for."""
+    """Number formats by role. master: of sharded parameters and optimiser state. gradients: in which those add up.
+    statistics: of running ones. compute: of layers, that is of gathered parameters and
+    activations. wire: of parameters on their way, None if that of compute. precision: what was asked for."""
 
     master: np.dtype
+    gradients: np.dtype
+    statistics: np.dtype
     compute: np.dtype
     wire: np.dtype | None
     precision: Precision
@@ -107,11 +109,6 @@ class Placement:
     @cached_property
     def stage(self) -> Stage:
         return self.stages[self.axes.pipe.rank]
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the sharded parameters, their gradients, the optimiser state and running statistics."""
-        return self.formats.master
 
     @property
     def compute(self) -> np.dtype:

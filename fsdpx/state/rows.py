@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from fsdpx.layout.ranges import Range
 from fsdpx.nn.layer import Spec
 from fsdpx.state.ledger import Key, Lifetime, Row
 from fsdpx.state.placement import Placement, ShardedPage
 
-__all__ = ["local_gradient", "rows_of", "saved_tensors", "tensor_name"]
+__all__ = ["local_gradient", "rows_of", "saved_format", "saved_tensors", "tensor_name"]
 
 
 def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
     """All rows of this rank. windows: ranks of a machine share memory. sharers: so many ranks have their full
     parameters in common there, 0 if none do."""
+    formats = placement.formats
     for page in placement.pages.values():
         yield from _parameters(placement, page, sharers)
         if page.page.trainable:
             yield from _gradients(placement, page, windows)
             for name in placement.optimizer.slots:
-                yield Row(Key("slot", page.page.index, name), placement.dtype, page.mine)
+                yield Row(Key("slot", page.page.index, name), formats.master, page.mine)
             for name, elements in placement.codec_memory.get(page.page.index, {}).items():
-                yield Row(Key("memory", page.page.index, name), placement.dtype, Range(0, elements), "private")
+                yield Row(Key("memory", page.page.index, name), formats.gradients, Range(0, elements), "private")
     for name, spec in placement.layout.state.items():
-        yield Row(Key("statistic", None, name), placement.dtype, Range(0, spec.size), "all")
+        yield Row(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
 
 
 def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[Row]:
@@ -48,7 +51,7 @@ def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterat
 def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[Row]:
     """The reduced part lies in the full gradient where that is kept: at its own place in windows, which other ranks may
     be reading elsewhere, else in front."""
-    p, dtype, kept = page.page.index, placement.dtype, placement.keep_grads
+    p, dtype, kept = page.page.index, placement.formats.gradients, placement.keep_grads
     lifetime: Lifetime = "step" if kept else "use"
     times = placement.accumulation.times
     yield (full := Row(Key("grad", p), dtype, Range(0, page.size), "private", lifetime, times=times))
@@ -59,7 +62,7 @@ def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterat
 def local_gradient(placement: Placement, page: int) -> Row:
     """A whole gradient that is kept on this rank until the update, where gradients live for a use otherwise."""
     span, times = Range(0, placement.pages[page].size), placement.accumulation.times
-    return Row(Key("grad", page, "local"), placement.dtype, span, "private", "step", times=times)
+    return Row(Key("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times)
 
 
 def tensor_name(row: str, parameter: str) -> str:
@@ -74,3 +77,9 @@ def saved_tensors(placement: Placement) -> dict[str, Spec]:
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     slots = placement.optimizer.slots
     return specs | {tensor_name(slot, name): spec for slot in slots for name, spec in trained.items()}
+
+
+def saved_format(placement: Placement, name: str) -> np.dtype:
+    """The format in which ranks hold a tensor of the train state."""
+    formats = placement.formats
+    return formats.statistics if name in placement.layout.state else formats.master

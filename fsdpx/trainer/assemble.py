@@ -30,6 +30,7 @@ from fsdpx.layout.units import Layout, Spread, lay_out
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort
+from fsdpx.optim.rounded import Rounded
 from fsdpx.program import Stage, pipeline
 from fsdpx.state.accumulation import accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
@@ -69,8 +70,9 @@ def session_of(
     norm = training.clip_norm is not None or place.formats.precision.loss_scale == "dynamic"
     lines, packed = any(u.lines for u in place.layout.units), any(p.packing for p in place.layout.pages)
     also = [name for name, wanted in (("line", lines), ("packed", packed)) if wanted]
+    dtypes = place.formats.compute, place.formats.gradients, place.formats.master
     with slow(world, "compiling kernels"):
-        warm(place.xp, planned.model, planned.loss, training.optimizer, place.compute, place.dtype, norm, also)
+        warm(place.xp, planned.model, planned.loss, place.optimizer, dtypes, norm, also)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
@@ -80,7 +82,8 @@ def session_of(
 def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Planned]:
     """Where everything goes on this rank, and the model as this line of the tensor axis runs it. Collective."""
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
-    formats, xp = config.precision(machinery.precision), namespace(machinery.device)
+    xp = namespace(machinery.device)
+    formats = _asked(machinery.precision, xp)
     again = recompute(training.recompute)
     settings = environment.read()
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
@@ -107,17 +110,26 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     )  # fmt: skip
     return Placement(
         xp, ordered, layout, _stages(layout, carried, axes), axes, sharding, _formats(formats), carried,
-        training.optimizer, planned.loss, options, tuning, pipe, planned.output_dim,
+        _optimizer(training, formats), planned.loss, options, tuning, pipe, planned.output_dim,
     ), planned  # fmt: skip
+
+
+def _asked(choice: str | Precision | None, xp: Any) -> Precision:
+    """The formats that were asked for. "fp16" computes in 16 bits where the processor has instructions for it."""
+    formats = config.precision(choice)
+    if config.half_name(choice) == "float16" and xp is np and blas.halves.chosen("float16") != blas.halves.WIDENED:
+        return Precision("float16", loss_scale="dynamic")
+    return formats
 
 
 def _products(world: Communicator, formats: Precision, xp: Any) -> str:
     """What computes the products of 16-bit matrices; a warning, once, where it is slower than float32."""
-    if formats.compute == formats.master or xp is not np:
+    if formats.compute == formats.gradients or xp is not np:
         return ""
-    library = blas.halves.chosen()
+    name = dtype_of(formats.compute).name
+    library, able = blas.halves.chosen(name), blas.halves.instructions(name)
     if library == blas.halves.WIDENED and world.rank == 0:
-        why = "oneDNN is not installed (pip install 'fsdpx[onednn]')" if blas.halves.instructions() else NOTHING
+        why = "oneDNN is not installed (pip install 'fsdpx[onednn]')" if able else NOTHING
         warnings.warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", stacklevel=2)
     return library
 
@@ -125,9 +137,18 @@ def _products(world: Communicator, formats: Precision, xp: Any) -> str:
 NOTHING = "this processor has no instructions for it"
 
 
+def _optimizer(training: Training, formats: Precision) -> Any:
+    """What updates the shard, in the format of the shard."""
+    if formats.updated == formats.gradients:
+        return training.optimizer
+    return Rounded(training.optimizer, formats.rounding == "kahan")
+
+
 def _formats(formats: Precision) -> Formats:
-    master, compute, wire = (dtype_of(name) for name in (formats.master, formats.compute, formats.wire))
-    return Formats(master, compute, None if wire.itemsize >= compute.itemsize else wire, formats)
+    p = formats
+    compute, wire = dtype_of(p.compute), dtype_of(p.wire)
+    master, gradients, statistics = dtype_of(p.updated), dtype_of(p.gradients), dtype_of(p.statistics)
+    return Formats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
 
 
 def _layout(
@@ -150,7 +171,7 @@ def _layout(
     packing = None if formats.frozen is None else Packing(formats.block, dtype)
     layout = lay_out(ordered, dtype.itemsize, group, training.frozen, spread, packing)
     if packing is not None and (wide := left_wide(ordered, layout)):
-        say(axes.world, f"int8 is not for {', '.join(wide)}: kept in {formats.master}")
+        say(axes.world, f"int8 is not for {', '.join(wide)}: kept in {formats.updated}")
     return layout
 
 
@@ -169,11 +190,11 @@ def _check_recompute(again: Recompute, layout: Layout) -> None:
 
 
 def _carried(codec: str | Codec | None, formats: Precision, tuning: Tuning, chunks: int | None) -> Codec:
-    carried = codec_of(codec, formats.sums, formats.master, "library" if tuning.windows else tuning.algorithm)
+    carried = codec_of(codec, formats.sums, formats.gradients, "library" if tuning.windows else tuning.algorithm)
     if chunks is not None and not isinstance(carried, Plain):
         raise ConfigError(
-            f"chunks={chunks}: chunks travel and are added in {formats.master}; leave codec out, and for 16-bit "
-            "parameters say precision=fsdpx.Precision(params='bf16')"
+            f"chunks={chunks}: chunks travel and are added in {formats.gradients}; leave codec out, and for 16-bit "
+            "parameters say precision=fsdpx.Precision(param='bf16')"
         )
     return carried
 

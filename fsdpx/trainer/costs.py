@@ -32,7 +32,7 @@ def layer_costs(model: Layer, x: Any, repeat: int = 3, dtype: str = "float32", s
     seed : of their initial values
     """
     ordered, xp = sort(model), np
-    warm(xp, model, None, None, dtype, dtype, norm=False)
+    warm(xp, model, None, None, (dtype, dtype, dtype), norm=False)
     made = {
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
         for name, spec in specs_of(ordered).items()

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from fsdpx.nn.sort import Sorted
+from fsdpx.optim.rounded import inside
 from fsdpx.state.placement import Placement
 
 __all__ = ["settings_of"]
@@ -15,7 +16,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 def settings_of(model: Sorted, loss: Any, placement: Placement, rate: float) -> dict[str, str]:
     """By name. The same on every mesh: model and loss are those of one process. rate: the current learning rate."""
-    optimizer, clip = placement.optimizer, placement.options.clip_norm
+    optimizer, clip = inside(placement.optimizer), placement.options.clip_norm
     found = {f"layer {node.path or '0'}": _words(node.layer) for node in model.nodes}
     found |= {"loss": _words(loss), "clip_norm": str(clip), "learning rate": f"{rate:.6g}"}
     options = vars(optimizer) if hasattr(optimizer, "__dict__") else {}

@@ -72,13 +72,14 @@ def remember(state: TrainState) -> Callable[[], None]:
 def _everywhere(state: TrainState, flat: Callable[[Page], Any], trained: bool) -> dict[str, np.ndarray]:
     """flat: this rank's line of the tensor axis' elements of a page, for pages of this rank of the pipe."""
     found: dict[str, np.ndarray] = {}
+    dtype = state.placement.formats.gradients if trained else state.placement.formats.master
     homes = {p: stage.rank for stage in reversed(state.placement.stages) for p in stage.pages}
     for page in state.placement.layout.pages:
         if trained and not page.trainable:
             continue
         parts = _parts(page, to_host(flat(page))) if page.index in state.placement.pages else None
         for f in page.fields:
-            full = _over_tensor(state, f.source, None if parts is None else parts[f.name])
+            full = _over_tensor(state, f.source, None if parts is None else parts[f.name], dtype)
             state.placement.axes.pipe.broadcast(full.reshape(-1), homes[page.index], what=f"parameter {f.name}").wait()
             found[f.source] = full + found[f.source] if trained and f.source in found else full
     return found
@@ -99,11 +100,11 @@ def _over_shards(state: TrainState, page: Page, shard: Any) -> Any:
     return full
 
 
-def _over_tensor(state: TrainState, name: str, local: np.ndarray | None) -> np.ndarray:
+def _over_tensor(state: TrainState, name: str, local: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
     """The full array from what the ranks of the tensor axis hold; on other stages room for it."""
     spec, tensor = state.placement.layout.specs[name], state.placement.axes.tensor
     if local is None:
-        return np.empty(spec.shape, state.placement.dtype)
+        return np.empty(spec.shape, dtype)
     if spec.cut is None or tensor.size == 1:
         return np.array(local)
     shapes = [spec.cut.local(spec.shape, rank, tensor.size) for rank in range(tensor.size)]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.array import kernels
+from fsdpx.array.random import Stretch, block
 
 FORMATS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(100))
@@ -83,3 +84,39 @@ def test_strided_and_wider_arrays(mode, half):
     out = np.zeros(40, half)[::2]
     kernels.store(np, x[::2], out)
     same(out.copy(), x[::2].astype(half))
+
+
+def chances(start, stop):
+    """The 16 bits of each place of a stream, from its raw numbers."""
+    raws = block(3, "a", 0, stop // 4 + 1)
+    return np.array([int(raws[i // 4]) >> (16 * (i % 4)) & 0xFFFF for i in range(start, stop)], np.uint32)
+
+
+@pytest.mark.parametrize(("start", "size"), [(0, 1), (1, 2), (3, 9), (5, 1000), (8, 64), (2, 0)])
+def test_rounded_by_chance_bit_by_bit(mode, start, size):
+    x = np.random.default_rng(start).standard_normal(size).astype(np.float32)
+    out = np.empty(size, FORMATS[1])
+    kernels.round_randomly(np, x, out, Stretch(3, "a", start, start + size))
+    want = (x.view(np.uint32) + chances(start, start + size)) >> 16
+    np.testing.assert_array_equal(out.view(np.uint16), want.astype(np.uint16))
+
+
+def test_rounding_by_chance_is_right_in_the_mean_and_moves_to_a_neighbour(mode):
+    n = 1 << 16
+    for value in (1.0 + 2.0**-10, -3.3, 1e-40, 65504.7):
+        x, out = np.full(n, value, np.float32), np.empty(n, FORMATS[1])
+        kernels.round_randomly(np, x, out, Stretch(0, str(value), 0, n))
+        got = out.astype(np.float64)
+        low, high = np.unique(got)
+        step = high - low
+        assert low < np.float32(value) < high
+        assert high == np.nextafter(np.float64(low).astype(FORMATS[1]), FORMATS[1].type(np.inf)).astype(np.float64)
+        assert abs(got.mean() - np.float64(np.float32(value))) < 5 * step / 2 / n**0.5  # five standard deviations
+
+
+def test_what_is_exact_or_no_number_stays_when_rounded_by_chance(mode):
+    h = every(FORMATS[1])
+    out = np.empty_like(h)
+    with np.errstate(invalid="ignore"):
+        kernels.round_randomly(np, h.astype(np.float32), out, Stretch(0, "x", 0, h.size))
+        same(out, h)

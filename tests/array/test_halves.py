@@ -99,7 +99,7 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
                 out[-1, -1] += 0.1
 
     monkeypatch.setattr(onednn, "found", Wrong)
-    monkeypatch.setattr(halves, "instructions", lambda: ("avx512_bf16",))
+    monkeypatch.setattr(halves, "instructions", lambda kind: ("avx512_bf16",))
     halves._default.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match=r"oneDNN in libwrong.so \(0\) multiplies wrongly"):
@@ -109,7 +109,7 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
 
 
 def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "instructions", tuple)
+    monkeypatch.setattr(halves, "instructions", lambda kind: ())
     halves._default.cache_clear()
     try:
         assert halves.chosen() == halves.WIDENED

@@ -8,7 +8,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx import nn, optim, spawn
+from fsdpx import Precision, nn, optim, spawn
 from fsdpx.array.arena import ALIGN, Arena, Life, place
 from fsdpx.comm import Communicator
 
@@ -61,8 +61,11 @@ def test_ahead_is_paid_in_pages() -> None:
     assert [spawn(lambda comm, a=a: run(comm, a), 2)[0] for a in (0, 1, 3)] == [2 * page, 4 * page, 8 * page]
 
 
+HALF = Precision(param="bf16", reduce="bf16")
+
+
 @pytest.mark.parametrize(
-    ("strategy", "options"), [("ddp", {"precision": "bf16"}), ("zero1", {"precision": "bf16"}), ("fsdp", {"chunks": 4})]
+    ("strategy", "options"), [("ddp", {"precision": HALF}), ("zero1", {"precision": HALF}), ("fsdp", {"chunks": 4})]
 )
 def test_reduces_in_flight_are_bounded(strategy: str, options: dict[str, Any]) -> None:
     """Wire memory is that of a few pages, not of the model."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from models import CASES, STRATEGIES, make, part, placed
 
-from fsdpx import nn, optim, spawn
+from fsdpx import Precision, nn, optim, spawn
 from fsdpx.comm import Communicator
 
 ITEM = 8  # float64
@@ -91,7 +91,7 @@ def test_one_rank_moves_nothing() -> None:
 
 def test_half_precision_moves_half_the_bytes() -> None:
     wide, _ = spawn(lambda comm: moved(comm, "fsdp", precision="float32"), 2)[0]
-    half, _ = spawn(lambda comm: moved(comm, "fsdp", precision="bf16"), 2)[0]
+    half, _ = spawn(lambda comm: moved(comm, "fsdp", precision=Precision(param="bf16", reduce="bf16")), 2)[0]
     assert data(half) == half.predicted
     total = sum(c.bytes for c in data(wide).values())
     assert sum(c.bytes for c in data(half).values()) == total / 2

@@ -119,7 +119,7 @@ def averages(monkeypatch: pytest.MonkeyPatch) -> None:
     def more(placement: Any, *arguments: Any) -> Iterator[Row]:
         yield from before(placement, *arguments)
         for p in placement.stage.trained:
-            yield Row(Key("average", p, "ema"), placement.dtype, placement.pages[p].mine)
+            yield Row(Key("average", p, "ema"), placement.formats.master, placement.pages[p].mine)
 
     def tensors(placement: Any) -> dict[str, Any]:
         trained = {n: s for n, s in placement.layout.specs.items() if s.trainable}

@@ -119,7 +119,7 @@ def test_ranks_out_of_step_do_not_see_half_updated_parameters(world: Communicato
 def test_full_parameters_are_there_once_per_machine(world: Communicator) -> None:
     trainer = make(world, "mlp", "fsdp")
     sizes = world.all_gather_object(trainer.report().memory["parameters"])
-    itemsize = trainer.placement.dtype.itemsize
+    itemsize = trainer.placement.formats.gradients.itemsize
     if world.size > 1:
         assert sum(sizes) <= trainer.placement.layout.size * itemsize
         assert all(trainer.engine.state.ledger.array("full", p) is not None for p in trainer.placement.pages)

@@ -162,7 +162,7 @@ def test_loss_scale_skips_steps_that_overflow() -> None:
 
     def run(comm: Communicator) -> Any:
         # float16 holds up to 65504: a huge scale overflows on the wire, is halved, and training goes on
-        precision = Precision(params="float16", reduce="float16", loss_scale="dynamic", growth_interval=3)
+        precision = Precision(param="float16", reduce="float16", loss_scale="dynamic", growth_interval=3)
         trainer = make(comm, "mlp", "fsdp", precision=precision, optimizer=optim.SGD(lr=0.01))
         state = trainer.engine.state
         state.scaler = replace(state.scaler, value=2.0**22)

@@ -19,7 +19,7 @@ __all__ = ["available", "choose", "chosen", "instructions", "product"]
 
 WIDENED = "widened"
 """Operands as float32, and their product by the library of float32: always there, and the reference."""
-INSTRUCTIONS = ("amx_bf16", "avx512_bf16")
+INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
 """(rows, summed, columns) of the products by which a library proves itself."""
 
@@ -41,16 +41,17 @@ def choose(name: str | None) -> None:
     asked = name
 
 
-def chosen() -> str:
-    """The name of the library in use: oneDNN where the processor has the instructions and it computes right."""
-    return asked or _default()
+def chosen(kind: str = "bfloat16") -> str:
+    """The name of the library in use for a format: oneDNN where the processor has the instructions and it computes
+    right. `choose` speaks of bfloat16, which oneDNN computes on every processor."""
+    return asked if asked and kind == "bfloat16" else _default(kind)
 
 
 @functools.cache
-def instructions() -> tuple[str, ...]:
-    """The instructions for bfloat16 products that this processor has, fastest first."""
+def instructions(kind: str = "bfloat16") -> tuple[str, ...]:
+    """The instructions for products of a format that this processor has, fastest first."""
     flags = told("flags").split()
-    return tuple(name for name in INSTRUCTIONS if name in flags)
+    return tuple(name for name in INSTRUCTIONS[kind] if name in flags)
 
 
 def product(
@@ -66,7 +67,8 @@ def product(
 
 
 def _whole(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
-    library = onednn.found() if chosen() == "onednn" else None
+    sixteen = a.dtype == b.dtype and a.dtype.name in INSTRUCTIONS
+    library = onednn.found() if sixteen and chosen(a.dtype.name) == "onednn" else None
     if library is not None and a.size and b.size and _fits(a) and _fits(b) and out.strides[1] == out.itemsize:
         library.product(out, a, b, accumulate, bias)
     else:
@@ -84,27 +86,27 @@ def _widened(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bi
 
 
 def _fits(a: np.ndarray) -> bool:
-    """bfloat16 with unit stride in one dim and none that runs backwards or overlaps."""
+    """Unit stride in one dim and none that runs backwards or overlaps."""
     (m, n), (down, across), size = a.shape, a.strides, a.itemsize
     rows, columns = across == size and down >= n * size, down == size and across >= m * size
-    return a.dtype.name == "bfloat16" and (rows or columns)
+    return rows or columns
 
 
 @functools.cache
-def _default() -> str:
-    library = onednn.found() if instructions() else None
+def _default(kind: str) -> str:
+    library = onednn.found() if instructions(kind) else None
     if library is None:
         return WIDENED
-    if not _computes(library):
+    if not _computes(library, kind):
         about = f"oneDNN in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
-        warnings.warn(f"fsdpx: {about}: bf16 computes as float32, slower", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"fsdpx: {about}: {kind} computes as float32, slower", RuntimeWarning, stacklevel=2)
         return WIDENED
     return "onednn"
 
 
-def _computes(library: onednn.OneDNN) -> bool:
+def _computes(library: onednn.OneDNN, kind: str) -> bool:
     """Whether it multiplies as the reference does: terms are exact in float32, sums may differ by their rounding."""
-    numbers, half = np.random.default_rng(0), dtype("bf16")
+    numbers, half = np.random.default_rng(0), dtype(kind)
     for m, k, n in CHECKED:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))
         for x, y in ((a, b.T), (np.asfortranarray(a), np.ascontiguousarray(b.T))):

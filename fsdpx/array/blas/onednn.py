@@ -1,4 +1,4 @@
-"""Products of bfloat16 matrices by oneDNN, which adds them in float32: the way to a processor's 16-bit instructions.
+"""Products of 16-bit matrices by oneDNN, which adds them in float32: the way to a processor's 16-bit instructions.
 
 The library is called through ctypes. A product is a *primitive*, compiled by oneDNN for its sizes and strides; each
 thread keeps its own, as the addresses of the operands are a part of it."""
@@ -20,7 +20,7 @@ __all__ = ["OneDNN", "found"]
 
 CPU, IN_ORDER = 1, 1  # values of dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
-TYPES = {"float32": 3, "bfloat16": 2}
+TYPES = {"float32": 3, "bfloat16": 2, "float16": 1}
 MOST = 512
 """Products that a thread keeps ready; all are forgotten when there are more."""
 
@@ -47,8 +47,8 @@ class OneDNN:
         return ".".join(str(about[i]) for i in range(3))
 
     def product(self, out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
-        """out = a @ b + bias, or out += a @ b: bfloat16 `(m, k)` and `(k, n)`, with unit stride in one of their dims,
-        into rows of bfloat16 or float32; bias `(n,)`."""
+        """out = a @ b + bias, or out += a @ b: bfloat16 or float16 `(m, k)` and `(k, n)`, with unit stride in one of
+        their dims, into rows of their format or float32; bias `(n,)`."""
         key = (a.shape, b.shape, a.strides, b.strides, out.strides, out.dtype.char, accumulate, bias is not None)
         known = self._known()
         entry = known.get(key)

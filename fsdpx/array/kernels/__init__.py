@@ -21,7 +21,7 @@ from fsdpx.array.kernels.choice import NUMBA, chosen, use
 from fsdpx.array.kernels.convolution import conv2d, conv2d_backward_input, conv2d_backward_params
 from fsdpx.array.kernels.dropout import drop, drop_backward
 from fsdpx.array.kernels.embedding import embedding_backward
-from fsdpx.array.kernels.half import add_widened, narrowed, store, widened
+from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store, widened
 from fsdpx.array.kernels.loss import (
     cross_entropy,
     cross_entropy_backward,
@@ -47,9 +47,9 @@ __all__ = [
     "channel_sums_with", "chosen", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "cross_entropy",
     "cross_entropy_backward", "drop", "drop_backward", "embedding_backward", "gelu", "gelu_backward", "gelu_recompute",
     "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward",
-    "narrowed", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "sigmoid", "silu", "silu_backward",
-    "softmax", "softmax_backward", "square_sum", "square_sums", "squared_error", "squared_error_backward", "store",
-    "sum_rows", "use", "widened",
+    "narrowed", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "round_randomly", "sigmoid",
+    "silu", "silu_backward", "softmax", "softmax_backward", "square_sum", "square_sums", "squared_error",
+    "squared_error_backward", "store", "sum_rows", "use", "widened",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from fsdpx.array.kernels.compiled.batchnorm import (
 from fsdpx.array.kernels.compiled.convolution import conv2d, conv2d_backward_input, conv2d_backward_params
 from fsdpx.array.kernels.compiled.dropout import drop, drop_backward
 from fsdpx.array.kernels.compiled.embedding import embedding_backward
-from fsdpx.array.kernels.compiled.half import add_widened, store
+from fsdpx.array.kernels.compiled.half import add_widened, round_randomly, store
 from fsdpx.array.kernels.compiled.loss import (
     cross_entropy,
     cross_entropy_backward,
@@ -40,6 +40,7 @@ __all__ = [
     "conv2d", "conv2d_backward_input", "conv2d_backward_params", "cross_entropy", "cross_entropy_backward", "drop",
     "drop_backward", "embedding_backward", "gelu", "gelu_backward", "gelu_recompute", "layer_norm",
     "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward", "normal",
-    "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "sigmoid", "silu", "silu_backward", "softmax",
-    "softmax_backward", "square_sum", "square_sums", "squared_error", "squared_error_backward", "store", "sum_rows",
+    "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "round_randomly", "sigmoid", "silu",
+    "silu_backward", "softmax", "softmax_backward", "square_sum", "square_sums", "squared_error",
+    "squared_error_backward", "store", "sum_rows",
 ]  # fmt: skip

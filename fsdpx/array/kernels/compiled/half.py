@@ -10,9 +10,11 @@ from llvmlite import ir
 from numba import extending, types
 
 from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.array.kernels.compiled.philox import raws
 from fsdpx.array.parallel import over
+from fsdpx.array.random import Stretch
 
-__all__ = ["add_widened", "store"]
+__all__ = ["add_widened", "round_randomly", "store"]
 
 intrinsic: Any = extending.intrinsic
 WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
@@ -122,3 +124,32 @@ def store(x: np.ndarray, out: np.ndarray) -> None:
 def add_widened(x: np.ndarray, out: np.ndarray) -> None:
     """out += x for contiguous arrays, x of 16 bits and out of float32."""
     over(LOOPS[x.dtype.name]["add"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
+
+
+@intrinsic
+def cut_bfloat16(typingctx: Any, x: Any, chance: Any) -> Any:
+    """The upper half of x after `chance` was added to its lower half; rounded to nearest where x is Inf or NaN."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        n = builder.bitcast(arguments[0], WORD)
+        upper = builder.lshr(builder.add(n, builder.zext(arguments[1], WORD)), WORD(16))
+        size = builder.and_(n, WORD(REST))
+        nan = builder.icmp_unsigned(">", size, WORD(INFINITE))
+        special = builder.select(nan, builder.or_(builder.lshr(n, WORD(16)), WORD(0x40)), builder.lshr(n, WORD(16)))
+        return builder.trunc(builder.select(builder.icmp_unsigned(">=", size, WORD(INFINITE)), special, upper), HALF)
+
+    return types.uint16(types.float32, types.uint16), code
+
+
+@jit
+def _cut(x, chance, out):
+    for i in range(x.size):
+        out[i] = cut_bfloat16(x[i], chance[i])
+
+
+def round_randomly(x: np.ndarray, out: np.ndarray, numbers: Stretch) -> None:
+    """out = x rounded by chance, see `array.kernels.half`."""
+    first, last = numbers.start // 4, -(-numbers.stop // 4)
+    chance = np.empty(last - first, "<u8")
+    raws(chance, first, *numbers.keys)
+    over(_cut, (x, chance.view(np.uint16)[numbers.start - 4 * first : numbers.stop - 4 * first], out.view(np.uint16)))

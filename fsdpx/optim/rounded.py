@@ -1,0 +1,81 @@
+"""Training in 16 bits alone: parameters and optimiser state are held in bfloat16, and updated in float32."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store
+from fsdpx.array.random import Stretch
+from fsdpx.optim.elementwise import Elementwise
+from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_shard
+from fsdpx.optim.segments import Segments
+
+__all__ = ["Rounded", "inside"]
+
+BLOCK = 1 << 17
+"""Elements that are updated at once, so that what is widened stays in cache."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """An optimiser whose shard and state are in 16 bits. Each step widens them, updates in float32, and rounds back.
+
+    An update smaller than half of a parameter's last bit would be lost, and with it most of training; rounding up or
+    down by chance is right in the mean (Gupta et al. 2015). Chance is a function of parameter, element and step, so the
+    bits do not depend on how parameters are cut. With Kahan's summation (1965) the slot "lost" keeps what was rounded
+    off a parameter, and the state alone is rounded by chance.
+
+    Parameters
+    ----------
+    inner : makes the update
+    kahan : keep what is rounded off the parameters
+    """
+
+    inner: Optimizer
+    kahan: bool = False
+
+    @property
+    def lr(self) -> Rate:
+        return self.inner.lr
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return (*self.inner.slots, "lost") if self.kahan else tuple(self.inner.slots)
+
+    def update(
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
+    ) -> None:
+        """One step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
+        check_shard(self, p, g, slots, step, segments)
+        if getattr(xp, "holds_no_data", False):
+            return
+        parts = segments.blocks(BLOCK) if isinstance(self.inner, Elementwise) else [(0, segments)]
+        for start, part in parts:
+            at = slice(start, start + part.size)
+            mine = {name: array[at] for name, array in slots.items()}
+            self._update(xp, p[at], g[at], mine, part, lr=lr, step=step, scale=scale)
+
+    def _update(self, xp: Any, p: Any, g: Any, slots: Slots, part: Segments, *, step: int, **rates: float) -> None:
+        x = narrowed(xp, p, g.dtype)
+        if self.kahan:
+            add_widened(xp, slots["lost"], x)
+        wide = {name: narrowed(xp, slots[name], g.dtype) for name in self.inner.slots}
+        self.inner.update(xp, x, g, wide, step=step, segments=part, **rates)
+        for name, array in wide.items():
+            _round(xp, array, slots[name], f"{name}@{step}", part)
+        if self.kahan:
+            store(xp, x, p)
+            x -= narrowed(xp, p, x.dtype)
+            store(xp, x, slots["lost"])
+        else:
+            _round(xp, x, p, f"@{step}", part)
+
+
+def _round(xp: Any, x: Any, out: Any, what: str, part: Segments) -> None:
+    for s in part.items:
+        numbers = Stretch(0, f"{s.name}/{what}", s.offset, s.offset + s.stop - s.start)
+        round_randomly(xp, x[s.start : s.stop], out[s.start : s.stop], numbers)
+
+
+def inside(optimizer: Any) -> Any:
+    """The optimiser that makes the update, whether its state is rounded or not."""
+    return optimizer.inner if isinstance(optimizer, Rounded) else optimizer
