@@ -82,7 +82,7 @@ def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
             mean = 100 * (sum(loss for loss, _ in pairs) / sum(base for _, base in pairs) - 1)
             text.append([name, *(f"{loss:.4f}" for loss, _ in pairs), *apart, f"{mean:+.2f} %"])
     head = ["format", *(f"seed {s}" for s in seeds), *(f"to {first}, {s}" for s in seeds), "mean"]
-    return [(f"Validation loss of the main job after {found['steps']} steps", lines(head, text))]
+    return [("validation loss", lines(head, text))]
 
 
 if __name__ == "__main__":

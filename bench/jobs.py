@@ -20,7 +20,8 @@ BENCH = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Job:
-    """library: fsdpx or torch, with "-bf16" where it computes in bfloat16 beside float32 masters."""
+    """library: fsdpx or torch, with "-bf16" where it computes in bfloat16 beside float32 masters, and "-sums" after it
+    where gradients are reduced in it as well."""
 
     library: str
     strategy: str

@@ -2,7 +2,7 @@
 
     python bench/worker.py fsdpx|torch --model tiny --strategy fsdp [--seconds 3 | --steps 8 | --turns FOLDER]
 
-fsdpx-bf16 and torch-bf16 compute in bfloat16 beside float32 masters.
+fsdpx-bf16 and torch-bf16 compute in bfloat16 beside float32 masters; with -sums they reduce gradients in it as well.
 
 Rank 0 prints one line of JSON: seconds of each timed step, seconds from the start of the job to the end of the first
 step, and for every rank the peak RSS of its life and the peak PSS of some steps that follow the timed ones.
@@ -21,6 +21,8 @@ from typing import Any
 
 from memory import PeakPss, peak_rss
 from workloads import MODELS, batch, in_fsdpx, in_torch
+
+LIBRARIES = ("fsdpx", "torch", "fsdpx-bf16", "torch-bf16", "fsdpx-bf16-sums", "torch-bf16-sums")
 
 START = float(os.environ.get("BENCH_START", time.time()))  # when the driver started this job
 TURN = 1.0  # seconds of whole steps, at least
@@ -42,7 +44,8 @@ def by_fsdpx(args: argparse.Namespace) -> Training:
 
     comm = fsdpx.init(args.backend)
     model, loss = in_fsdpx(MODELS[args.model])
-    precision = fsdpx.Precision(compute="bf16") if half(args) else "float32"
+    sums = "bf16" if args.library.endswith("-sums") else "float32"
+    precision = fsdpx.Precision("bf16", reduce=sums) if half(args) else "float32"
     adamw = optim.AdamW(lr=3e-4)
     trainer = model.as_distributed(loss=loss, optimizer=adamw, strategy=args.strategy, precision=precision)
     x, y = batch(MODELS[args.model], comm.rank, comm.size)
@@ -60,7 +63,7 @@ def by_torch(args: argparse.Namespace) -> Training:
         dist.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(0)
     model, loss_of, parts = in_torch(MODELS[args.model])
-    model = spread(model, parts, args.strategy, size, half(args))
+    model = spread(model, parts, args.strategy, size, args.library)
     adamw = adamw_of(model, args.strategy)
     x, y = (torch.from_numpy(a) for a in batch(MODELS[args.model], rank, size))
 
@@ -83,10 +86,10 @@ def by_torch(args: argparse.Namespace) -> Training:
 
 def half(args: argparse.Namespace) -> bool:
     """Whether layers compute in bfloat16: PyTorch's by autocast, or as FSDP2's policy says."""
-    return bool(args.library.endswith("-bf16"))
+    return "-bf16" in args.library
 
 
-def spread(model: Any, parts: list[Any], strategy: str, size: int, bf16: bool = False) -> Any:
+def spread(model: Any, parts: list[Any], strategy: str, size: int, library: str) -> Any:
     """The model as PyTorch users write each strategy."""
     import torch
 
@@ -98,7 +101,8 @@ def spread(model: Any, parts: list[Any], strategy: str, size: int, bf16: bool = 
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        policy = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None)
+        sums = torch.bfloat16 if library.endswith("-sums") else torch.float32
+        policy = MixedPrecisionPolicy(torch.bfloat16, sums) if "-bf16" in library else MixedPrecisionPolicy()
         mesh = init_device_mesh("cpu", (size,))
         for part in [*parts, model]:
             fully_shard(part, mesh=mesh, mp_policy=policy)
@@ -165,7 +169,7 @@ def clocked(step: Callable[[], float]) -> float:
 
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("library", choices=("fsdpx", "torch", "fsdpx-bf16", "torch-bf16"))
+    p.add_argument("library", choices=LIBRARIES)
     p.add_argument("--model", choices=MODELS, default="tiny")
     p.add_argument("--strategy", default="ddp", help="fsdpx: any; torch: single, compile, ddp, zero1, fsdp")
     p.add_argument("--threads", type=int, default=1)

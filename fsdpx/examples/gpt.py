@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--microbatches", "--accumulate", type=int, help="per data rank and step (default: 1, in a pipe 4 per rank)"
     )
-    p.add_argument("--dtype", default="float32", help="float64, float32, bf16 or fp16")
+    p.add_argument("--dtype", default="float32", help="float64, float32, bf16, bf16-true or fp16")
     p.add_argument(
         "--chunks", type=int, default=None, help="equal parts of the batch for bit-identical results at any world size"
     )

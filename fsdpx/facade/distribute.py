@@ -71,7 +71,8 @@ def distribute(
     backend : opens a communicator anew: "node", "mpi" or "local"
     microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
     seed : of initialisation and dropout, independent of the layout
-    precision : "float64", "float32", "bf16" ("bfloat16"), "fp16" ("float16") or `fsdpx.Precision(...)`
+    precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits beside a float32 shard), "bf16-true" (all
+        but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : largest global gradient norm
     group_bytes : smaller layers are grouped until a unit holds so many bytes, such as "1MiB" (default: measured)
     codec : how gradients travel: "plain", "ring", "bf16", "fp16" or a `Codec`

@@ -198,7 +198,7 @@ def test_show_counts_what_layers_move_by_themselves(capsys: pytest.CaptureFixtur
     text = shown(capsys, "gpt-tiny --mesh tensor=2,shard=2 --sequence parallel")
     assert re.search(r"all-gather over tensor +\S+ +\S+ \S+ +\(in layers\)", text)
     assert re.search(r"all-reduce over tensor +\d+ +\S+ \S+ +\d+ calls, \S+ \S+ \(in layers\)", text)
-    assert re.search(r"all-gather over world +2 .*\(control\)", text)
+    assert re.search(r"all-gather over world +1 .*\(control\)", text)
 
 
 def test_ranks_of_one_line_have_the_same_batch(capsys: pytest.CaptureFixture[str]) -> None:
