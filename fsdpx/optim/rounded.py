@@ -11,7 +11,7 @@ from fsdpx.optim.segments import Segments
 
 __all__ = ["Rounded", "inside"]
 
-BLOCK = 1 << 17
+BLOCK = 1 << 16
 """Elements that are updated at once, so that what is widened stays in cache."""
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.array import kernels
-from fsdpx.array.random import Stretch, block
+from fsdpx.array.random import Stretch
 
 FORMATS = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(100))
@@ -87,14 +87,21 @@ def test_strided_and_wider_arrays(mode, half):
 
 
 def chances(start, stop):
-    """The 16 bits of each place of a stream, from its raw numbers."""
-    raws = block(3, "a", 0, stop // 4 + 1)
-    return np.array([int(raws[i // 4]) >> (16 * (i % 4)) & 0xFFFF for i in range(start, stop)], np.uint32)
+    """The 16 bits of each place of a stream, one by one, from the definition."""
+    key0, key1 = (int(key) & 0xFFFFFFFF for key in Stretch(3, "a", 0, 1).keys)
+
+    def mix(n):
+        n = (n ^ n >> 16) * 0x7FEB352D & 0xFFFFFFFF
+        n = (n ^ n >> 15) * 0x846CA68B & 0xFFFFFFFF
+        return n ^ n >> 16
+
+    places = range(start, stop)
+    return np.array([mix(mix(p & 0xFFFFFFFF ^ key0) ^ key1 ^ p >> 32) >> 16 for p in places], np.uint32)
 
 
-@pytest.mark.parametrize(("start", "size"), [(0, 1), (1, 2), (3, 9), (5, 1000), (8, 64), (2, 0)])
+@pytest.mark.parametrize(("start", "size"), [(0, 1), (1, 2), (3, 9), (5, 1000), (2, 0), (2**32 - 5, 9), (2**33, 70)])
 def test_rounded_by_chance_bit_by_bit(mode, start, size):
-    x = np.random.default_rng(start).standard_normal(size).astype(np.float32)
+    x = np.random.default_rng(size).standard_normal(size).astype(np.float32)
     out = np.empty(size, FORMATS[1])
     kernels.round_randomly(np, x, out, Stretch(3, "a", start, start + size))
     want = (x.view(np.uint32) + chances(start, start + size)) >> 16

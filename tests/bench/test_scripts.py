@@ -195,7 +195,7 @@ def test_every_product_is_taken_apart() -> None:
 
     from fsdpx.array import blas
 
-    about = {"available", "choose", "chosen", "halves", "measure", "packed", "pointer", "threads"}  # the breakdown is of float32
+    about = {"available", "choose", "chosen", "halves", "measure", "packed", "pointer", "threads"}
     assert set(PRODUCTS) == set(blas.__all__) - about
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.choice import compiled
-from fsdpx.array.random import Stretch, block
+from fsdpx.array.random import Stretch
 
 __all__ = ["add_widened", "narrowed", "round_randomly", "store", "widened"]
 
@@ -36,14 +36,11 @@ def round_randomly(xp: Any, x: Any, out: Any, numbers: Stretch) -> None:
     """out = float32 x rounded to one of its two neighbours in bfloat16, flat arrays of one size: away from zero with
     the probability that makes it right in the mean (Gupta et al. 2015).
 
-    numbers: element i takes 16 bits, those at place `start + i` of the stream: four of each raw number, lowest first.
-    Inf and NaN stay what they are."""
+    numbers: element i is rounded by chance i of `numbers.chances`. Inf and NaN stay what they are."""
     if xp is np and _fit(out, x) and (body := compiled("round_randomly")):
         body(x, out, numbers)
         return
-    first, last = numbers.start // 4, -(-numbers.stop // 4)
-    raws = block(numbers.seed, numbers.name, first, last).astype("<u8").view("<u2")
-    chance = xp.asarray(raws[numbers.start - 4 * first : numbers.stop - 4 * first].astype(np.uint32))
+    chance = xp.asarray(numbers.chances())
     bits, nearest = x.view(np.uint32), narrowed(xp, x, out.dtype).view(np.uint16)
     special = (bits & 0x7F800000) == 0x7F800000
     out.view(np.uint16)[...] = xp.where(special, nearest, ((bits + chance) >> 16).astype(np.uint16))

@@ -10,9 +10,8 @@ from llvmlite import ir
 from numba import extending, types
 
 from fsdpx.array.kernels.compiled.jit import jit
-from fsdpx.array.kernels.compiled.philox import raws
 from fsdpx.array.parallel import over
-from fsdpx.array.random import Stretch
+from fsdpx.array.random import MIX, Stretch
 
 __all__ = ["add_widened", "round_randomly", "store"]
 
@@ -127,29 +126,35 @@ def add_widened(x: np.ndarray, out: np.ndarray) -> None:
 
 
 @intrinsic
-def cut_bfloat16(typingctx: Any, x: Any, chance: Any) -> Any:
-    """The upper half of x after `chance` was added to its lower half; rounded to nearest where x is Inf or NaN."""
+def by_chance(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -> Any:
+    """The upper half of x after 16 bits of chance were added to its lower half; Inf and NaN stay what they are."""
+
+    def mixed(builder: Any, n: Any) -> Any:
+        for shift, factor in ((16, MIX[0]), (15, MIX[1])):
+            n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
+        return builder.xor(n, builder.lshr(n, WORD(16)))
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)
-        upper = builder.lshr(builder.add(n, builder.zext(arguments[1], WORD)), WORD(16))
-        size = builder.and_(n, WORD(REST))
+        place, key0, key1 = (builder.trunc(a, WORD) for a in arguments[1:])
+        number = mixed(builder, builder.xor(mixed(builder, builder.xor(place, key0)), key1))
+        upper = builder.lshr(builder.add(n, builder.lshr(number, WORD(16))), WORD(16))
+        size, kept = builder.and_(n, WORD(REST)), builder.lshr(n, WORD(16))
         nan = builder.icmp_unsigned(">", size, WORD(INFINITE))
-        special = builder.select(nan, builder.or_(builder.lshr(n, WORD(16)), WORD(0x40)), builder.lshr(n, WORD(16)))
+        special = builder.select(nan, builder.or_(kept, WORD(0x40)), kept)
         return builder.trunc(builder.select(builder.icmp_unsigned(">=", size, WORD(INFINITE)), special, upper), HALF)
 
-    return types.uint16(types.float32, types.uint16), code
+    return types.uint16(types.float32, types.int64, types.int64, types.int64), code
 
 
 @jit
-def _cut(x, chance, out):
+def _round(x, out, start, key0, key1):
     for i in range(x.size):
-        out[i] = cut_bfloat16(x[i], chance[i])
+        out[i] = by_chance(x[i], start + i, key0, key1)
 
 
 def round_randomly(x: np.ndarray, out: np.ndarray, numbers: Stretch) -> None:
     """out = x rounded by chance, see `array.kernels.half`."""
-    first, last = numbers.start // 4, -(-numbers.stop // 4)
-    chance = np.empty(last - first, "<u8")
-    raws(chance, first, *numbers.keys)
-    over(_cut, (x, chance.view(np.uint16)[numbers.start - 4 * first : numbers.stop - 4 * first], out.view(np.uint16)))
+    bits = out.view(np.uint16)
+    for at, start, key0, key1 in numbers.words():
+        _round(x[at], bits[at], start, key0, key1)
