@@ -111,6 +111,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/collectives.py $(ARGS)
 	$(PY) bench/scaling.py $(ARGS)
 	$(PY) bench/side_by_side.py $(ARGS)
+	$(PY) bench/halves.py $(ARGS)
 	$(PY) bench/footprint.py $(ARGS)
 	$(PY) bench/axes.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)

@@ -53,6 +53,7 @@ GOALS = [
     *_rates("fsdpx-bf16 ddp 1x1", tiny=1.05, small=1.05, mlp=1.05),
     *_rates("fsdpx-bf16 fsdp 2x1", tiny=1.6, small=1.75, mlp=3.3, many=500.0),
     *_rates("fsdpx-bf16-sums fsdp 2x1", tiny=1.6, small=1.75, mlp=3.3, many=500.0),
+    *(Goal(model, "pss", "fsdpx-bf16-sums fsdp 2x1", most=0.55) for model in ALL),
     *_rates("fsdpx-bf16 ddp 2x1", tiny=1.25, small=1.25, mlp=1.25, many=12.0),
     *(Goal(model, "pss", "fsdpx-bf16 fsdp 2x1", most=0.55) for model in ALL),
     *(Goal(model, "pss", "fsdpx fsdp 2x1", most=0.6) for model in ALL),

@@ -12,16 +12,18 @@ import argparse
 import importlib.util
 import statistics
 import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import plots
 from duel import duel, outcome
-from goals import AGAINST, verdicts
+from goals import AGAINST, GOALS, verdicts
 from jobs import Job, run
 from records import arguments, lines, save
 from workloads import MODELS
 
-__all__ = ["JOBS", "tables"]
+__all__ = ["JOBS", "compare", "tables"]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
 PATIENCE = {"compile": 180.0}
@@ -41,20 +43,11 @@ JOBS = [
     Job("fsdpx", "zero2", 2),
     *(Job("fsdpx", strategy, 1, threads) for threads in (1, 2) for strategy in STRATEGIES[1:]),
     *(Job("torch", "compile", 1, threads) for threads in (1, 2)),
-    Job("torch-bf16", "single", 1),
-    Job("fsdpx-bf16", "ddp", 1),
-    Job("torch-bf16", "ddp", 2),
-    Job("fsdpx-bf16", "ddp", 2),
-    Job("torch-bf16", "fsdp", 2),
-    Job("fsdpx-bf16", "fsdp", 2),
-    Job("torch-bf16-sums", "fsdp", 2),
-    Job("fsdpx-bf16-sums", "fsdp", 2),
 ]
 """Rivals stand side by side: the machine changes least between them."""
 DUELS = (
-    "fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1",
-    "fsdpx-bf16 ddp 1x1", "fsdpx-bf16 ddp 2x1", "fsdpx-bf16 fsdp 2x1",
-    "fsdpx-bf16-sums fsdp 2x1",
+    "fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1", "fsdpx-bf16 ddp 1x1", "fsdpx-bf16 ddp 2x1",
+    "fsdpx-bf16 fsdp 2x1", "fsdpx-bf16-sums fsdp 2x1",
 )  # fmt: skip
 """Who takes turns with whom it is compared with."""
 
@@ -169,7 +162,8 @@ def _promised(goals: list[dict[str, Any]]) -> str:
     return lines(["model", "figure", "of", "over", "promised", "ratio", "reached"], rows, left=4)
 
 
-def draw(found: dict[str, Any], folder: Any) -> None:
+def draw(found: dict[str, Any], beginning: Path) -> None:
+    """Plots in files whose names begin so."""
     for figure, unit, scale, title in (
         ("rate", "", 1.0, "Training rate, higher is better"),
         ("pss", "MiB", 2**20, "Peak memory of all ranks (sum of PSS), lower is better"),
@@ -180,31 +174,36 @@ def draw(found: dict[str, Any], folder: Any) -> None:
             if r.get(figure):
                 label = f"{r['model']} ({unit or r['unit']})"
                 panels.setdefault(label, []).append((r["job"], r[figure] / scale, r["library"].startswith("fsdpx")))
-        plots.bars(folder / f"side_by_side_{figure}.png", title, panels)
+        plots.bars(beginning.with_name(f"{beginning.name}_{figure}.png"), title, panels)
 
 
 def main() -> int:
-    p = arguments(__doc__, rounds=6)
+    return compare(__doc__, "side_by_side", JOBS)
+
+
+def compare(doc: str, name: str, jobs: Sequence[Job], also: Callable[[dict[str, Any]], str] | None = None) -> int:
+    """Run these jobs as the options of the command line say. name: of the results. also: a text to print at the end."""
+    p = arguments(doc, rounds=6)
     p.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     p.add_argument("--seconds", type=float, default=1.0, help="timed steps of a job by itself last about so long")
     p.add_argument("--only", default="", help="jobs whose name contains this")
     options = p.parse_args()
     if options.quick:
         options.rounds, options.seconds = 2, 0.2
-    jobs = [
-        j
-        for j in JOBS
-        if options.only in j.name and (j.library.startswith("fsdpx") or importlib.util.find_spec("torch"))
-    ]
+    rivals = importlib.util.find_spec("torch") is not None
+    chosen = [j for j in jobs if options.only in j.name and (j.library.startswith("fsdpx") or rivals)]
+    goals = [goal for goal in GOALS if goal.ours in {job.name for job in jobs}]
     found: dict[str, Any] = {"rounds": options.rounds, "rows": [], "goals": []}
     for model in options.models:
         run(Job("fsdpx", "ddp", 1), model, 0.1, 60.0)  # fills the caches of compiled code, after changes to it
-        found["rows"] += rows_of(model, alone(model, jobs, options), together(model, jobs, options))
-        found["goals"] = verdicts(found["rows"])
-        folder = save("side_by_side", options, found)
+        found["rows"] += rows_of(model, alone(model, chosen, options), together(model, chosen, options))
+        found["goals"] = verdicts(found["rows"], goals)
+        folder = save(name, options, found)
         print(f"\n{model}\n{dict(tables(found))[model]}", flush=True)
     print(f"\n{dict(tables(found))['promised']}")
-    draw(found, folder)
+    if also is not None:
+        print(f"\n{also(found)}")
+    draw(found, folder / name)
     return 0
 
 
