@@ -59,8 +59,11 @@ def _forward(
     saved = compute.forward(place.layout.units[u], run.worlds_at(batch)[1][u], params, values, keep, views.stacks)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
-        for output in outputs:
-            demand_finite(place, output, f"the output of {place.layout.units[u].name!r}", action)
+        whole = place.layout.units[u]
+        for node in whole.nodes:
+            if node.output in values:  # lines of layers keep theirs
+                what = f"the output of layer {node.path!r} in unit {whole.name!r}"
+                demand_finite(place, values[node.output], what, action)
     return outputs, saved
 
 

@@ -12,7 +12,7 @@ from amount import few
 from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
 import fsdpx
-from fsdpx import Checkpoints, Elastic, Mesh, data, nn, optim, spawn
+from fsdpx import Checkpoints, Elastic, Mesh, Precision, data, nn, optim, spawn
 from fsdpx.comm import Died
 from fsdpx.errors import CheckpointError, ConfigError, DataError, MeshError, ShapeError, StateLost
 
@@ -37,6 +37,19 @@ def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
     for ranks in (1, 2, 3, 5):
         for got in train(ranks):
             assert (got.losses, got.fingerprint) == (losses, fingerprint)
+
+
+def test_ranks_that_hold_16_bits_alone_leave_and_join() -> None:
+    def body(comm: Any, elastic: Any) -> str:
+        trainer = make(comm, elastic=elastic, precision=Precision("bf16", master="bf16", rounding="kahan"))
+        for number, (x, y) in enumerate(BATCHES):
+            if elastic and number in (1, 2, 3):
+                trainer.resize({1: 4, 2: 1, 3: 3}[number])
+            trainer.step(x, y)
+        return trainer.fingerprint()
+
+    want = spawn(body, 1, False)
+    assert set(run(4, body, Elastic(ranks=2, every=1))) == set(want)
 
 
 def test_ranks_leave_and_join() -> None:

@@ -1,5 +1,6 @@
 """Bad input gets a clear error, on all ranks alike, before anyone hangs."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from models import CASES, make, mlp
 
-from fsdpx import FakeCommunicator, Mesh, Sharding, nn, optim, spawn
+from fsdpx import FakeCommunicator, Mesh, Precision, Sharding, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DataError, FsdpxError, MeshError, NumericsError, ShapeError
 
@@ -105,12 +106,28 @@ def test_nan_inside_names_rank_unit_and_parameter(forward: bool) -> None:
         spawn(run, 2, timeout=20)
     text = str(caught.value)
     assert text.startswith("rank 1: ")
-    assert (
-        ("the output of '1..2'" in text or "the output of '1'" in text)
-        if forward
-        else "the gradient of '0.weight' in unit '0'" in text
-    )
+    assert "the output of layer '1' in unit '1" in text if forward else "the gradient of '0.weight' in unit '0'" in text
     assert any("in action" in note for note in caught.value.__notes__)
+
+
+def test_overflow_in_16_bits_is_named_with_its_unit_and_layer() -> None:
+    def run(comm: Communicator) -> None:
+        model = nn.Chain(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU())
+        trainer = model.as_distributed(
+            loss=nn.MSE(), optimizer=optim.SGD(lr=1), comm=comm, check_finite=True, precision=Precision("fp16")
+        )
+        weights = {name: np.zeros_like(value) for name, value in trainer.parameters().items()}
+        weights |= {"0.weight": np.full((4, 4), 300.0), "2.weight": np.full((4, 4), 30.0)}
+        trainer.load_parameters(weights)
+        trainer.step(np.ones((2, 4)), np.ones((2, 4)))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fsdpx: float16 is computed as float32")
+        with pytest.raises(
+            NumericsError, match=r"the output of layer '2' in unit '0..3' has 8 of 8 elements"
+        ) as caught:
+            spawn(run, 2, timeout=20)
+    assert "the first is inf at flat index 0" in str(caught.value)
 
 
 @pytest.mark.parametrize(
