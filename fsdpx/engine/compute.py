@@ -20,10 +20,19 @@ NOTHING = object()
 """What is kept of a node that gets no gradient."""
 
 
-def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep: bool, stacks: Stacks) -> list[Any]:
+def forward(
+    unit: Unit,
+    envs: Envs,
+    params: Arrays,
+    values: dict[int, Any],
+    keep: bool,
+    stacks: Stacks,
+    constant: Container[int] = (),
+) -> list[Any]:
     """Run the nodes on `values` (value -> array, extended in place); per node what backward needs, or nothing.
 
-    stacks: of the parameters of lines; what a line needs stands at its first node."""
+    stacks: of the parameters of lines; what a line needs stands at its first node. constant: values whose gradient
+    nobody reads, and for which nothing is kept."""
     saved: list[Any] = []
     while (i := len(saved)) < len(unit.nodes):
         node = unit.nodes[i]
@@ -31,7 +40,8 @@ def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep
             line = stacks.forward(params, i, stop, values[node.inputs[0]])
             if line is not None:
                 values[unit.nodes[stop - 1].output] = line.out[-1]
-                saved += [line if keep else None, *[None] * (stop - i - 1)]
+                kept = keep and unit.nodes[stop - 1].output not in constant
+                saved += [line if kept else None, *[None] * (stop - i - 1)]
                 continue
         inputs = node.inputs
         x = values[inputs[0]] if len(inputs) == 1 else tuple(values[v] for v in inputs)
@@ -40,7 +50,7 @@ def forward(unit: Unit, envs: Envs, params: Arrays, values: dict[int, Any], keep
         except Exception as error:
             _blame(error, "forward", node)
             raise
-        saved.append(kept if keep else None)
+        saved.append(kept if keep and node.output not in constant else None)
     return saved
 
 
@@ -52,23 +62,25 @@ def backward(
     saved: list[Any],
     dvalues: dict[int, Any],
     stacks: Stacks,
-    data: Container[int],
+    constant: Container[int],
 ) -> None:
-    """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs, except
-    for nodes that read nothing but `data`, values whose gradient is not read."""
+    """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs, without
+    those of `constant`, values whose gradient nobody reads."""
     starts = {stop - 1: start for start, stop in unit.lines.items()}
     i = len(unit.nodes)
     while i > 0:
         i -= 1
         start = starts.get(i, i)
-        if isinstance(saved[start], Line) and _line_backward(unit, params, grads, saved, dvalues, stacks, start):
-            i = start
-            continue
+        if isinstance(saved[start], Line):
+            leaf = unit.nodes[start].inputs[0] in constant  # the line's first layer comes by itself, as one at the data
+            if _line_backward(unit, params, grads, saved, dvalues, stacks, start, start + leaf):
+                i = start + leaf
+                continue
         node, held, saved[i] = unit.nodes[i], saved[i], None
         dy = dvalues.pop(node.output, None)
         if dy is None:  # nothing that counts depends on this node
             continue
-        leaf = all(v in data for v in node.inputs)
+        leaf = all(v in constant for v in node.inputs)
         run = node.layer.backward_leaf if leaf else node.layer.backward
         try:
             dx = run(envs[i], params[i], grads[i], held, dy)
@@ -78,10 +90,17 @@ def backward(
         if not leaf:
             if getattr(dx, "dtype", None) is not dy.dtype:
                 _demand_format(node, dx, dy)
-            _spread(node.inputs, dx, dvalues)
+            _spread(node.inputs, dx, dvalues, constant)
 
 
-def backward_input(unit: Unit, envs: Envs, params: Arrays, saved: list[Any], dvalues: dict[int, Any]) -> list[Any]:
+def backward_input(
+    unit: Unit,
+    envs: Envs,
+    params: Arrays,
+    saved: list[Any],
+    dvalues: dict[int, Any],
+    constant: Container[int] = (),
+) -> list[Any]:
     """The first half only; what `backward_params` needs, per node."""
     kept: list[Any] = [NOTHING] * len(unit.nodes)
     for start, stop in unit.lines.items():
@@ -93,12 +112,13 @@ def backward_input(unit: Unit, envs: Envs, params: Arrays, saved: list[Any], dva
         if dy is None:
             continue
         try:
-            dx, kept[i] = node.layer.backward_input(envs[i], params[i], held, dy)
+            dx, late = node.layer.backward_input(envs[i], params[i], held, dy)
+            kept[i] = late if unit.trains[i] else NOTHING
         except Exception as error:
             _blame(error, "backward", node)
             raise
         _demand_format(node, dx, dy)
-        _spread(node.inputs, dx, dvalues)
+        _spread(node.inputs, dx, dvalues, constant)
     return kept
 
 
@@ -123,17 +143,20 @@ def _line_backward(
     dvalues: dict[int, Any],
     stacks: Stacks,
     start: int,
+    first: int,
 ) -> bool:
-    """Through a whole line, which leaves its nodes nothing to do; or give each what it needs to do it itself."""
+    """Through a line down to node `first`, which leaves those nodes nothing to do; or give each what it needs to do it
+    itself."""
     stop = unit.lines[start]
     last, held = unit.nodes[stop - 1].output, saved[start]
-    dx = stacks.backward(params, grads, start, stop, held, dvalues[last]) if last in dvalues else None
+    rest = held.since(first - start)
+    dx = stacks.backward(params, grads, first, stop, rest, dvalues[last]) if last in dvalues else None
     if dx is None:
         saved[start:stop] = held.saved()
         return False
     del dvalues[last]
-    saved[start] = None
-    _spread(unit.nodes[start].inputs, dx, dvalues)
+    saved[start] = None if first == start else (held.x,)
+    _spread(unit.nodes[first].inputs, dx, dvalues, ())
     return True
 
 
@@ -153,14 +176,14 @@ def _demand_format(node: Node, dx: Any, dy: Any) -> None:
             )
 
 
-def _spread(inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any]) -> None:
+def _spread(inputs: tuple[int, ...], dx: Any, dvalues: dict[int, Any], constant: Container[int]) -> None:
     """Add a node's input gradients to those that other readers of the inputs gave."""
     if len(inputs) == 1 and inputs[0] not in dvalues:  # nearly always
-        if dx is not None:
+        if dx is not None and inputs[0] not in constant:
             dvalues[inputs[0]] = dx
         return
     several = dx if len(inputs) > 1 and dx is not None else (dx,) * len(inputs)
     for value, gradient in zip(inputs, several, strict=True):
-        if gradient is not None:
+        if gradient is not None and value not in constant:
             have = dvalues.get(value)
             dvalues[value] = gradient if have is None else kernels.add(namespace_of(have), have, gradient)

@@ -20,13 +20,14 @@ __all__ = [
 
 
 def load(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    batch, used = run.batch(action), run.place.stage.used
+    batch, used = run.batch(action), run.stage.used
     return (None,) * len(used) if batch is None else tuple(batch.inputs[v] for v in used)
 
 
 def forward(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    outputs, saved = _forward(run, action, taken, read, added, keep=True)
-    return (*outputs, saved, *added)
+    keep = number_of(action) in run.stage.backward
+    outputs, saved = _forward(run, action, taken, read, added, keep)
+    return (*outputs, *([saved] if keep else []), *added)
 
 
 def evaluate(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -56,7 +57,8 @@ def _forward(
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
     params = views.params(u, (*pages, *statistics))
-    saved = compute.forward(place.layout.units[u], run.worlds_at(batch)[1][u], params, values, keep, views.stacks)
+    known, envs = place.layout.units[u], run.worlds_at(batch)[1][u]
+    saved = compute.forward(known, envs, params, values, keep, views.stacks, run.stage.constant)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
         whole = place.layout.units[u]
@@ -72,7 +74,8 @@ def recompute(run: Run, action: Action, taken: Values, read: Values, added: Valu
     if batch is None:
         return (None,)
     unit, envs = run.place.layout.units[u], run.worlds_at(batch, again=True)[1][u]
-    return (compute.forward(unit, envs, views.params(u, read), dict(taken[0]), True, views.stacks),)
+    params, values = views.params(u, read), dict(taken[0])
+    return (compute.forward(unit, envs, params, values, True, views.stacks, run.stage.constant),)
 
 
 def backward(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -84,9 +87,9 @@ def backward(run: Run, action: Action, taken: Values, read: Values, added: Value
         return _without_samples(gradients, have)
     inner, dvalues = _dvalues(run, unit, taken, have)
     entries = _open(run, action, pages, gradients)
-    params, grads, saved = views.params(u, read), views.grads(u, entries), taken[len(unit.gives)]
-    envs = run.worlds_at(batch)[1][u]
-    compute.backward(run.place.layout.units[u], envs, params, grads, saved, dvalues, views.stacks, run.data)
+    params, grads, saved = views.params(u, read), views.grads(u, entries), taken[-1]
+    envs, constant = run.worlds_at(batch)[1][u], run.stage.constant
+    compute.backward(run.place.layout.units[u], envs, params, grads, saved, dvalues, views.stacks, constant)
     _close(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
@@ -97,8 +100,8 @@ def backward_input(run: Run, action: Action, taken: Values, read: Values, added:
     if batch is None:
         return (None, *added)
     inner, dvalues = _dvalues(run, unit, taken, added)
-    saved, params = taken[len(unit.gives)], run.views.params(u, read)
-    kept = compute.backward_input(run.place.layout.units[u], run.worlds_at(batch)[1][u], params, saved, dvalues)
+    known, envs, params = run.place.layout.units[u], run.worlds_at(batch)[1][u], run.views.params(u, read)
+    kept = compute.backward_input(known, envs, params, taken[-1], dvalues, run.stage.constant)
     return (kept, *(dvalues.get(v) for v in inner))
 
 
@@ -116,13 +119,13 @@ def backward_params(run: Run, action: Action, taken: Values, read: Values, added
 
 
 def _trained(run: Run, unit: int) -> list[int]:
-    return [p for p in run.place.stage.units[unit].pages if run.place.stage.trainable[p]]
+    return [p for p in run.stage.units[unit].pages if run.stage.trainable[p]]
 
 
 def _dvalues(run: Run, unit: StageUnit, taken: Values, have: Values) -> tuple[list[int], dict[int, Any]]:
     """The unit's inner inputs, and the gradients known so far by value: of its outputs, and from other readers."""
-    inner = [v for v in (*unit.takes, *unit.reads) if v not in run.data]
-    known = dict(zip((*unit.gives, *inner), (*taken[: len(unit.gives)], *have), strict=True))
+    inner, found = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
+    known = dict(zip((*found, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
 
 
@@ -169,6 +172,8 @@ def loss(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     env = run.worlds_at(batch)[0]
     y = taken[0] if len(taken) == 1 else taken
     total, share, saved = find.forward(env, y, batch.target)
+    if not have:  # nothing is trained
+        return ((float(total), float(share)), (weight or 0.0) + float(share))
     dy = find.backward(env, saved, run.scaler.value)
     each = (dy,) if len(taken) == 1 else tuple(dy)
     _demand_alike(find, taken, each)
@@ -207,7 +212,7 @@ def seed(run: Run, action: Action, taken: Values, read: Values, added: Values) -
 
 def _inner(run: Run, dys: Values) -> list[Any]:
     """Gradients of the outputs, without inputs handed through whose gradient is not made."""
-    return [d for v, d in zip(run.place.stage.outputs, dys, strict=True) if v not in run.data]
+    return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 
 
 def _sums(have: Iterable[Any], dys: Iterable[Any]) -> list[Any]:

@@ -28,6 +28,10 @@ class Line:
     def __init__(self, x: Any, out: Any) -> None:
         self.x, self.out = x, out
 
+    def since(self, layer: int) -> Line:
+        """The same without the first layers."""
+        return Line(self.out[layer - 1], self.out[layer:]) if layer else self
+
     def saved(self) -> list[Any]:
         """What the layers would have kept, one by one."""
         return [(self.x,), *((y,) for y in self.out[:-1])]

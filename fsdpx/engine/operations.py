@@ -153,7 +153,7 @@ def _once(run: Run, totals: Values) -> list[Any]:
     if place.axes.replica.rank > 0:
         return []
     found: list[Any] = []
-    for p, total in zip(place.stage.trained, totals, strict=True):
+    for p, total in zip(run.stage.trained, totals, strict=True):
         if p in place.layout.copies:
             continue
         if not place.accumulation.bitwise and place.axes.tensor.size == 1:

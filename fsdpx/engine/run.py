@@ -9,7 +9,7 @@ from typing import Any
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
 from fsdpx.nn.layer import Env, time_of
-from fsdpx.program import Action
+from fsdpx.program import Action, Stage
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.placement import Placement
 from fsdpx.state.scaler import Scaler
@@ -60,9 +60,9 @@ class Run:
     issue: Callable[[str, Transfer], None]
 
     @property
-    def data(self) -> frozenset[int]:
-        """The inputs of the model whose gradient is not made."""
-        return self.workspace.program.stage.data
+    def stage(self) -> Stage:
+        """The model as the program sees it."""
+        return self.workspace.program.stage
 
     def batch(self, action: Action) -> Microbatch | None:
         """The microbatch that an action is about; None if this rank has no samples in it."""

@@ -1,7 +1,7 @@
 """Units: what is computed, gathered and reduced together, and the pages that hold their parameters."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -12,6 +12,7 @@ from fsdpx.layout.pages import Page
 from fsdpx.nn.layer import Layer, Spec, dotted
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.sort import Node, Sorted, specs_of
+from fsdpx.program import constants
 
 __all__ = ["GROUP_BYTES", "Layout", "Spread", "Unit", "lay_out"]
 
@@ -52,7 +53,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class Unit:
-    """Consecutive nodes that run as one action. Values are numbered as in `Sorted`. stage: of the pipe."""
+    """Consecutive nodes that run as one action. Values are numbered as in `Sorted`. stage: of the pipe. trains: of each
+    node, whether it has parameters that are trained."""
 
     index: int
     nodes: tuple[Node, ...]
@@ -60,6 +62,7 @@ class Unit:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     stage: int = 0
+    trains: tuple[bool, ...] = ()
 
     @cached_property
     def lines(self) -> dict[int, int]:
@@ -76,7 +79,8 @@ class Unit:
         before, node = self.nodes[i - 1], self.nodes[i]
         alone = node.inputs == (before.output,) and before.output not in self.outputs
         reads = sum(before.output in n.inputs for n in self.nodes)
-        return alone and reads == 1 and _small(before.layer) == _small(node.layer) != 0
+        alike = _small(before.layer) == _small(node.layer) != 0 and self.trains[i - 1] == self.trains[i]
+        return alone and reads == 1 and alike
 
     @property
     def name(self) -> str:
@@ -123,6 +127,18 @@ class Layout:
         if not found:
             raise ConfigError(f"the pattern {pattern!r} matches no parameter; there are {_some(list(self.specs))}")
         return frozenset(name for name in found if self.specs[name].trainable)
+
+    def trainable(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
+        """Whether each page has a parameter that is trained. frozen: canonical names of those that are not for now."""
+        return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
+
+    def constant(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
+        """The values whose gradient nobody reads: see `constants`. wanted: inputs whose gradient a caller asks for."""
+        trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
+        nodes = [node for unit in self.units for node in unit.nodes]
+        named = zip(_used(nodes, self.aliases), nodes, strict=True)
+        rows = ((names, node.inputs, (node.output,)) for names, node in named)
+        return constants(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
 
     @property
     def state(self) -> dict[str, Spec]:
@@ -177,7 +193,9 @@ def lay_out(
     for alias, name in copies.items():
         twins.setdefault(name, [home[name]]).append(home[alias])
     last_use = _last_uses(model)
-    units = tuple(_unit(k, group, model, ties, home, last_use, spread) for k, group in enumerate(groups))
+    trained = [any(specs[name].trainable for name in names) for names in _used(model.nodes, model.ties)]
+    laid = [_unit(k, group, model, ties, home, last_use, spread) for k, group in enumerate(groups)]
+    units = tuple(replace(unit, trains=tuple(trained[i] for i in of)) for unit, of in zip(laid, groups, strict=True))
     groups_of = tuple(tuple(sorted(group)) for group in twins.values())
     return Layout(units, tuple(pages), specs, ties, dict(model.ties), model.inputs, model.outputs, spread, groups_of)
 
@@ -238,6 +256,12 @@ def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+
+
+def _used(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:
+    """Canonical names of the parameters of each node."""
+    names = ([dotted(node.path, local) for local in node.layer.specs()] for node in nodes)
+    return [[aliases.get(name, name) for name in some] for some in names]
 
 
 def _owned(model: Sorted, ties: dict[str, str], specs: dict[str, Spec]) -> list[list[str]]:

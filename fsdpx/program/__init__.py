@@ -12,7 +12,7 @@ from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.schedules import SCHEDULES, ScheduleFunction, in_flight, schedule
 from fsdpx.program.simulate import Costs, bubble, simulate
 from fsdpx.program.slots import SLOTS, Slot, SlotKind, buffer_of
-from fsdpx.program.stage import Edge, Slots, Stage, StageUnit, expand
+from fsdpx.program.stage import Edge, Slots, Stage, StageUnit, constants, expand
 from fsdpx.program.timeline import Event
 from fsdpx.program.validate import validate
 from fsdpx.program.verbs import VERBS, Move, Scratch, Verb
@@ -21,6 +21,6 @@ __all__ = [
     "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Calls", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move",
     "Overlap", "PipelineSchedule", "Program", "Request", "ScheduleFunction", "Scratch", "Sizes", "Slot",
     "SlotKind", "Slots", "Stage", "StageUnit", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check",
-    "check_pipe", "compile", "expand", "grid", "idle", "in_flight", "lifetimes", "memory", "one_by_one", "overlap",
-    "parse", "peak_memory", "pipeline", "schedule", "simulate", "simulate_programs", "traffic", "validate",
+    "check_pipe", "compile", "constants", "expand", "grid", "idle", "in_flight", "lifetimes", "memory", "one_by_one",
+    "overlap", "parse", "peak_memory", "pipeline", "schedule", "simulate", "simulate_programs", "traffic", "validate",
 ]  # fmt: skip

@@ -86,14 +86,14 @@ class Program:
 
 
 def compile(request: Request) -> Program:
-    stage, updates = request.stage, KINDS[request.kind].updates
-    actions = recompute(_compute(request), request.recompute if KINDS[request.kind].ops == "FB" else ())
+    stage, kind = request.stage, KINDS[request.kind]
+    actions = recompute(_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())
     actions = page(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
     if _reduces(request):
-        actions = reduce(actions, stage, request.reduce_each, request.ahead, join=updates)
-    actions += _update(actions, request) if updates else []
+        actions = reduce(actions, stage, request.reduce_each, request.ahead, join=kind.updates)
+    actions += _update(actions, request) if kind.updates else []
     begins, ends, results = _begins(request), _ends(request), _results(request)
-    microbatches = request.microbatches if KINDS[request.kind].ops else 0
+    microbatches = request.microbatches if kind.ops else 0
     return Program(request.kind, tuple(actions), stage, microbatches, begins, ends, results)
 
 
@@ -156,7 +156,7 @@ def _begins(request: Request) -> frozenset[Slot]:
     slots = _lasting(stage) | _of("full", request.resident) | _of("grad", request.grads) | _of("part", request.parts)
     slots |= {Slot("weight")} if request.weighed else set()
     if request.kind == "backward":
-        slots |= {Slot("saved", u, m) for u in stage.here for m in range(request.microbatches)}
+        slots |= _saved(request)
         slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.scores else set()
     return frozenset(slots)
 
@@ -166,7 +166,8 @@ def _ends(request: Request) -> frozenset[Slot]:
     stage, kind = request.stage, KINDS[request.kind]
     slots = _lasting(stage) | set(_results(request))
     if request.keep_full:
-        touched = set(stage.pages if kind.ops else request.resident)
+        units = [u for u in stage.here if kind.ops and (kind.ops != "B" or u in stage.backward)]
+        touched = request.resident.union(*(stage.units[u].pages for u in units))
         slots |= _of("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
     if kind.updates:
         return frozenset(slots)
@@ -174,8 +175,14 @@ def _ends(request: Request) -> frozenset[Slot]:
         slots |= _of("part" if _reduces(request) else "grad", stage.trained)
     slots |= _of("part", request.parts) | _of("grad", () if _reduces(request) else request.grads)
     slots |= {Slot("weight")} if request.weighed or ("B" in kind.ops and stage.scores) else set()
-    slots |= {Slot("saved", u, m) for u in stage.here for m in range(request.microbatches) if kind.ops == "F"}
+    slots |= _saved(request) if kind.ops == "F" else set()
     return frozenset(slots)
+
+
+def _saved(request: Request) -> set[Slot]:
+    """What a forward leaves for a backward of the caller."""
+    units = (u for u in request.stage.here if u in request.stage.backward)
+    return {Slot("saved", u, m) for u in units for m in range(request.microbatches)}
 
 
 def _results(request: Request) -> tuple[Slot, ...]:
@@ -184,7 +191,7 @@ def _results(request: Request) -> tuple[Slot, ...]:
         outputs = stage.outputs if stage.scores else ()
         return tuple(Slot("act", v, m) for m in range(request.microbatches) for v in outputs)
     if kinds == ("dact",):
-        wanted = [v for v in stage.used if v in stage.wanted]
+        wanted = [v for v in stage.used if v not in stage.constant]
         return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
     slots = tuple(Slot(kind) for kind in kinds if kind != "weight" or stage.scores)
     return (*slots, Slot("agreed")) if request.commit and request.kind == "step" else slots

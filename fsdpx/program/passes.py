@@ -40,7 +40,8 @@ def compute(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
             result.append(Action("LOAD", None, step.mb))
         result += step.before
         for u in units[step.stage] if step.forward else reversed(units[step.stage]):
-            result += [Action(step.op, u, step.mb), *step.after.get(u, [])]
+            op = stage.part_of(step.op, u)
+            result += [*([Action(op, u, step.mb)] if op else []), *step.after.get(u, [])]
         if step.forward and end and stage.scores and step.stage == stage.parts[-1][0]:
             result.append(Action(end, None, step.mb))
     return result
@@ -54,6 +55,7 @@ class _Step:
         self.op, self.stage, self.mb = action.op, action.unit, action.mb
         self.forward, self.after = action.op in "FE", dict[int, Actions]()
         mine = [e for e in stage.edges if e.gradient is not self.forward and action.op != "W"]
+        mine = [e for e in mine if self.forward or e.value not in stage.constant]
         here = (stage.rank, self.stage)
         self.recvs = [Action("RECV", e.number, self.mb) for e in mine if (e.receiver, e.target) == here]
         self.before: Actions = []

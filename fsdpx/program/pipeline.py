@@ -1,9 +1,9 @@
 """The model cut over the ranks of a pipe: which stage each unit is in, and what travels between stages."""
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from itertools import compress, count, groupby, pairwise
 
-from fsdpx.program.stage import Edge, Row, Stage, readers
+from fsdpx.program.stage import Edge, Row, Stage, constants, readers
 
 __all__ = ["pipeline"]
 
@@ -19,15 +19,18 @@ def pipeline(
     partial: Iterable[int] = (),
     moving: Iterable[int] = (),
     coded: Iterable[int] = (),
+    constant: frozenset[int] | None = None,
 ) -> tuple[Stage, ...]:
     """What each rank of the pipe sees.
 
     units: (pages, values read, values given) each. stages: the stage of each unit, ascending. home: the rank of each
-    stage. twins, partial, moving, coded: see `Stage`. The loss reads the outputs in the last stage; every rank has the
-    inputs."""
+    stage. twins, partial, moving, coded, constant: see `Stage`; constant is found from units if it is None. The loss
+    reads the outputs in the last stage; every rank has the inputs."""
+    if constant is None:
+        constant = constants(units, set(compress(count(), trainable)), inputs)
     shared = (tuple(trainable), tuple(inputs), tuple(outputs))
     edges = _edges(units, inputs, outputs, stages, home)
-    sets = [frozenset(some) for some in (partial, moving, coded)]
+    sets = [*(frozenset(some) for some in (partial, moving, coded)), constant]
     cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
     seen = []
     for rank in range(max(home) + 1):

@@ -1,14 +1,15 @@
 """What a program knows of the model: units, pages and values as numbers, and how a word of the table becomes slots."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress, count
 
 from fsdpx.program.action import Action
 from fsdpx.program.slots import Slot
 from fsdpx.program.verbs import VERBS
 
-__all__ = ["Edge", "Slots", "Stage", "StageUnit", "expand", "readers", "spell"]
+__all__ = ["Edge", "Slots", "Stage", "StageUnit", "constants", "expand", "readers", "spell"]
 
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A unit: its pages, the values that it reads, and those that it gives."""
@@ -51,8 +52,8 @@ class Stage:
     flag per page. inputs, outputs: values that enter and leave the model. parts: this rank's stages, each as its number
     and its units. edges: what travels between all ranks. twins: pages that hold the same parameter for units that are
     apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the loss is computed
-    here. moving: units with running statistics. coded: pages whose codec keeps memory. wanted: inputs whose gradient
-    the caller asks for; that of the others is not made."""
+    here. moving: units with running statistics. coded: pages whose codec keeps memory. constant: values whose gradient
+    nobody reads, see `constants`; those inside of units may be among them."""
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
@@ -66,7 +67,7 @@ class Stage:
     scores: bool = True
     moving: frozenset[int] = frozenset()
     coded: frozenset[int] = frozenset()
-    wanted: frozenset[int] = frozenset()
+    constant: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -79,11 +80,12 @@ class Stage:
         coded: Iterable[int] = (),
     ) -> "Stage":
         """A model on one rank, from (pages, values read, values given) per unit; who reads a value last follows."""
-        rows, outputs = list(units), tuple(outputs)
+        rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
         made, parts = readers(rows, here, outputs), ((0, tuple(here)),)
-        known = (made, tuple(trainable), tuple(inputs), outputs, parts)
-        return cls(*known, moving=frozenset(moving), coded=frozenset(coded))
+        constant = constants(rows, set(compress(count(), trainable)), inputs)
+        known = (made, trainable, inputs, outputs, parts)
+        return cls(*known, moving=frozenset(moving), coded=frozenset(coded), constant=constant)
 
     @cached_property
     def here(self) -> tuple[int, ...]:
@@ -112,9 +114,29 @@ class Stage:
         return frozenset(p for pages in self.ties.values() for p in pages)
 
     @cached_property
-    def data(self) -> frozenset[int]:
-        """The inputs whose gradient is not made."""
-        return frozenset(self.inputs) - self.wanted
+    def backward(self) -> frozenset[int]:
+        """The units that have a backward: they train something, or someone before them does."""
+        units = enumerate(self.units)
+        return frozenset(u for u, unit in units if self.trains(u) or not self.constant.issuperset(unit.inputs))
+
+    def trains(self, unit: int) -> bool:
+        return any(self.trainable[p] for p in self.units[unit].pages)
+
+    def part_of(self, op: str, unit: int) -> str | None:
+        """What a unit does while its stage does F, E, B, I or W. Below the first trained unit nothing runs backward.
+        Nobody waits for the gradient of a constant input, and parameters that are not trained have none: then the half
+        that is left is all of it."""
+        if op in "FE":
+            return op
+        if unit not in self.backward:
+            return None
+        if op == "B":
+            return op
+        if self.constant.issuperset(self.units[unit].inputs):
+            return "B" if op == "W" else None
+        if not self.trains(unit):
+            return "B" if op == "I" else None
+        return op
 
     @cached_property
     def used(self) -> tuple[int, ...]:
@@ -133,6 +155,21 @@ class Stage:
     def sends_last(self, edge: Edge) -> bool:
         """Whether a value is not needed on this rank any more once it is sent."""
         return edge.gradient or edge.value not in self._read_here
+
+
+def constants(
+    rows: Iterable[tuple[Iterable[Hashable], Iterable[int], Iterable[int]]],
+    trained: Collection[Hashable],
+    data: Iterable[int],
+) -> frozenset[int]:
+    """The values whose gradient nobody reads: `data`, and what follows from those and untrained parameters alone.
+
+    rows: in execution order: parameters or pages, values read, values given. trained: of the parameters or pages."""
+    found = set(data)
+    for used, read, given in rows:
+        if found.issuperset(read) and not any(one in trained for one in used):
+            found.update(given)
+    return frozenset(found)
 
 
 def readers(rows: Sequence[Row], here: Iterable[int], outputs: Sequence[int]) -> tuple[StageUnit, ...]:
@@ -200,14 +237,16 @@ _OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | Non
     "coded": lambda a, s, n: _each({a.unit} & s.coded),
     "twins": lambda a, s, n: _each(s.ties.get(_unit(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],
+    "back": lambda a, s, n: [(a.unit, a.mb)] if a.unit in s.backward else [],
     "moving": lambda a, s, n: _each({a.unit} & s.moving),
     "pages": lambda a, s, n: _each(s.units[_unit(a)].pages),
     "trained": lambda a, s, n: _each(p for p in s.units[_unit(a)].pages if s.trainable[p]),
     "inputs": lambda a, s, n: _each(s.used, a.mb),
     "outputs": lambda a, s, n: _each(s.outputs, a.mb),
-    "made": lambda a, s, n: _each((v for v in s.outputs if v not in s.data), a.mb),
+    "made": lambda a, s, n: _each((v for v in s.outputs if v not in s.constant), a.mb),
     "last": lambda a, s, n: _each(s.units[_unit(a)].takes, a.mb),
     "kept": lambda a, s, n: _each(s.units[_unit(a)].reads, a.mb),
     "out": lambda a, s, n: _each(s.units[_unit(a)].gives, a.mb),
-    "in": lambda a, s, n: _each((v for v in s.units[_unit(a)].inputs if v not in s.data), a.mb),
+    "found": lambda a, s, n: _each((v for v in s.units[_unit(a)].gives if v not in s.constant), a.mb),
+    "in": lambda a, s, n: _each((v for v in s.units[_unit(a)].inputs if v not in s.constant), a.mb),
 }

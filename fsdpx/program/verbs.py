@@ -9,9 +9,10 @@ In the table a slot is written as a kind and what it ranges over:
                      that are trained;  "total:twins"  of the pages of this rank that hold one parameter
     "act:last"       activations that this unit is the last to read;  "act:kept"  those read again later
     "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
-    "dact:out" "dact:in" "dact:made"  gradients of the unit's outputs, its inputs, and the model's outputs, each without
-                     the model's inputs, unless the caller asks for their gradients
-    "stats:moving"   of the action's unit, if it has running statistics;  "saved:unit"  per unit and microbatch
+    "dact:found" "dact:in" "dact:made"  gradients of the unit's outputs, its inputs, and the model's outputs, each
+                     without constants: values whose gradient nobody reads
+    "stats:moving"   of the action's unit, if it has running statistics;  "kept:unit"  per unit and microbatch
+    "saved:back"     likewise, if the unit has a backward
     "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
     "final:page" "final:all"  gradients as they are updated with: "total", or "tied" where TIE sums it with other ranks'
     "edge:last" "edge:kept" "edge:arrives"  what travels: an activation, or its gradient on the way back
@@ -96,13 +97,14 @@ VERBS: dict[str, Verb] = {
     "FREE": Verb(takes=("full:page",), lane="host", about="page"),
     # compute
     "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
-              gives=("act:out", "saved:unit")),
+              gives=("act:out", "saved:back")),
     "E": Verb(takes=("act:last",), reads=("full:pages", "act:kept", "stats:moving"), gives=("act:out",)),
     "C": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
               gives=("act:out", "held:unit")),
     "R": Verb(takes=("held:unit",), reads=("full:pages", "stats:moving"), gives=("saved:unit",)),
-    "B": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages", "stats:moving"), adds=("grad:trained", "dact:in")),
-    "I": Verb(takes=("dact:out", "saved:unit"), reads=("full:pages", "stats:moving"), adds=("dact:in",),
+    "B": Verb(takes=("dact:found", "saved:unit"), reads=("full:pages", "stats:moving"),
+              adds=("grad:trained", "dact:in")),
+    "I": Verb(takes=("dact:found", "saved:unit"), reads=("full:pages", "stats:moving"), adds=("dact:in",),
               gives=("kept:unit",)),
     "W": Verb(takes=("kept:unit",), adds=("grad:trained",)),
     # gradients; the sum of a reduce may go straight to where the part is kept

@@ -49,7 +49,8 @@ class Pipe:
         programs = []
         for rank, stage in enumerate(stages):
             order = None if request.order is None else self.order(request.microbatches, rank)
-            programs.append(compile(replace(bare, stage=stage, order=order)))
+            seen = replace(stage, trainable=request.stage.trainable, constant=request.stage.constant)
+            programs.append(compile(replace(bare, stage=seen, order=order)))
         check_pipe(programs)
         last = request.microbatches - 1
         if any(tag(stages[0], e, last, request.microbatches) >= TAGS for e in stages[0].edges):

@@ -237,7 +237,7 @@ def _stages(layout: Layout, codec: Codec, axes: Axes) -> tuple[Stage, ...]:
     wide = axes.shard.size > 1 or axes.replica.size > 1
     return pipeline(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],
-        [page.trainable for page in layout.pages],
+        layout.trainable(),
         range(len(layout.inputs)),
         layout.outputs,
         [unit.stage for unit in layout.units],
@@ -246,4 +246,5 @@ def _stages(layout: Layout, codec: Codec, axes: Axes) -> tuple[Stage, ...]:
         [page.index for page in layout.pages if page.partial],
         moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
         coded=[page.index for page in layout.pages if page.trainable and wide and codec.memory(page.size)],
+        constant=layout.constant(),
     )

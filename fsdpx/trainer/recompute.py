@@ -30,7 +30,12 @@ def recomputed_units(
         chosen = [_within(choice.budget, placement, stage, order, batch) for stage, order in ranks]
         return frozenset().union(*chosen)
     step = choice.every
-    return frozenset(u for s in stages for u in s.here[step - 1 :: step]) if step else frozenset()
+    return frozenset(u for s in stages for u in _kept(s)[step - 1 :: step]) if step else frozenset()
+
+
+def _kept(stage: Stage) -> list[int]:
+    """The units of a rank that keep something for backward."""
+    return [u for u in stage.here if u in stage.backward]
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def _within(
     budget: int, placement: Placement, stage: Stage, order: Sequence[Action], batch: Microbatch
 ) -> frozenset[int]:
     """As few units of one rank of the pipe as it takes: those that save most go first."""
-    sizes = {u: kept_bytes(placement, stage, u, batch) for u in stage.here}
+    sizes = {u: kept_bytes(placement, stage, u, batch) for u in _kept(stage)}
     chosen: set[int] = set()
     for u in sorted(sizes, key=lambda u: sizes[u].inputs - sizes[u].whole):
         if _peak(stage, order, sizes, chosen) <= budget:
@@ -71,12 +76,13 @@ def _peak(stage: Stage, order: Sequence[Action], sizes: Mapping[int, Kept], chos
     for action in order:
         assert action.unit is not None
         for u in parts[action.unit] if action.op == "F" else reversed(parts[action.unit]):
-            if action.op == "F":
+            op = stage.part_of(action.op, u) if u in sizes else None
+            if op == "F":
                 now += kept[u]
-            if action.op in "BI":
+            if op in ("B", "I"):
                 most = max(most, now - kept[u] + sizes[u].whole)  # all of it is there once more
-                now += (sizes[u].late if action.op == "I" else 0) - kept[u]
-            if action.op == "W":
+                now += (sizes[u].late if op == "I" else 0) - kept[u]
+            if op == "W":
                 now -= sizes[u].late
             most = max(most, now)
     return most
@@ -101,11 +107,11 @@ def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, t
         {name: xp.ShapeArray(spread.shape(spec), placement.compute) for name, spec in node.layer.specs().items()}
         for node in one.nodes
     ]
-    saved = compute.forward(one, envs, params, values, True, Stacks())
+    saved = compute.forward(one, envs, params, values, True, Stacks(), stage.constant)
     mine = {key for p in params for key, _ in roots(p)}
     whole, inputs = _total(roots(saved), mine), _total(roots(read), mine)
-    dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives}
-    late = compute.backward_input(one, envs, params, saved, dvalues)
+    dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives if v not in stage.constant}
+    late = compute.backward_input(one, envs, params, saved, dvalues, stage.constant)
     return Kept(whole, inputs, _total(roots(late), mine))
 
 

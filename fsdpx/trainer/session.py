@@ -16,8 +16,9 @@ from fsdpx.engine.executable import Executable
 from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
-from fsdpx.program import Program, Request, Slot, compile, one_by_one
+from fsdpx.program import Program, Request, Slot, Stage, compile, one_by_one
 from fsdpx.state.clock import BATCHES
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.trainer import batch as batches
@@ -46,6 +47,7 @@ class Session:
         self._told_idle = False
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
+        self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by what is frozen, and inputs wanted
 
     # -- how calls begin -----------------------------------------------------------------------------------------------
 
@@ -137,12 +139,12 @@ class Session:
 
     # -- programs ------------------------------------------------------------------------------------------------------
 
-    def run(self, kind: str, feed: Feed, local: bool = False, wanted: frozenset[int] = frozenset()) -> dict[Slot, Any]:
-        """Run a program. local: gradients stay on this rank, whatever the placement says. wanted: inputs whose
-        gradient is a result."""
+    def run(self, kind: str, feed: Feed, local: bool = False) -> dict[Slot, Any]:
+        """Run a program. local: gradients stay on this rank, whatever the placement says."""
         request = self.request(kind, len(feed.batch), local)
-        if wanted:
-            request = replace(request, stage=replace(request.stage, wanted=wanted))
+        if kind in ("forward", "backward"):
+            (batch,) = feed.batch
+            request = replace(request, stage=self._stage(batch))
         # memory that ranks share is made together: what they ran before is the same, what it left may not be
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
@@ -189,7 +191,7 @@ class Session:
         steps = kind in ("step", "accumulate", "local")
         return Request(
             kind,
-            place.stage,
+            self._stage(),
             microbatches,
             keep_full=place.keep_full,
             reduce_each=place.reduce_each and not local,
@@ -203,6 +205,17 @@ class Session:
             commit=self.commit is not None,
             normed=place.options.clip_norm is not None or self.state.scaler.dynamic,
         )
+
+    def _stage(self, wanted: Microbatch | None = None) -> Stage:
+        """The model as this rank of the pipe sees it, with what is frozen for now. wanted: the gradients of its inputs
+        are a result, except those of whole numbers."""
+        place, frozen = self.place, self.state.frozen
+        inputs = () if wanted is None else wanted.inputs
+        key = (frozen, frozenset(v for v, x in enumerate(inputs) if not is_index(x)))
+        if key not in self._stages:
+            trainable, constant = place.layout.trainable(frozen), place.layout.constant(*key)
+            self._stages[key] = replace(place.stage, trainable=trainable, constant=constant)
+        return self._stages[key]
 
     @property
     def program(self) -> Program:

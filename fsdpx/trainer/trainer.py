@@ -26,7 +26,6 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, DataError, RankLost
-from fsdpx.nn.numeric import is_index
 from fsdpx.optim import rate
 from fsdpx.program import Program, Slot
 from fsdpx.state.feed import Feed
@@ -162,8 +161,7 @@ class Trainer:
             session.begin("backward")
         (batch,) = feed.batch
         assert batch is not None
-        wanted = frozenset(v for v, x in zip(session.place.stage.inputs, batch.inputs, strict=True) if not is_index(x))
-        found = session.run("backward", feed, local=self._local, wanted=wanted)
+        found = session.run("backward", feed, local=self._local)
         return _one(input_gradients(session.place, found, batch, session.state.scaler.value))
 
     def update(self) -> float:

@@ -18,7 +18,10 @@ SKIP = Stage.of([((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (1, 2), (3,))], 
 FROZEN = Stage.of([((0, 1), (0,), (1,)), ((2,), (1,), (2,))], [True, False, True], [0], [2])
 """The first unit has a page that is not trained."""
 
-STAGES = {"chain": CHAIN, "tied": TIED, "skip": SKIP, "frozen": FROZEN}
+TRUNK = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [False, False, True, False], [0], [4])
+"""Four units in a row, of which the third one is trained."""
+
+STAGES = {"chain": CHAIN, "tied": TIED, "skip": SKIP, "frozen": FROZEN, "trunk": TRUNK}
 PLACEMENTS = {"ddp": (True, False), "zero2": (True, True), "fsdp": (False, True), "kept-grads": (False, False)}
 
 
@@ -37,9 +40,10 @@ TWINS = [((0,), (0,), (1,)), ((1,), (1,), (2,)), ((2,), (2,), (3,)), ((3, 4), (3
 """Four units in a row; the last one reads what the first one gave as well, and has a copy of its page."""
 
 
-def twins(home: Iterable[int]) -> tuple[Stage, ...]:
+def twins(home: Iterable[int], frozen: Iterable[int] = ()) -> tuple[Stage, ...]:
     """One stage per unit of TWINS; unit 1 has running statistics, the codec of page 2 keeps memory."""
-    return pipeline(TWINS, [True] * 5, [0], [4], (0, 1, 2, 3), tuple(home), ((0, 4),), moving=[1], coded=[2])
+    trained = [page not in frozen for page in range(5)]
+    return pipeline(TWINS, trained, [0], [4], (0, 1, 2, 3), tuple(home), ((0, 4),), moving=[1], coded=[2])
 
 
 def pipe(
@@ -49,15 +53,18 @@ def pipe(
     recompute: bool = False,
     commit: bool = False,
     normed: bool = False,
+    frozen: tuple[int, ...] = (),
 ) -> list[Program]:
     """The programs of all ranks of a pipe with four stages."""
     per_rank = {"interleaved": 2, "zbv": 2}.get(name, 1)
     made = schedule(name, 4 // per_rank, microbatches, per_rank)
     again = frozenset(range(4)) if recompute else frozenset()
-    request = replace(requests("step", twins(made.home)[0], microbatches, placement), commit=commit, normed=normed)
+    request = replace(
+        requests("step", twins(made.home, frozen)[0], microbatches, placement), commit=commit, normed=normed
+    )
     return [
         compile(replace(request, stage=stage, order=made.ranks[stage.rank], recompute=again & set(stage.here)))
-        for stage in twins(made.home)
+        for stage in twins(made.home, frozen)
     ]
 
 
@@ -68,6 +75,7 @@ def pipes() -> dict[str, list[Program]]:
         "zb-h1-zero2-recompute": pipe("zb-h1", 2, "zero2", recompute=True),
         "interleaved-kept-grads-commit": pipe("interleaved", 2, "kept-grads", commit=True),
         "zbv-ddp": pipe("zbv", 2, "ddp", normed=True),
+        "trunk-zb-h1-fsdp": pipe("zb-h1", 2, recompute=True, frozen=(0, 1, 3, 4)),
     }
 
 

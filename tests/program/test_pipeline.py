@@ -25,6 +25,27 @@ def test_every_schedule_comes_to_its_end(name: str, placement: str, recompute: b
         prove(pipe(name, microbatches, placement, recompute))
 
 
+@pytest.mark.parametrize("frozen", [(0, 4), (0, 1, 4), (2,), (1, 2, 3), (3,), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_nobody_trains_has_no_backward(name: str, frozen: tuple[int, ...]) -> None:
+    for recompute in (False, True):
+        found = pipe(name, 3, recompute=recompute, frozen=frozen)
+        prove(found)
+        for program in found:
+            stage = program.stage
+            edges = [stage.edges[a.unit] for a in program.actions if a.op in ("SEND", "RECV")]
+            assert not any(edge.gradient and edge.value in stage.constant for edge in edges)
+            for action in program.actions:
+                unit = action.unit
+                if action.op in ("B", "I", "W", "C", "R"):
+                    assert unit in stage.backward, action
+                if action.op in ("I", "W"):
+                    assert stage.trains(unit), action
+                    assert not stage.constant.issuperset(stage.units[unit].inputs), action
+                if action.op in ("REDUCE", "UPDATE"):
+                    assert unit not in frozen
+
+
 @pytest.mark.parametrize("name", PIPES)
 def test_deleted_or_repeated_actions_are_rejected(name: str) -> None:
     """Whatever `check` cannot see on its rank, `check_pipe` sees beside the others."""

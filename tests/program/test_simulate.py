@@ -153,9 +153,10 @@ def test_a_plan_that_waits_for_ever_is_named() -> None:
 
 
 def compiled(plan: PipelineSchedule, keep_full: bool = True) -> list[Program]:
-    """A chain with one unit per stage."""
+    """A chain with one unit per stage, all of which have a gradient of their input to make."""
     units = [((u,), (u,), (u + 1,)) for u in range(plan.stages)]
-    stages = pipeline(units, [True] * plan.stages, [0], [plan.stages], range(plan.stages), plan.home)
+    known = (units, [True] * plan.stages, [0], [plan.stages], range(plan.stages), plan.home)
+    stages = pipeline(*known, constant=frozenset())
     return [
         compile(Request("step", stage, plan.microbatches, keep_full=keep_full, reduce_each=False, order=row))
         for stage, row in zip(stages, plan.ranks, strict=True)
