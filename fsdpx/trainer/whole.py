@@ -30,7 +30,7 @@ def whole_gradients(state: TrainState) -> dict[str, np.ndarray]:
     """The same of the gradients in the store, not yet divided by the weight. Collective."""
 
     def flat(page: Page) -> Any:
-        p, total = page.index, state.placement.xp.zeros((page.size,), dtype=state.placement.dtype)
+        p, total = page.index, state.placement.xp.zeros((page.size,), dtype=state.placement.formats.gradients)
         if (part := state.store.get(Slot("part", p))) is not None:
             total = _over_shards(state, page, part)
             state.placement.axes.replica.all_reduce(total, ReduceOp.SUM, what="gradients").wait()

@@ -11,7 +11,7 @@ from fsdpx.comm import Communicator
 from fsdpx.comm.communicator import DONE
 from fsdpx.program import Action, Slot
 
-FP16 = Precision(params="float16", loss_scale="dynamic")
+FP16 = Precision(param="float16", loss_scale="dynamic")
 CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (3, {"microbatches": 2}),
     "clipped": (3, {"microbatches": 2, "clip_norm": 0.1}),
