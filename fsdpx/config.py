@@ -164,6 +164,8 @@ class Precision:
             raise ConfigError(f"Precision(frozen={self.frozen!r}): choose int8 or None")
         if self.frozen and self.compute not in ("float32", "bf16"):
             raise ConfigError(f"Precision(compute={self.compute!r}, frozen='int8'): int8 goes with float32 or bf16")
+        if self.frozen and self.master == "bf16":
+            raise ConfigError("Precision(master='bf16', frozen='int8'): beside int8 a master is float32")
         if self.block is None:
             return
         if self.frozen is None:

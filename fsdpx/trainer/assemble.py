@@ -123,15 +123,17 @@ def _asked(choice: str | Precision | None, xp: Any) -> Precision:
 
 
 def _products(world: Communicator, formats: Precision, xp: Any) -> str:
-    """What computes the products of 16-bit matrices; a warning, once, where it is slower than float32."""
+    """What computes the products of 16-bit matrices, and of 8-bit ones: their results depend on it. A warning, once,
+    where it is slower than float32."""
+    whole = blas.integers.chosen() if formats.frozen and xp is np else ""
     if formats.compute == formats.gradients or xp is not np:
-        return ""
+        return whole
     name = dtype_of(formats.compute).name
     library, able = blas.halves.chosen(name), blas.halves.instructions(name)
     if library == blas.halves.WIDENED and world.rank == 0:
         why = "oneDNN is not installed (pip install 'fsdpx[onednn]')" if able else NOTHING
         warnings.warn(f"fsdpx: {formats.compute} is computed as float32, slower than float32: {why}", stacklevel=2)
-    return library
+    return f"{library} {whole}"
 
 
 NOTHING = "this processor has no instructions for it"

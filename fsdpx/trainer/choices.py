@@ -69,7 +69,7 @@ def agree(world: Communicator, *choices: Any) -> None:
     """All ranks must have asked for the same; ConfigError on all of them names the ranks and the first difference."""
     names = (
         "mesh", "strategy", "precision", "options", "model", "layers", "stages", "schedule", "tensor plan", "optimizer",
-        "loss", "codec", "microbatches", "device", "library of 16-bit products",
+        "loss", "codec", "microbatches", "device", "libraries of 16-bit and 8-bit products",
     )  # fmt: skip
     everyone = world.all_gather_object([_text(choice) for choice in choices])
     for rank, texts in enumerate(everyone):

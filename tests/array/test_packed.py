@@ -1,5 +1,6 @@
 """Matrices in 8 bits: what is stored is near by the bound of the format, and products are those of what is stored."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.array import blas, kernels, parallel, shapes
+from fsdpx.array.blas import integers, onednn
 from fsdpx.array.namespace import dtype
 from fsdpx.array.packed import Packed, Packing, Rows
 from fsdpx.errors import DataError
 from fsdpx.nn import numeric
 
 SINGLE, BF16 = np.dtype("f4"), dtype("bf16")
+DIGITS = 2.0**-22
+"""What is lost of a row in three digits, as a part of its largest element."""
 SIZES = st.one_of(st.integers(1, 9), st.sampled_from([31, 32, 33, 64, 65, 130]))
 BLOCKS = st.sampled_from([None, 8, 31, 64])
 
@@ -113,6 +117,7 @@ def test_products_are_those_of_what_is_stored(compiled, of, m, k, n, block, seed
     for got, left, right, shift in ((y, x, exact.T, bias.astype("f8")), (dx, dy, exact, 0.0)):
         want, terms = left.astype("f8") @ right, np.abs(left.astype("f8")) @ np.abs(right) + np.abs(shift)
         bound = (right.shape[0] + 4) * 2.0**-23 * terms + size * (2 * terms + np.abs(want + shift))
+        bound += DIGITS * np.abs(left.astype("f8")).max(axis=1, keepdims=True) * np.abs(right).sum(axis=0)
         assert np.all(np.abs(got.astype("f8") - want - shift) <= bound)
 
 
@@ -122,17 +127,19 @@ def test_products_are_within_half_a_scale_of_the_matrix_that_was_given() -> None
     want = x.astype("f8") @ weight.T.astype("f8")
     bound = np.abs(x).sum(axis=1, dtype="f8")[:, None] * matrix.scales[:, 0].astype("f8") / 2
     noise = 204 * 2.0**-23 * (np.abs(x) @ np.abs(matrix.dense()).T)
+    noise += DIGITS * np.abs(x).max(axis=1, keepdims=True) * np.abs(matrix.dense()).sum(axis=1)
     for rows in (1, 8, 40):
         y = numeric.affine(np, x[:rows], matrix, None)
         assert np.all(np.abs(y - want[:rows]) <= bound[:rows] + noise[:rows])
 
 
 def test_no_result_depends_on_the_threads() -> None:
-    x, matrix = np.random.default_rng(0).standard_normal((4, 600)).astype("f4"), stored(normal((900, 600), 1))
-    alone = numeric.affine(np, x, matrix, None)
+    x, matrix = np.random.default_rng(0).standard_normal((300, 600)).astype("f4"), stored(normal((900, 600), 1))
+    alone = [numeric.affine(np, x[:rows], matrix, None) for rows in (4, 300)]
     parallel.set_threads(3)
     try:
-        np.testing.assert_array_equal(numeric.affine(np, x, matrix, None), alone)
+        for rows, want in zip((4, 300), alone, strict=True):
+            np.testing.assert_array_equal(numeric.affine(np, x[:rows], matrix, None), want)
     finally:
         parallel.set_threads(1)
 
@@ -163,3 +170,47 @@ def test_nan_in_the_input_goes_where_it_belongs() -> None:
         with kernels.use("default"):
             y = numeric.affine(np, x, matrix, None)
         assert np.isnan(y).any(axis=1).tolist() == [i == 1 for i in range(rows)]
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.integers(1, 5), SIZES, st.integers(-130, 120), st.integers(0, 99))
+def test_three_digits_are_a_row_but_for_its_last_bits(m, k, power, seed) -> None:
+    from fsdpx.array.kernels.compiled.packed import apart
+
+    x = (np.random.default_rng(seed).standard_normal((m, k)) * 2.0**power).astype("f4")
+    digits, unit = np.empty((3, m, k), np.int8), np.empty(m, "f4")
+    assert apart(x, digits, unit)
+    first, second, third = digits.astype("f8")
+    top = np.maximum(np.abs(x).max(axis=1, keepdims=True).astype("f8"), 2.0**-100)
+    assert np.all(np.abs((first + second / 254 + third / 254**2) * unit[:, None] - x) <= DIGITS * top)
+    assert np.abs(digits.astype("i4")).max() <= 127
+
+
+@pytest.fixture
+def anew() -> Iterator[None]:
+    integers.library.cache_clear()
+    yield
+    integers.library.cache_clear()
+
+
+@pytest.mark.usefixtures("anew")
+def test_a_library_that_multiplies_wrongly_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong:
+        path, version = "/lib/wrong", "1.0"
+
+        def product(self, out: np.ndarray, a: np.ndarray, b: np.ndarray, *rest: Any) -> None:
+            out[...] = np.clip(a.astype("f4") @ b.astype("f4"), -32768, 32767)  # as sums in 16 bits
+
+    monkeypatch.setattr(integers, "told", lambda name: "avx512_vnni")
+    monkeypatch.setattr(onednn, "found", Wrong)
+    with pytest.warns(RuntimeWarning, match=r"/lib/wrong \(1.0\) multiplies int8 wrongly .* and is not used"):
+        assert integers.chosen() == ""
+    x, matrix = np.ones((9, 70), "f4"), stored(normal((20, 70), 0))
+    np.testing.assert_allclose(numeric.affine(np, x, matrix, None), x @ matrix.dense().T, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.usefixtures("anew")
+def test_without_instructions_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integers, "told", lambda name: "avx2 avx512f")
+    monkeypatch.setattr(onednn, "found", lambda: pytest.fail("asked"))
+    assert integers.chosen() == ""

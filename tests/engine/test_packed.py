@@ -84,6 +84,7 @@ def test_a_layer_is_within_half_a_scale_of_float32(size: int, block: int | None)
     scale = (top / 127 * (1 + 2.0**-15))[:, np.arange(50) // width]
     assert np.all(np.abs(kept - weight) <= scale / 2)
     noise = 54 * 2.0**-22 * (np.abs(x) @ np.abs(weight).T)
+    noise += 2.0**-22 * np.abs(x).max(axis=1, keepdims=True) * np.abs(weight).sum(axis=1)
     assert np.all(np.abs(got - want) <= np.abs(x) @ (scale / 2).T + noise)
 
 
@@ -216,6 +217,7 @@ def test_layers_that_cannot_say_so_by_name(capsys: Any) -> None:
     [
         ({"frozen": "int4"}, r"Precision\(frozen='int4'\): choose int8 or None"),
         ({"compute": "float64", "frozen": "int8"}, "int8 goes with float32 or bf16"),
+        ({"compute": "bf16", "master": "bf16", "frozen": "int8"}, "beside int8 a master is float32"),
         ({"block": 64}, r"Precision\(block=64\): blocks are of frozen='int8'"),
         ({"frozen": "int8", "block": 4}, r"Precision\(block=4\): a whole number of elements, 8 or more"),
         ({"frozen": "int8", "block": 64.0}, r"Precision\(block=64.0\): a whole number of elements, 8 or more"),

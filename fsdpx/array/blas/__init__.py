@@ -1,11 +1,11 @@
 """Matrix products by the chosen libraries, written or added in place."""
 
-from fsdpx.array.blas import halves, packed
+from fsdpx.array.blas import halves, integers, packed
 from fsdpx.array.blas.choice import available, choose, chosen, pointer, threads
 from fsdpx.array.blas.measure import measure
 from fsdpx.array.blas.products import affine, gemm, line, line_backward, linear_backward, linear_gradients
 
 __all__ = [
-    "affine", "available", "choose", "chosen", "gemm", "halves", "line", "line_backward", "linear_backward",
+    "affine", "available", "choose", "chosen", "gemm", "halves", "integers", "line", "line_backward", "linear_backward",
     "linear_gradients", "measure", "packed", "pointer", "threads",
 ]  # fmt: skip

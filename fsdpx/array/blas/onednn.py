@@ -20,7 +20,7 @@ __all__ = ["OneDNN", "found"]
 
 CPU, IN_ORDER = 1, 1  # values of dnnl.h
 SOURCE, WEIGHTS, BIAS, RESULT = 1, 33, 41, 17
-TYPES = {"float32": 3, "bfloat16": 2, "float16": 1}
+TYPES = {"float32": 3, "bfloat16": 2, "float16": 1, "int8": 5}
 MOST = 512
 """Products that a thread keeps ready; all are forgotten when there are more."""
 
@@ -48,7 +48,7 @@ class OneDNN:
 
     def product(self, out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
         """out = a @ b + bias, or out += a @ b: bfloat16 or float16 `(m, k)` and `(k, n)`, with unit stride in one of
-        their dims, into rows of their format or float32; bias `(n,)`."""
+        their dims, into rows of their format or float32; bias `(n,)`. Or int8 into rows of float32."""
         key = (a.shape, b.shape, a.strides, b.strides, out.strides, out.dtype.char, accumulate, bias is not None)
         known = self._known()
         entry = known.get(key)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array import parallel
-from fsdpx.array.blas import halves
+from fsdpx.array.blas import halves, integers
 from fsdpx.array.blas.products import gemm
 from fsdpx.array.kernels.choice import installed
 from fsdpx.array.kernels.half import narrowed, widened
@@ -17,25 +17,59 @@ from fsdpx.array.packed import Packed
 
 __all__ = ["affine", "product"]
 
-FEW = 8
-"""Rows up to which a matrix is widened in registers, once for each: a quarter of the bytes is read from memory."""
-AT_ONCE = 1 << 19
-"""Elements of the matrix that are widened in memory at once: they stay in the second cache."""
+FEW, FEWER = 8, 4
+"""Rows up to which a matrix is widened in registers, once for each: a quarter of the bytes is read from memory. FEWER
+where whole numbers can be multiplied as they are, or a row has several scales."""
+AT_ONCE = 1 << 20
+"""Elements of the matrix that are widened in memory at once."""
+ROWS = 128
+"""Rows of the input whose digits are multiplied at once."""
+HALVES = 64
+"""Rows of bfloat16 up to which digits are as fast as a matrix that is widened to bfloat16, and nearer."""
+LONGEST = 1 << 17
+"""Terms whose sum is less than 2^31, whatever the numbers are."""
+NOTHING = np.empty(0, np.float32)
 
 
 def affine(out: np.ndarray, x: np.ndarray, weight: Packed, bias: np.ndarray | None) -> None:
     """out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)` in the dtype of x, float32 or bfloat16."""
-    if x.shape[0] <= FEW and installed():
-        total = np.empty((weight.shape[0], x.shape[0]), np.float32)
-        few = np.require(widened(np, x), requirements=("C", "A", "W"))
-        work = total.size * x.shape[1]
-        parallel.over(_compiled("dots"), (total, weight.stored, weight.scales), few, _block(weight), work=work)
+    rows, alone = x.shape[0], weight.packing.block is None
+    digits = alone and x.shape[1] <= LONGEST and installed() and integers.library() is not None
+    if rows <= (FEWER if digits or not alone else FEW) and installed():
+        total = np.empty((weight.shape[0], rows), np.float32)
+        some = (total, weight.stored, weight.scales)
+        parallel.over(_compiled("dots"), some, _plain(widened(np, x)), _block(weight), work=total.size * x.shape[1])
         _put(out, total.T, bias)
+    elif digits and weight.size and (x.dtype == np.float32 or rows <= HALVES):
+        total = out if out.dtype == np.float32 else np.empty(out.shape, np.float32)
+        cut = [slice(start, start + ROWS) for start in range(0, rows, ROWS)]
+        wide, shift = _plain(widened(np, x)), NOTHING if bias is None else _plain(widened(np, bias))
+        parallel.run(_by_digits, [(total[some], wide[some], weight, shift) for some in cut])
+        if total is not out:
+            out[...] = narrowed(np, total, out.dtype)
+    else:
+        _widened(out, x, weight)
+        if bias is not None:
+            _put(out, widened(np, out), bias)
+
+
+def _by_digits(out: np.ndarray, x: np.ndarray, weight: Packed, bias: np.ndarray) -> None:
+    """x as three whole numbers of 8 bits: products of those are exact."""
+    library = integers.library()
+    assert library is not None
+    digits, unit = np.empty((3, *x.shape), np.int8), np.empty(len(x), np.float32)
+    if not _compiled("apart")(x, digits, unit):  # NaN and Inf have none
+        _widened(out, x, weight)
+        out += bias if bias.size else 0
         return
+    products = np.empty((3, *out.shape), np.float32)
+    library.product(products.reshape(-1, out.shape[1]), digits.reshape(-1, x.shape[1]), weight.codes.T, False, None)
+    _compiled("together")(out, products, unit, weight.scales[:, 0].copy(), bias)
+
+
+def _widened(out: np.ndarray, x: np.ndarray, weight: Packed) -> None:
     for start, stop, values in _pieces(weight, x.dtype):
         _multiply(out[:, start:stop], x, values.T, False)
-    if bias is not None:
-        _put(out, widened(np, out), bias)
 
 
 def product(out: np.ndarray, x: np.ndarray, weight: Packed) -> None:
@@ -73,6 +107,11 @@ def _pieces(weight: Packed, dtype: np.dtype) -> Iterator[tuple[int, int, np.ndar
         else:
             values[...] = weight[start:stop]
         yield start, stop, values
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+    """x in the one layout that loops are compiled for."""
+    return np.require(x, requirements=("C", "A", "W"))
 
 
 def _block(weight: Packed) -> int:

@@ -62,7 +62,7 @@ SAMPLES: dict[str, Sample] = {
     "max_pool2d": lambda x, w, s: kernels.max_pool2d(np, _image(x), WINDOW),
     "max_pool2d_backward": lambda x, w, s: _max_pool(x),
     "normal": lambda x, w, s: normal(0, "", 0, 6),
-    "packed": lambda x, w, s: _packed(),
+    "packed": lambda x, w, s: _packed(x.dtype),
     "rms_norm": lambda x, w, s: kernels.rms_norm(np, x, w, 1e-5),
     "rms_norm_backward_input": lambda x, w, s: kernels.rms_norm_backward_input(np, x, w, s[:2], x),
     "rms_norm_backward_params": lambda x, w, s: kernels.rms_norm_backward_params(np, x, s[:2], x, s),
@@ -144,12 +144,13 @@ def _linear(x: Any, w: Any, s: Any) -> None:
     blas.linear_backward(np.empty_like(x), (weight, False), (w.copy(), False), y, x, weight.copy())
 
 
-def _packed() -> None:
-    """Products with a matrix in 8 bits, of few rows and of many, in the formats that there are."""
-    packing = Packing(None, np.dtype(np.float32))
-    weight = Packed(np.zeros(packing.nbytes((3, 3)), np.uint8), (3, 3), packing)
-    for x in (np.zeros((rows, 3), np.float32) for rows in (1, 16)):
-        blas.packed.affine(np.empty_like(x), x, weight, None)
+def _packed(dtype: Any) -> None:
+    """Products with matrices in 8 bits, of few rows and of many, and their gradients."""
+    for packing in (Packing(None, dtype), Packing(2, dtype)):
+        weight = Packed(np.zeros(packing.nbytes((3, 3)), np.uint8), (3, 3), packing)
+        for x in (np.zeros((rows, 3), dtype) for rows in (1, 16)):
+            blas.packed.affine(np.empty_like(x), x, weight, None)
+            blas.packed.product(np.empty_like(x), x, weight)
 
 
 def _through(x: Any, name: str) -> None:

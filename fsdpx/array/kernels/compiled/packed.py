@@ -9,7 +9,11 @@ import numpy as np
 from fsdpx.array.kernels.compiled.bits import put
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
 
-__all__ = ["dots", "widen"]
+__all__ = ["apart", "dots", "together", "widen"]
+
+DIGIT = np.float32(254)
+"""A rest of half a unit at most is 127 units of the next digit."""
+LEAST = np.float32(2.0**-100)
 
 
 @jit(fastmath=REORDER)
@@ -42,3 +46,44 @@ def widen(out: Any, stored: Any, scales: Any, block: int) -> None:
             row = numbers[j, b * block : min(b * block + block, columns)]
             for n in range(into.size):
                 into[n] = put(out, np.float32(row[n]) * scale)
+
+
+@jit
+def apart(x: Any, digits: Any, unit: Any) -> bool:
+    """x[i] as three digits from -127 to 127, the first of unit[i], each next one of 1/254 of it: the rest is 2^-22 of
+    the row's largest number at most. False if there is NaN or Inf."""
+    bits = x.view(np.int32)
+    top = np.zeros(1, np.int32)
+    for i in range(x.shape[0]):
+        row, some = x[i], bits[i]
+        most = np.int32(0)
+        for n in range(some.size):
+            most = max(most, some[n] & np.int32(0x7FFFFFFF))
+        if most >= np.int32(0x7F800000):
+            return False
+        top[0] = most
+        scale = max(top.view(np.float32)[0], LEAST) / np.float32(127)
+        unit[i] = scale
+        first, second, third = digits[0, i], digits[1, i], digits[2, i]
+        for n in range(row.size):
+            rest = row[n] / scale
+            digit = np.rint(rest)
+            first[n] = np.int8(digit)
+            rest = (rest - digit) * DIGIT
+            digit = np.rint(rest)
+            second[n] = np.int8(digit)
+            third[n] = np.int8(np.rint((rest - digit) * DIGIT))
+    return True
+
+
+@jit
+def together(out: Any, products: Any, unit: Any, scales: Any, bias: Any) -> None:
+    """out = what the products of the three digits of x stand for, plus bias (none if it is empty)."""
+    for i in range(out.shape[0]):
+        row, first, second, third = out[i], products[0, i], products[1, i], products[2, i]
+        for j in range(row.size):
+            total = first[j] + (second[j] + third[j] / DIGIT) / DIGIT
+            row[j] = total * scales[j] * unit[i]
+        if bias.size:
+            for j in range(row.size):
+                row[j] += bias[j]

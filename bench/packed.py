@@ -1,0 +1,77 @@
+"""Products with matrices in 8 bits beside float32 and bf16: x (rows, n) times a matrix (n, n), in microseconds.
+
+    python bench/packed.py [--rows 1 8 64 512 4096] [--sizes 512 2048] [--seconds 1] [--threads 1]
+
+The ways take turns and the fastest call counts. Up to 64 rows each call takes another matrix, of 64 MiB in all: in a
+model, too, a matrix comes from memory, not from the cache. In brackets: how many times as fast as float32.
+"""
+
+import argparse
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array import blas, parallel
+from fsdpx.array.namespace import dtype
+from fsdpx.array.packed import Packed, Packing, Rows
+from fsdpx.nn import numeric
+
+SINGLE, BF16 = np.dtype(np.float32), dtype("bf16")
+FEW, MEMORY = 64, 64 << 20
+WAYS: dict[str, tuple[Any, Callable[[np.ndarray], Any]]] = {
+    "float32": (SINGLE, lambda w: w),
+    "int8": (SINGLE, lambda w: packed(w, None, SINGLE)),
+    "int8, block 64": (SINGLE, lambda w: packed(w, 64, SINGLE)),
+    "bf16": (BF16, lambda w: w.astype(BF16)),
+    "bf16, int8": (BF16, lambda w: packed(w, None, BF16)),
+}
+"""Name -> the format of x, and the matrix as it is multiplied by."""
+
+
+def packed(values: np.ndarray, block: int | None, of: np.dtype) -> Packed:
+    packing, columns = Packing(block, of), values.shape[1]
+    stored = np.zeros((len(values), packing.stride(columns)), np.uint8)
+    Rows("", stored, columns, packing)[...] = values.reshape(-1)
+    return Packed(stored.reshape(-1), (len(values), columns), packing)
+
+
+def measured(rows: int, size: int, seconds: float) -> dict[str, float]:
+    """Microseconds by way."""
+    random = np.random.default_rng(0)
+    count = max(MEMORY // (4 * size * size), 1) if rows <= FEW else 1
+    matrices = [random.standard_normal((size, size), np.float32) for _ in range(count)]
+    cases = {name: ([make(w) for w in matrices], np.ones((rows, size), of)) for name, (of, make) in WAYS.items()}
+    best, end = dict.fromkeys(cases, float("inf")), 0.0
+    while end == 0.0 or perf_counter() < end:
+        for name, (some, x) in cases.items():
+            begin = perf_counter()
+            for w in some:
+                numeric.affine(np, x, w, None)
+            if end:  # the first round makes everything ready
+                best[name] = min(best[name], (perf_counter() - begin) / count)
+        end = end or perf_counter() + seconds
+    return {name: 1e6 * time for name, time in best.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512, 4096])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    parallel.set_threads(args.threads)
+    blas.threads(args.threads)
+    print(f"float32 by {blas.chosen()}, bf16 by {blas.halves.chosen()}, int8 by {blas.integers.chosen() or 'widening'}")
+    print("| n | rows |" + "".join(f" {name} |" for name in WAYS), "|---" * (2 + len(WAYS)) + "|", sep="\n")
+    for size in args.sizes:
+        for rows in args.rows:
+            times = measured(rows, size, args.seconds)
+            cells = (f"{time:.0f} ({times['float32'] / time:.1f})" for time in times.values())
+            print(f"| {size} | {rows} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
