@@ -1,16 +1,19 @@
 """Products of 16-bit matrices: every library within the rounding of its formats, in every layout."""
 
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from amount import examples
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import LAYOUTS, lay
 
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.blas import halves, onednn
+from fsdpx.array.kernels.compiled import words
 from fsdpx.array.namespace import dtype
 from fsdpx.array.random import Stretch
 from fsdpx.errors import ConfigError
@@ -223,35 +226,109 @@ def test_nan_and_inf_pass_through_kernels_on_bits(name: str) -> None:
     assert got[0, 3] > 0
 
 
+WAYS = ["plain", "numba", *(["words"] if words.available() else [])]
+"""Attention as array code, widened, and by the instruction for pairs where the processor has it."""
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    module = importlib.import_module("fsdpx.array.kernels.compiled.attention")
+    monkeypatch.setattr(module, "available", lambda: request.param == "words")
+    with kernels.use("plain" if request.param == "plain" else "default"):
+        yield request.param
+
+
+def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, scale: float) -> Any:
+    """Probabilities, the logarithms of their sums and the sizes of scores, in float64."""
+    scores = scale * q @ k.swapaxes(-1, -2)
+    if causal:
+        scores = np.where(np.tri(*scores.shape[-2:], dtype=bool), scores, -np.inf)
+    lse = np.logaddexp.reduce(scores, axis=-1)
+    sizes = abs(scale) * np.abs(q) @ np.abs(k).swapaxes(-1, -2) + np.abs(lse)[..., None]
+    return np.exp(scores - lse[..., None]), lse, sizes
+
+
+UNIT, ERROR = 2.0**-8, 2.0**-22
+"""The most by which rounding to bfloat16 changes a number, and what float32 may lose per term: a sum has some terms."""
+
+
+def close(got: np.ndarray, want: np.ndarray, rounded: np.ndarray, summed: np.ndarray) -> None:
+    """Within the rounding of the result and of 16-bit factors, whose terms have the size `rounded`, and that of float32
+    sums. The instruction takes numbers below 2^-126 for 0."""
+    bound = UNIT * (np.abs(want) + rounded) * (1 + UNIT) + ERROR * summed + 2.0**-120
+    assert got.dtype == BF16
+    assert np.all(np.abs(got.astype("f8") - want) <= bound), np.max(np.abs(got.astype("f8") - want) / bound)
+
+
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [(2, 3, 70, 8), (1, 1, 1, 4), (0, 2, 5, 4)])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.tuples(st.integers(0, 2), st.integers(1, 3), st.sampled_from([1, 2, 31, 33, 64, 65, 130])),
+    more=st.sampled_from([0, 1, 40]),
+    width=st.sampled_from([1, 4, 7, 8, 32, 40, 64]),
+    seed=st.integers(0, 99),
+)
+def test_attention_against_float64(
+    way: str, causal: bool, sizes: tuple[int, ...], more: int, width: int, seed: int
+) -> None:
+    """Ragged sizes, keys of another length, and views as a layer passes them."""
+    b, h, t = sizes
+    full, scale = t + (0 if causal else more), 0.7 / width**0.5
+    qkv = normal((b, full, 3, h, width), seed).transpose(2, 0, 3, 1, 4)
+    q, k, v, do = qkv[0, :, :, :t], qkv[1], qkv[2], normal((b, h, t, width), seed + 1)
+    o, lse = kernels.attention(np, q, k, v, causal, scale)
+    d = kernels.attention_backward(np, q, k, v, o, lse, do, causal, scale)
+    q, k, v, do, wide = (a.astype("f8") for a in (q, k, v, do, o))
+    p, want, scores = attention(q, k, v, causal, scale)
+    terms = width + full + 8
+    np.testing.assert_allclose(lse, want, atol=ERROR * terms * (1 + np.max(scores, initial=0)))
+    close(o, p @ v, p @ np.abs(v), terms * (p * (1 + scores)) @ np.abs(v))
+    turned, along = v.swapaxes(-1, -2), np.sum(do * wide, axis=-1, keepdims=True)
+    ds = p * (do @ turned - along) * scale
+    off = (
+        terms * p * (1 + scores) * (np.abs(do) @ np.abs(turned) + np.sum(np.abs(do * wide), -1, keepdims=True)) * scale
+    )
+    close(d[0], ds @ k, np.abs(ds) @ np.abs(k), off @ np.abs(k))
+    ds, off, p = (a.swapaxes(-1, -2) for a in (ds, off, p))
+    close(d[1], ds @ q, np.abs(ds) @ np.abs(q), off @ np.abs(q))
+    close(d[2], p @ do, p @ np.abs(do), terms * (p * (1 + scores.swapaxes(-1, -2))) @ np.abs(do))
+    assert way != "words" or o.swapaxes(1, 2).flags.c_contiguous
+
+
 @pytest.mark.parametrize("threads", [1, 2])
-def test_attention_of_bfloat16_is_that_of_its_numbers(causal: bool, shape: tuple[int, ...], threads: int) -> None:
-    """Computed in float32, head by head, and rounded once."""
-    q, k, v, do = (normal(shape, seed) for seed in range(4))
-    wide = [a.astype(np.float32) for a in (q, k, v, do)]
+def test_attention_does_not_depend_on_threads_or_on_where_arrays_lie(way: str, threads: int) -> None:
+    q, k, v, do = (normal((2, 3, 70, 8), seed) for seed in range(4))
+    want = kernels.attention(np, q, k, v, True, 0.3)
+    slopes = kernels.attention_backward(np, q, k, v, *want, do, True, 0.3)
+    moved = [np.concatenate([a, a], axis=-1)[..., :8] for a in (q, k, v)]
     parallel.set_threads(threads)
     try:
-        o, lse = kernels.attention(np, q, k, v, causal, 0.3)
-        d = kernels.attention_backward(np, q, k, v, o, lse, do, causal, 0.3)
+        got = kernels.attention(np, *moved, True, 0.3)
+        again = kernels.attention_backward(np, *moved, *got, do, True, 0.3)
     finally:
         parallel.set_threads(1)
-    want, want_lse = kernels.attention(np, *wide[:3], causal, 0.3)
-    assert (o.dtype, lse.dtype, d.dtype) == (BF16, np.float32, BF16)
-    np.testing.assert_allclose(o.astype("f4"), want, rtol=2.0**-8, atol=1e-6)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
-    slopes = kernels.attention_backward(np, *wide[:3], o.astype("f4"), lse, wide[3], causal, 0.3)
-    np.testing.assert_allclose(d.astype("f4"), slopes, rtol=2.0**-8, atol=1e-5)
-    assert o.swapaxes(1, 2).flags.c_contiguous
+    for one, other in zip((*got, again), (*want, slopes), strict=True):
+        assert one.tobytes() == other.tobytes()
 
 
-def test_attention_of_bfloat16_to_keys_of_another_length() -> None:
-    q, do = normal((2, 3, 30, 8), 0), normal((2, 3, 30, 8), 1)
-    k, v = normal((2, 3, 41, 8), 2), normal((2, 3, 41, 8), 3)
-    o, lse = kernels.attention(np, q, k, v, False, 0.3)
-    got = kernels.attention_backward(np, q, k, v, o, lse, do, False, 0.3)
-    wide = [a.astype("f4") for a in (q, k, v, o)]
-    want = kernels.attention_backward(np, *wide, lse, do.astype("f4"), False, 0.3)
-    for one, other in zip(got, want, strict=True):
-        assert one.dtype == BF16
-        np.testing.assert_allclose(one.astype("f4"), other, rtol=2.0**-8, atol=1e-5)
+@pytest.mark.parametrize("way", WAYS[1:], indirect=True)
+def test_attention_ends_where_a_position_sees_no_more(way: str) -> None:
+    """In compiled code NaN and Inf in later blocks touch no earlier row, and stay NaN in their own."""
+    q, k, v = (normal((1, 1, 200, 8), seed) for seed in range(3))
+    clean, lse = kernels.attention(np, q, k, v, True, 0.3)
+    for a, value in ((q, np.nan), (k, np.inf), (v, np.nan)):
+        a[0, 0, 130] = value
+    with np.errstate(invalid="ignore"):
+        o, got = kernels.attention(np, q, k, v, True, 0.3)
+    assert o[0, 0, :128].tobytes() == clean[0, 0, :128].tobytes()
+    assert got[0, 0, :128].tobytes() == lse[0, 0, :128].tobytes()
+    assert np.isnan(o[0, 0, 130].astype("f4")).all()
+
+
+def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(words.binding, "get_host_cpu_features", lambda: {"avx512f": True})
+    assert not words.available.__wrapped__()
+    monkeypatch.setattr(words.binding, "get_host_cpu_features", lambda: {"avx512bf16": True})
+    assert words.available.__wrapped__()
+    monkeypatch.setattr(words.config, "CPU_NAME", "skylake")  # as NUMBA_CPU_NAME does
+    assert not words.available.__wrapped__()

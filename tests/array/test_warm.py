@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from fsdpx.array import dtype as dtype_of
 from fsdpx.array import kernels
 from fsdpx.array.kernels.warm import SAMPLES, warm
 
@@ -28,9 +29,9 @@ def test_every_compiled_kernel_has_a_sample():
     assert {"float16", "bfloat16"} <= named
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bf16"])
 def test_warm_runs_every_sample(mode, dtype):
-    warm(SAMPLES, np.dtype(dtype))
+    warm(SAMPLES, dtype_of(dtype))
 
 
 def test_unknown_names_cost_nothing():
@@ -55,17 +56,20 @@ assert ready() != before
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
-def test_a_step_finds_all_kernels_warm():
+@pytest.mark.parametrize("precision", ["'float32'", "Precision(compute='bf16')"])
+def test_a_step_finds_all_kernels_warm(precision):
     code = (
         COUNT
+        + "from fsdpx import Precision\n"
+        + f"precision = {precision}"
         + """
 from fsdpx import nn, optim
 from fsdpx.engine.warm import warm as warm_all
 block = nn.TransformerBlock(8, 2, dropout=0.1)
 model = nn.Chain(nn.Embedding(5, 8), block, nn.RMSNorm(8), nn.Linear(8, 8), nn.GELU("tanh"), nn.SiLU(), nn.Linear(8, 5))
 loss, optimizer = nn.CrossEntropy(), optim.LAMB()
-trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, backend="fake")
-warm_all(np, model, loss, optimizer, np.dtype("float32"), np.dtype("float32"), True)
+trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, precision=precision, backend="fake")
+warm_all(np, model, loss, optimizer, trainer.placement.compute, np.dtype("float32"), True)
 before = ready()
 x = np.zeros((3, 4), int)
 trainer.step(x, x)

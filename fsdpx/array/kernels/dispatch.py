@@ -35,9 +35,10 @@ def kernel(
             return choose(xp, arguments)(xp, *arguments, **options)
 
         def plainly(xp: Any, *arguments: Any, **options: Any) -> Any:
-            """The plain code, for what the compiled one does not take."""
+            """Without the compiled code for this dtype, for what that does not take."""
             half = arguments[0].dtype.itemsize == 2
-            return (_through_float32(plain, kept, narrow) if half else plain)(xp, *arguments, **options)
+            body = _through_float32(plain if kept else direct, kept, narrow) if half else plain
+            return body(xp, *arguments, **options)
 
         def choose(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
             fits = xp is np and _floats(arguments, kept) in ({"float32"}, {"float64"})

@@ -2,7 +2,6 @@
 
 A thread holds a block of rows x time at most (Dao et al. 2022, with full rows instead of an online softmax)."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -11,12 +10,14 @@ from fsdpx.array import blas, parallel
 from fsdpx.array.kernels.attention import attention as plain
 from fsdpx.array.kernels.attention import attention_backward as plain_backward
 from fsdpx.array.kernels.attention import merged, time_first
-from fsdpx.array.kernels.compiled.bits import plainly, put, real, wide
+from fsdpx.array.kernels.compiled import attention16
+from fsdpx.array.kernels.compiled.bits import plainly, wide
 from fsdpx.array.kernels.compiled.fixed import fixed
 from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.rows import dot, largest
 from fsdpx.array.kernels.compiled.scalar import exp, widest
+from fsdpx.array.kernels.compiled.words import available
 
 __all__ = ["attention", "attention_backward"]
 
@@ -120,17 +121,18 @@ BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r b i i"
 
 def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[np.ndarray, np.ndarray]:
     at = blas.pointer(wide(q.dtype))
-    if not at:
+    bits = q.dtype == np.uint16
+    if not (available() if bits else at):
         return plainly(plain, xp, q, k, v, causal, scale)
     samples, heads, _, _ = q.shape
     o, lse = time_first(np, q), np.empty(q.shape[:3], wide(q.dtype))
-    if q.dtype == np.uint16:
-        parallel.run(functools.partial(_forward_of_bits, xp, q, k, v, causal, scale, o, lse), _pieces(samples * heads))
-        return o, lse
     q, k, v = _rows(q), _rows(k), _rows(v)
-    factor = np.array([scale], q.dtype)
+    factor = np.array([scale], lse.dtype)
 
     def some(first: int, last: int) -> None:
+        if bits:
+            attention16.forward(q, k, v, o, lse, factor, causal, first, last)
+            return
         scratch = np.empty(BLOCK * k.shape[2], q.dtype)
         fixed(_forward, FORWARD)(at, q, k, v, o.swapaxes(1, 2), lse, scratch, factor, causal, first, last)
 
@@ -142,80 +144,27 @@ def attention_backward(
     xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float
 ) -> np.ndarray | tuple[np.ndarray, ...]:
     at = blas.pointer(wide(q.dtype))
-    if not at:
+    bits = q.dtype == np.uint16
+    if not (available() if bits else at):
         return plainly(plain_backward, xp, q, k, v, o, lse, do, causal, scale)
-    if q.dtype == np.uint16:
-        d, heads = merged(np, q, k), q.shape[0] * q.shape[1]
-        parallel.run(functools.partial(_backward_of_bits, xp, q, k, v, o, lse, do, causal, scale, d), _pieces(heads))
-        return d
+    d, pairs = merged(np, q, k), q.shape[0] * q.shape[1]
     q, k, v, lse = _rows(q), _rows(k), _rows(v), np.ascontiguousarray(lse)
-    o, do = np.ascontiguousarray(o.swapaxes(1, 2)), np.ascontiguousarray(do.swapaxes(1, 2))
-    samples, heads, _, _ = q.shape
-    d = merged(np, q, k)
-    factor = np.array([scale], q.dtype)
+    factor = np.array([scale], lse.dtype)
+    if bits:
+        o, do = _rows(o), _rows(do)
+    else:
+        o, do = np.ascontiguousarray(o.swapaxes(1, 2)), np.ascontiguousarray(do.swapaxes(1, 2))
 
     def some(first: int, last: int) -> None:
+        if bits:
+            attention16.backward(q, k, v, o, lse, do, d[0], d[1], d[2], factor, causal, first, last)
+            return
         scratch = np.empty((2, BLOCK * k.shape[2]), q.dtype)
         run = fixed(_backward, BACKWARD)
         run(at, q, k, v, o, lse, do, d[0], d[1], d[2], scratch, factor, causal, first, last)
 
-    parallel.run(some, _pieces(samples * heads))
+    parallel.run(some, _pieces(pairs))
     return d
-
-
-@jit
-def _widen(x, out):
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            out[i, j] = real(x[i, j])
-
-
-@jit
-def _narrow(x, out):
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            out[i, j] = put(out, x[i, j])
-
-
-def _head(x: np.ndarray, sample: int, head: int) -> np.ndarray:
-    """One head of bits as float32, (1, 1, time, width): no larger copy exists at a time."""
-    out = np.empty((1, 1, *x.shape[2:]), np.float32)
-    _widen(x[sample, head], out[0, 0])
-    return out
-
-
-def _forward_of_bits(
-    xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, o: Any, lse: Any, first: int, last: int
-) -> None:
-    for pair in range(first, last):
-        at = divmod(pair, q.shape[1])
-        hq, hk, hv = (_head(x, *at) for x in (q, k, v))
-        one, row = attention(xp, hq, hk, hv, causal, scale)
-        _narrow(one[0, 0], o[at])
-        lse[at] = row[0, 0]
-
-
-def _backward_of_bits(
-    xp: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    o: Any,
-    lse: Any,
-    do: Any,
-    causal: bool,
-    scale: float,
-    d: Any,
-    first: int,
-    last: int,
-) -> None:
-    for pair in range(first, last):
-        at = divmod(pair, q.shape[1])
-        hq, hk, hv, ho, hdo = (_head(x, *at) for x in (q, k, v, o, do))
-        row = np.ascontiguousarray(lse[at])[None, None]
-        one = attention_backward(xp, hq, hk, hv, ho, row, hdo, causal, scale)
-        for i in range(3):
-            _narrow(one[i][0, 0], d[i][at])
 
 
 def _rows(x: np.ndarray) -> np.ndarray:

@@ -53,7 +53,7 @@ def number(array: Any) -> Any:
 
 
 def plainly(kernel: Any, xp: Any, *arguments: Any) -> Any:
-    """The plain code of a kernel, for what the compiled one does not take."""
+    """A kernel without the compiled code for this format, for what that does not take."""
     result = kernel.plainly(xp, *map(number, arguments))
     return tuple(map(_bits, result)) if isinstance(result, tuple) else _bits(result)
 

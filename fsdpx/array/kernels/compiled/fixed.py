@@ -12,18 +12,19 @@ _functions: dict[Any, Callable[..., Any]] = {}
 _lock = threading.Lock()
 
 
-def fixed(function: Any, arguments: str) -> Callable[..., Any]:
+def fixed(function: Any, arguments: str, formats: tuple[Any, ...] = (numba.float32, numba.float64)) -> Any:
     """`function` in float32 and float64. arguments: `i` an int64, `b` a truth value, `A2` an array of two dims in any
-    layout, `C2` one in C order; a final r: it is only read, so it may be read-only and lie at any byte."""
+    layout, `C2` one in C order, `h2` one of bits of 16-bit numbers in any layout; a final r: it is only read, so it may
+    be read-only and lie at any byte."""
     made = _functions.get(function)
     if made is None:
         with _lock:  # a thread rank must not disable the compiler while another one is compiling
-            made = _functions.get(function) or _functions.setdefault(function, _compiled(function, arguments))
+            made = _functions.get(function) or _functions.setdefault(function, _compiled(function, arguments, formats))
     return made
 
 
-def _compiled(function: Any, arguments: str) -> Callable[..., Any]:
-    for real in (numba.float32, numba.float64):
+def _compiled(function: Any, arguments: str, formats: tuple[Any, ...]) -> Callable[..., Any]:
+    for real in formats:
         function.compile(tuple(_type(real, kind) for kind in arguments.split()))
     function.disable_compile()
     return function
@@ -33,4 +34,6 @@ def _type(real: Any, kind: str) -> Any:
     if kind in ("i", "b"):
         return numba.int64 if kind == "i" else numba.boolean
     read, array = kind.endswith("r"), cast(Any, numba.types.Array)
+    if kind.startswith("h"):
+        return array(numba.uint16, int(kind[1]), "A", readonly=read, aligned=not read)
     return array(real, int(kind[1]), kind[0], readonly=read, aligned=not read)
