@@ -25,7 +25,7 @@ def ready():
 
 def test_every_compiled_kernel_has_a_sample():
     named = {name.partition(" ")[0] for name in SAMPLES}
-    assert set(kernels.NUMBA) - named <= {"store", "add_widened"}  # those are samples by format
+    assert set(kernels.NUMBA) - named <= {"store", "add_widened", "round_randomly"}  # by format, and by the optimiser
     assert {"float16", "bfloat16"} <= named
 
 
@@ -69,7 +69,7 @@ block = nn.TransformerBlock(8, 2, dropout=0.1)
 model = nn.Chain(nn.Embedding(5, 8), block, nn.RMSNorm(8), nn.Linear(8, 8), nn.GELU("tanh"), nn.SiLU(), nn.Linear(8, 5))
 loss, optimizer = nn.CrossEntropy(), optim.LAMB()
 trainer = model.as_distributed(loss=loss, optimizer=optimizer, clip_norm=1.0, precision=precision, backend="fake")
-warm_all(np, model, loss, optimizer, trainer.placement.compute, np.dtype("float32"), True)
+warm_all(np, model, loss, optimizer, (trainer.placement.compute, "float32", "float32"), True)
 before = ready()
 x = np.zeros((3, 4), int)
 trainer.step(x, x)
