@@ -104,6 +104,15 @@ class MultiHeadAttention(Layer):
         dqkv = self._core.backward(env, kept, dmerged)
         return self._qkv.backward(env, parts["qkv"], into.get("qkv", {}), held_qkv, dqkv)
 
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        held_qkv, kept, held_out = self._completed(env, saved)
+        parts, into = branches(p), branches(g)
+        if "qkv" not in into:
+            self._out.backward_leaf(env, parts["out"], into.get("out", {}), held_out, dy)
+            return
+        dmerged = self._out.backward(env, parts["out"], into.get("out", {}), held_out, dy)
+        self._qkv.backward_leaf(env, parts["qkv"], into["qkv"], held_qkv, self._core.backward(env, kept, dmerged))
+
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         held_qkv, kept, held_out = self._completed(env, saved)
         parts = branches(p)

@@ -78,15 +78,28 @@ class MLP(Container):
         return y, ((x,), h, mask)
 
     def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
-        up, gelu, down = self._layers()
+        up, gelu, _ = self._layers()
         if not isinstance(gelu, GELU):
             return super().backward(env, p, g, saved, dy)
         parts, into = self._parts(p), self._parts(g)
+        return up.backward(env, parts["up"], into.get("up", {}), saved[0], self._to_up(env, parts, into, saved, dy))
+
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        up, gelu, _ = self._layers()
+        if not isinstance(gelu, GELU):
+            super().backward_leaf(env, p, g, saved, dy)
+            return
+        parts, into = self._parts(p), self._parts(g)
+        dh = self._to_up(env, parts, into, saved, dy)
+        if "up" in into:
+            up.backward_leaf(env, parts["up"], into["up"], saved[0], dh)
+
+    def _to_up(self, env: Env, parts: Params, into: Params, saved: Any, dy: Array) -> Array:
+        """The gradient of the result of `up`; that of the parameters of `down` is added."""
         dh, kept_down = self._through_gelu(env, parts["down"], saved, dy)
         if "down" in into:
-            down.backward_params(env, into["down"], kept_down)
-        del kept_down
-        return up.backward(env, parts["up"], into.get("up", {}), saved[0], dh)
+            self._layers()[2].backward_params(env, into["down"], kept_down)
+        return dh
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         up, gelu, _ = self._layers()

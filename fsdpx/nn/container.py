@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -16,6 +16,7 @@ from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
 from fsdpx.nn.shape import Add
 from fsdpx.nn.ties import resolve_ties
+from fsdpx.program import constants
 
 __all__ = ["Chain", "Container", "Residual", "Step", "check_name"]
 
@@ -119,6 +120,21 @@ class Container(Layer):
 
         return self._backwards(env, parts, one, saved, dy)
 
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> None:
+        """Nothing runs below the first step that is trained, and that one is at the data itself."""
+        parts, into = self._parts(p), self._parts(g)
+        constant = constants((((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs)
+
+        def one(step: Step, held: Any, dy: Any) -> Any:
+            name = step.name
+            given = env.at(name), parts.get(name, {}), into.get(name, {}), held, dy
+            if not constant.issuperset(step.sources):
+                return step.layer.backward(*given)
+            step.layer.backward_leaf(*given)
+            return _pack([None] * len(step.sources))
+
+        self._backwards(env, parts, one, saved, dy, constant)
+
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
         parts, kept = self._parts(p), dict[str, Any]()
 
@@ -135,19 +151,27 @@ class Container(Layer):
                 step.layer.backward_params(env.at(step.name), parts[step.name], kept[step.name])
 
     def _backwards(
-        self, env: Env, parts: Mapping[str, Any], one: Callable[[Step, Any, Any], Any], saved: Any, dy: Any
+        self,
+        env: Env,
+        parts: Mapping[str, Any],
+        one: Callable[[Step, Any, Any], Any],
+        saved: Any,
+        dy: Any,
+        constant: Collection[str] = (),
     ) -> Any:
         """The gradients of the inputs, None where nothing that counts depends on them; `one(step, saved, dy)` gives
-        those of a step's inputs, and is not asked where nothing depends on its results."""
+        those of a step's inputs, and is not asked where nothing depends on its results, or where all are `constant`."""
         whole = partial(self._resolved, env, parts, saved)
-        grads = dict(zip(self.outputs, _unpack(dy, len(self.outputs)), strict=True))
+        given_here = zip(self.outputs, _unpack(dy, len(self.outputs)), strict=True)
+        grads = {name: part for name, part in given_here if name not in constant}
         for step, held in zip(reversed(self.steps), reversed(saved), strict=True):
             given = [grads.pop(name, None) for name in step.gives]
             if all(part is None for part in given):
                 continue
             dx = one(step, _mapped(held, whole), _pack(given))
             for name, part in zip(step.sources, _unpack(dx, len(step.sources)), strict=True):
-                grads[name] = _plus(grads.get(name), part)
+                if name not in constant:
+                    grads[name] = _plus(grads.get(name), part)
         return _pack([grads.get(name) for name in self.inputs])
 
     def _resolved(self, env: Env, parts: Mapping[str, Any], saved: Any, part: Any) -> Any:

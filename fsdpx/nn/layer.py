@@ -174,7 +174,8 @@ class Layer(ABC):
         return dx
 
     def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """`backward` of a layer that reads the data, so dx is not needed. Override it if dx is expensive."""
+        """`backward` where nobody reads dx: x is data, or follows from data and frozen parameters. Override it if dx is
+        expensive."""
         self.backward(env, p, g, saved, dy)
 
     def __call__(self, *x: Any) -> Any:

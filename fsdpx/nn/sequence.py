@@ -67,6 +67,9 @@ class Framed(Layer):
         dx = self.layer.backward(env, p, g, held, self._inside(env, dy))
         return self._outside(env, entered, dx)
 
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.layer.backward_leaf(env, p, g, saved[1], self._inside(env, dy))
+
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         entered, held = saved
         dx, kept = self.layer.backward_input(env, p, held, self._inside(env, dy))

@@ -102,6 +102,9 @@ class ColumnLinear(_CutLinear):
         _add_gradients(env, g, dy, full.wait())
         return dx.wait()
 
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, (*saved, self._part(env, dy)))
+
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         dy = self._part(env, dy)
         return self._start_input_gradient(env, p, dy).wait(), (*saved, dy)
@@ -177,12 +180,18 @@ class RowLinear(_CutLinear):
         return y, (x,)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        (x,) = saved
-        full = dy
-        if self.sequence:
-            full = moves.gather(env.xp, env.mesh.tensor, dy, 1, env.time, what=named(env, "output gradient"))
+        (x,), full = saved, self._full(env, dy)
         dx = product(env.xp, flat(full), p["weight"])
         return dx.reshape(x.shape), (x, full, dy)
+
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, (*saved, self._full(env, dy), dy))
+
+    def _full(self, env: Env, dy: Array) -> Array:
+        """The gradient of the result, full along dim 1."""
+        if not self.sequence:
+            return dy
+        return moves.gather(env.xp, env.mesh.tensor, dy, 1, env.time, what=named(env, "output gradient"))
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         x, full, dy = (flat(array) for array in kept)

@@ -1,9 +1,10 @@
 """What a program knows of the model: units, pages and values as numbers, and how a word of the table becomes slots."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, count
+from typing import TypeVar
 
 from fsdpx.program.action import Action
 from fsdpx.program.slots import Slot
@@ -11,6 +12,7 @@ from fsdpx.program.verbs import VERBS
 
 __all__ = ["Edge", "Slots", "Stage", "StageUnit", "constants", "expand", "readers", "spell"]
 
+V = TypeVar("V", bound=Hashable)
 Row = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A unit: its pages, the values that it reads, and those that it gives."""
 
@@ -158,10 +160,10 @@ class Stage:
 
 
 def constants(
-    rows: Iterable[tuple[Iterable[Hashable], Iterable[int], Iterable[int]]],
-    trained: Collection[Hashable],
-    data: Iterable[int],
-) -> frozenset[int]:
+    rows: Iterable[tuple[Iterable[Hashable], Iterable[V], Iterable[V]]],
+    trained: Container[Hashable],
+    data: Iterable[V],
+) -> frozenset[V]:
     """The values whose gradient nobody reads: `data`, and what follows from those and untrained parameters alone.
 
     rows: in execution order: parameters or pages, values read, values given. trained: of the parameters or pages."""

@@ -1,5 +1,6 @@
 """Nobody reads the gradient of data: layers that read nothing else are spared making it; all else stays the same."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,3 +59,38 @@ def test_no_product_for_the_gradient_of_data(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(blas, name, lambda *a, name=name, run=run: (calls.append(name), run(*a))[1])
     spawn(lambda comm: train(comm, "linear"), 1)
     assert calls[-6:] == ["linear_backward", "linear_gradients"] * 3  # before them kernels were warmed up
+
+
+BLOCKS = {
+    "block": (lambda: nn.TransformerBlock(8, 2), ["norm1.*"], 3 + 4),
+    "mlp": (lambda: nn.TransformerBlock(8, 2), ["attn.*", "norm1.*", "norm2.*"], 1 + 2),
+    "out": (lambda: nn.MultiHeadAttention(8, 2), ["qkv.*"], 0 + 1),
+    "residual": (lambda: nn.Residual(nn.Linear(8, 8)), [], 0 + 1),
+}
+"""Whole units at the data: what is frozen in them, and the products of backward: gradients of inputs and of weights."""
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_units_at_the_data_make_the_gradients_inside_of_them_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, frozen, products = BLOCKS[kind]
+
+    def run(comm: Communicator, leaf: bool) -> dict[str, Any]:
+        layer = made()
+        if not leaf:
+            monkeypatch.setattr(type(layer), "backward_leaf", nn.Layer.backward_leaf)
+        trainer = layer.as_distributed(
+            comm=comm, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), precision="float64", frozen=frozen
+        )
+        x = np.random.default_rng(0).normal(size=(2, 3, 8))
+        calls: list[str] = []
+        for name in ("gemm", "linear_gradients", "linear_backward"):
+            product, times = getattr(blas, name), 1 + (name == "linear_backward")
+            count = partial(lambda times, product, *a: (calls.extend("x" * times), product(*a))[1], times, product)
+            monkeypatch.setattr(blas, name, count)
+        trainer.step(x, x + 1)
+        monkeypatch.undo()
+        return {"products": len(calls), **trainer.parameters()}
+
+    want, got = (spawn(lambda comm: run(comm, leaf), 1)[0] for leaf in (False, True))  # noqa: B023
+    assert got.pop("products") == products < want.pop("products")
+    assert all(np.array_equal(got[name], want[name]) for name in want)
