@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -26,12 +27,31 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.pluginmanager.register(Ranks(found.launcher.rank), "ranks")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """No rank of a job starts another job."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """No rank of a job starts another job. `make check` leaves out what `first_of_each` does."""
     for item in items:
         if item.get_closest_marker("jobs"):
             item.add_marker(pytest.mark.mpi_skip)
+    yield
+    if settings.get_current_profile_name() == "check":
+        left_out = first_of_each(items)
+        config.hook.pytest_deselected(items=left_out)
+
+
+def first_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Keep the cases of each test that are the first one with some value of some parameter; returns the others.
+
+    Every value of every parameter is tried, but not every pair of values."""
+    seen: set[tuple[str, str, str]] = set()
+    kept, others = [], []
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        values = {(item.nodeid.partition("[")[0], name, repr(value)) for name, value in parameters.items()}
+        (kept if not values or values - seen else others).append(item)
+        seen |= values
+    items[:] = kept
+    return others
 
 
 @pytest.hookimpl(trylast=True)
