@@ -1,18 +1,20 @@
-"""Products with matrices in 8 bits beside float32 and bf16: x (rows, n) times a matrix (n, n), in microseconds.
+"""Matrices in 8 bits beside float32 and bf16: products of x (rows, n) and a matrix (n, n) in microseconds, and a GPT of
+25 million parameters that is evaluated, in milliseconds.
 
     python bench/packed.py [--rows 1 8 64 512 4096] [--sizes 512 2048] [--seconds 1] [--threads 1]
 
-The ways take turns and the fastest call counts. Up to 64 rows each call takes another matrix, of 64 MiB in all: in a
+The ways take turns and the fastest call counts. Up to 64 rows each product takes another matrix, of 64 MiB in all: in a
 model, too, a matrix comes from memory, not from the cache. In brackets: how many times as fast as float32.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
+from fsdpx import Precision, nn, optim
 from fsdpx.array import blas, parallel
 from fsdpx.array.namespace import dtype
 from fsdpx.array.packed import Packed, Packing, Rows
@@ -55,9 +57,49 @@ def measured(rows: int, size: int, seconds: float) -> dict[str, float]:
     return {name: 1e6 * time for name, time in best.items()}
 
 
+FORMATS = {
+    "float32": Precision(),
+    "int8": Precision(frozen="int8"),
+    "int8, block 64": Precision(frozen="int8", block=64),
+    "bf16": Precision("bf16"),
+    "bf16, int8": Precision("bf16", frozen="int8"),
+}
+BATCHES = ((1, 1), (8, 1), (8, 256))
+"""(samples, tokens)."""
+
+
+def evaluated(seconds: float) -> Iterator[tuple[str, dict[str, float]]]:
+    """What is measured, and its figure by way: milliseconds of each batch, and MiB of parameters."""
+    model = nn.GPT(vocab=256, d_model=512, n_layers=8, n_heads=8, seq_len=256)
+    choices: dict[str, Any] = {
+        "loss": nn.CrossEntropy(),
+        "optimizer": optim.SGD(lr=0.1),
+        "frozen": ["*"],
+        "tune": False,
+    }
+    trainers = {name: model.as_distributed(**choices, precision=precision) for name, precision in FORMATS.items()}
+    for shape in BATCHES:
+        tokens = np.random.default_rng(0).integers(0, 256, shape)
+        best, end = dict.fromkeys(trainers, float("inf")), 0.0
+        while end == 0.0 or perf_counter() < end:
+            for name, trainer in trainers.items():
+                begin = perf_counter()
+                trainer.evaluate(tokens, tokens)
+                if end:
+                    best[name] = min(best[name], perf_counter() - begin)
+            end = end or perf_counter() + 3 * seconds
+        yield f"{shape[0]} x {shape[1]} tokens, ms", {name: 1e3 * time for name, time in best.items()}
+    yield "parameters, MiB", {name: t.report().memory["parameters"] / (1 << 20) for name, t in trainers.items()}
+
+
+def row(*words: object, figures: dict[str, float]) -> None:
+    cells = (f"{x:.{0 if x > 99 else 1}f} ({figures['float32'] / x:.1f})" for x in figures.values())
+    print("|", " | ".join([*map(str, words), *cells]), "|", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 512, 4096])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 512, 4096])
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--threads", type=int, default=1)
@@ -65,12 +107,14 @@ def main() -> None:
     parallel.set_threads(args.threads)
     blas.threads(args.threads)
     print(f"float32 by {blas.chosen()}, bf16 by {blas.halves.chosen()}, int8 by {blas.integers.chosen() or 'widening'}")
-    print("| n | rows |" + "".join(f" {name} |" for name in WAYS), "|---" * (2 + len(WAYS)) + "|", sep="\n")
+    names = "".join(f" {name} |" for name in WAYS)
+    print(f"| product, us: n | rows |{names}", "|---" * (2 + len(WAYS)) + "|", sep="\n")
     for size in args.sizes:
         for rows in args.rows:
-            times = measured(rows, size, args.seconds)
-            cells = (f"{time:.0f} ({times['float32'] / time:.1f})" for time in times.values())
-            print(f"| {size} | {rows} | " + " | ".join(cells) + " |", flush=True)
+            row(size, rows, figures=measured(rows, size, args.seconds))
+    print(f"\n| evaluate |{names}", "|---" * (1 + len(WAYS)) + "|", sep="\n")
+    for what, figures in evaluated(args.seconds):
+        row(what, figures=figures)
 
 
 if __name__ == "__main__":

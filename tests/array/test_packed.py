@@ -1,6 +1,7 @@
 """Matrices in 8 bits: what is stored is near by the bound of the format, and products are those of what is stored."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -214,3 +215,12 @@ def test_without_instructions_the_library_is_not_asked(monkeypatch: pytest.Monke
     monkeypatch.setattr(integers, "told", lambda name: "avx2 avx512f")
     monkeypatch.setattr(onednn, "found", lambda: pytest.fail("asked"))
     assert integers.chosen() == ""
+
+
+@pytest.mark.parametrize("block", [None, 8])
+def test_other_libraries_of_arrays_multiply_by_what_it_stands_for(block: int | None) -> None:
+    """As CuPy would: every namespace but NumPy's own."""
+    other = SimpleNamespace(matmul=np.matmul)
+    x, weight, bias = np.ones((9, 20), "f4"), stored(normal((6, 20), 0), block), np.ones(6, "f4")
+    np.testing.assert_allclose(numeric.affine(other, x, weight, bias), x @ weight.dense().T + 1, rtol=1e-5)
+    np.testing.assert_allclose(numeric.product(other, x[:, :6], weight), x[:, :6] @ weight.dense(), rtol=1e-5)
