@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fsdpx.facade.dryrun import dry_run
     from fsdpx.facade.functional import *
     from fsdpx.launch.info import info
+    from fsdpx.optim.average import EMA, SWA
     from fsdpx.trainer.costs import layer_costs
     from fsdpx.trainer.series import Checkpoints
     from fsdpx.trainer.trainer import Trainer
@@ -52,6 +53,7 @@ _NAMES = {
         "is_initialized", "local_rank", "rank", "recv", "reduce", "reduce_scatter", "scatter", "send", "world_size",
     ),
     "fsdpx.launch.info": ("info",),
+    "fsdpx.optim.average": ("EMA", "SWA"),
     "fsdpx.trainer.costs": ("layer_costs",),
     "fsdpx.trainer.series": ("Checkpoints",),
     "fsdpx.trainer.trainer": ("Trainer",),

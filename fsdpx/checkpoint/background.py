@@ -16,7 +16,6 @@ from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.agree import alone, in_words, together
 from fsdpx.checkpoint.disk import opened, write_at
 from fsdpx.checkpoint.manifest import SUMS
-from fsdpx.checkpoint.pieces import owned
 from fsdpx.checkpoint.save import Prepared
 from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
@@ -34,7 +33,7 @@ class Background:
 
     def __init__(self, state: TrainState, prepared: Prepared) -> None:
         self.world, self.prepared = state.placement.axes.world, prepared
-        self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in owned(state)]
+        self._copies = [replace(piece, array=np.array(to_host(piece.array))) for piece in prepared.pieces(state)]
         self._problem: str | None = None
         self._ended: str | None = None  # why the commit failed
         self._wrote, self._stopped = threading.Event(), threading.Event()

@@ -45,8 +45,9 @@ class FileLayout:
 
 
 def lay_out(weights: Tensors, slots: Tensors | None, state: str | None, shard_bytes: int | None) -> FileLayout:
-    """weights: in the order of the model. slots, state: of the second file, if there is one. shard_bytes: the most
-    bytes of tensors in one file of weights (a larger tensor has a file of its own); None: one file."""
+    """weights: in the order of the model. slots, state: of the second file, if there is a state.
+    shard_bytes: the most bytes of tensors in one file of weights (a larger tensor has a file of its own); None: one
+    file."""
     groups = [weights] if shard_bytes is None else split(weights, shard_bytes)
     count = len(groups)
     names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

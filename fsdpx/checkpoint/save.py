@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fsdpx.checkpoint.commit import Target, prune, unnumbered
 from fsdpx.checkpoint.files import FileLayout, lay_out
 from fsdpx.checkpoint.format import code_of
 from fsdpx.checkpoint.manifest import Manifest
-from fsdpx.checkpoint.pieces import owned
+from fsdpx.checkpoint.pieces import Held, owned
 from fsdpx.checkpoint.state import Scalars, scalars_of
 from fsdpx.checkpoint.write import write
 from fsdpx.checkpoint.written import note_of
@@ -32,12 +32,14 @@ __all__ = ["Choices", "Prepared", "added", "plan_of", "prepare", "save"]
 @dataclass(frozen=True)
 class Choices:
     """How to save. dtype: of the weights in the file, None for the trainer's. shard_bytes: most bytes of one file of
-    weights. keep: how many numbered checkpoints stay, None for all. spare: the name of one that stays beside them."""
+    weights. keep: how many numbered checkpoints stay, None for all. spare: the name of one that stays beside them.
+    with_: "average": the weights alone, which are averages."""
 
     dtype: str | None = None
     shard_bytes: int | None = None
     keep: int | None = None
     spare: str | None = None
+    with_: str = "parameters"
 
     def demand(self, path: Path) -> None:
         if self.dtype is not None and dtype_of(self.dtype).name not in ("float64", "float32", "float16", "bfloat16"):
@@ -61,6 +63,10 @@ class Prepared:
     path: Path
     choices: Choices
 
+    def pieces(self, state: TrainState) -> Iterator[Held]:
+        """What this rank writes."""
+        return (piece for piece in owned(state) if piece.name in self.plan.places)
+
     def finish(self, sums: np.ndarray) -> None:
         """Rank 0, when all data are on the disk: make it the checkpoint, then remove old ones."""
         assert self.target is not None
@@ -79,7 +85,9 @@ def save(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Mappi
     prepared = prepare(state, path, choices, loader, fit)
     try:
         sums: list[np.ndarray] = []
-        together(world, prepared.where, lambda: sums.append(write(prepared.folder, prepared.plan, owned(state))))
+        together(
+            world, prepared.where, lambda: sums.append(write(prepared.folder, prepared.plan, prepared.pieces(state)))
+        )
         total = added(world, sums[0])
         alone(world, prepared.where, lambda: prepared.finish(total))
     except BaseException:
@@ -130,7 +138,8 @@ def plan_of(placement: Placement, choices: Choices, scalars: Scalars) -> FileLay
         n: (code if asked is None else code_of(asked), shape) for n, (code, shape) in known.items() if n in specs
     }
     rest = {n: tensor for n, tensor in known.items() if n not in specs}
-    made = lay_out(weights, rest, scalars.text(), choices.shard_bytes)
+    state = scalars.text() if choices.with_ == "parameters" else None
+    made = lay_out(weights, rest, state, choices.shard_bytes)
     return replace(made, note=note_of(placement))
 
 

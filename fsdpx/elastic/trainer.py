@@ -61,20 +61,22 @@ class ElasticTrainer(Trainer):
         assert self.last is not None
         return self.last.loss
 
-    def evaluate(self, x: Any, y: Any) -> float:
+    def evaluate(self, x: Any, y: Any, with_: str = "parameters") -> float:
         """Mean loss of the global batch, given whole on every rank, without dropout; changes nothing."""
 
         def mine() -> tuple[float, float]:
-            return Trainer.evaluate(self, *self._parts(x, y)), self.weight
+            inputs, target = self._parts(x, y)
+            return Trainer.evaluate(self, inputs, target, with_), self.weight
 
         loss, self.weight = self._together("evaluate", mine)
         return loss
 
-    def predict(self, x: Any) -> Any:
+    def predict(self, x: Any, with_: str = "parameters") -> Any:
         """The model's output for the whole batch, on every rank."""
 
         def mine() -> Any:
-            output = Trainer.predict(self, *self._parts(x))
+            (inputs,) = self._parts(x)
+            output = Trainer.predict(self, inputs, with_)
             host = tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
             parts = self._session.place.axes.data.all_gather_object(host)
             if isinstance(host, tuple):
@@ -83,8 +85,8 @@ class ElasticTrainer(Trainer):
 
         return self._together("predict", mine)
 
-    def parameters(self) -> dict[str, np.ndarray]:
-        return self._together("parameters", lambda: Trainer.parameters(self))
+    def parameters(self, with_: str = "parameters") -> dict[str, np.ndarray]:
+        return self._together("parameters", lambda: Trainer.parameters(self, with_))
 
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         self._replaced("load_parameters", lambda: Trainer.load_parameters(self, values))

@@ -58,6 +58,7 @@ def distribute(
     tensor_plan: Mapping[str, Any] | None = None,
     sequence: str | None = None,
     elastic: bool | Elastic = False,
+    average: Any = None,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -91,6 +92,7 @@ def distribute(
     tensor_plan : path pattern -> how a layer is cut over the tensor axis (default: the model's own)
     sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end
     elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs/elastic.md)
+    average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
 
     Returns
     -------
@@ -109,7 +111,7 @@ def distribute(
     world: Any = _world(comm, backend) if choice is None else resilient(comm)
     recipe = Recipe(
         Training(
-            model, loss, optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite, recompute
+            model, loss, optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite, recompute, average
         ),
         Distribution(
             strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence

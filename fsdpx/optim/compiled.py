@@ -71,6 +71,20 @@ def lion(p, g, m, scale, keep, share1, share2, lr):
 
 
 @kernel
+def schedule_free(p, g, v, ahead, scale, beta2, share2, eps, decay, share, keep, rate, rate_ahead):
+    for i in range(p.size):
+        x, d = p[i], ahead[i]
+        a = g[i] * scale
+        vi = v[i] * beta2 + (a * a) * share2
+        v[i] = vi
+        u = a / (np.sqrt(vi) + eps)
+        if decay != 0:
+            u = u + x * decay
+        p[i] = (x + d * share) - u * rate
+        ahead[i] = (d - u * rate_ahead) * keep
+
+
+@kernel
 def moments(m, v, g, scale, share1, beta2, share2):
     for i in range(m.size):
         a = g[i] * scale

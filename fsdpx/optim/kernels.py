@@ -18,7 +18,7 @@ from fsdpx.array.parallel import over
 from fsdpx.errors import ConfigError
 from fsdpx.optim import plain
 
-__all__ = ["adam", "direction", "follow", "lion", "moments", "sgd", "use"]
+__all__ = ["adam", "direction", "follow", "lion", "moments", "schedule_free", "sgd", "use"]
 
 Version = Literal["default", "plain", "numba"]
 _version: ContextVar[Version] = ContextVar("version", default="default")
@@ -91,6 +91,17 @@ def lion(
 ) -> None:
     """p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g); m = beta2 m + (1 - beta2) g."""
     _run("lion", xp, (p, g, m), (scale, 1.0 - lr * weight_decay, 1.0 - beta1, 1.0 - beta2, lr))
+
+
+def schedule_free(
+    xp: Any, p: Any, g: Any, v: Any, ahead: Any, *, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, share: float, scale: float,
+) -> None:  # fmt: skip
+    """z = p + ahead; v = beta2 v + (1 - beta2) g^2; z -= lr u with u = g / (sqrt(v) + eps) + weight_decay p, then p
+    moves as far as (1 - beta1) z + beta1 x does, where x = (1 - share) x + share z (Defazio et al. 2024)."""
+    keep = 1.0 - share
+    rates = lr * (1.0 - beta1 * keep), lr * beta1
+    _run("schedule_free", xp, (p, g, v, ahead), (scale, beta2, 1.0 - beta2, eps, weight_decay, share, keep, *rates))
 
 
 def moments(xp: Any, m: Any, v: Any, g: Any, *, beta1: float, beta2: float, scale: float) -> None:

@@ -109,6 +109,25 @@ def lion(xp, a, b, p, g, m, scale, keep, share1, share2, lr):
 
 
 @blocked
+def schedule_free(xp, a, b, p, g, v, ahead, scale, beta2, share2, eps, decay, share, keep, rate, rate_ahead):
+    xp.multiply(g, scale, out=a)
+    _square_toward(xp, v, a, b, beta2, share2)
+    xp.sqrt(v, out=b)
+    b += eps
+    a /= b
+    if decay != 0:
+        xp.multiply(p, decay, out=b)
+        a += b
+    xp.multiply(ahead, share, out=b)
+    p += b
+    xp.multiply(a, rate, out=b)
+    p -= b
+    a *= rate_ahead
+    ahead -= a
+    ahead *= keep
+
+
+@blocked
 def moments(xp, a, b, m, v, g, scale, share1, beta2, share2):
     xp.multiply(g, scale, out=a)
     _toward(xp, m, a, b, share1)

@@ -5,6 +5,7 @@ from typing import Any
 
 from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store
 from fsdpx.array.random import Stretch
+from fsdpx.optim.average import Averaged, average_of
 from fsdpx.optim.elementwise import Elementwise
 from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_shard
 from fsdpx.optim.segments import Segments
@@ -41,6 +42,10 @@ class Rounded:
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, "lost") if self.kahan else tuple(self.inner.slots)
 
+    @property
+    def average(self) -> tuple[str, float] | None:
+        return average_of(self.inner)
+
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
@@ -48,7 +53,7 @@ class Rounded:
         check_shard(self, p, g, slots, step, segments)
         if getattr(xp, "holds_no_data", False):
             return
-        parts = segments.blocks(BLOCK) if isinstance(self.inner, Elementwise) else [(0, segments)]
+        parts = segments.blocks(BLOCK) if isinstance(inside(self), Elementwise) else [(0, segments)]
         for start, part in parts:
             at = slice(start, start + part.size)
             mine = {name: array[at] for name, array in slots.items()}
@@ -77,5 +82,7 @@ def _round(xp: Any, x: Any, out: Any, what: str, part: Segments) -> None:
 
 
 def inside(optimizer: Any) -> Any:
-    """The optimiser that makes the update, whether its state is rounded or not."""
-    return optimizer.inner if isinstance(optimizer, Rounded) else optimizer
+    """The optimiser that makes the update, whether its state is rounded, parameters are averaged, both or neither."""
+    while isinstance(optimizer, Rounded | Averaged):
+        optimizer = optimizer.inner
+    return optimizer

@@ -34,7 +34,7 @@ KINDS = {
     "slot": Kind("optimiser", "slots", saved=True),  # state of the optimiser
     "memory": Kind("codec memory", "memory"),  # of a codec, such as error feedback
     "statistic": Kind("state", saved=True),  # running statistics of layers
-    "average": Kind("averages", "average", saved=True),  # of parameters over time
+    "average": Kind("averages", "slots", saved=True),  # of parameters over time, which the optimiser moves
     "copy": Kind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
 }
 

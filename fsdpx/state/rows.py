@@ -8,6 +8,7 @@ import numpy as np
 
 from fsdpx.layout.ranges import Range
 from fsdpx.nn.layer import Spec
+from fsdpx.optim.average import AVERAGE
 from fsdpx.state.ledger import Key, Lifetime, Row
 from fsdpx.state.placement import Placement, ShardedPage
 
@@ -23,7 +24,8 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
         if page.page.trainable:
             yield from _gradients(placement, page, windows)
             for name in placement.optimizer.slots:
-                yield Row(Key("slot", page.page.index, name), formats.master, page.mine)
+                kind = "average" if name == AVERAGE else "slot"
+                yield Row(Key(kind, page.page.index, name), formats.master, page.mine)
             for name, elements in placement.codec_memory.get(page.page.index, {}).items():
                 yield Row(Key("memory", page.page.index, name), formats.gradients, Range(0, elements), "private")
     for name, spec in placement.layout.state.items():

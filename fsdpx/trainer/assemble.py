@@ -30,6 +30,7 @@ from fsdpx.layout.units import Layout, Spread, lay_out
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort
+from fsdpx.optim.average import Averaged
 from fsdpx.optim.rounded import Rounded
 from fsdpx.program import Stage, pipeline
 from fsdpx.state.accumulation import accumulation, microbatches_of
@@ -106,7 +107,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     agree(
         world, axes.mesh, sharding, formats, options, layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
-        training.loss, type(carried).__name__, microbatches, machinery.device, products,
+        training.loss, type(carried).__name__, microbatches, machinery.device, products, training.average,
     )  # fmt: skip
     return Placement(
         xp, ordered, layout, _stages(layout, carried, axes), axes, sharding, _formats(formats), carried,
@@ -141,9 +142,10 @@ NOTHING = "this processor has no instructions for it"
 
 def _optimizer(training: Training, formats: Precision) -> Any:
     """What updates the shard, in the format of the shard."""
+    optimizer = training.optimizer if training.average is None else Averaged(training.optimizer, training.average)
     if formats.updated == formats.gradients:
-        return training.optimizer
-    return Rounded(training.optimizer, formats.rounding == "kahan")
+        return optimizer
+    return Rounded(optimizer, formats.rounding == "kahan")
 
 
 def _formats(formats: Precision) -> Formats:

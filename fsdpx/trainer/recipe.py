@@ -31,6 +31,7 @@ class Training:
     chunks: int | None = None
     check_finite: bool = False
     recompute: Any = None
+    average: Any = None
 
     def __post_init__(self) -> None:
         check_chunks(self.chunks, self.microbatches)

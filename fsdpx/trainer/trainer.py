@@ -39,7 +39,7 @@ from fsdpx.trainer.outputs import cut_output, input_gradients
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.settings import settings_of
-from fsdpx.trainer.whole import remember, whole_gradients, whole_parameters, whole_state
+from fsdpx.trainer.whole import put_averages, remember, whole_gradients, whole_parameters, whole_state
 from fsdpx.watch.preempt import Preemption
 
 __all__ = ["Step", "Trainer"]
@@ -188,18 +188,19 @@ class Trainer:
         """Train the parameters again that name patterns match and `freeze` has frozen. Collective."""
         self._session.freeze(patterns, "unfreeze", frozenset.difference)
 
-    def evaluate(self, x: Any, y: Any) -> float:
-        """Mean loss of the global batch, without dropout; changes nothing."""
+    def evaluate(self, x: Any, y: Any, with_: str = "parameters") -> float:
+        """Mean loss of the global batch, without dropout; changes nothing. with_: "parameters", or their "average" over
+        time (docs/optimisers.md)."""
         feed = self._feed(x, y, "evaluate", training=False)
-        with self._session.aside():
+        with self._with(with_), self._session.aside():
             found = self._session.run("evaluate", feed)[MEAN]
         self.weight = found.weight
         return float(found.value)
 
-    def predict(self, x: Any) -> Any:
-        """The model's output on this rank's samples, without dropout; keeps nothing."""
+    def predict(self, x: Any, with_: str = "parameters") -> Any:
+        """The model's output on this rank's samples, without dropout; keeps nothing. with_: as in `evaluate`."""
         session, feed = self._session, self._feed(x, None, "predict", training=False)
-        with session.aside():
+        with self._with(with_), session.aside():
             return _one(session.outputs(session.run("predict", feed), feed))
 
     def fit(self, loader: Any, **options: Any) -> History:
@@ -218,11 +219,29 @@ class Trainer:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def parameters(self) -> dict[str, np.ndarray]:
-        """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name."""
+    def parameters(self, with_: str = "parameters") -> dict[str, np.ndarray]:
+        """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
+        with_: as in `evaluate`."""
         self._begin("parameters")
-        found = whole_parameters(self._session.state) | whole_state(self._session.state)
+        with self._with(with_):
+            found = whole_parameters(self._session.state) | whole_state(self._session.state)
         return {name: found[name] for name in self.placement.layout.specs}
+
+    @contextmanager
+    def _with(self, which: str) -> Iterator[None]:
+        """Inside, the parameters are what was asked for. After an error each rank puts them back by itself."""
+        if which not in ("parameters", "average"):
+            raise ConfigError(f"with_={which!r}: choose parameters or average")
+        if which == "parameters":
+            yield
+            return
+        self._begin("averages")
+        put_back = put_averages(self._session.state)
+        try:
+            yield
+            self._begin("parameters again")
+        finally:
+            put_back()
 
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
@@ -272,6 +291,7 @@ class Trainer:
         shard_bytes: int | None = None,
         keep: int | None = None,
         background: bool = False,
+        with_: str = "parameters",
     ) -> None:
         """Write a checkpoint into the folder `path`, all ranks at once. Collective; see docs/checkpoints.md.
 
@@ -287,12 +307,15 @@ class Trainer:
         shard_bytes : cut the weights into files of up to so many bytes, with an index, as Hugging Face does
         keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-*
         background : write a copy in a thread while training goes on; `wait_saved` or the next save tells how it went
+        with_ : "average" writes the average of the parameters over time, and the weights alone
 
         Raises
         ------
         CheckpointError : the same on all ranks, if it cannot be written; the older one is then as it was
         """
-        self.checkpoint(path, Choices(dtype, shard_bytes, keep), loader, None, background)
+        if with_ != "parameters" and loader is not None:
+            raise ConfigError(f"save(with_={with_!r}): weights alone have no place in the data; leave loader out")
+        self.checkpoint(path, Choices(dtype, shard_bytes, keep, with_=with_), loader, None, background)
 
     def wait_saved(self) -> None:
         """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be. Collective."""
@@ -373,10 +396,12 @@ class Trainer:
     ) -> None:
         self._begin("save")
         self._end_saving()
-        if background:
-            self._saving = Background(self._session.state, prepare(self._session.state, path, choices, loader, fit))
-        else:
-            save(self._session.state, path, choices, loader, fit)
+        state = self._session.state
+        with self._with(choices.with_):
+            if background:
+                self._saving = Background(state, prepare(state, path, choices, loader, fit))
+            else:
+                save(state, path, choices, loader, fit)
 
     def resume(self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
         self._begin("load")

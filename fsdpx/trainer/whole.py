@@ -8,13 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels.half import narrowed, store
 from fsdpx.array.namespace import to_host
 from fsdpx.comm.communicator import ReduceOp
+from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page
+from fsdpx.optim.average import average_of
 from fsdpx.program import Slot
 from fsdpx.state.state import TrainState
 
-__all__ = ["remember", "whole_gradients", "whole_parameters", "whole_state"]
+__all__ = ["put_averages", "remember", "whole_gradients", "whole_parameters", "whole_state"]
+
+BLOCK = 1 << 16
+"""Elements of an average that are made at once."""
 
 
 def whole_parameters(state: TrainState) -> dict[str, np.ndarray]:
@@ -67,6 +73,28 @@ def remember(state: TrainState) -> Callable[[], None]:
         state.replaced()
 
     return restore
+
+
+def put_averages(state: TrainState) -> Callable[[], None]:
+    """Put the averages that the optimiser keeps where the parameters are, as a function that puts these back: both on
+    all ranks, once all of them have come to it."""
+    found, place = average_of(state.placement.optimizer), state.placement
+    if found is None:
+        raise ConfigError(
+            "with_='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999)), or train with an "
+            "optimiser that has one, optim.AdamWScheduleFree(...)"
+        )
+    slot, factor = found
+    put_back = remember(state)
+    for p in () if place.imaginary else place.stage.trained:
+        master, kept = state.ledger.array("master", p), state.store[Slot("slots", p)][slot]
+        for at in (slice(start, start + BLOCK) for start in range(0, master.size, BLOCK)):
+            x, difference = (narrowed(place.xp, array[at], place.formats.gradients) for array in (master, kept))
+            difference *= factor
+            x += difference
+            store(place.xp, x, master[at])
+    state.replaced()
+    return put_back
 
 
 def _everywhere(state: TrainState, flat: Callable[[Page], Any], trained: bool) -> dict[str, np.ndarray]:

@@ -4,6 +4,7 @@ import pytest
 
 from fsdpx import optim
 from fsdpx.optim import kernels
+from fsdpx.optim.average import Averaged
 from fsdpx.testing.optimizer import OptimizerContract
 
 
@@ -41,6 +42,21 @@ class TestAdamW(OptimizerContract):
 class TestLion(OptimizerContract):
     def make(self, **options):
         return optim.Lion(**options)
+
+
+class TestScheduleFree(OptimizerContract):
+    def make(self, **options):
+        return optim.AdamWScheduleFree(**options)
+
+
+class TestEMA(OptimizerContract):
+    def make(self, **options):
+        return Averaged(optim.AdamW(**options), optim.EMA(0.9))
+
+
+class TestSWA(OptimizerContract):
+    def make(self, **options):
+        return Averaged(optim.SGD(**options), optim.SWA(start=2))
 
 
 class TestLAMB(OptimizerContract):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fsdpx import optim
 from fsdpx.errors import ConfigError
 from fsdpx.optim import Segment, Segments, kernels, plain
+from fsdpx.optim.average import Averaged
 
 OPTIMIZERS = {
     "sgd": optim.SGD(weight_decay=0.1),
@@ -21,6 +22,9 @@ OPTIMIZERS = {
     "adamw": optim.AdamW(weight_decay=0.1),
     "adamw without decay": optim.AdamW(weight_decay=0.0),
     "lion": optim.Lion(weight_decay=0.1),
+    "schedule free": optim.AdamWScheduleFree(weight_decay=0.1),
+    "schedule free without decay": optim.AdamWScheduleFree(),
+    "average": Averaged(optim.AdamW(weight_decay=0.1), optim.EMA(0.9)),
     "lamb": optim.LAMB(weight_decay=0.1),
 }
 ALL = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())

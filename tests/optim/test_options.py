@@ -10,6 +10,7 @@ import pytest
 from fsdpx import optim
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim import Segment, Segments, schedules
+from fsdpx.optim.average import Averaged
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,19 @@ from fsdpx.optim import Segment, Segments, schedules
         (lambda: optim.AdamW(betas=(0.9, 1)), r"AdamW\(betas\[1\]=1\): a finite number >= 0 and < 1"),
         (lambda: optim.AdamW(weight_decay=-0.1), r"AdamW\(weight_decay=-0.1\)"),
         (lambda: optim.Lion(betas=(-0.1, 0.9)), r"Lion\(betas\[0\]=-0.1\)"),
+        (
+            lambda: optim.AdamWScheduleFree(betas=(0.0, 0.9)),
+            r"AdamWScheduleFree\(betas\[0\]=0\): a share of the average above 0 is needed",
+        ),
+        (lambda: optim.EMA(1.0), r"EMA\(decay=1.0\): a finite number >= 0 and < 1 is needed"),
+        (lambda: optim.SWA(start=0), r"SWA\(start=0\): a whole number of steps, 1 or more, is needed"),
+        (lambda: optim.SWA(every=True), r"SWA\(every=True\): a whole number of steps"),
+        (lambda: Averaged(optim.SGD(), 0.99), r"average=0.99: fsdpx.EMA\(...\) or fsdpx.SWA\(...\) is needed"),
+        (lambda: Averaged(optim.SGD(), optim.EMA), r"average=<class .*EMA'>: fsdpx.EMA\(...\) or"),
+        (
+            lambda: Averaged(optim.AdamWScheduleFree(), optim.EMA()),
+            r"average=EMA\(decay=0.999\): AdamWScheduleFree keeps an average itself; leave it out",
+        ),
         (lambda: optim.LAMB(eps=-1.0), r"LAMB\(eps=-1.0\)"),
         (
             lambda: optim.AdamW(groups=["*"]),

@@ -5,6 +5,7 @@ import pytest
 
 from fsdpx import optim
 from fsdpx.optim import Segment, Segments
+from fsdpx.optim.average import Averaged, average_of
 from fsdpx.testing.optimizer import OptimizerContract
 
 SIZES = {"w": 300, "w.bias": 7, "norm.weight": 20}
@@ -26,13 +27,20 @@ def gradients(steps=20):
     return random.standard_normal(N), random.standard_normal((steps, N)) * 10 ** random.uniform(-3, 1, (steps, 1))
 
 
-def ours(optimizer, p, gs):
-    p = p.copy()
+def trained(optimizer, p, gs):
+    """The parameters after each step, and the averages."""
+    p, found = p.copy(), []
     slots = {name: np.zeros(N) for name in optimizer.slots}
     for step, g in enumerate(gs, 1):
         lr = optim.rate(optimizer, step)
         optimizer.update(np, p, g * 4.0, slots, lr=lr, step=step, segments=SEGMENTS, scale=0.25)
-    return p
+        name, factor = average_of(optimizer) or (None, 0.0)
+        found.append((p.copy(), None if name is None else p + factor * slots[name]))
+    return found
+
+
+def ours(optimizer, p, gs):
+    return trained(optimizer, p, gs)[-1][0]
 
 
 @pytest.mark.parametrize(
@@ -140,3 +148,59 @@ def test_lamb_cut_anywhere_is_the_whole_to_rounding():
     whole, cut = AnyCut()._train("float64", []), AnyCut()._train("float64", [1, 133, 2000, 2503, 5001])
     for name in whole:
         assert np.allclose(whole[name], cut[name], rtol=1e-13, atol=1e-15), name
+
+
+def schedule_free(p, gs, lr, b1, b2, eps, decay):
+    """Algorithm 1 of Defazio et al. 2024: y and x after each step. lr: of each step, warm-up included."""
+    x, z, v, total, found = p, p, 0.0, 0.0, []
+    for t, g in enumerate(gs, 1):
+        y = (1 - b1) * z + b1 * x
+        v = b2 * v + (1 - b2) * g * g
+        gamma = lr(t) * np.sqrt(1 - b2**t)
+        z = z - gamma * g / (np.sqrt(v) + eps) - gamma * decay * y
+        total += gamma**2
+        c = gamma**2 / total
+        x = (1 - c) * x + c * z
+        found.append(((1 - b1) * z + b1 * x, x))
+    return found
+
+
+@pytest.mark.parametrize("lr", [optim.schedules.Constant(0.01), optim.schedules.WarmUp(5, 0.02)])
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+def test_schedule_free_as_in_its_paper(lr, decay):
+    p, gs = gradients()
+    optimizer = optim.AdamWScheduleFree(lr=lr, betas=(0.9, 0.99), eps=1e-6, weight_decay=decay)
+    pairs = zip(trained(optimizer, p, gs), schedule_free(p, gs, lr, 0.9, 0.99, 1e-6, decay), strict=True)
+    for (y, x), (their_y, their_x) in pairs:
+        assert np.allclose(y, their_y, rtol=1e-11, atol=1e-12)
+        assert np.allclose(x, their_x, rtol=1e-11, atol=1e-12)
+
+
+def test_schedule_free_resumes_anywhere():
+    """The weights of the average are a function of the step: another instance goes on as if it had made all steps."""
+    lr = optim.schedules.WarmUp(5, 0.02)
+    made, fresh = optim.AdamWScheduleFree(lr=lr), optim.AdamWScheduleFree(lr=lr)
+    assert [made._share(t) for t in range(1, 30)][-1] == fresh._share(29)
+    assert optim.AdamWScheduleFree(lr=0.0)._share(3) == 1.0
+
+
+def test_exponential_averages():
+    p, gs = gradients()
+    average = p
+    for now, mine in trained(Averaged(optim.AdamW(lr=0.01), optim.EMA(0.8)), p, gs):
+        average = 0.8 * average + 0.2 * now
+        assert np.allclose(mine, average, rtol=1e-12, atol=1e-12)
+
+
+def test_stochastic_weight_averages():
+    p, gs = gradients()
+    found, counted = trained(Averaged(optim.SGD(lr=0.01, momentum=0.9), optim.SWA(start=4, every=3)), p, gs), []
+    for step, (now, mine) in enumerate(found, 1):
+        counted += [now] if step in (4, 7, 10, 13, 16, 19) else []
+        assert np.allclose(mine, np.mean(counted, axis=0) if counted else now, rtol=1e-12, atol=1e-12), step
+
+
+def test_an_average_leaves_the_training_alone():
+    p, gs = gradients()
+    plain, averaged = (ours(o, p, gs) for o in (optim.AdamW(), Averaged(optim.AdamW(), optim.EMA())))
+    assert np.array_equal(plain, averaged)

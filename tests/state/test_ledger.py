@@ -1,6 +1,5 @@
 """The ledger: rows say what a rank holds, and whoever allocates, saves, moves or reports it iterates them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.checkpoint.pieces import held, owned
 from fsdpx.comm import Communicator
 from fsdpx.layout.ranges import Range
-from fsdpx.state import allocate, ledger, rows
+from fsdpx.state import ledger
 from fsdpx.state.ledger import KINDS, Key, Ledger, Row
 
 F32 = np.dtype(np.float32)
@@ -78,15 +77,13 @@ def test_the_bytes_of_the_ledger_are_those_of_the_arena() -> None:
 
 
 def test_every_kind_has_a_row_somewhere() -> None:
-    """But for averages, of which a user's own feature is the only one so far."""
-
     def run(comm: Communicator) -> set[str]:
-        trainer = make(comm, elastic=fsdpx.Elastic(every=1), codec=Keeps())
+        trainer = make(comm, elastic=fsdpx.Elastic(every=1), codec=Keeps(), average=fsdpx.EMA())
         step(trainer)
         step(trainer)
         return {row.key.kind for row in trainer.engine.state.ledger}
 
-    assert set.union(*spawn(run, 2, survive=True)) == set(KINDS) - {"average"}
+    assert set.union(*spawn(run, 2, survive=True)) == set(KINDS)
 
 
 def test_a_key_is_there_once() -> None:
@@ -111,44 +108,23 @@ class Keeps(fsdpx.Plain):
         return super().reduce(comm, grad, out, counts, scratch, memory, what=what)
 
 
-@pytest.fixture
-def averages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A feature that keeps something new: one more row for each trained page, and nothing else."""
-    before = rows.rows_of
-
-    def more(placement: Any, *arguments: Any) -> Iterator[Row]:
-        yield from before(placement, *arguments)
-        for p in placement.stage.trained:
-            yield Row(Key("average", p, "ema"), placement.formats.master, placement.pages[p].mine)
-
-    def tensors(placement: Any) -> dict[str, Any]:
-        trained = {n: s for n, s in placement.layout.specs.items() if s.trainable}
-        return known(placement) | {rows.tensor_name("ema", n): s for n, s in trained.items()}
-
-    known = rows.saved_tensors
-    monkeypatch.setattr(allocate, "rows_of", more)
-    for module in ("fsdpx.checkpoint.save", "fsdpx.checkpoint.load", "fsdpx.elastic.assembly"):
-        monkeypatch.setattr(f"{module}.saved_tensors", tensors)
-
-
-@pytest.mark.usefixtures("averages")
 def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> None:
     def save(comm: Communicator) -> int:
-        trainer = make(comm)
+        trainer = make(comm, average=fsdpx.EMA())
         step(trainer)
         for part in held(trainer.engine.state):
-            if part.name.startswith("ema/"):
+            if part.name.startswith("average/"):
                 part.array[...] = np.arange(part.start, part.start + part.array.size)
-        assert {part.name for part in owned(trainer.engine.state)} >= {"ema/0.weight"}
+        assert {part.name for part in owned(trainer.engine.state)} >= {"average/0.weight"}
         trainer.save(tmp_path / "a")
         return int(trainer.report().memory["averages"])
 
     assert sum(spawn(save, 3)) == (6 * 10 + 10 + 20 + 10 * 3 + 3) * F32.itemsize
 
     def load(comm: Communicator) -> None:
-        trainer = make(comm, mesh=Mesh(shard=2))
+        trainer = make(comm, mesh=Mesh(shard=2), average=fsdpx.EMA())
         trainer.load(tmp_path / "a")
-        found = [part for part in held(trainer.engine.state) if part.name.startswith("ema/")]
+        found = [part for part in held(trainer.engine.state) if part.name.startswith("average/")]
         assert found
         for part in found:
             np.testing.assert_array_equal(part.array, np.arange(part.start, part.start + part.array.size))
@@ -156,32 +132,30 @@ def test_a_new_row_is_allocated_reported_saved_and_cut_anew(tmp_path: Path) -> N
     spawn(load, 2)
 
 
-@pytest.mark.usefixtures("averages")
-def test_a_new_row_survives_the_death_of_a_rank() -> None:
+def test_averages_survive_the_death_of_a_rank() -> None:
     from fsdpx.comm.rendezvous import Died
 
-    def run(comm: Communicator) -> bool:
-        trainer = make(comm, elastic=fsdpx.Elastic(every=1))
-        for part in held(trainer.engine.state):
-            if part.name.startswith("ema/"):
-                part.array[...] = np.arange(part.start, part.start + part.array.size)
-        for seed in range(3):
-            step(trainer, seed)
+    def run(comm: Communicator, dies: bool) -> tuple[bytes, str]:
+        trainer = nn.Chain(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 3)).as_distributed(
+            loss=nn.MSE(), comm=comm, optimizer=optim.AdamW(lr=1e-2), elastic=fsdpx.Elastic(every=1), chunks=6,
+            average=fsdpx.EMA(0.5),
+        )  # fmt: skip
 
         def die(action: Any) -> None:
-            if comm.rank == 1 and getattr(action, "op", "") == "SCALE":
+            if dies and comm.rank == 1 and trainer.steps == 3 and getattr(action, "op", "") == "SCALE":
                 raise Died
 
         trainer.engine.observers.append(die)
-        step(trainer, 3)
-        return all(
-            (part.array == np.arange(part.start, part.start + part.array.size)).all()
-            for part in held(trainer.engine.state)
-            if part.name.startswith("ema/")
-        )
+        for seed in range(5):
+            step(trainer, seed)
+        loss = trainer.evaluate(np.ones((4, 6), "f4"), np.ones((4, 3), "f4"), with_="average")
+        bits = [array.tobytes() for array in trainer.parameters(with_="average").values()]
+        return b"".join(bits), f"{loss:.6f} {trainer.fingerprint()}"
 
-    found = spawn(run, 3, survive=True)
-    assert [one for i, one in enumerate(found) if i != 1] == [True, True]
+    (whole,) = spawn(lambda comm: run(comm, False), 1, survive=True)
+    found = spawn(lambda comm: run(comm, True), 3, survive=True)
+    assert found[1] is None
+    assert [found[0], found[2]] == [whole, whole]
 
 
 def test_kinds_are_counted_under_words() -> None:

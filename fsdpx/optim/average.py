@@ -1,0 +1,125 @@
+"""Averages of the parameters over time, kept beside the optimiser's state: of exponential weights, or of equal ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from fsdpx.errors import ConfigError
+from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_number, check_shard
+from fsdpx.optim.segments import Segments
+
+__all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged", "average_of"]
+
+AVERAGE = "average"
+"""The slot in which an average is kept, as its distance from the parameters."""
+
+
+class Average(Protocol):
+    """How parameters are averaged."""
+
+    @property
+    def keep(self) -> Callable[[int], float]:
+        """Share of the old average in the new one after 1-based `step`: a number in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class EMA:
+    """Exponential moving average: after each step average = decay average + (1 - decay) parameters. It begins with the
+    parameters before the first step.
+
+    Parameters
+    ----------
+    decay : share of the old average, in [0, 1)
+    """
+
+    decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        check_number(self, "decay", self.decay, below=1.0)
+
+    def keep(self, step: int) -> float:
+        return self.decay
+
+
+@dataclass(frozen=True)
+class SWA:
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the parameters after the steps start,
+    start + every, start + 2 every, ...; until `start` the parameters themselves.
+
+    Parameters
+    ----------
+    start : the first step that counts, 1 or more
+    every : steps from one that counts to the next, 1 or more
+    """
+
+    start: int = 1
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"SWA({name}={value!r}): a whole number of steps, 1 or more, is needed")
+
+    def keep(self, step: int) -> float:
+        before, rest = divmod(step - self.start, self.every)
+        return before / (before + 1) if rest == 0 and before >= 0 else float(before >= 0)
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """An optimiser that keeps an average of the parameters beside its own state.
+
+    What is kept is average - parameters: 0 before the first step whatever the initial values are, and right where
+    parameters are left alone or loaded. No scratch memory is needed for the parameters as they were.
+
+    Parameters
+    ----------
+    inner : makes the update
+    how : an `EMA`, an `SWA`, or anything with their `keep(step)`
+    """
+
+    inner: Optimizer
+    how: Average
+
+    def __post_init__(self) -> None:
+        if isinstance(self.how, type) or not callable(getattr(self.how, "keep", None)):
+            raise ConfigError(f"average={self.how!r}: fsdpx.EMA(...) or fsdpx.SWA(...) is needed")
+        if average_of(self.inner) is not None:
+            raise ConfigError(
+                f"average={self.how!r}: {type(self.inner).__name__} keeps an average itself; leave it out"
+            )
+
+    @property
+    def lr(self) -> Rate:
+        return self.inner.lr
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return (*self.inner.slots, AVERAGE)
+
+    @property
+    def average(self) -> tuple[str, float]:
+        """The average is p + factor slot."""
+        return AVERAGE, 1.0
+
+    def update(
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
+    ) -> None:
+        """One step in place, see `Optimizer.update`."""
+        check_shard(self, p, g, slots, step, segments)
+        if getattr(xp, "holds_no_data", False):
+            return
+        own, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE]
+        with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
+            distance += p
+            self.inner.update(xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale)
+            distance -= p
+            distance *= distance.dtype.type(self.how.keep(step))
+
+
+def average_of(optimizer: Any) -> tuple[str, float] | None:
+    """The slot and the factor of an optimiser that keeps an average, which is p + factor slot; else None."""
+    found: tuple[str, float] | None = getattr(optimizer, "average", None)
+    return found
