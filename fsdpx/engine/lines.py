@@ -117,7 +117,7 @@ def _sums(grads: Sequence[Mapping[str, Any]]) -> Sums | None:
 def _stack(pairs: list[tuple[Any, Any]]) -> Stack | None:
     """Matrices and vectors in turn, without gaps, as two arrays; None if they lie otherwise."""
     weight, bias = pairs[0]
-    if type(weight) is not np.ndarray or weight.dtype.char not in "fd":
+    if any(type(w) is not np.ndarray for w, _ in pairs) or weight.dtype.char not in "fd":
         return None
     step = weight.nbytes + bias.nbytes
     first = _address(weight)
