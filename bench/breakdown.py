@@ -1,6 +1,6 @@
 """Where does a training step go: products at the speed of the library itself, kernels, the optimiser, Python?
 
-    python bench/breakdown.py [--models small tiny] [--rounds 4] [--quick]
+    python bench/breakdown.py [--models small tiny] [--precisions float32 bf16] [--rounds 4] [--quick]
 
 One process, one thread. Every call of a product, a kernel and the optimiser is clocked, calls inside calls taken off.
 Then each product is repeated alone, on copies of the arrays of its first call: the library's own speed at that shape.
@@ -18,9 +18,11 @@ from workloads import MODELS
 __all__ = ["tables"]
 
 
-def taken_apart(model: str, rounds: int, seconds: float) -> dict[str, Any]:
-    command = [sys.executable, str(BENCH / "inside.py"), model, "--rounds", str(rounds), "--seconds", str(seconds)]
-    return {"model": model, **finish(start(command, environ()), 240.0)}
+def taken_apart(model: str, precision: str, rounds: int, seconds: float) -> dict[str, Any]:
+    often = ["--rounds", str(rounds), "--seconds", str(seconds)]
+    command = [sys.executable, str(BENCH / "inside.py"), model, "--precision", precision, *often]
+    said = finish(start(command, environ()), 240.0)
+    return {**said, "model": model if precision == "float32" else f"{model} in {precision}"}
 
 
 def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -60,9 +62,11 @@ def _cells(r: dict[str, Any], step: float) -> list[str]:
 def main() -> int:
     p = arguments(__doc__, rounds=4)
     p.add_argument("--models", nargs="+", default=["small", "tiny", "mlp", "many"], choices=MODELS)
+    p.add_argument("--precisions", nargs="+", default=["float32", "bf16"], choices=("float32", "bf16"))
     options = p.parse_args()
     rounds, seconds = (1, 0.02) if options.quick else (options.rounds, 0.3)
-    found = {"models": [taken_apart(name, rounds, seconds) for name in options.models]}
+    each = [(name, precision) for name in options.models for precision in options.precisions]
+    found = {"models": [taken_apart(*one, rounds, seconds) for one in each]}
     save("breakdown", options, found)
     for title, text in tables(found):
         print(f"\n{title}\n{text}")

@@ -1,6 +1,6 @@
 """One model's step taken apart in this process: every product, kernel and update clocked. A job of `breakdown.py`.
 
-    python bench/inside.py small [--rounds 4] [--seconds 0.3]
+    python bench/inside.py small [--precision bf16] [--rounds 4] [--seconds 0.3]
 
 Prints one line of JSON.
 """
@@ -20,9 +20,15 @@ from workloads import MODELS, TIME, Model, batch, in_fsdpx
 
 from fsdpx import optim
 from fsdpx.array import blas, kernels
-from fsdpx.array.blas import gemm  # under this name it stays unclocked
+from fsdpx.array.blas import gemm, halves  # under these names products stay unclocked
+from fsdpx.array.blas.halves import product
+from fsdpx.array.kernels.compiled import words
+from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.array.kernels.compiled.words import multiply as words_product
+from fsdpx.array.namespace import dtype
 
 TILE = 64  # rows of a tile of attention
+AGAIN = 50  # tiles of bf16 in one call, which takes longer than one of them
 
 Product = tuple[Any, Any, Any]  # out, a, b of out = a @ b
 
@@ -54,13 +60,14 @@ def _of_line_backward(dx: Any, x: Any, out: Any, dy: Any, weights: Any, biases: 
 
 PRODUCTS = {
     "gemm": _of_gemm,
+    "product": _of_gemm,
     "affine": _of_affine,
     "linear_gradients": _of_gradients,
     "linear_backward": _of_backward,
     "line": _of_line,
     "line_backward": _of_line_backward,
 }
-"""The functions of `fsdpx.array.blas` that multiply, and the products in their arguments."""
+"""The functions of `fsdpx.array.blas` that multiply, `product` 16-bit numbers, and the products in their arguments."""
 
 
 @dataclass
@@ -111,7 +118,8 @@ class Clock:
 def attach(clock: Clock, trainer: Any) -> None:
     """Clock products, kernels and the optimiser of a trainer, wherever their names were imported to."""
     for name in PRODUCTS:
-        _replace(getattr(blas, name), clock.around(getattr(blas, name), functools.partial(clock.product, name)))
+        function = getattr(halves if name == "product" else blas, name)
+        _replace(function, clock.around(function, functools.partial(clock.product, name)))
     for name in kernels.__all__:
         kernel = getattr(kernels, name)
         if callable(kernel) and name not in ("use", "chosen"):
@@ -131,14 +139,25 @@ def _replace(function: Any, by: Any) -> None:
 def alone(products: list[Product], seconds: float) -> float:
     """Seconds of a call's products by themselves: medians of repetitions on copies."""
     copies = [[np.copy(array, order="K") for array in product] for product in products]
-    return sum(_repeated(lambda arrays=arrays: gemm(*arrays), seconds / len(copies)) for arrays in copies)
+    multiply = product if copies[0][1].dtype.itemsize == 2 else gemm
+    return sum(_repeated(lambda arrays=arrays: multiply(*arrays), seconds / len(copies)) for arrays in copies)
 
 
-def tile(model: Model, seconds: float) -> float:
+def tile(model: Model, seconds: float, bf16: bool) -> float:
     """FLOP/s of a tile of attention by itself."""
     width = model.width // model.heads
     q, k, s = (np.ones(shape, np.float32) for shape in ((TILE, width), (TIME, width), (TILE, TIME)))
+    if bf16 and words.available():
+        q, k = q.astype(dtype("bf16")), np.ones((width // 2, TIME), np.uint32)
+        at = q.ctypes.data, 2 * width, 4, k.ctypes.data, 4 * TIME, s.ctypes.data, 4 * TIME, TILE, TIME, width // 2
+        return AGAIN * 2 * TILE * TIME * width / _repeated(lambda: tiles(*at), seconds)
     return 2 * TILE * TIME * width / _repeated(lambda: gemm(s, q, k.T), seconds)
+
+
+@jit
+def tiles(a, down, along, b, b_row, c, c_row, rows, columns, words):
+    for _ in range(AGAIN):
+        words_product(a, down, along, b, b_row, c, c_row, rows, columns, words, False)
 
 
 def _repeated(run: Callable[[], Any], seconds: float) -> float:
@@ -160,12 +179,12 @@ def of_products(products: list[Product]) -> float:
     return sum(2.0 * a.shape[0] * a.shape[1] * b.shape[1] for _, a, b in products)
 
 
-def breakdown(name: str, rounds: int, seconds: float) -> dict[str, Any]:
+def breakdown(name: str, precision: str, rounds: int, seconds: float) -> dict[str, Any]:
     """The step of one model: rows by function, in seconds per step; in every round a bare step, a clocked one, and
     each product alone, for the machine may be faster in the next."""
     model = MODELS[name]
     layers, loss = in_fsdpx(model)
-    trainer = layers.as_distributed(loss=loss, optimizer=optim.AdamW(lr=3e-4), strategy="ddp")
+    trainer = layers.as_distributed(loss=loss, optimizer=optim.AdamW(lr=3e-4), strategy="ddp", precision=precision)
     x, y = batch(model)
     clock = Clock()
     attach(clock, trainer)
@@ -181,7 +200,7 @@ def breakdown(name: str, rounds: int, seconds: float) -> dict[str, Any]:
         for label, products in clock.first.items():
             speeds[label].append(of_products(products) / alone(products, seconds / rounds))
         for label in ("attention", "attention_backward") if model.heads else ():
-            speeds[label].append(tile(model, seconds / rounds))
+            speeds[label].append(tile(model, seconds / rounds, precision == "bf16"))
     work = {label: of_products(products) for label, products in clock.first.items()}
     work |= {label: flops(model, label) for label in clock.spent if label not in work}
     rows = [_row(label, spent, rounds, work[label], speeds) for label, spent in clock.spent.items()]
@@ -190,7 +209,7 @@ def breakdown(name: str, rounds: int, seconds: float) -> dict[str, Any]:
     rows.append({"part": "Python and NumPy between", "calls": 0, "seconds": rest})
     return {
         "model": name,
-        "blas": blas.chosen(),
+        "blas": blas.chosen() if precision == "float32" else halves.chosen(),
         "step": step,
         "bare": float(np.mean(bare)),
         "rows": sorted(rows, key=lambda r: -r["seconds"]),
@@ -215,10 +234,11 @@ def _seconds(run: Callable[[], Any]) -> float:
 def main() -> int:
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("model", choices=MODELS)
+    p.add_argument("--precision", choices=("float32", "bf16"), default="float32")
     p.add_argument("--rounds", type=int, default=4)
     p.add_argument("--seconds", type=float, default=0.3, help="of each product by itself")
     options = p.parse_args()
-    print(json.dumps(breakdown(options.model, options.rounds, options.seconds)))
+    print(json.dumps(breakdown(options.model, options.precision, options.rounds, options.seconds)))
     return 0
 
 

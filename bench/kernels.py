@@ -36,6 +36,8 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
         mark = "" if approximate == "none" else " (tanh)"
         yield f"gelu{mark}", size, lambda a=approximate: kernels.gelu(np, x, a)
         yield f"gelu_backward{mark}", size, lambda a=approximate: kernels.gelu_backward(np, x, dy, a)
+    yield "relu", size, lambda: kernels.relu(np, x)
+    yield "relu_backward", size, lambda: kernels.relu_backward(np, x, dy)
     yield "sigmoid", size, lambda: kernels.sigmoid(np, x)
     yield "silu", size, lambda: kernels.silu(np, x)
     yield "silu_backward", size, lambda: kernels.silu_backward(np, x, dy)

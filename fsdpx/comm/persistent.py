@@ -10,7 +10,7 @@ from weakref import ref
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled import shared
+from fsdpx.comm import shared
 from fsdpx.comm.board import SLOTS
 from fsdpx.comm.calls import Array, Call, Pieces, ReduceOp, named
 from fsdpx.comm.checks import address

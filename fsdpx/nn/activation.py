@@ -13,13 +13,14 @@ class ReLU(Layer):
     """max(x, 0); the gradient at 0 is 0."""
 
     acts_on = "element"
+    runs = ("relu", "relu_backward")
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        y = env.xp.maximum(x, 0)
+        y = kernels.relu(env.xp, x)
         return y, (y,)  # the result, not the input: the next layer saves it anyway
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        return dy * (saved[0] > 0), ()
+        return kernels.relu_backward(env.xp, saved[0], dy), ()
 
 
 class GELU(Layer):

@@ -123,21 +123,12 @@ class MSE(_Elementwise):
 class BCEWithLogits(_Elementwise):
     """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)); weight: the number of elements."""
 
-    runs = ("sigmoid",)
-
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        xp, wanted = env.xp, target.astype(y.dtype, copy=False)
-        each = xp.maximum(y, 0) - y * wanted + xp.log1p(xp.exp(-xp.abs(y)))
-        return float(xp.sum(each, dtype=np.float64)), float(y.size), (y, wanted)
+        target = target.astype(y.dtype, copy=False)
+        return kernels.binary_entropy(env.xp, y, target), float(y.size), (y, target)
 
     def backward(self, env: Env, saved: Any, seed: float) -> Array:
-        y, wanted = saved
-        return _scaled(kernels.sigmoid(env.xp, y) - wanted, seed)
-
-
-def _scaled(fresh: Array, factor: float) -> Array:
-    """`fresh * factor` in the dtype of `fresh`: 16-bit arrays times a number would widen."""
-    return (fresh * factor).astype(fresh.dtype, copy=False)
+        return kernels.binary_entropy_backward(env.xp, *saved, seed)
 
 
 def _same_shape(loss: Loss, wanted: tuple[int, ...], target: Array, what: str) -> None:

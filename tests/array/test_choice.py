@@ -122,7 +122,7 @@ def test_each_signature_and_version_has_its_own_file(jit, monkeypatch, tmp_path)
     assert counted() == 0
     assert len(list(tmp_path.glob("*.nbi"))) == 2
     assert counted() == 2
-    monkeypatch.setattr(jit, "_fingerprint", lambda: "sources of another version")
+    monkeypatch.setattr(jit, "_fingerprint", lambda own: "sources of another version")
     assert counted() == 0
 
 

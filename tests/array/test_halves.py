@@ -166,6 +166,8 @@ KERNELS = {
     ][:1],
     "rms_norm": lambda k, x, y, b: k.rms_norm(np, x, b, 1e-5),
     "rms_norm_backward_input": lambda k, x, y, b: k.rms_norm_backward_input(np, x, b, _moments(x)[1], y),
+    "relu": lambda k, x, y, b: k.relu(np, x),
+    "relu_backward": lambda k, x, y, b: k.relu_backward(np, x, y),
     "sigmoid": lambda k, x, y, b: k.sigmoid(np, x),
     "silu": lambda k, x, y, b: k.silu(np, x),
     "silu_backward": lambda k, x, y, b: k.silu_backward(np, x, y),
@@ -217,7 +219,7 @@ def _each(found: object) -> list[np.ndarray]:
     return list(found) if isinstance(found, list | tuple) else [found]  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("name", ["gelu", "silu", "add"])
+@pytest.mark.parametrize("name", ["gelu", "relu", "silu", "add"])
 def test_nan_and_inf_pass_through_kernels_on_bits(name: str) -> None:
     x = np.array([[np.nan, np.inf, -np.inf, 1.0]], np.float32).astype(BF16)
     got = KERNELS[name](kernels, x, np.zeros_like(x), x[0])

@@ -79,6 +79,8 @@ def silu(x, dy, dtype):
     s = logistic(x)
     return [
         (kernels.sigmoid, (x,), s, s),
+        (kernels.relu, (x,), np.maximum(x, 0), 0 * s),
+        (kernels.relu_backward, (x, dy), dy * (x > 0), 0 * s),
         (kernels.silu, (x,), x * s, np.abs(x) * s),
         (
             kernels.silu_backward,
@@ -151,12 +153,16 @@ def losses(x, dy, dtype):
     picked = np.take_along_axis(x, target[:, None], axis=1)[:, 0]
     p, hit = np.exp(x - lse32[:, None]), np.arange(x.shape[1]) == target[:, None]
     size, errors = p * (1.0 + np.abs(x - lse32[:, None])) + hit, np.square(x - dy)
+    entropy, sizes = np.logaddexp(0.0, x) - x * dy, np.abs(x) + np.abs(x * dy) + 1.0
     return [
         (lambda xp, a: np.float64(kernels.cross_entropy(xp, a, target)[0]), (x,), (lse - picked).sum(),
          (np.abs(lse) + np.abs(picked) + 1.0).sum()),
         (lambda xp, a, b: kernels.cross_entropy_backward(xp, a, target, b, 0.5), (x, single(lse)), (p - hit) / 2,
          size / 2),
         (lambda xp, a, b: np.float64(kernels.squared_error(xp, a, b)), (x, dy), errors.sum(), errors.sum()),
+        (lambda xp, a, b: np.float64(kernels.binary_entropy(xp, a, b)), (x, dy), entropy.sum(), sizes.sum()),
+        (lambda xp, a, b: kernels.binary_entropy_backward(xp, a, b, 0.5), (x, dy), (logistic(x) - dy) / 2,
+         logistic(x) + np.abs(dy)),
         (lambda xp, a, b: kernels.squared_error_backward(xp, a, b, 0.5), (x, dy), (x - dy) / 2, np.abs(x) + np.abs(dy)),
     ]  # fmt: skip
 

@@ -7,7 +7,7 @@ float32 and rounded once. Rows may be 0. Nothing is compiled, and Numba is not i
 from typing import Any
 
 from fsdpx.array.kernels import choice
-from fsdpx.array.kernels.activation import gelu, gelu_backward, sigmoid, silu, silu_backward
+from fsdpx.array.kernels.activation import gelu, gelu_backward, relu, relu_backward, sigmoid, silu, silu_backward
 from fsdpx.array.kernels.addition import add, add_bias, bias_gelu, sum_rows
 from fsdpx.array.kernels.attention import attention, attention_backward
 from fsdpx.array.kernels.batchnorm import (
@@ -23,6 +23,8 @@ from fsdpx.array.kernels.dropout import drop, drop_backward
 from fsdpx.array.kernels.embedding import embedding_backward
 from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store, widened
 from fsdpx.array.kernels.loss import (
+    binary_entropy,
+    binary_entropy_backward,
     cross_entropy,
     cross_entropy_backward,
     squared_error,
@@ -42,14 +44,14 @@ from fsdpx.array.kernels.reduction import square_sum, square_sums
 from fsdpx.array.kernels.softmax import softmax, softmax_backward
 
 __all__ = [
-    "NUMBA", "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool2d",
-    "avg_pool2d_backward", "bias_gelu", "channel_affine", "channel_norm_backward", "channel_squares", "channel_sums",
-    "channel_sums_with", "chosen", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "cross_entropy",
-    "cross_entropy_backward", "drop", "drop_backward", "embedding_backward", "gelu", "gelu_backward", "gelu_recompute",
-    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward",
-    "narrowed", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "round_randomly", "sigmoid",
-    "silu", "silu_backward", "softmax", "softmax_backward", "square_sum", "square_sums", "squared_error",
-    "squared_error_backward", "store", "sum_rows", "use", "widened",
+    "NUMBA", "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool2d", "avg_pool2d_backward",
+    "bias_gelu", "binary_entropy", "binary_entropy_backward", "channel_affine", "channel_norm_backward",
+    "channel_squares", "channel_sums", "channel_sums_with", "chosen", "conv2d", "conv2d_backward_input",
+    "conv2d_backward_params", "cross_entropy", "cross_entropy_backward", "drop", "drop_backward", "embedding_backward",
+    "gelu", "gelu_backward", "gelu_recompute", "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params",
+    "max_pool2d", "max_pool2d_backward", "narrowed", "relu", "relu_backward", "rms_norm", "rms_norm_backward_input",
+    "rms_norm_backward_params", "round_randomly", "sigmoid", "silu", "silu_backward", "softmax", "softmax_backward",
+    "square_sum", "square_sums", "squared_error", "squared_error_backward", "store", "sum_rows", "use", "widened",
 ]  # fmt: skip
 
 

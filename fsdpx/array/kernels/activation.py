@@ -7,11 +7,23 @@ from fsdpx.array.kernels.dispatch import kernel
 from fsdpx.array.kernels.gaussian import density, integral
 from fsdpx.errors import ConfigError
 
-__all__ = ["CUBIC", "SLOPE", "gelu", "gelu_backward", "sigmoid", "silu", "silu_backward"]
+__all__ = ["CUBIC", "SLOPE", "gelu", "gelu_backward", "relu", "relu_backward", "sigmoid", "silu", "silu_backward"]
 
 CUBIC = 0.044715
 SLOPE = 2.0 * math.sqrt(2.0 / math.pi)  # 1/2 (1 + tanh(u)) = sigmoid(2u): no cancellation for large negative u
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)
+
+
+@kernel()
+def relu(xp: Any, x: Any) -> Any:
+    """max(x, 0)."""
+    return xp.maximum(x, 0)
+
+
+@kernel()
+def relu_backward(xp: Any, y: Any, dy: Any) -> Any:
+    """dy where y, the result of `relu`, is above 0, else 0."""
+    return xp.where(y > 0, dy, xp.zeros((), dtype=dy.dtype))
 
 
 @kernel()

@@ -4,10 +4,27 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels.activation import sigmoid
 from fsdpx.array.kernels.dispatch import kernel
 from fsdpx.array.kernels.reduction import square_sum
 
-__all__ = ["cross_entropy", "cross_entropy_backward", "squared_error", "squared_error_backward"]
+__all__ = [
+    "binary_entropy", "binary_entropy_backward", "cross_entropy", "cross_entropy_backward", "squared_error",
+    "squared_error_backward",
+]  # fmt: skip
+
+
+@kernel(narrow=0)
+def binary_entropy(xp: Any, y: Any, target: Any) -> float:
+    """The sum of max(y, 0) - y target + log(1 + exp(-|y|)), added in float64."""
+    each = xp.maximum(y, 0) - y * target + xp.log1p(xp.exp(-xp.abs(y)))
+    return float(xp.sum(each, dtype=np.float64))
+
+
+@kernel()
+def binary_entropy_backward(xp: Any, y: Any, target: Any, factor: float) -> Any:
+    """factor (sigmoid(y) - target), in the dtype of y."""
+    return ((sigmoid(xp, y) - target) * factor).astype(y.dtype, copy=False)
 
 
 @kernel(narrow=0)

@@ -63,6 +63,8 @@ SAMPLES: dict[str, Sample] = {
     "max_pool2d_backward": lambda x, w, s: _max_pool(x),
     "normal": lambda x, w, s: normal(0, "", 0, 6),
     "packed": lambda x, w, s: _packed(x.dtype),
+    "relu": lambda x, w, s: kernels.relu(np, x),
+    "relu_backward": lambda x, w, s: kernels.relu_backward(np, x, x),
     "rms_norm": lambda x, w, s: kernels.rms_norm(np, x, w, 1e-5),
     "rms_norm_backward_input": lambda x, w, s: kernels.rms_norm_backward_input(np, x, w, s[:2], x),
     "rms_norm_backward_params": lambda x, w, s: kernels.rms_norm_backward_params(np, x, s[:2], x, s),

@@ -6,14 +6,15 @@ import numpy as np
 from numba.extending import register_jitable
 
 from fsdpx.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
+from fsdpx.array.kernels.compiled.arrays import alike
 from fsdpx.array.kernels.compiled.bits import put, real
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.array.parallel import over
 
 __all__ = [
-    "argument_of", "gelu", "gelu_backward", "gelu_of", "gelu_tanh_of", "gelu_tanh_slope", "integral_of", "sigmoid",
-    "sigmoid_of", "silu", "silu_backward",
+    "argument_of", "gelu", "gelu_backward", "gelu_of", "gelu_tanh_of", "gelu_tanh_slope", "integral_of", "relu",
+    "relu_backward", "sigmoid", "sigmoid_of", "silu", "silu_backward",
 ]  # fmt: skip
 
 
@@ -55,6 +56,11 @@ def gelu_tanh_slope(x, s):
 
 
 @register_jitable
+def relu_of(x):
+    return like(x, 0.0) if x <= 0 else x  # NaN stays NaN
+
+
+@register_jitable
 def silu_of(x):
     return x * sigmoid_of(x)
 
@@ -71,6 +77,13 @@ def _mapped(of: Any) -> Any:
 
 
 _sigmoid_loop, _silu_loop, _gelu_loop, _gelu_tanh_loop = map(_mapped, (sigmoid_of, silu_of, gelu_of, gelu_tanh_of))
+_relu_loop = _mapped(relu_of)
+
+
+@jit
+def _relu_backward_loop(y, dy, dx):
+    for i in range(y.size):
+        dx[i] = dy[i] if real(y[i]) > 0 else dy.dtype.type(0)
 
 
 @jit
@@ -101,10 +114,17 @@ def _gelu_tanh_backward_loop(x, dy, dx):
 
 def _over(loop: Any, *arrays: np.ndarray) -> np.ndarray:
     """Run `loop(*flat arrays, flat result)`."""
-    flat = [np.ascontiguousarray(a).reshape(-1) for a in arrays]
-    out = np.empty_like(flat[0])
-    over(loop, (*flat, out))
-    return out.reshape(arrays[0].shape)
+    flat, out = alike(*arrays)
+    over(loop, flat)
+    return out
+
+
+def relu(xp: Any, x: np.ndarray) -> np.ndarray:
+    return _over(_relu_loop, x)
+
+
+def relu_backward(xp: Any, y: np.ndarray, dy: np.ndarray) -> np.ndarray:
+    return _over(_relu_backward_loop, y, dy)
 
 
 def sigmoid(xp: Any, x: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ import numpy as np
 from fsdpx.array.kernels import addition as plain
 from fsdpx.array.kernels.activation import exact
 from fsdpx.array.kernels.compiled.activation import gelu_of, gelu_tanh_of
-from fsdpx.array.kernels.compiled.arrays import in_memory, owned
+from fsdpx.array.kernels.compiled.arrays import alike, owned
 from fsdpx.array.kernels.compiled.bits import number, plainly, put, real, wide
 from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import widest
@@ -76,12 +76,8 @@ def _rows(x: np.ndarray) -> np.ndarray:
 def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.shape != b.shape:
         return plainly(plain.add, xp, a, b)
-    out = np.empty_like(a)
-    flat = in_memory(a, b, out)
-    if flat is None:
-        out = np.empty(a.shape, a.dtype)
-        flat = [np.ascontiguousarray(x).reshape(-1) for x in (a, b, out)]
-    over(_add, tuple(flat))
+    flat, out = alike(a, b)
+    over(_add, flat)
     return out
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["in_memory", "owned"]
+__all__ = ["alike", "in_memory", "owned"]
 
 
 def owned(x: np.ndarray, dtype: Any = None) -> np.ndarray:
@@ -23,3 +23,13 @@ def in_memory(*arrays: np.ndarray) -> list[np.ndarray] | None:
     if any(a.strides != strides for a in arrays) or not turned[0].flags.c_contiguous:
         return None
     return [a.reshape(-1) for a in turned]
+
+
+def alike(*arrays: np.ndarray) -> tuple[tuple[np.ndarray, ...], np.ndarray]:
+    """Arrays of one shape, and a new one like the first, as 1-D views in one order; and the new one."""
+    out = np.empty_like(arrays[0])
+    flat = in_memory(*arrays, out)
+    if flat is None:
+        out = np.empty(out.shape, out.dtype)
+        flat = [np.ascontiguousarray(a).reshape(-1) for a in (*arrays, out)]
+    return tuple(flat), out

@@ -65,14 +65,16 @@ class Cache(FunctionCache):
 
     def _open(self, sig: Any, codegen: Any) -> None:
         """Select the file of this signature; the caller holds the compiler's lock."""
-        key = repr((str(sig), codegen.magic_tuple(), _fingerprint()))
+        sources = _fingerprint(Path(self._py_func.__code__.co_filename))
+        key = repr((str(sig), codegen.magic_tuple(), sources))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
-        self._cache_file = IndexDataCacheFile(self._cache_path, name, _fingerprint())
+        self._cache_file = IndexDataCacheFile(self._cache_path, name, sources)
 
 
 @functools.cache
-def _fingerprint() -> str:
-    files = sorted(SOURCES.glob("*.py")) + sorted(SOURCES.glob("compiled/*.py"))
+def _fingerprint(own: Path) -> str:
+    """Of all kernels, and of the file of a function that is none."""
+    files = [*sorted(SOURCES.glob("*.py")), *sorted(SOURCES.glob("compiled/*.py")), *([own] if own.exists() else [])]
     return hashlib.blake2b(b"\0".join(f.read_bytes() for f in files), digest_size=16).hexdigest()
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fsdpx.comm.checks import address
 
-shared = pytest.importorskip("fsdpx.array.kernels.compiled.shared")
+shared = pytest.importorskip("fsdpx.comm.shared")
 
 DTYPES = {"float32": shared.add32, "float64": shared.add64}
 
@@ -82,7 +82,7 @@ def test_code_is_kept_on_disk():
     """Compiling takes a second, loading some milliseconds."""
     code = """
 import numpy as np
-from fsdpx.array.kernels.compiled import shared
+from fsdpx.comm import shared
 row = np.array([1, 0, 0, 1, 0, 0, *[0] * 9], np.int64)
 for function in (shared.add32, shared.add64):
     function(row.__array_interface__["data"][0])
