@@ -1,6 +1,6 @@
 """Where training in 16 bits ends: validation losses of the main job in other formats beside float32's, at equal steps.
 
-    python bench/convergence.py [--seeds 0 1 2] [--ranks 1] [--quick]
+    python bench/convergence.py [--seeds 0 1 2] [--ranks 1] [--steps 300] [--quick]
 
 The model, the text and all options are those of `make train`. Losses do not depend on what else the machine does.
 """
@@ -32,9 +32,10 @@ def main() -> int:
     p = arguments(__doc__, rounds=1)
     p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     p.add_argument("--ranks", type=int, default=1)
+    p.add_argument("--steps", type=int, default=300, help="of each training; the schedule of the learning rate follows")
     p.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     options = p.parse_args()
-    seeds, steps = (options.seeds[:1], 20) if options.quick else (options.seeds, 300)
+    seeds, steps = (options.seeds[:1], 20) if options.quick else (options.seeds, options.steps)
     found: dict[str, Any] = {"steps": steps, "ranks": options.ranks, "rows": []}
     for seed, name in product(seeds, options.formats):
         ran = _ran(name, seed, steps, options.ranks)

@@ -20,6 +20,9 @@ Stack = tuple[Any, Any]
 """weights (layers, width, width) and biases (layers, width)."""
 
 
+FORMATS = ("float32", "float64", "bfloat16")
+
+
 class Line:
     """What a line keeps for backward: its input, and the outputs of all layers (layers, rows, width)."""
 
@@ -117,7 +120,7 @@ def _sums(grads: Sequence[Mapping[str, Any]]) -> Sums | None:
 def _stack(pairs: list[tuple[Any, Any]]) -> Stack | None:
     """Matrices and vectors in turn, without gaps, as two arrays; None if they lie otherwise."""
     weight, bias = pairs[0]
-    if any(type(w) is not np.ndarray for w, _ in pairs) or weight.dtype.char not in "fd":
+    if any(type(w) is not np.ndarray for w, _ in pairs) or weight.dtype.name not in FORMATS:
         return None
     step = weight.nbytes + bias.nbytes
     first = _address(weight)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS, lay
 
 from fsdpx.array import blas, kernels, parallel
-from fsdpx.array.blas import halves, onednn
+from fsdpx.array.blas import halves, onednn, products
 from fsdpx.array.kernels.compiled import words
 from fsdpx.array.namespace import dtype
 from fsdpx.array.random import Stretch
@@ -334,3 +334,32 @@ def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.
     assert words.available.__wrapped__()
     monkeypatch.setattr(words.config, "CPU_NAME", "skylake")  # as NUMBA_CPU_NAME does
     assert not words.available.__wrapped__()
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (3, 5, 2), (64, 32, 32), (32, 64, 32), (7, 128, 9), (0, 3, 2)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_small_products_are_widened_multiplied_and_rounded_once(m: int, k: int, n: int, wide: bool) -> None:
+    if not blas.pointer(np.dtype("f4")):
+        pytest.skip("NumPy alone multiplies")
+    a, b, bias = normal((m, k), 0), normal((n, k), 1).T, normal((n,), 2)
+    exact = a.astype("f8") @ b.astype("f8")
+    bound = (k + 2) * 2.0**-23 * (np.abs(a.astype("f8")) @ np.abs(b.astype("f8")) + np.abs(bias.astype("f8")))
+    for x, y in ((a, b), (np.asfortranarray(a), b), (a, np.ascontiguousarray(b)), (a[::-1], b)):
+        out = np.zeros((m, n), np.float32 if wide else BF16)
+        flip = slice(None, None, -1) if x.strides[0] < 0 else slice(None)
+        assert products.small_product(out, x, y, False, bias) == bool(x.strides[0] >= 0 or x.flags.c_contiguous)
+        halves.product(out, x, y, bias=bias)
+        want = exact[flip] + bias.astype("f8")
+        rounding = 0 if wide else 2.0**-8 * np.abs(want)
+        assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + rounding)
+        before = out.copy()
+        halves.product(out, x, y, accumulate=True)
+        want = before.astype("f8") + exact[flip]
+        rounding = 0 if wide else 2.0**-8 * np.abs(want)
+        assert np.all(np.abs(out.astype("f8") - want) <= bound[flip] + 2.0**-23 * np.abs(want) + rounding)
+
+
+def test_what_is_large_is_no_small_product() -> None:
+    a, b = normal((1024, 64), 0), normal((64, 64), 1)
+    assert not products.small_product(np.empty((1024, 64), BF16), a, b, False, None)
+    assert not products.small_product(np.empty((4, 4), np.float16), *[np.ones((4, 4), np.float16)] * 2, False, None)

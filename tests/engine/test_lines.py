@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fsdpx import Trainer, nn, optim, spawn
+from fsdpx import Precision, Trainer, nn, optim, spawn
 from fsdpx.array import blas
 from fsdpx.layout.units import Unit, lay_out
 from fsdpx.nn.sort import sort
@@ -67,10 +67,10 @@ def test_where_lines_are() -> None:
     assert [unit.lines for unit in lay_out(sort(nn.Chain(*square(5))), 4, 0).units] == [{}] * 5
 
 
-@pytest.mark.parametrize("precision", ["float32", "float64", "bf16"])
+@pytest.mark.parametrize("precision", ["float32", "float64", "bf16", Precision(param="bf16", reduce="bf16")])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_the_bits_of_one_by_one(name: str, precision: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_one_by_one(name: str, precision: Any, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"precision": precision, "microbatches": microbatches}
     got = spawn(lambda comm: train(comm, name, **options)[:2], 1)[0]
     monkeypatch.setattr(Unit, "lines", {})
@@ -87,11 +87,14 @@ def test_on_several_ranks(name: str, strategy: str) -> None:
     assert one.parameters()
 
 
-def test_a_line_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_a_line_is_one_call(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the test above compares nothing."""
     monkeypatch.setattr(nn.Linear, "forward", None)
     monkeypatch.setattr(nn.Linear, "backward", None)
-    trainer = MODELS["whole"]().as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), tune=False)
+    trainer = MODELS["whole"]().as_distributed(
+        loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), tune=False, precision=precision
+    )
     monkeypatch.setattr(trainer._session, "_validate", lambda *_: None)
     x = np.ones((4, 12), np.float32)
     assert trainer.step(x, x) > trainer.step(x, x)

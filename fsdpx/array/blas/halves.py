@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.array import parallel
 from fsdpx.array.blas import choice, onednn
-from fsdpx.array.blas.products import gemm, pieces
+from fsdpx.array.blas.products import gemm, pieces, small_product
 from fsdpx.array.kernels.half import narrowed, widened
 from fsdpx.array.namespace import dtype
 from fsdpx.array.processor import told
@@ -60,6 +60,8 @@ def product(
     """out = a @ b + bias, or out += a @ b: 16-bit `(m, k)` and `(k, n)` into `(m, n)` of their dtype or float32.
 
     bias: `(n,)`, of their dtype; not where `out` is added to."""
+    if small_product(out, a, b, accumulate, bias):
+        return
     if choice.cut > 1 and bias is None and (cut := pieces(out, a, b)):
         parallel.run(_whole, [(*piece, accumulate, None) for piece in cut])
     else:

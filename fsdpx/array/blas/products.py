@@ -7,19 +7,22 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from fsdpx.array import parallel
 from fsdpx.array.blas import choice
 from fsdpx.array.blas.choice import ADDRESSES
 from fsdpx.array.kernels import addition
 
-__all__ = ["affine", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "pieces"]
+__all__ = ["affine", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "pieces", "small_product"]
 
 Array = np.ndarray
 Sum = tuple[Array, bool]
 """Where a gradient goes, and whether it is added to what is there."""
 WORTH = 1 << 24
 """Multiplications from which a product is cut among threads: 0.2 ms, seven times what waking a thread takes."""
+SMALL = 1 << 20
+"""Multiplications up to which 16-bit matrices are widened: as fast, as calls of other libraries take microseconds."""
 LINE = 64  # cuts fall on multiples of it: whole tiles of the library's inner kernel, and no shared cache lines
 
 
@@ -77,6 +80,9 @@ def line(out: Array, x: Array, weights: Array, biases: Array) -> bool:
     """out[i] = out[i - 1] @ weights[i].T + biases[i] with out[-1] = x, in one call; False if BLAS cannot compute it.
 
     weights (layers, width, width), biases (layers, width), out (layers, rows, width)."""
+    if x.dtype.itemsize == 2:
+        at = small(x, weights[0])
+        return bool(at) and bool(COMPILED["small_line"](at, bits(out), bits(x), bits(_in_rows(weights, biases))))
     at = ADDRESSES[x.dtype.char]
     return bool(at) and not _cut(x, weights[0]) and bool(COMPILED["line"](at, out, x, weights, biases))
 
@@ -88,10 +94,45 @@ def line_backward(
     """Gradients of `line`: that of x in dx[0] (dx: two arrays like x), those of parameters written or added.
 
     False, without any effect, if BLAS cannot compute them."""
+    if x.dtype.itemsize == 2:
+        at, layers, sums = small(x, weights[0]), _in_rows(weights, biases), _in_rows(dweights, dbiases)
+        given = [bits(a) for a in (dx, x, out, dy, layers)]
+        return bool(at) and bool(COMPILED["small_line_backward"](at, *given, sums, accumulate))
     at = ADDRESSES[x.dtype.char]
     if not at or _cut(x, weights[0]):
         return False
     return bool(COMPILED["line_backward"](at, dx, x, out, dy, weights, biases, dweights, dbiases, accumulate))
+
+
+def _in_rows(weights: Array, biases: Array) -> Array:
+    """What lies in memory layer by layer, the matrix and then the bias, as a row for each."""
+    size = weights[0].size + biases[0].size
+    return as_strided(weights, (len(weights), size), (size * weights.itemsize, weights.itemsize))
+
+
+def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array | None) -> bool:
+    """out = a @ b + bias, or out += a @ b, of small bfloat16 matrices, into bfloat16 or float32; False if they are
+    not that."""
+    at = small(a, b)
+    turned = [not array.flags.c_contiguous for array in (a, b)]
+    if not at or not out.flags.c_contiguous:
+        return False
+    a, b = (array.T if turn else array for array, turn in zip((a, b), turned, strict=True))
+    if not (a.flags.c_contiguous and b.flags.c_contiguous):
+        return False
+    into, shift = out if out.dtype.itemsize == 4 else bits(out), NO_BITS if bias is None else bits(bias)
+    return bool(COMPILED["small_product"](at, into, bits(a), bits(b), shift, accumulate, *turned))
+
+
+def small(a: Array, b: Array) -> int:
+    """Where the gemm is that multiplies small bfloat16 matrices `(m, k)` and `(k, n)` once they are widened; 0 if they
+    are not small, or of another format."""
+    few = a.shape[0] * a.shape[1] * b.shape[1] <= SMALL
+    return ADDRESSES["f"] if few and a.dtype == b.dtype and a.dtype.name == "bfloat16" else 0
+
+
+def bits(a: Array) -> Array:
+    return a.view(np.uint16)
 
 
 def _cut(a: Array, b: Array) -> bool:
@@ -132,8 +173,21 @@ class Compiled(dict[str, Callable[..., Any]]):
         from fsdpx.array.kernels.compiled import product
         from fsdpx.array.kernels.compiled.fixed import fixed
 
-        self[name] = fixed(getattr(product, name), ARGUMENTS[name])
+        if name.startswith("small"):
+            self[name] = _compiled_small(name)
+        else:
+            self[name] = fixed(getattr(product, name), ARGUMENTS[name])
         return self[name]
+
+
+def _compiled_small(name: str) -> Callable[..., Any]:
+    import numba
+
+    from fsdpx.array.kernels.compiled import small
+    from fsdpx.array.kernels.compiled.fixed import fixed
+
+    results = (numba.float32, numba.uint16) if name == "small_product" else (numba.float32,)
+    return fixed(getattr(small, name), ARGUMENTS[name], results)
 
 
 COMPILED = Compiled()
@@ -144,7 +198,11 @@ ARGUMENTS = {
     "linear_backward": "i A2 A2 C1 C2r A2r A2r b b",
     "line": "i C3 C2r A3r A2r",
     "line_backward": "i C3 C2r C3r C2r A3r A2r A3 A2 b",
+    "small_product": "i C2 C2hr C2hr C1hr b b b",
+    "small_line": "i C3h C2hr C2hr",
+    "small_line_backward": "i C3h C2hr C3hr C2hr C2hr C2s b",
 }
 """The argument types of the compiled functions, see `fixed`."""
+NO_BITS = np.empty(0, np.uint16)
 NO_VECTOR = {char: np.empty(0, char) for char in "fd"}
 NO_MATRIX = {char: np.empty((0, 0), char) for char in "fd"}

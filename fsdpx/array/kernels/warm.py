@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
@@ -125,12 +126,15 @@ def _slope(x: Any, weight: Any, window: Window) -> Any:
 
 
 def _line(x: Any) -> None:
-    if x.dtype.itemsize == 2:  # its layers run one by one
-        return
+    def stack(dtype: Any) -> tuple[Any, Any]:
+        page = np.zeros((2, 12), dtype)
+        step, item = page.strides
+        return as_strided(page, (2, 3, 3), (step, 3 * item, item)), page[:, 9:]
+
     out, dx = np.empty((2, *x.shape), x.dtype), np.empty((2, *x.shape), x.dtype)
-    weights, biases = np.zeros((2, 3, 3), x.dtype), np.zeros((2, 3), x.dtype)
-    blas.line(out, x, weights, biases)
-    blas.line_backward(dx, x, out, x, weights, biases, weights.copy(), biases.copy(), False)
+    held, sums = stack(x.dtype), stack(np.float32 if x.dtype.itemsize == 2 else x.dtype)
+    blas.line(out, x, *held)
+    blas.line_backward(dx, x, out, x, *held, *sums, False)
 
 
 def _linear(x: Any, w: Any, s: Any) -> None:

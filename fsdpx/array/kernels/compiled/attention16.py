@@ -168,8 +168,8 @@ def _backward(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
         plain[:] = 0
 
 
-FORWARD = "h4r h4r h4r h4 C3 C1r b i i"
-BACKWARD = "h4r h4r h4r h4r C3r h4r h4 h4 h4 C1r b i i"
+FORWARD = "A4hr A4hr A4hr A4h C3 C1r b i i"
+BACKWARD = "A4hr A4hr A4hr A4hr C3r A4hr A4h A4h A4h C1r b i i"
 
 
 def forward(*arguments: Any) -> None:

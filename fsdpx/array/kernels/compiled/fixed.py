@@ -13,9 +13,9 @@ _lock = threading.Lock()
 
 
 def fixed(function: Any, arguments: str, formats: tuple[Any, ...] = (numba.float32, numba.float64)) -> Any:
-    """`function` in float32 and float64. arguments: `i` an int64, `b` a truth value, `A2` an array of two dims in any
-    layout, `C2` one in C order, `h2` one of bits of 16-bit numbers in any layout; a final r: it is only read, so it may
-    be read-only and lie at any byte."""
+    """`function` in float32 and float64, or in `formats`. arguments: `i` an int64, `b` a truth value, `A2` an array of
+    two dims in any layout, `C2` one in C order; h after it: of the bits of 16-bit numbers; s: of float32; a final r: it
+    is only read, so it may be read-only and lie at any byte."""
     made = _functions.get(function)
     if made is None:
         with _lock:  # a thread rank must not disable the compiler while another one is compiling
@@ -33,7 +33,6 @@ def _compiled(function: Any, arguments: str, formats: tuple[Any, ...]) -> Callab
 def _type(real: Any, kind: str) -> Any:
     if kind in ("i", "b"):
         return numba.int64 if kind == "i" else numba.boolean
+    real = {"h": numba.uint16, "s": numba.float32}.get(kind[2:3], real)
     read, array = kind.endswith("r"), cast(Any, numba.types.Array)
-    if kind.startswith("h"):
-        return array(numba.uint16, int(kind[1]), "A", readonly=read, aligned=not read)
     return array(real, int(kind[1]), kind[0], readonly=read, aligned=not read)
