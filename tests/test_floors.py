@@ -13,7 +13,7 @@ PACKAGE = Package.of(Path(__file__).parents[1] / NAME)
 GROUND = ("errors", "config", "version", "environment")
 FLOORS = (
     GROUND,
-    ("program",),
+    ("program", "shapes"),
     ("array",),
     ("comm",),
     ("nn", "optim", "data"),
@@ -35,7 +35,7 @@ NARROWER = {
     "program": {"errors"},
     "optim": {"array", *GROUND},
     "data": {"array", "comm", *GROUND},
-    "testing": {"array", "comm", "nn", "optim", "program", *GROUND},
+    "testing": {"array", "shapes", "comm", "nn", "optim", "program", *GROUND},
 }
 """Folders that may import less than all that is below."""
 

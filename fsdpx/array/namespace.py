@@ -21,7 +21,7 @@ def namespace(device: str) -> Any:
     if device == "cpu":
         return np
     if device == "shape":
-        from fsdpx.array import shapes
+        from fsdpx import shapes
 
         return shapes
     if device == "cuda":

@@ -16,7 +16,7 @@ __all__ = [
 ]  # fmt: skip
 
 Array = Any
-"""A flat array: one-dimensional, C-contiguous, of numpy, cupy or `fsdpx.array.shapes`."""
+"""A flat array: one-dimensional, C-contiguous, of numpy, cupy or `fsdpx.shapes`."""
 Arrays = tuple[Array, ...]
 Counts = tuple[int, ...] | None
 """Elements that belong to each rank; None: the balanced cut of `split_evenly`."""

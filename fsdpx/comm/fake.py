@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdpx.array.shapes import ShapeArray
 from fsdpx.comm import checks
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import DONE, Call, Handle
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import Aborted, ConfigError
+from fsdpx.shapes import ShapeArray
 
 __all__ = ["FakeCommunicator", "FakeNode"]
 

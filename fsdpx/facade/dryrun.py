@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from fsdpx import environment
-from fsdpx.array.shape_array import Meter, metered
 from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.engine.activations import activation_bytes
 from fsdpx.errors import ConfigError
@@ -18,6 +17,7 @@ from fsdpx.facade.baseline import baseline
 from fsdpx.facade.distribute import distribute
 from fsdpx.nn.layer import Layer
 from fsdpx.program import SLOTS, VERBS, Action, Program
+from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.footprint import Footprint, Part, held
 from fsdpx.trainer.report import Report
 from fsdpx.trainer.trainer import Trainer
@@ -136,7 +136,7 @@ def _passing(trainer: Trainer, meter: Meter) -> int:
 
 def _shapes(spec: Any) -> Any:
     from fsdpx.array.namespace import dtype
-    from fsdpx.array.shapes import ShapeArray
+    from fsdpx.shapes import ShapeArray
 
     if isinstance(spec, dict):
         return {name: _shapes(one) for name, one in spec.items()}

@@ -11,10 +11,10 @@ from typing import Any
 
 from fsdpx import nn
 from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.array.shapes import ShapeArray
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn import models
 from fsdpx.nn.sort import infer, sort
+from fsdpx.shapes import ShapeArray
 
 __all__ = ["CATALOG", "Entry", "entry"]
 

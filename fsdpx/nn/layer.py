@@ -65,7 +65,7 @@ class Env:
 
     Parameters
     ----------
-    xp : the array namespace: numpy, cupy or `fsdpx.array.shapes`
+    xp : the array namespace: numpy, cupy or `fsdpx.shapes`
     mesh : the connected mesh axes, for layers that communicate
     random : counter-based random numbers of this layer, step and global row
     training : dropout is active and running statistics are updated

@@ -7,8 +7,8 @@ import numpy as np
 
 from fsdpx.array import blas, kernels
 from fsdpx.array.packed import Packed
-from fsdpx.array.shape_array import as_one
 from fsdpx.nn.gradients import destination
+from fsdpx.shapes.array import as_one
 
 __all__ = ["add_linear", "add_product", "add_sum", "affine", "flat", "is_index", "linear_backward", "product", "wide"]
 

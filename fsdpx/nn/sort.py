@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array import shapes as xp
+from fsdpx import shapes as xp
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.random import Random
 from fsdpx.comm.mesh import Axes, alone

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdpx.array.shapes import ShapeArray
 from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.mesh import Axes, connect
 from fsdpx.nn.sort import Sorted, shapes
+from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Microbatch
 
 __all__ = ["ValueShapes"]

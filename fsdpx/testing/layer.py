@@ -160,7 +160,7 @@ class LayerContract:
             np.testing.assert_allclose(got, want, rtol=0, atol=self.tolerance32, err_msg=name)
 
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
-        from fsdpx.array import shapes as xp
+        from fsdpx import shapes as xp
 
         for dtype in (np.float64, np.float32):
             layer, x, p = self._setting()

@@ -110,7 +110,7 @@ class LossContract:
             np.testing.assert_array_equal(theirs, mine)
 
     def test_shape_only_arrays_give_the_same_shapes_and_dtypes(self) -> None:
-        from fsdpx.array import shapes as xp
+        from fsdpx import shapes as xp
 
         y, target = self._setting()
         flat = [xp.ShapeArray(part.shape, part.dtype) for part in (*y, target)]

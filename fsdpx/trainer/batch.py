@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import from_host, to_host
-from fsdpx.array.shapes import ShapeArray
 from fsdpx.comm.mesh import Axes
 from fsdpx.errors import DataError, FsdpxError
+from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
 from fsdpx.trainer.calls import CALL, Said, number, said, tell

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpx.array import shapes as xp
+from fsdpx import shapes as xp
 from fsdpx.array.random import Random
 from fsdpx.engine import compute
 from fsdpx.engine.activations import roots

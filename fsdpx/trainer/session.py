@@ -10,7 +10,6 @@ from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
-from fsdpx.array.shapes import ShapeArray
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
 from fsdpx.engine.finite import demand_finite
@@ -19,6 +18,7 @@ from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
 from fsdpx.program import Program, Request, Slot, Stage, compile, one_by_one
+from fsdpx.shapes import ShapeArray
 from fsdpx.state.clock import BATCHES
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.trainer import batch as batches

@@ -71,7 +71,8 @@ def test_mixed_dtypes_take_the_plain_code():
 def test_numba_is_loaded_by_the_first_kernel_that_needs_it():
     code = """
 import sys, numpy as np
-from fsdpx.array import kernels, random, shapes
+from fsdpx import shapes
+from fsdpx.array import kernels, random
 kernels.gelu(shapes, shapes.zeros((2, 2)))
 with kernels.use("plain"):
     kernels.gelu(np, np.ones(2))

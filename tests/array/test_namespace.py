@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from fsdpx.array import dtype, from_host, namespace, namespace_of, shapes, to_host
+from fsdpx import shapes
+from fsdpx.array import dtype, from_host, namespace, namespace_of, to_host
 from fsdpx.errors import ConfigError
 
 

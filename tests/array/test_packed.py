@@ -10,7 +10,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.array import blas, kernels, parallel, shapes
+from fsdpx import shapes
+from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.blas import integers, onednn
 from fsdpx.array.namespace import dtype
 from fsdpx.array.packed import Packed, Packing, Rows

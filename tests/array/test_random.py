@@ -8,7 +8,8 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.array import kernels, random, shapes
+from fsdpx import shapes
+from fsdpx.array import kernels, random
 from fsdpx.array.random import Random
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))

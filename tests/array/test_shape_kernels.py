@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from fsdpx.array import kernels, shapes
+from fsdpx import shapes
+from fsdpx.array import kernels
 from fsdpx.array.kernels import attention, embedding_backward
 from fsdpx.array.kernels.window import Window
 from fsdpx.array.random import Stretch
-from fsdpx.array.shapes import ShapeArray
+from fsdpx.shapes import ShapeArray
 
 N, C = 6, 5
 NUMBERS = Stretch(0, "d", 0, N * C)
@@ -87,7 +88,8 @@ CALLS = {
 
 
 def test_every_kernel_is_here():
-    missing = set(kernels.__all__) - {name.split()[0] for name in CALLS} - {"NUMBA", "chosen", "round_randomly", "use"}
+    apart = {"NUMBA", "chosen", "use", "round_randomly"}  # updates without data do nothing
+    missing = set(kernels.__all__) - {name.split()[0] for name in CALLS} - apart
     assert not missing
 
 

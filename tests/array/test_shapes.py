@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fsdpx.array import shapes as xp
-from fsdpx.array.shapes import ShapeArray
+from fsdpx import shapes as xp
+from fsdpx.shapes import ShapeArray
 
 SETTINGS = settings(derandomize=True, database=None, deadline=None, max_examples=examples(80))
 DTYPES = st.sampled_from(["float64", "float32", "float16", "int64", "int32", "bool"])

@@ -8,12 +8,12 @@ from meshes import train
 
 import fsdpx
 from fsdpx import Mesh, nn, optim
-from fsdpx.array.shapes import ShapeArray
 from fsdpx.comm import Communicator, FakeCommunicator
 from fsdpx.engine.activations import roots
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.program import parse
+from fsdpx.shapes import ShapeArray
 
 WIDTH, ROWS, RANKS = 64, 4, 4
 VALUE = ROWS * WIDTH * 4

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from fsdpx import nn
-from fsdpx.array import shapes
+from fsdpx import nn, shapes
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import LossContract
 

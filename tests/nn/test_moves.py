@@ -6,8 +6,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx import FakeCommunicator, spawn
-from fsdpx.array import shapes
+from fsdpx import FakeCommunicator, shapes, spawn
 from fsdpx.errors import ShapeError
 from fsdpx.nn import moves
 from fsdpx.nn.cut import share

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fsdpx import nn
-from fsdpx.array.shapes import ShapeArray
 from fsdpx.errors import ShapeError
+from fsdpx.shapes import ShapeArray
 
 
 def flow(model):

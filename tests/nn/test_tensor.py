@@ -8,8 +8,7 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx import FakeCommunicator, nn
-from fsdpx.array import shapes
+from fsdpx import FakeCommunicator, nn, shapes
 from fsdpx.array.random import Random
 from fsdpx.comm import Axes, Mesh, connect
 from fsdpx.errors import ConfigError, DataError

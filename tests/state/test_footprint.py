@@ -10,9 +10,9 @@ import pytest
 
 import fsdpx
 from fsdpx import nn, optim
-from fsdpx.array.shape_array import ShapeArray, as_one, metered
 from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError
+from fsdpx.shapes.array import ShapeArray, as_one, metered
 from fsdpx.state import footprint as module_of_footprint
 from fsdpx.state.footprint import Footprint, Part
 

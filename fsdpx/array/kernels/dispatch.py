@@ -11,7 +11,7 @@ from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.choice import compiled
 from fsdpx.array.kernels.half import narrowed, widened
 from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.array.shape_array import as_one
+from fsdpx.shapes.array import as_one
 
 __all__ = ["kernel"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.shape_array import Elementwise, ShapeArray, dtype_of_result, elementwise, product, reduced
+from fsdpx.shapes.array import Elementwise, ShapeArray, dtype_of_result, elementwise, product, reduced
 
 __all__ = ["ShapeArray", "holds_no_data", "inf", "nan", "newaxis", "pi"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.indexing import selected
+from fsdpx.shapes.indexing import selected
 
 __all__ = ["Elementwise", "Meter", "ShapeArray", "as_one", "dtype_of_result", "elementwise", "metered", "reduced"]
 
