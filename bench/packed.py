@@ -17,7 +17,8 @@ import numpy as np
 from fsdpx import Precision, nn, optim
 from fsdpx.array import blas, parallel
 from fsdpx.array.namespace import dtype
-from fsdpx.array.packed import Packed, Packing, Rows
+from fsdpx.array.packed import Packed, Packing
+from fsdpx.layout.packed import Rows
 from fsdpx.nn import numeric
 
 SINGLE, BF16 = np.dtype(np.float32), dtype("bf16")

@@ -7,8 +7,9 @@ from itertools import accumulate
 from math import prod
 from typing import Any
 
-from fsdpx.array.packed import Packed, Packing, Rows
+from fsdpx.array.packed import Packed, Packing
 from fsdpx.array.sums import GRAIN
+from fsdpx.layout.packed import Rows
 from fsdpx.layout.ranges import Piece, Range, overlap
 
 __all__ = ["Field", "Page", "cut"]

@@ -14,8 +14,9 @@ from fsdpx import shapes
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.blas import integers, onednn
 from fsdpx.array.namespace import dtype
-from fsdpx.array.packed import Packed, Packing, Rows
+from fsdpx.array.packed import Packed, Packing
 from fsdpx.errors import DataError
+from fsdpx.layout.packed import Rows
 from fsdpx.nn import numeric
 
 SINGLE, BF16 = np.dtype("f4"), dtype("bf16")
