@@ -122,10 +122,10 @@ def _backward(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
     ways = np.empty((length // 2, width), np.uint32)  # from slopes of scores to those of queries: the keys, woven
-    queries, slopes, results = np.zeros((3, BLOCK, width), np.uint16)
-    s, dp = np.empty((2, BLOCK, length), np.float32)
-    p, ds = np.zeros((2, BLOCK, length), np.uint16)
-    words = np.empty((2, BLOCK // 2, width), np.uint32)
+    blocks, scores = np.zeros((3, BLOCK, width), np.uint16), np.empty((2, BLOCK, length), np.float32)
+    factors, words = np.zeros((2, BLOCK, length), np.uint16), np.empty((2, BLOCK // 2, width), np.uint32)
+    queries, slopes, results = blocks[0], blocks[1], blocks[2]  # to Numba these are contiguous, `= blocks` is not
+    s, dp, p, ds = scores[0], scores[1], factors[0], factors[1]
     seen_words, sums = np.empty((2, BLOCK // 2, length), np.uint32), np.empty((2, length, width), np.float32)
     sums_q = np.empty((BLOCK, width), np.float32)
     for pair in range(first, last):
