@@ -3,7 +3,7 @@
 from fsdpx.program.action import Action, parse
 from fsdpx.program.check import check, check_pipe
 from fsdpx.program.compiler import KINDS, Program, Request, compile
-from fsdpx.program.count import Calls, Lifetime, Sizes, Traffic, lifetimes, traffic
+from fsdpx.program.count import Lifetime, Moves, Sizes, Traffic, lifetimes, traffic
 from fsdpx.program.grid import arrow, grid
 from fsdpx.program.machine import Machine, Overlap, idle, memory, overlap, peak_memory, simulate_programs
 from fsdpx.program.passes import one_by_one
@@ -18,7 +18,7 @@ from fsdpx.program.validate import validate
 from fsdpx.program.verbs import VERBS, Move, Scratch, Verb
 
 __all__ = [
-    "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Calls", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move",
+    "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move", "Moves",
     "Overlap", "PipelineSchedule", "Program", "Request", "ScheduleFunction", "Scratch", "Sizes", "Slot",
     "SlotKind", "Slots", "Stage", "StageUnit", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check",
     "check_pipe", "compile", "constants", "expand", "grid", "idle", "in_flight", "lifetimes", "memory", "one_by_one",

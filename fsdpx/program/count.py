@@ -9,11 +9,11 @@ from fsdpx.program.slots import SLOTS, Slot, buffer_of
 from fsdpx.program.stage import spell
 from fsdpx.program.verbs import VERBS
 
-__all__ = ["Calls", "Lifetime", "Sizes", "Traffic", "filled", "lifetimes", "traffic"]
+__all__ = ["Lifetime", "Moves", "Sizes", "Traffic", "filled", "lifetimes", "traffic"]
 
 
-Calls = tuple[tuple[str, int], ...]
-"""Collectives, and how many times n - own elements each moves: once, an all-reduce twice."""
+Moves = tuple[tuple[str, int], ...]
+"""Collectives, and the bytes that each moves."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Sizes:
     param_itemsize: int
     grad_itemsize: int
     widths: dict[str, int]
-    calls: Calls = (("reduce_scatter", 1),)  # how a reduce over shards is carried, and over replicas
-    calls_all: Calls = (("all_reduce", 2),)
+    reduces: Mapping[int, Moves] = field(default_factory=dict)  # page -> how a codec carries it over shards
+    joins: Mapping[int, Moves] = field(default_factory=dict)  # and over replicas; plain if nothing is said
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
     tie_itemsize: int = 4
     edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
@@ -66,7 +66,7 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, bytes) of an action."""
     param = 1 if action.unit in sizes.packed else sizes.param_itemsize
     itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
-    carried = {"reduce_scatter": sizes.calls, "all_reduce": sizes.calls_all}
+    carried = {"reduce_scatter": sizes.reduces, "all_reduce": sizes.joins}
     for move in VERBS[action.op].moves:
         if move.format == "control":
             continue
@@ -78,9 +78,12 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
             for axis, call, elements in sizes.ties[action.unit]:
                 yield axis, call, elements * itemsizes[move.format]
         elif sizes.widths[move.axis] > 1:
+            if (moves := carried.get(move.call, {}).get(action.unit)) is not None:
+                yield from ((move.axis, call, nbytes) for call, nbytes in moves)
+                continue
             whole, own = (sizes.full, sizes.shard) if move.amount == "full" else (sizes.shard, sizes.replica_own)
-            for call, times in carried.get(move.call, ((move.call, 1),)):
-                yield move.axis, call, (whole[action.unit] - own[action.unit]) * times * itemsizes[move.format]
+            times = 2 if move.call == "all_reduce" else 1
+            yield move.axis, move.call, (whole[action.unit] - own[action.unit]) * times * itemsizes[move.format]
 
 
 @dataclass(frozen=True)

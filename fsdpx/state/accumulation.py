@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdpx.comm.codecs import Calls, Codec
+from fsdpx.comm.codecs import Codec, Moves
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.errors import ConfigError, DataError
@@ -100,9 +100,14 @@ class InOrder:
         size, width = (own, self.axes.replica.size) if kind == "join" else (full, self.axes.shard.size)
         return codec.scratch(size, width) if width > 1 and kind != "trade" else 0
 
-    def calls(self, codec: Codec) -> tuple[Calls, Calls]:
-        """The collectives of a reduce and of a join, and how many times n - own elements each moves."""
-        return codec.calls, codec.calls_all
+    def moves(self, codec: Codec, counts: Sequence[int], own: int, itemsize: int) -> tuple[Moves, Moves]:
+        """The collectives of a reduce and of a join of a page, and the bytes that this rank sends in each. counts:
+        elements of each shard. own: those of this rank's shard that it would own in an all-reduce over replicas."""
+        shard, replica = self.axes.shard, self.axes.replica
+        return (
+            codec.moves(counts, shard.rank, itemsize),
+            codec.moves_all(counts[shard.rank], replica.size, replica.rank, itemsize),
+        )
 
 
 class ByTree:
@@ -182,9 +187,12 @@ class ByTree:
             elements += split_evenly(own, self.replica[1])[self.replica[0]] * sum(map(len, self._groups))
         return elements * itemsize
 
-    def calls(self, codec: Codec) -> tuple[Calls, Calls]:
+    def moves(self, codec: Codec, counts: Sequence[int], own: int, itemsize: int) -> tuple[Moves, Moves]:
         """As many exchanges as any rank holds partial sums; each sends its own."""
-        return _trades(self._held, self.shard[0]), (*_trades(self._groups, self.replica[0]), ("all_gather", 1))
+        mine = counts[self.shard[0]]
+        foreign, rest = (sum(counts) - mine) * itemsize, (mine - own) * itemsize
+        trades = _trades(self._groups, self.replica[0], rest)
+        return _trades(self._held, self.shard[0], foreign), (*trades, ("all_gather", rest))
 
     @property
     def _held(self) -> list[tuple[Node, ...]]:
@@ -226,5 +234,5 @@ def microbatches_of(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
     return 1 if mesh.width("pipe") == 1 or chunks is not None else 4 * mesh.width("pipe")
 
 
-def _trades(held: Sequence[Sequence[Node]], rank: int) -> Calls:
-    return tuple(("all_to_all", int(i < len(held[rank]))) for i in range(max(map(len, held))))
+def _trades(held: Sequence[Sequence[Node]], rank: int, nbytes: int) -> Moves:
+    return tuple(("all_to_all", nbytes * (i < len(held[rank]))) for i in range(max(map(len, held))))

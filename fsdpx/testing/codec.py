@@ -56,7 +56,7 @@ class CodecContract:
 
     @pytest.mark.parametrize("size", SIZES)
     def test_calls_and_bytes_are_as_declared(self, size: int) -> None:
-        n = 60 * size
+        n = 60 * size + 1
 
         def body(comm: Communicator) -> tuple[Counters, Counters]:
             codec, kept = self.make(), (Counters(), Counters())
@@ -67,11 +67,11 @@ class CodecContract:
             codec.reduce_all(all_of_it, self._gradient(n, comm.rank), scratch, memory, what="g").wait()
             return kept
 
-        codec = self.make()
-        itemsize = codec.itemsize or np.dtype(self.dtype).itemsize
-        for found in spawn(body, size, timeout=60):
-            for counters, declared in zip(found, (codec.calls, codec.calls_all), strict=True):
-                moved = sorted((verb, times * (n - n // size) * itemsize) for verb, times in declared)
+        codec, itemsize = self.make(), np.dtype(self.dtype).itemsize
+        for rank, found in enumerate(spawn(body, size, timeout=60)):
+            said = codec.moves(split_evenly(n, size), rank, itemsize), codec.moves_all(n, size, rank, itemsize)
+            for counters, declared in zip(found, said, strict=True):
+                moved = sorted(declared)
                 assert sorted((verb, nbytes) for _, verb, _, nbytes in counters) == (moved if size > 1 else [])
                 assert all(calls == 1 for _, _, calls, _ in counters)
 

@@ -74,6 +74,8 @@ def session_of(
     dtypes = place.formats.compute, place.formats.gradients, place.formats.master
     with slow(world, "compiling kernels"):
         warm(place.xp, planned.model, planned.loss, place.optimizer, dtypes, norm, also)
+        if place.xp is np:
+            place.codec.warm(place.formats.gradients)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
@@ -195,6 +197,12 @@ def _check_recompute(again: Recompute, layout: Layout) -> None:
 
 def _carried(codec: str | Codec | None, formats: Precision, tuning: Tuning, chunks: int | None) -> Codec:
     carried = codec_of(codec, formats.sums, formats.gradients, "library" if tuning.windows else tuning.algorithm)
+    carried.check(formats.gradients)
+    if carried.feedback and formats.loss_scale == "dynamic":
+        raise ConfigError(
+            f"codec {type(carried).__name__} keeps what it lost in units of the loss scale, which is dynamic: choose a "
+            "fixed loss_scale, or precision='bf16'"
+        )
     if chunks is not None and not isinstance(carried, Plain):
         raise ConfigError(
             f"chunks={chunks}: chunks travel and are added in {formats.gradients}; leave codec out, and for 16-bit "

@@ -112,19 +112,23 @@ def report(engine: Engine, program: Program) -> Report:
 def sizes_of(engine: Engine) -> Sizes:
     """What predictions need to know of this rank's placement."""
     place, codec = engine.placement, engine.placement.codec
-    calls, calls_all = place.accumulation.calls(codec)
+    itemsize = place.formats.gradients.itemsize
+    moves = {
+        p: place.accumulation.moves(codec, page.counts, place.replica_own(p), itemsize)
+        for p, page in place.pages.items()
+    }
     return Sizes(
         full={p: page.size for p, page in place.pages.items()},
         shard={p: page.mine.size for p, page in place.pages.items()},
         replica_own={p: place.replica_own(p) for p in place.pages},
         param_itemsize=(place.formats.wire or place.compute).itemsize,
-        grad_itemsize=codec.itemsize or place.formats.gradients.itemsize,
-        tie_itemsize=place.formats.gradients.itemsize,
+        grad_itemsize=itemsize,
+        tie_itemsize=itemsize,
         widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},
         ties={p: tuple(_tied(place, tie)) for p, tie in engine.state.ties.items()},
         edges=_edges(engine),
-        calls=calls,
-        calls_all=calls_all,
+        reduces={p: reduce for p, (reduce, _) in moves.items()},
+        joins={p: join for p, (_, join) in moves.items()},
         packed=frozenset(p for p, page in place.pages.items() if page.page.packing is not None),
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fsdpx.comm import Communicator, Handle, spawn, split_evenly
-from fsdpx.comm.codecs import Cast, Codec, Plain, codec
+from fsdpx.comm.codecs import Cast, Codec, Int8, Plain, codec
 from fsdpx.errors import ConfigError
 from fsdpx.testing import CodecContract
 
@@ -41,6 +41,31 @@ class TestFloat16(CodecContract):
 
     def make(self) -> Codec:
         return Cast("float16")
+
+
+class TestInt8(CodecContract):
+    error = 1 / 127
+
+    def make(self) -> Codec:
+        return Int8()
+
+    def _close(self, got: np.ndarray, size: int, part: slice, n: int, error: float) -> None:
+        """Off by a share of the largest of a block, not of each number: half a level per rank, and one of the sum."""
+        terms = np.array([self._gradient(n, rank) for rank in range(size)], np.float64)
+        assert got.shape == terms.sum(0)[part].shape
+        allowed = error * np.abs(terms).max(1, initial=0).sum()
+        assert np.all(np.abs(got - terms.sum(0)[part]) <= allowed)
+
+
+class TestUnbiasedInt8(TestInt8):
+    error = 2 / 127
+
+    def make(self) -> Codec:
+        return Int8(unbiased=True)
+
+
+class TestInt8InDoublePrecision(TestInt8):
+    dtype = "float64"
 
 
 class Feedback(Cast):

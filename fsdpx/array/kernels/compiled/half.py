@@ -125,14 +125,16 @@ def add_widened(x: np.ndarray, out: np.ndarray) -> None:
     over(LOOPS[x.dtype.name]["add"], (x.reshape(-1).view(np.uint16), out.reshape(-1)))
 
 
+def mixed(builder: Any, n: Any) -> Any:
+    """The mixing of `Stretch.chances`."""
+    for shift, factor in ((16, MIX[0]), (15, MIX[1])):
+        n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
+    return builder.xor(n, builder.lshr(n, WORD(16)))
+
+
 @intrinsic
 def by_chance(typingctx: Any, x: Any, place: Any, key0: Any, key1: Any) -> Any:
     """The upper half of x after 16 bits of chance were added to its lower half; Inf and NaN stay what they are."""
-
-    def mixed(builder: Any, n: Any) -> Any:
-        for shift, factor in ((16, MIX[0]), (15, MIX[1])):
-            n = builder.mul(builder.xor(n, builder.lshr(n, WORD(shift))), WORD(factor))
-        return builder.xor(n, builder.lshr(n, WORD(16)))
 
     def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         n = builder.bitcast(arguments[0], WORD)

@@ -1,0 +1,9 @@
+"""Codecs: how the gradients of one page are carried when they are reduced, one per file."""
+
+from fsdpx.comm.codecs.cast import Cast
+from fsdpx.comm.codecs.codec import Calls, Codec, Moves
+from fsdpx.comm.codecs.int8 import Int8
+from fsdpx.comm.codecs.named import codec
+from fsdpx.comm.codecs.plain import Plain
+
+__all__ = ["Calls", "Cast", "Codec", "Int8", "Moves", "Plain", "codec"]

@@ -1,0 +1,88 @@
+"""A codec: how the gradients of one page are carried when they are reduced."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdpx.comm.calls import Array, Handle, split_evenly
+from fsdpx.comm.communicator import Communicator
+
+__all__ = ["Calls", "Codec", "Memory", "Moves"]
+
+Calls = tuple[tuple[str, int], ...]
+Moves = tuple[tuple[str, int], ...]
+"""Collectives, and the bytes that each moves."""
+Memory = Mapping[str, Array]
+
+
+class Codec(ABC):
+    """Sums a flat gradient over a communicator; inherit it for a codec of your own."""
+
+    itemsize: int | None = None
+    """Bytes of an element on its way; None: as many as in the gradient."""
+    calls: Calls = (("reduce_scatter", 1),)
+    """The collectives that `reduce` makes, and how many times each moves n - own elements of `itemsize` bytes."""
+    calls_all: Calls = (("all_reduce", 2),)
+    """The same of `reduce_all`."""
+
+    feedback: bool = False
+    """Whether it keeps what was lost of gradients, and so depends on the scale of the loss."""
+
+    @abstractmethod
+    def reduce(
+        self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
+        *, what: str,
+    ) -> Handle:  # fmt: skip
+        """Sum `grad` over the ranks; this rank's part arrives in `out`.
+
+        Parameters
+        ----------
+        grad : n elements, flat; lost in any case.
+        out : `counts[comm.rank]` elements; it may be the start of `grad`.
+        counts : elements of the part of each rank.
+        scratch : as many bytes as `scratch(n, comm.size)` says, free until the handle is complete.
+        memory : what `memory(n)` asked for: zero before the first step, then as this codec left it.
+        what : names the gradient in errors.
+        """
+
+    @abstractmethod
+    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+        """Sum `grad` over the ranks, in place, for all of them; arguments as in `reduce`."""
+
+    def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
+        """The collectives of a `reduce` and the bytes that `rank` sends in each, as reports predict them: what `calls`
+        says, unless a codec knows better.
+
+        Parameters
+        ----------
+        counts : elements of the part of each rank.
+        rank : whose bytes are asked for.
+        itemsize : bytes of an element of the gradient.
+        """
+        return self._times(self.calls, sum(counts) - counts[rank], itemsize)
+
+    def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
+        """The same of a `reduce_all` of `size` elements over `width` ranks, by `calls_all`."""
+        return self._times(self.calls_all, size - split_evenly(size, width)[rank], itemsize)
+
+    def _times(self, calls: Calls, elements: int, itemsize: int) -> Moves:
+        return tuple((verb, times * elements * (self.itemsize or itemsize)) for verb, times in calls)
+
+    def check(self, dtype: Any) -> None:
+        """ConfigError where gradients of `dtype` cannot be carried; here that is not known."""
+        return
+
+    def warm(self, dtype: Any) -> None:
+        """Make ready what it computes with for gradients of `dtype` on the CPU, before the first step."""
+        return
+
+    def scratch(self, size: int, width: int) -> int:
+        """Bytes that a reduce of `size` elements over `width` ranks needs while it lasts."""
+        return 0
+
+    def memory(self, size: int) -> Mapping[str, int]:
+        """What this rank keeps from step to step for a gradient of `size` elements, an error feedback for example:
+        names, and numbers of elements in the dtype of the gradient."""
+        return {}

@@ -1,0 +1,171 @@
+"""What codecs that lose something have in common: two ways with owners in between, and the memory of what was lost."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.namespace import namespace_of
+from fsdpx.array.random import Stretch
+from fsdpx.comm.calls import Array, Handle, split_evenly
+from fsdpx.comm.codecs.codec import Codec, Memory, Moves
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.steps import Finish
+from fsdpx.errors import ConfigError
+
+__all__ = ["GRAIN", "Compressed"]
+
+GRAIN = 8
+"""Bytes of a part on its way are a multiple of this, so that each part begins where any number may lie."""
+TURNS = 1 << 24
+"""Reduces after which random numbers repeat: so far float32 counts."""
+
+
+class Compressed(Codec):
+    """Each rank packs the part of each owner, owners unpack and add in rank order; inherit it and say how a part is
+    packed.
+
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019): what a rank could not send is kept and added to its
+    next gradient, so that the sum of all that was sent and all that is kept is the sum of all gradients. For all ranks
+    owners pack their sums once more; what is lost then is kept by the owner as if it were its own.
+
+    Inf and NaN arrive as NaN wherever a loss scale looks for them, and nothing of them is kept."""
+
+    feedback = True
+    """Whether what is lost is kept."""
+    random = False
+    """Whether packing takes random numbers."""
+
+    @abstractmethod
+    def nbytes(self, size: int) -> int:
+        """Bytes of a packed part of `size` elements, a multiple of `GRAIN`."""
+
+    @abstractmethod
+    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
+        """Pack the elements of `x`.
+
+        Parameters
+        ----------
+        x : of float32 or float64, flat; it may be changed if it is not `lost`.
+        wire : `nbytes(x.size)` bytes.
+        lost : becomes what of `x` does not arrive, if that is kept; it may be `x` itself.
+        numbers : a random stream of this part, if there is one; `unpack` gets the same.
+        """
+
+    @abstractmethod
+    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
+        """What `pack` made, into `out` or added to it."""
+
+    def check(self, dtype: Any) -> None:
+        if np.dtype(dtype) not in (np.float32, np.float64):
+            raise ConfigError(
+                f"codec {type(self).__name__} carries gradients of float32 or float64, not {np.dtype(dtype)}: "
+                "leave codec out, or choose another precision"
+            )
+
+    def warm(self, dtype: Any) -> None:
+        x, wire, numbers = np.zeros(3, dtype), np.zeros(self.nbytes(3), np.uint8), Stretch(0, "", 0, 3)
+        self.pack(np, x, wire, x.copy() if self.feedback else None, numbers)
+        self.unpack(np, wire, x, True, numbers)
+
+    def memory(self, size: int) -> Mapping[str, int]:
+        return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self.random else {})
+
+    def scratch(self, size: int, width: int) -> int:
+        """What is sent and what is received where the cut is balanced; larger parts find memory of their own."""
+        return 2 * sum(map(self.nbytes, split_evenly(size, width))) + 2 * width * self.nbytes(1)
+
+    def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
+        return (("all_to_all", self._foreign(counts, rank)),)
+
+    def moves_all(self, size: int, width: int, rank: int, itemsize: int) -> Moves:
+        foreign = self._foreign(split_evenly(size, width), rank)
+        return (("all_to_all", foreign), ("all_gather", foreign))
+
+    def reduce(
+        self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
+        *, what: str,
+    ) -> Handle:  # fmt: skip
+        self._check(grad, what)
+        return self._reduce(comm, grad, out, counts, scratch, memory, self._turn(memory), what)
+
+    def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
+        self._check(grad, what)
+        counts, xp = split_evenly(grad.size, comm.size), namespace_of(grad)
+        sizes, turn, error = [self.nbytes(n) for n in counts], self._turn(memory), memory.get("error")
+        first, own = sum(counts[: comm.rank]), counts[comm.rank]
+        total, mine = xp.empty((own,), dtype=grad.dtype), slice(first, first + own)
+        self._reduce(comm, grad, total, counts, scratch, memory, turn, what).wait()
+        wire = scratch[: sum(sizes)]
+        pieces = _cut(wire, sizes)
+        if _real(xp):
+            lost = None if error is None else grad[mine]
+            self.pack(xp, total, pieces[comm.rank], lost, self._numbers(turn, comm.rank, "all", own))
+            if error is not None:
+                error[mine] += lost
+        handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
+
+        def spread() -> None:
+            for r, (piece, part) in enumerate(zip(pieces, _cut(grad, counts), strict=True)):
+                self.unpack(xp, piece, part, False, self._numbers(turn, r, "all", part.size))
+
+        return Finish(handle, spread) if _real(xp) else handle
+
+    def _reduce(
+        self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
+        turn: int, what: str,
+    ) -> Handle:  # fmt: skip
+        xp, sizes, width = namespace_of(grad), [self.nbytes(n) for n in counts], comm.size
+        error, own = memory.get("error"), sizes[comm.rank]
+        sent, room = sum(sizes), own * width
+        wire = scratch[:sent] if sent <= scratch.size else xp.empty((sent,), dtype="uint8")
+        fits = sent + room <= scratch.size
+        parts = scratch[sent : sent + room] if fits else xp.empty((room,), dtype="uint8")
+        if _real(xp):
+            kept = [None] * width
+            if error is not None:
+                grad += error
+                kept = _cut(error, counts)
+            for r, (x, piece, lost) in enumerate(zip(_cut(grad, counts), _cut(wire, sizes), kept, strict=True)):
+                self.pack(xp, x, piece, lost, self._numbers(turn, comm.rank, r, x.size))
+        handle = comm.all_to_all(wire, parts, sizes, [own] * width, what=what)
+
+        def add() -> None:
+            for r, piece in enumerate(_cut(parts, [own] * width)):
+                self.unpack(xp, piece, out, r > 0, self._numbers(turn, r, comm.rank, out.size))
+
+        return Finish(handle, add) if _real(xp) else handle
+
+    def _foreign(self, counts: Sequence[int], rank: int) -> int:
+        return sum(self.nbytes(n) for r, n in enumerate(counts) if r != rank)
+
+    def _check(self, grad: Array, what: str) -> None:
+        try:
+            self.check(grad.dtype)
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error}") from None
+
+    def _turn(self, memory: Memory) -> int:
+        """How many reduces there were, the same on all ranks."""
+        if not self.random or not _real(namespace_of(memory["turn"])):
+            return 0
+        turn = int(memory["turn"][0])
+        memory["turn"][0] = (turn + 1) % TURNS
+        return turn
+
+    def _numbers(self, turn: int, sender: int, owner: int | str, size: int) -> Stretch:
+        return Stretch(turn, f"codec {sender} to {owner}", 0, size)
+
+
+def _cut(array: Array, counts: Sequence[int]) -> list[Array]:
+    ends = list(accumulate(counts))
+    return [array[stop - n : stop] for n, stop in zip(counts, ends, strict=True)]
+
+
+def _real(xp: Any) -> bool:
+    """Whether arrays have elements: not in a dry run."""
+    return not getattr(xp, "holds_no_data", False)

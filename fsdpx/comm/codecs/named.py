@@ -1,0 +1,32 @@
+"""Codecs by name, and the one that a precision implies."""
+
+from __future__ import annotations
+
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.comm.codecs.cast import Cast
+from fsdpx.comm.codecs.codec import Codec
+from fsdpx.comm.codecs.int8 import Int8
+from fsdpx.comm.codecs.plain import Plain
+from fsdpx.config import half_name
+from fsdpx.errors import ConfigError
+
+__all__ = ["codec"]
+
+NAMES = "plain, ring, bf16, fp16, int8"
+
+
+def codec(choice: str | Codec | None, reduce: str, compute: str, algorithm: str = "library") -> Codec:
+    """The codec behind a name, or the one that a precision implies, whose all-reduces are by `algorithm`."""
+    if choice is None:
+        return Plain(algorithm) if dtype_of(reduce).itemsize >= dtype_of(compute).itemsize else Cast(reduce)
+    if isinstance(choice, str):
+        if choice in ("plain", "ring"):
+            return Plain("ring" if choice == "ring" else "library")
+        if half_name(choice) in ("bf16", "float16"):
+            return Cast(choice)
+        if choice == "int8":
+            return Int8()
+        raise ConfigError(f"unknown codec {choice!r}: choose one of {NAMES}, or pass a Codec")
+    if not isinstance(choice, Codec):
+        raise ConfigError(f"codec={choice!r} is no Codec: pass {NAMES} or an object of a class of it")
+    return choice

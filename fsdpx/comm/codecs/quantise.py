@@ -1,0 +1,65 @@
+"""Floats as 8-bit numbers with a scale per block, and back."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.kernels import choice
+from fsdpx.array.random import Stretch
+from fsdpx.comm.codecs.levels import BLOCK, LARGEST, LEVELS, TINY
+
+__all__ = ["add_quantised", "quantise"]
+
+
+def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: Stretch | None) -> None:
+    """q = x / scale as int8, scale = the largest |x| of a block of 256 / 127; flat arrays of float32 or float64.
+
+    scales: one float32 per block; NaN, with q = 0, where a block has Inf or NaN, and 0 where it has nothing but zeros.
+    lost: becomes x - q scale, 0 where that is no number; it may be x. numbers: element i is rounded up with its chance
+    i of `numbers.chances`; None: to nearest."""
+    if xp is np and (body := _compiled("quantise")):
+        body(x, q, scales, lost, numbers)
+        return
+    blocks = _blocks(xp, x)
+    largest = xp.max(xp.abs(blocks), axis=1)
+    fits = largest <= LARGEST
+    scale = xp.where(fits, xp.where(fits, largest, 0) / LEVELS, xp.nan).astype(np.float32)
+    scale = xp.where(scale < TINY, np.float32(0), scale)
+    chance: Any = x.dtype.type(0.5)
+    if numbers is not None:
+        chance = _blocks(xp, (xp.asarray(numbers.chances()) * 2.0**-16).astype(x.dtype))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        level = xp.clip(xp.floor(blocks / scale[:, None] + chance), -LEVELS, LEVELS)
+    level = xp.where(scale[:, None] > 0, level, x.dtype.type(0))
+    if lost is not None:
+        with np.errstate(invalid="ignore"):
+            rest = xp.where(fits[:, None], blocks - level * scale[:, None], x.dtype.type(0))
+        lost[...] = rest.reshape(-1)[: x.size]
+    q[...] = level.reshape(-1)[: x.size].astype(np.int8)
+    scales[...] = scale
+
+
+def add_quantised(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
+    """out = q scale, or out += q scale, of what `quantise` made."""
+    if xp is np and (body := _compiled("add_quantised")):
+        body(q, scales, out, add)
+        return
+    found = (_blocks(xp, q).astype(out.dtype) * scales[:, None]).reshape(-1)[: q.size]
+    out[...] = out + found if add else found
+
+
+def _blocks(xp: Any, x: Any) -> Any:
+    """(blocks, 256), made up with zeros."""
+    full = xp.zeros((-(-x.size // BLOCK), BLOCK), dtype=x.dtype)
+    full.reshape(-1)[: x.size] = x
+    return full
+
+
+def _compiled(name: str) -> Callable[..., None] | None:
+    """The Numba code, of the same bits, if it may run."""
+    if choice.active == "plain" or not choice.installed():
+        return None
+    body: Callable[..., None] = getattr(importlib.import_module("fsdpx.comm.codecs.compiled"), name)
+    return body

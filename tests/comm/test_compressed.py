@@ -1,0 +1,183 @@
+"""What codecs that lose something promise: nothing is lost for good, or everything is right in the mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdpx.array import kernels
+from fsdpx.array.random import Stretch
+from fsdpx.comm import Communicator, spawn, split_evenly
+from fsdpx.comm.codecs import Codec, Int8
+from fsdpx.comm.codecs.levels import BLOCK
+from fsdpx.comm.codecs.quantise import add_quantised, quantise
+from fsdpx.errors import ConfigError
+
+FEEDBACK: dict[str, Callable[[], Codec]] = {"int8": Int8}
+UNBIASED: dict[str, Callable[[], Codec]] = {"int8": lambda: Int8(unbiased=True)}
+EXACT: dict[str, Callable[[], Codec]] = {}
+each = pytest.mark.parametrize("name", FEEDBACK)
+sizes = pytest.mark.parametrize("size", [1, 2, 3, 5])
+N = 777
+
+
+def gradient(rank: int, step: int, n: int = N, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng([n, rank, step]).standard_normal(n).astype(dtype)
+
+
+def steps(codec: Codec, size: int, count: int, together: bool, make: Any = gradient) -> list[Any]:
+    """What arrived on each rank in each step, and what it keeps in the end. together: by `reduce_all`."""
+
+    def body(comm: Communicator) -> Any:
+        first = make(comm.rank, 0)
+        n, counts = first.size, split_evenly(first.size, size)
+        scratch = np.empty(codec.scratch(n, size), np.uint8)
+        memory = {name: np.zeros(elements, first.dtype) for name, elements in codec.memory(n).items()}
+        found = []
+        for step in range(count):
+            grad = make(comm.rank, step).copy()
+            out = grad if together else np.empty(counts[comm.rank], grad.dtype)
+            if together:
+                codec.reduce_all(comm, grad, scratch, memory, what="g").wait()
+            else:
+                codec.reduce(comm, grad, out, counts, scratch, memory, what="g").wait()
+            found.append(out)
+        return found, memory
+
+    return spawn(body, size, timeout=60)
+
+
+def arrived(found: list[Any], step: int, together: bool) -> np.ndarray:
+    parts = [outs[step] for outs, _ in found]
+    return (parts[0] if together else np.concatenate(parts)).astype(np.float64)
+
+
+@each
+@sizes
+@pytest.mark.parametrize("together", [False, True])
+def test_what_arrived_and_what_is_kept_is_what_was_given(name: str, size: int, together: bool) -> None:
+    """After each number of steps: sent + memory = accumulated, up to the rounding of float32 sums."""
+    count = 6
+    found = steps(FEEDBACK[name](), size, count, together)
+    sent = sum(arrived(found, step, together) for step in range(count))
+    kept = sum(memory["error"].astype(np.float64) for _, memory in found)
+    given = sum(gradient(rank, step).astype(np.float64) for rank in range(size) for step in range(count))
+    np.testing.assert_allclose(sent + kept, given, atol=2e-5 * size)
+    assert np.abs(sent - given).max() > 1e-4  # it does lose something
+
+
+@pytest.mark.parametrize("name", UNBIASED)
+@pytest.mark.parametrize("together", [False, True])
+def test_each_number_is_right_in_the_mean(name: str, together: bool) -> None:
+    count, size = 400, 2
+    found = steps(UNBIASED[name](), size, count, together, lambda rank, step: gradient(rank, 0))
+    assert all("error" not in memory for _, memory in found)
+    seen = np.array([arrived(found, step, together) for step in range(count)])
+    given = sum(gradient(rank, 0).astype(np.float64) for rank in range(size))
+    deviation = seen.std(0) / count**0.5
+    assert np.median(deviation) > 0
+    assert np.abs((seen.mean(0) - given) / (deviation + 1e-6)).max() < 6
+    assert np.abs((seen.mean(0) - given).mean()) < 5 * np.sqrt((deviation**2).mean() / N)
+
+
+@pytest.mark.parametrize("name", EXACT)
+@sizes
+@pytest.mark.parametrize("together", [False, True])
+def test_the_limiting_case_is_exact(name: str, size: int, together: bool) -> None:
+    found = steps(EXACT[name](), size, 3, together)
+    for step in range(3):
+        given = gradient(0, step)
+        for rank in range(1, size):
+            given = given + gradient(rank, step)
+        np.testing.assert_array_equal(arrived(found, step, together), given.astype(np.float64))
+
+
+@pytest.mark.parametrize("make", [*FEEDBACK.values(), *UNBIASED.values()])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("together", [False, True])
+def test_what_is_no_number_arrives_and_is_not_kept(make: Any, bad: float, together: bool) -> None:
+    def spoilt(rank: int, step: int) -> np.ndarray:
+        grad = gradient(rank, step)
+        grad[5] = bad if (rank, step) == (1, 0) else grad[5]
+        return grad
+
+    found = steps(make(), 2, 2, together, spoilt)
+    assert not np.isfinite(arrived(found, 0, together)).all()
+    assert np.isfinite(arrived(found, 1, together)).all()
+    assert all(np.isfinite(array).all() for _, memory in found for array in memory.values())
+
+
+@each
+def test_zeros_stay_zeros(name: str) -> None:
+    found = steps(FEEDBACK[name](), 2, 2, True, lambda rank, step: np.zeros(N, np.float32))
+    assert not arrived(found, 1, True).any()
+
+
+@each
+@pytest.mark.parametrize("dtype", ["int32", "float16", "uint8"])
+def test_other_numbers_are_refused(name: str, dtype: str) -> None:
+    def run(comm: Communicator) -> None:
+        codec, grad = FEEDBACK[name](), np.ones(8, dtype)
+        memory = {name: np.zeros(n, np.float32) for name, n in codec.memory(8).items()}
+        codec.reduce_all(comm, grad, np.empty(codec.scratch(8, 2), np.uint8), memory, what="REDUCE0 0.weight")
+
+    words = f"REDUCE0 0.weight: codec {type(FEEDBACK[name]()).__name__} carries gradients of float32 or float64, not "
+    with pytest.raises(ConfigError, match=words + dtype):
+        spawn(run, 2, timeout=60)
+
+
+def test_bytes_of_int8() -> None:
+    assert [Int8().nbytes(n) for n in (0, 1, 4, 5, 256, 257, 1024)] == [0, 8, 8, 16, 264, 272, 1040]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("n", [1, 255, 256, 257, 3000])
+@pytest.mark.parametrize("by_chance", [False, True])
+def test_both_forms_of_quantise_give_the_same_bits(dtype: str, n: int, by_chance: bool) -> None:
+    x = gradient(0, n, n, dtype) * 10.0 ** np.random.default_rng(n).integers(-6, 6, n).astype(dtype)
+    x[: n // 3] = 0
+    x[n // 2 :: 700] = np.nan
+    forms = []
+    for mode in ("plain", "numba"):
+        q, scales, lost = np.empty(n, np.int8), np.empty(-(-n // BLOCK), np.float32), np.empty_like(x)
+        out = np.arange(n, dtype=dtype)
+        with kernels.use(mode):
+            quantise(np, x, q, scales, lost, Stretch(3, "a", 0, n) if by_chance else None)
+            add_quantised(np, q, scales, out, True)
+        forms.append(
+            [array.tobytes() for array in (q, np.isnan(scales), scales[~np.isnan(scales)], lost, np.isnan(out))]
+        )
+        finite = np.isfinite(out)
+        forms[-1].append(out[finite].tobytes())
+    assert forms[0] == forms[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_levels_are_the_nearest(mode: str, dtype: str) -> None:
+    x = gradient(0, 1, 5000, dtype)
+    q, scales, lost, out = np.empty(5000, np.int8), np.empty(20, np.float32), np.empty_like(x), np.empty_like(x)
+    quantise(np, x, q, scales, lost, None)
+    add_quantised(np, q, scales, out, False)
+    largest = np.array([np.abs(x[a : a + BLOCK]).max() for a in range(0, 5000, BLOCK)])
+    np.testing.assert_allclose(scales, largest / 127, rtol=1e-6)
+    each = np.repeat(scales, BLOCK)[:5000]
+    assert np.all(np.abs(x - out) <= each * 0.5001)
+    np.testing.assert_allclose(lost, x - out, atol=1e-7)
+
+
+@pytest.fixture(params=["plain", "numba"])
+def mode(request: pytest.FixtureRequest) -> Any:
+    with kernels.use(request.param):
+        yield request.param
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-39, 3e38, 1e-30])
+def test_the_ends_of_float32(mode: str, value: float) -> None:
+    x = np.full(3, value, np.float32)
+    q, scales, lost, out = np.empty(3, np.int8), np.empty(1, np.float32), np.empty_like(x), np.empty_like(x)
+    quantise(np, x, q, scales, lost, None)
+    add_quantised(np, q, scales, out, False)
+    np.testing.assert_allclose(out + lost, x, rtol=1e-6)
