@@ -70,7 +70,8 @@ def beside(program: str, python: str = sys.executable) -> str:
 def environ(threads: int = 1) -> dict[str, str]:
     counts = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     root = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    return {**os.environ, **counts, **root, "BENCH_START": str(time.time())}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # as installed
+    return {**kept, **counts, **root, "BENCH_START": str(time.time())}
 
 
 def start(command: list[str], environ: dict[str, str]) -> subprocess.Popen[str] | OSError:
