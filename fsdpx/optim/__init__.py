@@ -5,12 +5,13 @@ from fsdpx.optim.adam import Adam, AdamW
 from fsdpx.optim.average import EMA, SWA
 from fsdpx.optim.lamb import LAMB
 from fsdpx.optim.lion import Lion
+from fsdpx.optim.muon import Muon
 from fsdpx.optim.optimizer import Optimizer, Rate, no_decay, rate
 from fsdpx.optim.schedulefree import AdamWScheduleFree
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.optim.sgd import SGD
 
 __all__ = [
-    "EMA", "LAMB", "SGD", "SWA", "Adam", "AdamW", "AdamWScheduleFree", "Groups", "Lion", "Optimizer", "Rate", "Run",
-    "Segment", "Segments", "no_decay", "rate", "schedules",
+    "EMA", "LAMB", "SGD", "SWA", "Adam", "AdamW", "AdamWScheduleFree", "Groups", "Lion", "Muon", "Optimizer", "Rate",
+    "Run", "Segment", "Segments", "no_decay", "rate", "schedules",
 ]  # fmt: skip

@@ -22,13 +22,14 @@ Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 class Segment:
     """Elements [start, stop) of the shard are elements [offset, offset + stop - start) of parameter `name`.
 
-    size: elements of the full parameter."""
+    size: elements of the full parameter. shape: its shape, () where it does not matter."""
 
     name: str
     start: int
     stop: int
     offset: int
     size: int
+    shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not (0 <= self.start <= self.stop and 0 <= self.offset <= self.offset + self.stop - self.start <= self.size):
@@ -88,7 +89,7 @@ class Segments:
     def _block(self, start: int, stop: int) -> "Segments":
         cuts = [(s, max(s.start, start), min(s.stop, stop)) for s in self.items if s.start < stop and s.stop > start]
         return Segments(
-            tuple(Segment(s.name, a - start, b - start, s.offset + a - s.start, s.size) for s, a, b in cuts)
+            tuple(Segment(s.name, a - start, b - start, s.offset + a - s.start, s.size, s.shape) for s, a, b in cuts)
         )
 
     @cached_property
@@ -105,6 +106,17 @@ class Segments:
     @cached_property
     def _known(self) -> dict[Any, tuple[Run, ...]]:
         return {}
+
+    def whole(self, parts: Mapping[str, Any], empty: Callable[[int], Any]) -> dict[str, Any]:
+        """Flat full arrays from what ranks have of some parameters: name -> this rank's part, in the order of the
+        shard. empty: makes an array of so many elements. Of parameters that this rank has no part of it gets none."""
+        mine = [(s.name, (s.offset, parts[s.name])) for s in self.items if s.name in parts]
+        rows = [mine] if self.exchange is None else self.exchange(mine)
+        full = {s.name: empty(s.size) for s in self.items if s.name in parts}
+        for name, (offset, part) in (entry for row in rows for entry in row):
+            if name in full:
+                full[name][offset : offset + part.size] = part
+        return full
 
     def square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
         """Sums over full parameters: per column and segment, of all partial sums of its parameter on all ranks.

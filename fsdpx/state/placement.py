@@ -256,7 +256,9 @@ def _segments(page: ShardedPage) -> tuple[Segment, ...]:
     items, start = [], page.mine.start
     for piece in page.page.pieces(page.mine):
         f = page.page.fields[piece.have]
-        items.append(Segment(f.source, piece.start - start, piece.stop - start, piece.start - f.offset, f.size))
+        items.append(
+            Segment(f.source, piece.start - start, piece.stop - start, piece.start - f.offset, f.size, f.shape)
+        )
     return tuple(items)
 
 

@@ -11,6 +11,7 @@ from fsdpx.optim import Optimizer, Segment, Segments, rate
 __all__ = ["OptimizerContract"]
 
 SIZES = {"a.weight": 2500, "a.bias": 7, "norm.weight": 1024, "b.weight": 4100, "b.bias": 1}
+SHAPES = {"a.weight": (25, 100), "b.weight": (41, 10, 10)}
 TOTAL = sum(SIZES.values())
 
 
@@ -153,7 +154,7 @@ def _segments(low: int, high: int, exchange: Callable[[Any], list[Any]] | None =
     for name, place in _places().items():
         start, stop = max(low, place.start), min(high, place.stop)
         if start < stop:
-            items.append(Segment(name, start - low, stop - low, start - place.start, SIZES[name]))
+            items.append(Segment(name, start - low, stop - low, start - place.start, SIZES[name], SHAPES.get(name, ())))
     return Segments(tuple(items), exchange)
 
 

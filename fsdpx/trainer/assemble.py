@@ -39,7 +39,7 @@ from fsdpx.state.pipe import Pipe
 from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
 from fsdpx.state.tuning import Tuning, tune_for
-from fsdpx.trainer.choices import agree, check_model, is_collective, left_wide
+from fsdpx.trainer.choices import agree, check_model, check_whole, is_collective, left_wide
 from fsdpx.trainer.notices import say, slow
 from fsdpx.trainer.recipe import Distribution, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
@@ -95,6 +95,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     axes, sharding = _axes(distribution, world, guard)
     planned = _planned(training.model, training.loss, axes, distribution.tensor_plan, distribution.sequence)
     ordered = sort(planned.model)
+    check_whole(training.optimizer, axes.tensor.size)
     check_model(ordered, training.chunks)
     pipe = Pipe(distribution.schedule, axes.pipe.size, _per_rank(distribution.stages, axes.pipe.size))
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)

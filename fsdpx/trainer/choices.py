@@ -14,8 +14,18 @@ from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Layer, dotted
 from fsdpx.nn.sort import Sorted
+from fsdpx.optim import Muon
 
-__all__ = ["agree", "check_model", "check_numbers", "check_options", "check_parts", "is_collective", "left_wide"]
+__all__ = [
+    "agree",
+    "check_model",
+    "check_numbers",
+    "check_options",
+    "check_parts",
+    "check_whole",
+    "is_collective",
+    "left_wide",
+]
 
 
 def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
@@ -108,6 +118,11 @@ def check_model(model: Sorted, chunks: int | None) -> None:
             f"chunks={chunks}: layer {collective[0]!r} takes statistics over the global batch, so chunks cannot be "
             "computed one by one; use LayerNorm or RMSNorm, or leave chunks out"
         )
+
+
+def check_whole(optimizer: Any, tensor: int) -> None:
+    if tensor > 1 and isinstance(optimizer, Muon):
+        raise ConfigError(f"Muon needs whole matrices, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")
 
 
 def left_wide(model: Sorted, layout: Layout) -> list[str]:

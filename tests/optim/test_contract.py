@@ -59,6 +59,11 @@ class TestSWA(OptimizerContract):
         return Averaged(optim.SGD(**options), optim.SWA(start=2))
 
 
+class TestMuon(OptimizerContract):
+    def make(self, **options):
+        return optim.Muon(**options)
+
+
 class TestLAMB(OptimizerContract):
     grain = 1024
 

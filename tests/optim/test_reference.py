@@ -204,3 +204,42 @@ def test_an_average_leaves_the_training_alone():
     p, gs = gradients()
     plain, averaged = (ours(o, p, gs) for o in (optim.AdamW(), Averaged(optim.AdamW(), optim.EMA())))
     assert np.array_equal(plain, averaged)
+
+
+def muon(p, gs, shape, lr, mu, decay):
+    """Jordan et al. 2024 with the factor of Liu et al. 2025 (equation 4). Singular values by decomposition: each goes
+    through the polynomial five times."""
+    m = np.zeros(shape)
+    p = p.reshape(shape)
+    for g in gs.reshape(-1, *shape):
+        m = mu * m + g
+        u, s, v = np.linalg.svd(g + mu * m, full_matrices=False)
+        s /= np.linalg.norm(s) + 1e-7
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        p = p - lr * (0.2 * np.sqrt(max(shape)) * (u * s) @ v + decay * p)
+    return p.reshape(-1)
+
+
+@pytest.mark.parametrize("shape", [(15, 20), (30, 10), (300, 1)])
+def test_muon_as_in_its_papers(shape):
+    p, gs = gradients()
+    segments = Segments((Segment("w", 0, 300, 0, 300, shape), *SEGMENTS.items[1:]))
+    optimizer = optim.Muon(lr=0.01, weight_decay=0.1, momentum=0.9)
+    mine, slots = p.copy(), {name: np.zeros(N) for name in optimizer.slots}
+    for step, g in enumerate(gs, 1):
+        optimizer.update(np, mine, g * 4.0, slots, lr=0.01, step=step, segments=segments, scale=0.25)
+    assert np.allclose(mine[:300], muon(p[:300], gs[:, :300], shape, 0.01, 0.9, 0.1), rtol=1e-8, atol=1e-9)
+    assert np.array_equal(mine[300:], ours(optim.AdamW(lr=0.01, weight_decay=0.1), p, gs)[300:])
+    assert not slots["v"][:300].any()
+
+
+def test_muon_leaves_matrices_of_some_names_to_the_other():
+    p, gs = gradients()
+    embed = Segments((Segment("embed.weight", 0, N, 0, N, (N, 1)),))
+    found = []
+    for optimizer in (optim.Muon(lr=0.01), optim.AdamW(lr=0.01)):
+        mine, slots = p.copy(), {name: np.zeros(N) for name in optimizer.slots}
+        optimizer.update(np, mine, gs[0], slots, lr=0.01, step=1, segments=embed)
+        found.append(mine)
+    assert np.array_equal(*found)
