@@ -192,7 +192,8 @@ def compare(doc: str, name: str, jobs: Sequence[Job], also: Callable[[dict[str, 
         options.rounds, options.seconds = 2, 0.2
     rivals = importlib.util.find_spec("torch") is not None
     chosen = [j for j in jobs if options.only in j.name and (j.library.startswith("fsdpx") or rivals)]
-    goals = [goal for goal in GOALS if goal.ours in {job.name for job in jobs}]
+    names = {job.name for job in jobs}
+    goals = [goal for goal in GOALS if {goal.ours, AGAINST[goal.ours]} <= names]
     found: dict[str, Any] = {"rounds": options.rounds, "rows": [], "goals": []}
     for model in options.models:
         run(Job("fsdpx", "ddp", 1), model, 0.1, 60.0)  # fills the caches of compiled code, after changes to it
