@@ -84,8 +84,8 @@ outside = lambda step: None
 count = 0
 def observe(action):
     global count
-    count += 1
-    if comm.rank == 1 and count == 30: {what}
+    count += str(action) == "B0.0"
+    if comm.rank == 1 and str(action) == "B0.0" and count == 2: {what}
 if os.environ["FSDPX_RESTART"] in {starts!r}: trainer.engine.observers.append(observe)
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"

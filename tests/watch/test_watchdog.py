@@ -19,8 +19,8 @@ AT = (
     NOWHERE + "count = 0\n"
     "def observe(action):\n"
     "    global count\n"
-    "    count += 1\n"
-    "    if comm.rank == {rank} and count == 30: {what}\n"
+    "    count += str(action) == 'B0.0'\n"
+    "    if comm.rank == {rank} and str(action) == 'B0.0' and count == 2: {what}\n"
     "trainer.engine.observers.append(observe)\n"
 )
 WAITS = "SETTLE1 (page '2.weight..2.bias') for reduce_scatter of REDUCE1 2.weight..2.bias, for "
@@ -110,7 +110,7 @@ def test_a_trainer_waits_for_ranks_of_an_axis(tmp_path):
     """The same over messages of MPI instead of shared memory, in a pipeline."""
     pipe = TRAINER.replace("group_bytes=0,", "group_bytes=0, mesh=fsdpx.Mesh(pipe=3), microbatches=2,")
     steps = STEPS.replace("x[mine], y[mine]", "x, y")
-    stop = AT.format(rank=1, what="os.kill(os.getpid(), signal.SIGSTOP)").replace("30", "20")
+    stop = AT.format(rank=1, what="os.kill(os.getpid(), signal.SIGSTOP)").replace("B0.0", "F1.1")
     done = job(tmp_path, pipe + stop + steps, FSDPX_TIMEOUT=str(TIMEOUT), FSDPX_NODE="0")
     assert none_left(tmp_path)
     assert done.status == 124, done.err
