@@ -132,11 +132,9 @@ def _checked(state: TrainState, path: Path, choices: Choices, loader: Any, fit: 
 
 def plan_of(placement: Placement, choices: Choices, scalars: Scalars) -> FileLayout:
     """The same on every rank: from the model, the optimiser and the options alone; the note tells the mesh, too."""
-    specs, asked = placement.layout.specs, None if choices.dtype is None else dtype_of(choices.dtype)
+    specs, asked = placement.layout.specs, None if choices.dtype is None else code_of(dtype_of(choices.dtype))
     known = {n: (code_of(saved_format(placement, n)), s.shape) for n, s in saved_tensors(placement).items()}
-    weights = {
-        n: (code if asked is None else code_of(asked), shape) for n, (code, shape) in known.items() if n in specs
-    }
+    weights = {n: (asked or code, shape) for n, (code, shape) in known.items() if n in specs}
     rest = {n: tensor for n, tensor in known.items() if n not in specs}
     state = scalars.text() if choices.with_ == "parameters" else None
     made = lay_out(weights, rest, state, choices.shard_bytes)

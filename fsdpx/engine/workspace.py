@@ -52,11 +52,9 @@ class Workspace:
     def full(self, page: int) -> Any:
         """Memory for the full parameters of a page, kept or lent."""
         kept = self._full[page]
-        return (
-            kept
-            if kept is not None
-            else self.buffer("full", page, self.place.pages[page].size, self.place.gathered(page))
-        )
+        if kept is not None:
+            return kept
+        return self.buffer("full", page, self.place.pages[page].size, self.place.gathered(page))
 
     def part(self, page: int) -> Any:
         """Where the reduced gradient of a page is kept."""

@@ -1,6 +1,5 @@
 """Averages of the parameters over time, kept beside the optimiser's state: of exponential weights, or of equal ones."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,8 +18,7 @@ AVERAGE = "average"
 class Average(Protocol):
     """How parameters are averaged."""
 
-    @property
-    def keep(self) -> Callable[[int], float]:
+    def keep(self, step: int) -> float:
         """Share of the old average in the new one after 1-based `step`: a number in [0, 1]."""
 
 

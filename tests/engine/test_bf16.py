@@ -18,6 +18,8 @@ from fsdpx.nn.sort import sort, specs_of
 from fsdpx.state.ledger import Key
 
 BF16 = Precision(compute="bf16")
+ALONE = Precision("bf16", master="bf16")
+KAHAN = Precision("bf16", master="bf16", rounding="kahan")
 UNIT = 2.0**-8
 """Rounding to bfloat16 changes a number by at most this part of it."""
 
@@ -111,22 +113,25 @@ def test_parameters_travel_in_16_bits_and_gradients_as_wanted() -> None:
         assert sums[0] * gradients == sums[1]
 
 
+@pytest.mark.parametrize(("precision", "nbytes"), [(BF16, 2 * 4), (KAHAN, 3 * 2)])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_plan_is_what_is_used(strategy: str) -> None:
+def test_the_plan_is_what_is_used(strategy: str, precision: Precision, nbytes: int) -> None:
+    """nbytes: of the optimiser's state for each parameter."""
+    options: dict[str, Any] = {"optimizer": optim.AdamW(lr=1e-2), "precision": precision, "strategy": strategy}
+
     def run(comm: Communicator) -> Any:
-        trainer = make(comm, "mlp", strategy, precision=BF16)
+        trainer = make(comm, "mlp", **options)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
         trainer.step(x[part(comm, 8)], y[part(comm, 8)])
         return trainer.report().memory
 
     model, batch = CASES["mlp"].model(), (((4, 12), "float32"), ((4, 5), "float32"))
-    dry = fsdpx.dry_run(
-        model, *batch, ranks=2, loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2), precision=BF16, strategy=strategy,
-        group_bytes=2048,
-    )  # fmt: skip
+    dry = fsdpx.dry_run(model, *batch, ranks=2, loss=nn.MSE(), group_bytes=2048, **options)
     real = fsdpx.spawn(run, 2)[0]
     assert {"parameters", "gradients", "optimiser", "working set"} <= set(real) | {"working set"}
     assert real == {kind: dry.report.memory[kind] for kind in real}
+    numbers = sum(spec.size for spec in specs_of(sort(CASES["mlp"].model())).values())
+    assert real["optimiser"] in (nbytes * numbers, nbytes * (numbers // 2), nbytes * (numbers - numbers // 2))
 
 
 def test_checkpoints_hold_the_masters_exactly(tmp_path: Path) -> None:
@@ -159,10 +164,6 @@ def test_a_loop_of_ones_own_takes_and_gives_arrays_of_the_format() -> None:
         return y.dtype, trainer.predict(x).dtype, trainer.steps
 
     assert fsdpx.spawn(run, 2) == [(dtype("bf16"), dtype("bf16"), 1)] * 2
-
-
-ALONE = Precision("bf16", master="bf16")
-KAHAN = Precision("bf16", master="bf16", rounding="kahan")
 
 
 @pytest.mark.parametrize("precision", [ALONE, KAHAN])
@@ -205,24 +206,6 @@ def test_without_masters_one_hash_and_checkpoints_that_go_on(tmp_path: Path) -> 
         fsdpx.spawn(run, 1, BF16, "fsdp", tmp_path / "alone", True)
     with pytest.raises(CheckpointError, match="slots m, v, lost in the checkpoint, AdamW with slots m, v here"):
         fsdpx.spawn(run, 1, ALONE, "fsdp", tmp_path / "kahan", True)
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_without_masters_the_plan_is_what_is_used(strategy: str) -> None:
-    def run(comm: Communicator) -> Any:
-        trainer = make(comm, "mlp", strategy, precision=KAHAN)
-        x, y = CASES["mlp"].batch(np.random.default_rng(0), 8)
-        trainer.step(x[part(comm, 8)], y[part(comm, 8)])
-        return trainer.report().memory
-
-    dry = fsdpx.dry_run(
-        CASES["mlp"].model(), ((4, 12), "float32"), ((4, 5), "float32"), ranks=2, loss=nn.MSE(),
-        optimizer=optim.AdamW(lr=1e-2), precision=KAHAN, strategy=strategy, group_bytes=2048,
-    )  # fmt: skip
-    real = fsdpx.spawn(run, 2)[0]
-    assert real == {kind: dry.report.memory[kind] for kind in real}
-    numbers = sum(spec.size for spec in specs_of(sort(CASES["mlp"].model())).values())
-    assert real["optimiser"] in (3 * 2 * numbers, 3 * 2 * (numbers // 2), 3 * 2 * (numbers - numbers // 2))
 
 
 def test_parameters_may_travel_wider_than_layers_compute() -> None:

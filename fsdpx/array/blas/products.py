@@ -114,9 +114,9 @@ def small_product(out: Array, a: Array, b: Array, accumulate: bool, bias: Array 
     """out = a @ b + bias, or out += a @ b, of small bfloat16 matrices, into bfloat16 or float32; False if they are
     not that."""
     at = small(a, b)
-    turned = [not array.flags.c_contiguous for array in (a, b)]
     if not at or not out.flags.c_contiguous:
         return False
+    turned = [not array.flags.c_contiguous for array in (a, b)]
     a, b = (array.T if turn else array for array, turn in zip((a, b), turned, strict=True))
     if not (a.flags.c_contiguous and b.flags.c_contiguous):
         return False
