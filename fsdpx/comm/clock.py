@@ -12,9 +12,11 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["CAME", "began", "ranks_text"]
+__all__ = ["CAME", "LATE", "began", "ranks_text"]
 
 CAME = "came-"
+LATE = "late"
+"""Marks a start that was ended here, whatever order the ranks' deaths are then seen in."""
 EVERY = 0.5
 SECONDS_TO_END = 2.0
 
@@ -110,6 +112,9 @@ def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, k
         sys.stderr.flush()
     if keep != "keep":
         shutil.rmtree(folder, ignore_errors=True)
+    elif found:
+        with suppress(FileNotFoundError), open(os.path.join(folder, LATE), "w", encoding="utf-8"):
+            pass
     if found:
         end(found, launcher)
 

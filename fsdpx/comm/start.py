@@ -16,10 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fsdpx import environment
-from fsdpx.comm.clock import CAME, began
+from fsdpx.comm.clock import CAME, LATE, began
 from fsdpx.comm.place import running_mpi
 
-__all__ = ["PREFIX", "lives", "ours", "owner", "together", "waiting"]
+__all__ = ["PREFIX", "late", "lives", "ours", "owner", "together", "waiting"]
 
 PREFIX = "fsdpx-start-"
 _inside: list[Path] = []  # the mark of this process, while it waits
@@ -58,6 +58,11 @@ def together() -> Iterator[None]:
 def waiting(run: Path) -> set[int]:
     """The ranks that wait in the start of the job whose FSDPX_RUN is `run`, as far as this host sees them."""
     return {int(mark.name.removeprefix(CAME)) for mark in run.glob(f"start-*/{CAME}*")}
+
+
+def late(run: Path) -> bool:
+    """Whether the clock of a host has ended this start."""
+    return any(run.glob(f"start-*/{LATE}"))
 
 
 def ours(path: Path) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from fsdpx.comm.clock import ranks_text
-from fsdpx.comm.start import lives, ours, owner, waiting
+from fsdpx.comm.start import late, lives, ours, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.rank import Note, end_with_parent, read_notes
 from fsdpx.watch.flight import Flight, log, read_all
@@ -242,7 +242,7 @@ def _start(
     flights = _flights(own, notes)
     waited = waiting(own)
     if waited and (status or deaths.in_vain.is_set()):
-        ending = _before_the_start(notes, deaths.missed + deaths.order, waited)
+        ending = _before_the_start(notes, deaths.missed + deaths.order, waited, late(own))
     else:
         ending = _ending(status, notes, flights, deaths.order, elastic)
     if ending.kind in ("done", "preempted"):
@@ -294,14 +294,17 @@ def _ending(
     return _death(status, notes, flights, deaths, step)
 
 
-def _before_the_start(notes: dict[int, Note], ended: list[int], waited: set[int]) -> Ending:
-    """How a job ended in which some had waited in MPI's start for others. ended: in this order, as far as known."""
+def _before_the_start(notes: dict[int, Note], ended: list[int], waited: set[int], late: bool = False) -> Ending:
+    """How a job ended in which some had waited in MPI's start for others.
+
+    ended: in this order, as far as known. late: the clock has ended those who waited, and the launcher then the others.
+    """
     first = next((rank for rank in ended if rank in notes and rank not in waited), None)
     if first is None:
         text = f"{ranks_text(waited)} waited in MPI's start for others that did not come"
         return Ending("hung", HUNG, None, None, text)
     note = notes[first]
-    if note.status is None and waited.intersection(ended[: ended.index(first)]):  # those who waited were ended before
+    if note.status is None and late:
         text = f"{ranks_text(notes.keys() - waited)} did not come to MPI's start, where {ranks_text(waited)} waited"
         return Ending("hung", HUNG, None, None, text)
     who, when = (note.rank, note.host), "before all ranks had started"

@@ -49,8 +49,9 @@ def test_who_ended_before_the_start_gives_message_and_status() -> None:
     assert _before_the_start(notes, [1], {0}).status == 1  # a job that did not run is not done
     assert _before_the_start({1: Note(1, 2, "n1")}, [1], {0}).text == "rank 1 on n1 died before all ranks had started"
     notes[1] = Note(1, 2, "n1")  # the clock ends those who wait, and the launcher then the one who did not come
-    late = _before_the_start({**notes, 2: Note(2, 3, "n1")}, [0, 2, 1], {0, 2})
-    assert (late.kind, late.text) == ("hung", "rank 1 did not come to MPI's start, where ranks 0, 2 waited")
+    for ended in ([0, 2, 1], [1, 0, 2]):  # in whatever order their ends are seen
+        late = _before_the_start({**notes, 2: Note(2, 3, "n1")}, ended, {0, 2}, late=True)
+        assert (late.kind, late.text) == ("hung", "rank 1 did not come to MPI's start, where ranks 0, 2 waited")
     late = _before_the_start(notes, [0, 2], {0, 2})
     assert (late.kind, late.text) == ("hung", "ranks 0, 2 waited in MPI's start for others that did not come")
 
