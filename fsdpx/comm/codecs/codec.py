@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fsdpx.comm.calls import Array, Handle, split_evenly
 from fsdpx.comm.communicator import Communicator
 
-__all__ = ["Calls", "Codec", "Memory", "Moves"]
+__all__ = ["Calls", "Codec", "Memory", "Moves", "Recut"]
 
 Calls = tuple[tuple[str, int], ...]
 Moves = tuple[tuple[str, int], ...]
 """Collectives, and the bytes that each moves."""
 Memory = Mapping[str, Array]
+Recut = Literal["sum", "same", "anew"]
+"""What a memory is where training goes on, after a load or on other ranks. "sum": what is owed to each element of the
+gradient; that of ranks which are no more is added to others', so that the sum over all ranks stays. "same": equal on
+all ranks that sum together. "anew": zero again, and in no checkpoint."""
 
 
 class Codec(ABC):
@@ -29,6 +33,8 @@ class Codec(ABC):
 
     feedback: bool = False
     """Whether it keeps what was lost of gradients, and so depends on the scale of the loss."""
+    recut: Mapping[str, Recut] = {"error": "sum"}
+    """How each `memory` comes to other ranks; "anew" if it is not named. What is a "sum" has `size` elements."""
 
     @abstractmethod
     def reduce(
@@ -84,5 +90,12 @@ class Codec(ABC):
 
     def memory(self, size: int) -> Mapping[str, int]:
         """What this rank keeps from step to step for a gradient of `size` elements, an error feedback for example:
-        names, and numbers of elements in the dtype of the gradient."""
+        names, and numbers of elements in the dtype of the gradient. `recut` says what becomes of them."""
         return {}
+
+    def alone(self, grad: Array, memory: Memory) -> None:
+        """This rank has no other to sum with: what is owed joins the gradient, and nothing is kept."""
+        for name, kept in memory.items():
+            if self.recut.get(name) == "sum":
+                grad += kept
+                kept[...] = 0

@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import Stretch
 from fsdpx.comm.calls import Array, Handle, split_evenly
-from fsdpx.comm.codecs.codec import Codec, Memory, Moves
+from fsdpx.comm.codecs.codec import Codec, Memory, Moves, Recut
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError
@@ -39,6 +39,7 @@ class Compressed(Codec):
     """Whether what is lost is kept."""
     random = False
     """Whether packing takes random numbers."""
+    recut: Mapping[str, Recut] = {"error": "sum", "turn": "same"}
 
     @abstractmethod
     def nbytes(self, size: int) -> int:
