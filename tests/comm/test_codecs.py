@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fsdpx.comm import Communicator, Handle, spawn, split_evenly
-from fsdpx.comm.codecs import Cast, Codec, Int8, Plain, codec
+from fsdpx.comm.codecs import Cast, Codec, Int8, Plain, Sign, codec
 from fsdpx.errors import ConfigError
 from fsdpx.testing import CodecContract
 
@@ -66,6 +66,13 @@ class TestUnbiasedInt8(TestInt8):
 
 class TestInt8InDoublePrecision(TestInt8):
     dtype = "float64"
+
+
+class TestSign(TestInt8):
+    error = 1  # every number may be as far off as the largest is large
+
+    def make(self) -> Codec:
+        return Sign()
 
 
 class Feedback(Cast):
@@ -134,6 +141,7 @@ def test_codecs_by_name() -> None:
     assert codec("ring", "float32", "float32").algorithm == "ring"
     assert codec("fp16", "float32", "float32").dtype == np.float16
     assert codec(None, "bf16", "float32").dtype == ml_dtypes.bfloat16
+    assert isinstance(codec("sign", "float32", "float32"), Sign)
     mine = Feedback("bf16")
     assert codec(mine, "float32", "float32") is mine
     assert dict(Plain().memory(3)) == {}

@@ -11,12 +11,13 @@ import pytest
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
 from fsdpx.comm import Communicator, spawn, split_evenly
-from fsdpx.comm.codecs import Codec, Int8
-from fsdpx.comm.codecs.levels import BLOCK
+from fsdpx.comm.codecs import Codec, Int8, Sign
+from fsdpx.comm.codecs.levels import BLOCK, SIGNS
 from fsdpx.comm.codecs.quantise import add_quantised, quantise
+from fsdpx.comm.codecs.signs import add_signs, signs
 from fsdpx.errors import ConfigError
 
-FEEDBACK: dict[str, Callable[[], Codec]] = {"int8": Int8}
+FEEDBACK: dict[str, Callable[[], Codec]] = {"int8": Int8, "sign": Sign}
 UNBIASED: dict[str, Callable[[], Codec]] = {"int8": lambda: Int8(unbiased=True)}
 each = pytest.mark.parametrize("name", FEEDBACK)
 sizes = pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -97,6 +98,35 @@ def test_whole_levels_arrive_exactly(size: int) -> None:
     assert not any(memory["error"].any() for _, memory in found)
 
 
+def test_numbers_of_one_size_arrive_exactly_by_their_signs() -> None:
+    """The limiting case of sign: where all of a block are as large, nothing is lost and nothing is kept."""
+
+    def level(rank: int, step: int) -> np.ndarray:
+        return np.random.default_rng([rank, step]).choice([-0.75, 0.75], 2 * SIGNS).astype(np.float32)
+
+    found = steps(Sign(), 2, 3, False, level)
+    for step in range(3):
+        np.testing.assert_array_equal(arrived(found, step, False), level(0, step) + level(1, step))
+    assert not any(memory["error"].any() for _, memory in found)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_signs_alone_climb_where_signs_with_feedback_descend(together: bool) -> None:
+    """The counterexample of Karimireddy et al. (2019): x/4, whose gradient is seen as 4 with probability 1/4 and as -1
+    with 3/4. Most signs say up, the mean says down."""
+    count, size = 200, 2
+
+    def noisy(rank: int, step: int) -> np.ndarray:
+        return np.random.default_rng([rank, step]).choice([4, -1], N, p=[0.25, 0.75]).astype(np.float32)
+
+    reached = {}
+    for name, codec in {"alone": Sign(feedback=False), "feedback": Sign()}.items():
+        found = steps(codec, size, count, together, noisy)
+        reached[name] = -sum(arrived(found, step, together) for step in range(count)).mean() / count / size
+    assert reached["feedback"] == pytest.approx(-0.25, abs=0.05)
+    assert reached["alone"] > 0.5
+
+
 @pytest.mark.parametrize("make", [*FEEDBACK.values(), *UNBIASED.values()])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("together", [False, True])
@@ -135,13 +165,41 @@ def test_bytes_of_int8() -> None:
     assert [Int8().nbytes(n) for n in (0, 1, 4, 5, 256, 257, 1024)] == [0, 8, 8, 16, 264, 272, 1040]
 
 
+def test_bytes_of_sign() -> None:
+    assert [Sign().nbytes(n) for n in (0, 1, 32, 33, 1024, 1025, 8192)] == [0, 8, 8, 16, 136, 144, 1056]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("n", [1, 7, 1023, 1025, 3000])
+def test_both_forms_of_signs_give_the_same_bits(dtype: str, n: int) -> None:
+    x = spread(n, dtype)
+    forms = []
+    for mode in ("plain", "numba"):
+        bits, scales, lost = np.empty(-(-n // 8), np.uint8), np.empty(-(-n // SIGNS), np.float32), np.empty_like(x)
+        out = np.arange(n, dtype=dtype)
+        with kernels.use(mode):
+            signs(np, x, bits, scales, lost)
+            add_signs(np, bits, scales, out, True)
+        forms.append([bits, scales, lost, out])
+    for one, other in zip(*forms, strict=True):
+        np.testing.assert_array_equal(one, other)
+    blocks = [np.abs(x[a : a + SIGNS].astype(np.float64)).mean() for a in range(0, n, SIGNS)]
+    np.testing.assert_allclose(scales, blocks, rtol=1e-6)
+
+
+def spread(n: int, dtype: Any) -> np.ndarray:
+    """Numbers of many sizes, zeros, and from 700 on some that are none."""
+    x = gradient(0, n, n, dtype) * 10.0 ** np.random.default_rng(n).integers(-6, 6, n).astype(dtype)
+    x[: n // 3] = 0
+    x[n // 2 :: 700] = np.nan
+    return x
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("n", [1, 255, 256, 257, 3000])
 @pytest.mark.parametrize("by_chance", [False, True])
 def test_both_forms_of_quantise_give_the_same_bits(dtype: str, n: int, by_chance: bool) -> None:
-    x = gradient(0, n, n, dtype) * 10.0 ** np.random.default_rng(n).integers(-6, 6, n).astype(dtype)
-    x[: n // 3] = 0
-    x[n // 2 :: 700] = np.nan
+    x = spread(n, dtype)
     forms = []
     for mode in ("plain", "numba"):
         q, scales, lost = np.empty(n, np.int8), np.empty(-(-n // BLOCK), np.float32), np.empty_like(x)

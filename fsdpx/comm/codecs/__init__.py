@@ -5,5 +5,6 @@ from fsdpx.comm.codecs.codec import Calls, Codec, Moves
 from fsdpx.comm.codecs.int8 import Int8
 from fsdpx.comm.codecs.named import codec
 from fsdpx.comm.codecs.plain import Plain
+from fsdpx.comm.codecs.sign import Sign
 
-__all__ = ["Calls", "Cast", "Codec", "Int8", "Moves", "Plain", "codec"]
+__all__ = ["Calls", "Cast", "Codec", "Int8", "Moves", "Plain", "Sign", "codec"]

@@ -7,12 +7,14 @@ from fsdpx.comm.codecs.cast import Cast
 from fsdpx.comm.codecs.codec import Codec
 from fsdpx.comm.codecs.int8 import Int8
 from fsdpx.comm.codecs.plain import Plain
+from fsdpx.comm.codecs.sign import Sign
 from fsdpx.config import half_name
 from fsdpx.errors import ConfigError
 
 __all__ = ["codec"]
 
-NAMES = "plain, ring, bf16, fp16, int8"
+SIMPLE: dict[str, type[Codec]] = {"int8": Int8, "sign": Sign}
+NAMES = ", ".join(["plain, ring, bf16, fp16", *SIMPLE])
 
 
 def codec(choice: str | Codec | None, reduce: str, compute: str, algorithm: str = "library") -> Codec:
@@ -24,8 +26,8 @@ def codec(choice: str | Codec | None, reduce: str, compute: str, algorithm: str 
             return Plain("ring" if choice == "ring" else "library")
         if half_name(choice) in ("bf16", "float16"):
             return Cast(choice)
-        if choice == "int8":
-            return Int8()
+        if choice in SIMPLE:
+            return SIMPLE[choice]()
         raise ConfigError(f"unknown codec {choice!r}: choose one of {NAMES}, or pass a Codec")
     if not isinstance(choice, Codec):
         raise ConfigError(f"codec={choice!r} is no Codec: pass {NAMES} or an object of a class of it")

@@ -1,13 +1,11 @@
 """Floats as 8-bit numbers with a scale per block, and back."""
 
-import importlib
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels import choice
 from fsdpx.array.random import Stretch
+from fsdpx.comm.codecs.forms import compiled
 from fsdpx.comm.codecs.levels import BLOCK, LARGEST, LEVELS, TINY
 
 __all__ = ["add_quantised", "quantise"]
@@ -19,7 +17,7 @@ def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: St
     scales: one float32 per block; NaN, with q = 0, where a block has Inf or NaN, and 0 where it has nothing but zeros.
     lost: becomes x - q scale, 0 where that is no number; it may be x. numbers: element i is rounded up with its chance
     i of `numbers.chances`; None: to nearest."""
-    if xp is np and (body := _compiled("quantise")):
+    if body := compiled(xp, "compiled", "quantise"):
         body(x, q, scales, lost, numbers)
         return
     blocks = _blocks(xp, x)
@@ -43,7 +41,7 @@ def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: St
 
 def add_quantised(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
     """out = q scale, or out += q scale, of what `quantise` made."""
-    if xp is np and (body := _compiled("add_quantised")):
+    if body := compiled(xp, "compiled", "add_quantised"):
         body(q, scales, out, add)
         return
     found = (_blocks(xp, q).astype(out.dtype) * scales[:, None]).reshape(-1)[: q.size]
@@ -55,11 +53,3 @@ def _blocks(xp: Any, x: Any) -> Any:
     full = xp.zeros((-(-x.size // BLOCK), BLOCK), dtype=x.dtype)
     full.reshape(-1)[: x.size] = x
     return full
-
-
-def _compiled(name: str) -> Callable[..., None] | None:
-    """The Numba code, of the same bits, if it may run."""
-    if choice.active == "plain" or not choice.installed():
-        return None
-    body: Callable[..., None] = getattr(importlib.import_module("fsdpx.comm.codecs.compiled"), name)
-    return body
