@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import Stretch
-from fsdpx.comm.codecs.forms import compiled
+from fsdpx.comm.codecs.forms import compiles
 from fsdpx.comm.codecs.levels import BLOCK, LARGEST, LEVELS, TINY
 
 __all__ = ["add_quantised", "quantise"]
@@ -17,7 +17,9 @@ def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: St
     scales: one float32 per block; NaN, with q = 0, where a block has Inf or NaN, and 0 where it has nothing but zeros.
     lost: becomes x - q scale, 0 where that is no number; it may be x. numbers: element i is rounded up with its chance
     i of `numbers.chances`; None: to nearest."""
-    if body := compiled(xp, "compiled", "quantise"):
+    if compiles(xp):
+        from fsdpx.comm.codecs.compiled import quantise as body
+
         body(x, q, scales, lost, numbers)
         return
     blocks = _blocks(xp, x)
@@ -41,7 +43,9 @@ def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: St
 
 def add_quantised(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
     """out = q scale, or out += q scale, of what `quantise` made."""
-    if body := compiled(xp, "compiled", "add_quantised"):
+    if compiles(xp):
+        from fsdpx.comm.codecs.compiled import add_quantised as body
+
         body(q, scales, out, add)
         return
     found = (_blocks(xp, q).astype(out.dtype) * scales[:, None]).reshape(-1)[: q.size]
