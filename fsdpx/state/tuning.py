@@ -49,7 +49,7 @@ class Tuning:
     """blas: library of matrix products. threads: per rank. group_bytes: of a unit. windows: ranks of a machine speak
     through shared memory. algorithm: of all-reduces outside of windows. progress: transfers are moved on between
     actions ("loop"), or during them, too ("thread"). measured: the figures behind it, in words. speed: those that a
-    disturbance makes smaller, in numbers: GFLOP/s, GB/s."""
+    disturbance makes smaller, in numbers: GFLOP/s, GB/s. sixteen: library of bfloat16 products; "": the default."""
 
     blas: str
     threads: int = 1
@@ -59,6 +59,7 @@ class Tuning:
     progress: str = "loop"
     measured: dict[str, str] = field(default_factory=dict)
     speed: dict[str, float] = field(default_factory=dict)
+    sixteen: str = ""
 
     def __str__(self) -> str:
         way = "windows" if self.windows else f"messages, {self.algorithm} all-reduce"
@@ -87,12 +88,14 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
         last = _of_rank_0(world, known or _like(key))
         found = _measure_well(world, last)
         if last is not None and not again:  # jobs of all sizes on a machine compute with one library: the same bits
-            found = replace(found, blas=last.blas)
+            found = replace(found, blas=last.blas, sixteen=last.sixteen)
         _anew.add(str(key))
         if world.rank == 0:
             records.write("tuning", key, asdict(found))
     if found.blas != blas.chosen():
         blas.choose(found.blas)
+    if found.sixteen and found.sixteen != blas.halves.chosen():
+        blas.halves.choose(found.sixteen)
     return found
 
 
@@ -126,14 +129,16 @@ def _far(found: dict[str, float], last: dict[str, float]) -> bool:
 
 
 def _measure(world: Communicator) -> Tuning:
-    rates = blas.measure()
-    usual = blas.chosen()
-    best = max(rates, key=lambda name: rates[name])
-    library = best if rates[best] > CLEARLY * rates[usual] else usual
-    measured = {"GFLOP/s per thread": ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())}
-    speed = {f"GFLOP/s, {name}": rate for name, rate in rates.items()}
+    rates, halved = blas.measure(), blas.measure_halves()
+    library, sixteen = _fastest(rates, blas.chosen()), _fastest(halved, blas.halves.chosen()) if halved else ""
+    measured: dict[str, str] = {}
+    speed: dict[str, float] = {}
+    for kind, found in (("", rates), (" in bfloat16", halved)):
+        if found:
+            measured[f"GFLOP/s per thread{kind}"] = ", ".join(f"{name} {rate:.0f}" for name, rate in found.items())
+            speed |= {f"GFLOP/s{kind}, {name}": rate for name, rate in found.items()}
     if world.size == 1:
-        return Tuning(library, parallel.threads(), measured=measured, speed=speed)
+        return Tuning(library, parallel.threads(), measured=measured, speed=speed, sixteen=sixteen)
     node = node_of(world)
     # ranks measure different times, and what follows is collective: rank 0's decide for all
     messages = _of_rank_0(world, _through_messages(world))
@@ -163,8 +168,15 @@ def _measure(world: Communicator) -> Tuning:
             "thread" if over["thread"] < 0.95 * over["loop"] else "loop",
             measured,
             speed | {"GB/s, messages": 1e-9 * LARGE / messages["library"]},
+            sixteen,
         ),
     )
+
+
+def _fastest(rates: dict[str, float], usual: str) -> str:
+    """The usual library, unless another is clearly faster."""
+    best = max(rates, key=lambda name: rates[name])
+    return best if rates[best] > CLEARLY * rates.get(usual, 0.0) else usual
 
 
 def _group_bytes(latency: float, rate: float) -> int:
@@ -264,7 +276,7 @@ def _key(world: Communicator) -> dict[str, Any]:
     return {
         "machine": platform.node(),
         "processor": told("model name") or platform.processor(),
-        "libraries": blas.available(),
+        "libraries": blas.available() | blas.halves.available(),
         "version": __version__,
         "backend": "node" if node is not None else alone if imagined else type(world).__name__,
         "ranks": world.size,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS, lay
 
 from fsdpx.array import blas, kernels, parallel
-from fsdpx.array.blas import halves, onednn, products
+from fsdpx.array.blas import halves, mkl, onednn, products
 from fsdpx.array.kernels.compiled import words
 from fsdpx.array.namespace import dtype
 from fsdpx.array.random import Stretch
@@ -94,7 +94,7 @@ def test_cut_among_threads(name: str) -> None:
 
 def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong:
-        path, version = "libwrong.so", "0"
+        name, path, version = "oneDNN", "libwrong.so", "0"
 
         def product(self, out, a, b, accumulate, bias):
             out[...] = a.astype("f4") @ b.astype("f4")
@@ -102,22 +102,53 @@ def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.Monkey
                 out[-1, -1] += 0.1
 
     monkeypatch.setattr(onednn, "found", Wrong)
-    monkeypatch.setattr(halves, "instructions", lambda kind: ("avx512_bf16",))
-    halves._default.cache_clear()
+    monkeypatch.setattr(mkl, "found", lambda: None)
+    monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ("avx512_bf16",))
+    _forget()
     try:
         with pytest.warns(RuntimeWarning, match=r"oneDNN in libwrong.so \(0\) multiplies wrongly"):
             assert halves.chosen() == halves.WIDENED
+        assert halves.candidates() == []
     finally:
-        halves._default.cache_clear()
+        _forget()
+
+
+def _forget() -> None:
+    halves._default.cache_clear()
+    halves._proven.cache_clear()
+
+
+@pytest.mark.parametrize(("intel", "here", "want"), [
+    (True, ["onednn", "mkl"], "onednn"), (True, ["mkl"], "mkl"), (False, ["mkl"], "widened"), (True, [], "widened"),
+])  # fmt: skip
+def test_mkl_is_the_default_on_intel_where_onednn_is_missing(monkeypatch, intel, here, want) -> None:
+    class Right:
+        name, path, version = "it", "lib.so", "1"
+
+        def product(self, out, a, b, accumulate, bias):
+            out[...] = a.astype("f4") @ b.astype("f4")
+
+    monkeypatch.setattr(onednn, "found", lambda: Right() if "onednn" in here else None)
+    monkeypatch.setattr(mkl, "found", lambda: Right() if "mkl" in here else None)
+    monkeypatch.setattr(halves, "intel", lambda: intel)
+    monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ("amx_bf16",))
+    _forget()
+    try:
+        assert halves.chosen() == want
+        assert halves.candidates() == here
+        assert list(halves.available()) == [*here, "widened"]
+    finally:
+        _forget()
 
 
 def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "instructions", lambda kind: ())
-    halves._default.cache_clear()
+    monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ())
+    _forget()
     try:
         assert halves.chosen() == halves.WIDENED
+        assert halves.candidates() == []
     finally:
-        halves._default.cache_clear()
+        _forget()
 
 
 def test_an_unknown_library_is_refused() -> None:

@@ -75,8 +75,22 @@ def rates(monkeypatch):
         return dict.fromkeys(blas.available(), taken[-1])
 
     monkeypatch.setattr(blas, "measure", measure)
+    monkeypatch.setattr(blas, "measure_halves", dict)
     monkeypatch.setattr(tuning, "_anew", set())
     return found, taken
+
+
+@pytest.mark.parametrize(("mkl", "want"), [(90.0, "mkl"), (60.0, "onednn")])
+def test_bfloat16_is_multiplied_by_the_library_that_is_clearly_faster(monkeypatch, rates, mkl, want):
+    asked = []
+    monkeypatch.setattr(blas, "measure_halves", lambda: {"onednn": 50.0, "mkl": mkl})
+    monkeypatch.setattr(blas.halves, "chosen", lambda: "onednn")
+    monkeypatch.setattr(blas.halves, "choose", asked.append)
+    for _ in range(2):  # measured, and kept
+        found = tune_for(_single(), True, np)
+        assert found.sixteen == want
+        assert found.measured["GFLOP/s per thread in bfloat16"] == f"onednn 50, mkl {mkl:.0f}"
+    assert asked == ([want] * 2 if want == "mkl" else [])
 
 
 def test_again_measures_anew_once_in_a_process(monkeypatch, rates):

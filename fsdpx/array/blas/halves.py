@@ -8,18 +8,20 @@ import warnings
 import numpy as np
 
 from fsdpx.array import parallel
-from fsdpx.array.blas import choice, onednn
-from fsdpx.array.blas.products import gemm, pieces, small_product
-from fsdpx.array.kernels.half import narrowed, widened
+from fsdpx.array.blas import choice, mkl, onednn
+from fsdpx.array.blas.libraries import intel
+from fsdpx.array.blas.products import gemm, pieces, round_off, small_product
+from fsdpx.array.kernels.half import widened
 from fsdpx.array.namespace import dtype
 from fsdpx.array.processor import told
 from fsdpx.errors import ConfigError
 
-__all__ = ["available", "choose", "chosen", "instructions", "product"]
+__all__ = ["available", "candidates", "choose", "chosen", "instructions", "product"]
 
 WIDENED = "widened"
 """Operands as float32, and their product by the library of float32: always there, and the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
+LIBRARIES = {"bfloat16": ("onednn", "mkl"), "float16": ("onednn",)}
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
 """(rows, summed, columns) of the products by which a library proves itself."""
 
@@ -28,8 +30,8 @@ asked: str | None = None  # by `choose`
 
 def available() -> dict[str, str]:
     """Name -> path and version of what `choose` accepts."""
-    library = onednn.found()
-    named = {} if library is None else {"onednn": f"{library.path} ({library.version})"}
+    here = [(name, library) for name in LIBRARIES["bfloat16"] if (library := _library(name)) is not None]
+    named = {name: f"{library.path} ({library.version})" for name, library in here}
     return {**named, WIDENED: "float32 products of widened operands"}
 
 
@@ -42,9 +44,18 @@ def choose(name: str | None) -> None:
 
 
 def chosen(kind: str = "bfloat16") -> str:
-    """The name of the library in use for a format: oneDNN where the processor has the instructions and it computes
-    right. `choose` speaks of bfloat16, which oneDNN computes on every processor."""
+    """The name of the library in use for a format: where the processor has the instructions oneDNN, or MKL on Intel's,
+    if it computes right. `choose` speaks of bfloat16, which both compute on every processor."""
     return asked if asked and kind == "bfloat16" else _default(kind)
+
+
+def candidates() -> list[str]:
+    """The libraries that compute bfloat16 right, where the processor has instructions for it: a tuner may choose."""
+    return [name for name in LIBRARIES["bfloat16"] if instructions() and _proven(name, "bfloat16")]
+
+
+def _library(name: str) -> onednn.OneDNN | mkl.MKL | None:
+    return onednn.found() if name == "onednn" else mkl.found()
 
 
 @functools.cache
@@ -70,7 +81,8 @@ def product(
 
 def _whole(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
     sixteen = a.dtype == b.dtype and a.dtype.name in INSTRUCTIONS
-    library = onednn.found() if sixteen and chosen(a.dtype.name) == "onednn" else None
+    name = chosen(a.dtype.name) if sixteen else WIDENED
+    library = None if name == WIDENED else _library(name)
     if library is not None and a.size and b.size and _fits(a) and _fits(b) and out.strides[1] == out.itemsize:
         library.product(out, a, b, accumulate, bias)
     else:
@@ -80,11 +92,7 @@ def _whole(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias
 def _widened(out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
     total = np.empty(out.shape, np.float32)
     gemm(total, widened(np, a), widened(np, b))
-    if bias is not None:
-        total += widened(np, bias)
-    if accumulate:
-        total += widened(np, out)
-    out[...] = total if out.dtype == np.float32 else narrowed(np, total, out.dtype)
+    round_off(out, total, accumulate, bias)
 
 
 def _fits(a: np.ndarray) -> bool:
@@ -96,17 +104,22 @@ def _fits(a: np.ndarray) -> bool:
 
 @functools.cache
 def _default(kind: str) -> str:
-    library = onednn.found() if instructions(kind) else None
-    if library is None:
-        return WIDENED
-    if not _computes(library, kind):
-        about = f"oneDNN in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
-        warnings.warn(f"fsdpx: {about}: {kind} computes as float32, slower", RuntimeWarning, stacklevel=2)
-        return WIDENED
-    return "onednn"
+    names = [name for name in LIBRARIES[kind] if instructions(kind) and (name != "mkl" or intel())]
+    return next((name for name in names if _proven(name, kind)), WIDENED)
 
 
-def _computes(library: onednn.OneDNN, kind: str) -> bool:
+@functools.cache
+def _proven(name: str, kind: str) -> bool:
+    """Whether a library is here and computes right; a warning, once, if it does not."""
+    library = _library(name)
+    if library is None or _computes(library, kind):
+        return library is not None
+    about = f"{library.name} in {library.path} ({library.version}) multiplies wrongly on this processor and is not used"
+    warnings.warn(f"fsdpx: {about}: {kind} computes without it", RuntimeWarning, stacklevel=2)
+    return False
+
+
+def _computes(library: onednn.OneDNN | mkl.MKL, kind: str) -> bool:
     """Whether it multiplies as the reference does: terms are exact in float32, sums may differ by their rounding."""
     numbers, half = np.random.default_rng(0), dtype(kind)
     for m, k, n in CHECKED:

@@ -12,7 +12,7 @@ import numpy as np
 
 from fsdpx.array.processor import told
 
-__all__ = ["Library", "beside_python", "found", "load", "preferred"]
+__all__ = ["Library", "beside_python", "found", "intel", "load", "preferred"]
 
 SEQUENTIAL = 1  # of MKL_Set_Threading_Layer: no OpenMP runtime comes into the process
 AUTO, STRICT = 2, 0x10000  # of MKL_CBWR_Set
@@ -21,7 +21,8 @@ AVX512 = 11  # the first of the AVX-512 branches that MKL_CBWR_Get_Auto_Branch n
 
 @dataclass(frozen=True)
 class Library:
-    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes. single: limits the library to one thread."""
+    """sgemm, dgemm: addresses of `cblas_?gemm` with 64-bit sizes. single: limits the library to one thread. bgemm: of
+    `cblas_gemm_bf16bf16f32`, bfloat16 into float32; 0 where it is missing."""
 
     name: str
     path: str
@@ -29,6 +30,7 @@ class Library:
     sgemm: int
     dgemm: int
     single: Callable[[], None]
+    bgemm: int = 0
 
 
 @cache
@@ -52,7 +54,7 @@ def found() -> dict[str, Library]:
 def preferred() -> str | None:
     """The default: MKL on Intel's processors, else NumPy's own OpenBLAS; None if neither was found."""
     names = list(found())
-    if "mkl" in names and ("openblas" not in names or _intel()):
+    if "mkl" in names and ("openblas" not in names or intel()):
         return "mkl"
     return "openblas" if "openblas" in names else None
 
@@ -81,7 +83,10 @@ def _mkl(path: Path) -> Library:
     text = ctypes.create_string_buffer(200)
     library.MKL_Get_Version_String(text, len(text))
     sgemm, dgemm = _address(library.cblas_sgemm_64), _address(library.cblas_dgemm_64)
-    return Library("mkl", str(path), text.value.decode(), sgemm, dgemm, lambda: None)
+    bgemm = getattr(library, "cblas_gemm_bf16bf16f32_64", None)
+    return Library(
+        "mkl", str(path), text.value.decode(), sgemm, dgemm, lambda: None, 0 if bgemm is None else _address(bgemm)
+    )
 
 
 def _openblas(path: Path) -> Library:
@@ -104,5 +109,5 @@ def _address(function: object) -> int:
     return address
 
 
-def _intel() -> bool:
+def intel() -> bool:
     return "Intel" in (told("vendor_id") or platform.processor())

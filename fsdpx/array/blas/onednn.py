@@ -32,6 +32,8 @@ class Argument(ctypes.Structure):
 class OneDNN:
     """The library in `path`; OSError or AttributeError if it is not that."""
 
+    name = "oneDNN"
+
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         self._library = load(path)

@@ -13,8 +13,12 @@ from fsdpx.array import parallel
 from fsdpx.array.blas import choice
 from fsdpx.array.blas.choice import ADDRESSES
 from fsdpx.array.kernels import addition
+from fsdpx.array.kernels.half import narrowed, widened
 
-__all__ = ["affine", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "pieces", "small_product"]
+__all__ = [
+    "affine", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "pieces", "round_off",
+    "small_product",
+]  # fmt: skip
 
 Array = np.ndarray
 Sum = tuple[Array, bool]
@@ -35,6 +39,16 @@ def gemm(out: Array, a: Array, b: Array, accumulate: bool = False) -> None:
         parallel.run(_whole, [(*piece, accumulate) for piece in cut])
     else:
         _whole(out, a, b, accumulate)
+
+
+def round_off(out: Array, total: Array, accumulate: bool, bias: Array | None) -> None:
+    """out = total + bias, or out += total: float32 `total` is added to in place, and rounded once to the format of
+    `out`."""
+    if bias is not None:
+        total += widened(np, bias)
+    if accumulate:
+        total += widened(np, out)
+    out[...] = total if out.dtype == np.float32 else narrowed(np, total, out.dtype)
 
 
 def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
