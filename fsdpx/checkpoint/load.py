@@ -126,7 +126,7 @@ def demand_fit(wanted: Wanted, found: Tensors, where: str, convert: bool, remedy
     _none(where, "of the wrong shape", shapes.values(), remedy)
     for name, (dtype, _) in wanted.items():
         code, _ = found[name]
-        if code not in FLOATS:
+        if code not in FLOATS and array_type(code) != dtype:
             raise CheckpointError(f"{where}: {name} has the format {code}: weights are {', '.join(FLOATS)}")
         if array_type(code) != dtype and not convert:
             raise CheckpointError(

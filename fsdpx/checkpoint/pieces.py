@@ -8,6 +8,7 @@ from typing import Any
 
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec
+from fsdpx.optim.kept import Kept
 from fsdpx.state.ledger import Row
 from fsdpx.state.placement import Placement
 from fsdpx.state.rows import tensor_name
@@ -83,20 +84,26 @@ def owned(state: TrainState) -> Iterator[Held]:
     for row, array in state.ledger.saved():
         if row.key.page in placement.layout.copies:
             continue
-        for one in _of_row(placement, row, array):
+        for one in _of_row(placement, row, array, first=True):
             if row.key.page is None:
                 yield from [one] if (placement.statistics_home[one.name], 0, 0, 0) == place else []
             elif one.spec.cut is not None or place.tensor == 0:
                 yield one.part(place.replica, axes.replica.size)
 
 
-def _of_row(placement: Placement, row: Row, array: Any) -> Iterator[Held]:
-    """The parts of tensors that lie in a row: of a page, pieces of its parameters; else a tensor by itself."""
+def _of_row(placement: Placement, row: Row, array: Any, first: bool = False) -> Iterator[Held]:
+    """The parts of tensors that lie in a row: of a page, pieces of its parameters; else a tensor by itself. first: of
+    what every rank keeps that has a part of a parameter, only what belongs to parameters that begin here."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield Held(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
         return
-    spread = layout.spread
-    for field, start, part in layout.pages[p].held(array, row.span):
+    spread, form, mine = layout.spread, placement.kept.get(name, Kept()), placement.pages[p].mine
+    begins = {f.name for f in layout.pages[p].fields if mine.start <= f.offset < mine.stop}
+    for field, start, part in placement.slot_page(name, p).held(array, row.span):
         spec = layout.specs[field.source]
+        if not form.plain:
+            spec = Spec(form.of(spec.shape))
+        if first and form.shape is not None and field.name not in begins:
+            continue
         yield Held(tensor_name(name, field.source), part, start, spec, spread.rank, spread.width)

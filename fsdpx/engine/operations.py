@@ -17,6 +17,8 @@ from fsdpx.engine.results import Mean, Scale
 from fsdpx.engine.run import Operation, Run, Values, number_of
 from fsdpx.errors import DataError
 from fsdpx.optim import rate
+from fsdpx.optim.kept import Kept, kept_of, places
+from fsdpx.optim.segments import Segments
 from fsdpx.program import Action
 from fsdpx.state.gradients import Reduction
 from fsdpx.state.placement import Placement
@@ -177,15 +179,22 @@ def update(run: Run, action: Action, taken: Values, read: Values, added: Values)
     p, (scale,), (master, slots) = number_of(action), read, added
     if not scale.skip:
         segments, step = run.place.segments[p], run.step + 1
-        frozen = run.views.frozen
-        still = [slice(s.start, s.stop) for s in segments.items if s.name in frozen] if frozen else []
-        kept = [(array[at], array[at].copy()) for array in (master, *slots.values()) for at in still]
-        run.place.optimizer.update(
+        optimizer, frozen = run.place.optimizer, run.views.frozen
+        forms = kept_of(optimizer)
+        own = [(master, Kept()), *((array, forms[name]) for name, array in slots.items())] if frozen else []
+        kept = [(part, part.copy()) for array, form in own for part in _still(array, form, segments, frozen)]
+        optimizer.update(
             run.place.xp, master, taken[0], slots, lr=scale.rate, step=step, segments=segments, scale=scale.factor
         )
         for now, before in kept:  # weight decay and momentum move what has no gradient
             now[...] = before
     return (master, slots)
+
+
+def _still(array: Any, form: Kept, segments: Segments, frozen: frozenset[str]) -> list[Any]:
+    """What an array holds of frozen parameters."""
+    own = zip(segments.items, places(form, segments), strict=True)
+    return [array[at] for s, at in own if s.name in frozen]
 
 
 def _what(run: Run, action: Action) -> str:

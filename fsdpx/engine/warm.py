@@ -8,6 +8,7 @@ import numpy as np
 from fsdpx.array.denormals import flushed
 from fsdpx.array.kernels.warm import warm as warm_kernels
 from fsdpx.nn.layer import Layer
+from fsdpx.optim.kept import zeros
 from fsdpx.optim.segments import Segment, Segments
 
 __all__ = ["warm"]
@@ -49,6 +50,6 @@ def _kernels(layer: Layer) -> dict[str, None]:
 def _warm_optimizer(optimizer: Any, dtype: np.dtype, gradients: np.dtype) -> None:
     """One update of one number, of a parameter without a name."""
     p, g = np.zeros(1, dtype), np.zeros(1, gradients)
-    slots = {name: np.zeros(1, dtype) for name in optimizer.slots}
-    segments = Segments((Segment("", 0, 1, 0, 1),))
+    segments = Segments((Segment("", 0, 1, 0, 1, (1,)),))
+    slots = zeros(np, optimizer, segments, dtype)
     optimizer.update(np, p, g, slots, lr=0.0, step=1, segments=segments, scale=1.0)

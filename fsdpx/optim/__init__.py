@@ -2,7 +2,9 @@
 
 from fsdpx.optim import schedules
 from fsdpx.optim.adam import Adam, AdamW
+from fsdpx.optim.adam8 import AdamW8bit
 from fsdpx.optim.average import EMA, SWA
+from fsdpx.optim.kept import Kept
 from fsdpx.optim.lamb import LAMB
 from fsdpx.optim.lion import Lion
 from fsdpx.optim.muon import Muon
@@ -12,6 +14,6 @@ from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.optim.sgd import SGD
 
 __all__ = [
-    "EMA", "LAMB", "SGD", "SWA", "Adam", "AdamW", "AdamWScheduleFree", "Groups", "Lion", "Muon", "Optimizer", "Rate",
-    "Run", "Segment", "Segments", "no_decay", "rate", "schedules",
+    "EMA", "LAMB", "SGD", "SWA", "Adam", "AdamW", "AdamW8bit", "AdamWScheduleFree", "Groups", "Kept", "Lion", "Muon",
+    "Optimizer", "Rate", "Run", "Segment", "Segments", "no_decay", "rate", "schedules",
 ]  # fmt: skip

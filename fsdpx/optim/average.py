@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdpx.errors import ConfigError
+from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_number, check_shard
 from fsdpx.optim.segments import Segments
 
@@ -96,6 +97,10 @@ class Averaged:
     @property
     def slots(self) -> tuple[str, ...]:
         return (*self.inner.slots, AVERAGE)
+
+    @property
+    def kept(self) -> dict[str, Kept]:
+        return kept_of(self.inner)
 
     @property
     def average(self) -> tuple[str, float]:

@@ -17,8 +17,9 @@ from fsdpx.array.kernels.choice import installed
 from fsdpx.array.parallel import over
 from fsdpx.errors import ConfigError
 from fsdpx.optim import plain
+from fsdpx.optim.dynamic import buckets, table
 
-__all__ = ["adam", "direction", "follow", "lion", "moments", "schedule_free", "sgd", "use"]
+__all__ = ["adam", "adam8", "direction", "follow", "lion", "moments", "schedule_free", "sgd", "use"]
 
 Version = Literal["default", "plain", "numba"]
 _version: ContextVar[Version] = ContextVar("version", default="default")
@@ -54,11 +55,16 @@ def _run(name: str, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]
     if arrays[0].size == 0 or getattr(xp, "holds_no_data", False):
         return
     values = tuple(map(dtype.type, numbers))
-    compilable = _version.get() != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays)
-    if compilable and (compiled := _compiled()):
+    if (compiled := _compilable(arrays, dtype)) is not None:
         over(compiled[name], arrays, *values)
         return
     plain.KERNELS[name](xp, arrays, values)
+
+
+def _compilable(arrays: tuple[Any, ...], dtype: Any) -> dict[str, Callable[..., None]] | None:
+    """The compiled kernels, if they take these arrays."""
+    compilable = _version.get() != "plain" and dtype.char in "fd" and all(_compiles(a, dtype) for a in arrays)
+    return _compiled() if compilable else None
 
 
 def sgd(
@@ -84,6 +90,31 @@ def adam(
     l2, keep = (0.0, 1.0 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
     unbias, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
     _run("adam", xp, (p, g, m, v), (scale, l2, keep, 1.0 - beta1, beta2, 1.0 - beta2, unbias, eps, rate))
+
+
+def adam8(
+    xp: Any, p: Any, g: Any, m: Any, v: Any, m_scale: Any, v_scale: Any, *, block: int, lr: float, beta1: float,
+    beta2: float, eps: float, weight_decay: float, step: int, scale: float,
+) -> None:  # fmt: skip
+    """`adam`, decoupled, with m and v as codes of dynamic numbers (`dynamic.table`) times the scale of their block of
+    `block` elements; the last block may be shorter."""
+    if p.size == 0 or getattr(xp, "holds_no_data", False):
+        return
+    unbias, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
+    numbers = (scale, 1.0 - lr * weight_decay, 1.0 - beta1, beta2, 1.0 - beta2, unbias, eps, rate)
+    values = tuple(map(p.dtype.type, numbers))
+    full = p.size // block
+    for rows, at in ((slice(0, full), slice(0, full * block)), (slice(full, None), slice(full * block, None))):
+        count = m_scale[rows].size
+        if count == 0:
+            continue
+        arrays = (*(a[at].reshape(count, -1) for a in (p, g, m, v)), m_scale[rows], v_scale[rows])
+        if (compiled := _compilable(arrays[:2], p.dtype)) is not None:
+            over(
+                compiled["adam8"], arrays, *(table(s)[0] for s in (True, False)), *map(buckets, (True, False)), *values
+            )
+        else:
+            plain.adam8(xp, arrays, values)
 
 
 def lion(

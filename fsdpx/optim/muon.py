@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -50,6 +50,7 @@ class Muon:
     but: Sequence[str] = ("*embed*", "*wte*", "*wpe*", "*head*")
     others: Elementwise = field(default_factory=AdamW)
     groups: Groups = field(default_factory=dict)
+    whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.optim.kept import kept_of
 from fsdpx.optim.segments import Groups, Segments
 
 __all__ = ["Optimizer", "Rate", "Slots", "no_decay", "rate"]
@@ -31,7 +32,8 @@ class Optimizer(Protocol):
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """The names of the state arrays, each as large as the shard and zero before step 1."""
+        """The names of the state arrays, each as large as the shard and zero before step 1. `kept`, if there is one,
+        says by name which of them are not: see `Kept`."""
 
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
@@ -110,9 +112,12 @@ def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments
     names = tuple(owner.slots)  # type: ignore[attr-defined]
     if sorted(slots) != sorted(names):
         raise ConfigError(f"{kind}: needs the slots {list(names)}, got {sorted(slots)}")
+    kept = kept_of(owner)
     for name, array in (("p", p), ("g", g), *slots.items()):
-        if array.shape != (segments.size,):
-            held = f"({segments.size},)"
+        plain = name not in kept or kept[name].plain
+        size = segments.size if plain else sum(kept[name].count(s) for s in segments.items)
+        if array.shape != (size,):
+            held = f"({size},)"
             raise ShapeError(f"{kind}: {name} has shape {array.shape}, but its segments hold {held} elements")
     if step < 1:
         raise ConfigError(f"{kind}: step {step} is below 1, the first")

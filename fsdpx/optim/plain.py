@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["KERNELS"]
+from fsdpx.optim.dynamic import table
+
+__all__ = ["KERNELS", "adam8"]
 
 BLOCK = 1 << 16
 DEVICE_BLOCK = 1 << 24  # a launch costs more than a pass over 64 Ki elements
@@ -92,6 +94,34 @@ def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, e
     if keep != 1:
         p *= keep
     p -= a
+
+
+def adam8(xp: Any, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
+    """Rows of (blocks, elements), some at a time."""
+    scale, keep, share1, beta2, share2, unbias, eps, rate = numbers
+    signed, edges, unsigned, bounds = (xp.asarray(array) for sign in (True, False) for array in table(sign))
+    step = max((BLOCK if xp is np else DEVICE_BLOCK) // arrays[0].shape[1], 1)
+    with np.errstate(all="ignore"):
+        for start in range(0, arrays[0].shape[0], step):
+            p, g, m, v, m_scale, v_scale = (array[start : start + step] for array in arrays)
+            a = g * scale
+            new_m = signed[m] * m_scale.astype(p.dtype)[:, None]
+            _toward(xp, new_m, a, xp.empty_like(a), share1)
+            new_v = unsigned[v] * v_scale.astype(p.dtype)[:, None]
+            _square_toward(xp, new_v, a, xp.empty_like(a), beta2, share2)
+            p *= keep
+            p -= new_m / (xp.sqrt(new_v) * unbias + eps) * rate
+            _encode(xp, new_m, edges, m, m_scale)
+            _encode(xp, new_v, bounds, v, v_scale)
+            v += (v == 0) & (new_v > 0)
+
+
+def _encode(xp: Any, x: Any, edges: Any, codes: Any, scales: Any) -> None:
+    """The codes of x in rows, and the largest of each."""
+    scales[...] = abs(x).max(axis=1)
+    top = scales.astype(x.dtype)[:, None]
+    y = xp.where(top > 0, x / top, x)
+    codes[...] = xp.searchsorted(edges, y.reshape(-1).astype(edges.dtype)).reshape(y.shape)
 
 
 @blocked

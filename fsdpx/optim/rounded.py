@@ -7,6 +7,7 @@ from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, stor
 from fsdpx.array.random import Stretch
 from fsdpx.optim.average import Averaged, average_of
 from fsdpx.optim.elementwise import Elementwise
+from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_shard
 from fsdpx.optim.segments import Segments
 
@@ -43,6 +44,10 @@ class Rounded:
         return (*self.inner.slots, "lost") if self.kahan else tuple(self.inner.slots)
 
     @property
+    def kept(self) -> dict[str, Kept]:
+        return kept_of(self.inner)
+
+    @property
     def average(self) -> tuple[str, float] | None:
         return average_of(self.inner)
 
@@ -63,8 +68,10 @@ class Rounded:
         x = narrowed(xp, p, g.dtype)
         if self.kahan:
             add_widened(xp, slots["lost"], x)
-        wide = {name: narrowed(xp, slots[name], g.dtype) for name in self.inner.slots}
-        self.inner.update(xp, x, g, wide, step=step, segments=part, **rates)
+        narrow = [name for name, kept in self.kept.items() if kept == Kept()]
+        wide = {name: narrowed(xp, slots[name], g.dtype) for name in narrow}
+        own = {name: slots[name] for name in self.inner.slots}
+        self.inner.update(xp, x, g, own | wide, step=step, segments=part, **rates)
         for name, array in wide.items():
             _round(xp, array, slots[name], f"{name}@{step}", part)
         if self.kahan:

@@ -19,6 +19,7 @@ from fsdpx.layout.units import Layout, Unit
 from fsdpx.nn.layer import dotted
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim import Segment, Segments
+from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.program import Stage
 from fsdpx.state.accumulation import Accumulation, accumulation
 from fsdpx.state.pipe import Pipe
@@ -123,7 +124,8 @@ class Placement:
     @cached_property
     def pages(self) -> dict[int, ShardedPage]:
         """The pages of this rank of the pipe, by number."""
-        shard, snap = self.axes.shard, self.accumulation.bitwise
+        shard = self.axes.shard
+        snap = self.accumulation.bitwise or any(kept.block > 1 for kept in self.kept.values())
         pages = (self.layout.pages[p] for p in self.stage.pages)
         return {page.index: ShardedPage(page, cut(page, shard.size, snap), shard.rank) for page in pages}
 
@@ -195,6 +197,34 @@ class Placement:
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         exchange = None if alone else partial(_exchange, self)
         return {p: Segments(_segments(self.pages[p]), exchange) for p in self.stage.trained}
+
+    @cached_property
+    def kept(self) -> dict[str, Kept]:
+        """What the slots of the optimiser hold."""
+        return kept_of(self.optimizer)
+
+    def slot_format(self, slot: str) -> np.dtype:
+        """The format of a slot of the optimiser."""
+        kept = self.kept[slot]
+        own = self.formats.master if kept.shape is None else self.formats.gradients
+        return own if kept.dtype is None else np.dtype(kept.dtype)
+
+    def slot_page(self, slot: str, page: int) -> Page:
+        """A page of what a slot keeps of each parameter of a page."""
+        kept, own = self.kept.get(slot, Kept()), self.layout.pages[page]
+        if kept.plain:
+            return own
+        fields = [(f.name, kept.of(f.shape)) for f in own.fields]
+        return Page.of(page, fields, True, sources={f.name: f.source for f in own.fields})
+
+    def slot_span(self, slot: str, page: int) -> Range:
+        """Which elements of it this rank has."""
+        kept, own, items = self.kept[slot], self.pages[page], self.segments[page].items
+        if kept.plain or not items:
+            return own.mine
+        first = own.page.pieces(own.mine)[0].have
+        start = self.slot_page(slot, page).fields[first].offset + kept.first(items[0].offset)
+        return Range(start, start + sum(kept.count(s) for s in items))
 
     def name(self, page: int) -> str:
         """A page in words, for errors: the names it holds."""

@@ -25,7 +25,8 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
             yield from _gradients(placement, page, windows)
             for name in placement.optimizer.slots:
                 kind = "average" if name == AVERAGE else "slot"
-                yield Row(Key(kind, page.page.index, name), formats.master, page.mine)
+                p = page.page.index
+                yield Row(Key(kind, p, name), placement.slot_format(name), placement.slot_span(name, p))
             for name, elements in placement.codec_memory.get(page.page.index, {}).items():
                 yield Row(Key("memory", page.page.index, name), formats.gradients, Range(0, elements), "private")
     for name, spec in placement.layout.state.items():
@@ -77,11 +78,17 @@ def saved_tensors(placement: Placement) -> dict[str, Spec]:
     then what the optimiser keeps of each trained parameter."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
-    slots = placement.optimizer.slots
-    return specs | {tensor_name(slot, name): spec for slot in slots for name, spec in trained.items()}
+    found = {
+        tensor_name(slot, name): spec if form.plain else Spec(form.of(spec.shape))
+        for slot, form in placement.kept.items()
+        for name, spec in trained.items()
+    }
+    return specs | {name: spec for name, spec in found.items() if spec.size}
 
 
 def saved_format(placement: Placement, name: str) -> np.dtype:
     """The format in which ranks hold a tensor of the train state."""
-    formats = placement.formats
+    formats, (slot, _, rest) = placement.formats, name.partition("/")
+    if rest and name not in placement.layout.specs:
+        return placement.slot_format(slot)
     return formats.statistics if name in placement.layout.state else formats.master

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.optim import Optimizer, Segment, Segments, rate
+from fsdpx.optim.kept import kept_of, places, zeros
 
 __all__ = ["OptimizerContract"]
 
@@ -85,7 +86,7 @@ class OptimizerContract:
     def test_an_empty_shard_is_fine(self) -> None:
         optimizer = self.make(lr=0.01)
         p, g = np.empty(0), np.empty(0)
-        slots = {name: np.empty(0) for name in optimizer.slots}
+        slots = zeros(np, optimizer, Segments(()), p.dtype)
         optimizer.update(np, p, g, slots, lr=0.01, step=1, segments=Segments(()))
         assert p.size == 0
 
@@ -111,7 +112,8 @@ class OptimizerContract:
         """The part `at` of fixed parameters and gradients, with empty slots."""
         random = np.random.default_rng(5)
         p, g = (random.standard_normal(TOTAL).astype(dtype)[at].copy() for _ in range(2))
-        return p, g, {name: np.zeros_like(p) for name in (optimizer or self.make(lr=0.01)).slots}
+        low, high, _ = at.indices(TOTAL)
+        return p, g, zeros(np, optimizer or self.make(lr=0.01), _segments(low, high), p.dtype)
 
     def _update(self, p: Any, g: Any, slots: dict[str, Any], optimizer: Optimizer | None = None, **other: Any) -> None:
         """Update the whole array; lr 0.01 and step 1 unless others are given."""
@@ -130,14 +132,30 @@ class OptimizerContract:
             segments = _segments(low, high, threads.exchange(r))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
-            return {"p": p, **slots}
+            found = {"p": p}
+            for name, kept in kept_of(optimizer).items():
+                own = zip(segments.items, places(kept, segments), strict=True)
+                parts = {f"{name}/{s.name}": slots[name][at] for s, at in own}
+                found |= {name: slots[name]} if kept.shape is None else parts
+            return found
 
-        shards = threads.run(train)
-        return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0]}
+        return _together(threads.run(train))
 
     def _same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
         for name in a:
             assert np.array_equal(a[name], b[name]), name
+
+
+def _together(shards: list[dict[str, Any]]) -> dict[str, Any]:
+    """Arrays of all shards, one after the other; what is kept whole, once, as all have it that have some of it."""
+    found: dict[str, Any] = {}
+    for shard in shards:
+        for name, array in shard.items():
+            if "/" not in name:
+                found[name] = np.concatenate([found.get(name, array[:0]), array])
+            else:
+                assert np.array_equal(found.setdefault(name, array), array), name
+    return found
 
 
 def _places() -> dict[str, slice]:

@@ -14,7 +14,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Layer, dotted
 from fsdpx.nn.sort import Sorted
-from fsdpx.optim import Muon
+from fsdpx.optim.kept import needs_whole
 
 __all__ = [
     "agree",
@@ -121,8 +121,9 @@ def check_model(model: Sorted, chunks: int | None) -> None:
 
 
 def check_whole(optimizer: Any, tensor: int) -> None:
-    if tensor > 1 and isinstance(optimizer, Muon):
-        raise ConfigError(f"Muon needs whole matrices, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")
+    if tensor > 1 and needs_whole(optimizer):
+        what = f"{type(optimizer).__name__} needs whole parameters"
+        raise ConfigError(f"{what}, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")
 
 
 def left_wide(model: Sorted, layout: Layout) -> list[str]:

@@ -39,6 +39,13 @@ class TestAdamW(OptimizerContract):
         return optim.AdamW(**options)
 
 
+class TestAdamW8bit(OptimizerContract):
+    grain = 1024
+
+    def make(self, **options):
+        return optim.AdamW8bit(**options)
+
+
 class TestLion(OptimizerContract):
     def make(self, **options):
         return optim.Lion(**options)

@@ -13,6 +13,7 @@ from fsdpx import optim
 from fsdpx.errors import ConfigError
 from fsdpx.optim import Segment, Segments, kernels, plain
 from fsdpx.optim.average import Averaged
+from fsdpx.optim.kept import kept_of, zeros
 
 OPTIMIZERS = {
     "sgd": optim.SGD(weight_decay=0.1),
@@ -25,15 +26,16 @@ OPTIMIZERS = {
     "schedule free": optim.AdamWScheduleFree(weight_decay=0.1),
     "schedule free without decay": optim.AdamWScheduleFree(),
     "average": Averaged(optim.AdamW(weight_decay=0.1), optim.EMA(0.9)),
+    "8 bits": optim.AdamW8bit(weight_decay=0.1),
     "lamb": optim.LAMB(weight_decay=0.1),
 }
 ALL = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 
 
 def train(optimizer, p, g, steps=3, version="default"):
-    state = {"p": p.copy(), **{name: np.zeros_like(p) for name in optimizer.slots}}
-    slots = {name: state[name] for name in optimizer.slots}
     segments = Segments((Segment("w", 0, p.size, 0, p.size),) if p.size else ())
+    slots = zeros(np, optimizer, segments, p.dtype)
+    state = {"p": p.copy(), **slots}
     with kernels.use(version):
         for step in range(1, steps + 1):
             optimizer.update(np, state["p"], g / step, slots, lr=0.03 / step, step=step, segments=segments, scale=0.3)
@@ -70,7 +72,7 @@ def test_compiled_and_plain_agree_on_numbers_at_the_edge(optimizer):
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(15))
 @given(cuts=st.lists(st.integers(0, 300), max_size=6), seed=st.integers(0, 99), single=st.booleans())
 def test_any_cut_gives_the_bits_of_the_whole(optimizer, version, cuts, seed, single):
-    if isinstance(optimizer, optim.LAMB):
+    if isinstance(optimizer, optim.LAMB | optim.AdamW8bit):
         cuts = []  # it sees whole parameters: its cuts are tested in test_contract.py and test_lamb.py
     random = np.random.default_rng(seed)
     p, g = (random.standard_normal(300).astype("float32" if single else "float64") for _ in range(2))
@@ -96,8 +98,8 @@ def test_plain_blocks_do_not_show(optimizer, monkeypatch):
 def test_scratch_is_a_few_blocks(optimizer, version):
     n = 40 * plain.BLOCK
     p, g = np.ones((2, n), "float32")
-    slots = {name: np.zeros_like(p) for name in optimizer.slots}
     segments = Segments((Segment("w", 0, n, 0, n),))
+    slots = zeros(np, optimizer, segments, p.dtype)
     with kernels.use(version):
         optimizer.update(np, p, g, slots, lr=0.1, step=1, segments=segments)
         tracemalloc.start()
@@ -138,7 +140,10 @@ def test_arrays_that_hold_no_data_cost_nothing():
         holds_no_data = True
 
     class Flat:
-        shape, size, dtype = (10**12,), 10**12, np.dtype("float32")
+        dtype = np.dtype("float32")
+
+        def __init__(self, size):
+            self.shape, self.size = (size,), size
 
         def __getitem__(self, at):
             return self
@@ -146,5 +151,5 @@ def test_arrays_that_hold_no_data_cost_nothing():
     n = 10**12
     segments = Segments((Segment("w", 0, n, 0, n),))
     for optimizer in OPTIMIZERS.values():
-        slots = {name: Flat() for name in optimizer.slots}
-        optimizer.update(Shapes, Flat(), Flat(), slots, lr=0.1, step=1, segments=segments)
+        slots = {name: Flat(kept.count(segments.items[0])) for name, kept in kept_of(optimizer).items()}
+        optimizer.update(Shapes, Flat(n), Flat(n), slots, lr=0.1, step=1, segments=segments)

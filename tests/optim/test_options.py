@@ -11,6 +11,7 @@ from fsdpx import optim
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim import Segment, Segments, schedules
 from fsdpx.optim.average import Averaged
+from fsdpx.optim.kept import zeros
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,8 @@ from fsdpx.optim.average import Averaged
         (lambda: optim.Muon(but="head*"), r"Muon\(but='head\*'\): a list of name patterns is needed, \['head\*'\]"),
         (lambda: optim.Muon(others=optim.LAMB()), r"Muon\(others=LAMB\(.*\): an optimiser with a slot m is needed"),
         (lambda: optim.Muon(others=optim.SGD()), r"Muon\(others=SGD\(.*\): an optimiser with a slot m is needed"),
+        (lambda: optim.AdamW8bit(block=100), r"AdamW8bit\(block=100\): 16, 32, 64, ..., or 1024 elements are needed"),
+        (lambda: optim.AdamW8bit(betas=(0.9, 1.5)), r"AdamW8bit\(betas\[1\]=1.5\): a finite number >= 0 and < 1"),
         (lambda: optim.EMA(1.0), r"EMA\(decay=1.0\): a finite number >= 0 and < 1 is needed"),
         (lambda: optim.SWA(start=0), r"SWA\(start=0\): a whole number of steps, 1 or more, is needed"),
         (lambda: optim.SWA(every=True), r"SWA\(every=True\): a whole number of steps"),
@@ -85,6 +88,9 @@ def test_arrays_that_do_not_fit():
         optim.AdamW().update(np, p, p, {"m": p}, lr=0.1, step=1, segments=held)
     with pytest.raises(ShapeError, match=r"SGD: g has shape \(3,\), but its segments hold \(4,\) elements"):
         optim.SGD().update(np, p, np.zeros(3), {}, lr=0.1, step=1, segments=held)
+    cut, eight = Segments((Segment("w", 0, 4, 100, 400),)), optim.AdamW8bit()
+    with pytest.raises(ConfigError, match="AdamW8bit: elements 100 to 104 of 'w' cut a block of 256: cut shards"):
+        eight.update(np, p, p, zeros(np, eight, cut, p.dtype), lr=0.1, step=1, segments=cut)
     with pytest.raises(ConfigError, match="SGD: step 0 is below 1, the first"):
         optim.SGD().update(np, p, p, {}, lr=0.1, step=0, segments=held)
 

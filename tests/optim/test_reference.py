@@ -6,6 +6,7 @@ import pytest
 from fsdpx import optim
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.average import Averaged, average_of
+from fsdpx.optim.kept import zeros
 from fsdpx.testing.optimizer import OptimizerContract
 
 SIZES = {"w": 300, "w.bias": 7, "norm.weight": 20}
@@ -30,7 +31,7 @@ def gradients(steps=20):
 def trained(optimizer, p, gs):
     """The parameters after each step, and the averages."""
     p, found = p.copy(), []
-    slots = {name: np.zeros(N) for name in optimizer.slots}
+    slots = zeros(np, optimizer, SEGMENTS, p.dtype)
     for step, g in enumerate(gs, 1):
         lr = optim.rate(optimizer, step)
         optimizer.update(np, p, g * 4.0, slots, lr=lr, step=step, segments=SEGMENTS, scale=0.25)
@@ -243,3 +244,52 @@ def test_muon_leaves_matrices_of_some_names_to_the_other():
         optimizer.update(np, mine, gs[0], slots, lr=0.01, step=1, segments=embed)
         found.append(mine)
     assert np.array_equal(*found)
+
+
+def dynamic(signed):
+    """The numbers of figure 2 and appendix of Dettmers et al. 2022: a sign, zeros that are the exponent of 10, a bit
+    that ends them, and linear digits from 0.1 to 1."""
+    found = {0.0, 1.0}
+    for zeros_before in range(7):
+        digits = (6 if signed else 7) - zeros_before
+        edges = np.linspace(0.1, 1.0, 2**digits + 1)
+        values = (edges[1:] + edges[:-1]) / 2 / 10**zeros_before
+        found |= {*values, *(-values if signed else ())}
+    return np.array(sorted(found))
+
+
+def rounded(x, numbers, block):
+    """Each element as the nearest number times the largest of its block."""
+    found = []
+    for at in range(0, x.size, block):
+        part = x[at : at + block]
+        top = np.float64(np.float32(np.abs(part).max()))
+        found.append(numbers[np.abs(part[:, None] / top - numbers).argmin(axis=1)] * top)
+    return np.concatenate(found)
+
+
+def adamw_8bit(p, gs, lr, b1, b2, eps, decay, block):
+    """Dettmers et al. 2022: moments are widened, updated, used, and rounded again. A v above 0 stays above 0."""
+    m = v = np.zeros(p.size)
+    unsigned = dynamic(False)
+    for t, g in enumerate(gs, 1):
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        p = p * (1 - lr * decay) - lr * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+        small, m, v = v, rounded(m, dynamic(True), block), rounded(v, unsigned, block)
+        for at in range(0, v.size, block):
+            part = slice(at, at + block)
+            v[part] = np.where((v[part] == 0) & (small[part] > 0), unsigned[1] * small[part].max(), v[part])
+    return p
+
+
+def test_adamw_in_8_bits_as_in_its_paper():
+    """Tables are float32 here and float64 there; few elements are so near to an edge that it shows."""
+    p, gs = gradients()
+    gs = gs * 10.0 ** np.random.default_rng(1).uniform(-5, 0, gs.shape)
+    assert len(dynamic(True)) == len(dynamic(False)) == 256
+    optimizer = optim.AdamW8bit(lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1, block=16)
+    mine = ours(optimizer, p, gs)
+    theirs = np.concatenate([adamw_8bit(p[at], gs[:, at], 0.01, 0.9, 0.99, 1e-6, 0.1, 16) for _, at in places()])
+    assert np.allclose(mine, theirs, rtol=1e-6, atol=1e-8)
+    exact = ours(optim.AdamW(lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1), p, gs)
+    assert 1e-5 < np.abs(mine - exact).max() < 0.1

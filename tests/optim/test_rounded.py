@@ -10,6 +10,7 @@ from fsdpx.array import kernels
 from fsdpx.array.namespace import dtype
 from fsdpx.errors import ShapeError
 from fsdpx.optim import Segment, Segments
+from fsdpx.optim.kept import zeros
 from fsdpx.optim.rounded import BLOCK, Rounded
 
 BF16 = dtype("bf16")
@@ -19,7 +20,7 @@ UNIT = 2.0**-8
 
 def held(optimizer: Rounded, n: int) -> tuple[Any, dict[str, Any]]:
     p = np.random.default_rng(0).standard_normal(n).astype(BF16)
-    return p, {name: np.zeros(n, BF16) for name in optimizer.slots}
+    return p, zeros(np, optimizer, segments(n), BF16)
 
 
 def segments(n: int, start: int = 0, size: int | None = None) -> Segments:
@@ -32,12 +33,15 @@ def steps(optimizer: Rounded, p: Any, slots: Any, part: Segments, count: int, lr
         optimizer.update(np, p, g, slots, lr=lr, step=step, segments=part)
 
 
-@pytest.mark.parametrize("inner", [optim.AdamW(), optim.SGD(lr=0.1, momentum=0.9), optim.Lion(), optim.LAMB()])
+INNER = [optim.AdamW(), optim.SGD(lr=0.1, momentum=0.9), optim.Lion(), optim.LAMB(), optim.AdamW8bit()]
+
+
+@pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("kahan", [False, True])
 def test_one_step_is_that_of_float32_but_for_one_rounding(inner: Any, kahan: bool) -> None:
     n, optimizer = 1000, Rounded(inner, kahan)
     p, slots = held(optimizer, n)
-    want, kept = p.astype(np.float32), {name: np.zeros(n, np.float32) for name in inner.slots}
+    want, kept = p.astype(np.float32), zeros(np, inner, segments(n), np.float32)
     g = np.random.default_rng(1).standard_normal(n).astype(np.float32)
     inner.update(np, want, g, kept, lr=0.1, step=1, segments=segments(n))
     optimizer.update(np, p, g, slots, lr=0.1, step=1, segments=segments(n))

@@ -52,7 +52,7 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None
 
 def test_a_tensor_axis_is_refused() -> None:
     def run(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match="Muon needs whole matrices, the tensor axis of 2 ranks cuts them; use"):
+        with pytest.raises(ConfigError, match="Muon needs whole parameters, the tensor axis of 2 ranks cuts them; use"):
             make(comm, mesh=Mesh(tensor=2), chunks=None, tensor_plan={"0": nn.Column, "2": nn.Row})
 
     spawn(run, 2)

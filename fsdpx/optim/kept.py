@@ -1,0 +1,82 @@
+"""What a slot of an optimiser holds where that is not one element for each element of the shard."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from fsdpx.errors import ConfigError
+from fsdpx.optim.segments import Segment, Segments
+
+__all__ = ["Kept", "kept_of", "needs_whole", "places", "zeros"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The format of a slot, and how many elements it has. As it is: those of the shard, in the shard's format.
+
+    dtype: its format; None: that of the shard, or that of gradients with `shape`. block: one element for so many of a
+    parameter, counted from its first one; shards are cut at multiples of 1,024 then. shape: from the shape of a
+    parameter to that of what every rank that has a part of the parameter keeps as a whole."""
+
+    dtype: str | None = None
+    block: int = 1
+    shape: Callable[[Shape], Shape] | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has the elements of the shard, whatever their format."""
+        return self.block == 1 and self.shape is None
+
+    def of(self, shape: Shape) -> Shape:
+        """What is kept of a whole parameter."""
+        if self.shape is not None:
+            return self.shape(shape)
+        return shape if self.block == 1 else (-(-prod(shape) // self.block),)
+
+    def first(self, offset: int) -> int:
+        """Where what is kept begins for a part of a parameter from element `offset` on."""
+        return 0 if self.shape is not None else offset // self.block
+
+    def count(self, s: Segment) -> int:
+        """Elements that are kept of a segment."""
+        return prod(self.of(s.shape)) if self.shape is not None else -(-(s.stop - s.start) // self.block)
+
+
+def kept_of(optimizer: Any) -> dict[str, Kept]:
+    """By slot. An optimiser names those that differ in `kept`."""
+    named: Mapping[str, Kept] = getattr(optimizer, "kept", {})
+    return {name: named.get(name, Kept()) for name in optimizer.slots}
+
+
+def needs_whole(optimizer: Any) -> bool:
+    """Whether it must see whole parameters, so that no tensor axis may cut them."""
+    return bool(getattr(optimizer, "whole", False))
+
+
+def places(kept: Kept, segments: Segments) -> Iterator[slice]:
+    """Where a slot's array has what is kept of each segment."""
+    at = 0
+    for s in segments.items:
+        yield slice(at, at := at + kept.count(s))
+
+
+def zeros(xp: Any, optimizer: Any, segments: Segments, dtype: Any) -> dict[str, Any]:
+    """The slots of a shard of format `dtype` before step 1."""
+    return {
+        name: xp.zeros(sum(kept.count(s) for s in segments.items), kept.dtype or dtype)
+        for name, kept in kept_of(optimizer).items()
+    }
+
+
+def check_edges(optimizer: Any, segments: Segments, block: int) -> None:
+    """ConfigError unless blocks of each parameter lie whole in this shard."""
+    for s in segments.items:
+        end = s.offset + s.stop - s.start
+        if s.offset % block or (end % block and end != s.size):
+            raise ConfigError(
+                f"{type(optimizer).__name__}: elements {s.offset} to {end} of {s.name!r} cut a block of {block}: "
+                "cut shards at multiples of it"
+            )
