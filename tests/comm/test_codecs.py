@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from fsdpx.comm import Communicator, Handle, spawn, split_evenly
-from fsdpx.comm.codecs import Cast, Codec, Int8, Plain, Sign, codec
+from fsdpx.comm.codecs import Cast, Codec, Int8, Plain, RandomK, Sign, TopK, codec
 from fsdpx.errors import ConfigError
 from fsdpx.testing import CodecContract
 
@@ -73,6 +74,30 @@ class TestSign(TestInt8):
 
     def make(self) -> Codec:
         return Sign()
+
+
+class TestTopK(CodecContract):
+    error = 1  # what does not travel is missing
+
+    def make(self) -> Codec:
+        return TopK(0.1, momentum=0.9)
+
+
+class TestAllOfTopK(CodecContract):
+    def make(self) -> Codec:
+        return TopK(1)
+
+
+class TestRandomK(CodecContract):
+    error = 1
+
+    def make(self) -> Codec:
+        return RandomK(0.1)
+
+
+class TestAllOfRandomK(CodecContract):
+    def make(self) -> Codec:
+        return RandomK(1.0, unbiased=True)
 
 
 class Feedback(Cast):
@@ -142,6 +167,8 @@ def test_codecs_by_name() -> None:
     assert codec("fp16", "float32", "float32").dtype == np.float16
     assert codec(None, "bf16", "float32").dtype == ml_dtypes.bfloat16
     assert isinstance(codec("sign", "float32", "float32"), Sign)
+    assert codec("topk", "float32", "float32").fraction == 0.01
+    assert isinstance(codec("randomk", "float32", "float32"), RandomK)
     mine = Feedback("bf16")
     assert codec(mine, "float32", "float32") is mine
     assert dict(Plain().memory(3)) == {}
@@ -154,3 +181,18 @@ def test_codecs_by_name() -> None:
 def test_bad_codecs_are_named(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"ring|16-bit"):
         make()
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.01, float("nan"), True, "1"])
+@pytest.mark.parametrize("make", [TopK, RandomK])
+def test_a_share_outside_of_0_to_1_is_named(make: Any, fraction: Any) -> None:
+    words = f"{make.__name__}(fraction={fraction!r}): the share of elements that travel, in (0, 1]"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        make(fraction)
+
+
+@pytest.mark.parametrize("options", [{"momentum": 1.0}, {"momentum": -1}, {"warmup": -1}, {"warmup": 1.5}])
+def test_bad_options_of_top_k_are_named(options: Any) -> None:
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"TopK\({name}={options[name]}\): a number"):
+        TopK(0.1, **options)

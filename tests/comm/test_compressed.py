@@ -11,14 +11,22 @@ import pytest
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
 from fsdpx.comm import Communicator, spawn, split_evenly
-from fsdpx.comm.codecs import Codec, Int8, Sign
+from fsdpx.comm.codecs import Codec, Int8, RandomK, Sign, TopK
 from fsdpx.comm.codecs.levels import BLOCK, SIGNS
 from fsdpx.comm.codecs.quantise import add_quantised, quantise
 from fsdpx.comm.codecs.signs import add_signs, signs
 from fsdpx.errors import ConfigError
 
-FEEDBACK: dict[str, Callable[[], Codec]] = {"int8": Int8, "sign": Sign}
-UNBIASED: dict[str, Callable[[], Codec]] = {"int8": lambda: Int8(unbiased=True)}
+FEEDBACK: dict[str, Callable[[], Codec]] = {
+    "int8": Int8,
+    "sign": Sign,
+    "topk": lambda: TopK(0.05, warmup=2),
+    "randomk": lambda: RandomK(0.2),
+}
+UNBIASED: dict[str, Callable[[], Codec]] = {
+    "int8": lambda: Int8(unbiased=True),
+    "randomk": lambda: RandomK(0.3, unbiased=True),
+}
 each = pytest.mark.parametrize("name", FEEDBACK)
 sizes = pytest.mark.parametrize("size", [1, 2, 3, 5])
 N = 777
@@ -125,6 +133,64 @@ def test_signs_alone_climb_where_signs_with_feedback_descend(together: bool) -> 
         reached[name] = -sum(arrived(found, step, together) for step in range(count)).mean() / count / size
     assert reached["feedback"] == pytest.approx(-0.25, abs=0.05)
     assert reached["alone"] > 0.5
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("masking", [False, True])
+def test_what_waits_has_the_momentum_of_all_steps(masking: bool, together: bool) -> None:
+    """Momentum correction: what arrived and what is kept is the sum of all velocities. Unmasked and with all elements
+    sent that is SGD with momentum itself."""
+    count, size, momentum = 6, 3, 0.9
+    found = steps(TopK(0.1, momentum, masking), size, count, together)
+    sent = sum(arrived(found, step, together) for step in range(count))
+    kept = sum(memory["error"].astype(np.float64) for _, memory in found)
+    velocity, given = np.zeros((size, N)), np.zeros(N)
+    for step in range(count):
+        velocity = momentum * velocity + [gradient(rank, step) for rank in range(size)]
+        given += velocity.sum(0)
+    assert np.allclose(sent + kept, given, atol=1e-4) is not masking
+    whole = steps(TopK(1, momentum, masking=False), size, count, together)
+    np.testing.assert_allclose(arrived(whole, count - 1, together), velocity.sum(0), atol=1e-5)
+
+
+def test_the_velocity_of_what_was_sent_begins_at_zero() -> None:
+    """Momentum factor masking, one rank by itself: velocity and what waits are both zero where it has just sent."""
+    ((outs, memory),) = steps(TopK(0.1, 0.9), 1, 1, False)
+    sent = outs[0] != 0
+    assert sent.sum() == 78
+    assert set(np.flatnonzero(sent)) == set(np.argsort(-np.abs(gradient(0, 0)))[:78])
+    for kept in (memory["error"], memory["velocity"]):
+        np.testing.assert_array_equal(kept, np.where(sent, 0, gradient(0, 0)))
+
+
+def test_the_first_of_equals_travel() -> None:
+    ones = np.where(np.arange(N) % 2, 1, -1).astype(np.float32)
+    ((outs, _),) = steps(TopK(0.01), 1, 1, False, lambda rank, step: ones.copy())
+    np.testing.assert_array_equal(np.flatnonzero(outs[0]), range(8))
+
+
+def test_a_warm_up_ends_at_the_fraction() -> None:
+    codec = TopK(0.001, warmup=5)
+    shares = [codec.nbytes(1_000_000, turn) / 8e6 for turn in range(7)]
+    np.testing.assert_allclose(shares, [*(0.25 * 0.004 ** (t / 5) for t in range(5)), 0.001, 0.001], rtol=1e-3)
+    found = steps(TopK(0.01, warmup=3), 1, 5, False)
+    assert [np.count_nonzero(out) for out in found[0][0]] == [195, 67, 23, 8, 8]
+
+
+def test_random_k_takes_one_of_each_stretch_and_the_same_on_all_ranks() -> None:
+    found = steps(RandomK(0.1), 3, 2, True, lambda rank, step: np.ones(N, np.float32))
+    first = np.flatnonzero(arrived(found, 0, True))
+    parts = [first[(first >= a) & (first < a + 259)] - a for a in (0, 259, 518)]
+    for part in parts:
+        assert np.all(np.arange(26) * 259 // 26 <= part)
+        assert np.all(part < np.arange(1, 27) * 259 // 26)
+    np.testing.assert_array_equal(arrived(found, 0, True)[first], 3)
+    assert set(first) != set(np.flatnonzero(arrived(found, 1, True)))
+
+
+def test_bytes_of_few_elements() -> None:
+    assert [TopK(0.01).nbytes(n) for n in (0, 1, 100, 101)] == [0, 8, 8, 16]
+    assert [RandomK(0.01).nbytes(n) for n in (0, 1, 200, 201)] == [0, 8, 8, 16]
 
 
 @pytest.mark.parametrize("make", [*FEEDBACK.values(), *UNBIASED.values()])

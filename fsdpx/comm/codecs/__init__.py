@@ -6,5 +6,6 @@ from fsdpx.comm.codecs.int8 import Int8
 from fsdpx.comm.codecs.named import codec
 from fsdpx.comm.codecs.plain import Plain
 from fsdpx.comm.codecs.sign import Sign
+from fsdpx.comm.codecs.sparse import RandomK, TopK
 
-__all__ = ["Calls", "Cast", "Codec", "Int8", "Moves", "Plain", "Sign", "codec"]
+__all__ = ["Calls", "Cast", "Codec", "Int8", "Moves", "Plain", "RandomK", "Sign", "TopK", "codec"]

@@ -17,7 +17,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError
 
-__all__ = ["GRAIN", "Compressed"]
+__all__ = ["GRAIN", "TURNS", "Compressed", "pieces_of"]
 
 GRAIN = 8
 """Bytes of a part on its way are a multiple of this, so that each part begins where any number may lie."""
@@ -39,11 +39,14 @@ class Compressed(Codec):
     """Whether what is lost is kept."""
     random = False
     """Whether packing takes random numbers."""
+    warmup: int = 0
+    """Reduces in which parts are packed less densely than later."""
     recut: Mapping[str, Recut] = {"error": "sum", "turn": "same"}
 
     @abstractmethod
-    def nbytes(self, size: int) -> int:
-        """Bytes of a packed part of `size` elements, a multiple of `GRAIN`."""
+    def nbytes(self, size: int, turn: int = TURNS) -> int:
+        """Bytes of a packed part of `size` elements, a multiple of `GRAIN`; in reduce number `turn`, if that matters:
+        never more than in the first one."""
 
     @abstractmethod
     def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
@@ -61,6 +64,24 @@ class Compressed(Codec):
     def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
         """What `pack` made, into `out` or added to it."""
 
+    def pack_sum(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
+        """Pack a sum of what was packed before, on its way from its owner to all ranks."""
+        self.pack(xp, x, wire, lost, numbers)
+
+    def prepare(self, grad: Array, memory: Memory) -> None:
+        """Make of a gradient what is packed, in place: what is kept of those before joins it."""
+        if "error" in memory:
+            grad += memory["error"]
+
+    def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory) -> None:
+        """All parts of a gradient are packed, and lie in `parts`."""
+        return
+
+    def alone(self, grad: Array, memory: Memory) -> None:
+        self.prepare(grad, memory)
+        if "error" in memory:
+            memory["error"][...] = 0
+
     def check(self, dtype: Any) -> None:
         if np.dtype(dtype) not in (np.float32, np.float64):
             raise ConfigError(
@@ -74,11 +95,11 @@ class Compressed(Codec):
         self.unpack(np, wire, x, True, numbers)
 
     def memory(self, size: int) -> Mapping[str, int]:
-        return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self.random else {})
+        return ({"error": size} if self.feedback else {}) | ({"turn": 1} if self._counts else {})
 
     def scratch(self, size: int, width: int) -> int:
         """What is sent and what is received where the cut is balanced; larger parts find memory of their own."""
-        return 2 * sum(map(self.nbytes, split_evenly(size, width))) + 2 * width * self.nbytes(1)
+        return 2 * sum(self.nbytes(n, 0) for n in split_evenly(size, width)) + 2 * width * self.nbytes(1, 0)
 
     def moves(self, counts: Sequence[int], rank: int, itemsize: int) -> Moves:
         return (("all_to_all", self._foreign(counts, rank)),)
@@ -97,21 +118,22 @@ class Compressed(Codec):
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         self._check(grad, what)
         counts, xp = split_evenly(grad.size, comm.size), namespace_of(grad)
-        sizes, turn, error = [self.nbytes(n) for n in counts], self._turn(memory), memory.get("error")
+        turn, error = self._turn(memory), memory.get("error")
+        sizes = [self.nbytes(n, turn) for n in counts]
         first, own = sum(counts[: comm.rank]), counts[comm.rank]
         total, mine = xp.empty((own,), dtype=grad.dtype), slice(first, first + own)
         self._reduce(comm, grad, total, counts, scratch, memory, turn, what).wait()
         wire = scratch[: sum(sizes)]
-        pieces = _cut(wire, sizes)
+        pieces = pieces_of(wire, sizes)
         if _real(xp):
             lost = None if error is None else grad[mine]
-            self.pack(xp, total, pieces[comm.rank], lost, self._numbers(turn, comm.rank, "all", own))
+            self.pack_sum(xp, total, pieces[comm.rank], lost, self._numbers(turn, comm.rank, "all", own))
             if error is not None:
                 error[mine] += lost
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
 
         def spread() -> None:
-            for r, (piece, part) in enumerate(zip(pieces, _cut(grad, counts), strict=True)):
+            for r, (piece, part) in enumerate(zip(pieces, pieces_of(grad, counts), strict=True)):
                 self.unpack(xp, piece, part, False, self._numbers(turn, r, "all", part.size))
 
         return Finish(handle, spread) if _real(xp) else handle
@@ -120,23 +142,23 @@ class Compressed(Codec):
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         turn: int, what: str,
     ) -> Handle:  # fmt: skip
-        xp, sizes, width = namespace_of(grad), [self.nbytes(n) for n in counts], comm.size
+        xp, sizes, width = namespace_of(grad), [self.nbytes(n, turn) for n in counts], comm.size
         error, own = memory.get("error"), sizes[comm.rank]
         sent, room = sum(sizes), own * width
         wire = scratch[:sent] if sent <= scratch.size else xp.empty((sent,), dtype="uint8")
         fits = sent + room <= scratch.size
         parts = scratch[sent : sent + room] if fits else xp.empty((room,), dtype="uint8")
         if _real(xp):
-            kept = [None] * width
-            if error is not None:
-                grad += error
-                kept = _cut(error, counts)
-            for r, (x, piece, lost) in enumerate(zip(_cut(grad, counts), _cut(wire, sizes), kept, strict=True)):
+            self.prepare(grad, memory)
+            kept = [None] * width if error is None else pieces_of(error, counts)
+            pieces = pieces_of(wire, sizes)
+            for r, (x, piece, lost) in enumerate(zip(pieces_of(grad, counts), pieces, kept, strict=True)):
                 self.pack(xp, x, piece, lost, self._numbers(turn, comm.rank, r, x.size))
+            self.packed(pieces, counts, memory)
         handle = comm.all_to_all(wire, parts, sizes, [own] * width, what=what)
 
         def add() -> None:
-            for r, piece in enumerate(_cut(parts, [own] * width)):
+            for r, piece in enumerate(pieces_of(parts, [own] * width)):
                 self.unpack(xp, piece, out, r > 0, self._numbers(turn, r, comm.rank, out.size))
 
         return Finish(handle, add) if _real(xp) else handle
@@ -151,18 +173,23 @@ class Compressed(Codec):
             raise ConfigError(f"{what}: {error}") from None
 
     def _turn(self, memory: Memory) -> int:
-        """How many reduces there were, the same on all ranks."""
-        if not self.random or not _real(namespace_of(memory["turn"])):
-            return 0
+        """How many reduces there were, the same on all ranks; a dry run is one after the warm-up."""
+        if not self._counts or not _real(namespace_of(memory["turn"])):
+            return self.warmup
         turn = int(memory["turn"][0])
-        memory["turn"][0] = (turn + 1) % TURNS
+        memory["turn"][0] = turn + 1 if turn + 1 < TURNS else self.warmup
         return turn
+
+    @property
+    def _counts(self) -> bool:
+        return self.random or self.warmup > 0
 
     def _numbers(self, turn: int, sender: int, owner: int | str, size: int) -> Stretch:
         return Stretch(turn, f"codec {sender} to {owner}", 0, size)
 
 
-def _cut(array: Array, counts: Sequence[int]) -> list[Array]:
+def pieces_of(array: Array, counts: Sequence[int]) -> list[Array]:
+    """A flat array as its parts of so many elements."""
     ends = list(accumulate(counts))
     return [array[stop - n : stop] for n, stop in zip(counts, ends, strict=True)]
 

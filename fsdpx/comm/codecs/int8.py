@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.array.random import Stretch
 from fsdpx.comm.calls import Array
-from fsdpx.comm.codecs.compressed import GRAIN, Compressed
+from fsdpx.comm.codecs.compressed import GRAIN, TURNS, Compressed
 from fsdpx.comm.codecs.levels import BLOCK
 from fsdpx.comm.codecs.quantise import add_quantised, quantise
 
@@ -25,7 +25,7 @@ class Int8(Compressed):
     def __init__(self, unbiased: bool = False) -> None:
         self.random, self.feedback = bool(unbiased), not unbiased
 
-    def nbytes(self, size: int) -> int:
+    def nbytes(self, size: int, turn: int = TURNS) -> int:
         return -(-(size + 4 * -(-size // BLOCK)) // GRAIN) * GRAIN
 
     def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:

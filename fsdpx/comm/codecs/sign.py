@@ -8,7 +8,7 @@ import numpy as np
 
 from fsdpx.array.random import Stretch
 from fsdpx.comm.calls import Array
-from fsdpx.comm.codecs.compressed import GRAIN, Compressed
+from fsdpx.comm.codecs.compressed import GRAIN, TURNS, Compressed
 from fsdpx.comm.codecs.levels import SIGNS
 from fsdpx.comm.codecs.signs import add_signs, signs
 
@@ -25,7 +25,7 @@ class Sign(Compressed):
     def __init__(self, feedback: bool = True) -> None:
         self.feedback = bool(feedback)
 
-    def nbytes(self, size: int) -> int:
+    def nbytes(self, size: int, turn: int = TURNS) -> int:
         return -(-(-(-size // 8) + 4 * -(-size // SIGNS)) // GRAIN) * GRAIN
 
     def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:

@@ -1,0 +1,189 @@
+"""Gradients of which a few elements travel: the largest, or some that all ranks choose alike by chance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.namespace import namespace_of
+from fsdpx.array.random import Stretch, block
+from fsdpx.comm.calls import Array
+from fsdpx.comm.codecs.codec import Memory, Recut
+from fsdpx.comm.codecs.compressed import GRAIN, TURNS, Compressed, pieces_of
+from fsdpx.errors import ConfigError
+
+__all__ = ["RandomK", "TopK"]
+
+SIZE = np.uint32(0x7FFFFFFF)
+"""The bits of a float32 but for its sign: as whole numbers they order as sizes do, with NaN above all."""
+FIRST = 0.25
+"""The share that travels when a warm-up begins."""
+
+
+class TopK(Compressed):
+    """Of each part the ceil(fraction n) elements that are largest in size travel, 4 bytes of place and 4 of value each;
+    the others are added to the next gradient (Deep Gradient Compression, Lin et al. 2018). Of equals the first travel.
+
+    Parameters
+    ----------
+    fraction : of the elements, in (0, 1]; 1 is exact
+    momentum : of SGD, in [0, 1): what is collected is not the gradient but its velocity u = momentum u + gradient, so
+        that an element which waits comes with the momentum of all the steps (momentum correction); the optimiser then
+        has none of its own. Each reduce must be of a whole step
+    masking : the velocity of what has been sent begins at zero (momentum factor masking)
+    warmup : reduces in which the share falls from 1/4 to `fraction`, by the same factor in each
+    """
+
+    recut: Mapping[str, Recut] = {"error": "sum", "turn": "same", "velocity": "sum"}
+
+    def __init__(
+        self, fraction: float = 0.01, momentum: float | None = None, masking: bool = True, warmup: int = 0
+    ) -> None:
+        self.fraction = _share("TopK", fraction)
+        if momentum is not None and not 0 <= momentum < 1:
+            raise ConfigError(f"TopK(momentum={momentum!r}): a number in [0, 1) is needed, or None")
+        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+            raise ConfigError(f"TopK(warmup={warmup!r}): a number of reduces, 0 or more")
+        self.momentum, self.masking, self.warmup = momentum, bool(masking), warmup
+
+    def nbytes(self, size: int, turn: int = TURNS) -> int:
+        share = self.fraction
+        if turn < self.warmup:
+            share = max(share, FIRST * (share / FIRST) ** (turn / self.warmup))
+        return 8 * math.ceil(share * size)
+
+    def memory(self, size: int) -> Mapping[str, int]:
+        return {**super().memory(size), **({} if self.momentum is None else {"velocity": size})}
+
+    def prepare(self, grad: Array, memory: Memory) -> None:
+        if self.momentum is not None:
+            velocity = memory["velocity"]
+            velocity *= self.momentum
+            velocity += grad
+            grad[...] = velocity
+        super().prepare(grad, memory)
+
+    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
+        places, values = self._fields(wire)
+        _largest(xp, x, places)
+        _take(xp, x, places, values, lost)
+
+    def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory) -> None:
+        if self.momentum is None:
+            return
+        for part, velocity in zip(parts, pieces_of(memory["velocity"], counts), strict=True):
+            places, values = self._fields(part)
+            if self.masking:
+                velocity[places] = 0
+            _forget(namespace_of(velocity), values, velocity)
+
+    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
+        _put(*self._fields(wire), out, add)
+
+    def _fields(self, wire: Array) -> tuple[Array, Array]:
+        return wire[: wire.size // 2].view(np.int32), wire[wire.size // 2 :].view(np.float32)
+
+
+class RandomK(Compressed):
+    """Of each part ceil(fraction n) elements travel that all ranks choose alike, one of each of so many stretches, so
+    that values travel alone, 4 bytes each, made up to a multiple of 8 per part. The choice depends on the number of the
+    reduce and the part alone.
+
+    Parameters
+    ----------
+    fraction : of the elements, in (0, 1]; 1 is exact
+    unbiased : values are multiplied by the length of their stretch, so that each element is right in the mean, and
+        nothing is kept. Else what is not sent is added to the next gradient
+    """
+
+    random = True
+
+    def __init__(self, fraction: float = 0.01, unbiased: bool = False) -> None:
+        self.fraction, self.feedback = _share("RandomK", fraction), not unbiased
+
+    def nbytes(self, size: int, turn: int = TURNS) -> int:
+        return -(-4 * self._chosen(size) // GRAIN) * GRAIN
+
+    def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
+        self._pack(xp, x, wire, lost, numbers, not self.feedback)
+
+    def pack_sum(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
+        """The same elements as before, so that nothing more is lost."""
+        self._pack(xp, x, wire, lost, numbers, False)
+
+    def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
+        places, _ = self._places(xp, numbers)
+        _put(places, wire[: 4 * places.size].view(np.float32), out, add)
+
+    def _pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch, scaled: bool) -> None:
+        places, lengths = self._places(xp, numbers)
+        values = wire[: 4 * places.size].view(np.float32)
+        odd = not xp.isfinite(x).all()
+        _take(xp, x, places, values, lost)
+        if scaled:
+            values *= lengths
+        if odd:  # also where it is not sent
+            values[0] = xp.nan
+            _forget(xp, values, lost)
+        wire[4 * places.size :] = 0
+
+    def _chosen(self, size: int) -> int:
+        return math.ceil(self.fraction * size)
+
+    def _places(self, xp: Any, numbers: Stretch) -> tuple[Array, Array]:
+        """What travels of a part, and the lengths of the stretches in each of which one is chosen."""
+        size = numbers.stop - numbers.start
+        k = self._chosen(size)
+        edges = np.arange(k + 1) * size // max(k, 1)
+        lengths = np.diff(edges)
+        chances = (block(numbers.seed, numbers.name, 0, k) >> np.uint64(32)).astype(np.int64)
+        return xp.asarray(edges[:-1] + (chances * lengths >> 32)), xp.asarray(lengths.astype(np.float32))
+
+    def _numbers(self, turn: int, sender: int, owner: int | str, size: int) -> Stretch:
+        """The same for all senders, and on the way from the owner."""
+        return Stretch(turn, f"codec part {sender if owner == 'all' else owner}", 0, size)
+
+
+def _share(codec: str, fraction: object) -> float:
+    if not isinstance(fraction, int | float) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+        raise ConfigError(f"{codec}(fraction={fraction!r}): the share of elements that travel, in (0, 1]")
+    return float(fraction)
+
+
+def _largest(xp: Any, x: Array, places: Array) -> None:
+    """places (k of int32) become those of the k largest |x| in order, of equals the first."""
+    k = places.size
+    if not k:
+        return
+    with np.errstate(over="ignore", under="ignore"):
+        sizes = x.astype(np.float32, copy=False).view(np.uint32) & SIZE
+    least = xp.partition(sizes, x.size - k)[x.size - k]
+    above, equal = xp.flatnonzero(sizes > least), xp.flatnonzero(sizes == least)
+    places[...] = xp.sort(xp.concatenate([above, equal[: k - above.size]]))
+
+
+def _take(xp: Any, x: Array, places: Array, values: Array, lost: Array | None) -> None:
+    """values = x[places]; lost becomes what is left of x, without what is no number."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        taken = x[places]
+        values[...] = taken
+        if lost is not None:
+            if lost is not x:
+                lost[...] = x
+            lost[places] = taken - values
+    _forget(xp, values, lost)
+
+
+def _forget(xp: Any, values: Array, kept: Array | None) -> None:
+    """If there is no number among the values, leave none such among what is kept."""
+    if kept is not None and not xp.isfinite(values).all():
+        kept[~xp.isfinite(kept)] = 0
+
+
+def _put(places: Array, values: Array, out: Array, add: bool) -> None:
+    if not add:
+        out[...] = 0
+    out[places] += values
