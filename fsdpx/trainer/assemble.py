@@ -79,6 +79,7 @@ def session_of(
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
+    _check_whole_steps(place, microbatches)
     return Session(Engine(state, poker, recorder), sort(training.model), training.loss, microbatches, commit)
 
 
@@ -210,6 +211,20 @@ def _carried(codec: str | Codec | None, formats: Precision, tuning: Tuning, chun
             "parameters say precision=fsdpx.Precision(param='bf16')"
         )
     return carried
+
+
+def _check_whole_steps(place: Placement, microbatches: int) -> None:
+    name, axes = type(place.codec).__name__, place.axes
+    if place.codec.whole_steps and place.reduce_each and microbatches > 1:
+        raise ConfigError(
+            f"codec {name} follows gradients from step to step, but those of microbatches={microbatches} are summed "
+            "one by one: choose strategy ddp or zero1, or microbatches=1"
+        )
+    if place.codec.whole_steps and axes.shard.size > 1 and axes.replica.size > 1:
+        raise ConfigError(
+            f"codec {name} follows gradients from step to step, but {axes.mesh} sums them twice, over shards and over "
+            "replicas: choose a mesh with one of the two"
+        )
 
 
 def _per_rank(stages: Any, ranks: int) -> int | None:

@@ -125,3 +125,31 @@ def test_what_is_kept_is_a_row_of_memory(name: str) -> None:
 def test_a_dynamic_loss_scale_is_refused() -> None:
     with pytest.raises(fsdpx.errors.ConfigError, match="codec Int8 keeps what it lost in units of the loss scale"):
         spawn(lambda comm: make(comm, "mlp", precision="float16", codec="int8"), 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        ("fsdp", {"microbatches": 2}, "microbatches=2 are summed one by one: choose strategy ddp or zero1"),
+        ("hybrid", {"mesh": Mesh(replica=2, shard=2)}, "sums them twice, over shards and over replicas"),
+    ],
+)
+def test_momentum_correction_wants_one_reduce_per_step(strategy: str, options: Any, words: str) -> None:
+    codec = fsdpx.TopK(0.1, momentum=0.9)
+    with pytest.raises(
+        fsdpx.errors.ConfigError, match=f"codec TopK follows gradients from step to step, but .*{words}"
+    ):
+        spawn(lambda comm: make(comm, "mlp", strategy, codec=codec, **options), 4)
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("ddp", 2), ("fsdp", 3)])
+def test_velocities_are_those_of_sgd_with_momentum(strategy: str, size: int) -> None:
+    """All elements travel, unmasked: the codec's momentum is as good as the optimiser's."""
+
+    def body(comm: Communicator, codec: Any, momentum: float) -> Any:
+        trainer = make(comm, "mlp", strategy, codec=codec, optimizer=optim.SGD(lr=1e-2, momentum=momentum))
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
+        return [float(trainer.step(x[part(comm, 12)], y[part(comm, 12)])) for _ in range(5)]
+
+    found = spawn(lambda comm: body(comm, fsdpx.TopK(1, momentum=0.9, masking=False), 0.0), size)
+    np.testing.assert_allclose(found[0], spawn(lambda comm: body(comm, "plain", 0.9), size)[0], rtol=1e-6)

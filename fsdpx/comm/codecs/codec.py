@@ -33,6 +33,8 @@ class Codec(ABC):
 
     feedback: bool = False
     """Whether it keeps what was lost of gradients, and so depends on the scale of the loss."""
+    whole_steps: bool = False
+    """Whether it follows gradients from step to step, and so must see that of each step whole and once."""
     recut: Mapping[str, Recut] = {"error": "sum"}
     """How each `memory` comes to other ranks; "anew" if it is not named. What is a "sum" has `size` elements."""
 

@@ -48,6 +48,7 @@ class TopK(Compressed):
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
             raise ConfigError(f"TopK(warmup={warmup!r}): a number of reduces, 0 or more")
         self.momentum, self.masking, self.warmup = momentum, bool(masking), warmup
+        self.whole_steps = momentum is not None
 
     def nbytes(self, size: int, turn: int = TURNS) -> int:
         share = self.fraction
