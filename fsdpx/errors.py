@@ -7,6 +7,7 @@ FsdpxError
 │   └── LaunchError               ranks that were started without each other
 ├── DataError (ValueError)        a batch, a label or a dataset that cannot be used
 ├── CheckpointError (ValueError)  a checkpoint that cannot be written, read or used
+├── OffloadError (OSError)        a folder of offloaded state that is missing, full, in use or broken
 ├── NumericsError (ArithmeticError)   NaN or Inf where a number was needed
 ├── ProgramError                  a program that `check` rejects
 └── CommError (RuntimeError)      ranks that no longer agree
@@ -21,7 +22,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "Aborted", "CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "DesyncError", "FsdpxError",
-    "LaunchError", "MeshError", "NumericsError", "ProgramError", "RankLost", "ShapeError", "StateLost",
+    "LaunchError", "MeshError", "NumericsError", "OffloadError", "ProgramError", "RankLost", "ShapeError", "StateLost",
 ]  # fmt: skip
 
 
@@ -51,6 +52,10 @@ class DataError(FsdpxError, ValueError):
 
 class CheckpointError(FsdpxError, ValueError):
     """A checkpoint cannot be written, read or used; the same on all ranks."""
+
+
+class OffloadError(FsdpxError, OSError):
+    """State cannot be kept in the folder that `Offload` names; where it is opened, the same on all ranks."""
 
 
 class NumericsError(FsdpxError, ArithmeticError):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fsdpx.engine.operations import OPERATIONS
 from fsdpx.engine.run import Operation
 from fsdpx.engine.workspace import Workspace
-from fsdpx.program import VERBS, Action, Request, Slot, check, compile
+from fsdpx.program import SLOTS, VERBS, Action, Request, Slot, check, compile
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 
@@ -54,4 +54,8 @@ def about(placement: Placement, action: Action, kind: str) -> str:
     if what == "edge":
         edge = placement.stage.edges[number]
         return f"from rank {edge.sender} to rank {edge.receiver} of the pipe"
+    if what == "record":
+        record = placement.stage.records[number]
+        assert record.at is not None
+        return f"{SLOTS[record.kind].memory} of page {placement.name(record.at)!r}"
     return f"unit {placement.layout.units[number].name!r}" if what == "unit" else f"page {placement.name(number)!r}"

@@ -67,12 +67,29 @@ def gather(run: Run, action: Action, taken: Values, read: Values, added: Values)
         own = full[page.mine.start : page.mine.stop]
         store(place.xp, master, own)
         master = own
-    if comm.size == 1:
+    if comm.size == 1 and place.keep_full:  # the shard lies there
         return (Transfer(DONE, lambda: views),)
     return (Transfer(comm.all_gather(master, full, page.counts, what=what), lambda: views),)
 
 
 def free(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    return ()
+
+
+def fetch(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    record, disk = run.stage.record(action), run.disk
+    handle, value = disk.fetch(record, run.workspace.record(record))
+    run.place.axes.counters.add("disk", "read", disk.size(record))
+    return (Transfer(handle, lambda: value),)
+
+
+def store_back(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    record, disk, (value,) = run.stage.record(action), run.disk, taken
+    run.place.axes.counters.add("disk", "write", disk.size(record))
+    return Transfer(disk.store(record), lambda: value), True
+
+
+def evict(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     return ()
 
 
@@ -176,7 +193,7 @@ def commit(run: Run, action: Action, taken: Values, read: Values, added: Values)
 
 
 def update(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    p, (scale,), (master, slots) = number_of(action), read, added
+    p, scale, (master, slots) = number_of(action), read[0], added
     if not scale.skip:
         segments, step = run.place.segments[p], run.step + 1
         optimizer, frozen = run.place.optimizer, run.views.frozen
@@ -218,6 +235,9 @@ OPERATIONS: dict[str, Operation] = {
     "MEAN": mean,
     "GATHER": gather,
     "FREE": free,
+    "FETCH": fetch,
+    "STORE": store_back,
+    "EVICT": evict,
     "REDUCE": reduce,
     "SETTLE": settle,
     "JOIN": join,

@@ -11,6 +11,7 @@ from fsdpx.engine.workspace import Workspace
 from fsdpx.nn.layer import Env, time_of
 from fsdpx.program import Action, Stage
 from fsdpx.state.feed import Feed, Microbatch
+from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.scaler import Scaler
 from fsdpx.state.state import TrainState
@@ -63,6 +64,12 @@ class Run:
     def stage(self) -> Stage:
         """The model as the program sees it."""
         return self.workspace.program.stage
+
+    @property
+    def disk(self) -> Disk:
+        """Where records lie, in a program that has some."""
+        assert self.workspace.state.disk is not None
+        return self.workspace.state.disk
 
     def batch(self, action: Action) -> Microbatch | None:
         """The microbatch that an action is about; None if this rank has no samples in it."""

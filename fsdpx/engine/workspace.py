@@ -56,6 +56,15 @@ class Workspace:
             return kept
         return self.buffer("full", page, self.place.pages[page].size, self.place.gathered(page))
 
+    def record(self, slot: Slot) -> Any:
+        """Memory for a record that is fetched."""
+        assert self.state.disk is not None
+        assert slot.at is not None
+        nbytes = self.state.disk.buffer_nbytes(slot)
+        if not nbytes:  # this rank has nothing of it
+            return self.place.xp.empty((0,), dtype="uint8")
+        return self.buffer(slot.kind, slot.at, nbytes, "uint8")
+
     def part(self, page: int) -> Any:
         """Where the reduced gradient of a page is kept."""
         return self._part[page]
@@ -115,6 +124,8 @@ def lives(state: TrainState, program: Program) -> list[Life]:
 
 
 def _nbytes(state: TrainState, slot: Slot) -> int:
+    if state.disk is not None and slot in state.placement.stage.records:
+        return state.disk.buffer_nbytes(slot)
     row = state.ledger.rows.get(Key(slot.kind, slot.at))
     if row is not None:
         return 0 if row.kept else row.nbytes

@@ -12,7 +12,7 @@ from fsdpx.comm.default import uses
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
-from fsdpx.config import Precision, Sharding
+from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.config import precision as precision_of
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.trainer import ElasticTrainer
@@ -59,6 +59,7 @@ def distribute(
     sequence: str | None = None,
     elastic: bool | Elastic = False,
     average: Any = None,
+    offload: Offload | None = None,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -94,6 +95,7 @@ def distribute(
     sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end
     elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs/elastic.md)
     average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
+    offload : what lies on disk instead of in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
 
     Returns
     -------
@@ -104,10 +106,8 @@ def distribute(
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
     choice = Elastic.of(elastic)
-    if choice is not None and backend not in (None, "mpi"):
-        raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
-    if choice is not None and precision_of(precision).frozen is not None:
-        raise ConfigError("Precision(frozen='int8'): elastic ranks do not hand on matrices in 8 bits; leave it out")
+    if choice is not None:
+        _check_elastic(backend, precision, offload)
     # before choices are checked: what is wrong on all ranks is printed once for all of them
     world: Any = _world(comm, backend) if choice is None else resilient(comm)
     recipe = Recipe(
@@ -115,11 +115,20 @@ def distribute(
             model, loss, optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite, recompute, average
         ),
         Distribution(
-            strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence
+            strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence, offload
         ),
         Machinery(precision, device, check, tune, progress),
     )  # fmt: skip
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
+
+
+def _check_elastic(backend: str | None, precision: str | Precision | None, offload: Offload | None) -> None:
+    if backend not in (None, "mpi"):
+        raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
+    if precision_of(precision).frozen is not None:
+        raise ConfigError("Precision(frozen='int8'): elastic ranks do not hand on matrices in 8 bits; leave it out")
+    if offload is not None:
+        raise ConfigError("offload: elastic ranks keep copies of each other's state in memory; leave elastic out")
 
 
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:

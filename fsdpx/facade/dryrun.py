@@ -28,7 +28,7 @@ GROWING = frozenset(
     op
     for op, verb in VERBS.items()
     for kind in (word.partition(":")[0] for word in (*verb.gives, *verb.adds))
-    if kind == "edge" or SLOTS[kind].memory == "activations"
+    if kind in ("edge", "record") or SLOTS[kind].memory == "activations"
 )
 """Verbs after which there may be more activations than before."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from fsdpx.program.action import Action
+from fsdpx.program.offload import offload
 from fsdpx.program.passes import compute, one_by_one, page, recompute, reduce, reduce_carried
 from fsdpx.program.slots import Slot
 from fsdpx.program.stage import Slots, Stage, expand
@@ -92,6 +93,7 @@ def compile(request: Request) -> Program:
     if _reduces(request):
         actions = reduce(actions, stage, request.reduce_each, request.ahead, join=kind.updates)
     actions += _update(actions, request) if kind.updates else []
+    actions = offload(actions, stage, request.microbatches, request.ahead)
     begins, ends, results = _begins(request), _ends(request), _results(request)
     microbatches = request.microbatches if kind.ops else 0
     return Program(request.kind, tuple(actions), stage, microbatches, begins, ends, results)
@@ -148,7 +150,9 @@ def _lasting(stage: Stage) -> set[Slot]:
     """What is there before and after every program."""
     trained, here = set(stage.trained), set(stage.here)
     kept = _of("memory", stage.coded & trained) | _of("stats", stage.moving & here)
-    return _of("shard", stage.pages) | _of("slots", trained) | kept
+    found = _of("shard", stage.pages) | _of("slots", trained) | kept
+    stored = {record: Slot("stored", number) for number, record in enumerate(stage.records)}
+    return {stored.get(slot, slot) for slot in found}
 
 
 def _begins(request: Request) -> frozenset[Slot]:

@@ -32,6 +32,7 @@ class Sizes:
     tie_itemsize: int = 4
     edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
     packed: Container[int] = ()  # pages whose elements are bytes
+    records: Mapping[tuple[int, int | None], int] = field(default_factory=dict)  # (record, microbatch) -> bytes
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Traffic:
 
 
 def traffic(program: Program, sizes: Sizes) -> dict[tuple[str, str], Traffic]:
-    """What a rank sends in a run of a program: calls and bytes per (mesh axis, collective).
+    """What a rank sends in a run of a program: calls and bytes per (mesh axis, collective); and what it reads from and
+    writes to a slower level.
 
     A page of n elements, o of them this rank's own on the axis, counts n - o in an all-gather and a reduce-scatter,
     2 (n - o) in an all-reduce. Control messages are a few bytes and left out, and so is what layers move themselves
@@ -74,6 +76,8 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
         if move.amount == "edge":
             nbytes = sizes.edges.get((action.unit, action.mb or 0), 0)
             yield from [(move.axis, move.call, nbytes)] if nbytes else []
+        elif move.amount == "record":
+            yield move.axis, move.call, sizes.records.get((action.unit, action.mb), 0)
         elif move.axis == "peers":
             for axis, call, elements in sizes.ties[action.unit]:
                 yield axis, call, elements * itemsizes[move.format]

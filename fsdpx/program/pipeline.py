@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import compress, count, groupby, pairwise
 
+from fsdpx.program.slots import Slot
 from fsdpx.program.stage import Edge, Row, Stage, constants, readers
 
 __all__ = ["pipeline"]
@@ -20,24 +21,25 @@ def pipeline(
     moving: Iterable[int] = (),
     coded: Iterable[int] = (),
     constant: frozenset[int] | None = None,
+    records: tuple[Slot, ...] = (),
 ) -> tuple[Stage, ...]:
     """What each rank of the pipe sees.
 
     units: (pages, values read, values given) each. stages: the stage of each unit, ascending. home: the rank of each
-    stage. twins, partial, moving, coded, constant: see `Stage`; constant is found from units if it is None. The loss
-    reads the outputs in the last stage; every rank has the inputs."""
+    stage. twins, partial, moving, coded, constant, records: see `Stage`; constant is found from units if it is None.
+    The loss reads the outputs in the last stage; every rank has the inputs."""
     if constant is None:
         constant = constants(units, set(compress(count(), trainable)), inputs)
     shared = (tuple(trainable), tuple(inputs), tuple(outputs))
     edges = _edges(units, inputs, outputs, stages, home)
-    sets = [*(frozenset(some) for some in (partial, moving, coded)), constant]
+    partly, moves, keeps = (frozenset(some) for some in (partial, moving, coded))
     cut = [(stage, tuple(u for u, of in enumerate(stages) if of == stage)) for stage in range(len(home))]
     seen = []
     for rank in range(max(home) + 1):
         parts = tuple(part for part in cut if home[part[0]] == rank)
         here, scores = [u for _, part in parts for u in part], home[-1] == rank
         made = readers(units, here, outputs if scores else ())
-        seen.append(Stage(made, *shared, parts, edges, twins, sets[0], rank, scores, *sets[1:]))
+        seen.append(Stage(made, *shared, parts, edges, twins, partly, rank, scores, moves, keeps, constant, records))
     return tuple(seen)
 
 

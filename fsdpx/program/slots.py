@@ -22,7 +22,8 @@ class Slot(NamedTuple):
 class SlotKind:
     """Kinds with the same `buffer` lie in the same memory and are never alive together.
 
-    memory: the heading under which a report counts it. lent: lies in the slab that is planned for each program."""
+    memory: the heading under which a report counts it. lent: lies in the slab that is planned for each program,
+    unless it is there before or after it."""
 
     buffer: str
     memory: str
@@ -31,9 +32,10 @@ class SlotKind:
 
 SLOTS: dict[str, SlotKind] = {
     # parameters, and what is kept with them from step to step
-    "shard": SlotKind("shard", "parameters"),
+    "shard": SlotKind("shard", "parameters", lent=True),
     "full": SlotKind("full", "parameters", lent=True),
-    "slots": SlotKind("slots", "optimiser"),  # of a page: a dict name -> array
+    "slots": SlotKind("slots", "optimiser", lent=True),  # of a page: a dict name -> array
+    "stored": SlotKind("stored", "control"),  # of a record: its values lie in a slower level
     "memory": SlotKind("memory", "codec memory"),  # what a codec keeps per page, e.g. error feedback
     "stats": SlotKind("stats", "state"),  # running statistics of a unit
     # gradients

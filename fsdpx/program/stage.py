@@ -55,7 +55,8 @@ class Stage:
     and its units. edges: what travels between all ranks. twins: pages that hold the same parameter for units that are
     apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the loss is computed
     here. moving: units with running statistics. coded: pages whose codec keeps memory. constant: values whose gradient
-    nobody reads, see `constants`; those inside of units may be among them."""
+    nobody reads, see `constants`; those inside of units may be among them. records: slots whose values lie in a slower
+    level between uses, of all ranks; those of activations without a microbatch."""
 
     units: tuple[StageUnit, ...]
     trainable: tuple[bool, ...]
@@ -70,6 +71,7 @@ class Stage:
     moving: frozenset[int] = frozenset()
     coded: frozenset[int] = frozenset()
     constant: frozenset[int] = frozenset()
+    records: tuple[Slot, ...] = ()
 
     @classmethod
     def of(
@@ -154,6 +156,10 @@ class Stage:
         """What a message carries, from whom to whom."""
         return self.edges[_unit(action)]
 
+    def record(self, action: Action) -> Slot:
+        """The slot that an action brings, stores or lets go."""
+        return self.records[_unit(action)]._replace(mb=action.mb)
+
     def sends_last(self, edge: Edge) -> bool:
         """Whether a value is not needed on this rank any more once it is sent."""
         return edge.gradient or edge.value not in self._read_here
@@ -208,6 +214,8 @@ def spell(word: str, action: Action, stage: Stage, microbatches: int) -> list[Sl
     kind, _, over = word.partition(":")
     if kind == "edge":
         return _of_edge(over, action, stage)
+    if kind == "record":
+        return [stage.record(action)]
     if kind == "final":
         pages = stage.trained if over == "all" else (_unit(action),)
         return [Slot("tied" if p in stage.tied else "total", p) for p in pages]
@@ -229,6 +237,9 @@ def _each(numbers: Iterable[int | None], mb: int | None = None) -> list[tuple[in
     return [(n, mb) for n in numbers]
 
 
+PAGED = ("shard", "slots")
+"""Kinds of records that an update changes."""
+
 # what a slot of the table ranges over, as (at, mb), for an action `a` in a stage `s` with `n` microbatches
 _OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | None]]]] = {
     "": lambda a, s, n: [(None, None)],
@@ -236,6 +247,10 @@ _OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | Non
     "mb": lambda a, s, n: [(None, a.mb)],
     "all": lambda a, s, n: [(None, mb) for mb in range(n)] if s.scores else [],
     "page": lambda a, s, n: [(a.unit, None)],
+    "here": lambda a, s, n: [(a.unit, a.mb)],
+    "once": lambda a, s, n: [] if a.mb is None else [(a.unit, a.mb)],
+    "changed": lambda a, s, n: _each(n for n, r in enumerate(s.records) if r.at == a.unit and r.kind in PAGED),
+    "always": lambda a, s, n: [(a.unit, None)] if a.mb is None else [],
     "coded": lambda a, s, n: _each({a.unit} & s.coded),
     "twins": lambda a, s, n: _each(s.ties.get(_unit(a), ())),
     "unit": lambda a, s, n: [(a.unit, a.mb)],

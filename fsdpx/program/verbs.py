@@ -16,6 +16,9 @@ In the table a slot is written as a kind and what it ranges over:
     "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
     "final:page" "final:all"  gradients as they are updated with: "total", or "tied" where TIE sums it with other ranks'
     "edge:last" "edge:kept" "edge:arrives"  what travels: an activation, or its gradient on the way back
+    "record:here"    the slot whose value lies in a slower level between uses; "stored:here"  that it lies there as
+                     it is here; "stored:once"  until it is fetched, "stored:always"  until it changes,
+                     "stored:changed"  of the records of the action's own page
     "weight:scored"  where the loss is computed;  "mean" "scale"  one for the whole step
 """
 
@@ -27,11 +30,13 @@ __all__ = ["VERBS", "Move", "Scratch", "Verb", "partner"]
 
 @dataclass(frozen=True)
 class Move:
-    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, or an `edge`.
+    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, an `edge` or a
+    `record`.
 
-    Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on. format: whose
-    bytes an element has: those of "param", "grad", "tie" (gradients summed by TIE), "value" (what an edge carries) or
-    "control" (a few numbers, not counted)."""
+    Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on; "disk": no
+    ranks, but a slower level of this one. format: whose bytes an element has: those of "param", "grad", "tie"
+    (gradients summed by TIE), "value" (what an edge carries), "record" (its arrays) or "control" (a few numbers, not
+    counted)."""
 
     axis: str
     call: str
@@ -59,7 +64,7 @@ class Verb:
     gives: tuple[str, ...] = ()
     lane: str = "compute"
     moves: tuple[Move, ...] = ()
-    about: str = "unit"  # what Action.unit counts: "unit", "page", "edge" or nothing
+    about: str = "unit"  # what Action.unit counts: "unit", "page", "edge", "record" or nothing
     scratch: tuple[Scratch, ...] = ()
 
     @cached_property
@@ -95,6 +100,12 @@ VERBS: dict[str, Verb] = {
     "GATHER": Verb(reads=("shard:page",), gives=("full:page",), about="page", scratch=(Scratch("wire", "full:page"),),
                    lane="shard", moves=(Move("shard", "all_gather", "full", "param"),)),
     "FREE": Verb(takes=("full:page",), lane="host", about="page"),
+    # a slower level
+    "FETCH": Verb(takes=("stored:once",), reads=("stored:always",), gives=("record:here",), about="record", lane="disk",
+                  moves=(Move("disk", "read", "record", "record"),)),
+    "STORE": Verb(takes=("record:here",), gives=("record:here", "stored:here"), about="record", lane="disk",
+                  moves=(Move("disk", "write", "record", "record"),)),
+    "EVICT": Verb(takes=("record:here",), lane="host", about="record"),
     # compute
     "F": Verb(takes=("act:last",), reads=("full:pages", "act:kept"), adds=("stats:moving",),
               gives=("act:out", "saved:back")),
@@ -121,7 +132,8 @@ VERBS: dict[str, Verb] = {
     "NORM": Verb(takes=("loss:all", "weight:scored"), reads=("final:all",), gives=("mean", "scale"), about="",
                  lane="world", moves=(NUMBERS,)),
     "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(NUMBERS,), about=""),
-    "UPDATE": Verb(takes=("final:page",), reads=("scale",), adds=("shard:page", "slots:page"), about="page"),
+    "UPDATE": Verb(takes=("final:page", "stored:changed"), reads=("scale", "shard:page", "slots:page"),
+                   adds=("shard:page", "slots:page"), about="page"),
 }
 # fmt: on
 

@@ -12,6 +12,7 @@ from fsdpx.array.arena import Arena
 from fsdpx.array.namespace import from_host
 from fsdpx.nn.layer import Spec
 from fsdpx.state.ledger import Ledger, Row
+from fsdpx.state.offload import open_disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.rows import rows_of
 from fsdpx.state.state import TrainState
@@ -29,11 +30,12 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     world, xp = placement.axes.world, placement.xp
     arena = Arena(xp, memory_of(world, xp) if placement.tuning.windows else None)
     rows = _placed(placement, arena)
-    ledger = Ledger(rows)
+    disk = open_disk(placement, rows)
+    ledger = Ledger(rows, None if disk is None else disk.mapped)
     for row in rows:
         if row.kept:
             ledger.arrays[row.key] = _memory(arena, ledger, row)
-    state = TrainState(placement, arena, ledger, connect_ties(placement))
+    state = TrainState(placement, arena, ledger, connect_ties(placement), disk)
     if not placement.imaginary:  # random numbers take time, and there is nowhere to put them
         _initial_statistics(placement, ledger)
         if initial:

@@ -6,13 +6,13 @@ A feature that keeps something new adds rows (and a kind, if none fits)."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from fsdpx.layout.ranges import Range
 
-__all__ = ["KINDS", "Key", "Kind", "Ledger", "Row"]
+__all__ = ["KINDS", "Key", "Kind", "Ledger", "Level", "Lifetime", "Row"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Row:
     @property
     def kept(self) -> bool:
         """Whether it has memory between programs."""
-        return self.lifetime != "use"
+        return self.lifetime != "use" and self.level != "disk"
 
     @property
     def saved(self) -> bool:
@@ -95,11 +95,14 @@ class Row:
 
 
 class Ledger:
-    """Rows in the order in which they were added, and the array of each row that is kept."""
+    """Rows in the order in which they were added, and the array of each row that is kept.
 
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
+    slower: gives the array of a row that lies in a slower level, as long as somebody looks at it."""
+
+    def __init__(self, rows: Iterable[Row] = (), slower: Callable[[Row], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[Key, Any] = {}
+        self._slower = slower
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows.values())
@@ -114,11 +117,17 @@ class Ledger:
 
     def array(self, kind: str, page: int | None, name: str = "") -> Any:
         """The array of a row; None if there is no such row, or if programs plan where it lies."""
-        return self.arrays.get(Key(kind, page, name))
+        row = self.rows.get(Key(kind, page, name))
+        return None if row is None else self._at(row)
 
     def saved(self) -> Iterator[tuple[Row, Any]]:
         """The rows of the train state with their arrays."""
-        return ((row, self.arrays[row.key]) for row in self if row.saved)
+        return ((row, self._at(row)) for row in self if row.saved)
+
+    def _at(self, row: Row) -> Any:
+        if row.level == "disk" and self._slower is not None:
+            return self._slower(row)
+        return self.arrays.get(row.key)
 
     def nbytes(self) -> dict[str, int]:
         """Bytes by kind of memory of all rows that have memory of their own, those in common divided by the sharers."""
@@ -126,6 +135,14 @@ class Ledger:
         for row in self:
             if row.kept and row.inside is None:
                 total[KINDS[row.key.kind].memory] += row.nbytes // row.sharers
+        return dict(total)
+
+    def on_disk(self) -> dict[str, int]:
+        """Bytes by kind of memory of all rows that lie on disk."""
+        total: Counter[str] = Counter()
+        for row in self:
+            if row.level == "disk":
+                total[KINDS[row.key.kind].memory] += row.nbytes
         return dict(total)
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes
-from fsdpx.config import Precision, Sharding
+from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.layout.pages import Page, cut
 from fsdpx.layout.ranges import Range
 from fsdpx.layout.units import Layout, Unit
@@ -40,7 +40,7 @@ class Options:
 
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
     added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: in words. recompute: units that
-    run forward again."""
+    run forward again. offload: what lies on disk between uses."""
 
     seed: int = 0
     clip_norm: float | None = None
@@ -48,6 +48,7 @@ class Options:
     check_finite: bool = False
     schedule: str | None = None
     recompute: Recompute = field(default_factory=Recompute)
+    offload: Offload | None = None
 
 
 @dataclass(frozen=True)
@@ -134,10 +135,15 @@ class Placement:
         """How gradients add up."""
         return accumulation(self.options.chunks, self.axes)
 
+    def offloads(self, what: str) -> bool:
+        """Whether that lies on disk between uses."""
+        return self.options.offload is not None and what in self.options.offload.what
+
     @property
     def keep_full(self) -> bool:
-        """Full parameters stay until the update: asked for, or the shard is the whole."""
-        return self.sharding.full_params == "step" or self.axes.shard.size == 1
+        """Full parameters stay until the update: asked for, or the shard is the whole; not if shards lie on disk."""
+        kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
+        return kept and not self.offloads("parameters")
 
     @property
     def keep_grads(self) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 from fsdpx.layout.ranges import Range
 from fsdpx.nn.layer import Spec
 from fsdpx.optim.average import AVERAGE
-from fsdpx.state.ledger import Key, Lifetime, Row
+from fsdpx.state.ledger import Key, Level, Lifetime, Row
 from fsdpx.state.placement import Placement, ShardedPage
 
 __all__ = ["local_gradient", "rows_of", "saved_format", "saved_tensors", "tensor_name"]
@@ -25,12 +25,17 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
             yield from _gradients(placement, page, windows)
             for name in placement.optimizer.slots:
                 kind = "average" if name == AVERAGE else "slot"
-                p = page.page.index
-                yield Row(Key(kind, p, name), placement.slot_format(name), placement.slot_span(name, p))
+                p, level = page.page.index, _level(placement, "optimizer")
+                span = placement.slot_span(name, p)
+                yield Row(Key(kind, p, name), placement.slot_format(name), span, level=level)
             for name, elements in placement.codec_memory.get(page.page.index, {}).items():
                 yield Row(Key("memory", page.page.index, name), formats.gradients, Range(0, elements), "private")
     for name, spec in placement.layout.state.items():
         yield Row(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
+
+
+def _level(placement: Placement, what: str) -> Level:
+    return "disk" if placement.offloads(what) else "device"
 
 
 def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[Row]:
@@ -48,7 +53,8 @@ def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterat
     )
     yield full
     inside = full.key if kept and placement.sent(p) is None and gathered == dtype else None
-    yield Row(Key("master", p), dtype, page.mine, inside=inside, at=page.mine.start if inside else 0)
+    level = _level(placement, "parameters")
+    yield Row(Key("master", p), dtype, page.mine, level=level, inside=inside, at=page.mine.start if inside else 0)
 
 
 def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[Row]:

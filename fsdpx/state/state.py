@@ -9,13 +9,14 @@ from fsdpx.array.arena import Arena
 from fsdpx.array.random import Moment, Random
 from fsdpx.program import Slot
 from fsdpx.state.ledger import KINDS, Ledger, Row
+from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.scaler import Scaler
 from fsdpx.state.ties import Tie
 
 __all__ = ["TrainState"]
 
-LASTING = frozenset({"stats", *(kind.slot for kind in KINDS.values() if kind.slot)})
+LASTING = frozenset({"stats", "stored", *(kind.slot for kind in KINDS.values() if kind.slot)})
 """Kinds of slots that are there before and after every program."""
 
 
@@ -23,10 +24,12 @@ class TrainState:
     """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
     batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
     kinds of programs since the last update, alike on all ranks. frozen: parameters that get no gradient and are not
-    updated for now. idle: parameters that some backward has given no gradient."""
+    updated for now. idle: parameters that some backward has given no gradient. disk: where rows of that level lie."""
 
-    def __init__(self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie]) -> None:
-        self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
+    def __init__(
+        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], disk: Disk | None = None
+    ) -> None:
+        self.placement, self.arena, self.ledger, self.ties, self.disk = placement, arena, ledger, ties, disk
         self.store: dict[Slot, Any] = {}
         self.scaler = Scaler.of(placement.formats.precision)
         self.seed = placement.options.seed
@@ -42,9 +45,12 @@ class TrainState:
         """The slots that every program finds: an array of the ledger each, or all of one kind of a page by name."""
         place, store = self.placement, self.store
         store |= {Slot("slots", p): {} for p in place.stage.trained}
+        for number, record in enumerate(place.stage.records):
+            if store.pop(record, None) is not None or record.at in place.pages:
+                store[Slot("stored", number)] = True
         for row in self.ledger:
             kind, page, name = row.key
-            if page is not None and KINDS[kind].slot:
+            if page is not None and KINDS[kind].slot and row.level != "disk":
                 slot, array = Slot(KINDS[kind].slot, page), self.ledger.arrays[row.key]
                 if name:
                     store.setdefault(slot, {})[name] = array
@@ -76,8 +82,9 @@ class TrainState:
 
     def set_aside(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
         """Take out of the store what earlier programs left, but for some kinds: `store.update` brings it back."""
-        stay = LASTING | set(but)
-        return {slot: self.store.pop(slot) for slot in [slot for slot in self.store if slot.kind not in stay]}
+        stay, passing = LASTING | set(but), set(self.placement.stage.records)
+        gone = [slot for slot in self.store if slot.kind not in stay or slot in passing]
+        return {slot: self.store.pop(slot) for slot in gone}
 
     def see(self, samples: int) -> None:
         """So many samples of the global batch have been trained on since the last update."""
@@ -151,6 +158,8 @@ class TrainState:
         """Free the memory that ranks share and the communicators that were made for it. Collective."""
         self.store.clear()
         self.ledger.clear()
+        if self.disk is not None:
+            self.disk.close()
         self.arena.close()
         for tie in self.ties.values():
             if tie.comm is not None:

@@ -33,7 +33,7 @@ def sharers_of(placement: Placement, arena: Arena) -> int:
 
     They can where the shard axis lies inside machines; or spans machines and full parameters are kept anyway.
     Collective."""
-    if arena.memory is None:
+    if arena.memory is None or placement.offloads("parameters"):
         return 0
     node, own_format = node_of(placement.axes.shard), placement.formats.wire is None
     fits = node is not None and own_format and (node.inside or (node.shares and placement.keep_full))

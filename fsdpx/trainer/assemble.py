@@ -21,7 +21,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.mesh import Axes, Mesh, connect
 from fsdpx.comm.poker import Poker
-from fsdpx.config import Precision, Sharding
+from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.engine.engine import Engine, Recorder
 from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError
@@ -32,14 +32,14 @@ from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort
 from fsdpx.optim.average import Averaged
 from fsdpx.optim.rounded import Rounded
-from fsdpx.program import Stage, pipeline
+from fsdpx.program import Slot, Stage, pipeline
 from fsdpx.state.accumulation import accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
 from fsdpx.state.tuning import Tuning, tune_for
-from fsdpx.trainer.choices import agree, check_model, check_whole, is_collective, left_wide
+from fsdpx.trainer.choices import agree, check_model, check_offload, check_whole, is_collective, left_wide
 from fsdpx.trainer.notices import say, slow
 from fsdpx.trainer.recipe import Distribution, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
@@ -107,15 +107,18 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     carried = _carried(distribution.codec, formats, tuning, training.chunks)
     schedule = distribution.schedule
     words = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
-    options = Options(training.seed, training.clip_norm, training.chunks, training.check_finite, words, again)
+    offload = distribution.offload
+    check_offload(offload, training.optimizer, training.average)
+    options = Options(training.seed, training.clip_norm, training.chunks, training.check_finite, words, again, offload)
     agree(
         world, axes.mesh, sharding, formats, options, layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
         training.loss, type(carried).__name__, microbatches, machinery.device, products, training.average,
     )  # fmt: skip
+    optimizer = _optimizer(training, formats)
     return Placement(
-        xp, ordered, layout, _stages(layout, carried, axes), axes, sharding, _formats(formats), carried,
-        _optimizer(training, formats), planned.loss, options, tuning, pipe, planned.output_dim,
+        xp, ordered, layout, _stages(layout, carried, axes, optimizer, offload), axes, sharding, _formats(formats),
+        carried, optimizer, planned.loss, options, tuning, pipe, planned.output_dim,
     ), planned  # fmt: skip
 
 
@@ -260,8 +263,11 @@ def _poker(progress: str, place: Placement) -> Poker | None:
     return Poker() if progress == "thread" and not busy else None
 
 
-def _stages(layout: Layout, codec: Codec, axes: Axes) -> tuple[Stage, ...]:
+def _stages(layout: Layout, codec: Codec, axes: Axes, optimizer: Any, offload: Offload | None) -> tuple[Stage, ...]:
     """What each rank of the pipe sees."""
+    what = () if offload is None else offload.what
+    state = [page.index for page in layout.pages if page.trainable and optimizer.slots and "optimizer" in what]
+    shards = [page.index for page in layout.pages if "parameters" in what]
     wide = axes.shard.size > 1 or axes.replica.size > 1
     return pipeline(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],
@@ -275,4 +281,5 @@ def _stages(layout: Layout, codec: Codec, axes: Axes) -> tuple[Stage, ...]:
         moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
         coded=[page.index for page in layout.pages if page.trainable and wide and codec.memory(page.size)],
         constant=layout.constant(),
+        records=(*(Slot("slots", p) for p in state), *(Slot("shard", p) for p in shards)),
     )

@@ -10,6 +10,7 @@ import numpy as np
 
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Mesh
+from fsdpx.config import Offload
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Layer, dotted
@@ -20,6 +21,7 @@ __all__ = [
     "agree",
     "check_model",
     "check_numbers",
+    "check_offload",
     "check_options",
     "check_parts",
     "check_whole",
@@ -124,6 +126,11 @@ def check_whole(optimizer: Any, tensor: int) -> None:
     if tensor > 1 and needs_whole(optimizer):
         what = f"{type(optimizer).__name__} needs whole parameters"
         raise ConfigError(f"{what}, the tensor axis of {tensor} ranks cuts them; use optim.AdamW")
+
+
+def check_offload(offload: Offload | None, optimizer: Any, average: Any) -> None:
+    if offload is not None and offload.what == ("optimizer",) and not optimizer.slots and average is None:
+        raise ConfigError(f"offload={offload!r}: {type(optimizer).__name__} keeps no state; leave it out")
 
 
 def left_wide(model: Sorted, layout: Layout) -> list[str]:

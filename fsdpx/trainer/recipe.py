@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.mesh import Mesh
-from fsdpx.config import Precision, Sharding, byte_count
+from fsdpx.config import Offload, Precision, Sharding, byte_count
 from fsdpx.nn.layer import Layer
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.trainer.choices import check_numbers, check_options, check_parts
@@ -52,11 +52,13 @@ class Distribution:
     costs: Mapping[str, float] | None = None
     tensor_plan: Mapping[str, Any] | None = None
     sequence: str | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         check_numbers(ahead=self.ahead)
         if self.group_bytes is not None:
             byte_count(self.group_bytes, "group_bytes")
+        Offload.of(self.offload)
         check_options(self.mesh, self.stages, self.costs, self.tensor_plan, self.sequence)
 
 

@@ -25,8 +25,8 @@ OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and P
 @dataclass(frozen=True)
 class Report:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, from the program.
-    memory: bytes by kind, of all that is held. times: verb -> (seconds, seconds waited, count). overlap: mesh axis ->
-    share of the time transfers were under way in which this rank computed."""
+    memory: bytes by kind, of all that is held. disk: of what lies there. times: verb -> (seconds, seconds waited,
+    count). overlap: mesh axis -> share of the time transfers were under way in which this rank computed."""
 
     rank: int
     ranks: int
@@ -36,6 +36,7 @@ class Report:
     traffic: dict[tuple[str, str], Traffic]
     predicted: dict[tuple[str, str], Traffic]
     memory: dict[str, int]
+    disk: dict[str, int]
     peak_rss: int
     times: dict[str, tuple[float, float, int]]
     overlap: dict[str, float]
@@ -66,8 +67,9 @@ class Report:
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
             expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
+            between = "," if axis == "disk" else " over"
             rows.append(
-                (f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", bytes_text(count.bytes), expected)
+                (f"{call.replace('_', '-')}{between} {axis}", f"{count.calls:,}", bytes_text(count.bytes), expected)
             )
         return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
@@ -75,6 +77,7 @@ class Report:
         rows = [("memory of this rank", "bytes")]
         rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
         rows += [("arena in all", bytes_text(sum(self.memory.values())))]
+        rows += [(f"on disk: {kind}", bytes_text(n)) for kind, n in sorted(self.disk.items())]
         process = [] if self.footprint is None else [str(self.footprint)]
         return "\n\n".join([table(rows), *process, f"peak of the process (RSS): {bytes_text(self.peak_rss)}"])
 
@@ -101,6 +104,7 @@ def report(engine: Engine, program: Program) -> Report:
         traffic={(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters},
         predicted=traffic(program, sizes_of(engine)),
         memory=state.nbytes(),
+        disk=state.ledger.on_disk(),
         peak_rss=peak_rss(),
         times={op: (spent, waited, int(count)) for op, (spent, waited, count) in clock.rows.items()},
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
@@ -129,8 +133,15 @@ def sizes_of(engine: Engine) -> Sizes:
         edges=_edges(engine),
         reduces={p: reduce for p, (reduce, _) in moves.items()},
         joins={p: join for p, (_, join) in moves.items()},
+        records=_records(engine),
         packed=frozenset(p for p, page in place.pages.items() if page.page.packing is not None),
     )
+
+
+def _records(engine: Engine) -> dict[tuple[int, int | None], int]:
+    """(record, microbatch) -> bytes on this rank's disk."""
+    disk, records = engine.state.disk, engine.placement.stage.records
+    return {} if disk is None else {(number, None): disk.size(record) for number, record in enumerate(records)}
 
 
 def _tied(place: Placement, tie: Tie) -> Iterator[tuple[str, str, int]]:

@@ -13,7 +13,7 @@ from fsdpx.array.namespace import to_host
 from fsdpx.comm.communicator import ReduceOp
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page
-from fsdpx.optim.average import average_of
+from fsdpx.optim.average import AVERAGE, average_of
 from fsdpx.program import Slot
 from fsdpx.state.state import TrainState
 
@@ -85,9 +85,10 @@ def put_averages(state: TrainState) -> Callable[[], None]:
             "optimiser that has one, optim.AdamWScheduleFree(...)"
         )
     slot, factor = found
+    kind = "average" if slot == AVERAGE else "slot"
     put_back = remember(state)
     for p in () if place.imaginary else place.stage.trained:
-        master, kept = state.ledger.array("master", p), state.store[Slot("slots", p)][slot]
+        master, kept = state.ledger.array("master", p), state.ledger.array(kind, p, slot)
         for at in (slice(start, start + BLOCK) for start in range(0, master.size, BLOCK)):
             x, difference = (narrowed(place.xp, array[at], place.formats.gradients) for array in (master, kept))
             difference *= factor

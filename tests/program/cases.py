@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from fsdpx.program import Program, Request, Stage, compile, pipeline, schedule
+from fsdpx.program import Program, Request, Slot, Stage, compile, pipeline, schedule
 
 CHAIN = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""
@@ -20,6 +20,9 @@ FROZEN = Stage.of([((0, 1), (0,), (1,)), ((2,), (1,), (2,))], [True, False, True
 
 TRUNK = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [False, False, True, False], [0], [4])
 """Four units in a row, of which the third one is trained."""
+
+RECORDS = (*(Slot("slots", p) for p in range(3)), *(Slot("shard", p) for p in range(3)))
+"""Optimiser state and parameters of three pages, on disk between uses."""
 
 STAGES = {"chain": CHAIN, "tied": TIED, "skip": SKIP, "frozen": FROZEN, "trunk": TRUNK}
 PLACEMENTS = {"ddp": (True, False), "zero2": (True, True), "fsdp": (False, True), "kept-grads": (False, False)}
@@ -86,7 +89,9 @@ def golden() -> dict[str, Program]:
     others = ("accumulate", "local", "update", "evaluate", "predict", "forward", "backward")
     normed = {f"{k}-tied-normed-1": compile(requests(k, TIED, 1, "fsdp", normed=True)) for k in ("step", "update")}
     rest = {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
-    return steps | normed | rest
+    disk, names = replace(TIED, records=RECORDS), ("step", "update", "evaluate", "backward")
+    offload = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in names}
+    return steps | normed | rest | offload
 
 
 def everything() -> dict[str, Program]:

@@ -31,7 +31,7 @@ def test_buffers_keep_number_and_microbatch() -> None:
 
 def test_every_kind_of_the_table_is_a_kind_of_slot() -> None:
     words = {word for verb in VERBS.values() for word in (*verb.takes, *verb.reads, *verb.adds, *verb.gives)}
-    assert {word.partition(":")[0] for word in words} - {"edge", "final"} <= set(SLOTS)
+    assert {word.partition(":")[0] for word in words} - {"edge", "final", "record"} <= set(SLOTS)
     assert {scratch.kind for verb in VERBS.values() for scratch in verb.scratch} <= set(SLOTS)
 
 

@@ -1,0 +1,122 @@
+"""A pass: what lies in a slower level between uses is fetched ahead of them, and stored when it has changed.
+
+As full parameters are paged by GATHER and FREE, so are the other records by FETCH, STORE and EVICT. FETCH issues the
+read, and who needs the values first waits for it. STORE issues the write, and EVICT waits for it, so that the memory
+can be used again."""
+
+from collections.abc import Sequence
+
+from fsdpx.program.action import Action
+from fsdpx.program.slots import Slot
+from fsdpx.program.stage import Slots, Stage, expand
+from fsdpx.program.verbs import VERBS
+
+__all__ = ["offload"]
+
+Actions = list[Action]
+
+
+def offload(actions: Actions, stage: Stage, microbatches: int, ahead: int) -> Actions:
+    """Insert FETCH, STORE and EVICT, kind by kind of the records.
+
+    What an action needs is there, and the next `ahead` records of the kind; at most `ahead` others are on their way to
+    where they are stored."""
+    for kind in dict.fromkeys(record.kind for record in stage.records):
+        numbers = {record.at: n for n, record in enumerate(stage.records) if record.kind == kind}
+        slots = [expand(action, stage, microbatches) for action in actions]
+        actions = _Cache(kind, numbers, ahead).through(actions, slots)
+    return actions
+
+
+class _Cache:
+    """The records of one kind that are in memory while the actions of a program pass by.
+
+    numbers: of the records. there: slot -> whether its values differ from those that are stored. leaving: slots whose
+    values are being written. stored: activations that have been."""
+
+    def __init__(self, kind: str, numbers: dict[int | None, int], ahead: int) -> None:
+        self.kind, self.numbers, self.ahead = kind, numbers, ahead
+        self.there: dict[Slot, bool] = {}
+        self.leaving: list[Slot] = []
+        self.stored: set[Slot] = set()
+        self.result: Actions = []
+
+    def through(self, actions: Actions, slots: Sequence[Slots]) -> Actions:
+        """The actions, with those that keep what they need in memory between them."""
+        wanted = [self._mine((*s.takes, *s.reads, *s.adds)) for s in slots]
+        needs = _held(actions, slots, [[*w, *self._mine(s.gives)] for w, s in zip(wanted, slots, strict=True)])
+        first = _early(actions, wanted)
+        for i, action in enumerate(actions):
+            if needs[i] or i == first:
+                self._turn(_window(needs[i], wanted, i + 1, self.ahead))
+            self.result.append(action)
+            self.there |= dict.fromkeys(self._mine((*slots[i].adds, *slots[i].gives)), True)
+            for slot in self._mine(slots[i].takes):
+                self.there.pop(slot, None)
+        self._leave([slot for slot in self.there if slot.mb is None])
+        self._evict(0)
+        return self.result
+
+    def _mine(self, slots: Sequence[Slot]) -> list[Slot]:
+        return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
+
+    def _turn(self, window: dict[Slot, None]) -> None:
+        """Let go what is not in the window, and bring what is missing of it."""
+        self._leave([slot for slot in self.there if slot not in window])
+        self._evict(self.ahead)
+        for slot in window:
+            if slot in self.there or not (slot.mb is None or slot in self.stored):
+                continue
+            if slot in self.leaving:  # all that were before it as well
+                self._evict(len(self.leaving) - 1 - self.leaving.index(slot))
+            self._add("FETCH", slot)
+            self.stored.discard(slot)
+            self.there[slot] = False
+
+    def _leave(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            changed = self.there.pop(slot)
+            self._add("STORE" if changed else "EVICT", slot)
+            if changed:
+                self.leaving.append(slot)
+                self.stored.add(slot)
+
+    def _evict(self, left: int) -> None:
+        """Wait for the oldest writes, but for so many."""
+        while len(self.leaving) > left:
+            self._add("EVICT", self.leaving.pop(0))
+
+    def _add(self, op: str, slot: Slot) -> None:
+        self.result.append(Action(op, self.numbers[slot.at], slot.mb))
+
+
+def _held(actions: Actions, slots: Sequence[Slots], needs: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
+    """What each action needs in memory, and what transfers under way then do: they read until someone waits for what
+    they give."""
+    reading: dict[Slot, list[Slot]] = {}  # what a transfer gives -> what it reads
+    found = []
+    for action, some, own in zip(actions, slots, needs, strict=True):
+        found.append(list(dict.fromkeys([*own, *(slot for held in reading.values() for slot in held)])))
+        for slot in (*some.takes, *some.reads):
+            reading.pop(slot, None)
+        if VERBS[action.op].moves and own:
+            reading |= {slot: list(own) for slot in some.gives}
+    return found
+
+
+def _early(actions: Actions, wanted: Sequence[Sequence[Slot]]) -> int:
+    """The last action that computes before any needs a record: what is fetched then is there when it is needed."""
+    first = next((i for i, slots in enumerate(wanted) if slots), 0)
+    return max((i for i, action in enumerate(actions[:first]) if VERBS[action.op].lane == "compute"), default=0)
+
+
+def _window(needs: Sequence[Slot], wanted: Sequence[Sequence[Slot]], later: int, ahead: int) -> dict[Slot, None]:
+    """What is needed now, and the next `ahead` others in order of first use, from action `later` on."""
+    window = dict.fromkeys(needs)
+    capacity = len(window) + ahead
+    for i in range(later, len(wanted)):
+        for slot in wanted[i]:
+            if len(window) >= capacity:
+                return window
+            window[slot] = None
+    return window

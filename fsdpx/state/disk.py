@@ -1,0 +1,149 @@
+"""A file of one rank in a folder on disk: taken for this job alone, read and written in the background.
+
+The file has no name from the moment it is open, so nothing is left of it however the process ends."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import OffloadError
+
+__all__ = ["ALIGN", "File", "taken"]
+
+ALIGN = mmap.ALLOCATIONGRANULARITY
+"""Bytes: where parts of the file begin, and memory that it is read into. Direct I/O and maps ask for it."""
+PIECE = 8 << 20
+"""Bytes of one read or write; large enough for a disk's full rate (docs/decisions/0017-state-on-disk.md)."""
+THREADS = 2
+"""Pieces under way at a time."""
+LOCK = "fsdpx.lock"
+
+
+class Pieces:
+    """A read or write under way, piece by piece: a handle as that of a message."""
+
+    __slots__ = ("_left",)
+
+    def __init__(self, left: Sequence[Future[None]]) -> None:
+        self._left = left
+
+    def test(self) -> bool:
+        return all(piece.done() for piece in self._left)
+
+    def wait(self) -> None:
+        for piece in self._left:
+            piece.result()
+
+
+class File:
+    """`nbytes` bytes on disk, there from the start: a disk that is full is found then.
+
+    direct: past the page cache; None: if the file system can."""
+
+    def __init__(self, folder: Path, nbytes: int, direct: bool | None) -> None:
+        self.folder, self.nbytes = folder, nbytes
+        self._fd, self.direct = _unnamed(folder, direct)
+        try:
+            if nbytes:
+                os.posix_fallocate(self._fd, 0, nbytes)
+        except OSError as error:
+            os.close(self._fd)
+            raise OffloadError(f"{folder} has no room for {nbytes:,} bytes: {error.strerror}") from error
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fsdpx disk")
+
+    def read(self, at: int, data: Any) -> Pieces:
+        """Fill `data`, bytes in memory, from byte `at` of the file on."""
+        return self._begin(self._read, at, data)
+
+    def write(self, at: int, data: Any) -> Pieces:
+        """Write `data`, bytes in memory, from byte `at` of the file on."""
+        return self._begin(self._write, at, data)
+
+    def _begin(self, move: Callable[[int, Any], None], at: int, data: Any) -> Pieces:
+        starts = range(0, len(data), PIECE)
+        return Pieces([self._threads.submit(move, at + i, data[i : i + PIECE]) for i in starts])
+
+    def _read(self, at: int, data: Any) -> None:
+        self._all(lambda view, at: os.preadv(self._fd, [view], at), at, data, "read")
+
+    def _write(self, at: int, data: Any) -> None:
+        self._all(lambda view, at: os.pwrite(self._fd, view, at), at, data, "written")
+
+    def _all(self, move: Callable[[memoryview, int], int], at: int, data: Any, done: str) -> None:
+        view = memoryview(data)
+        try:
+            while len(view):
+                count = move(view, at)
+                if count == 0:
+                    raise OffloadError(f"the file in {self.folder} ends at byte {at:,}")
+                view, at = view[count:], at + count
+        except OSError as error:
+            why = error if isinstance(error, OffloadError) else error.strerror
+            raise OffloadError(f"{self.folder}: offloaded state cannot be {done}: {why}") from error
+
+    def mapped(self, at: int, elements: int, dtype: Any) -> np.ndarray:
+        """A part of the file as an array, for as long as somebody holds it: what is changed there is changed on disk,
+        for reads that begin later."""
+        if elements == 0:
+            return np.empty(0, dtype)
+        return np.frombuffer(mmap.mmap(self._fd, elements * dtype.itemsize, offset=at), dtype)
+
+    def close(self) -> None:
+        """Return when nothing is under way any more; the file is gone then."""
+        self._threads.shutdown()
+        os.close(self._fd)
+
+
+def _unnamed(folder: Path, direct: bool | None) -> tuple[int, bool]:
+    """A new file without a name, and whether it is past the page cache."""
+    flag = getattr(os, "O_DIRECT", 0) if direct is not False else 0
+    try:
+        made, name = tempfile.mkstemp(prefix="fsdpx-", suffix=".offload", dir=folder)
+        os.close(made)
+        try:
+            return os.open(name, os.O_RDWR | flag), bool(flag)
+        except OSError as error:
+            if direct:
+                raise OffloadError(f"{folder}: its file system has no direct I/O ({error.strerror})") from error
+            return os.open(name, os.O_RDWR), False
+        finally:
+            os.unlink(name)
+    except OSError as error:
+        raise error if isinstance(error, OffloadError) else OffloadError(f"{folder}: {error.strerror}") from error
+
+
+def taken(folder: Path, owner: str) -> int:
+    """The folder's lock, which all ranks of one owner hold together until they close it or die; OffloadError if the
+    folder is not there, or if others have it."""
+    import fcntl  # not on Windows, where `Offload` is refused
+
+    if not folder.is_dir():
+        raise OffloadError(f"{folder} does not exist: make it, or name another folder")
+    try:
+        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise OffloadError(f"{folder}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, owner.encode(), 0)
+        except BlockingIOError:
+            pass  # somebody has it, who may be a rank of this job
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        holder = os.pread(fd, 4096, 0).decode()
+        if holder != owner:
+            alone = "each job, and each trainer, needs a folder of its own"
+            raise OffloadError(f"{folder} is in use by {holder.partition(',')[0]}: {alone}")
+    except OSError as error:
+        os.close(fd)
+        raise error if isinstance(error, OffloadError) else OffloadError(f"{folder}: {error.strerror}") from error
+    return fd

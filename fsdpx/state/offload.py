@@ -1,0 +1,122 @@
+"""What of a rank's state lies on disk between uses: records, each the rows that a slot of programs sees."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from fsdpx.array.arena import address
+from fsdpx.comm.communicator import DONE, Communicator, Handle
+from fsdpx.config import Offload
+from fsdpx.errors import ConfigError, OffloadError
+from fsdpx.program import Slot
+from fsdpx.state.disk import ALIGN, File, taken
+from fsdpx.state.ledger import KINDS, Key, Row
+from fsdpx.state.placement import Placement
+
+__all__ = ["Disk", "open_disk"]
+
+
+class Disk:
+    """Where the rows of that level lie. A record's rows lie behind each other, so one read brings them all.
+
+    file: None in a dry run, which moves nothing."""
+
+    def __init__(self, rows: Iterable[Row], xp: Any) -> None:
+        self.xp = xp
+        self.file: File | None = None
+        self._lock: int | None = None
+        self._records: dict[Slot, list[Row]] = {}
+        for row in rows:
+            if row.level == "disk":
+                self._records.setdefault(Slot(KINDS[row.key.kind].slot, row.key.page), []).append(row)
+        self._places: dict[Key, int] = {}
+        self._there: dict[Slot, Any] = {}  # the bytes in memory of the records that were fetched
+        self.nbytes = 0
+        for record in self._records.values():
+            for row in record:
+                self._places[row.key] = self.nbytes
+                self.nbytes += _whole(row.nbytes)
+
+    def open(self, offload: Offload, owner: str) -> None:
+        """Take the folder and as much of the disk as is needed; OffloadError if that cannot be."""
+        folder = Path(offload.folder)
+        self._lock = taken(folder, owner)
+        self.file = File(folder, self.nbytes, offload.direct)
+
+    def size(self, record: Slot) -> int:
+        """Bytes of a record on disk."""
+        return sum(_whole(row.nbytes) for row in self._records.get(record, ()))
+
+    def buffer_nbytes(self, record: Slot) -> int:
+        """Bytes of memory that a record needs while it is there, so that it can begin at a multiple of ALIGN."""
+        size = self.size(record)
+        return size + ALIGN if size else 0
+
+    def fetch(self, record: Slot, buffer: Any) -> tuple[Handle, Any]:
+        """Begin to read a record into `buffer` of `buffer_nbytes`; and its value: the array, or arrays by name."""
+        rows, at, arrays = self._records[record], 0, {}
+        data = self._there[record] = _aligned(buffer, self.size(record))
+        for row in rows:
+            arrays[row.key.name] = data[at : at + row.nbytes].view(row.dtype)
+            at += _whole(row.nbytes)
+        handle = DONE if self.file is None else self.file.read(self._places[rows[0].key], data)
+        return handle, arrays.get("", arrays)
+
+    def store(self, record: Slot) -> Handle:
+        """Begin to write a record from where it was fetched to."""
+        at, data = self._places[self._records[record][0].key], self._there[record]
+        return DONE if self.file is None else self.file.write(at, data)
+
+    def mapped(self, row: Row) -> Any:
+        """The array of a row, on disk: see `File.mapped`."""
+        if self.file is None:
+            return self.xp.empty((row.elements,), dtype=row.dtype)
+        return self.file.mapped(self._places[row.key], row.elements, row.dtype)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+        if self._lock is not None:
+            os.close(self._lock)
+        self.file = self._lock = None
+
+
+def open_disk(placement: Placement, rows: Iterable[Row]) -> Disk | None:
+    """What `Offload` asks for, if it was given. Collective: OffloadError on all ranks if one of them cannot have it."""
+    offload = placement.options.offload
+    if offload is None:
+        return None
+    disk = Disk(rows, placement.xp)
+    if not placement.imaginary:
+        _open(disk, offload, placement.axes.world)
+    return disk
+
+
+def _open(disk: Disk, offload: Offload, world: Communicator) -> None:
+    if not hasattr(os, "posix_fallocate"):
+        raise ConfigError(f"offload={offload!r}: this system cannot set a part of a disk aside; Linux can")
+    owner = f"process {os.getpid()} on {platform.node()}, {time.time_ns()}"
+    problem, cause = None, None
+    try:
+        disk.open(offload, world.all_gather_object(owner)[0])
+    except OffloadError as error:
+        problem, cause = str(error), error
+    for rank, text in enumerate(world.all_gather_object(problem)):
+        if text is not None:
+            disk.close()
+            who = f"rank {rank}: " if world.size > 1 else ""
+            raise OffloadError(f"offload: {who}{text}") from cause
+
+
+def _whole(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+def _aligned(buffer: Any, nbytes: int) -> Any:
+    first = -address(buffer) % ALIGN
+    return buffer[first : first + nbytes]

@@ -1,0 +1,290 @@
+"""State on disk: the same bits as in memory, few pages of it in memory at a time, and folders that cannot be used."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import few
+
+import fsdpx
+from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, OffloadError
+from fsdpx.state import disk
+
+BOTH = ("optimizer", "parameters")
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+
+
+def make(comm: Communicator, folder: Path | None, what: Any = "optimizer", **options: Any) -> Any:
+    model = nn.Chain(nn.Linear(6, 24), nn.BatchNorm(24), nn.ReLU(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
+    offload = None if folder is None else Offload(folder, what)
+    options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, "tune": False, **options}
+    return model.as_distributed(loss=nn.MSE(), comm=comm, offload=offload, **options)
+
+
+def part(trainer: Any, seed: int) -> tuple[Any, Any]:
+    rng, size = np.random.default_rng(seed), trainer.data.size
+    x, y = rng.standard_normal((12, 6), np.float32), rng.standard_normal((12, 3), np.float32)
+    mine = slice(12 * trainer.data.rank // size, 12 * (trainer.data.rank + 1) // size)
+    return x[mine], y[mine]
+
+
+def trained(comm: Communicator, folder: Path | None, what: Any = "optimizer", steps: int = 2, **options: Any) -> Any:
+    """Fingerprint and losses of a few steps of every kind."""
+    with make(comm, folder, what, **options) as trainer:
+        seen = [trainer.step(*part(trainer, seed)) for seed in range(steps)]
+        seen.append(trainer.accumulate(*part(trainer, 7)))
+        trainer.update()
+        seen.append(trainer.evaluate(*part(trainer, 8)))
+        if "average" in options:
+            seen.append(trainer.evaluate(*part(trainer, 8), with_="average"))
+        return trainer.fingerprint(), seen, trainer.parameters()["0.weight"].sum()
+
+
+CASES: list[tuple[int, dict[str, Any]]] = [
+    *((size, {"strategy": strategy}) for size in (1, 2, 3) for strategy in STRATEGIES),
+    (4, {"strategy": "hybrid", "average": EMA(0.5), "clip_norm": 0.1}),
+    (2, {"mesh": Mesh(pipe=2), "microbatches": 3, "schedule": "zb-h1"}),
+    (2, {"strategy": "fsdp", "ahead": 0, "precision": "bf16"}),
+    (3, {"strategy": "zero2", "optimizer": optim.AdamW8bit(lr=1e-2)}),
+    (2, {"strategy": "fsdp", "ahead": 3, "microbatches": 2, "optimizer": optim.Muon()}),
+]
+
+
+@pytest.mark.parametrize("what", ["optimizer", "parameters", BOTH], ids=str)
+@pytest.mark.parametrize(("size", "options"), few(CASES, 4), ids=str)
+def test_the_same_bits_as_in_memory(size: int, options: dict[str, Any], what: Any, tmp_path: Path) -> None:
+    there = spawn(lambda comm: trained(comm, tmp_path, what, **options), size)
+    assert there == spawn(lambda comm: trained(comm, None, **options), size)
+
+
+def test_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
+    def run(comm: Communicator, folder: Path | None) -> str:
+        model = nn.Chain(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
+        offload = None if folder is None else Offload(folder, BOTH)
+        with model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=comm, chunks=6, offload=offload) as t:
+            t.step(*part(t, 0))
+            return str(t.fingerprint())
+
+    assert {h for size in (1, 2, 3) for h in spawn(lambda comm: run(comm, tmp_path), size)} == {
+        spawn(lambda comm: run(comm, None), 2)[0]
+    }
+
+
+@pytest.mark.parametrize("what", ["optimizer", BOTH], ids=str)
+def test_checkpoints_go_there_and_back(what: Any, tmp_path: Path) -> None:
+    """Saved from disk on 3 ranks, taken into memory on 2, saved there and taken to disk on 1: the same training."""
+
+    def go_on(comm: Communicator, folder: Path | None, load: Path | None, save: Path | None) -> Any:
+        with make(comm, folder, what) as trainer:
+            if load is not None:
+                trainer.load(load)
+            loss = trainer.step(*part(trainer, 0))
+            if save is not None:
+                trainer.save(save)
+            return loss, trainer.parameters()
+
+    def chain(folder: Path | None, place: Path) -> list[Any]:
+        place.mkdir()
+        first = spawn(lambda comm: go_on(comm, folder, None, place / "a"), 3)
+        second = spawn(lambda comm: go_on(comm, None, place / "a", place / "b"), 2)
+        third = spawn(lambda comm: go_on(comm, folder, place / "b", None), 1)
+        return [first[0], second[0], third[0]]
+
+    with_disk, without = chain(tmp_path, tmp_path / "with"), chain(None, tmp_path / "without")
+    for (loss, found), (wanted_loss, wanted) in zip(with_disk, without, strict=True):
+        assert loss == wanted_loss
+        assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_the_report_says_what_lies_where(tmp_path: Path) -> None:
+    """Bytes read and written are those predicted, memory that of the dry run, which needs no folder."""
+    batch = ((6, 6), "float32"), ((6, 3), "float32")
+
+    def run(comm: Communicator) -> Any:
+        with make(comm, tmp_path, BOTH) as trainer:
+            trainer.step(*part(trainer, 0))
+            return trainer.report()
+
+    real = spawn(run, 2)[0]
+    model = nn.Chain(nn.Linear(6, 24), nn.BatchNorm(24), nn.ReLU(), nn.Linear(24, 10), nn.ReLU(), nn.Linear(10, 3))
+    options: dict[str, Any] = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 0, "tune": False}
+    dry = fsdpx.dry_run(model, *batch, ranks=2, loss=nn.MSE(), offload=Offload("/nowhere", BOTH), **options).report
+    counted = {key: traffic for key, traffic in real.traffic.items() if key[0] == "disk"}
+    assert set(counted) == {("disk", "read"), ("disk", "write")}
+    assert counted == {key: real.predicted[key] for key in counted}
+    assert (real.memory, real.disk) == (dry.memory, dry.disk)
+    own = real.parameters // 2 * 4
+    assert (real.disk["parameters"], real.disk["optimiser"]) == (own, 2 * own)
+    assert set(real.memory) == {"gradients", "state", "working set"}
+    lines = [" ".join(line.split()) for line in str(real).splitlines()]
+    assert f"on disk: optimiser {2 * own / 1024:.2f} KiB" in lines
+
+
+def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
+    """Of 12 pages of optimiser state three are in memory at a time: needed, fetched and on its way back."""
+
+    def run(comm: Communicator, folder: Path | None) -> Any:
+        model = nn.Chain(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
+        offload = None if folder is None else Offload(folder)
+        options: dict[str, Any] = {"optimizer": optim.AdamW(), "group_bytes": 0, "offload": offload}
+        with model.as_distributed(loss=nn.MSE(), comm=comm, tune=False, **options) as trainer:
+            trainer.step(np.ones((2, 64), np.float32), np.ones((2, 64), np.float32))
+            return sum(trainer.report().memory.values())
+
+    page, state = 64 * 64 * 4, 12 * 2 * 64 * 64 * 4
+    assert spawn(lambda comm: run(comm, None), 1)[0] - spawn(lambda comm: run(comm, tmp_path), 1)[0] == (
+        state - 3 * (2 * page + disk.ALIGN)
+    )
+
+
+# -- folders that cannot be used ---------------------------------------------------------------------------------------
+
+
+def refused(size: int, folder: Path, what: Any = "optimizer") -> list[str]:
+    """What every rank is told."""
+
+    def run(comm: Communicator) -> str:
+        with pytest.raises(OffloadError) as caught:
+            make(comm, folder, what)
+        return str(caught.value)
+
+    return spawn(run, size)
+
+
+def test_a_missing_folder_is_named_on_all_ranks(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    text = f"offload: rank 0: {folder} does not exist: make it, or name another folder"
+    assert refused(3, folder) == [text] * 3
+    file = tmp_path / "file"
+    file.touch()
+    assert f"{file} does not exist" in refused(1, file)[0]
+
+
+def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    told = refused(2, tmp_path)
+    assert told[0] == told[1]
+    assert told[0].startswith(f"offload: rank 0: {tmp_path} has no room for ")
+    assert told[0].endswith(" bytes: No space left on device")
+
+
+def test_two_jobs_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """While another process has it; once that is dead, its traces are none."""
+    other = (
+        "import sys\nfrom pathlib import Path\nfrom fsdpx.state.disk import taken\n"
+        "taken(Path(sys.argv[1]), 'process 7 on elsewhere, 123')\nprint('has it', flush=True)\nsys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", other, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "has it\n"
+        who = "in use by process 7 on elsewhere: each job, and each trainer, needs a folder of its own"
+        assert refused(2, tmp_path) == [f"offload: rank 0: {tmp_path} is {who}"] * 2
+        process.kill()
+    spawn(lambda comm: make(comm, tmp_path).close(), 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["fsdpx.lock"]
+
+
+def test_a_broken_disk_is_named_with_the_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(fd: int, buffers: Any, offset: int) -> int:
+        raise OSError(5, "Input/output error")
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, tmp_path)
+        monkeypatch.setattr(os, "preadv", broken)
+        with pytest.raises(OffloadError, match=f"{tmp_path}: offloaded state cannot be read: Input/output error") as e:
+            trainer.step(*part(trainer, 0))
+        assert e.value.__notes__ == ["on rank 0, in action UPDATE3 (page '5.weight..5.bias')"]
+        monkeypatch.undo()
+        trainer.close()
+
+    spawn(run, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"offload": "optimizer"}, "offload='optimizer': say where, fsdpx.Offload('/local/disk', what='optimizer')"),
+        ({"optimizer": optim.SGD(lr=1.0), "offload": Offload("x")}, "SGD keeps no state; leave it out"),
+        ({"elastic": True, "offload": Offload("x")}, "offload: elastic ranks keep copies of each other's state"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        nn.Linear(2, 2).as_distributed(**{"loss": nn.MSE(), "optimizer": optim.AdamW(), "tune": False} | options)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"folder": ""}, "Offload(folder=''): the path of an existing folder is needed"),
+        ({"folder": "x", "what": "everything"}, "Offload(what='everything'): choose from optimizer, parameters"),
+        ({"folder": "x", "what": ()}, "Offload(what=()): choose from"),
+        ({"folder": "x", "direct": "yes"}, "Offload(direct='yes'): choose True, False or None"),
+    ],
+)
+def test_options_are_checked(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Offload(**given)
+    assert text in str(caught.value)
+
+
+# -- a limit on the memory of the process ------------------------------------------------------------------------------
+
+LIMITED = """
+import hashlib, resource, sys
+from pathlib import Path
+import numpy as np
+from fsdpx import Offload, nn, optim
+
+folder, offloaded, limit = Path(sys.argv[1]), sys.argv[2] == "offload", int(sys.argv[3])
+model = nn.Chain(*(nn.Linear(1024, 1024, bias=False) for _ in range(16)))
+batch = np.random.default_rng(0).standard_normal((4, 1024), np.float32)
+options = dict(loss=nn.MSE(), optimizer=optim.AdamW(), tune=False, backend="local")
+nn.Linear(4, 4).as_distributed(**options).step(batch[:, :4], batch[:, :4])  # what every process takes
+status = Path("/proc/self/status").read_text().splitlines()
+taken = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
+if limit:
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + limit, taken + limit))
+trainer = model.as_distributed(**options, offload=Offload(folder) if offloaded else None)
+for _ in range(2):
+    trainer.step(batch, batch)
+trainer.save(folder / "saved")
+with (folder / "saved" / "model.safetensors").open("rb") as file:
+    print(hashlib.file_digest(file, "sha256").hexdigest())
+"""
+MODEL = 16 * 1024 * 1024 * 4
+"""Bytes of its parameters: gradients take as many, and the optimiser's state twice that."""
+
+
+@pytest.mark.jobs
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit on private memory is Linux's")
+def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
+    """The system lets the process have 3.25 times the model beside what every process takes: that is too little for the
+    four of a step in memory, and enough with the optimiser's two on disk. The bits are those without a limit."""
+    limit = int(3.25 * MODEL)
+
+    def run(how: str, limit: int) -> subprocess.CompletedProcess[str]:
+        folder = tmp_path / f"{how}{limit}"
+        folder.mkdir()
+        command = [sys.executable, "-c", LIMITED, str(folder), how, str(limit)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+    without = run("memory", limit)
+    assert without.returncode != 0
+    assert "MemoryError" in without.stderr
+    free, limited = run("memory", 0), run("offload", limit)
+    assert (limited.returncode, limited.stderr) == (0, "")
+    assert len(free.stdout.strip()) == 64
+    assert limited.stdout == free.stdout
