@@ -1,6 +1,7 @@
 """Optimisers: flat, in place, on this rank's shard only; and the schedules of their learning rates."""
 
 from fsdpx.optim import schedules
+from fsdpx.optim.adafactor import Adafactor
 from fsdpx.optim.adam import Adam, AdamW
 from fsdpx.optim.adam8 import AdamW8bit
 from fsdpx.optim.average import EMA, SWA
@@ -14,6 +15,6 @@ from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.optim.sgd import SGD
 
 __all__ = [
-    "EMA", "LAMB", "SGD", "SWA", "Adam", "AdamW", "AdamW8bit", "AdamWScheduleFree", "Groups", "Kept", "Lion", "Muon",
-    "Optimizer", "Rate", "Run", "Segment", "Segments", "no_decay", "rate", "schedules",
+    "EMA", "LAMB", "SGD", "SWA", "Adafactor", "Adam", "AdamW", "AdamW8bit", "AdamWScheduleFree", "Groups", "Kept",
+    "Lion", "Muon", "Optimizer", "Rate", "Run", "Segment", "Segments", "no_decay", "rate", "schedules",
 ]  # fmt: skip

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from fsdpx.errors import ConfigError
 from fsdpx.optim.segments import Segment, Segments
 
@@ -17,7 +19,7 @@ Shape = tuple[int, ...]
 class Kept:
     """The format of a slot, and how many elements it has. As it is: those of the shard, in the shard's format.
 
-    dtype: its format; None: that of the shard, or that of gradients with `shape`. block: one element for so many of a
+    dtype: its format; None: that of the shard, but with `shape` at least float32. block: one element for so many of a
     parameter, counted from its first one; shards are cut at multiples of 1,024 then. shape: from the shape of a
     parameter to that of what every rank that has a part of the parameter keeps as a whole."""
 
@@ -29,6 +31,11 @@ class Kept:
     def plain(self) -> bool:
         """Whether it has the elements of the shard, whatever their format."""
         return self.block == 1 and self.shape is None
+
+    def format(self, shard: Any) -> Any:
+        """Its format beside a shard of format `shard`."""
+        short = self.shape is not None and np.dtype(shard).itemsize < 4
+        return np.dtype(self.dtype or ("float32" if short else shard))
 
     def of(self, shape: Shape) -> Shape:
         """What is kept of a whole parameter."""
@@ -42,7 +49,7 @@ class Kept:
 
     def count(self, s: Segment) -> int:
         """Elements that are kept of a segment."""
-        return prod(self.of(s.shape)) if self.shape is not None else -(-(s.stop - s.start) // self.block)
+        return prod(self.of(s.shape or (s.size,))) if self.shape is not None else -(-(s.stop - s.start) // self.block)
 
 
 def kept_of(optimizer: Any) -> dict[str, Kept]:
@@ -66,7 +73,7 @@ def places(kept: Kept, segments: Segments) -> Iterator[slice]:
 def zeros(xp: Any, optimizer: Any, segments: Segments, dtype: Any) -> dict[str, Any]:
     """The slots of a shard of format `dtype` before step 1."""
     return {
-        name: xp.zeros(sum(kept.count(s) for s in segments.items), kept.dtype or dtype)
+        name: xp.zeros(sum(kept.count(s) for s in segments.items), kept.format(dtype))
         for name, kept in kept_of(optimizer).items()
     }
 

@@ -74,14 +74,15 @@ def check_number(owner: object, name: str, value: object, low: float = 0.0, belo
         raise ConfigError(f"{type(owner).__name__}({name}={value!r}): {wanted} is needed")
 
 
-def check_options(owner: Any) -> None:
-    """ConfigError unless those of lr, betas, momentum, eps, weight_decay and groups that `owner` has are valid."""
+def check_options(owner: Any, but: str = "") -> None:
+    """ConfigError unless those of lr, betas, momentum, eps, weight_decay and groups that `owner` has are valid.
+    but: the name of one that is of another kind there."""
     if not callable(owner.lr):
         check_number(owner, "lr", owner.lr)
     if hasattr(owner, "betas"):
         _check_betas(owner, owner.betas)
     for name, below in (("momentum", 1.0), ("eps", None), ("weight_decay", None)):
-        if hasattr(owner, name):
+        if hasattr(owner, name) and name != but:
             check_number(owner, name, getattr(owner, name), below=below)
     _check_groups(owner, owner.groups)
 

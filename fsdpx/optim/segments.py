@@ -110,13 +110,21 @@ class Segments:
     def whole(self, parts: Mapping[str, Any], empty: Callable[[int], Any]) -> dict[str, Any]:
         """Flat full arrays from what ranks have of some parameters: name -> this rank's part, in the order of the
         shard. empty: makes an array of so many elements. Of parameters that this rank has no part of it gets none."""
-        mine = [(s.name, (s.offset, parts[s.name])) for s in self.items if s.name in parts]
-        rows = [mine] if self.exchange is None else self.exchange(mine)
+        known = self.everyone([(s.name, (s.offset, parts[s.name])) for s in self.items if s.name in parts])
         full = {s.name: empty(s.size) for s in self.items if s.name in parts}
-        for name, (offset, part) in (entry for row in rows for entry in row):
-            if name in full:
-                full[name][offset : offset + part.size] = part
+        for name, array in full.items():
+            for offset, part in known[name]:
+                array[offset : offset + part.size] = part
         return full
+
+    def everyone(self, mine: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
+        """What all ranks say, this one (name, anything) `mine`, of the parameters that this rank has a part of."""
+        rows = [mine] if self.exchange is None else self.exchange(mine)
+        known: dict[str, list[Any]] = {s.name: [] for s in self.items}
+        for name, said in (entry for row in rows for entry in row):
+            if name in known:
+                known[name].append(said)
+        return known
 
     def square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
         """Sums over full parameters: per column and segment, of all partial sums of its parameter on all ranks.
@@ -124,12 +132,11 @@ class Segments:
         Each column has one list of partial sums per segment. The sums are correctly rounded, so they do not depend on
         how the partial sums lie in shards."""
         mine = [(s.name, [expansion(column[i]) for column in columns]) for i, s in enumerate(self.items)]
-        rows = [mine] if self.exchange is None else self.exchange(mine)
-        gathered: dict[str, list[list[float]]] = {s.name: [[] for _ in columns] for s in self.items}
-        for name, parts in (entry for row in rows for entry in row):
-            for known, part in zip(gathered.get(name, ()), parts, strict=False):
-                known.extend(part)
-        return tuple([exact_sum(gathered[s.name][c]) for s in self.items] for c in range(len(columns)))
+        known = self.everyone(mine)
+        return tuple(
+            [exact_sum([number for said in known[s.name] for number in said[c]]) for s in self.items]
+            for c in range(len(columns))
+        )
 
 
 def freeze(groups: Groups) -> Frozen:

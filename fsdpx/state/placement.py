@@ -211,9 +211,8 @@ class Placement:
 
     def slot_format(self, slot: str) -> np.dtype:
         """The format of a slot of the optimiser."""
-        kept = self.kept[slot]
-        own = self.formats.master if kept.shape is None else self.formats.gradients
-        return own if kept.dtype is None else np.dtype(kept.dtype)
+        found: np.dtype = self.kept[slot].format(self.formats.master)
+        return found
 
     def slot_page(self, slot: str, page: int) -> Page:
         """A page of what a slot keeps of each parameter of a page."""

@@ -46,6 +46,13 @@ class TestAdamW8bit(OptimizerContract):
         return optim.AdamW8bit(**options)
 
 
+class TestAdafactor(OptimizerContract):
+    grain = 1024
+
+    def make(self, **options):
+        return optim.Adafactor(**options)
+
+
 class TestLion(OptimizerContract):
     def make(self, **options):
         return optim.Lion(**options)

@@ -40,6 +40,17 @@ def trained(optimizer, p, gs):
     return found
 
 
+def of_matrix(optimizer, p, gs, shape):
+    """One parameter of this shape after all steps."""
+    segments = Segments((Segment("w", 0, p.size, 0, p.size, shape),))
+    p, slots = p.copy(), zeros(np, optimizer, segments, p.dtype)
+    for step, g in enumerate(gs, 1):
+        optimizer.update(
+            np, p, g * 4.0, slots, lr=optim.rate(optimizer, step), step=step, segments=segments, scale=0.25
+        )
+    return p
+
+
 def ours(optimizer, p, gs):
     return trained(optimizer, p, gs)[-1][0]
 
@@ -293,3 +304,37 @@ def test_adamw_in_8_bits_as_in_its_paper():
     assert np.allclose(mine, theirs, rtol=1e-6, atol=1e-8)
     exact = ours(optim.AdamW(lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.1), p, gs)
     assert 1e-5 < np.abs(mine - exact).max() < 0.1
+
+
+@pytest.mark.parametrize("shape", [(15, 20), (300,), (300, 1), (1, 300)])
+def test_adafactor_as_pytorch(shape):
+    torch = pytest.importorskip("torch")
+    p, gs = gradients()
+    options = {"lr": 0.05, "weight_decay": 0.1, "eps": (1e-30, 1e-3), "d": 1.0, "beta2_decay": -0.7}
+    theirs = torch.nn.Parameter(torch.tensor(p[:300].reshape(shape)))
+    optimizer = torch.optim.Adafactor([theirs], **options)
+    for g in gs:
+        theirs.grad = torch.tensor(g[:300].reshape(shape))
+        optimizer.step()
+    mine = of_matrix(optim.Adafactor(**options), p[:300], gs[:, :300], shape)
+    assert np.allclose(mine, theirs.detach().numpy().reshape(-1), rtol=1e-11, atol=1e-12)
+
+
+def adafactor(p, gs, lr, eps1, eps2, d, power):
+    """Algorithms 4 and 6 of Shazeer & Stern 2018, with sums of rows and of columns. p: a matrix."""
+    r, c = np.zeros((len(p), 1)), np.zeros((1, p.shape[1]))
+    for t, g in enumerate(gs.reshape(-1, *p.shape), 1):
+        alpha, beta = max(eps2, np.sqrt(np.mean(p**2))) * min(lr, 1 / np.sqrt(t)), 1 - t**power
+        r = beta * r + (1 - beta) * (g**2 + eps1).sum(axis=1, keepdims=True)
+        c = beta * c + (1 - beta) * (g**2 + eps1).sum(axis=0, keepdims=True)
+        u = g / np.sqrt(r @ c / r.sum())
+        p = p - alpha * u / max(1, np.sqrt(np.mean(u**2)) / d)
+    return p.reshape(-1)
+
+
+@pytest.mark.parametrize("shape", [(15, 20), (30, 10)])
+def test_adafactor_as_in_its_paper(shape):
+    p, gs = gradients()
+    mine = of_matrix(optim.Adafactor(lr=0.05, d=0.7), p[:300], gs[:, :300], shape)
+    theirs = adafactor(p[:300].reshape(shape), gs[:, :300], 0.05, 1e-30, 1e-3, 0.7, -0.8)
+    assert np.allclose(mine, theirs, rtol=1e-11, atol=1e-12)

@@ -34,6 +34,7 @@ def steps(optimizer: Rounded, p: Any, slots: Any, part: Segments, count: int, lr
 
 
 INNER = [optim.AdamW(), optim.SGD(lr=0.1, momentum=0.9), optim.Lion(), optim.LAMB(), optim.AdamW8bit()]
+INNER += [optim.Adafactor()]
 
 
 @pytest.mark.parametrize("inner", INNER)
