@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from fsdpx.checkpoint.agree import alone, place, together
 from fsdpx.checkpoint.files import STATE, STATE_KEY, Tensors
 from fsdpx.checkpoint.format import array_type
+from fsdpx.checkpoint.kept import Name, arrivals, landed
 from fsdpx.checkpoint.pieces import Held, held
 from fsdpx.checkpoint.read import read, sums
 from fsdpx.checkpoint.save import added
@@ -46,7 +48,12 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool)
         demand_intact(world, source, where)
     if loader is not None:  # it may refuse its state, and nothing else has changed then
         together(world, where, lambda: loader.load_state_dict(scalars.data))
-    fill(state, where, lambda pieces: read(source, pieces, state.placement.xp))
+    shapes = {name: shape for name, (_, shape) in source.tensors.items()}
+
+    def take(pieces: Iterable[Held]) -> None:
+        read(source, chain(pieces, landed(arrivals(state, shapes))), state.placement.xp)
+
+    fill(state, where, take)
     restore(state, scalars)
     return scalars
 
@@ -106,7 +113,10 @@ def _demand_slots(state: TrainState, scalars: Scalars, source: Source, where: st
         )
     known = saved_tensors(place).items()
     rest = {n: (saved_format(place, n), s.shape) for n, s in known if n not in place.layout.specs}
-    _demand(rest, source.only(state=True).tensors, where, convert)
+    found = source.only(state=True).tensors
+    codecs = {name: found[name] for name in found if Name.parse(name) is not None}
+    _demand(rest, {n: found[n] for n in found.keys() - codecs.keys()}, where, convert)
+    demand_fit({n: (place.formats.gradients, shape) for n, (_, shape) in codecs.items()}, codecs, where, convert)
 
 
 def _slots(slots: tuple[str, ...]) -> str:

@@ -68,9 +68,11 @@ class Held:
 
 
 def held(state: TrainState) -> Iterator[Held]:
-    """All that this rank has of the train state, row by row of the ledger."""
+    """All that this rank has of the train state, row by row of the ledger, but for what codecs keep: that is each
+    rank's own, see `checkpoint.kept`."""
     for row, array in state.ledger.saved():
-        yield from _of_row(state.placement, row, array)
+        if row.key.kind != "memory":
+            yield from _of_row(state.placement, row, array)
 
 
 def owned(state: TrainState) -> Iterator[Held]:
@@ -82,7 +84,7 @@ def owned(state: TrainState) -> Iterator[Held]:
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.saved():
-        if row.key.page in placement.layout.copies:
+        if row.key.kind == "memory" or row.key.page in placement.layout.copies:
             continue
         for one in _of_row(placement, row, array, first=True):
             if row.key.page is None:

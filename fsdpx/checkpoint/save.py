@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fsdpx.checkpoint.agree import alone, place, same, together
 from fsdpx.checkpoint.commit import Target, prune, unnumbered
 from fsdpx.checkpoint.files import FileLayout, lay_out
 from fsdpx.checkpoint.format import code_of
+from fsdpx.checkpoint.kept import written
 from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.checkpoint.pieces import Held, owned
 from fsdpx.checkpoint.state import Scalars, scalars_of
@@ -25,6 +27,8 @@ from fsdpx.errors import CheckpointError
 from fsdpx.state.placement import Placement
 from fsdpx.state.rows import saved_format, saved_tensors
 from fsdpx.state.state import TrainState
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 __all__ = ["Choices", "Prepared", "added", "plan_of", "prepare", "save"]
 
@@ -65,7 +69,7 @@ class Prepared:
 
     def pieces(self, state: TrainState) -> Iterator[Held]:
         """What this rank writes."""
-        return (piece for piece in owned(state) if piece.name in self.plan.places)
+        return (piece for piece in chain(owned(state), written(state)) if piece.name in self.plan.places)
 
     def finish(self, sums: np.ndarray) -> None:
         """Rank 0, when all data are on the disk: make it the checkpoint, then remove old ones."""
@@ -102,7 +106,8 @@ def prepare(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Ma
     where = f"save to {path}"
     all_scalars = together(world, where, lambda: _checked(state, path, choices, loader, fit))
     same(world, where, state=all_scalars[world.rank].text())
-    made = plan_of(state.placement, choices, all_scalars[0])
+    everyone = world.all_gather_object({piece.name: piece.spec.shape for piece in written(state)})
+    made = plan_of(state.placement, choices, all_scalars[0], {n: shape for one in everyone for n, shape in one.items()})
     same(world, where, layout=str({name: contents.size for name, contents in made.files.items()}))
     opened: list[Target] = []
 
@@ -130,12 +135,14 @@ def _checked(state: TrainState, path: Path, choices: Choices, loader: Any, fit: 
     return scalars
 
 
-def plan_of(placement: Placement, choices: Choices, scalars: Scalars) -> FileLayout:
-    """The same on every rank: from the model, the optimiser and the options alone; the note tells the mesh, too."""
+def plan_of(placement: Placement, choices: Choices, scalars: Scalars, kept: Shapes) -> FileLayout:
+    """The same on every rank: from the model, the optimiser, the options and what codecs of all ranks have `kept`; the
+    note tells the mesh, too."""
     specs, asked = placement.layout.specs, None if choices.dtype is None else code_of(dtype_of(choices.dtype))
     known = {n: (code_of(saved_format(placement, n)), s.shape) for n, s in saved_tensors(placement).items()}
     weights = {n: (asked or code, shape) for n, (code, shape) in known.items() if n in specs}
     rest = {n: tensor for n, tensor in known.items() if n not in specs}
+    rest |= {n: (code_of(placement.formats.gradients), shape) for n, shape in kept.items()}
     state = scalars.text() if choices.with_ == "parameters" else None
     made = lay_out(weights, rest, state, choices.shard_bytes)
     return replace(made, note=note_of(placement))

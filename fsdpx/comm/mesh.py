@@ -160,6 +160,12 @@ class Axes:
     counters: Counters
     made: tuple[Communicator, ...] = ()
 
+    @property
+    def summing(self) -> tuple[str, ...]:
+        """The axes over which gradients are summed; a rank that has nobody to sum with is all of the shard axis."""
+        wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
+        return wide or ("shard",)
+
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
         """One more communicator, of ranks of the world, counted under `name`. All ranks call this, each with its own
         group; the caller closes it."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from fsdpx.checkpoint.kept import arrivals
 from fsdpx.checkpoint.pieces import held
 from fsdpx.checkpoint.state import Scalars, restore, scalars_of
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.survivors import Survivor
 from fsdpx.elastic.copies import Copies, Generation
-from fsdpx.elastic.descriptors import Descriptor, describe, missing
+from fsdpx.elastic.descriptors import Descriptor, describe, missing, uncovered
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import recut
 from fsdpx.elastic.seats import mesh_for, seated
@@ -116,7 +118,11 @@ class Assembler:
             return built
         step, text = newest
         have = [part for g in generations if g.step == step for part in g.parts]
-        recut(control, have, list(held(state)) if built.trains else [])
+        arriving = list(arrivals(state, _whole(everyone, step))) if built.trains else []
+        recut(control, have, [*held(state), *(part for part, _ in arriving)] if built.trains else [])
+        for part, target in arriving:
+            if target is not None:
+                target += part.array
         report("recovery: state has moved")
         restore(state, Scalars.parse(text, f"the state of step {step}"))
         if built.copies.needed:
@@ -144,6 +150,14 @@ class Assembler:
         copies = Copies(control.subgroup(range(control.size)), session.state, self.elastic.copies, trains)
         born = [one.born for one in everyone]
         return Assembly(control, born, training, group, session, copies, 0, watchdog)
+
+
+def _whole(everyone: list[Member], step: int) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what the ranks have of a step, if they have all of it."""
+    parts: dict[str, list[Descriptor]] = {}
+    for part in (part for one in everyone for g in one.generations if g.step == step for part in g.parts):
+        parts.setdefault(part.name, []).append(part)
+    return {n: some[0].shape for n, some in parts.items() if not uncovered(some, math.prod(some[0].shape))[0].size}
 
 
 def _newest(placement: Placement, everyone: list[Member]) -> tuple[int, str] | None:

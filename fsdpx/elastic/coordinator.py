@@ -20,11 +20,12 @@ from fsdpx.comm.survivors import Survivor
 from fsdpx.elastic import follow
 from fsdpx.elastic.assembly import Assembler, Assembly, Member
 from fsdpx.elastic.copies import Generation
-from fsdpx.elastic.descriptors import live
+from fsdpx.elastic.descriptors import live, moving
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import let_go
 from fsdpx.elastic.seats import mesh_for
 from fsdpx.errors import CheckpointError, ConfigError, DataError, DesyncError, FsdpxError, MeshError, RankLost
+from fsdpx.state.ledger import Key
 from fsdpx.state.tuning import tune_for
 from fsdpx.trainer.calls import different
 from fsdpx.trainer.recipe import Recipe
@@ -117,13 +118,13 @@ class Pace:
 @dataclass(frozen=True)
 class Position:
     """step: number of the last step that counts. kept: of the newest one that will never be made again. under_way: step
-    of the copies that have not arrived. updating: between the agreement on a step and its end. scalars, statistics:
-    what a step changes beside parameters and slots, as it was, for the next one may change it and come to nothing."""
+    of the copies that have not arrived. updating: between the agreement on a step and its end. scalars, before: what a
+    step changes sooner than parameters and slots, as it was, for the next one may change it and come to nothing."""
 
     step: int
     kept: int
     scalars: Scalars
-    statistics: dict[str, Any]
+    before: dict[Key, Any]
     under_way: int | None = None
     updating: bool = False
 
@@ -154,10 +155,8 @@ class Coordinator:
 
     def _position(self, step: int, kept: int, under_way: int | None = None) -> Position:
         state = self.assembly.session.state
-        names = state.placement.layout.state if self.assembly.trains else ()
-        return Position(
-            step, kept, scalars_of(state, None, None), {n: state.statistic(n).copy() for n in names}, under_way
-        )  # fmt: skip
+        before = {key: array.copy() for key, array in moving(state)} if self.assembly.trains else {}
+        return Position(step, kept, scalars_of(state, None, None), before, under_way)
 
     @property
     def step(self) -> int:
@@ -349,7 +348,7 @@ class Coordinator:
         """What this rank has in memory: its own state, unless it is half updated, and the copies it keeps."""
         found = self.assembly.copies.generations()
         if self.assembly.trains and not self._at.updating:
-            parts = list(live(self.assembly.session.state, self._at.statistics))
+            parts = list(live(self.assembly.session.state, self._at.before))
             found.insert(0, Generation(self.step, self._at.scalars, parts))
         return found
 

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdpx.checkpoint.kept import kept
 from fsdpx.checkpoint.pieces import Held, held
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.layer import Spec
+from fsdpx.state.ledger import Key
 from fsdpx.state.state import TrainState
 
-__all__ = ["Descriptor", "Gaps", "Runs", "describe", "live", "meet", "missing", "runs", "uncovered"]
+__all__ = ["Descriptor", "Gaps", "Runs", "describe", "live", "meet", "missing", "moving", "runs", "uncovered"]
 
 Gaps = tuple[np.ndarray, np.ndarray]
 """Runs [start, stop) of a tensor that no rank has, in order."""
@@ -85,18 +87,24 @@ def runs(part: Descriptor) -> Runs:
     return Runs(start[there], (start + end - begin)[there], begin[there] - first)
 
 
-def live(state: TrainState, statistics: Mapping[str, Any] | None = None) -> Iterator[Held]:
-    """What of `held` is up to date here: running statistics are only where the pipe moves them.
+def live(state: TrainState, before: Mapping[Key, Any] | None = None) -> Iterator[Held]:
+    """What of the train state is up to date here: running statistics are only where the pipe moves them.
 
-    statistics: name -> array, in place of the running statistics as they are. They move in forward, so those of a step
-    that did not come to its end are spoilt."""
+    before: arrays in place of some rows as they are, see `moving`: those of a step that did not come to its end are
+    spoilt."""
     home, here = state.placement.statistics_home, state.placement.axes.coordinates.pipe
     for part in held(state):
         if part.name not in home:
             yield part
         elif home[part.name] == here:
-            array = part.array if statistics is None else statistics[part.name]
+            array = (before or {}).get(Key("statistic", None, part.name), part.array)
             yield replace(part, array=array.reshape(-1))
+    yield from kept(state, before)
+
+
+def moving(state: TrainState) -> Iterator[tuple[Key, Any]]:
+    """Rows that change before all ranks agree on a step: running statistics in forward, what codecs keep in reduces."""
+    return ((row.key, array) for row, array in state.ledger.saved() if row.key.kind in ("statistic", "memory"))
 
 
 def missing(have: Iterable[Iterable[Descriptor]], want: Mapping[str, Spec]) -> list[str]:

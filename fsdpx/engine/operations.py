@@ -116,7 +116,7 @@ def _reduction(run: Run, action: Action, axis: str, first: bool, memory: Values)
     page, over_shards, kept = place.pages[p], axis == "shard", memory[0] if memory else {}
     mine = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
     return Reduction(
-        comm, place.codec, page.counts, page.mine, work.part(p), first, mine,
+        comm, getattr(place.route(p), axis), page.counts, page.mine, work.part(p), first, mine,
         work.scratch("carry" if over_shards else "join", p),
         work.scratch("trade", p) if over_shards else None,
         _what(run, action),

@@ -144,4 +144,4 @@ def scratch_nbytes(state: TrainState, slot: Slot) -> int:
     if slot.kind == "wire":
         sent = place.sent(slot.at)
         return 0 if sent is None else page.size * sent.itemsize
-    return place.accumulation.scratch_nbytes(slot.kind, place.codec, page.size, page.mine.size, itemsize)
+    return place.accumulation.scratch_nbytes(slot.kind, place.route(slot.at), page.size, page.mine.size, itemsize)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fsdpx.comm import default as defaults
-from fsdpx.comm.codecs import Codec
+from fsdpx.comm.codecs import Choice
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.default import uses
 from fsdpx.comm.mesh import Mesh
@@ -42,7 +42,7 @@ def distribute(
     precision: str | Precision | None = None,
     clip_norm: float | None = None,
     group_bytes: int | str | None = None,
-    codec: str | Codec | None = None,
+    codec: Choice = None,
     chunks: int | None = None,
     ahead: int | None = None,
     frozen: Sequence[str] = (),
@@ -78,7 +78,8 @@ def distribute(
     clip_norm : largest global gradient norm
     group_bytes : smaller layers are grouped until a unit holds so many bytes, such as "1MiB" (default: measured)
     codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "sign", "topk", "randomk" or a `Codec`, such
-        as `fsdpx.Int8(unbiased=True)` (docs/compression.md)
+        as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern -> one of
+        these: the first that fits counts (docs/compression.md)
     chunks : cut the global batch into so many equal parts: bit-identical results at any number of ranks
     ahead : pages gathered ahead of use
     frozen : name patterns of parameters that are not trained

@@ -35,7 +35,7 @@ class Page:
     """A flat array of `size` elements that holds `fields` without gaps.
 
     partial: each rank of the tensor axis computes only a part of its gradient. packing: its parameters are matrices in
-    8 bits, and its elements are bytes."""
+    8 bits, and its elements are bytes. codec: the number of what carries its gradient."""
 
     index: int
     fields: tuple[Field, ...]
@@ -43,6 +43,7 @@ class Page:
     trainable: bool
     partial: bool = False
     packing: Packing | None = None
+    codec: int = 0
 
     @classmethod
     def of(
@@ -53,6 +54,7 @@ class Page:
         partial: bool = False,
         sources: Mapping[str, str] | None = None,
         packing: Packing | None = None,
+        codec: int = 0,
     ) -> "Page":
         """A page of parameters in the order of `shapes`. sources: name -> source, where they differ."""
         sizes = [prod(shape) if packing is None else packing.nbytes(shape) for _, shape in shapes]
@@ -62,7 +64,7 @@ class Page:
             Field(name, tuple(shape), o, n, known.get(name, name))
             for (name, shape), o, n in zip(shapes, offsets, sizes, strict=False)
         )
-        return cls(index, fields, offsets[-1], trainable, partial, packing)
+        return cls(index, fields, offsets[-1], trainable, partial, packing, codec)
 
     def named(self, flat: Any) -> dict[str, Any]:
         """Name -> the elements of a flat array of the page, in their shape; or what takes the place of an array."""

@@ -1,7 +1,7 @@
 """Units: what is computed, gathered and reduced together, and the pages that hold their parameters."""
 
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,6 +18,13 @@ __all__ = ["GROUP_BYTES", "Layout", "Spread", "Unit", "lay_out"]
 
 GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
+
+Carried = Callable[[Sequence[str]], tuple[int, bool]]
+"""Of a parameter's names: the number of what carries its gradient, and whether that makes of an element what depends on
+the others of its page. Ranks of the tensor axis have other elements of what is cut, so that what they have alike would
+not stay so beside it."""
+Kind = tuple[bool, bool, bool, str, int, bool]
+"""What parameters of a page have in common, see `lay_out`."""
 
 LEAST, NARROW = 4, 128
 """The fewest layers of a line and their largest width: products of wider layers take longer than Python's calls."""
@@ -162,12 +169,14 @@ def lay_out(
     frozen: Sequence[str] = (),
     spread: Spread | None = None,
     packing: Packing | None = None,
+    carried: Carried = lambda names: (0, False),
 ) -> Layout:
     """Group the nodes of a model into units, and lay out the pages of their parameters, of `itemsize` bytes an element.
 
     group_bytes: consecutive nodes are grouped until a unit has so many bytes of parameters; None: `GROUP_BYTES`.
     frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own. packing: how
-    matrices among them are stored, where their layers can take them so."""
+    matrices among them are stored, where their layers can take them so. carried: of the names of a parameter, see
+    `Carried`."""
     limit, spread = GROUP_BYTES if group_bytes is None else group_bytes, spread or Spread()
     if limit < 0:
         raise ConfigError(f"group_bytes={group_bytes}: a number of bytes, 0 or more")
@@ -180,14 +189,21 @@ def lay_out(
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], limit, a)]
     alone = {*copies, *copies.values()}
     packs = frozenset() if packing is None else _packing(model, specs, copies)
+    codecs = {name: carried(names) for name, names in _names(model, specs).items() if specs[name].trainable}
+
+    def kind(name: str) -> Kind:
+        """A page is trainable or not, packed or not, partial or not, has a tied parameter alone, and has one codec."""
+        own, spec = copies.get(name, name), held[name]
+        codec, together = codecs.get(own, (0, False))
+        apart = together and spread.width > 1 and spec.cut is None
+        return not spec.trainable, name in packs, own in spread.partial, name if name in alone else "", codec, apart
+
     pages: list[Page] = []
     for group in groups:
         names = [name for i in group for name in owned[i]]
-        for chosen in _together(names, held, spread, copies, alone, packs):
+        for (still, packed, partial, _, codec, _), chosen in _together(names, kind):
             shapes = [(n, spread.shape(held[n])) for n in chosen]
-            first, partial = chosen[0], copies.get(chosen[0], chosen[0]) in spread.partial
-            how = packing if first in packs else None
-            pages.append(Page.of(len(pages), shapes, held[first].trainable, partial, copies, how))
+            pages.append(Page.of(len(pages), shapes, not still, partial, copies, packing if packed else None, codec))
     home = {f.name: page.index for page in pages for f in page.fields}
     twins: dict[str, list[int]] = {}
     for alias, name in copies.items():
@@ -224,27 +240,22 @@ def _packing(model: Sorted, specs: dict[str, Spec], copies: dict[str, str]) -> f
     return frozenset(chosen | {alias for alias, name in copies.items() if name in chosen})
 
 
-def _together(
-    names: Sequence[str],
-    specs: dict[str, Spec],
-    spread: Spread,
-    copies: dict[str, str],
-    alone: set[str],
-    packs: frozenset[str],
-) -> list[list[str]]:
-    """The parameters of a unit by page: a page is trainable or not, packed or not, partial or not, and has a tied
-    parameter alone."""
-    pages: dict[tuple[bool, bool, bool, str], list[str]] = {}
+def _together(names: Iterable[str], kind: Callable[[str], Kind]) -> list[tuple[Kind, list[str]]]:
+    """The parameters of a unit by page."""
+    pages: dict[Kind, list[str]] = {}
     for name in names:
-        partial = copies.get(name, name) in spread.partial
-        key = (not specs[name].trainable, name in packs, partial, name if name in alone else "")
-        pages.setdefault(key, []).append(name)
-    return [pages[key] for key in sorted(pages)]
+        pages.setdefault(kind(name), []).append(name)
+    return sorted(pages.items())
+
+
+def _names(model: Sorted, specs: Iterable[str]) -> dict[str, list[str]]:
+    """Canonical name -> all names."""
+    return {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
 
 
 def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
     specs = specs_of(model)
-    names = {name: [name, *(a for a, n in model.ties.items() if n == name)] for name in specs}
+    names = _names(model, specs)
     for pattern in frozen:
         if not any(fnmatchcase(name, pattern) for both in names.values() for name in both):
             raise ConfigError(f"frozen pattern {pattern!r} matches no parameter; there are {_some(list(specs))}")

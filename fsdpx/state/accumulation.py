@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdpx.comm.codecs import Codec, Moves
+from fsdpx.comm.codecs import Moves, Route
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.errors import ConfigError, DataError
@@ -95,18 +95,19 @@ class InOrder:
             handle.wait()  # its memory is lent for this action only
         return Transfer(handle, lambda: part)
 
-    def scratch_nbytes(self, kind: str, codec: Codec, full: int, own: int, itemsize: int) -> int:
+    def scratch_nbytes(self, kind: str, route: Route, full: int, own: int, itemsize: int) -> int:
         """Short-lived memory of a reduce ("carry", "trade") or a join of a page with `full` elements, `own` here."""
-        size, width = (own, self.axes.replica.size) if kind == "join" else (full, self.axes.shard.size)
+        join, axes = kind == "join", self.axes
+        codec, size, width = (route.replica, own, axes.replica.size) if join else (route.shard, full, axes.shard.size)
         return codec.scratch(size, width) if width > 1 and kind != "trade" else 0
 
-    def moves(self, codec: Codec, counts: Sequence[int], own: int, itemsize: int) -> tuple[Moves, Moves]:
+    def moves(self, route: Route, counts: Sequence[int], own: int, itemsize: int) -> tuple[Moves, Moves]:
         """The collectives of a reduce and of a join of a page, and the bytes that this rank sends in each. counts:
         elements of each shard. own: those of this rank's shard that it would own in an all-reduce over replicas."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
-            codec.moves(counts, shard.rank, itemsize),
-            codec.moves_all(counts[shard.rank], replica.size, replica.rank, itemsize),
+            route.shard.moves(counts, shard.rank, itemsize),
+            route.replica.moves_all(counts[shard.rank], replica.size, replica.rank, itemsize),
         )
 
 
@@ -178,7 +179,7 @@ class ByTree:
         total = part.join(r.comm, self._groups, r.part, r.what)
         return Transfer(DONE, lambda: total)
 
-    def scratch_nbytes(self, kind: str, codec: Codec, full: int, own: int, itemsize: int) -> int:
+    def scratch_nbytes(self, kind: str, route: Route, full: int, own: int, itemsize: int) -> int:
         """Partial sums that arrive; those of the shard axis stay until the replicas have traded as well."""
         if kind != "trade":
             return 0
@@ -187,7 +188,7 @@ class ByTree:
             elements += split_evenly(own, self.replica[1])[self.replica[0]] * sum(map(len, self._groups))
         return elements * itemsize
 
-    def moves(self, codec: Codec, counts: Sequence[int], own: int, itemsize: int) -> tuple[Moves, Moves]:
+    def moves(self, route: Route, counts: Sequence[int], own: int, itemsize: int) -> tuple[Moves, Moves]:
         """As many exchanges as any rank holds partial sums; each sends its own."""
         mine = counts[self.shard[0]]
         foreign, rest = (sum(counts) - mine) * itemsize, (mine - own) * itemsize

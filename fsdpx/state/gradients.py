@@ -54,6 +54,8 @@ class WholeGradient:
         The first sum goes straight to where the part is kept, others into the gradient's own memory."""
         full, r = self.buffer, reduction
         if r.comm.size == 1:
+            if r.memory:  # no other axis sums, either
+                r.codec.alone(full, r.memory)
             if r.first and not same_memory(full, r.part):
                 r.part[...] = full
             return Transfer(DONE, lambda: r.part if r.first else full)

@@ -32,7 +32,8 @@ KINDS = {
     "grad": Kind("gradients"),  # of whole pages, as backward adds into them
     "part": Kind("gradients"),  # summed over ranks
     "slot": Kind("optimiser", "slots", saved=True),  # state of the optimiser
-    "memory": Kind("codec memory", "memory"),  # of a codec, such as error feedback
+    "memory": Kind("codec memory", "memory", saved=True),  # of a codec, such as error feedback
+    "trace": Kind("codec memory", "memory"),  # the same that begins anew wherever training goes on
     "statistic": Kind("state", saved=True),  # running statistics of layers
     "average": Kind("averages", "slots", saved=True),  # of parameters over time, which the optimiser moves
     "copy": Kind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.codecs import Codec
+from fsdpx.comm.codecs import Codecs, Route
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes
 from fsdpx.config import Offload, Precision, Sharding
@@ -98,7 +98,7 @@ class Placement:
     axes: Axes
     sharding: Sharding
     formats: Formats
-    codec: Codec
+    codecs: Codecs
     optimizer: Any
     loss: Any
     options: Options
@@ -185,17 +185,9 @@ class Placement:
         names = ((layout.canonical(name), i) for name, i in users)
         return {name: spread.rank_of(i) for name, i in names if name in layout.state}
 
-    @cached_property
-    def codec_memory(self) -> dict[int, dict[str, int]]:
-        """Page -> what the codec keeps for it, "axis/name" -> elements."""
-        shard, replica = self.axes.shard.size > 1, self.axes.replica.size > 1
-        found: dict[int, dict[str, int]] = {}
-        for p in self.stage.coded & set(self.stage.trained):
-            page, memory = self.pages[p], found.setdefault(p, {})
-            for axis, wide, size in (("shard", shard, page.size), ("replica", replica, page.mine.size)):
-                known = self.codec.memory(size) if wide else {}
-                memory |= {f"{axis}/{name}": n for name, n in known.items()}
-        return found
+    def route(self, page: int) -> Route:
+        """What carries the gradient of a page."""
+        return self.codecs.rules[self.layout.pages[page].codec][1]
 
     @cached_property
     def segments(self) -> dict[int, Segments]:

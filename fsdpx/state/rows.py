@@ -6,13 +6,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from fsdpx.comm.codecs import Codec, Recut, Route
+from fsdpx.comm.mesh import Axes
+from fsdpx.errors import ConfigError
 from fsdpx.layout.ranges import Range
 from fsdpx.nn.layer import Spec
 from fsdpx.optim.average import AVERAGE
 from fsdpx.state.ledger import Key, Level, Lifetime, Row
 from fsdpx.state.placement import Placement, ShardedPage
 
-__all__ = ["local_gradient", "rows_of", "saved_format", "saved_tensors", "tensor_name"]
+__all__ = ["local_gradient", "memories", "recut_of", "rows_of", "saved_format", "saved_tensors", "tensor_name"]
 
 
 def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
@@ -28,8 +31,7 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
                 p, level = page.page.index, _level(placement, "optimizer")
                 span = placement.slot_span(name, p)
                 yield Row(Key(kind, p, name), placement.slot_format(name), span, level=level)
-            for name, elements in placement.codec_memory.get(page.page.index, {}).items():
-                yield Row(Key("memory", page.page.index, name), formats.gradients, Range(0, elements), "private")
+            yield from _memory(placement, page)
     for name, spec in placement.layout.state.items():
         yield Row(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
 
@@ -66,6 +68,40 @@ def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterat
     yield (full := Row(Key("grad", p), dtype, Range(0, page.size), "private", lifetime, times=times))
     inside = full.key if kept else None
     yield Row(Key("part", p), dtype, page.mine, lifetime="step", inside=inside, at=page.mine.start * (kept and windows))
+
+
+def _memory(placement: Placement, page: ShardedPage) -> Iterator[Row]:
+    """What codecs keep, "axis/name"."""
+    p, mine = page.page.index, page.mine
+    for axis, name, elements, recut in memories(placement.route(p), placement.axes, page.size, mine.size):
+        span = mine if axis == "replica" else Range(0, page.size)
+        key = Key("trace" if recut == "anew" else "memory", p, f"{axis}/{name}")
+        held = span if recut == "sum" else Range(0, elements)
+        if held.size != elements:
+            raise ConfigError(
+                f"codec memory {name!r} has {elements} elements for a gradient of {span.size}: its recut is 'sum', so "
+                "there must be as many"
+            )
+        yield Row(key, placement.formats.gradients, held, "private")
+
+
+def memories(route: Route, axes: Axes, size: int, own: int) -> Iterator[tuple[str, str, int, Recut]]:
+    """Axis, name, elements and recut of all that codecs keep of a gradient of `size` elements, `own` of them in this
+    rank's shard. A rank alone only keeps what it may be given by others, to pay it back."""
+    for axis in axes.summing:
+        codec: Codec = getattr(route, axis)
+        for name, elements in codec.memory(size if axis == "shard" else own).items():
+            recut = codec.recut.get(name, "anew")
+            if recut == "sum" or axes.data.size > 1:
+                yield axis, name, elements, recut
+
+
+def recut_of(placement: Placement, key: Key) -> str:
+    """How a codec's memory comes to other ranks."""
+    assert key.page is not None
+    axis, _, name = key.name.partition("/")
+    recut: str = getattr(placement.route(key.page), axis).recut.get(name, "anew")
+    return recut
 
 
 def local_gradient(placement: Placement, page: int) -> Row:

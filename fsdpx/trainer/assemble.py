@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.array.packed import Packing
-from fsdpx.comm.codecs import Codec, Plain
+from fsdpx.comm.codecs import Choice, Codecs, Plain
 from fsdpx.comm.codecs import codec as codec_of
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
@@ -38,6 +38,7 @@ from fsdpx.state.allocate import allocate
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
+from fsdpx.state.rows import memories
 from fsdpx.state.tuning import Tuning, tune_for
 from fsdpx.trainer.choices import agree, check_model, check_offload, check_whole, is_collective, left_wide
 from fsdpx.trainer.notices import say, slow
@@ -75,7 +76,8 @@ def session_of(
     with slow(world, "compiling kernels"):
         warm(place.xp, planned.model, planned.loss, place.optimizer, dtypes, norm, also)
         if place.xp is np:
-            place.codec.warm(place.formats.gradients)
+            for codec in place.codecs:
+                codec.warm(place.formats.gradients)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
@@ -101,10 +103,10 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     pipe = Pipe(distribution.schedule, axes.pipe.size, _per_rank(distribution.stages, axes.pipe.size))
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
-    layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning)
+    codecs = _codecs(distribution.codec, formats, tuning, training.chunks)
+    layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning, codecs)
     _check_recompute(again, layout)
     products = _products(world, formats, xp)
-    carried = _carried(distribution.codec, formats, tuning, training.chunks)
     schedule = distribution.schedule
     words = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
     offload = distribution.offload
@@ -113,12 +115,12 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     agree(
         world, axes.mesh, sharding, formats, options, layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
-        training.loss, type(carried).__name__, microbatches, machinery.device, products, training.average,
+        training.loss, codecs, microbatches, machinery.device, products, training.average,
     )  # fmt: skip
     optimizer = _optimizer(training, formats)
     return Placement(
-        xp, ordered, layout, _stages(layout, carried, axes, optimizer, offload), axes, sharding, _formats(formats),
-        carried, optimizer, planned.loss, options, tuning, pipe, planned.output_dim,
+        xp, ordered, layout, _stages(layout, codecs, axes, optimizer, offload), axes, sharding, _formats(formats),
+        codecs, optimizer, planned.loss, options, tuning, pipe, planned.output_dim,
     ), planned  # fmt: skip
 
 
@@ -171,6 +173,7 @@ def _layout(
     home: tuple[int, ...],
     formats: Precision,
     tuning: Tuning,
+    codecs: Codecs,
 ) -> Layout:
     """Units and pages. home: the rank of each stage of the pipe."""
     starts = cut_stages(ordered, len(home), distribution.stages, distribution.costs)
@@ -180,7 +183,14 @@ def _layout(
     group = tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
     dtype = dtype_of(formats.compute)
     packing = None if formats.frozen is None else Packing(formats.block, dtype)
-    layout = lay_out(ordered, dtype.itemsize, group, training.frozen, spread, packing)
+
+    def carried(names: Sequence[str]) -> tuple[int, bool]:
+        number = codecs.number(names)
+        return number, not all(codec.elementwise for codec in codecs.rules[number][1])
+
+    layout = lay_out(ordered, dtype.itemsize, group, training.frozen, spread, packing, carried)
+    for pattern, _ in codecs.rules:
+        layout.matching(pattern)
     if packing is not None and (wide := left_wide(ordered, layout)):
         say(axes.world, f"int8 is not for {', '.join(wide)}: kept in {formats.updated}")
     return layout
@@ -200,34 +210,38 @@ def _check_recompute(again: Recompute, layout: Layout) -> None:
         )
 
 
-def _carried(codec: str | Codec | None, formats: Precision, tuning: Tuning, chunks: int | None) -> Codec:
-    carried = codec_of(codec, formats.sums, formats.gradients, "library" if tuning.windows else tuning.algorithm)
-    carried.check(formats.gradients)
-    if carried.feedback and formats.loss_scale == "dynamic":
-        raise ConfigError(
-            f"codec {type(carried).__name__} keeps what it lost in units of the loss scale, which is dynamic: choose a "
-            "fixed loss_scale, or precision='bf16'"
-        )
-    if chunks is not None and not isinstance(carried, Plain):
-        raise ConfigError(
-            f"chunks={chunks}: chunks travel and are added in {formats.gradients}; leave codec out, and for 16-bit "
-            "parameters say precision=fsdpx.Precision(param='bf16')"
-        )
-    return carried
+def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | None) -> Codecs:
+    algorithm = "library" if tuning.windows else tuning.algorithm
+    found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients, algorithm))
+    for codec in found:
+        codec.check(formats.gradients)
+        if codec.feedback and formats.loss_scale == "dynamic":
+            raise ConfigError(
+                f"codec {type(codec).__name__} keeps what it lost in units of the loss scale, which is dynamic: choose "
+                "a fixed loss_scale, or precision='bf16'"
+            )
+        if chunks is not None and not isinstance(codec, Plain):
+            raise ConfigError(
+                f"chunks={chunks}: chunks travel and are added in {formats.gradients}; leave codec out, and for 16-bit "
+                "parameters say precision=fsdpx.Precision(param='bf16')"
+            )
+    return found
 
 
 def _check_whole_steps(place: Placement, microbatches: int) -> None:
-    name, axes = type(place.codec).__name__, place.axes
-    if place.codec.whole_steps and place.reduce_each and microbatches > 1:
-        raise ConfigError(
-            f"codec {name} follows gradients from step to step, but those of microbatches={microbatches} are summed "
-            "one by one: choose strategy ddp or zero1, or microbatches=1"
-        )
-    if place.codec.whole_steps and axes.shard.size > 1 and axes.replica.size > 1:
-        raise ConfigError(
-            f"codec {name} follows gradients from step to step, but {axes.mesh} sums them twice, over shards and over "
-            "replicas: choose a mesh with one of the two"
-        )
+    twice = len(place.axes.summing) > 1
+    for route in (route for _, route in place.codecs.rules if route.shard.whole_steps):
+        name = type(route.shard).__name__
+        if place.reduce_each and microbatches > 1:
+            raise ConfigError(
+                f"codec {name} follows gradients from step to step, but those of microbatches={microbatches} are "
+                "summed one by one: choose strategy ddp or zero1, or microbatches=1"
+            )
+        if twice and route.replica.whole_steps:
+            raise ConfigError(
+                f"codec {name} follows gradients from step to step, but {place.axes.mesh} sums them twice, over shards "
+                "and over replicas: choose a mesh with one of the two, or fsdpx.Between(codec)"
+            )
 
 
 def _per_rank(stages: Any, ranks: int) -> int | None:
@@ -263,12 +277,12 @@ def _poker(progress: str, place: Placement) -> Poker | None:
     return Poker() if progress == "thread" and not busy else None
 
 
-def _stages(layout: Layout, codec: Codec, axes: Axes, optimizer: Any, offload: Offload | None) -> tuple[Stage, ...]:
+def _stages(layout: Layout, codecs: Codecs, axes: Axes, optimizer: Any, offload: Offload | None) -> tuple[Stage, ...]:
     """What each rank of the pipe sees."""
     what = () if offload is None else offload.what
     state = [page.index for page in layout.pages if page.trainable and optimizer.slots and "optimizer" in what]
     shards = [page.index for page in layout.pages if "parameters" in what]
-    wide = axes.shard.size > 1 or axes.replica.size > 1
+    coded = [p.index for p in layout.pages if p.trainable and any(memories(codecs.rules[p.codec][1], axes, 1, 1))]
     return pipeline(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],
         layout.trainable(),
@@ -279,7 +293,7 @@ def _stages(layout: Layout, codec: Codec, axes: Axes, optimizer: Any, offload: O
         layout.twins,
         [page.index for page in layout.pages if page.partial],
         moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
-        coded=[page.index for page in layout.pages if page.trainable and wide and codec.memory(page.size)],
+        coded=coded,
         constant=layout.constant(),
         records=(*(Slot("slots", p) for p in state), *(Slot("shard", p) for p in shards)),
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdpx.comm.codecs import Codec
+from fsdpx.comm.codecs import Choice
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, Precision, Sharding, byte_count
 from fsdpx.nn.layer import Layer
@@ -46,7 +46,7 @@ class Distribution:
     mesh: Mesh | None = None
     group_bytes: int | str | None = None
     ahead: int | None = None
-    codec: str | Codec | None = None
+    codec: Choice = None
     schedule: str | Callable[..., Any] = "1f1b"
     stages: Sequence[str | int] | None = None
     costs: Mapping[str, float] | None = None

@@ -115,10 +115,10 @@ def report(engine: Engine, program: Program) -> Report:
 
 def sizes_of(engine: Engine) -> Sizes:
     """What predictions need to know of this rank's placement."""
-    place, codec = engine.placement, engine.placement.codec
+    place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
-        p: place.accumulation.moves(codec, page.counts, place.replica_own(p), itemsize)
+        p: place.accumulation.moves(place.route(p), page.counts, place.replica_own(p), itemsize)
         for p, page in place.pages.items()
     }
     return Sizes(

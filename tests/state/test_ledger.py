@@ -1,7 +1,7 @@
 """The ledger: rows say what a rank holds, and whoever allocates, saves, moves or reports it iterates them."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -98,10 +98,12 @@ def test_a_key_is_there_once() -> None:
 
 
 class Keeps(fsdpx.Plain):
-    """A codec with memory that it counts steps in."""
+    """A codec with memory that it counts steps in, and some that has no name in `recut`."""
+
+    recut: ClassVar[Any] = {"seen": "same"}
 
     def memory(self, size: int) -> dict[str, int]:
-        return {"seen": size}
+        return {"seen": size, "more": 2}
 
     def reduce(self, comm: Any, grad: Any, out: Any, counts: Any, scratch: Any, memory: Any, *, what: str) -> Any:
         memory["seen"] += 1
@@ -160,4 +162,4 @@ def test_averages_survive_the_death_of_a_rank() -> None:
 
 def test_kinds_are_counted_under_words() -> None:
     assert all(kind.memory for kind in ledger.KINDS.values())
-    assert {name for name, kind in KINDS.items() if kind.saved} == {"master", "slot", "statistic", "average"}
+    assert {name for name, kind in KINDS.items() if kind.saved} == {"master", "slot", "memory", "statistic", "average"}

@@ -22,6 +22,7 @@ class Cast(Codec):
     one rounding per contribution, none in the sum. For all ranks the sum is rounded once more and gathered. `name` of
     the format: "bf16" or "float16"."""
 
+    elementwise = True
     itemsize: int | None = 2
     calls: Calls = (("all_to_all", 1),)
     calls_all: Calls = (("all_to_all", 1), ("all_gather", 1))

@@ -31,6 +31,8 @@ class Codec(ABC):
     calls_all: Calls = (("all_reduce", 2),)
     """The same of `reduce_all`."""
 
+    elementwise: bool = False
+    """Whether what becomes of an element does not depend on the others that are carried with it."""
     feedback: bool = False
     """Whether it keeps what was lost of gradients, and so depends on the scale of the loss."""
     whole_steps: bool = False

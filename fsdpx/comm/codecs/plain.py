@@ -18,6 +18,8 @@ class Plain(Codec):
     `algorithm` of all-reduces: "library", the backend's own, or "ring", ours, which is faster than some libraries' from
     a few MiB on."""
 
+    elementwise = True
+
     def __init__(self, algorithm: str = "library") -> None:
         if algorithm not in ("library", "ring"):
             raise ConfigError(f"Plain({algorithm!r}): choose the algorithm library or ring")

@@ -1,0 +1,75 @@
+"""What codecs keep on elastic ranks: moved when they leave and join, copied, and as it was where a step is repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from jobs_threads import BATCHES, Kill, Killer, make
+
+from fsdpx import Elastic, Mesh, spawn
+from fsdpx.checkpoint.kept import Name, written
+
+OPTIONS: dict[str, Any] = {"codec": "int8", "chunks": None, "precision": "float32"}
+
+
+def owed(trainer: Any) -> float:
+    """What codecs of all ranks owe, each element weighed by its place."""
+    mine = 0.0
+    for piece in written(trainer.engine.state) if trainer.trains else ():
+        name = Name.parse(piece.name)
+        assert name is not None
+        assert name.memory == "error"
+        places = np.concatenate([np.arange(*run) for block in piece.blocks(1 << 30) for run in block.runs])
+        mine += float(np.sum(np.cos(places + len(name.of)) * piece.array, dtype=np.float64))
+    return sum(trainer.world.all_gather_object(mine))
+
+
+@pytest.mark.parametrize("mesh", [None, Mesh(replica=None, shard=2)])
+def test_ranks_leave_and_join_and_nothing_is_lost(mesh: Any) -> None:
+    """fsdp and hybrid: also on one rank alone, which pays back in its next step."""
+
+    def body(comm: Any) -> Any:
+        trainer = make(comm, "fsdp", mesh=mesh, elastic=Elastic(ranks=2, every=1), **OPTIONS)
+        found = []
+        for number, (x, y) in enumerate(BATCHES):
+            before = owed(trainer)
+            sizes = {1: 4, 2: 2, 3: 4} if mesh else {1: 4, 2: 3, 3: 1}
+            if number in sizes:
+                trainer.resize(sizes[number])
+                found.append((before, owed(trainer)))
+            trainer.step(x, y)
+        return found, owed(trainer), trainer.fingerprint()
+
+    ranks = spawn(body, 4, survive=True, timeout=60)
+    assert len({str(one) for one in ranks}) == 1
+    pairs, end, _ = ranks[0]
+    for before, after in pairs:
+        assert before == pytest.approx(after, rel=1e-5)
+        assert abs(before) > 1e-6
+    assert (end == 0) is (mesh is None)
+
+
+@pytest.mark.parametrize(("strategy", "at"), [("fsdp", "UPDATE1"), ("ddp", "SCALE")])
+def test_a_dead_rank_leaves_what_it_owed(strategy: str, at: str) -> None:
+    """Rank 1 dies in the third step, after it counts or before. The others end with the bits of 4 ranks of which one
+    left where they took up again: what was owed there is there, and nothing of the broken step. Under ddp there are no
+    copies, and what rank 1 owed is lost."""
+
+    def body(comm: Any, kills: list[Kill], leave: int) -> Any:
+        trainer = make(comm, strategy, elastic=Elastic(every=1), **OPTIONS)
+        trainer.engine.observers.append(Killer(comm.rank, kills))
+        for number, (x, y) in enumerate(BATCHES):
+            if number == leave:
+                for key, array in trainer._coordinator._at.before.items():
+                    assert key.kind == "memory"
+                    array *= comm.rank != 1 or strategy == "fsdp"
+                trainer.resize(3)
+            trainer.step(x, y)
+        return owed(trainer), trainer.fingerprint(), trainer.recoveries[0].step
+
+    struck = [end for end in spawn(body, 4, [Kill(1, at, 2)], -1, survive=True, timeout=60) if end is not None]
+    assert len(struck) == 3
+    calm = spawn(body, 4, [], struck[0][2], survive=True, timeout=60)
+    assert {str(one) for one in struck} == {str(one) for one in calm}
