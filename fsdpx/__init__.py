@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from fsdpx.facade.functional import *
     from fsdpx.launch.info import info
     from fsdpx.optim.average import EMA, SWA
+    from fsdpx.state.local import Local
     from fsdpx.trainer.costs import layer_costs
     from fsdpx.trainer.series import Checkpoints
     from fsdpx.trainer.trainer import Trainer
@@ -54,6 +55,7 @@ _NAMES = {
     ),
     "fsdpx.launch.info": ("info",),
     "fsdpx.optim.average": ("EMA", "SWA"),
+    "fsdpx.state.local": ("Local",),
     "fsdpx.trainer.costs": ("layer_costs",),
     "fsdpx.trainer.series": ("Checkpoints",),
     "fsdpx.trainer.trainer": ("Trainer",),

@@ -98,7 +98,9 @@ def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
     names = ", ".join(PRESETS)
     if isinstance(strategy, str):
         if strategy not in PRESETS:
-            raise ConfigError(f"unknown strategy {strategy!r}: choose one of {names}, or pass fsdpx.Sharding(...)")
+            raise ConfigError(
+                f"unknown strategy {strategy!r}: choose one of {names}, local_sgd, diloco, or pass fsdpx.Sharding(...)"
+            )
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):
         raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...)")

@@ -16,7 +16,7 @@ from fsdpx.checkpoint.pieces import Held, held
 from fsdpx.checkpoint.read import read, sums
 from fsdpx.checkpoint.save import added
 from fsdpx.checkpoint.source import Source, checkpoint
-from fsdpx.checkpoint.state import Scalars, demand_state, restore
+from fsdpx.checkpoint.state import Scalars, demand_rounds, demand_state, restore
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import CheckpointError
 from fsdpx.optim.rounded import inside
@@ -41,6 +41,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool)
         raise CheckpointError(f"{where}: it holds weights alone; use load_weights")
     scalars = Scalars.parse(source.files[STATE].metadata.get(STATE_KEY), str(source.folder / STATE))
     _demand(weights_of(state), source.only(state=False).tensors, where, convert)
+    demand_rounds(state, scalars, where)
     _demand_slots(state, scalars, source, where, convert)
     if loader is not None:
         together(world, where, lambda: _demand_data(loader, scalars))
@@ -53,7 +54,7 @@ def load(state: TrainState, path: Any, loader: Any, convert: bool, verify: bool)
     def take(pieces: Iterable[Held]) -> None:
         read(source, chain(pieces, landed(arrivals(state, shapes))), state.placement.xp)
 
-    fill(state, where, take)
+    fill(state, where, take, scalars.replicas)
     restore(state, scalars)
     return scalars
 
@@ -80,11 +81,11 @@ def demand_intact(world: Communicator, source: Source, where: str) -> None:
     alone(world, where, judge)
 
 
-def fill(state: TrainState, where: str, read: Callable[[Iterable[Held]], None]) -> None:
-    """From here on the trainer changes. read: fill these pieces."""
+def fill(state: TrainState, where: str, read: Callable[[Iterable[Held]], None], replicas: int | None = None) -> None:
+    """From here on the trainer changes. read: fill these pieces. replicas: see `held`."""
     world = state.placement.axes.world
     world.barrier(what=where).wait()  # others may still read what we share with them
-    together(world, where, lambda: read(held(state)))
+    together(world, where, lambda: read(held(state, replicas)))
     state.replaced()
 
 
@@ -111,7 +112,7 @@ def _demand_slots(state: TrainState, scalars: Scalars, source: Source, where: st
             f"{where}: the optimiser does not fit: {scalars.optimizer} with {_slots(scalars.slots)} in the checkpoint, "
             f"{type(inside(place.optimizer)).__name__} with {_slots(slots)} here; load_weights takes the weights alone"
         )
-    known = saved_tensors(place).items()
+    known = saved_tensors(place, scalars.replicas).items()
     rest = {n: (saved_format(place, n), s.shape) for n, s in known if n not in place.layout.specs}
     found = source.only(state=True).tensors
     codecs = {name: found[name] for name in found if Name.parse(name) is not None}

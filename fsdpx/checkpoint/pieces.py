@@ -11,7 +11,7 @@ from fsdpx.nn.layer import Spec
 from fsdpx.optim.kept import Kept
 from fsdpx.state.ledger import Row
 from fsdpx.state.placement import Placement
-from fsdpx.state.rows import tensor_name
+from fsdpx.state.rows import saved_name, tensor_name
 from fsdpx.state.state import TrainState
 
 __all__ = ["BLOCK", "Block", "Held", "Run", "held", "owned"]
@@ -67,20 +67,22 @@ class Held:
         return self.spec.cut.runs(self.spec.shape, self.rank, self.width, first, last)
 
 
-def held(state: TrainState) -> Iterator[Held]:
+def held(state: TrainState, replicas: int | None = None) -> Iterator[Held]:
     """All that this rank has of the train state, row by row of the ledger, but for what codecs keep: that is each
-    rank's own, see `checkpoint.kept`."""
+    rank's own, see `checkpoint.kept`. replicas: of so many the states are there, where each has one of its own: this
+    one takes that of its number, again from 0 on where there are fewer."""
     for row, array in state.ledger.saved():
         if row.key.kind != "memory":
-            yield from _of_row(state.placement, row, array)
+            yield from _of_row(state.placement, row, array, replicas=replicas)
 
 
 def owned(state: TrainState) -> Iterator[Held]:
     """What of it this rank writes: every element of every tensor is written by exactly one rank.
 
-    Replicas hold the same and write an even part of it each. What the tensor axis does not cut is written by the first
-    rank there: the others' shards of a page with cut parameters begin elsewhere. Copies of a tied parameter are written
-    by the ranks that have the first one, running statistics by one rank of those that move them."""
+    Replicas hold the same and write an even part of it each; what each has of its own it writes alone. What the
+    tensor axis does not cut is written by the first rank there: the others' shards of a page with cut parameters begin
+    elsewhere. Copies of a tied parameter are written by the ranks that have the first one, running statistics by one
+    rank of those that move them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.saved():
@@ -90,22 +92,27 @@ def owned(state: TrainState) -> Iterator[Held]:
             if row.key.page is None:
                 yield from [one] if (placement.statistics_home[one.name], 0, 0, 0) == place else []
             elif one.spec.cut is not None or place.tensor == 0:
-                yield one.part(place.replica, axes.replica.size)
+                yield one.part(place.replica, axes.replica.size) if row.owner == "shard" else one
 
 
-def _of_row(placement: Placement, row: Row, array: Any, first: bool = False) -> Iterator[Held]:
+def _of_row(
+    placement: Placement, row: Row, array: Any, first: bool = False, replicas: int | None = None
+) -> Iterator[Held]:
     """The parts of tensors that lie in a row: of a page, pieces of its parameters; else a tensor by itself. first: of
     what every rank keeps that has a part of a parameter, only what belongs to parameters that begin here."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield Held(name, array.reshape(-1), 0, layout.specs[name], 0, 1)
         return
-    spread, form, mine = layout.spread, placement.kept.get(name, Kept()), placement.pages[p].mine
+    slot = name if row.key.kind in ("slot", "average") else ""
+    spread, form, mine = layout.spread, placement.kept.get(slot, Kept()), placement.pages[p].mine
     begins = {f.name for f in layout.pages[p].fields if mine.start <= f.offset < mine.stop}
-    for field, start, part in placement.slot_page(name, p).held(array, row.span):
+    replica = placement.axes.coordinates.replica
+    before = saved_name(row, replica if replicas is None else replica % replicas)
+    for field, start, part in placement.slot_page(slot, p).held(array, row.span):
         spec = layout.specs[field.source]
         if not form.plain:
             spec = Spec(form.of(spec.shape))
         if first and form.shape is not None and field.name not in begins:
             continue
-        yield Held(tensor_name(name, field.source), part, start, spec, spread.rank, spread.width)
+        yield Held(tensor_name(before, field.source), part, start, spec, spread.rank, spread.width)

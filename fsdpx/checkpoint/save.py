@@ -19,7 +19,7 @@ from fsdpx.checkpoint.format import code_of
 from fsdpx.checkpoint.kept import written
 from fsdpx.checkpoint.manifest import Manifest
 from fsdpx.checkpoint.pieces import Held, owned
-from fsdpx.checkpoint.state import Scalars, scalars_of
+from fsdpx.checkpoint.state import Scalars, rounds_of, scalars_of
 from fsdpx.checkpoint.write import write
 from fsdpx.checkpoint.written import note_of
 from fsdpx.comm.communicator import Communicator
@@ -103,8 +103,8 @@ def prepare(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Ma
     """Everything up to the first byte of data. Collective."""
     world = state.placement.axes.world
     path = place(world, "save", path, options=repr(choices))
-    where = f"save to {path}"
-    all_scalars = together(world, where, lambda: _checked(state, path, choices, loader, fit))
+    where, local = f"save to {path}", rounds_of(state)
+    all_scalars = together(world, where, lambda: _checked(state, path, choices, scalars_of(state, loader, fit, local)))
     same(world, where, state=all_scalars[world.rank].text())
     everyone = world.all_gather_object({piece.name: piece.spec.shape for piece in written(state)})
     made = plan_of(state.placement, choices, all_scalars[0], {n: shape for one in everyone for n, shape in one.items()})
@@ -124,13 +124,12 @@ def prepare(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Ma
     return Prepared(where, made, folder, opened[0] if opened else None, path, choices)
 
 
-def _checked(state: TrainState, path: Path, choices: Choices, loader: Any, fit: Mapping[str, Any] | None) -> Scalars:
+def _checked(state: TrainState, path: Path, choices: Choices, scalars: Scalars) -> Scalars:
     if state.placement.imaginary:
         raise CheckpointError("a dry run has no data to save")
     if state.adding:
         raise CheckpointError("gradients of accumulate or backward are waiting and are not saved: call update before")
     choices.demand(path)
-    scalars = scalars_of(state, loader, fit)
     scalars.text()  # can be written
     return scalars
 

@@ -11,16 +11,17 @@ from typing import Any
 from fsdpx.checkpoint.format import read_json
 from fsdpx.errors import CheckpointError
 from fsdpx.optim.rounded import inside
-from fsdpx.state.state import TrainState
+from fsdpx.state.state import TRAINED, TrainState
 
-__all__ = ["Scalars", "restore", "scalars_of"]
+__all__ = ["Scalars", "demand_rounds", "restore", "rounds_of", "scalars_of"]
 
 
 @dataclass(frozen=True)
 class Scalars:
     """steps: updates made. rows: samples since the last one. scaler: value and good steps of the loss scale. seed: of
     all random numbers, which are functions of it and of the place in training. slots: of the optimiser. data: what a
-    loader's `state_dict` gave, if there was one. fit: how far the training loop was, if there was one."""
+    loader's `state_dict` gave, if there was one. fit: how far the training loop was, if there was one. local: the
+    rounds of replicas that train by themselves, and what each of them has trained on since it met the others."""
 
     steps: int
     rows: int
@@ -32,6 +33,7 @@ class Scalars:
     optimizer: str
     data: dict[str, Any] | None = None
     fit: dict[str, Any] | None = None
+    local: dict[str, Any] | None = None
 
     @property
     def _sound(self) -> bool:
@@ -42,13 +44,19 @@ class Scalars:
             and (type(self.scale) is float and 0 < self.scale < math.inf)
             and type(self.dynamic) is bool
             and all(type(name) is str for name in (self.optimizer, *self.slots))
-            and all(value is None or type(value) is dict for value in (self.data, self.fit))
+            and all(value is None or type(value) is dict for value in (self.data, self.fit, self.local))
         )
+
+    @property
+    def replicas(self) -> int | None:
+        """How many have a state of their own."""
+        return None if self.local is None else len(self.local["weights"])
 
     def text(self) -> str:
         """CheckpointError if the state of the data holds more than JSON can."""
         try:
-            text = json.dumps(vars(self), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+            known = {name: value for name, value in vars(self).items() if (name, value) != ("local", None)}
+            text = json.dumps(known, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
             return text.encode().decode()  # no half of a surrogate pair
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"the state_dict of the loader is not made of numbers and texts: {error}") from None
@@ -65,8 +73,19 @@ class Scalars:
         return made
 
 
-def scalars_of(state: TrainState, loader: Any, fit: Mapping[str, Any] | None) -> Scalars:
-    """loader: anything with `state_dict`, or None."""
+def rounds_of(state: TrainState) -> dict[str, Any] | None:
+    """For `Scalars.local`. Collective."""
+    place, rounds = state.placement, state.placement.rounds
+    if rounds is None:
+        return None
+    weights = place.everyone(state.store[TRAINED], "weights of replicas", place.axes.replica)
+    return {"every": rounds.every, "fragments": len(rounds.fragments), "delay": rounds.delay, "weights": weights}
+
+
+def scalars_of(
+    state: TrainState, loader: Any, fit: Mapping[str, Any] | None, local: dict[str, Any] | None = None
+) -> Scalars:
+    """loader: anything with `state_dict`, or None. local: `rounds_of` it."""
     optimizer, scaler = state.placement.optimizer, state.scaler
     return Scalars(
         steps=state.steps,
@@ -79,13 +98,39 @@ def scalars_of(state: TrainState, loader: Any, fit: Mapping[str, Any] | None) ->
         optimizer=type(inside(optimizer)).__name__,
         data=None if loader is None else dict(demand_state(loader, "state_dict").state_dict()),
         fit=None if fit is None else dict(fit),
+        local=local,
     )
 
 
 def restore(state: TrainState, scalars: Scalars) -> None:
     """Go on where `scalars` were taken."""
     scale = (scalars.scale, scalars.good) if scalars.dynamic else None
+    if scalars.local is not None:
+        weights = scalars.local["weights"]
+        state.store[TRAINED] = list(weights[state.placement.axes.replica.rank % len(weights)])
     state.resume(scalars.steps, scalars.rows, scalars.seed, scale)
+
+
+def demand_rounds(state: TrainState, scalars: Scalars, where: str) -> None:
+    """CheckpointError unless replicas train by themselves in both, and what is under way comes at the same time."""
+    rounds, saved = state.placement.rounds, scalars.local
+    if (rounds is None) != (saved is None):
+        there, here = ("", "not ") if rounds is None else ("not ", "")
+        raise CheckpointError(
+            f"{where}: it was {there}saved in local training, and this trainer is {here}one of it: load_weights takes "
+            "the weights alone"
+        )
+    if (
+        rounds is None
+        or saved is None
+        or (rounds.delay == saved["delay"] == 0 and len(rounds.fragments) == saved["fragments"])
+    ):
+        return
+    now = {"every": rounds.every, "fragments": len(rounds.fragments), "delay": rounds.delay}
+    if other := [
+        f"{name} is {saved[name]} there and {value} here" for name, value in now.items() if saved[name] != value
+    ]:
+        raise CheckpointError(f"{where}: the rounds of local training differ: {', '.join(other)}")
 
 
 def demand_state(loader: Any, method: str) -> Any:

@@ -32,6 +32,7 @@ def note_of(placement: Placement) -> bytes:
     options, axes = placement.options, placement.axes
     found = {
         "strategy": _strategy(placement.sharding),
+        "local training": None if options.local is None else f"rounds of {options.local.every} steps",
         "mesh": str(axes.mesh),
         "ranks": axes.world.size,
         "precision": _precision(placement.formats.precision),

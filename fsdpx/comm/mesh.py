@@ -15,10 +15,14 @@ from fsdpx.comm.local import single
 from fsdpx.config import Sharding, sharding
 from fsdpx.errors import MeshError
 
-__all__ = ["AXES", "Axes", "Coordinates", "Mesh", "alone", "connect"]
+__all__ = ["AXES", "REPLICA", "Axes", "Coordinates", "Mesh", "alone", "connect"]
 
 AXES = ("pipe", "replica", "shard", "tensor")
 """From the slowest to the fastest in rank order by default: tensor neighbours are neighbours on the machine."""
+
+
+REPLICA = ("pipe", "shard", "tensor")
+"""The axes along which the ranks of one replica lie."""
 
 
 class Coordinates(NamedTuple):
@@ -147,7 +151,8 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Axes:
-    """The communicators of one rank along each axis of a mesh; `data` is replica x shard, `world` is all."""
+    """The communicators of one rank along each axis of a mesh; `data` is replica x shard, `world` is all, and `group`
+    those ranks that train together: all of them, or those of one replica where replicas train by themselves."""
 
     mesh: Mesh
     coordinates: Coordinates
@@ -157,6 +162,7 @@ class Axes:
     data: Communicator
     pipe: Communicator
     tensor: Communicator
+    group: Communicator
     counters: Counters
     made: tuple[Communicator, ...] = ()
 
@@ -178,8 +184,11 @@ class Axes:
             comm.close()
 
 
-def connect(mesh: Mesh, comm: Communicator, counters: Counters | None = None, check: bool = False) -> Axes:
-    """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective.
+def connect(
+    mesh: Mesh, comm: Communicator, counters: Counters | None = None, check: bool = False, apart: bool = False
+) -> Axes:
+    """The axes of this rank on `mesh`, resolved for the ranks of `comm`. Collective. apart: replicas train by
+    themselves.
 
     Every distinct group is made once; an axis of width 1 is a communicator of one rank, without MPI. Calls are counted
     in `counters` by axis name. With `check`, every collective is preceded by an exchange of fingerprints."""
@@ -199,7 +208,9 @@ def connect(mesh: Mesh, comm: Communicator, counters: Counters | None = None, ch
         return groups[wide]
 
     named = {"world": AXES, "data": ("replica", "shard")} | {axis: (axis,) for axis in AXES}
+    named |= {"group": REPLICA} if apart else {}
     comms = {name: Counted(group(axes), name, counters) for name, axes in named.items()}
+    comms.setdefault("group", comms["world"])
     return Axes(mesh, place, **comms, counters=counters, made=tuple(made))
 
 

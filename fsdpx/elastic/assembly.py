@@ -135,7 +135,7 @@ class Assembler:
         self, control: Survivor, everyone: list[Member], ranks: int | None, initial: bool, timeout: float | None
     ) -> Assembly:
         where, most = self.recipe.distribution, control.size if ranks is None else min(ranks, control.size)
-        mesh = mesh_for(where.mesh, where.strategy, most)
+        mesh = mesh_for(where.mesh, where.within(most), most)
         training = seated([one.seat for one in everyone], mesh.size)
         trains = control.rank in training
         group = control.split(0 if trains else None, training.index(control.rank) if trains else 0)

@@ -215,7 +215,7 @@ class Coordinator:
         found: int | None = self.assembly.control.all_gather_object(self._request())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
-            mesh_for(where.mesh, where.strategy, min(found or size, size))
+            mesh_for(where.mesh, where.within(size), min(found or size, size))
         except MeshError as error:
             self._refused = found
             if self.assembly.control.rank == 0:

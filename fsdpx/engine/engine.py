@@ -77,9 +77,8 @@ class Engine:
 
     def _begin(self, executable: Executable, feed: Feed) -> Run:
         state, program = self.state, executable.program
-        for _, transfer in self._flying:  # of a program that broke off, alike on all ranks
-            transfer.handle.wait()
-        self._flying.clear()
+        if self._flying:
+            self._let_fly()
         self._sends.clear()
         self.ran, self.batch, self._givers = program, feed.batch or self.batch, executable.givers
         if self.recorder is not None:
@@ -94,6 +93,15 @@ class Engine:
             self._worlds = Worlds(state)
         work, views, worlds = executable.workspace, self._views, self._worlds
         return Run(self.placement, feed, work, views, worlds, state.ties, state.steps, state.scaler, self._issue)
+
+    def _let_fly(self) -> None:
+        """Of what is under way, what lies in slots is for a later program; the rest is of one that broke off, alike on
+        all ranks, and is waited for."""
+        known = {id(value) for value in self.state.store.values()}
+        for _, transfer in self._flying:
+            if id(transfer) not in known:
+                transfer.handle.wait()
+        self._flying = [(axis, transfer) for axis, transfer in self._flying if id(transfer) in known]
 
     def _act(self, run: Run, step: Step) -> None:
         operation, action, words, takes, reads, adds, gives, lane = step

@@ -11,17 +11,14 @@ from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import PARTS, block_squares, exact_sum, expansion
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
-from fsdpx.engine import computing
+from fsdpx.engine import computing, updating
 from fsdpx.engine.messages import receive, send
 from fsdpx.engine.results import Mean, Scale
-from fsdpx.engine.run import Operation, Run, Values, number_of
+from fsdpx.engine.run import Operation, Run, Values, number_of, words
 from fsdpx.errors import DataError
 from fsdpx.optim import rate
-from fsdpx.optim.kept import Kept, kept_of, places
-from fsdpx.optim.segments import Segments
 from fsdpx.program import Action
 from fsdpx.state.gradients import Reduction
-from fsdpx.state.placement import Placement
 from fsdpx.state.ties import add_together
 from fsdpx.state.transfer import Transfer
 
@@ -30,7 +27,7 @@ __all__ = ["OPERATIONS"]
 
 def mean(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """On its way while backward runs: who needs it first waits."""
-    return (run.place.telling(_losses(run, taken, read), "MEAN (loss)", partial(_mean, run.place)),)
+    return (run.place.telling(_losses(run, taken, read), "MEAN (loss)", partial(_mean, run), run.together),)
 
 
 def _losses(run: Run, pairs: Values, weight: Values) -> list[float]:
@@ -40,21 +37,22 @@ def _losses(run: Run, pairs: Values, weight: Values) -> list[float]:
     return [weight[0], *(number for pair in pairs for number in pair)]
 
 
-def _mean(place: Placement, rows: list[list[float]]) -> Mean:
-    shared = exact_sum([row[0] for row in rows]) or 1.0
+def _mean(run: Run, rows: list[list[float]]) -> Mean:
+    """A replica that trains by itself may have no samples."""
+    shared = exact_sum([row[0] for row in rows])
     if len(rows[0]) == 1:
         return Mean(math.nan, 1.0, shared)
     total = exact_sum([number for row in rows for number in row[1::2]])
     weight = exact_sum([number for row in rows for number in row[2::2]])
-    if weight == 0 and not place.imaginary:
+    if weight == 0 and run.together.size == run.place.axes.world.size and not run.place.imaginary:
         raise DataError("no target of the global batch counts for the loss: it is empty, or every label is ignored")
-    return Mean(total, weight or 1.0, shared)
+    return Mean(total, weight, shared)
 
 
 def gather(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """full parameters = all-gather of the shards: n - n/N elements per rank."""
     p, place, (master,) = number_of(action), run.place, read
-    page, comm, what = place.pages[p], place.axes.shard, _what(run, action)
+    page, comm, what = place.pages[p], place.axes.shard, words(run, action)
     full = run.workspace.full(p)
     views = run.views.page(page.page, full)
     if (sent := place.sent(p)) is not None:
@@ -119,13 +117,17 @@ def _reduction(run: Run, action: Action, axis: str, first: bool, memory: Values)
         comm, getattr(place.route(p), axis), page.counts, page.mine, work.part(p), first, mine,
         work.scratch("carry" if over_shards else "join", p),
         work.scratch("trade", p) if over_shards else None,
-        _what(run, action),
+        words(run, action),
     )  # fmt: skip
+
+
+def own(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    return taken
 
 
 def tie(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p = number_of(action)
-    add_together(run.place.axes, run.ties[p], taken, run.workspace.scratch("tie", p), _what(run, action))
+    add_together(run.place.axes, run.ties[p], taken, run.workspace.scratch("tie", p), words(run, action))
     return taken
 
 
@@ -136,10 +138,10 @@ def norm(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     here = _squares(run, read)
     n = len(here)
     losses = _losses(run, taken[:-1], taken[-1:])
-    rows = place.everyone([*here, *losses], "NORM (squares, loss)")
+    rows = place.everyone([*here, *losses], "NORM (squares, loss)", run.together)
     squares = exact_sum([number for row in rows for number in row[:n]])
-    mean = _mean(place, [row[n:] for row in rows])
-    factor = 1.0 / (mean.shared * scaler.value)
+    mean = _mean(run, [row[n:] for row in rows])
+    factor = 1.0 / (mean.each * scaler.value)
     size = math.sqrt(squares) * factor
     finite = math.isfinite(squares)
     if clip is not None and finite:
@@ -151,7 +153,7 @@ def norm(run: Run, action: Action, taken: Values, read: Values, added: Values) -
 def scale(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The same where nobody asks for the norm: nothing is left to say. The gradients are read so that all that needs
     other ranks has come before anything is updated."""
-    factor = 1.0 / (read[0].shared * run.scaler.value)
+    factor = 1.0 / (read[0].each * run.scaler.value)
     return (Scale(factor, math.nan, False, rate(run.place.optimizer, run.step + 1), run.scaler),)
 
 
@@ -169,7 +171,7 @@ def _once(run: Run, totals: Values) -> list[Any]:
     """What of this rank's gradients counts for the norm, parameter by parameter where ranks hold the same. Each element
     counts once: in one replica, on the rank of the tensor axis that has it, not in copies."""
     place = run.place
-    if place.axes.replica.rank > 0:
+    if place.axes.replica.rank > 0 and place.rounds is None:
         return []
     found: list[Any] = []
     for p, total in zip(run.stage.trained, totals, strict=True):
@@ -190,32 +192,6 @@ def commit(run: Run, action: Action, taken: Values, read: Values, added: Values)
     assert run.feed.commit is not None
     run.feed.commit(*read)
     return (True,)
-
-
-def update(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    p, scale, (master, slots) = number_of(action), read[0], added
-    if not scale.skip:
-        segments, step = run.place.segments[p], run.step + 1
-        optimizer, frozen = run.place.optimizer, run.views.frozen
-        forms = kept_of(optimizer)
-        own = [(master, Kept()), *((array, forms[name]) for name, array in slots.items())] if frozen else []
-        kept = [(part, part.copy()) for array, form in own for part in _still(array, form, segments, frozen)]
-        optimizer.update(
-            run.place.xp, master, taken[0], slots, lr=scale.rate, step=step, segments=segments, scale=scale.factor
-        )
-        for now, before in kept:  # weight decay and momentum move what has no gradient
-            now[...] = before
-    return (master, slots)
-
-
-def _still(array: Any, form: Kept, segments: Segments, frozen: frozenset[str]) -> list[Any]:
-    """What an array holds of frozen parameters."""
-    own = zip(segments.items, places(form, segments), strict=True)
-    return [array[at] for s, at in own if s.name in frozen]
-
-
-def _what(run: Run, action: Action) -> str:
-    return f"{action} {run.place.name(number_of(action))}"
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -241,10 +217,15 @@ OPERATIONS: dict[str, Operation] = {
     "REDUCE": reduce,
     "SETTLE": settle,
     "JOIN": join,
+    "OWN": own,
     "TIE": tie,
     "SCALE": scale,
     "NORM": norm,
     "COMMIT": commit,
-    "UPDATE": update,
+    "UPDATE": updating.update,
+    "SHARE": updating.share,
+    "DELTA": updating.delta,
+    "OUTER": updating.outer,
+    "ADOPT": updating.adopt,
 }
 """By verb; a verb of one's own is a row here and a row in `fsdpx.program.VERBS`."""

@@ -1,24 +1,29 @@
-"""What a program gives its caller: the mean loss of a batch, and the scale of an update."""
+"""What a program gives its caller: the mean loss of a batch, the scale of an update, a replica's share of a round."""
 
 from dataclasses import dataclass
 
 from fsdpx.state.scaler import Scaler
 
-__all__ = ["Mean", "Scale"]
+__all__ = ["Mean", "Scale", "Share"]
 
 
 @dataclass(frozen=True)
 class Mean:
     """The loss of the global batch: total / weight, nan in a program without one. shared: the weight of all gradients
-    that were added up."""
+    that were added up, 0 where no sample came."""
 
     total: float
     weight: float
     shared: float
 
     @property
+    def each(self) -> float:
+        """What gradients are divided by."""
+        return self.shared or 1.0
+
+    @property
     def value(self) -> float:
-        return self.total / self.weight
+        return self.total / (self.weight or 1.0)
 
 
 @dataclass(frozen=True)
@@ -32,3 +37,12 @@ class Scale:
     skip: bool
     rate: float
     scaler: Scaler
+
+
+@dataclass(frozen=True)
+class Share:
+    """own: of what all replicas have trained on in a round, this one's part. loss: mean over the batches of all of them
+    in its last step."""
+
+    own: float
+    loss: float

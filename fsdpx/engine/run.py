@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
 from fsdpx.nn.layer import Env, time_of
-from fsdpx.program import Action, Stage
+from fsdpx.program import Action, Outer, Stage
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
@@ -18,7 +19,7 @@ from fsdpx.state.state import TrainState
 from fsdpx.state.ties import Tie
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["Operation", "Run", "Values", "Worlds", "microbatch_of", "number_of"]
+__all__ = ["Operation", "Run", "Values", "Worlds", "microbatch_of", "number_of", "words"]
 
 Values = tuple[Any, ...]
 
@@ -71,6 +72,18 @@ class Run:
         assert self.workspace.state.disk is not None
         return self.workspace.state.disk
 
+    @property
+    def together(self) -> Communicator:
+        """The ranks whose losses and gradients are one: all of them where nothing is trained."""
+        axes = self.place.axes
+        return axes.world if self.workspace.program.kind == "evaluate" else axes.group
+
+    @property
+    def outer(self) -> Outer:
+        """What this step does where replicas that train by themselves meet."""
+        assert self.place.rounds is not None
+        return self.place.rounds.at(self.step + 1)
+
     def batch(self, action: Action) -> Microbatch | None:
         """The microbatch that an action is about; None if this rank has no samples in it."""
         return self.feed.batch[microbatch_of(action)]
@@ -94,3 +107,8 @@ def number_of(action: Action) -> int:
     """Of its unit, page or edge."""
     assert action.unit is not None
     return action.unit
+
+
+def words(run: Run, action: Action) -> str:
+    """An action and its page in words, for errors."""
+    return f"{action} {run.place.name(number_of(action))}"

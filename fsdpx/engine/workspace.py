@@ -69,6 +69,10 @@ class Workspace:
         """Where the reduced gradient of a page is kept."""
         return self._part[page]
 
+    def delta(self, page: int) -> Any:
+        """Where the outer gradient of a page is found."""
+        return self.state.ledger.array("delta", page)
+
     def gradient(self, page: int, views: Views) -> Gradient:
         """A blank full gradient of a page, kept or lent."""
         place, row = self.place, self._grads[page]
@@ -83,6 +87,8 @@ class Workspace:
 
     def scratch(self, kind: str, page: int) -> Any:
         """Short-lived memory of an action: bytes for a codec, elements of the gradients' format for all else."""
+        if (kept := self.state.ledger.array(kind, page)) is not None:
+            return kept
         nbytes = self._scratch.get((kind, page))
         if nbytes is None:
             nbytes = self._scratch[kind, page] = scratch_nbytes(self.state, Slot(kind, page))
@@ -96,7 +102,7 @@ class Workspace:
         return self._nothing[kind]
 
 
-BYTES = ("carry", "join")
+BYTES = ("carry", "join", "parcel")
 """Kinds of scratch that codecs ask for in bytes."""
 
 
@@ -144,4 +150,7 @@ def scratch_nbytes(state: TrainState, slot: Slot) -> int:
     if slot.kind == "wire":
         sent = place.sent(slot.at)
         return 0 if sent is None else page.size * sent.itemsize
+    if slot.kind == "parcel":
+        replicas = place.axes.replica.size
+        return place.route(slot.at).replica.scratch(page.mine.size, replicas) if replicas > 1 else 0
     return place.accumulation.scratch_nbytes(slot.kind, place.route(slot.at), page.size, page.mine.size, itemsize)

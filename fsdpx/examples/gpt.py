@@ -27,7 +27,7 @@ from fsdpx.trainer.report import peak_rss
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m fsdpx.examples.gpt", description=__doc__.splitlines()[0])
     p.add_argument("--data", default=None, help="a file or folder of text (default: Python's standard library)")
-    p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid")
+    p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp, hybrid, local_sgd or diloco")
     p.add_argument("--mesh", default=None, help="widths of axes, such as pipe=2,tensor=2; also replica and shard")
     p.add_argument(
         "--schedule", default="1f1b", help="of the pipe: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zbv, or a file"

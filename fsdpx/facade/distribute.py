@@ -19,6 +19,7 @@ from fsdpx.elastic.trainer import ElasticTrainer
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.nn.layer import Layer
+from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.calls import begin
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
@@ -33,7 +34,7 @@ def distribute(
     *,
     loss: Any,
     optimizer: Any,
-    strategy: str | Sharding = "fsdp",
+    strategy: str | Sharding | Local = "fsdp",
     mesh: Mesh | None = None,
     comm: Any = None,
     backend: str | None = None,
@@ -67,7 +68,8 @@ def distribute(
     ----------
     model : a layer, such as `nn.Chain(...)`
     loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`
-    strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`
+    strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
+        `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs/local.md)
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
     backend : opens a communicator anew: "node", "mpi" or "local"
@@ -108,7 +110,7 @@ def distribute(
     """
     choice = Elastic.of(elastic)
     if choice is not None:
-        _check_elastic(backend, precision, offload)
+        _check_elastic(backend, precision, offload, strategy)
     # before choices are checked: what is wrong on all ranks is printed once for all of them
     world: Any = _world(comm, backend) if choice is None else resilient(comm)
     recipe = Recipe(
@@ -123,13 +125,17 @@ def distribute(
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 
 
-def _check_elastic(backend: str | None, precision: str | Precision | None, offload: Offload | None) -> None:
+def _check_elastic(
+    backend: str | None, precision: str | Precision | None, offload: Offload | None, strategy: Any
+) -> None:
     if backend not in (None, "mpi"):
         raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
     if precision_of(precision).frozen is not None:
         raise ConfigError("Precision(frozen='int8'): elastic ranks do not hand on matrices in 8 bits; leave it out")
     if offload is not None:
         raise ConfigError("offload: elastic ranks keep copies of each other's state in memory; leave elastic out")
+    if local_of(strategy) is not None:
+        raise ConfigError(f"strategy={strategy!r}: elastic ranks train together; leave elastic out, or choose 'hybrid'")
 
 
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:

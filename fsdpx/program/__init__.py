@@ -9,6 +9,7 @@ from fsdpx.program.machine import Machine, Overlap, idle, memory, overlap, peak_
 from fsdpx.program.passes import one_by_one
 from fsdpx.program.pipeline import pipeline
 from fsdpx.program.pipeline_schedule import PipelineSchedule
+from fsdpx.program.rounds import Outer, Rounds
 from fsdpx.program.schedules import SCHEDULES, ScheduleFunction, in_flight, schedule
 from fsdpx.program.simulate import Costs, bubble, simulate
 from fsdpx.program.slots import SLOTS, Slot, SlotKind, buffer_of
@@ -19,8 +20,8 @@ from fsdpx.program.verbs import VERBS, Move, Scratch, Verb
 
 __all__ = [
     "KINDS", "SCHEDULES", "SLOTS", "VERBS", "Action", "Costs", "Edge", "Event", "Lifetime", "Machine", "Move", "Moves",
-    "Overlap", "PipelineSchedule", "Program", "Request", "ScheduleFunction", "Scratch", "Sizes", "Slot",
-    "SlotKind", "Slots", "Stage", "StageUnit", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check",
+    "Outer", "Overlap", "PipelineSchedule", "Program", "Request", "Rounds", "ScheduleFunction", "Scratch", "Sizes",
+    "Slot", "SlotKind", "Slots", "Stage", "StageUnit", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check",
     "check_pipe", "compile", "constants", "expand", "grid", "idle", "in_flight", "lifetimes", "memory", "one_by_one",
     "overlap", "parse", "peak_memory", "pipeline", "schedule", "simulate", "simulate_programs", "traffic", "validate",
 ]  # fmt: skip

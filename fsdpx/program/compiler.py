@@ -8,6 +8,7 @@ from functools import cached_property
 from fsdpx.program.action import Action
 from fsdpx.program.offload import offload
 from fsdpx.program.passes import compute, one_by_one, page, recompute, reduce, reduce_carried
+from fsdpx.program.rounds import Outer
 from fsdpx.program.slots import Slot
 from fsdpx.program.stage import Slots, Stage, expand
 
@@ -48,7 +49,8 @@ class Request:
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
     run forward again before their backward. commit: all ranks agree that a step has come through before it updates.
-    normed: updates want the norm of all gradients."""
+    normed: updates want the norm of all gradients. outer: replicas train by themselves, and what of it this step does
+    when they meet."""
 
     kind: str
     stage: Stage
@@ -64,6 +66,7 @@ class Request:
     recompute: frozenset[int] = frozenset()
     commit: bool = False
     normed: bool = False
+    outer: Outer | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def compile(request: Request) -> Program:
     actions = recompute(_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())
     actions = page(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
     if _reduces(request):
-        actions = reduce(actions, stage, request.reduce_each, request.ahead, join=kind.updates)
+        actions = reduce(actions, stage, request.reduce_each, request.ahead, _joins(request) if kind.updates else "")
     actions += _update(actions, request) if kind.updates else []
     actions = offload(actions, stage, request.microbatches, request.ahead)
     begins, ends, results = _begins(request), _ends(request), _results(request)
@@ -126,19 +129,29 @@ def _reduces(request: Request) -> bool:
     return request.kind == "step" or (request.kind in ("accumulate", "backward") and request.reduce_each)
 
 
+def _joins(request: Request) -> str:
+    """What makes a part the whole gradient: the sum over replicas, or nothing where these train by themselves."""
+    return "JOIN" if request.outer is None else "OWN"
+
+
 def _update(actions: list[Action], request: Request) -> list[Action]:
     """The tail of a program that updates; what other programs left is reduced first."""
-    stage, tail = request.stage, list[Action]()
+    stage, tail, outer = request.stage, list[Action](), request.outer or Outer()
     if request.kind == "update":
-        tail = [*reduce_carried(sorted(request.grads), request.ahead), *(Action("JOIN", p) for p in stage.trained)]
+        joins = (Action(_joins(request), p) for p in stage.trained)
+        tail = [*reduce_carried(sorted(request.grads), request.ahead), *joins]
     tail += [Action("TIE", p) for p in stage.ties]
     told = [Action("MEAN")] if request.kind == "update" else []
     tail += [Action("NORM")] if request.normed else [*told, Action("SCALE")]
     tail += [Action("COMMIT")] if Slot("agreed") in _results(request) else []
+    tail += [Action("SHARE")] if outer.deltas else []
     last: dict[int | None, str] = dict.fromkeys(request.resident, "GATHER")
     last |= {a.unit: a.op for a in actions if a.op in ("GATHER", "FREE")}
     for p in reversed(stage.trained):
         tail += [*([Action("FREE", p)] if last.get(p) == "GATHER" else []), Action("UPDATE", p)]
+        tail += [Action("DELTA", p)] if p in outer.deltas else []
+    for op, pages in (("OUTER", outer.steps), ("ADOPT", outer.adopts)):
+        tail += [Action(op, p) for p in reversed(stage.trained) if p in pages]
     return tail
 
 
@@ -159,10 +172,19 @@ def _begins(request: Request) -> frozenset[Slot]:
     stage = request.stage
     slots = _lasting(stage) | _of("full", request.resident) | _of("grad", request.grads) | _of("part", request.parts)
     slots |= {Slot("weight")} if request.weighed else set()
+    if request.outer is not None:
+        slots |= _meeting(request, request.outer.summing, request.outer.coming)
     if request.kind == "backward":
         slots |= _saved(request)
         slots |= {Slot("seed", None, m) for m in range(request.microbatches)} if stage.scores else set()
     return frozenset(slots)
+
+
+def _meeting(request: Request, summing: frozenset[int], coming: frozenset[int]) -> set[Slot]:
+    """What replicas that train by themselves keep, and what is under way between them."""
+    trained = frozenset(request.stage.trained)
+    kept = _of("outer", trained) | _of("velocity", trained) | {Slot("trained")}
+    return kept | _of("delta", summing & trained) | _of("next", coming & trained)
 
 
 def _ends(request: Request) -> frozenset[Slot]:
@@ -173,6 +195,9 @@ def _ends(request: Request) -> frozenset[Slot]:
         units = [u for u in stage.here if kind.ops and (kind.ops != "B" or u in stage.backward)]
         touched = request.resident.union(*(stage.units[u].pages for u in units))
         slots |= _of("full", (p for p in touched if not (kind.updates and stage.trainable[p])))
+    if (outer := request.outer) is not None:
+        summing, coming = outer.summing | outer.deltas, outer.coming | outer.steps
+        slots |= _meeting(request, summing - outer.steps, coming - outer.adopts)
     if kind.updates:
         return frozenset(slots)
     if "B" in kind.ops:
@@ -197,5 +222,7 @@ def _results(request: Request) -> tuple[Slot, ...]:
     if kinds == ("dact",):
         wanted = [v for v in stage.used if v not in stage.constant]
         return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
+    if request.outer is not None and request.outer.deltas:
+        kinds = (*kinds, "share")
     slots = tuple(Slot(kind) for kind in kinds if kind != "weight" or stage.scores)
     return (*slots, Slot("agreed")) if request.commit and request.kind == "step" else slots

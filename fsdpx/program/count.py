@@ -26,8 +26,8 @@ class Sizes:
     param_itemsize: int
     grad_itemsize: int
     widths: dict[str, int]
-    reduces: Mapping[int, Moves] = field(default_factory=dict)  # page -> how a codec carries it over shards
-    joins: Mapping[int, Moves] = field(default_factory=dict)  # and over replicas; plain if nothing is said
+    carried: Mapping[tuple[str, str], Mapping[int, Moves]] = field(default_factory=dict)
+    """(axis, collective) -> page -> how a codec carries it instead; plain if nothing is said"""
     ties: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)  # (axis, call, elements)
     tie_itemsize: int = 4
     edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
@@ -68,7 +68,6 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, bytes) of an action."""
     param = 1 if action.unit in sizes.packed else sizes.param_itemsize
     itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
-    carried = {"reduce_scatter": sizes.reduces, "all_reduce": sizes.joins}
     for move in VERBS[action.op].moves:
         if move.format == "control":
             continue
@@ -82,7 +81,7 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
             for axis, call, elements in sizes.ties[action.unit]:
                 yield axis, call, elements * itemsizes[move.format]
         elif sizes.widths[move.axis] > 1:
-            if (moves := carried.get(move.call, {}).get(action.unit)) is not None:
+            if (moves := sizes.carried.get((move.axis, move.call), {}).get(action.unit)) is not None:
                 yield from ((move.axis, call, nbytes) for call, nbytes in moves)
                 continue
             whole, own = (sizes.full, sizes.shard) if move.amount == "full" else (sizes.shard, sizes.replica_own)

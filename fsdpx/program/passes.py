@@ -4,7 +4,7 @@ compute    the order of stages expanded to units, tied to the neighbours by RECV
 recompute  forwards that keep little, and run again before their backward;
 page       parameters as pages: GATHER before use, at most `ahead` pages early, FREE after;
 reduce     REDUCE over shards once a page's gradients are complete, SETTLE where memory or order wants the end of it,
-           JOIN over replicas after the last one.
+           JOIN over replicas after the last one, or OWN where replicas train by themselves.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -119,17 +119,17 @@ def _window(needs: Sequence[Sequence[int]], start: int, ahead: int) -> dict[int,
     return window
 
 
-def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: bool) -> Actions:
+def reduce(actions: Actions, stage: Stage, each: bool, behind: int, join: str) -> Actions:
     """Insert REDUCE after the last action that adds into a page's gradient (with `each`: the last of every microbatch)
     and SETTLE at most `behind` reduces of other pages later, before anyone adds into that page again, and at the end.
-    With `join` the last SETTLE of a page is followed by its JOIN."""
+    The last SETTLE of a page is followed by the verb `join`, if there is one."""
     added = [_pages("grad", VERBS[a.op].adds, a, stage) for a in actions]
     rounds = [a.mb if each else None for a in actions]
     last = {(p, rounds[i]): i for i, pages in enumerate(added) for p in pages}
     complete = [[p for p in pages if last[p, rounds[i]] == i] for i, pages in enumerate(added)]
     result = _reduced(zip(([a] for a in actions), added, complete, strict=True), behind)
     settled = {a.unit: i for i, a in enumerate(result) if join and a.op == "SETTLE"}
-    ends = {i: [Action("JOIN", p)] for p, i in settled.items()}
+    ends = {i: [Action(join, p)] for p, i in settled.items()}
     return [x for i, a in enumerate(result) for x in (a, *ends.get(i, []))]
 
 

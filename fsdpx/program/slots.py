@@ -44,6 +44,11 @@ SLOTS: dict[str, SlotKind] = {
     "part": SlotKind("part", "gradients"),
     "total": SlotKind("part", "gradients"),
     "tied": SlotKind("part", "gradients"),
+    # replicas that train by themselves: where a round began, what outer steps keep, and what is under way between them
+    "outer": SlotKind("outer", "outer parameters"),
+    "velocity": SlotKind("velocity", "outer optimiser"),
+    "delta": SlotKind("delta", "gradients"),
+    "next": SlotKind("next", "outer parameters"),
     # activations
     "act": SlotKind("act", "activations"),
     "dact": SlotKind("dact", "activations"),
@@ -56,6 +61,8 @@ SLOTS: dict[str, SlotKind] = {
     "weight": SlotKind("weight", "control"),
     "mean": SlotKind("mean", "control"),
     "scale": SlotKind("scale", "control"),
+    "trained": SlotKind("trained", "control"),  # by a replica, since each fragment last set out
+    "share": SlotKind("share", "control"),
     "agreed": SlotKind("agreed", "control"),
     # scratch
     "wire": SlotKind("wire", "scratch", lent=True),
@@ -63,6 +70,7 @@ SLOTS: dict[str, SlotKind] = {
     "trade": SlotKind("trade", "scratch", lent=True),
     "join": SlotKind("join", "scratch", lent=True),
     "tie": SlotKind("tie", "scratch", lent=True),
+    "parcel": SlotKind("parcel", "scratch", lent=True),
 }
 
 

@@ -19,7 +19,7 @@ In the table a slot is written as a kind and what it ranges over:
     "record:here"    the slot whose value lies in a slower level between uses; "stored:here"  that it lies there as
                      it is here; "stored:once"  until it is fetched, "stored:always"  until it changes,
                      "stored:changed"  of the records of the action's own page
-    "weight:scored"  where the loss is computed;  "mean" "scale"  one for the whole step
+    "weight:scored"  where the loss is computed;  "mean" "scale" "share" "trained"  one for the whole step
 """
 
 from dataclasses import dataclass
@@ -125,6 +125,7 @@ VERBS: dict[str, Verb] = {
     "SETTLE": Verb(takes=("sum:page",), adds=("part:page",), lane="host", about="page"),
     "JOIN": Verb(takes=("part:page",), gives=("total:page",), adds=("memory:coded",), about="page",
                  scratch=(Scratch("join"),), lane="replica", moves=(Move("replica", "all_reduce", "shard", "grad"),)),
+    "OWN": Verb(takes=("part:page",), gives=("total:page",), lane="host", about="page"),
     "TIE": Verb(takes=("total:twins",), gives=("tied:twins",), about="page", scratch=(Scratch("tie"),),
                 lane="peers", moves=(Move("peers", "all_gather", "shard", "tie"),)),
     # update
@@ -134,6 +135,14 @@ VERBS: dict[str, Verb] = {
     "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(NUMBERS,), about=""),
     "UPDATE": Verb(takes=("final:page", "stored:changed"), reads=("scale", "shard:page", "slots:page"),
                    adds=("shard:page", "slots:page"), about="page"),
+    # replicas that train by themselves meet
+    "SHARE": Verb(reads=("mean", "trained"), gives=("share",), lane="world", moves=(NUMBERS,), about=""),
+    "DELTA": Verb(reads=("shard:page", "outer:page", "share"), adds=("memory:coded",), gives=("delta:page",),
+                  about="page", scratch=(Scratch("parcel", "delta:page"),),
+                  lane="replica", moves=(Move("replica", "reduce_scatter", "shard", "grad"),)),
+    "OUTER": Verb(takes=("delta:page",), adds=("outer:page", "velocity:page"), gives=("next:page",), about="page",
+                  lane="replica", moves=(Move("replica", "all_gather", "shard", "grad"),)),
+    "ADOPT": Verb(takes=("next:page",), adds=("shard:page",), about="page"),
 }
 # fmt: on
 

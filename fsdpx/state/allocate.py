@@ -28,7 +28,9 @@ BLOCK = 1 << 20
 def allocate(placement: Placement, initial: bool = True) -> TrainState:
     """The state of this rank. Collective. initial: with initial parameters; else the caller fills them in."""
     world, xp = placement.axes.world, placement.xp
-    arena = Arena(xp, memory_of(world, xp) if placement.tuning.windows else None)
+    # replicas that train by themselves do not come together to make shared memory
+    windows = placement.tuning.windows and placement.rounds is None
+    arena = Arena(xp, memory_of(world, xp) if windows else None)
     rows = _placed(placement, arena)
     disk = open_disk(placement, rows)
     ledger = Ledger(rows, None if disk is None else disk.mapped)
@@ -84,6 +86,9 @@ def initialise(state: TrainState) -> None:
         return np.concatenate([part for some in _near(runs) for part in _of_runs(spec, seed, name, some)])
 
     fill(state, values, BLOCK)
+    for row, array in state.ledger.saved():
+        if row.key.kind == "outer":
+            array[...] = state.ledger.array("master", row.key.page)
 
 
 def fill(state: TrainState, values: Any, most: int = sys.maxsize) -> None:

@@ -19,11 +19,12 @@ __all__ = ["KINDS", "Key", "Kind", "Ledger", "Level", "Lifetime", "Row"]
 class Kind:
     """memory: under which a report counts it. slot: the kind of slot in which programs see it, if they do. saved: it
     belongs to the train state, so checkpoints hold it, re-cuts move it and recovery keeps copies of it; everything else
-    can be made again from what is saved."""
+    can be made again from what is saved. prefix: of the name under which it is saved."""
 
     memory: str
     slot: str = ""
     saved: bool = False
+    prefix: str = ""
 
 
 KINDS = {
@@ -36,12 +37,19 @@ KINDS = {
     "trace": Kind("codec memory", "memory"),  # the same that begins anew wherever training goes on
     "statistic": Kind("state", saved=True),  # running statistics of layers
     "average": Kind("averages", "slots", saved=True),  # of parameters over time, which the optimiser moves
+    "outer": Kind("outer parameters", "outer", saved=True),  # where replicas that train by themselves last met
+    "velocity": Kind("outer optimiser", "velocity", saved=True, prefix="outer."),  # state of the optimiser between them
+    "delta": Kind("gradients"),  # what a replica has moved since
+    "sum": Kind("gradients", saved=True, prefix="delta"),  # of these over replicas, until the outer step
+    "parcel": Kind("gradients"),  # of a codec, while they are under way
     "copy": Kind("copies for recovery"),  # of other ranks' saved rows, and of this rank's as they were
 }
 
-Owner = Literal["shard", "all", "private"]
+Owner = Literal["shard", "all", "data", "replica", "private"]
 """Which ranks hold the same elements: "shard", those that stand at this place of the shard axis; "all" ranks, where no
-other axis cuts the tensor; "private", none: the contents belong to this rank alone."""
+other axis cuts the tensor; "data", those at this place of the data axis: replicas share it out as well; "replica":
+those of one replica as "shard", and each replica has contents of its own; "private", none: the contents belong to this
+rank alone."""
 
 Level = Literal["device", "host", "disk", "rank"]
 """Where the bytes are: with the arrays that are computed on, in host memory, on disk, or in the memory of another

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fsdpx.comm.codecs import Codecs, Route
-from fsdpx.comm.communicator import DONE, split_evenly
+from fsdpx.comm.communicator import DONE, Communicator, split_evenly
 from fsdpx.comm.mesh import Axes
 from fsdpx.config import Offload, Precision, Sharding
+from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page, cut
 from fsdpx.layout.ranges import Range
 from fsdpx.layout.units import Layout, Unit
@@ -20,8 +21,9 @@ from fsdpx.nn.layer import dotted
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.kept import Kept, kept_of
-from fsdpx.program import Stage
+from fsdpx.program import Rounds, Stage
 from fsdpx.state.accumulation import Accumulation, accumulation
+from fsdpx.state.local import Local
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.recompute import Recompute
 from fsdpx.state.shapes import ValueShapes
@@ -40,7 +42,7 @@ class Options:
 
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
     added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: in words. recompute: units that
-    run forward again. offload: what lies on disk between uses."""
+    run forward again. offload: what lies on disk between uses. local: replicas train by themselves."""
 
     seed: int = 0
     clip_norm: float | None = None
@@ -49,6 +51,7 @@ class Options:
     schedule: str | None = None
     recompute: Recompute = field(default_factory=Recompute)
     offload: Offload | None = None
+    local: Local | None = None
 
 
 @dataclass(frozen=True)
@@ -186,15 +189,64 @@ class Placement:
         return {name: spread.rank_of(i) for name, i in names if name in layout.state}
 
     def route(self, page: int) -> Route:
-        """What carries the gradient of a page."""
+        """What carries the gradient of a page; over replicas that train by themselves, the outer one."""
         return self.codecs.rules[self.layout.pages[page].codec][1]
 
     @cached_property
     def segments(self) -> dict[int, Segments]:
         """What this rank's shard of each page holds, in the optimiser's terms."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
-        exchange = None if alone else partial(_exchange, self)
-        return {p: Segments(_segments(self.pages[p]), exchange) for p in self.stage.trained}
+        exchange = None if alone else partial(_exchange, self, self.axes.shard)
+        return {p: Segments(_segments(self.pages[p].page, self.pages[p].mine), exchange) for p in self.stage.trained}
+
+    # -- replicas that train by themselves -----------------------------------------------------------------------------
+
+    @cached_property
+    def rounds(self) -> Rounds | None:
+        """When they meet; None if replicas train together. Pages go to fragments in turn, copies of one parameter to
+        the same one."""
+        local, layout = self.options.local, self.layout
+        if local is None:
+            return None
+        first = {p: group[0] for group in layout.twins for p in group}
+        trained = [page.index for page in layout.pages if page.trainable]
+        turns = {p: i for i, p in enumerate(p for p in trained if first.get(p, p) == p)}
+        if len(turns) < local.fragments:
+            raise ConfigError(
+                f"Local(fragments={local.fragments}): the model has {len(turns)} pages of parameters; a smaller "
+                "group_bytes makes more of them"
+            )
+        fragments = [
+            frozenset(p for p in trained if turns[first.get(p, p)] % local.fragments == number)
+            for number in range(local.fragments)
+        ]
+        return Rounds(local.every, tuple(fragments), local.delay)
+
+    @property
+    def outer(self) -> Any:
+        """The optimiser that brings them together."""
+        assert self.options.local is not None
+        return self.options.local.outer
+
+    @property
+    def owner(self) -> Literal["shard", "replica"]:
+        """Who has the same of what is trained, and of its optimiser's state."""
+        return "shard" if self.options.local is None else "replica"
+
+    def replica_part(self, page: int) -> Range:
+        """The elements of this rank's shard of a page on which it makes the outer step."""
+        mine, replica = self.pages[page].mine, self.axes.replica
+        counts = split_evenly(mine.size, replica.size)
+        start = mine.start + sum(counts[: replica.rank])
+        return Range(start, start + counts[replica.rank])
+
+    @cached_property
+    def outer_segments(self) -> dict[int, Segments]:
+        """What these hold, in the optimiser's terms."""
+        alone = self.axes.data.size == self.axes.tensor.size == 1
+        exchange = None if alone else partial(_exchange, self, self.axes.data)
+        pages = {p: _segments(self.pages[p].page, self.replica_part(p)) for p in self.stage.trained}
+        return {p: Segments(segments, exchange) for p, segments in pages.items()}
 
     @cached_property
     def kept(self) -> dict[str, Kept]:
@@ -246,14 +298,16 @@ class Placement:
 
     # -- others --------------------------------------------------------------------------------------------------------
 
-    def everyone(self, values: list[float], what: str) -> list[list[float]]:
-        """A few float64 numbers of every rank, in rank order, on every rank."""
-        rows: list[list[float]] = self.telling(values, what, lambda rows: rows).wait()
+    def everyone(self, values: list[float], what: str, comm: Communicator | None = None) -> list[list[float]]:
+        """A few float64 numbers of every rank of `comm`, or of all ranks, in rank order, on every rank."""
+        rows: list[list[float]] = self.telling(values, what, lambda rows: rows, comm).wait()
         return rows
 
-    def telling(self, values: list[float], what: str, use: Callable[[list[list[float]]], Any]) -> Transfer:
+    def telling(
+        self, values: list[float], what: str, use: Callable[[list[list[float]]], Any], comm: Communicator | None = None
+    ) -> Transfer:
         """The same, on its way: what `use` makes of the numbers when all are there."""
-        comm, n = self.axes.world, len(values)
+        comm, n = comm or self.axes.world, len(values)
         if comm.size == 1:
             return Transfer(DONE, lambda: use([values]))
         table = np.zeros(n * comm.size)
@@ -279,19 +333,19 @@ def statistics_of(layout: Layout, unit: Unit) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name in layout.state))
 
 
-def _segments(page: ShardedPage) -> tuple[Segment, ...]:
-    items, start = [], page.mine.start
-    for piece in page.page.pieces(page.mine):
-        f = page.page.fields[piece.have]
+def _segments(page: Page, mine: Range) -> tuple[Segment, ...]:
+    items, start = [], mine.start
+    for piece in page.pieces(mine):
+        f = page.fields[piece.have]
         items.append(
             Segment(f.source, piece.start - start, piece.stop - start, piece.start - f.offset, f.size, f.shape)
         )
     return tuple(items)
 
 
-def _exchange(placement: Placement, mine: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
+def _exchange(placement: Placement, holders: Communicator, mine: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
     """Sums over parameters of all ranks that hold a part of them; what the tensor axis holds twice counts once."""
     layout, tensor = placement.layout, placement.axes.tensor
     counted = [entry for entry in mine if tensor.rank == 0 or layout.specs[entry[0]].cut is not None]
-    rows = placement.axes.shard.all_gather_object(counted)
+    rows = holders.all_gather_object(counted)
     return [row for line in tensor.all_gather_object(rows) for row in line] if tensor.size > 1 else rows

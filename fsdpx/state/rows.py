@@ -12,10 +12,14 @@ from fsdpx.errors import ConfigError
 from fsdpx.layout.ranges import Range
 from fsdpx.nn.layer import Spec
 from fsdpx.optim.average import AVERAGE
-from fsdpx.state.ledger import Key, Level, Lifetime, Row
+from fsdpx.optim.kept import Kept
+from fsdpx.program import Rounds
+from fsdpx.state.ledger import KINDS, Key, Level, Lifetime, Row
 from fsdpx.state.placement import Placement, ShardedPage
 
-__all__ = ["local_gradient", "memories", "recut_of", "rows_of", "saved_format", "saved_tensors", "tensor_name"]
+__all__ = [
+    "local_gradient", "memories", "recut_of", "rows_of", "saved_format", "saved_name", "saved_tensors", "tensor_name",
+]  # fmt: skip
 
 
 def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
@@ -30,7 +34,9 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
                 kind = "average" if name == AVERAGE else "slot"
                 p, level = page.page.index, _level(placement, "optimizer")
                 span = placement.slot_span(name, p)
-                yield Row(Key(kind, p, name), placement.slot_format(name), span, level=level)
+                yield Row(Key(kind, p, name), placement.slot_format(name), span, placement.owner, level=level)
+            if placement.rounds is not None:
+                yield from _outer(placement, placement.rounds, page)
             yield from _memory(placement, page)
     for name, spec in placement.layout.state.items():
         yield Row(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
@@ -55,8 +61,25 @@ def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterat
     )
     yield full
     inside = full.key if kept and placement.sent(p) is None and gathered == dtype else None
-    level = _level(placement, "parameters")
-    yield Row(Key("master", p), dtype, page.mine, level=level, inside=inside, at=page.mine.start if inside else 0)
+    owner, level = placement.owner if page.page.trainable else "shard", _level(placement, "parameters")
+    at = page.mine.start if inside else 0
+    yield Row(Key("master", p), dtype, page.mine, owner, level=level, inside=inside, at=at)
+
+
+def _outer(placement: Placement, rounds: Rounds, page: ShardedPage) -> Iterator[Row]:
+    """Of replicas that train by themselves. An outer gradient lies where the part of a gradient did, unless it is under
+    way for longer than a step."""
+    p, dtype, replicas = page.page.index, placement.formats.gradients, placement.axes.replica.size
+    part, codec = placement.replica_part(p), placement.route(p).replica
+    yield Row(Key("outer", p), dtype, page.mine)
+    for name in placement.outer.slots:
+        yield Row(Key("velocity", p, name), dtype, part, "data")
+    inside = Key("part", p) if rounds.half == 0 else None
+    yield (delta := Row(Key("delta", p), dtype, page.mine, "private", "step", inside=inside))
+    if inside is None:
+        yield Row(Key("sum", p), dtype, part, "data", inside=delta.key)
+        if replicas > 1 and (nbytes := codec.scratch(page.mine.size, replicas)):
+            yield Row(Key("parcel", p), np.dtype(np.uint8), Range(0, nbytes), "private", "step")
 
 
 def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[Row]:
@@ -115,22 +138,45 @@ def tensor_name(row: str, parameter: str) -> str:
     return f"{row}/{parameter}" if row else parameter
 
 
-def saved_tensors(placement: Placement) -> dict[str, Spec]:
+def saved_name(row: Row, replica: int) -> str:
+    """The first half of such a name: "m", or "replica1/m" of what each replica has of its own."""
+    name = KINDS[row.key.kind].prefix + row.key.name
+    return _of_replica(name, replica) if row.owner == "replica" else name
+
+
+def _of_replica(name: str, replica: int) -> str:
+    return f"replica{replica}/{name}" if name else f"replica{replica}"
+
+
+def saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, Spec]:
     """Every tensor of the train state of the whole model, the same on every rank: parameters and running statistics,
-    then what the optimiser keeps of each trained parameter."""
+    then what the optimiser keeps of each trained parameter. replicas: so many of them have a state of their own, where
+    they train by themselves; None: those of the mesh."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     found = {
         tensor_name(slot, name): spec if form.plain else Spec(form.of(spec.shape))
-        for slot, form in placement.kept.items()
+        for slot, form in _slots(placement, replicas).items()
         for name, spec in trained.items()
     }
     return specs | {name: spec for name, spec in found.items() if spec.size}
+
+
+def _slots(placement: Placement, replicas: int | None) -> dict[str, Kept]:
+    """What is kept of each trained parameter, by the first half of its name."""
+    if (rounds := placement.rounds) is None:
+        return placement.kept
+    width = placement.axes.replica.size if replicas is None else replicas
+    found = {_of_replica(slot, r): form for r in range(width) for slot, form in {"": Kept(), **placement.kept}.items()}
+    found |= {KINDS["velocity"].prefix + name: Kept() for name in placement.outer.slots}
+    return found | ({KINDS["sum"].prefix: Kept()} if rounds.half else {})
 
 
 def saved_format(placement: Placement, name: str) -> np.dtype:
     """The format in which ranks hold a tensor of the train state."""
     formats, (slot, _, rest) = placement.formats, name.partition("/")
     if rest and name not in placement.layout.specs:
-        return placement.slot_format(slot)
+        if placement.rounds is not None and slot not in placement.kept:
+            slot = rest.partition("/")[0] if slot.startswith("replica") else slot
+        return placement.slot_format(slot) if slot in placement.kept else formats.master
     return formats.statistics if name in placement.layout.state else formats.master

@@ -13,18 +13,25 @@ from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.scaler import Scaler
 from fsdpx.state.ties import Tie
+from fsdpx.state.transfer import Transfer
 
-__all__ = ["TrainState"]
+__all__ = ["TRAINED", "TrainState"]
 
-LASTING = frozenset({"stats", "stored", *(kind.slot for kind in KINDS.values() if kind.slot)})
-"""Kinds of slots that are there before and after every program."""
+LASTING = frozenset(
+    {"stats", "stored", "trained", "delta", "next", *(kind.slot for kind in KINDS.values() if kind.slot)}
+)
+"""Kinds of slots that are there before and after every program, or belong to one that is still to come."""
+
+
+TRAINED = Slot("trained")
 
 
 class TrainState:
     """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
     batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
     kinds of programs since the last update, alike on all ranks. frozen: parameters that get no gradient and are not
-    updated for now. idle: parameters that some backward has given no gradient. disk: where rows of that level lie."""
+    updated for now. idle: parameters that some backward has given no gradient. disk: where rows of that level lie.
+    """
 
     def __init__(
         self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], disk: Disk | None = None
@@ -44,7 +51,10 @@ class TrainState:
     def _fill_store(self) -> None:
         """The slots that every program finds: an array of the ledger each, or all of one kind of a page by name."""
         place, store = self.placement, self.store
-        store |= {Slot("slots", p): {} for p in place.stage.trained}
+        kinds = ("slots",) if place.rounds is None else ("slots", "velocity")
+        store |= {Slot(kind, p): {} for p in place.stage.trained for kind in kinds}
+        if place.rounds is not None:
+            store[TRAINED] = [0.0] * len(place.rounds.fragments)
         for number, record in enumerate(place.stage.records):
             if store.pop(record, None) is not None or record.at in place.pages:
                 store[Slot("stored", number)] = True
@@ -98,9 +108,14 @@ class TrainState:
         """A program of this kind runs."""
         self.ran.add(kind)
 
-    def updated(self, skipped: bool, scaler: Scaler) -> None:
-        """An update has come to its end. skipped: gradients overflowed, and nothing has changed."""
+    def updated(self, skipped: bool, scaler: Scaler, weight: float = 0.0) -> None:
+        """An update has come to its end. skipped: gradients overflowed, and nothing has changed. weight: what the
+        gradients were found on."""
         self.steps += not skipped
+        if (rounds := self.placement.rounds) is not None:
+            gone = rounds.at(self.steps).deltas
+            known = zip(self.store[TRAINED], rounds.fragments, strict=True)
+            self.store[TRAINED] = [0.0 if pages & gone else before + weight for before, pages in known]
         self.scaler = scaler
         self.samples, self.adding = 0, ""
         self.ran = {"updated"}
@@ -110,11 +125,38 @@ class TrainState:
         """An update that other ranks have made."""
         self.steps, self.scaler = steps, self.scaler.restored(value, good)
 
+    # -- replicas that train by themselves -----------------------------------------------------------------------------
+
+    def land(self) -> None:
+        """Wait for what is under way between programs."""
+        for slot, value in self.store.items():
+            if slot.kind in ("delta", "next") and isinstance(value, Transfer):
+                self.store[slot] = value.wait()
+
+    def begin_round(self) -> None:
+        """The outer parameters have come from elsewhere: here a round begins."""
+        for row, array in self.ledger.saved():
+            if row.key.kind == "outer":
+                self.ledger.array("master", row.key.page)[...] = array
+            elif row.key.kind == "sum":
+                array[...] = 0
+        if TRAINED in self.store:
+            self.store[TRAINED] = [0.0] * len(self.store[TRAINED])
+
+    def _go_on(self) -> None:
+        """What was under way when a state was taken is here."""
+        self.discard(["delta", "next"])
+        if (rounds := self.placement.rounds) is not None:
+            outer, here = rounds.at(self.steps + 1), self.placement.stage.trained
+            self.store |= {Slot("delta", p): self.ledger.array("sum", p) for p in here if p in outer.summing}
+            self.store |= {Slot("next", p): self.ledger.array("outer", p) for p in here if p in outer.coming}
+
     def resume(self, steps: int, samples: int, seed: int, scale: tuple[float, int] | None) -> None:
         """Go on where a state was taken. Random numbers are those of its seed from here on."""
         self.forget()
         self.drop_local()
         self.steps, self.samples, self.seed = steps, samples, seed
+        self._go_on()
         if scale is not None:
             self.scaler = self.scaler.restored(*scale)
 

@@ -15,7 +15,7 @@ from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.array.packed import Packing
-from fsdpx.comm.codecs import Choice, Codecs, Plain
+from fsdpx.comm.codecs import Choice, Codec, Codecs, Plain
 from fsdpx.comm.codecs import codec as codec_of
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
@@ -35,12 +35,21 @@ from fsdpx.optim.rounded import Rounded
 from fsdpx.program import Slot, Stage, pipeline
 from fsdpx.state.accumulation import accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
+from fsdpx.state.local import local_of
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
 from fsdpx.state.rows import memories
 from fsdpx.state.tuning import Tuning, tune_for
-from fsdpx.trainer.choices import agree, check_model, check_offload, check_whole, is_collective, left_wide
+from fsdpx.trainer.choices import (
+    agree,
+    check_local,
+    check_model,
+    check_offload,
+    check_whole,
+    is_collective,
+    left_wide,
+)
 from fsdpx.trainer.notices import say, slow
 from fsdpx.trainer.recipe import Distribution, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
@@ -88,7 +97,7 @@ def session_of(
 def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Planned]:
     """Where everything goes on this rank, and the model as this line of the tensor axis runs it. Collective."""
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
-    xp = namespace(machinery.device)
+    xp, local = namespace(machinery.device), local_of(distribution.strategy)
     formats = _asked(machinery.precision, xp)
     again = recompute(training.recompute)
     settings = environment.read()
@@ -98,12 +107,14 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     axes, sharding = _axes(distribution, world, guard)
     planned = _planned(training.model, training.loss, axes, distribution.tensor_plan, distribution.sequence)
     ordered = sort(planned.model)
-    check_whole(training.optimizer, axes.tensor.size)
+    for optimizer in (training.optimizer, *([local.outer] if local else [])):
+        check_whole(optimizer, axes.tensor.size)
     check_model(ordered, training.chunks)
     pipe = Pipe(distribution.schedule, axes.pipe.size, _per_rank(distribution.stages, axes.pipe.size))
+    check_local(local, training.chunks, training.average, distribution.offload, formats, ordered)
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
-    codecs = _codecs(distribution.codec, formats, tuning, training.chunks)
+    codecs = _codecs(distribution.codec, formats, tuning, training.chunks, None if local is None else local.carried)
     layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning, codecs)
     _check_recompute(again, layout)
     products = _products(world, formats, xp)
@@ -111,7 +122,9 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     words = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
     offload = distribution.offload
     check_offload(offload, training.optimizer, training.average)
-    options = Options(training.seed, training.clip_norm, training.chunks, training.check_finite, words, again, offload)
+    options = Options(
+        training.seed, training.clip_norm, training.chunks, training.check_finite, words, again, offload, local
+    )
     agree(
         world, axes.mesh, sharding, formats, options, layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
@@ -210,9 +223,12 @@ def _check_recompute(again: Recompute, layout: Layout) -> None:
         )
 
 
-def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | None) -> Codecs:
+def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | None, outer: Codec | None) -> Codecs:
+    """outer: between replicas that train by themselves."""
     algorithm = "library" if tuning.windows else tuning.algorithm
     found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients, algorithm))
+    if outer is not None:
+        found = Codecs(tuple((pattern, route._replace(replica=outer)) for pattern, route in found.rules))
     for codec in found:
         codec.check(formats.gradients)
         if codec.feedback and formats.loss_scale == "dynamic":
@@ -258,7 +274,7 @@ def _per_rank(stages: Any, ranks: int) -> int | None:
 
 
 def _axes(distribution: Distribution, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
-    strategy = distribution.strategy
+    strategy = distribution.within(world.size)
     mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
     named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
     if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:
@@ -266,7 +282,8 @@ def _axes(distribution: Distribution, world: Communicator, check: bool) -> tuple
     width = mesh.width("replica") * mesh.width("shard")
     lifetimes = named if isinstance(named, Sharding) else config.sharding(strategy, width)
     ahead = lifetimes.ahead if distribution.ahead is None else distribution.ahead
-    return connect(mesh, world, check=check), replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
+    axes = connect(mesh, world, check=check, apart=local_of(distribution.strategy) is not None)
+    return axes, replace(lifetimes, replica=mesh.replica, shard=mesh.shard, ahead=ahead)
 
 
 def _poker(progress: str, place: Placement) -> Poker | None:

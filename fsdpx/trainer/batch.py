@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.namespace import from_host, to_host
-from fsdpx.comm.mesh import Axes
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.mesh import REPLICA, Axes
 from fsdpx.errors import DataError, FsdpxError
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Microbatch
@@ -86,20 +87,26 @@ ENDED = "no batch: its loader has come to its end"
 DIGEST = " holding "
 
 
-def agree(axes: Axes, call: str, features: str, rows: int, error: FsdpxError | None) -> tuple[tuple[int, ...], bool]:
+def agree(
+    axes: Axes, call: str, features: str, rows: int, error: FsdpxError | None, comm: Communicator | None = None
+) -> tuple[tuple[int, ...], bool]:
     """Begin `call` with a batch, and tell each other whether that is good: the rows of every data rank and whether
     these have the same digest, or the same error on all of them.
 
     Ranks of one data rank must agree in all of `features`, the others up to DIGEST. Costs one all-gather of 32 bytes;
-    texts travel only when something is wrong. features ENDED: this rank has no batch."""
-    comm = axes.world
+    texts travel only when something is wrong. features ENDED: this rank has no batch. comm: the ranks of one
+    replica, if these train by themselves: the others are taken to have as many rows."""
+    comm = comm or axes.world
     kind, _, digest = features.partition(DIGEST)
     table = tell(comm, (error is None, rows, number(f"{call} {kind}"), number(digest)), "the batch")
-    lines = [_data_rank(axes, rank) for rank in range(comm.size)]
-    first = [lines.index(line) for line in range(axes.data.size)]
-    same = all((table[rank] == table[first[line]]).all() for rank, line in enumerate(lines))
+    alone = comm.size < axes.world.size
+    ranks = axes.mesh.line(axes.coordinates, REPLICA) if alone else range(comm.size)
+    lines = [_data_rank(axes, rank) for rank in ranks]
+    first = [lines.index(line) for line in sorted(set(lines))]
+    same = all((table[rank] == table[lines.index(line)]).all() for rank, line in enumerate(lines))
     if table[:, 0].all() and (table[:, CALL] == table[0, CALL]).all() and same:
-        return tuple(table[first, 1].tolist()), bool((table[first] == table[0]).all())
+        known = tuple(table[first, 1].tolist())
+        return known * (axes.data.size // len(known)), bool((table[first] == table[0]).all())
     mine = Said(call, kind) if error is None else Said(call, kind, type(error), str(error))
     raise _disagreement([one.features for one in said(comm, mine)], lines)
 

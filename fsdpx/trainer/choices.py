@@ -10,15 +10,17 @@ import numpy as np
 
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import Mesh
-from fsdpx.config import Offload
+from fsdpx.config import Offload, Precision
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
 from fsdpx.nn.layer import Layer, dotted
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim.kept import needs_whole
+from fsdpx.state.local import Local
 
 __all__ = [
     "agree",
+    "check_local",
     "check_model",
     "check_numbers",
     "check_offload",
@@ -75,6 +77,31 @@ def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -
         raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed")
     if isinstance(frozen, str):
         raise ConfigError(f"frozen={frozen!r}: a list of name patterns is needed, [{frozen!r}]")
+
+
+def check_local(
+    local: Local | None, chunks: Any, average: Any, offload: Any, formats: Precision, model: Sorted
+) -> None:
+    """What replicas that train by themselves cannot do; each of them sees its own samples only."""
+    collective = next((node for node in model.nodes if is_collective(node.layer)), None)
+    for wrong, what, remedy in (
+        (chunks is not None, f"chunks={chunks}", "its bits depend on the mesh; leave chunks out"),
+        (
+            formats.loss_scale == "dynamic",
+            "a dynamic loss scale",
+            "replicas would skip different steps; choose a fixed loss_scale, or precision='bf16'",
+        ),
+        (formats.master == "bf16", "16-bit masters", "outer steps are smaller than their last bit; precision='bf16'"),
+        (average is not None, f"average={average!r}", "outer parameters are a mean already"),
+        (offload is not None, "offload", "what replicas exchange must be in memory; leave offload out"),
+        (
+            collective is not None,
+            f"layer {getattr(collective, 'path', '')!r}",
+            "it speaks with all ranks in every step; take one that does not, such as GroupNorm",
+        ),
+    ):
+        if local is not None and wrong:
+            raise ConfigError(f"local training with {what}: {remedy}")
 
 
 def agree(world: Communicator, *choices: Any) -> None:

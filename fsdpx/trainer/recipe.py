@@ -12,6 +12,7 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, Precision, Sharding, byte_count
 from fsdpx.nn.layer import Layer
 from fsdpx.state.accumulation import check_chunks
+from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.choices import check_numbers, check_options, check_parts
 
 __all__ = ["Distribution", "Machinery", "Recipe", "Training"]
@@ -42,7 +43,7 @@ class Training:
 class Distribution:
     """How the model and its state lie over the ranks, and what travels between them."""
 
-    strategy: str | Sharding = "fsdp"
+    strategy: str | Sharding | Local = "fsdp"
     mesh: Mesh | None = None
     group_bytes: int | str | None = None
     ahead: int | None = None
@@ -60,6 +61,15 @@ class Distribution:
             byte_count(self.group_bytes, "group_bytes")
         Offload.of(self.offload)
         check_options(self.mesh, self.stages, self.costs, self.tensor_plan, self.sequence)
+
+    def within(self, ranks: int) -> str | Sharding:
+        """The strategy of ranks that train together: of one replica, where replicas train by themselves."""
+        local = local_of(self.strategy)
+        if local is None:
+            return self.strategy  # type: ignore[return-value]
+        if local.within is not None:
+            return local.within
+        return "ddp" if self.mesh is None or self.mesh.filled("ddp", ranks).shard == 1 else "fsdp"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import perf_counter
@@ -11,7 +11,7 @@ from typing import Any
 from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.messages import travelling
-from fsdpx.program import Program, Sizes, Traffic, traffic
+from fsdpx.program import Moves, Program, Sizes, Traffic, traffic
 from fsdpx.state.footprint import Footprint, peak_rss, reading
 from fsdpx.state.placement import Placement
 from fsdpx.state.tables import bytes_text, table
@@ -24,9 +24,10 @@ OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and P
 
 @dataclass(frozen=True)
 class Report:
-    """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, from the program.
-    memory: bytes by kind, of all that is held. disk: of what lies there. times: verb -> (seconds, seconds waited,
-    count). overlap: mesh axis -> share of the time transfers were under way in which this rank computed."""
+    """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, or what `per` says,
+    from the program. memory: bytes by kind, of all that is held. disk: of what lies there. times: verb -> (seconds,
+    seconds waited, count). overlap: mesh axis -> share of the time transfers were under way in which this rank
+    computed."""
 
     rank: int
     ranks: int
@@ -42,6 +43,7 @@ class Report:
     overlap: dict[str, float]
     seconds: float
     read_footprint: Callable[[], Footprint | None] | None = field(default=None, repr=False, compare=False)
+    per: str = "step"
 
     @cached_property
     def footprint(self) -> Footprint | None:
@@ -63,7 +65,7 @@ class Report:
         return self._held()
 
     def _moved(self) -> str:
-        rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", "predicted per step")]
+        rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", f"predicted per {self.per}")]
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
             expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
@@ -93,7 +95,8 @@ class Report:
         return "\n".join([table(rows), OUTSIDE, *([f"transfers hidden behind computing: {hidden}"] if hidden else [])])
 
 
-def report(engine: Engine, program: Program) -> Report:
+def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
+    """programs: of a step, or of the steps of a round, with how often each runs."""
     clock, state, place = engine.clock, engine.state, engine.placement
     return Report(
         rank=place.axes.world.rank,
@@ -102,7 +105,8 @@ def report(engine: Engine, program: Program) -> Report:
         parameters=place.layout.size,
         units=len(place.layout.units),
         traffic={(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters},
-        predicted=traffic(program, sizes_of(engine)),
+        predicted=_predicted(engine, programs),
+        per="step" if place.rounds is None else f"round of {place.rounds.every} steps",
         memory=state.nbytes(),
         disk=state.ledger.on_disk(),
         peak_rss=peak_rss(),
@@ -111,6 +115,15 @@ def report(engine: Engine, program: Program) -> Report:
         seconds=perf_counter() - clock.start,
         read_footprint=None if place.imaginary else reading(state),
     )
+
+
+def _predicted(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[tuple[str, str], Traffic]:
+    sizes, total = sizes_of(engine), dict[tuple[str, str], Traffic]()
+    for program, times in programs:
+        for key, one in traffic(program, sizes).items():
+            have = total.get(key, Traffic())
+            total[key] = Traffic(have.calls + times * one.calls, have.bytes + times * one.bytes)
+    return total
 
 
 def sizes_of(engine: Engine) -> Sizes:
@@ -131,8 +144,11 @@ def sizes_of(engine: Engine) -> Sizes:
         widths={"shard": place.axes.shard.size, "replica": place.axes.replica.size},
         ties={p: tuple(_tied(place, tie)) for p, tie in engine.state.ties.items()},
         edges=_edges(engine),
-        reduces={p: reduce for p, (reduce, _) in moves.items()},
-        joins={p: join for p, (_, join) in moves.items()},
+        carried={
+            ("shard", "reduce_scatter"): {p: reduce for p, (reduce, _) in moves.items()},
+            ("replica", "all_reduce"): {p: join for p, (_, join) in moves.items()},
+            ("replica", "reduce_scatter"): {p: _outer_moves(place, p) for p in place.pages},
+        },
         records=_records(engine),
         packed=frozenset(p for p, page in place.pages.items() if page.page.packing is not None),
     )
@@ -142,6 +158,13 @@ def _records(engine: Engine) -> dict[tuple[int, int | None], int]:
     """(record, microbatch) -> bytes on this rank's disk."""
     disk, records = engine.state.disk, engine.placement.stage.records
     return {} if disk is None else {(number, None): disk.size(record) for number, record in enumerate(records)}
+
+
+def _outer_moves(place: Placement, page: int) -> Moves:
+    """The collectives of an outer gradient, and the bytes that this rank sends in each."""
+    replica = place.axes.replica
+    counts = split_evenly(place.pages[page].mine.size, replica.size)
+    return place.route(page).replica.moves(counts, replica.rank, place.formats.gradients.itemsize)
 
 
 def _tied(place: Placement, tie: Tie) -> Iterator[tuple[str, str, int]]:

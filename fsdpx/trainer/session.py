@@ -4,20 +4,22 @@ one after every change of ranks."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
+from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
 from fsdpx.engine.finite import demand_finite
-from fsdpx.engine.results import Scale
+from fsdpx.engine.results import Mean, Scale
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
-from fsdpx.program import Program, Request, Slot, Stage, compile, one_by_one
+from fsdpx.program import KINDS, Program, Request, Slot, Stage, compile, one_by_one
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.clock import BATCHES
 from fsdpx.state.feed import Feed, Microbatch
@@ -30,6 +32,8 @@ from fsdpx.trainer.twins import Twins
 __all__ = ["Session"]
 
 Commit = Callable[[Any, Any], None]
+STEP = frozenset({"step", "accumulate", "forward", "backward", "update"})
+"""Calls of which replicas that train by themselves tell each other only where they meet."""
 
 
 class Session:
@@ -57,10 +61,21 @@ class Session:
             self.engine.recorder.call(call)
 
     def begin(self, call: str) -> None:
-        """Return when all ranks have come to `call`; DesyncError on all of them if some call something else."""
+        """Return when all ranks have come to `call`; DesyncError on all of them if some call something else. Where
+        replicas train by themselves, what is no part of a step waits for all that is under way."""
         self.note(call)
-        if not self.place.imaginary:
-            calls.begin(self.place.axes.world, call)
+        if self.place.imaginary:
+            return
+        calls.begin(self._meeting(call), call)
+        if call not in STEP:
+            self.state.land()
+
+    def _meeting(self, call: str) -> Communicator:
+        """The ranks that come to `call` together: those of one replica in the steps in which replicas do not meet."""
+        axes, rounds = self.place.axes, self.place.rounds
+        if rounds is None or call not in STEP:
+            return axes.world
+        return axes.world if call in ("step", "update") and rounds.at(self.state.steps + 1).deltas else axes.group
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -86,8 +101,9 @@ class Session:
         except FsdpxError as problem:
             error = problem
         if not place.imaginary:
-            everyone, alike = batches.agree(place.axes, kind, features, rows, error)
-            if doubted:
+            comm = self._meeting(kind)
+            everyone, alike = batches.agree(place.axes, kind, features, rows, error, comm)
+            if doubted and comm is place.axes.world:
                 self._twins.see(alike, arrays)
         elif error is not None:
             raise error
@@ -133,6 +149,12 @@ class Session:
         """Change which parameters are left alone for now. Collective: ranks compare the patterns."""
         if self.state.adding:
             raise ConfigError(f"{call}: gradients are being added up; call update or zero_grad first")
+        rounds, steps = self.place.rounds, self.state.steps
+        if rounds is not None and (len(rounds.fragments) > 1 or rounds.delay or steps % rounds.every):
+            raise ConfigError(
+                f"{call}: replicas have parameters of their own after step {steps}; call it at the end of a round of "
+                f"{rounds.every} steps of local training without fragments and delay, or say distribute(frozen=[...])"
+            )
         self.begin(f"{call}({', '.join(map(repr, patterns))})")
         names = [self.place.layout.matching(pattern) for pattern in patterns]
         self.state.frozen = change(self.state.frozen, *names)
@@ -168,9 +190,9 @@ class Session:
                 stacklevel=3,
             )
 
-    def updated(self, scale: Scale) -> None:
+    def updated(self, mean: Mean, scale: Scale) -> None:
         """An update has come to its end."""
-        self.state.updated(scale.skip, scale.scaler)
+        self.state.updated(scale.skip, scale.scaler, mean.shared)
         self.engine.drop_stale_views()
 
     @contextmanager
@@ -204,6 +226,7 @@ class Session:
             recompute=self._recompute(microbatches) if steps else frozenset(),
             commit=self.commit is not None,
             normed=place.options.clip_norm is not None or self.state.scaler.dynamic,
+            outer=place.rounds.at(self.state.steps + 1) if place.rounds and KINDS[kind].updates else None,
         )
 
     def _stage(self, wanted: Microbatch | None = None) -> Stage:
@@ -219,9 +242,19 @@ class Session:
 
     @property
     def program(self) -> Program:
-        """The step, begun with nothing left over."""
-        microbatches = self.place.accumulation.microbatches(self.microbatches)
-        return compile(self.request("step", microbatches, fresh=True))
+        """The step, begun with nothing left over; of replicas that train by themselves, that at the end of a round."""
+        return self.round[-1][0]
+
+    @property
+    def round(self) -> list[tuple[Program, int]]:
+        """The step, or all different steps of a round of replicas that train by themselves, and how often each runs."""
+        request = self.request("step", self.place.accumulation.microbatches(self.microbatches), fresh=True)
+        if (rounds := self.place.rounds) is None:
+            return [(compile(request), 1)]
+        steps = Counter(rounds.at(step) for step in range(2 * rounds.every, 3 * rounds.every))
+        last = rounds.at(3 * rounds.every)
+        found = [outer for outer in steps if outer != last]
+        return [(compile(replace(request, outer=outer)), steps[outer]) for outer in (*found, last)]
 
     def _recompute(self, microbatches: int) -> frozenset[int]:
         """The same for every step with batches of one size; a budget takes a forward on shapes to find them."""

@@ -39,13 +39,13 @@ from fsdpx.trainer.outputs import cut_output, input_gradients
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.settings import settings_of
-from fsdpx.trainer.whole import put_averages, remember, whole_gradients, whole_parameters, whole_state
+from fsdpx.trainer.whole import put_averages, put_outer, remember, whole_gradients, whole_parameters, whole_state
 from fsdpx.watch.preempt import Preemption
 
 __all__ = ["Step", "Trainer"]
 
 T = TypeVar("T")
-MEAN, SCALE = Slot("mean"), Slot("scale")
+MEAN, SCALE, SHARE = Slot("mean"), Slot("scale"), Slot("share")
 PIECES = "the whole global batch goes into one step; chunks are its microbatches"
 
 
@@ -232,14 +232,14 @@ class Trainer:
         """Inside, the parameters are what was asked for. After an error each rank puts them back by itself."""
         if which not in ("parameters", "average"):
             raise ConfigError(f"with_={which!r}: choose parameters or average")
-        if which == "parameters":
+        if which == "parameters" and self.placement.rounds is None:
             yield
             return
-        self._begin("averages")
-        put_back = put_averages(self._session.state)
+        self._begin(f"with {which}")
+        put_back = (put_outer if which == "parameters" else put_averages)(self._session.state)
         try:
             yield
-            self._begin("parameters again")
+            self._begin(f"without {which}")
         finally:
             put_back()
 
@@ -247,6 +247,7 @@ class Trainer:
         """Set all parameters from full arrays by name, the same on every rank; see `load_weights`. Collective."""
         self._begin("load_parameters")
         load_weights(self._session.state, values, "load_parameters", convert=True)
+        self._session.state.begin_round()
 
     def remember(self) -> Callable[[], None]:
         """Copy this rank's part of the weights and running statistics; what is returned, called on all ranks, puts them
@@ -384,7 +385,9 @@ class Trainer:
         CheckpointError : the same on all ranks, before anything changes
         """
         self._begin("load_weights")
-        return load_weights(self._session.state, source, strict=strict, rename=rename, convert=convert)
+        report = load_weights(self._session.state, source, strict=strict, rename=rename, convert=convert)
+        self._session.state.begin_round()
+        return report
 
     def checkpoint(
         self,
@@ -397,7 +400,7 @@ class Trainer:
         self._begin("save")
         self._end_saving()
         state = self._session.state
-        with self._with(choices.with_):
+        with nullcontext() if choices.with_ == "parameters" else self._with(choices.with_):
             if background:
                 self._saving = Background(state, prepare(state, path, choices, loader, fit))
             else:
@@ -412,7 +415,8 @@ class Trainer:
 
     @property
     def program(self) -> Program:
-        """The step as a program, begun with nothing left over; `print(trainer.program)` is the step in words."""
+        """The step as a program, begun with nothing left over; `print(trainer.program)` is the step in words. Of local
+        training, the step at the end of a round."""
         return self._session.program
 
     @property
@@ -426,6 +430,12 @@ class Trainer:
     def steps(self) -> int:
         """Updates made so far."""
         return self._session.state.steps
+
+    @property
+    def met(self) -> bool:
+        """Whether all ranks came together in the last step; not always in local training."""
+        rounds = self.placement.rounds
+        return rounds is None or bool(rounds.at(self.steps).deltas)
 
     @property
     def lr(self) -> float:
@@ -471,7 +481,7 @@ class Trainer:
 
     def report(self) -> Report:
         """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`."""
-        return report(self.engine, self.program)
+        return report(self.engine, self._session.round)
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Measured:
         """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.trainer.measure`."""
@@ -516,9 +526,10 @@ class Trainer:
         return self._session.feed(x, y, kind, training)
 
     def _updated(self, results: Mapping[Slot, Any]) -> float:
-        loss = float(results[MEAN].value)
+        found = results.get(SHARE)
+        loss = float(results[MEAN].value if found is None else found.loss)
         self.last = Step.of(loss, results[SCALE])
-        self._session.updated(results[SCALE])
+        self._session.updated(results[MEAN], results[SCALE])
         return loss
 
     def _demand_finite(self, loss: float) -> None:

@@ -17,7 +17,7 @@ from fsdpx.optim.average import AVERAGE, average_of
 from fsdpx.program import Slot
 from fsdpx.state.state import TrainState
 
-__all__ = ["put_averages", "remember", "whole_gradients", "whole_parameters", "whole_state"]
+__all__ = ["put_averages", "put_outer", "remember", "whole_gradients", "whole_parameters", "whole_state"]
 
 BLOCK = 1 << 16
 """Elements of an average that are made at once."""
@@ -64,7 +64,8 @@ def whole_state(state: TrainState) -> dict[str, np.ndarray]:
 def remember(state: TrainState) -> Callable[[], None]:
     """Copies of what this rank has of parameters and statistics, as a function that puts them back: on all ranks, once
     all of them have come to it, since others may still read what they share."""
-    rows = [array for row, array in state.ledger.saved() if row.key.kind in ("master", "statistic")]
+    state.land()
+    rows = [array for row, array in state.ledger.saved() if row.key.kind in ("master", "outer", "statistic")]
     copies = [(array, array.copy()) for array in rows]
 
     def restore() -> None:
@@ -73,6 +74,17 @@ def remember(state: TrainState) -> Callable[[], None]:
         state.replaced()
 
     return restore
+
+
+def put_outer(state: TrainState) -> Callable[[], None]:
+    """Put the parameters that all replicas have in common where each has its own, as a function that puts these back:
+    as `put_averages`."""
+    put_back = remember(state)
+    for row, array in state.ledger.saved():
+        if row.key.kind == "outer":
+            state.ledger.array("master", row.key.page)[...] = array
+    state.replaced()
+    return put_back
 
 
 def put_averages(state: TrainState) -> Callable[[], None]:
@@ -84,6 +96,8 @@ def put_averages(state: TrainState) -> Callable[[], None]:
             "with_='average': no average is kept; say distribute(..., average=fsdpx.EMA(0.999)), or train with an "
             "optimiser that has one, optim.AdamWScheduleFree(...)"
         )
+    if place.rounds is not None:
+        raise ConfigError("with_='average': in local training each replica has another one; leave with_ out")
     slot, factor = found
     kind = "average" if slot == AVERAGE else "slot"
     put_back = remember(state)

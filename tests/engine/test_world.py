@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from models import CASES, HYBRID, STRATEGIES, distance, make, part, train
 
-from fsdpx import spawn
+from fsdpx import Local, spawn
 from fsdpx.comm import Communicator
 from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import DataError, DesyncError
@@ -59,6 +59,21 @@ def equals_one_process(world: Communicator, case: str, strategy: str) -> None:
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
     assert distance(want, got) < 1e-12
     trainer.close()
+
+
+def test_replicas_by_themselves(world: Communicator) -> None:
+    """Local training, fragments under way from step to step, as on thread ranks."""
+
+    def run(comm: Communicator) -> Any:
+        local = Local(every=3, fragments=2, delay=2, mix=0.5)
+        losses, parameters, trainer = train(comm, "mlp", local, sizes=(11,) * 8, check=True)
+        trainer.close()
+        return losses, parameters
+
+    losses, want = spawn(run, world.size)[world.rank]
+    got_losses, got = run(world)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
+    assert distance(want, got) < 1e-12
 
 
 def in_chunks(comm: Communicator, how: str) -> tuple[list[float], str]:

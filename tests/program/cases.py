@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from fsdpx.program import Program, Request, Slot, Stage, compile, pipeline, schedule
+from fsdpx.program import Outer, Program, Request, Rounds, Slot, Stage, compile, pipeline, schedule
 
 CHAIN = Stage.of([((u,), (u,), (u + 1,)) for u in range(4)], [True] * 4, [0], [4])
 """Four units in a row, one page each."""
@@ -91,7 +91,16 @@ def golden() -> dict[str, Program]:
     rest = {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
     disk, names = replace(TIED, records=RECORDS), ("step", "update", "evaluate", "backward")
     offload = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in names}
-    return steps | normed | rest | offload
+    return steps | normed | rest | offload | rounds()
+
+
+def rounds() -> dict[str, Program]:
+    """Replicas that train by themselves: fragments in turn, under way for no or two steps; and a step between."""
+    apart = (frozenset({0, 2}), frozenset({1}))
+    found = {"at-once": Rounds(4, (frozenset(range(3)),)).at(4), "between": Outer()}
+    found |= {f"apart-{step}": Rounds(4, apart, delay=2).at(step) for step in (6, 7, 8)}
+    step = requests("step", TIED, 1, "fsdp")
+    return {f"step-tied-rounds-{name}": compile(replace(step, outer=outer)) for name, outer in found.items()}
 
 
 def everything() -> dict[str, Program]:

@@ -83,7 +83,13 @@ def test_every_kind_has_a_row_somewhere() -> None:
         step(trainer)
         return {row.key.kind for row in trainer.engine.state.ledger}
 
-    assert set.union(*spawn(run, 2, survive=True)) == set(KINDS)
+    def apart(comm: Communicator) -> set[str]:
+        plain = nn.Chain(nn.Linear(6, 3))
+        local = fsdpx.Local(codec="int8", delay=2)
+        trainer = plain.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(), comm=comm, strategy=local)
+        return {row.key.kind for row in trainer.engine.state.ledger}
+
+    assert set.union(*spawn(run, 2, survive=True), *spawn(apart, 2)) == set(KINDS)
 
 
 def test_a_key_is_there_once() -> None:
@@ -162,4 +168,5 @@ def test_averages_survive_the_death_of_a_rank() -> None:
 
 def test_kinds_are_counted_under_words() -> None:
     assert all(kind.memory for kind in ledger.KINDS.values())
-    assert {name for name, kind in KINDS.items() if kind.saved} == {"master", "slot", "memory", "statistic", "average"}
+    saved = {"master", "slot", "memory", "statistic", "average", "outer", "velocity", "sum"}
+    assert {name for name, kind in KINDS.items() if kind.saved} == saved

@@ -1,0 +1,294 @@
+"""Local training: replicas that train by themselves and meet at the end of a round, at once or fragment by fragment."""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from amount import few
+from models import KNOWN, distance, make, part
+
+import fsdpx
+from fsdpx import Local, Mesh, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import CheckpointError, ConfigError, DesyncError
+
+MEAN = optim.SGD(lr=1.0)
+ALWAYS = Local(every=1, outer=MEAN)
+
+
+def steps(trainer: fsdpx.Trainer, case: str, sizes: tuple[int, ...], seed: int = 5) -> list[float]:
+    rng, losses = np.random.default_rng(seed), []
+    for n in sizes:
+        x, y = KNOWN[case].batch(rng, n)
+        mine = part(trainer.data, n)
+        losses.append(trainer.step(x[mine], y[mine]))
+    return losses
+
+
+def train(comm: Communicator, case: str, strategy: Any, sizes: tuple[int, ...], **options: Any) -> Any:
+    """Losses and parameters after one step per global batch."""
+    trainer = make(comm, case, strategy, **options)
+    return steps(trainer, case, sizes), trainer.parameters()
+
+
+@lru_cache
+def reference(case: str) -> Any:
+    return spawn(lambda comm: train(comm, case, "ddp", (11, 11, 3), optimizer=optim.SGD(lr=0.1)), 1)[0]
+
+
+MESHES = [
+    (1, None), (4, Mesh(replica=2, shard=2)), (5, None), (4, Mesh(replica=2, shard=1, pipe=2)),
+    (4, Mesh(replica=2, shard=1, tensor=2)), (3, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "mesh"), few(MESHES, 2), ids=str)
+def test_rounds_of_one_step_are_synchronous_training(size: int, mesh: Mesh | None) -> None:
+    """With inner and outer SGD, also with parts of different size, of which some are empty."""
+    losses, want = reference("gpt")
+    for got_losses, got in spawn(
+        lambda comm: train(comm, "gpt", ALWAYS, (11, 11, 3), mesh=mesh, optimizer=optim.SGD(lr=0.1)), size, delays=size
+    ):
+        np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
+        assert distance(want, got) < 1e-12
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_outer_gradients_go_through_a_codec(delay: int) -> None:
+    """In a quarter of the bytes; what is lost of one is added to the next, so all of the way is right."""
+
+    def run(comm: Communicator, codec: str | None) -> Any:
+        local = Local(every=4, outer=MEAN, codec=codec, delay=delay)
+        trainer = make(comm, "mlp", local, optimizer=optim.SGD(lr=0.1), precision="float32")
+        before = trainer.parameters()
+        steps(trainer, "mlp", (8,) * 22)
+        sent = sum(
+            n.bytes for (axis, call), n in trainer.report().traffic.items() if call in ("reduce_scatter", "all_to_all")
+        )
+        return before, trainer.parameters(), sent
+
+    (start, want, plain), (_, got, packed) = (spawn(run, 2, codec)[0] for codec in (None, "int8"))
+    assert 0.25 < packed / plain < 0.28
+    for name in want:
+        assert np.linalg.norm(got[name] - want[name]) < 0.03 * np.linalg.norm(want[name] - start[name])
+
+
+def by_hand(case: str, local: Local, replicas: int, sizes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """The same with as many trainers of one rank each as there are replicas, whose parameters are averaged by hand."""
+
+    def run(comm: Communicator) -> dict[str, np.ndarray]:
+        alone = [make(comm, case, "ddp") for _ in range(replicas)]
+        start, velocity = alone[0].parameters(), dict[str, Any]()
+        rng, trained = np.random.default_rng(5), [0] * replicas
+        for step, n in enumerate(sizes, start=1):
+            x, y = KNOWN[case].batch(rng, n)
+            for r, trainer in enumerate(alone):
+                mine = slice(n * r // replicas, n * (r + 1) // replicas)
+                trainer.step(x[mine], y[mine])
+                trained[r] += mine.stop - mine.start
+            if step % local.every == 0:
+                found = [trainer.parameters() for trainer in alone]
+                for name in start:
+                    g = sum((start[name] - one[name]) * n / sum(trained) for one, n in zip(found, trained, strict=True))
+                    v = velocity[name] = local.outer.momentum * velocity.get(name, 0.0) + g
+                    start[name] = start[name] - local.outer.lr * (g + local.outer.momentum * v)
+                for trainer in alone:
+                    trainer.load_parameters(start)
+                trained = [0] * replicas
+        return start
+
+    return spawn(run, 1)[0]
+
+
+def test_diloco_is_its_definition() -> None:
+    """AdamW inside, whose state stays with each replica; Nesterov between; outer parameters are what is looked at."""
+    local, sizes = Local(every=3), (9, 9, 7, 9, 4, 9, 9)
+    want = by_hand("mlp", local, 3, sizes)
+    for size, mesh in ((3, None), (6, Mesh(replica=3, shard=2))):
+        for _, got in spawn(lambda comm, m=mesh: train(comm, "mlp", local, sizes, mesh=m), size):
+            assert distance(want, got) < 1e-12
+
+
+def test_between_rounds_nothing_is_sent() -> None:
+    """One round sends what one step of data parallelism does, as predicted; a replica sees its own loss until then."""
+
+    def run(comm: Communicator) -> tuple[list[float], int]:
+        local, ddp = (make(comm, "mlp", s, optimizer=optim.SGD(lr=0.1)) for s in (Local(every=4, outer=MEAN), "ddp"))
+        local.reset()
+        losses = steps(local, "mlp", (8, 8, 8))
+        assert local.report().traffic == {}
+        assert local.report().predicted["replica", "reduce_scatter"].calls == len(local.placement.pages)
+        losses += steps(local, "mlp", (8,))
+        report = local.report()
+        moved = {key: count for key, count in report.traffic.items() if key[0] == "replica" and count.bytes > 1000}
+        assert moved == report.predicted
+        ddp.reset()
+        steps(ddp, "mlp", (8,))
+        assert sum(count.bytes for count in moved.values()) == ddp.report().traffic["replica", "all_reduce"].bytes
+        return losses, len(moved)
+
+    (first, kinds), (second, _) = spawn(run, 2)
+    assert kinds == 2
+    assert first[:3] != second[:3]
+    assert first[3] == second[3]
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 5])
+def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
+    """Each page is sent once in a round. What is under way at a time is the same whether somebody looks or not."""
+    local = Local(every=6, fragments=3, delay=delay, mix=0.25)
+
+    def run(comm: Communicator, looks: bool) -> tuple[list[str], list[float], dict[str, np.ndarray]]:
+        trainer, seen, losses = make(comm, "mlp", local, group_bytes=0), [], []
+        trainer.engine.observers.append(lambda action: seen.append(f"{trainer.steps + 1}{action}"))
+        rng = np.random.default_rng(5)
+        for _ in range(14):
+            x, y = (a[part(trainer.data, 8)] for a in KNOWN["mlp"].batch(rng, 8))
+            losses.append(trainer.step(x, y))
+            if looks:
+                trainer.evaluate(x, y)
+        return [text for text in seen if "DELTA" in text or "ADOPT" in text], losses, trainer.parameters()
+
+    (seen, losses, want), *_ = spawn(run, 2, False)
+    late = [2 + delay, 4 + delay, 6 + delay]
+    assert [text for text in seen if "DELTA" in text] == [
+        f"{s}DELTA{p}" for s, p in ((2, 0), (4, 1), (6, 2), (8, 0), (10, 1), (12, 2), (14, 0))
+    ]
+    assert [text for text in seen if "ADOPT" in text][:3] == [f"{s}ADOPT{p}" for p, s in enumerate(late)]
+    for _, same, got in spawn(run, 2, True):
+        assert distance(want, got) == 0
+        assert losses[0] in (same[0], losses[0])
+
+
+KINDS = {
+    "at once": Local(every=4),
+    "fragments": Local(every=4, fragments=2, delay=3, mix=0.5),
+    "codec": Local(every=4, delay=2, codec="int8"),
+}
+
+
+@pytest.mark.parametrize("local", KINDS.values(), ids=KINDS)
+def test_a_run_goes_on_as_if_nobody_had_stopped_it(tmp_path: Path, local: Local) -> None:
+    """In the midst of a round and of a transfer, with the inner state of each replica; on other numbers of replicas the
+    outer parameters and their momentum are the same, cut anew."""
+
+    def save(comm: Communicator) -> str:
+        trainer = make(comm, "mlp", local, mesh=Mesh(replica=2, shard=2), group_bytes=0)
+        steps(trainer, "mlp", (8, 8, 6, 8, 8, 7))
+        trainer.save(tmp_path / "a")
+        steps(trainer, "mlp", (8, 7, 8), seed=6)
+        return trainer.fingerprint()
+
+    def load(comm: Communicator, mesh: Mesh, more: bool = True) -> Any:
+        trainer = make(comm, "mlp", local, mesh=mesh, group_bytes=0)
+        trainer.load(tmp_path / "a")
+        if not more:
+            return {name: array.tobytes() for name, array in trainer.parameters().items()}
+        steps(trainer, "mlp", (8, 7, 8), seed=6)
+        return trainer.fingerprint()
+
+    (want, *_) = spawn(save, 4)
+    assert set(spawn(load, 4, Mesh(replica=2, shard=2))) == {want}
+    (saved, *_) = spawn(load, 4, Mesh(replica=2, shard=2), False)
+    for mesh in (Mesh(replica=3, shard=1), Mesh(replica=1, shard=1)):
+        assert all(found == saved for found in spawn(load, mesh.size, mesh, False))
+        assert len(set(spawn(load, mesh.size, mesh))) == 1
+
+    def other(comm: Communicator) -> None:
+        with pytest.raises(CheckpointError, match="it was saved in local training, and this trainer is not one of it"):
+            make(comm, "mlp", "ddp").load(tmp_path / "a")
+        trainer = make(comm, "mlp", "ddp")
+        trainer.load_weights(tmp_path / "a")
+        assert {name: array.tobytes() for name, array in trainer.parameters().items()} == saved
+        wrong = make(comm, "mlp", Local(every=5, fragments=2, delay=1), group_bytes=0)
+        with pytest.raises(CheckpointError, match="the rounds of local training differ: every is 4 there and 5 here"):
+            wrong.load(tmp_path / "a")
+
+    spawn(other, 1)
+
+
+def test_outer_state_is_cut_over_replicas() -> None:
+    def run(comm: Communicator) -> tuple[dict[str, int], int]:
+        trainer = make(comm, "mlp", "diloco", precision="float32")
+        return trainer.report().memory, sum(page.size for page in trainer.placement.pages.values())
+
+    for memory, size in spawn(run, 4):
+        assert memory["outer parameters"] == 4 * size
+        assert abs(memory["outer optimiser"] - size) <= 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, r"Local\(every=0\): a number of steps, 1 or more"),
+        ({"every": 2, "fragments": 3}, r"Local\(fragments=3\): a number from 1 to the steps of a round, every=2"),
+        ({"every": 4, "delay": 4}, r"Local\(delay=4\): a number of steps below those of a round, every=4"),
+        ({"mix": 1.0}, r"Local\(mix=1.0\): a number in \[0, 1\) is needed"),
+        ({"outer": optim.SGD}, r"Local\(outer=<class .*SGD'>\): an optimiser is needed, such as optim.SGD\(lr=1.0\)"),
+        ({"codec": "int9"}, "unknown codec 'int9'"),
+        ({"within": "diloco"}, r"Local\(within='diloco'\): what the ranks of one replica do, such as 'fsdp'"),
+    ],
+)
+def test_rounds_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Local(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunks": 4}, "local training with chunks=4: its bits depend on the mesh; leave chunks out"),
+        ({"precision": fsdpx.Precision(loss_scale="dynamic")}, "a dynamic loss scale: replicas would skip different"),
+        ({"precision": "bf16-true"}, "local training with 16-bit masters: outer steps are smaller than their last bit"),
+        ({"average": fsdpx.EMA()}, r"local training with average=EMA\(decay=0.999\): outer parameters are a mean"),
+        ({"elastic": True}, "elastic ranks train together; leave elastic out, or choose 'hybrid'"),
+        ({"strategy": Local(fragments=9)}, r"Local\(fragments=9\): the model has 2 pages of parameters; a smaller gro"),
+        ({"strategy": Local(within="zero2"), "mesh": Mesh(replica=2)}, None),
+        ({"strategy": Local(within="ddp"), "mesh": Mesh(shard=2)}, "strategy 'ddp' wants a shard axis of width 1"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_on_all_ranks(options: dict[str, Any], message: str | None) -> None:
+    def run(comm: Communicator) -> None:
+        chosen = {"strategy": "diloco", "precision": "float32", **options}
+        if message is None:
+            make(comm, "mlp", **chosen)
+            return
+        with pytest.raises(ConfigError, match=message):
+            make(comm, "mlp", **chosen)
+
+    spawn(run, 2)
+
+
+def test_bad_calls_are_named() -> None:
+    def run(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match="layer '1': it speaks with all ranks in every step; take one that does"):
+            make(comm, "norms", "diloco")
+        with pytest.raises(ConfigError, match=r"ranks differ in options: rank 0 has .*every=8"):
+            make(comm, "mlp", Local(every=8 + comm.rank))
+        trainer = make(comm, "mlp", Local(every=2, outer=MEAN))
+        steps(trainer, "mlp", (8,))
+        with pytest.raises(ConfigError, match="freeze: replicas have parameters of their own after step 1; call it at"):
+            trainer.freeze("0.*")
+        x, y = KNOWN["mlp"].batch(np.random.default_rng(1), 4)
+        with pytest.raises(DesyncError, match="ranks called different methods: rank 0: step; rank 1: evaluate"):
+            trainer.step(x, y) if comm.rank == 0 else trainer.evaluate(x, y)
+        trainer.step(x, y)
+        trainer.freeze("0.*")
+        before = trainer.parameters()
+        steps(trainer, "mlp", (8, 8))
+        after = trainer.parameters()
+        assert distance({"0.weight": before["0.weight"]}, {"0.weight": after["0.weight"]}) == 0
+        assert distance({"2.weight": before["2.weight"]}, {"2.weight": after["2.weight"]}) > 0
+
+    spawn(run, 2)
+
+
+def test_a_dry_run_counts_a_round() -> None:
+    dry = fsdpx.dry_run(
+        nn.Chain(nn.Linear(8, 8)), ((4, 8), "float32"), ((4, 8), "float32"), ranks=4, loss=nn.MSE(),
+        optimizer=optim.AdamW(), strategy=Local(every=1),
+    )  # fmt: skip
+    assert dry.report.traffic["replica", "reduce_scatter"].bytes == 72 * 4 * 3 // 4
+    assert {key: dry.report.traffic[key] for key in dry.report.predicted} == dry.report.predicted
