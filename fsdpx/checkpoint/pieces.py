@@ -112,7 +112,7 @@ def _of_row(
     for field, start, part in placement.slot_page(slot, p).held(array, row.span):
         spec = layout.specs[field.source]
         if not form.plain:
-            spec = Spec(form.of(spec.shape))
+            spec = Spec(form.of(field.source, spec.shape))
         if first and form.shape is not None and field.name not in begins:
             continue
         yield Held(tensor_name(before, field.source), part, start, spec, spread.rank, spread.width)

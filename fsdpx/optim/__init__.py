@@ -13,8 +13,9 @@ from fsdpx.optim.optimizer import Optimizer, Rate, no_decay, rate
 from fsdpx.optim.schedulefree import AdamWScheduleFree
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.optim.sgd import SGD
+from fsdpx.optim.soap import SOAP
 
 __all__ = [
-    "EMA", "LAMB", "SGD", "SWA", "Adafactor", "Adam", "AdamW", "AdamW8bit", "AdamWScheduleFree", "Groups", "Kept",
-    "Lion", "Muon", "Optimizer", "Rate", "Run", "Segment", "Segments", "no_decay", "rate", "schedules",
+    "EMA", "LAMB", "SGD", "SOAP", "SWA", "Adafactor", "Adam", "AdamW", "AdamW8bit", "AdamWScheduleFree", "Groups",
+    "Kept", "Lion", "Muon", "Optimizer", "Rate", "Run", "Segment", "Segments", "no_decay", "rate", "schedules",
 ]  # fmt: skip

@@ -51,8 +51,8 @@ class Adafactor:
     groups: Groups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("row", "column")
     kept: ClassVar[Mapping[str, Kept]] = {
-        "row": Kept(shape=lambda shape: matrix(shape)[:1]),
-        "column": Kept(shape=lambda shape: matrix(shape)[1:]),
+        "row": Kept(shape=lambda name, shape: matrix(shape)[:1]),
+        "column": Kept(shape=lambda name, shape: matrix(shape)[1:]),
     }
     whole: ClassVar[bool] = True
 

@@ -20,12 +20,12 @@ class Kept:
     """The format of a slot, and how many elements it has. As it is: those of the shard, in the shard's format.
 
     dtype: its format; None: that of the shard, but with `shape` at least float32. block: one element for so many of a
-    parameter, counted from its first one; shards are cut at multiples of 1,024 then. shape: from the shape of a
-    parameter to that of what every rank that has a part of the parameter keeps as a whole."""
+    parameter, counted from its first one; shards are cut at multiples of 1,024 then. shape: from name and
+    shape of a parameter to the shape of what every rank keeps as a whole that has a part of it."""
 
     dtype: str | None = None
     block: int = 1
-    shape: Callable[[Shape], Shape] | None = None
+    shape: Callable[[str, Shape], Shape] | None = None
 
     @property
     def plain(self) -> bool:
@@ -37,10 +37,10 @@ class Kept:
         short = self.shape is not None and np.dtype(shard).itemsize < 4
         return np.dtype(self.dtype or ("float32" if short else shard))
 
-    def of(self, shape: Shape) -> Shape:
+    def of(self, name: str, shape: Shape) -> Shape:
         """What is kept of a whole parameter."""
         if self.shape is not None:
-            return self.shape(shape)
+            return self.shape(name, shape)
         return shape if self.block == 1 else (-(-prod(shape) // self.block),)
 
     def first(self, offset: int) -> int:
@@ -49,7 +49,9 @@ class Kept:
 
     def count(self, s: Segment) -> int:
         """Elements that are kept of a segment."""
-        return prod(self.of(s.shape or (s.size,))) if self.shape is not None else -(-(s.stop - s.start) // self.block)
+        if self.shape is not None:
+            return prod(self.shape(s.name, s.shape or (s.size,)))
+        return -(-(s.stop - s.start) // self.block)
 
 
 def kept_of(optimizer: Any) -> dict[str, Kept]:

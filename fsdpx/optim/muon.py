@@ -1,18 +1,17 @@
 """Muon: momentum of matrices, made orthogonal (Jordan et al. 2024), as large as AdamW's steps (Liu et al. 2025)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
-from functools import cached_property
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from fsdpx.errors import ConfigError
 from fsdpx.optim.adam import AdamW
 from fsdpx.optim.elementwise import Elementwise
-from fsdpx.optim.optimizer import Rate, Slots, check_options, check_shard
-from fsdpx.optim.segments import Groups, Run, Segment, Segments
+from fsdpx.optim.matrices import BUT, Matrices
+from fsdpx.optim.optimizer import Rate, Slots
+from fsdpx.optim.segments import Groups, Run, Segment
 
 __all__ = ["Muon", "orthogonal"]
 
@@ -21,7 +20,7 @@ STEPS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(Matrices):
     """m = momentum m + g; p -= lr (0.2 sqrt(max(rows, columns)) O + weight_decay p), O the matrix with the singular
     vectors of g + momentum m and singular values near 1, by five steps of Newton and Schulz (Jordan et al. 2024). The
     factor makes steps as large as AdamW's, so both have one learning rate and weight decay (Liu et al. 2025).
@@ -47,65 +46,37 @@ class Muon:
     lr: Rate = 1e-3
     momentum: float = 0.95
     weight_decay: float = 0.01
-    but: Sequence[str] = ("*embed*", "*wte*", "*wpe*", "*head*")
+    but: Sequence[str] = BUT
     others: Elementwise = field(default_factory=AdamW)
     groups: Groups = field(default_factory=dict)
-    whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_options(self)
-        if isinstance(self.but, str):
-            raise ConfigError(f"Muon(but={self.but!r}): a list of name patterns is needed, [{self.but!r}]")
+        super().__post_init__()
         if not isinstance(self.others, Elementwise) or "m" not in self.slots:
             raise ConfigError(f"Muon(others={self.others!r}): an optimiser with a slot m is needed, optim.AdamW()")
 
     @property
-    def slots(self) -> tuple[str, ...]:
+    def slots(self) -> tuple[str, ...]:  # type: ignore[override]
         return tuple(self.others.slots)  # type: ignore[attr-defined]
 
-    def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
-    ) -> None:
-        """One step in place, see `Optimizer.update`."""
-        check_shard(self, p, g, slots, step, segments)
-        if getattr(xp, "holds_no_data", False):
-            return
-        directions: dict[str, Any] = {}
-        for s in segments.items:
-            at = slice(s.start, s.stop)
-            if self._is_matrix(s):
-                directions[s.name] = _momentum(xp, slots["m"][at], g[at], self.momentum, scale)
-            else:
-                own = Segments((Segment(s.name, 0, s.stop - s.start, s.offset, s.size),))
-                mine = {name: array[at] for name, array in slots.items()}
-                self._others.update(xp, p[at], g[at], mine, lr=lr, step=step, segments=own, scale=scale)
-        full = segments.whole(directions, lambda size: xp.empty(size, p.dtype))
-        for s, run in zip(segments.items, segments.overrides(self.groups), strict=True):
-            if s.name in full and s.start < s.stop:
-                self._follow(xp, p[s.start : s.stop], full[s.name], s, lr * run.lr_scale, run)
+    def _other(self) -> Elementwise:
+        return self.others
 
-    def _follow(self, xp: Any, p: Any, direction: Any, s: Segment, lr: float, run: Run) -> None:
-        matrix = direction.reshape(s.shape[0], -1)
+    def _part(self, xp: Any, g: Any, slots: Slots, scale: float) -> Any:
+        """m = momentum m + scale g; what is made orthogonal, with Nesterov's look ahead."""
+        m = slots["m"]
+        share = m.dtype.type(self.momentum)
+        direction = g.astype(m.dtype) * m.dtype.type(scale)
+        m *= share
+        m += direction
+        direction += m * share
+        return direction
+
+    def _follow(self, xp: Any, p: Any, full: Any, slots: Slots, s: Segment, run: Run, lr: float, step: int) -> None:
+        matrix = full.reshape(s.shape[0], -1)
         o = orthogonal(xp, matrix).reshape(-1)[s.offset : s.offset + p.size]
         p *= p.dtype.type(1.0 - lr * run.decay(self.weight_decay))
         p -= o * p.dtype.type(lr * 0.2 * max(matrix.shape) ** 0.5)
-
-    def _is_matrix(self, s: Segment) -> bool:
-        return len(s.shape) > 1 and not any(fnmatchcase(s.name, pattern) for pattern in self.but)
-
-    @cached_property
-    def _others(self) -> Any:
-        return replace(self.others, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)  # type: ignore[type-var]
-
-
-def _momentum(xp: Any, m: Any, g: Any, momentum: float, scale: float) -> Any:
-    """m = momentum m + scale g; what is made orthogonal, with Nesterov's look ahead."""
-    share = m.dtype.type(momentum)
-    direction = g.astype(m.dtype) * m.dtype.type(scale)
-    m *= share
-    m += direction
-    direction += m * share
-    return direction
 
 
 def orthogonal(xp: Any, matrix: Any) -> Any:

@@ -58,8 +58,10 @@ class Rounded:
         check_shard(self, p, g, slots, step, segments)
         if getattr(xp, "holds_no_data", False):
             return
-        parts = segments.blocks(BLOCK) if isinstance(inside(self), Elementwise) else [(0, segments)]
-        for start, part in parts:
+        if not isinstance(inside(self), Elementwise):
+            self._update(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
+            return
+        for start, part in segments.blocks(BLOCK):
             at = slice(start, start + part.size)
             mine = {name: array[at] for name, array in slots.items()}
             self._update(xp, p[at], g[at], mine, part, lr=lr, step=step, scale=scale)

@@ -107,14 +107,15 @@ class Segments:
     def _known(self) -> dict[Any, tuple[Run, ...]]:
         return {}
 
-    def whole(self, parts: Mapping[str, Any], empty: Callable[[int], Any]) -> dict[str, Any]:
-        """Flat full arrays from what ranks have of some parameters: name -> this rank's part, in the order of the
-        shard. empty: makes an array of so many elements. Of parameters that this rank has no part of it gets none."""
+    def whole(self, parts: Mapping[str, Any], empty: Callable[[Any, int], Any]) -> dict[str, Any]:
+        """Full arrays from what ranks have of some parameters: name -> this rank's part, with its elements along the
+        last dim. empty: makes one, for a part, of so many elements. Of parameters that this rank has no part of it gets
+        none."""
         known = self.everyone([(s.name, (s.offset, parts[s.name])) for s in self.items if s.name in parts])
-        full = {s.name: empty(s.size) for s in self.items if s.name in parts}
+        full = {s.name: empty(parts[s.name], s.size) for s in self.items if s.name in parts}
         for name, array in full.items():
             for offset, part in known[name]:
-                array[offset : offset + part.size] = part
+                array[..., offset : offset + part.shape[-1]] = part
         return full
 
     def everyone(self, mine: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:

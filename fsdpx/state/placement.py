@@ -263,7 +263,7 @@ class Placement:
         kept, own = self.kept.get(slot, Kept()), self.layout.pages[page]
         if kept.plain:
             return own
-        fields = [(f.name, kept.of(f.shape)) for f in own.fields]
+        fields = [(f.name, kept.of(f.source, f.shape)) for f in own.fields]
         return Page.of(page, fields, True, sources={f.name: f.source for f in own.fields})
 
     def slot_span(self, slot: str, page: int) -> Range:

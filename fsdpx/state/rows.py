@@ -155,7 +155,7 @@ def saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}
     found = {
-        tensor_name(slot, name): spec if form.plain else Spec(form.of(spec.shape))
+        tensor_name(slot, name): spec if form.plain else Spec(form.of(name, spec.shape))
         for slot, form in _slots(placement, replicas).items()
         for name, spec in trained.items()
     }

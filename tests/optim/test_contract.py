@@ -53,6 +53,11 @@ class TestAdafactor(OptimizerContract):
         return optim.Adafactor(**options)
 
 
+class TestSOAP(OptimizerContract):
+    def make(self, **options):
+        return optim.SOAP(block=16, every=2, **options)
+
+
 class TestLion(OptimizerContract):
     def make(self, **options):
         return optim.Lion(**options)

@@ -338,3 +338,35 @@ def test_adafactor_as_in_its_paper(shape):
     mine = of_matrix(optim.Adafactor(lr=0.05, d=0.7), p[:300], gs[:, :300], shape)
     theirs = adafactor(p[:300].reshape(shape), gs[:, :300], 0.05, 1e-30, 1e-3, 0.7, -0.8)
     assert np.allclose(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+def soap(p, gs, lr, b1, b2, eps, decay, every):
+    """Algorithm 3 and 4 of Vyas et al. 2024 on one block; the first gradient only makes the bases."""
+    g = gs[0].reshape(p.shape)
+    left, r = (1 - b2) * g @ g.T, (1 - b2) * g.T @ g
+    q, o = np.linalg.eigh(left)[1], np.linalg.eigh(r)[1]
+    m = v = np.zeros(p.shape)
+    for t, g in enumerate(gs[1:].reshape(-1, *p.shape), 2):
+        turned = q.T @ g @ o
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * turned**2
+        n = (q.T @ m @ o) / (1 - b1 ** (t - 1)) / (np.sqrt(v / (1 - b2 ** (t - 1))) + eps)
+        p = p - lr * q @ n @ o.T - lr * decay * p
+        left, r = b2 * left + (1 - b2) * g @ g.T, b2 * r + (1 - b2) * g.T @ g
+        if t % every == 0:
+            q, o = np.linalg.qr(left @ q)[0], np.linalg.qr(r @ o)[0]
+    return p
+
+
+@pytest.mark.parametrize("block", [32, 8])
+def test_soap_as_in_its_paper(block):
+    """Of square blocks: their gradients leave no null space, of which any basis is an eigenbasis."""
+    p, gs = gradients()
+    gs /= np.abs(gs).max(axis=1, keepdims=True)
+    options = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-12, "weight_decay": 0.1, "every": 3}
+    mine = of_matrix(optim.SOAP(**options, block=block), p[:256], gs[:, :256], (16, 16)).reshape(16, 16)
+    for rows in (slice(a, a + block) for a in range(0, 16, block)):
+        for columns in (slice(a, a + block) for a in range(0, 16, block)):
+            part = gs[:, :256].reshape(-1, 16, 16)[:, rows, columns]
+            whole = p[:256].reshape(16, 16)[rows, columns]
+            theirs = soap(whole, part.reshape(len(gs), -1), 0.01, 0.9, 0.95, 1e-12, 0.1, 3)
+            assert np.allclose(mine[rows, columns], theirs, rtol=1e-6, atol=1e-8)

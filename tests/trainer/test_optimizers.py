@@ -17,6 +17,7 @@ from fsdpx.errors import CheckpointError, ConfigError
 X, Y = (np.random.default_rng(7).standard_normal((12, n)).astype(np.float32) for n in (6, 3))
 MAKE: dict[str, Any] = {
     "Adafactor": lambda: optim.Adafactor(weight_decay=0.1),
+    "SOAP": lambda: optim.SOAP(lr=1e-2, block=32, every=2),
     "AdamW8bit": lambda: optim.AdamW8bit(lr=1e-2, block=64),
 }
 ALL = pytest.mark.parametrize("name", MAKE)

@@ -1,0 +1,121 @@
+"""Steps and loss of every optimiser beside AdamW's: the main job with the settings that each is recommended with.
+
+    python bench/optimizers.py [--seeds 0 1 2] [--ranks 1] [--steps 300] [--size tiny] [--quick]
+
+The model, the text and all other options are those of `make train`; AdamW has its schedule. Each optimiser is validated
+every few steps, where it is meant to be evaluated. Losses do not depend on what else the machine does.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from jobs import environ, finish, mpiexec, start
+from records import arguments, lines, save
+
+__all__ = ["tables"]
+
+
+def recommended(steps: int) -> dict[str, Callable[[], Any]]:
+    """By name, AdamW first: as `make train` has it. The others: as their papers say, with the same warm-up where they
+    need one, and the same share of weight decay."""
+    from fsdpx import optim
+    from fsdpx.examples import gpt
+
+    warm, same = max(min(steps // 10, 100), 1), gpt.optimizer(1e-3, steps)
+    decay = {"weight_decay": same.weight_decay, "groups": same.groups}
+
+    def falling(lr: float) -> Any:
+        return optim.schedules.WarmUp(warm, optim.schedules.Cosine(lr, max(steps - warm, 1)))
+
+    return {
+        "AdamW": lambda: same,
+        "AdamW8bit": lambda: optim.AdamW8bit(lr=same.lr, betas=same.betas, **decay),
+        "AdamWScheduleFree": lambda: optim.AdamWScheduleFree(
+            lr=optim.schedules.WarmUp(warm, 4e-3), betas=(0.9, 0.98), **decay
+        ),
+        "Muon": lambda: optim.Muon(lr=falling(2e-3), others=optim.AdamW(betas=same.betas), **decay),
+        "SOAP": lambda: optim.SOAP(lr=falling(2e-3), **decay),
+        "Adafactor": lambda: optim.Adafactor(lr=falling(3e-2), groups=same.groups),
+    }
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["job"]:
+        return job(sys.argv[2], json.loads(sys.argv[3]))
+    names = list(recommended(1))
+    p = arguments(__doc__, rounds=1)
+    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    p.add_argument("--ranks", type=int, default=1)
+    p.add_argument("--steps", type=int, default=300, help="of each training; schedules of learning rates follow")
+    p.add_argument("--every", type=int, default=10, help="steps from one validation to the next")
+    p.add_argument("--size", default="tiny", help="of the model, as in `make train`")
+    p.add_argument("--batch", type=int, default=32, help="sequences of the global batch")
+    p.add_argument("--optimizers", nargs="+", default=names, choices=names)
+    options = p.parse_args()
+    seeds, steps = (options.seeds[:1], 20) if options.quick else (options.seeds, options.steps)
+    asked = {"steps": steps, "every": options.every, "size": options.size, "batch": options.batch}
+    found: dict[str, Any] = {**asked, "ranks": options.ranks, "rows": []}
+    for seed, name in product(seeds, options.optimizers):
+        here = [sys.executable] if options.ranks == 1 else mpiexec(options.ranks)
+        command = [*here, str(Path(__file__)), "job", name, json.dumps({**asked, "seed": seed})]
+        found["rows"].append({"optimizer": name, "seed": seed, **finish(start(command, environ()), patience=7200)})
+        print(json.dumps(found["rows"][-1]), flush=True)
+        save("optimizers", options, found)
+    for title, text in tables(found):
+        print(f"{title}\n{text}\n", flush=True)
+    return 0
+
+
+def job(name: str, asked: dict[str, Any]) -> int:
+    """The main job with another optimiser; rank 0 prints its losses."""
+    from fsdpx import nn
+    from fsdpx.examples import gpt
+    from fsdpx.nn.models import gpt as model
+
+    steps, every = asked["steps"], asked["every"]
+    words = [word for key in ("seed", "size", "batch", "steps") for word in (f"--{key}", str(asked[key]))]
+    args = gpt.parser().parse_args([*words, "--no-save"])
+    trainer = model(args.size, 0.0).as_distributed(
+        loss=nn.CrossEntropy(), optimizer=recommended(steps)[name](), clip_norm=args.clip, seed=args.seed
+    )
+    loader, validation = gpt.loaders(args, trainer.data, prints=False)
+    seen, with_ = [], "average" if name == "AdamWScheduleFree" else "parameters"
+    with loader:
+        epochs = iter(loader)
+        for step in range(1, steps + 1):
+            trainer.step(*next(epochs))
+            if step % every == 0 or step == steps:
+                seen.append((step, mean(trainer.evaluate(*batch, with_=with_) for batch in validation)))
+    report = trainer.report()
+    if trainer.rank == 0:
+        print(json.dumps({"validation": seen, "state": report.memory["optimiser"], "seconds": report.seconds}))
+    return 0
+
+
+def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [row for row in found["rows"] if "failed" not in row]
+    ends = {(row["optimizer"], row["seed"]): row["validation"][-1][1] for row in rows}
+    base, text = "AdamW", []
+    for name in dict.fromkeys(row["optimizer"] for row in rows):
+        mine = [row for row in rows if row["optimizer"] == name and (base, row["seed"]) in ends]
+        if not mine:
+            continue
+        last = [row["validation"][-1][1] for row in mine]
+        goals = [ends[base, row["seed"]] for row in mine]
+        pairs = zip(mine, goals, strict=True)
+        first = [next((step for step, loss in row["validation"] if loss <= goal), None) for row, goal in pairs]
+        steps = ", ".join(str(step) if step else f"> {found['steps']}" for step in first)
+        apart = f"{100 * (sum(last) / sum(goals) - 1):+.2f} %"
+        text.append([name, *(f"{loss:.4f}" for loss in last), apart, steps, f"{mine[0]['state'] / 2**20:.2f} MiB"])
+    seeds = sorted({row["seed"] for row in rows})
+    head = ["optimiser", *(f"seed {seed}" for seed in seeds), f"to {base}", f"steps to {base}'s loss", "state"]
+    return [("validation loss", lines(head, text))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,86 @@
+"""What optimisers share that update whole matrices: which parameters are matrices, and how ranks put them together."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any, ClassVar
+
+from fsdpx.errors import ConfigError
+from fsdpx.optim.elementwise import Elementwise
+from fsdpx.optim.kept import kept_of, places
+from fsdpx.optim.optimizer import Rate, Slots, check_options, check_shard
+from fsdpx.optim.segments import Groups, Run, Segment, Segments
+
+__all__ = ["BUT", "Matrices"]
+
+BUT = ("*embed*", "*wte*", "*wpe*", "*head*")
+"""Patterns of embeddings and heads, of which each row is by itself."""
+
+
+class Matrices(ABC):
+    """The base of these optimisers. Each rank says what it has of a matrix, and every rank that has a part of one
+    computes all of its update; parameters of one dim, and matrices whose names match `but`, are updated by another."""
+
+    lr: Rate
+    weight_decay: float
+    but: Sequence[str]
+    groups: Groups
+    slots: tuple[str, ...]
+    whole: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if isinstance(self.but, str):
+            kind = type(self).__name__
+            raise ConfigError(f"{kind}(but={self.but!r}): a list of name patterns is needed, [{self.but!r}]")
+
+    def update(
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
+    ) -> None:
+        """One step in place, see `Optimizer.update`."""
+        check_shard(self, p, g, slots, step, segments)
+        if getattr(xp, "holds_no_data", False):
+            return
+        parts: dict[str, Any] = {}
+        own = dict(zip(segments.items, self._own(slots, segments), strict=True))
+        for s, mine in own.items():
+            at = slice(s.start, s.stop)
+            if self.is_matrix(s.name, s.shape):
+                parts[s.name] = self._part(xp, g[at], mine, scale)
+            else:
+                alone = Segments((Segment(s.name, 0, s.stop - s.start, s.offset, s.size),))
+                theirs = {name: mine[name] for name in self._others.slots}
+                self._others.update(xp, p[at], g[at], theirs, lr=lr, step=step, segments=alone, scale=scale)
+        full = segments.whole(parts, lambda part, size: xp.empty((*part.shape[:-1], size), p.dtype))
+        for (s, mine), run in zip(own.items(), segments.overrides(self.groups), strict=True):
+            if s.name in full and s.start < s.stop:
+                self._follow(xp, p[s.start : s.stop], full[s.name], mine, s, run, lr * run.lr_scale, step)
+
+    def _own(self, slots: Slots, segments: Segments) -> list[Slots]:
+        """What the slots hold of each segment."""
+        where = {name: list(places(kept, segments)) for name, kept in kept_of(self).items()}
+        return [{name: slots[name][where[name][i]] for name in where} for i in range(len(segments.items))]
+
+    def is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether a parameter is updated as a matrix, of as many rows as dim 0 has."""
+        return len(shape) > 1 and not any(fnmatchcase(name, pattern) for pattern in self.but)
+
+    @cached_property
+    def _others(self) -> Any:
+        """What updates the rest."""
+        other: Any = self._other()
+        return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
+
+    @abstractmethod
+    def _other(self) -> Elementwise:
+        """The same, whatever its rates."""
+
+    @abstractmethod
+    def _part(self, xp: Any, g: Any, slots: Slots, scale: float) -> Any:
+        """What is put together of a matrix: an array whose last dim is this rank's elements."""
+
+    @abstractmethod
+    def _follow(self, xp: Any, p: Any, full: Any, slots: Slots, s: Segment, run: Run, lr: float, step: int) -> None:
+        """Update this rank's part. full: that array of the whole matrix."""
