@@ -117,6 +117,7 @@ def _reduction(run: Run, action: Action, axis: str, first: bool, memory: Values)
         comm, getattr(place.route(p), axis), page.counts, page.mine, work.part(p), first, mine,
         work.scratch("carry" if over_shards else "join", p),
         work.scratch("trade", p) if over_shards else None,
+        work.state.ledger.sizes.setdefault((axis, p), [math.nan, math.nan]),
         words(run, action),
     )  # fmt: skip
 

@@ -90,7 +90,8 @@ class InOrder:
         r = reduction
         if r.comm.size == 1:
             return Transfer(DONE, lambda: part)
-        handle = r.codec.reduce_all(r.comm, part, r.carry, r.memory, what=r.what)
+        with r.measured(part):
+            handle = r.codec.reduce_all(r.comm, part, r.carry, r.memory, what=r.what)
         if r.carry.size:
             handle.wait()  # its memory is lent for this action only
         return Transfer(handle, lambda: part)

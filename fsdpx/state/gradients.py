@@ -1,8 +1,11 @@
 """Full gradients of a page while backward adds into them, and how they become this rank's reduced part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
@@ -15,7 +18,8 @@ __all__ = ["ChunkGradients", "Gradient", "Reduction", "Subtrees", "WholeGradient
 
 class Reduction(NamedTuple):
     """What summing the gradient of one page over one mesh axis needs. part: where this rank's sum is kept; first: there
-    is nothing in it yet. mine: this rank's elements. carry, scratch: short-lived memory of the codec, of a tree."""
+    is nothing in it yet. mine: this rank's elements. carry, scratch: short-lived memory of the codec, of a tree. sizes:
+    of the last gradient with all that was owed, and of what is owed after it; Euclidean, for reports."""
 
     comm: Communicator
     codec: Codec
@@ -26,7 +30,21 @@ class Reduction(NamedTuple):
     memory: Mapping[str, Any]
     carry: Any
     scratch: Any
+    sizes: list[float]
     what: str
+
+    @contextmanager
+    def measured(self, grad: Any) -> Iterator[None]:
+        """Around a call of the codec: see `sizes`. Of arrays on the host, others would wait for it."""
+        error = self.memory.get("error")
+        if error is None or not isinstance(grad, np.ndarray):
+            yield
+            return
+        with np.errstate(all="ignore"):
+            squares = [np.vdot(a, b) for a, b in ((grad, grad), (grad, error), (error, error))]
+        yield
+        with np.errstate(all="ignore"):
+            self.sizes[:] = float(np.sqrt(squares[0] + 2 * squares[1] + squares[2])), float(np.linalg.norm(error))
 
 
 class WholeGradient:
@@ -61,7 +79,8 @@ class WholeGradient:
             return Transfer(DONE, lambda: r.part if r.first else full)
         spare = full[r.mine.start : r.mine.stop] if self.at_home else full[: r.mine.size]
         out = r.part if r.first else spare
-        handle = r.codec.reduce(r.comm, full, out, r.counts, r.carry, r.memory, what=r.what)
+        with r.measured(full):
+            handle = r.codec.reduce(r.comm, full, out, r.counts, r.carry, r.memory, what=r.what)
         return Transfer(handle, lambda: out)
 
 

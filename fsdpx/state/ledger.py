@@ -111,6 +111,8 @@ class Ledger:
     def __init__(self, rows: Iterable[Row] = (), slower: Callable[[Row], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[Key, Any] = {}
+        self.sizes: dict[tuple[str, int], list[float]] = {}
+        """(axis, page) -> of the last reduce there, for reports: see `state.gradients.Reduction`."""
         self._slower = slower
 
     def __iter__(self) -> Iterator[Row]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import isnan, nan
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
+from fsdpx.comm.codecs import Plain, Route
 from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.messages import travelling
@@ -22,20 +24,67 @@ __all__ = ["Report", "peak_rss", "report", "sizes_of"]
 OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and Python between two programs"
 
 
-@dataclass(frozen=True)
-class Report:
+SHOWN = 20
+"""Reduces with a line of their own."""
+
+
+class Reduced(NamedTuple):
+    """How the gradient of a page is summed over an axis. sent, plain: bytes of this rank each time, and what they would
+    be uncompressed. error: of the last reduce here, |what is kept| / |gradient + what was kept before|; NaN where
+    nothing is kept."""
+
+    page: str
+    axis: str
+    codec: str
+    sent: int
+    plain: int
+    error: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, or what `per` says,
-    from the program. memory: bytes by kind, of all that is held. disk: of what lies there. times: verb -> (seconds,
-    seconds waited, count). overlap: mesh axis -> share of the time transfers were under way in which this rank
-    computed."""
+    from the program. reduces: of gradients that do not travel as they are."""
+
+    traffic: dict[tuple[str, str], Traffic]
+    predicted: dict[tuple[str, str], Traffic]
+    reduces: list[Reduced] = field(default_factory=list)
+    per: str = "step"
+
+    def _moved(self) -> str:
+        rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", f"predicted per {self.per}")]
+        for (axis, call), count in sorted(self.traffic.items()):
+            one = self.predicted.get((axis, call))
+            expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
+            between = "," if axis == "disk" else " over"
+            rows.append(
+                (f"{call.replace('_', '-')}{between} {axis}", f"{count.calls:,}", bytes_text(count.bytes), expected)
+            )
+        return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
+
+    def _reduced(self) -> Iterator[str]:
+        """The reduces that send most first; of all that there are, nothing if none is compressed."""
+        if not self.reduces:
+            return
+        rows: list[tuple[str, ...]] = [("compressed", "over", "codec", "bytes each time", "saved", "relative error")]
+        sent, plain = (sum(n) for n in zip(*((one.sent, one.plain) for one in self.reduces), strict=True))
+        for one in sorted(self.reduces, key=lambda one: -one.sent)[:SHOWN]:
+            error = "" if isnan(one.error) else f"{one.error:.2g}"
+            rows.append((one.page, one.axis, one.codec, bytes_text(one.sent), _saved(one.sent, one.plain), error))
+        rest = f"{len(self.reduces)} reduces" if len(self.reduces) > SHOWN else "in all"
+        yield table([*rows, (rest, "", "", bytes_text(sent), _saved(sent, plain), "")])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Moved):
+    """memory: bytes by kind, of all that is held. disk: of what lies there. times: verb -> (seconds, seconds waited,
+    count). overlap: mesh axis -> share of the time transfers were under way in which this rank computed."""
 
     rank: int
     ranks: int
     steps: int
     parameters: int
     units: int
-    traffic: dict[tuple[str, str], Traffic]
-    predicted: dict[tuple[str, str], Traffic]
     memory: dict[str, int]
     disk: dict[str, int]
     peak_rss: int
@@ -43,7 +92,6 @@ class Report:
     overlap: dict[str, float]
     seconds: float
     read_footprint: Callable[[], Footprint | None] | None = field(default=None, repr=False, compare=False)
-    per: str = "step"
 
     @cached_property
     def footprint(self) -> Footprint | None:
@@ -57,23 +105,12 @@ class Report:
     def __str__(self) -> str:
         model = f"{self.parameters:,} parameters in {self.units} units"
         head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps"
-        return "\n\n".join([head, self._moved(), self._held(), self._spent()])
+        return "\n\n".join([head, self._moved(), *self._reduced(), self._held(), self._spent()])
 
     @property
     def memory_text(self) -> str:
         """The table of memory alone."""
         return self._held()
-
-    def _moved(self) -> str:
-        rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", f"predicted per {self.per}")]
-        for (axis, call), count in sorted(self.traffic.items()):
-            one = self.predicted.get((axis, call))
-            expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
-            between = "," if axis == "disk" else " over"
-            rows.append(
-                (f"{call.replace('_', '-')}{between} {axis}", f"{count.calls:,}", bytes_text(count.bytes), expected)
-            )
-        return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _held(self) -> str:
         rows = [("memory of this rank", "bytes")]
@@ -113,6 +150,7 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         times={op: (spent, waited, int(count)) for op, (spent, waited, count) in clock.rows.items()},
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
+        reduces=list(_reduces(engine)),
         read_footprint=None if place.imaginary else reading(state),
     )
 
@@ -124,6 +162,24 @@ def _predicted(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[
             have = total.get(key, Traffic())
             total[key] = Traffic(have.calls + times * one.calls, have.bytes + times * one.bytes)
     return total
+
+
+def _saved(sent: int, plain: int) -> str:
+    return f"{100 * (1 - sent / plain):.1f} %" if plain else ""
+
+
+def _reduces(engine: Engine) -> Iterator[Reduced]:
+    """What is not plain."""
+    place, plain = engine.placement, Route(Plain(), Plain())
+    itemsize = place.formats.gradients.itemsize
+    for p in place.stage.trained:
+        route, counts, own = place.route(p), place.pages[p].counts, place.replica_own(p)
+        found = zip(*(place.accumulation.moves(r, counts, own, itemsize) for r in (route, plain)), strict=True)
+        for axis, codec, moves in zip(("shard", "replica"), route, found, strict=True):
+            if axis in place.axes.summing and place.axes.data.size > 1 and not isinstance(codec, Plain):
+                whole, kept = engine.state.ledger.sizes.get((axis, p), (nan, nan))
+                sent, usual = (sum(nbytes for _, nbytes in some) for some in moves)
+                yield Reduced(place.name(p), axis, type(codec).__name__, sent, usual, kept / whole if whole else 0.0)
 
 
 def sizes_of(engine: Engine) -> Sizes:

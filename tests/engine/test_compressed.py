@@ -17,6 +17,7 @@ from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples.digits import draw
 from fsdpx.nn.models import digits
+from fsdpx.state.tables import bytes_text
 
 CODECS: dict[str, Callable[[], Any]] = {
     "int8": lambda: "int8",
@@ -196,6 +197,40 @@ def test_between_replicas_alone() -> None:
         ("shard", "all_gather"), ("shard", "reduce_scatter"), ("replica", "all_to_all"), ("replica", "all_gather"),
     }  # fmt: skip
     assert kept == {"replica/error"}
+
+
+def test_the_report_tells_bytes_saved_and_the_error_of_each_reduce() -> None:
+    """The error is what was kept, beside what there was to send: here the first gradient alone."""
+
+    def body(comm: Communicator, codec: Any) -> Any:
+        trainer = make(comm, "mlp", "zero1", precision="float32", codec=codec, group_bytes=0)
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 6)
+        trainer.step(x[part(comm, 6)], y[part(comm, 6)])
+        kept = {row.key.page: np.array(array) for row, array in trainer.engine.state.ledger.saved()
+                if row.key.kind == "memory"}  # fmt: skip
+        names = {trainer.placement.name(p): p for p in trainer.placement.pages}
+        sizes = {p: whole for (_, p), (whole, _) in trainer.engine.state.ledger.sizes.items()}
+        return trainer.report(), {name: np.linalg.norm(kept[p]) / sizes[p] for name, p in names.items() if p in kept}
+
+    report, errors = spawn(body, 2, "int8")[0]
+    assert [one.page for one in report.reduces] == ["0.weight..0.bias", "2.weight..2.bias", "4.weight..4.bias"]
+    assert sum(one.sent for one in report.reduces) == report.traffic["shard", "all_to_all"].bytes
+    for one in report.reduces:
+        assert (one.axis, one.codec) == ("shard", "Int8")
+        assert 0.7 < 1 - one.sent / one.plain < 0.75
+        assert one.error == pytest.approx(errors[one.page], rel=1e-5)
+        assert 0.001 < one.error < 0.02
+        assert report_line(report, one.page).split() == [
+            one.page, "shard", "Int8", *bytes_text(one.sent).split(), f"{100 * (1 - one.sent / one.plain):.1f}", "%",
+            f"{one.error:.2g}",
+        ]  # fmt: skip
+    assert spawn(body, 2, "plain")[0][0].reduces == []
+    unknown = spawn(body, 2, fsdpx.Int8(unbiased=True))[0][0].reduces
+    assert all(np.isnan(one.error) for one in unknown)
+
+
+def report_line(report: Any, page: str) -> str:
+    return next(line for line in str(report).splitlines() if line.strip().startswith(page))
 
 
 def test_ranks_that_differ_in_codecs_are_named() -> None:
