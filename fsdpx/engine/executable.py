@@ -57,5 +57,7 @@ def about(placement: Placement, action: Action, kind: str) -> str:
     if what == "record":
         record = placement.stage.records[number]
         assert record.at is not None
+        if record.kind in ("saved", "held"):
+            return f"activations of unit {placement.layout.units[record.at].name!r}"
         return f"{SLOTS[record.kind].memory} of page {placement.name(record.at)!r}"
     return f"unit {placement.layout.units[number].name!r}" if what == "unit" else f"page {placement.name(number)!r}"

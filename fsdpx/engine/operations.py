@@ -11,7 +11,7 @@ from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import PARTS, block_squares, exact_sum, expansion
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
-from fsdpx.engine import computing, updating
+from fsdpx.engine import computing, paging, updating
 from fsdpx.engine.messages import receive, send
 from fsdpx.engine.results import Mean, Scale
 from fsdpx.engine.run import Operation, Run, Values, number_of, words
@@ -71,23 +71,6 @@ def gather(run: Run, action: Action, taken: Values, read: Values, added: Values)
 
 
 def free(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    return ()
-
-
-def fetch(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    record, disk = run.stage.record(action), run.disk
-    handle, value = disk.fetch(record, run.workspace.record(record))
-    run.place.axes.counters.add("disk", "read", disk.size(record))
-    return (Transfer(handle, lambda: value),)
-
-
-def store_back(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    record, disk, (value,) = run.stage.record(action), run.disk, taken
-    run.place.axes.counters.add("disk", "write", disk.size(record))
-    return Transfer(disk.store(record), lambda: value), True
-
-
-def evict(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     return ()
 
 
@@ -212,9 +195,9 @@ OPERATIONS: dict[str, Operation] = {
     "MEAN": mean,
     "GATHER": gather,
     "FREE": free,
-    "FETCH": fetch,
-    "STORE": store_back,
-    "EVICT": evict,
+    "FETCH": paging.fetch,
+    "STORE": paging.store,
+    "EVICT": paging.evict,
     "REDUCE": reduce,
     "SETTLE": settle,
     "JOIN": join,

@@ -20,7 +20,7 @@ def offload(actions: Actions, stage: Stage, microbatches: int, ahead: int) -> Ac
     """Insert FETCH, STORE and EVICT, kind by kind of the records.
 
     What an action needs is there, and the next `ahead` records of the kind; at most `ahead` others are on their way to
-    where they are stored."""
+    where they are stored. Activations that no later action of the program needs stay where they are."""
     for kind in dict.fromkeys(record.kind for record in stage.records):
         numbers = {record.at: n for n, record in enumerate(stage.records) if record.kind == kind}
         slots = [expand(action, stage, microbatches) for action in actions]
@@ -32,23 +32,24 @@ class _Cache:
     """The records of one kind that are in memory while the actions of a program pass by.
 
     numbers: of the records. there: slot -> whether its values differ from those that are stored. leaving: slots whose
-    values are being written. stored: activations that have been."""
+    values are being written. stored: activations that have been. last: slot -> the last action that needs it."""
 
     def __init__(self, kind: str, numbers: dict[int | None, int], ahead: int) -> None:
         self.kind, self.numbers, self.ahead = kind, numbers, ahead
         self.there: dict[Slot, bool] = {}
         self.leaving: list[Slot] = []
         self.stored: set[Slot] = set()
+        self.last: dict[Slot, int] = {}
         self.result: Actions = []
 
     def through(self, actions: Actions, slots: Sequence[Slots]) -> Actions:
         """The actions, with those that keep what they need in memory between them."""
         wanted = [self._mine((*s.takes, *s.reads, *s.adds)) for s in slots]
         needs = _held(actions, slots, [[*w, *self._mine(s.gives)] for w, s in zip(wanted, slots, strict=True)])
-        first = _early(actions, wanted)
+        first, self.last = _early(actions, needs), {slot: i for i, some in enumerate(wanted) for slot in some}
         for i, action in enumerate(actions):
             if needs[i] or i == first:
-                self._turn(_window(needs[i], wanted, i + 1, self.ahead))
+                self._turn(i, _window(needs[i], wanted, i + 1, self.ahead))
             self.result.append(action)
             self.there |= dict.fromkeys(self._mine((*slots[i].adds, *slots[i].gives)), True)
             for slot in self._mine(slots[i].takes):
@@ -60,9 +61,10 @@ class _Cache:
     def _mine(self, slots: Sequence[Slot]) -> list[Slot]:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
-    def _turn(self, window: dict[Slot, None]) -> None:
+    def _turn(self, at: int, window: dict[Slot, None]) -> None:
         """Let go what is not in the window, and bring what is missing of it."""
-        self._leave([slot for slot in self.there if slot not in window])
+        gone = [slot for slot in self.there if slot not in window]
+        self._leave([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= at])
         self._evict(self.ahead)
         for slot in window:
             if slot in self.there or not (slot.mb is None or slot in self.stored):
@@ -104,9 +106,9 @@ def _held(actions: Actions, slots: Sequence[Slots], needs: Sequence[Sequence[Slo
     return found
 
 
-def _early(actions: Actions, wanted: Sequence[Sequence[Slot]]) -> int:
+def _early(actions: Actions, needs: Sequence[Sequence[Slot]]) -> int:
     """The last action that computes before any needs a record: what is fetched then is there when it is needed."""
-    first = next((i for i, slots in enumerate(wanted) if slots), 0)
+    first = next((i for i, slots in enumerate(needs) if slots), 0)
     return max((i for i, action in enumerate(actions[:first]) if VERBS[action.op].lane == "compute"), default=0)
 
 

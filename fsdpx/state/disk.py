@@ -7,6 +7,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -52,11 +53,11 @@ class File:
         self.folder, self.nbytes = folder, nbytes
         self._fd, self.direct = _unnamed(folder, direct)
         try:
-            if nbytes:
-                os.posix_fallocate(self._fd, 0, nbytes)
-        except OSError as error:
+            _room(self._fd, folder, 0, nbytes)
+        except OffloadError:
             os.close(self._fd)
-            raise OffloadError(f"{folder} has no room for {nbytes:,} bytes: {error.strerror}") from error
+            raise
+        self._own = threading.local()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fsdpx disk")
 
     def read(self, at: int, data: Any) -> Pieces:
@@ -74,7 +75,14 @@ class File:
     def _read(self, at: int, data: Any) -> None:
         self._all(lambda view, at: os.preadv(self._fd, [view], at), at, data, "read")
 
+    def extend(self, nbytes: int) -> int:
+        """Make the file longer; where the new part begins."""
+        self.nbytes += _room(self._fd, self.folder, self.nbytes, nbytes)
+        return self.nbytes - nbytes
+
     def _write(self, at: int, data: Any) -> None:
+        if self.direct and (data.ctypes.data % ALIGN or len(data) % ALIGN):
+            data = self._aside(data)
         self._all(lambda view, at: os.pwrite(self._fd, view, at), at, data, "written")
 
     def _all(self, move: Callable[[memoryview, int], int], at: int, data: Any, done: str) -> None:
@@ -89,6 +97,14 @@ class File:
             why = error if isinstance(error, OffloadError) else error.strerror
             raise OffloadError(f"{self.folder}: offloaded state cannot be {done}: {why}") from error
 
+    def _aside(self, data: Any) -> Any:
+        """A copy that begins and ends where direct I/O wants it; good until this thread makes the next one."""
+        if not hasattr(self._own, "memory"):
+            memory = np.empty(PIECE + ALIGN, np.uint8)
+            self._own.memory = memory[-memory.ctypes.data % ALIGN :]
+        self._own.memory[: len(data)] = data
+        return self._own.memory[: -(-len(data) // ALIGN) * ALIGN]
+
     def mapped(self, at: int, elements: int, dtype: Any) -> np.ndarray:
         """A part of the file as an array, for as long as somebody holds it: what is changed there is changed on disk,
         for reads that begin later."""
@@ -100,6 +116,16 @@ class File:
         """Return when nothing is under way any more; the file is gone then."""
         self._threads.shutdown()
         os.close(self._fd)
+
+
+def _room(fd: int, folder: Path, at: int, nbytes: int) -> int:
+    """Set aside `nbytes` of the disk from byte `at` of a file on."""
+    try:
+        if nbytes:
+            os.posix_fallocate(fd, at, nbytes)
+    except OSError as error:
+        raise OffloadError(f"{folder} has no room for {nbytes:,} bytes: {error.strerror}") from error
+    return nbytes
 
 
 def _unnamed(folder: Path, direct: bool | None) -> tuple[int, bool]:

@@ -5,20 +5,38 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fsdpx.array.arena import address
 from fsdpx.comm.communicator import DONE, Communicator, Handle
 from fsdpx.config import Offload
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.program import Slot
+from fsdpx.shapes.array import Root
 from fsdpx.state.disk import ALIGN, File, taken
 from fsdpx.state.ledger import KINDS, Key, Row
 from fsdpx.state.placement import Placement
+from fsdpx.state.spill import Spilled
 
 __all__ = ["Disk", "open_disk"]
+
+
+class Handles:
+    """Several transfers as one."""
+
+    def __init__(self, all_of_them: Sequence[Handle]) -> None:
+        self._all = all_of_them
+
+    def test(self) -> bool:
+        return all(handle.test() for handle in self._all)
+
+    def wait(self) -> None:
+        for handle in self._all:
+            handle.wait()
 
 
 class Disk:
@@ -35,6 +53,8 @@ class Disk:
             if row.level == "disk":
                 self._records.setdefault(Slot(KINDS[row.key.kind].slot, row.key.page), []).append(row)
         self._places: dict[Key, int] = {}
+        self.spilled: dict[Slot, int] = {}  # bytes of the activations of the last run
+        self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # where each part of them lies, and its room
         self._there: dict[Slot, Any] = {}  # the bytes in memory of the records that were fetched
         self.nbytes = 0
         for record in self._records.values():
@@ -71,6 +91,35 @@ class Disk:
         """Begin to write a record from where it was fetched to."""
         at, data = self._places[self._records[record][0].key], self._there[record]
         return DONE if self.file is None else self.file.write(at, data)
+
+    # -- activations, whose sizes are those of the batch ---------------------------------------------------------------
+
+    def spill(self, slot: Slot, spilled: Spilled) -> Handle:
+        """Begin to write the memory of an activation, which is then no more a part of `spilled`."""
+        roots, spilled.roots = spilled.roots, []
+        places = [self._place(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
+        self.spilled[slot] = sum(spilled.sizes)
+        if self.file is None:
+            return DONE
+        bytes_of = [root.reshape(-1, order="A").view("uint8") for root in roots]
+        return Handles([self.file.write(at, data) for at, data in zip(places, bytes_of, strict=True)])
+
+    def bring(self, slot: Slot, spilled: Spilled) -> tuple[Handle, list[Any]]:
+        """Begin to read it into new memory."""
+        if self.file is None:
+            return DONE, [Root(nbytes) for nbytes in spilled.sizes]
+        whole = [_aligned(np.empty(_whole(nbytes) + ALIGN, np.uint8), _whole(nbytes)) for nbytes in spilled.sizes]
+        places = [self._place(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
+        return Handles([self.file.read(at, data) for at, data in zip(places, whole, strict=True)]), whole
+
+    def _place(self, slot: Slot, index: int, nbytes: int) -> int:
+        """Where a part of an activation lies: the same place in each step, unless it has grown."""
+        at, room = self._parts.get((slot, index), (0, 0))
+        if nbytes > room:
+            at = self.nbytes if self.file is None else self.file.extend(_whole(nbytes))
+            self.nbytes = at + _whole(nbytes)
+            self._parts[slot, index] = at, _whole(nbytes)
+        return at
 
     def mapped(self, row: Row) -> Any:
         """The array of a row, on disk: see `File.mapped`."""

@@ -56,6 +56,8 @@ class TrainState:
         if place.rounds is not None:
             store[TRAINED] = [0.0] * len(place.rounds.fragments)
         for number, record in enumerate(place.stage.records):
+            if record.kind in ("saved", "held"):
+                continue
             if store.pop(record, None) is not None or record.at in place.pages:
                 store[Slot("stored", number)] = True
         for row in self.ledger:
@@ -93,7 +95,9 @@ class TrainState:
     def set_aside(self, but: Iterable[str] = ("full",)) -> dict[Slot, Any]:
         """Take out of the store what earlier programs left, but for some kinds: `store.update` brings it back."""
         stay, passing = LASTING | set(but), set(self.placement.stage.records)
-        gone = [slot for slot in self.store if slot.kind not in stay or slot in passing]
+        gone = [
+            s for s in self.store if s.kind not in stay or s in passing or (s.kind == "stored" and s.mb is not None)
+        ]
         return {slot: self.store.pop(slot) for slot in gone}
 
     def see(self, samples: int) -> None:

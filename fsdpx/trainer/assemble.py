@@ -300,6 +300,7 @@ def _stages(layout: Layout, codecs: Codecs, axes: Axes, optimizer: Any, offload:
     state = [page.index for page in layout.pages if page.trainable and optimizer.slots and "optimizer" in what]
     shards = [page.index for page in layout.pages if "parameters" in what]
     coded = [p.index for p in layout.pages if p.trainable and any(memories(codecs.rules[p.codec][1], axes, 1, 1))]
+    spilled = range(len(layout.units) if "activations" in what else 0)
     return pipeline(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],
         layout.trainable(),
@@ -312,5 +313,9 @@ def _stages(layout: Layout, codecs: Codecs, axes: Axes, optimizer: Any, offload:
         moving=[unit.index for unit in layout.units if statistics_of(layout, unit)],
         coded=coded,
         constant=layout.constant(),
-        records=(*(Slot("slots", p) for p in state), *(Slot("shard", p) for p in shards)),
+        records=(
+            *(Slot("slots", p) for p in state),
+            *(Slot("shard", p) for p in shards),
+            *(Slot(kind, unit) for kind in ("saved", "held") for unit in spilled),
+        ),
     )

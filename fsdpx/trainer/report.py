@@ -211,9 +211,13 @@ def sizes_of(engine: Engine) -> Sizes:
 
 
 def _records(engine: Engine) -> dict[tuple[int, int | None], int]:
-    """(record, microbatch) -> bytes on this rank's disk."""
+    """(record, microbatch) -> bytes on this rank's disk, of activations as the last batch was."""
     disk, records = engine.state.disk, engine.placement.stage.records
-    return {} if disk is None else {(number, None): disk.size(record) for number, record in enumerate(records)}
+    if disk is None:
+        return {}
+    pages = {(number, None): disk.size(record) for number, record in enumerate(records)}
+    numbers = {record: number for number, record in enumerate(records)}
+    return pages | {(numbers[slot._replace(mb=None)], slot.mb): nbytes for slot, nbytes in disk.spilled.items()}
 
 
 def _outer_moves(place: Placement, page: int) -> Moves:

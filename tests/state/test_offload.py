@@ -15,9 +15,18 @@ from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.state import disk
+from fsdpx.state import spill as spilling
+from fsdpx.state.spill import Spilled, spill
 
 BOTH = ("optimizer", "parameters")
+ALL = (*BOTH, "activations")
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
+
+
+@pytest.fixture(autouse=True)
+def _small_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of these models are worth it, too."""
+    monkeypatch.setattr(spilling, "LEAST", 1)
 
 
 def make(comm: Communicator, folder: Path | None, what: Any = "optimizer", **options: Any) -> Any:
@@ -46,19 +55,19 @@ def trained(comm: Communicator, folder: Path | None, what: Any = "optimizer", st
         return trainer.fingerprint(), seen, trainer.parameters()["0.weight"].sum()
 
 
-CASES: list[tuple[int, dict[str, Any]]] = [
-    *((size, {"strategy": strategy}) for size in (1, 2, 3) for strategy in STRATEGIES),
-    (4, {"strategy": "hybrid", "average": EMA(0.5), "clip_norm": 0.1}),
-    (2, {"mesh": Mesh(pipe=2), "microbatches": 3, "schedule": "zb-h1"}),
-    (2, {"strategy": "fsdp", "ahead": 0, "precision": "bf16"}),
-    (3, {"strategy": "zero2", "optimizer": optim.AdamW8bit(lr=1e-2)}),
-    (2, {"strategy": "fsdp", "ahead": 3, "microbatches": 2, "optimizer": optim.Muon()}),
+CASES: list[tuple[int, Any, dict[str, Any]]] = [
+    *((size, ALL, {"strategy": strategy}) for size in (1, 3) for strategy in STRATEGIES),
+    *((2, what, {"strategy": "fsdp"}) for what in ALL),
+    (4, BOTH, {"strategy": "hybrid", "average": EMA(0.5), "clip_norm": 0.1}),
+    (2, ALL, {"mesh": Mesh(pipe=2), "microbatches": 3, "schedule": "zb-h1"}),
+    (2, ALL, {"strategy": "fsdp", "ahead": 0, "precision": "bf16", "recompute": "all"}),
+    (3, "optimizer", {"strategy": "zero2", "optimizer": optim.AdamW8bit(lr=1e-2)}),
+    (2, ALL, {"strategy": "fsdp", "ahead": 3, "microbatches": 2, "optimizer": optim.Muon()}),
 ]
 
 
-@pytest.mark.parametrize("what", ["optimizer", "parameters", BOTH], ids=str)
-@pytest.mark.parametrize(("size", "options"), few(CASES, 4), ids=str)
-def test_the_same_bits_as_in_memory(size: int, options: dict[str, Any], what: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "what", "options"), few(CASES, 4), ids=str)
+def test_the_same_bits_as_in_memory(size: int, what: Any, options: dict[str, Any], tmp_path: Path) -> None:
     there = spawn(lambda comm: trained(comm, tmp_path, what, **options), size)
     assert there == spawn(lambda comm: trained(comm, None, **options), size)
 
@@ -66,7 +75,7 @@ def test_the_same_bits_as_in_memory(size: int, options: dict[str, Any], what: An
 def test_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
     def run(comm: Communicator, folder: Path | None) -> str:
         model = nn.Chain(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3))
-        offload = None if folder is None else Offload(folder, BOTH)
+        offload = None if folder is None else Offload(folder, ALL)
         with model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=comm, chunks=6, offload=offload) as t:
             t.step(*part(t, 0))
             return str(t.fingerprint())
@@ -141,6 +150,48 @@ def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
     assert spawn(lambda comm: run(comm, None), 1)[0] - spawn(lambda comm: run(comm, tmp_path), 1)[0] == (
         state - 3 * (2 * page + disk.ALIGN)
     )
+
+
+def test_activations_leave_memory(tmp_path: Path) -> None:
+    """Their peak is that of a few units, in a dry run; the bytes are those predicted; in memory they are not kept."""
+    batch = ((64, 32), "float32"), ((64, 32), "float32")
+    options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0, "tune": False}
+
+    def model() -> nn.Layer:
+        return nn.Chain(*(layer for _ in range(16) for layer in (nn.Linear(32, 32), nn.Tanh())))
+
+    def run(comm: Communicator) -> Any:
+        with model().as_distributed(comm=comm, offload=Offload(tmp_path, "activations"), **options) as trainer:
+            trainer.step(np.ones((64, 32), np.float32), np.ones((64, 32), np.float32))
+            return trainer.report()
+
+    report = spawn(run, 1)[0]
+    dry, without = (
+        fsdpx.dry_run(model(), *batch, ranks=1, offload=offload, **options)
+        for offload in (Offload("/nowhere", "activations"), None)
+    )
+    assert dry.activations < without.activations / 3
+    counted = {key: count for key, count in report.traffic.items() if key[0] == "disk"}
+    assert counted
+    assert counted == {key: count for key, count in report.predicted.items() if key[0] == "disk"}
+    assert counted == {key: count for key, count in dry.report.predicted.items() if key[0] == "disk"}
+
+
+def test_arrays_come_back_as_they_were() -> None:
+    """Views of one memory are views of one again, strides and all; what should stay, or is no array, stays."""
+    whole, apart = np.arange(24.0).reshape(4, 6), np.arange(6)[::-1]
+    staying, odd = np.ones(3), object()
+    value = {"a": [whole[1:].T, (whole, apart)], "b": staying, "c": odd, "d": np.arange(100)[:3], "e": None}
+    made: Spilled = spill(value, lambda root: root is staying)
+    assert [root.nbytes for root in made.roots] == made.sizes == [whole.nbytes, apart.nbytes]
+    found = made.value([np.frombuffer(root.tobytes(), np.uint8).copy() for root in made.roots])
+    view, (again, back) = found["a"]
+    assert np.shares_memory(view, again)
+    for new, old in ((view, whole[1:].T), (again, whole), (back, apart), (found["d"], np.arange(3))):
+        assert np.array_equal(new, old)
+        assert new.strides == old.strides
+    assert found["b"] is staying
+    assert (found["c"], found["e"]) == (odd, None)
 
 
 # -- folders that cannot be used ---------------------------------------------------------------------------------------
@@ -229,7 +280,10 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
     ("given", "text"),
     [
         ({"folder": ""}, "Offload(folder=''): the path of an existing folder is needed"),
-        ({"folder": "x", "what": "everything"}, "Offload(what='everything'): choose from optimizer, parameters"),
+        (
+            {"folder": "x", "what": "everything"},
+            "Offload(what='everything'): choose from optimizer, parameters, activations",
+        ),
         ({"folder": "x", "what": ()}, "Offload(what=()): choose from"),
         ({"folder": "x", "direct": "yes"}, "Offload(direct='yes'): choose True, False or None"),
     ],

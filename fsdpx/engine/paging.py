@@ -1,0 +1,53 @@
+"""What FETCH, STORE and EVICT do: records between memory and disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpx.engine.run import Run, Values
+from fsdpx.program import Action
+from fsdpx.state.spill import root_of, spill
+from fsdpx.state.transfer import Transfer
+
+__all__ = ["evict", "fetch", "store"]
+
+
+def fetch(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    slot, disk = run.stage.record(action), run.disk
+    if slot.mb is not None:
+        (spilled,) = taken
+        handle, memory = disk.bring(slot, spilled)
+        made: list[Any] = []  # once: who asks again gets the same arrays
+
+        def value() -> Any:
+            if not made:
+                made.append(spilled.value(memory))
+            return made[0]
+
+        run.place.axes.counters.add("disk", "read", sum(spilled.sizes))
+        return (Transfer(handle, value),)
+    handle, arrays = disk.fetch(slot, run.workspace.record(slot))
+    run.place.axes.counters.add("disk", "read", disk.size(slot))
+    return (Transfer(handle, lambda: arrays),)
+
+
+def store(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    slot, disk, (value,) = run.stage.record(action), run.disk, taken
+    if slot.mb is not None:
+        own = _roots(run)
+        spilled = spill(value, lambda root: id(root) in own)
+        run.place.axes.counters.add("disk", "write", sum(spilled.sizes))
+        return Transfer(disk.spill(slot, spilled), lambda: value), spilled
+    run.place.axes.counters.add("disk", "write", disk.size(slot))
+    return Transfer(disk.store(slot), lambda: value), True
+
+
+def evict(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    return ()
+
+
+def _roots(run: Run) -> set[int]:
+    """Memory that is there anyway: the arena's, and that of the batch."""
+    arena = run.workspace.state.arena
+    batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
+    return {id(root_of(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab, *batch)}
