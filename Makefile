@@ -27,7 +27,7 @@ PY := $(BIN)/python
 # Tests start thousands of processes: none of them should compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-elastic thorough chaos chaos-elastic test-gpu lint type check replay bench bench-gpu docs clean
+.PHONY: help train test test-elastic thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
@@ -96,7 +96,10 @@ lint: $(VENV)/.ready
 type: $(VENV)/.ready
 	$(BIN)/mypy
 
-check: lint type
+check: $(VENV)/.ready
+	$(MAKE) --no-print-directory -j lint type check-threads  # mypy alone leaves a core idle
+
+check-threads: $(VENV)/.ready
 	$(PY) -m pytest tests -m "not world and not jobs and not mpi_skip" --hypothesis-profile=check \
 		-n $(JOBS) --dist worksteal
 

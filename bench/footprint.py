@@ -42,10 +42,10 @@ def main() -> int:
     return 0
 
 
-def compare(model: str, strategy: str, ranks: int) -> dict[str, Any]:
+def compare(model: str, strategy: str, ranks: int, steps: int = STEPS) -> dict[str, Any]:
     """Bytes of the rank with most, expected and measured."""
     _warmed(model, ranks > 1)
-    found = _measured(model, strategy, ranks)
+    found = _measured(model, strategy, ranks, steps)
     expected = [_expected(model, strategy, ranks, rank) for rank in range(ranks)]
     most = {f"expected {kind}": max(getattr(one, kind) for one in expected) for kind in ("rss", "pss")}
     return {"model": model, "strategy": strategy, "ranks": ranks, **most, **found}
@@ -53,12 +53,12 @@ def compare(model: str, strategy: str, ranks: int) -> dict[str, Any]:
 
 @cache
 def _warmed(model: str, several: bool) -> None:
-    _measured(model, "fsdp", 2 if several else 1)
+    _measured(model, "fsdp", 2 if several else 1, steps=1)
 
 
-def _measured(model: str, strategy: str, ranks: int) -> dict[str, Any]:
+def _measured(model: str, strategy: str, ranks: int, steps: int) -> dict[str, Any]:
     here = [sys.executable] if ranks == 1 else mpiexec(ranks)
-    return finish(start([*here, str(Path(__file__)), "job", model, strategy], environ()), patience=300)
+    return finish(start([*here, str(Path(__file__)), "job", model, strategy, str(steps)], environ()), patience=300)
 
 
 def _expected(model: str, strategy: str, ranks: int, rank: int) -> Any:
@@ -71,7 +71,7 @@ def _expected(model: str, strategy: str, ranks: int, rank: int) -> Any:
     return fsdpx.dry_run(layers, x, y, ranks=ranks, rank=rank, ranks_per_host=ranks, **options).footprint
 
 
-def job(model: str, strategy: str) -> int:
+def job(model: str, strategy: str, steps: str) -> int:
     """Some steps on one rank; rank 0 prints the most bytes of any rank."""
     import fsdpx
     from fsdpx import optim
@@ -80,7 +80,7 @@ def job(model: str, strategy: str) -> int:
     layers, loss = in_fsdpx(MODELS[model])
     trainer = layers.as_distributed(loss=loss, optimizer=optim.AdamW(lr=3e-4), strategy=strategy)
     x, y = batch(MODELS[model], comm.rank, comm.size)
-    for _ in range(STEPS):
+    for _ in range(int(steps)):
         trainer.step(x, y)
     everyone = comm.all_gather_object((peak_rss(), alone(comm.size)))
     if comm.rank == 0:

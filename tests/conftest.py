@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -25,6 +26,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     found = environment.read()
     if found.launcher is not None and found.launcher.rank is not None and (found.expected_size or 1) > 1:
         config.pluginmanager.register(Ranks(found.launcher.rank), "ranks")
+
+
+@pytest.hookimpl
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m world` is about a dozen files: importing all of them takes every rank some seconds."""
+    if config.option.markexpr != "world" or collection_path.suffix != ".py":
+        return None
+    return None if "mark.world" in collection_path.read_text(encoding="utf-8") else True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -84,8 +85,8 @@ class ShapeArray:
 
     def __init__(self, shape: int | Sequence[int], dtype: Any = np.float64, root: Root | None = None) -> None:
         dims = (shape,) if isinstance(shape, int | np.integer) else shape
-        self.shape: tuple[int, ...] = tuple(operator.index(n) for n in dims)
-        if any(n < 0 for n in self.shape):
+        self.shape: tuple[int, ...] = tuple(map(operator.index, dims))
+        if self.shape and min(self.shape) < 0:
             raise ValueError(f"negative dimensions are not allowed: {self.shape}")
         self.dtype = np.dtype(dtype)
         self.root = root or Root(self.nbytes)
@@ -203,7 +204,16 @@ class ShapeArray:
 
 def dtype_of_result(function: Callable[..., Any], *operands: Any, **options: Any) -> np.dtype:
     """The dtype of `function` of the operands in NumPy, from a call with empty arrays; Python numbers stay numbers."""
-    empty = [np.empty(0, o.dtype) if hasattr(o, "dtype") else o for o in operands]
+    kinds = tuple(getattr(o, "dtype", o) for o in operands)
+    try:
+        return _dtype_of(function, *kinds, **options)
+    except TypeError:  # of operands that are lists
+        return _dtype_of.__wrapped__(function, *kinds, **options)
+
+
+@functools.lru_cache(4096, typed=True)
+def _dtype_of(function: Callable[..., Any], *kinds: Any, **options: Any) -> np.dtype:
+    empty = [np.empty(0, kind) if isinstance(kind, np.dtype) else kind for kind in kinds]
     return np.asarray(function(*empty, **options)).dtype
 
 
@@ -249,13 +259,22 @@ def product(a: Any, b: Any) -> ShapeArray:
         raise ValueError(f"matmul: {left} @ {right}: {m[-1]} columns meet {n[-2]} rows")
     stack = np.broadcast_shapes(m[:-2], n[:-2])
     rows, columns = m[-2:-1] if len(left) > 1 else (), n[-1:] if len(right) > 1 else ()
-    kinds = [np.empty((0, 0), x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype) for x in (a, b)]
-    return ShapeArray((*stack, *rows, *columns), np.matmul(*kinds).dtype)
+    kinds = (x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype for x in (a, b))
+    return ShapeArray((*stack, *rows, *columns), _dtype_of_product(*kinds))
+
+
+@functools.cache
+def _dtype_of_product(left: np.dtype, right: np.dtype) -> np.dtype:
+    return np.matmul(np.empty((0, 0), left), np.empty((0, 0), right)).dtype
 
 
 def reduced(name: str) -> Callable[..., Any]:
     """The shape-only form of NumPy's reduction `name`: f(x, axis=None, dtype=None, keepdims=False)."""
     function = getattr(np, name)
+
+    @functools.cache
+    def kind(given: np.dtype, dtype: Any) -> np.dtype:
+        return np.asarray(function(np.ones(1, given), **({} if dtype is None else {"dtype": dtype}))).dtype
 
     def reduction(x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> ShapeArray:
         dims: Any = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int | np.integer) else axis
@@ -263,8 +282,7 @@ def reduced(name: str) -> Callable[..., Any]:
         if name in ("max", "min", "argmax", "argmin") and any(x.shape[d] == 0 for d in gone):
             raise ValueError(f"{name} over a dim of size 0 has no identity: shape {x.shape}")
         shape = [1 if d in gone else n for d, n in enumerate(x.shape) if keepdims or d not in gone]
-        kind = np.asarray(function(np.ones(1, x.dtype), **({} if dtype is None else {"dtype": dtype}))).dtype
-        result = ShapeArray(shape, kind)
+        result = ShapeArray(shape, kind(x.dtype, dtype))
         return result if out is None else stored(out, result)
 
     reduction.__name__ = name

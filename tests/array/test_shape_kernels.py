@@ -9,6 +9,9 @@ from fsdpx.array.kernels import attention, embedding_backward
 from fsdpx.array.kernels.window import Window
 from fsdpx.array.random import Stretch
 from fsdpx.shapes import ShapeArray
+from fsdpx.shapes import known as known_of
+from fsdpx.shapes.array import metered
+from fsdpx.shapes.known import known
 
 N, C = 6, 5
 NUMBERS = Stretch(0, "d", 0, N * C)
@@ -104,6 +107,51 @@ def test_same_shapes_and_dtypes(name, dtype):
     real = (np.ones((N, C), dtype), np.ones(C, dtype), np.ones(N, np.int64), np.ones(N, wide))
     ghosts = [ShapeArray(a.shape, a.dtype) for a in real]
     assert described(CALLS[name](kernels, shapes, *ghosts)) == described(CALLS[name](kernels, np, *real))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_remembered_takes_the_same_memory(name):
+    def call():
+        ghosts = [ShapeArray(s, d) for s, d in (((N, C), "f4"), ((C,), "f4"), ((N,), "i8"), ((N,), "f4"))]
+        with metered() as meter:
+            results = CALLS[name](kernels, shapes, *ghosts)
+            roots = [getattr(r, "root", None) for r in (results if isinstance(results, tuple) else (results,))]
+            shared = [[one is other for other in (*roots, *(g.root for g in ghosts))] for one in roots]
+            return described(results), shared, meter.live, meter.peak
+
+    known_of._results.clear()
+    assert call() == call()
+
+
+def test_a_function_runs_once_for_each_kind_of_arguments():
+    ran = []
+
+    def first_of(xp, *arrays, scale=1, into=()):
+        ran.append(scale)
+        if arrays[0].ndim > 2:
+            raise ValueError("too many dims")
+        return arrays[0][:1], xp.zeros((2, *arrays[-1].shape)), arrays[-1], None
+
+    a, b = ShapeArray((3, 4), "f4"), ShapeArray((4,), "f8")
+    for _ in range(2):
+        view, made, same, nothing = known(first_of, shapes, a, b)
+        assert (view.shape, view.dtype, made.shape, nothing) == ((1, 4), np.dtype("f4"), (2, 4), None)
+        assert (view.root is a.root, made.root is a.root, same is b) == (True, False, True)
+    assert len(ran) == 1
+    known(first_of, shapes, a, a.copy())
+    view, _, same, _ = known(first_of, shapes, a, a.T.T)
+    assert same is not a
+    assert same.root is view.root
+    known(first_of, shapes, a, a)
+    assert len(ran) == 4, "arrays that share memory are another kind"
+    for scale in (1, 1.0, True, 2, 2):
+        known(first_of, shapes, a, b, scale=scale)
+    assert ran[4:] == [1, 1.0, True, 2]
+    for _ in range(2):
+        known(first_of, shapes, a, into=[])
+        with pytest.raises(ValueError, match="too many dims"):
+            known(first_of, shapes, ShapeArray((1, 1, 1)))
+    assert len(ran) == 12, "neither lists nor errors are remembered"
 
 
 def test_misfits_are_seen():

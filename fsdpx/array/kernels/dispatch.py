@@ -11,7 +11,7 @@ from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.choice import compiled
 from fsdpx.array.kernels.half import narrowed, widened
 from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.shapes.array import as_one
+from fsdpx.shapes.known import known
 
 __all__ = ["kernel"]
 
@@ -51,12 +51,14 @@ def kernel(
             narrow_too = arguments[0].dtype.itemsize == 2
             return _through_float32(direct, kept, narrow) if narrow_too else choose(xp, arguments)
 
+        def resolved(xp: Any, *arguments: Any, **options: Any) -> Any:
+            return resolve(xp, arguments)(xp, *arguments, **options)
+
         @functools.wraps(plain)
         def run(xp: Any, *arguments: Any, **options: Any) -> Any:
             if xp is not np:
-                call = resolve(xp, arguments)
                 empty = getattr(xp, "holds_no_data", False)
-                return as_one(call, xp, *arguments, **options) if empty else call(xp, *arguments, **options)
+                return known(resolved, xp, *arguments, **options) if empty else resolved(xp, *arguments, **options)
             key = (choice.active, *[getattr(a, "dtype", None) for a in arguments])
             body = bodies.get(key)
             if body is None:

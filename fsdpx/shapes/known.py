@@ -1,0 +1,87 @@
+"""What a function gives for arrays without data follows from their shapes and formats, so it is run once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fsdpx.shapes.array import Root, ShapeArray, as_one
+
+__all__ = ["known"]
+
+MOST = 4096
+"""So many calls are remembered; then it begins anew."""
+
+_results: dict[Any, Any] = {}
+
+
+def known(call: Callable[..., Any], xp: Any, *arguments: Any, **options: Any) -> Any:
+    """`as_one` of a function of a namespace, arrays, numbers and names; after a call with such arguments it is not run.
+
+    Random numbers, windows and whatever else is a frozen dataclass are told apart by value."""
+    arrays: list[ShapeArray] = []
+    try:
+        key = (call, xp, _key(arguments, arrays), _key(tuple(options.items()), arrays))
+        result = _results.get(key)
+    except TypeError:  # of something that can change
+        return as_one(call, xp, *arguments, **options)
+    if result is not None:
+        return _made(result, [a.root for a in arrays], arrays)
+    found = as_one(call, xp, *arguments, **options)
+    result = _plan(found, [a.root for a in arrays], arrays)
+    if result is not None:
+        if len(_results) >= MOST:
+            _results.clear()
+        _results[key] = result
+    return found
+
+
+def _key(value: Any, arrays: list[ShapeArray]) -> Any:
+    """What tells `value` from others; the arrays inside of it are added to `arrays`."""
+    kind = type(value)
+    if kind is ShapeArray:
+        arrays.append(value)
+        # arrays of one root share memory: what a result shares with them must be the same
+        first = next(n for n, a in enumerate(arrays) if a.root is value.root)
+        return value.shape, value.dtype, first, next(n for n, a in enumerate(arrays) if a is value)
+    if isinstance(value, tuple):
+        return kind, *[_key(one, arrays) for one in value]
+    if value is None or isinstance(value, int | float | str | np.dtype | type) or _frozen(kind):
+        return kind, value
+    raise TypeError(f"{kind} may change")
+
+
+def _frozen(kind: type) -> bool:
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return parameters is not None and parameters.frozen
+
+
+def _plan(result: Any, roots: list[Root], arrays: list[ShapeArray]) -> Any:
+    """How to make such a result again: of an array its shape, dtype, number of the root and what the root takes; a new
+    root is added to `roots`. None: it cannot be said."""
+    if isinstance(result, tuple):
+        parts = [_plan(one, roots, arrays) for one in result]
+        return None if None in parts else (tuple, parts)
+    if isinstance(result, ShapeArray):
+        for n, a in enumerate(arrays):
+            if a is result:
+                return "argument", n
+        place = next((n for n, root in enumerate(roots) if root is result.root), len(roots))
+        if place == len(roots):
+            roots.append(result.root)
+        return ShapeArray, result.shape, result.dtype, place, result.root.nbytes
+    return ("constant", result) if result is None or isinstance(result, int | float) else None
+
+
+def _made(plan: Any, roots: list[Root], arrays: list[ShapeArray]) -> Any:
+    what, value, *more = plan
+    if what is tuple:
+        return tuple([_made(one, roots, arrays) for one in value])
+    if what is ShapeArray:
+        dtype, place, nbytes = more
+        if place == len(roots):
+            roots.append(Root(nbytes))
+        return ShapeArray(value, dtype, roots[place])
+    return arrays[value] if what == "argument" else value
