@@ -59,6 +59,11 @@ class Local:
             raise ConfigError(f"Local(within={self.within!r}): what the ranks of one replica do, such as 'fsdp'")
 
     @property
+    def rounds(self) -> str:
+        """All but the optimiser and the codec, in words."""
+        return f"every={self.every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
+
+    @property
     def carried(self) -> Codec:
         """The codec of outer gradients."""
         return codec_of(self.codec, "float32", "float32")

@@ -126,9 +126,10 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         training.seed, training.clip_norm, training.chunks, training.check_finite, words, again, offload, local
     )
     agree(
-        world, axes.mesh, sharding, formats, options, layout, ordered, layout.spread.starts,
+        world, axes.mesh, sharding, formats, replace(options, local=None), layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
         training.loss, codecs, microbatches, machinery.device, products, training.average,
+        *((None, None) if local is None else (local.rounds, local.outer)),
     )  # fmt: skip
     optimizer = _optimizer(training, formats)
     return Placement(

@@ -10,7 +10,7 @@ from amount import few
 from models import KNOWN, distance, make, part
 
 import fsdpx
-from fsdpx import Local, Mesh, nn, optim, spawn
+from fsdpx import Local, Mesh, data, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import CheckpointError, ConfigError, DesyncError
 
@@ -75,40 +75,64 @@ def test_outer_gradients_go_through_a_codec(delay: int) -> None:
         assert np.linalg.norm(got[name] - want[name]) < 0.03 * np.linalg.norm(want[name] - start[name])
 
 
-def by_hand(case: str, local: Local, replicas: int, sizes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """The same with as many trainers of one rank each as there are replicas, whose parameters are averaged by hand."""
+def by_hand(local: Local, replicas: int, sizes: tuple[int, ...], pages: list[list[str]]) -> dict[str, np.ndarray]:
+    """The outer parameters of the same with as many trainers of one rank as there are replicas, brought together by
+    hand. pages: the names of each fragment."""
 
     def run(comm: Communicator) -> dict[str, np.ndarray]:
-        alone = [make(comm, case, "ddp") for _ in range(replicas)]
-        start, velocity = alone[0].parameters(), dict[str, Any]()
-        rng, trained = np.random.default_rng(5), [0] * replicas
+        alone = [make(comm, "mlp", "ddp") for _ in range(replicas)]
+        outer, velocity, under_way = alone[0].parameters(), dict[str, Any](), dict[int, list[Any]]()
+        rng, trained, count = np.random.default_rng(5), [[0] * replicas for _ in pages], [0] * len(pages)
         for step, n in enumerate(sizes, start=1):
-            x, y = KNOWN[case].batch(rng, n)
+            x, y = KNOWN["mlp"].batch(rng, n)
             for r, trainer in enumerate(alone):
                 mine = slice(n * r // replicas, n * (r + 1) // replicas)
                 trainer.step(x[mine], y[mine])
-                trained[r] += mine.stop - mine.start
-            if step % local.every == 0:
-                found = [trainer.parameters() for trainer in alone]
-                for name in start:
-                    g = sum((start[name] - one[name]) * n / sum(trained) for one, n in zip(found, trained, strict=True))
-                    v = velocity[name] = local.outer.momentum * velocity.get(name, 0.0) + g
-                    start[name] = start[name] - local.outer.lr * (g + local.outer.momentum * v)
-                for trainer in alone:
-                    trainer.load_parameters(start)
-                trained = [0] * replicas
-        return start
+                for weights in trained:
+                    weights[r] += mine.stop - mine.start
+            own = [trainer.parameters() for trainer in alone]
+            for f, names in enumerate(pages):
+                lag = step - -(-local.every * (f + 1) // len(pages))
+                if lag >= 0 and lag % local.every == 0:
+                    shares = [w / sum(trained[f]) for w in trained[f]]
+                    moved = {k: sum((outer[k] - p[k]) * w for p, w in zip(own, shares, strict=True)) for k in names}
+                    under_way[f], trained[f] = [moved], [0] * replicas
+                if lag >= 0 and lag % local.every == local.delay // 2:
+                    count[f] += 1
+                    for k, g in under_way.pop(f)[0].items():
+                        v = velocity[k] = local.outer.momentum * velocity.get(k, 0.0) + g
+                        outer[k] = outer[k] - local.outer.lr(count[f]) * (g + local.outer.momentum * v)
+                if lag >= 0 and lag % local.every == local.delay:
+                    for p, trainer in zip(own, alone, strict=True):
+                        p |= {k: local.mix * p[k] + (1 - local.mix) * outer[k] for k in names}
+                        trainer.load_parameters(p)
+        return outer
 
     return spawn(run, 1)[0]
 
 
-def test_diloco_is_its_definition() -> None:
-    """AdamW inside, whose state stays with each replica; Nesterov between; outer parameters are what is looked at."""
-    local, sizes = Local(every=3), (9, 9, 7, 9, 4, 9, 9)
-    want = by_hand("mlp", local, 3, sizes)
-    for size, mesh in ((3, None), (6, Mesh(replica=3, shard=2))):
-        for _, got in spawn(lambda comm, m=mesh: train(comm, "mlp", local, sizes, mesh=m), size):
-            assert distance(want, got) < 1e-12
+OUTER = optim.SGD(lr=lambda number: 0.7 / number, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize(
+    "local", [Local(3, OUTER), Local(4, OUTER, fragments=2, delay=3, mix=0.25)], ids=["at once", "fragments"]
+)
+def test_diloco_is_its_definition(local: Local) -> None:
+    """AdamW inside, whose state stays with each replica; Nesterov between, with a schedule of its own; parts of any
+    size; outer parameters are what is looked at."""
+    sizes = (9, 9, 7, 9, 4, 9, 9, 8, 9, 9, 9)
+
+    def run(comm: Communicator, mesh: Mesh | None) -> Any:
+        trainer = make(comm, "mlp", local, mesh=mesh)
+        steps(trainer, "mlp", sizes)
+        rounds, pages = trainer.placement.rounds, trainer.placement.layout.pages
+        assert rounds is not None
+        return [[f.name for p in some for f in pages[p].fields] for some in rounds.fragments], trainer.parameters()
+
+    found = [one for size, mesh in ((3, None), (6, Mesh(replica=3, shard=2))) for one in spawn(run, size, mesh)]
+    want = by_hand(local, 3, sizes, found[0][0])
+    for _, got in found:
+        assert distance(want, got) < 1e-12
 
 
 def test_between_rounds_nothing_is_sent() -> None:
@@ -265,7 +289,7 @@ def test_bad_calls_are_named() -> None:
     def run(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match="layer '1': it speaks with all ranks in every step; take one that does"):
             make(comm, "norms", "diloco")
-        with pytest.raises(ConfigError, match=r"ranks differ in options: rank 0 has .*every=8"):
+        with pytest.raises(ConfigError, match=r"ranks differ in rounds: rank 0 has every=8, .*, rank 1 has every=9, "):
             make(comm, "mlp", Local(every=8 + comm.rank))
         trainer = make(comm, "mlp", Local(every=2, outer=MEAN))
         steps(trainer, "mlp", (8,))
@@ -292,3 +316,23 @@ def test_a_dry_run_counts_a_round() -> None:
     )  # fmt: skip
     assert dry.report.traffic["replica", "reduce_scatter"].bytes == 72 * 4 * 3 // 4
     assert {key: dry.report.traffic[key] for key in dry.report.predicted} == dry.report.predicted
+
+
+def test_fit_saves_and_goes_on(tmp_path: Path) -> None:
+    """In the midst of a round. Looking for preemption leaves the steps between without messages."""
+    x, y = KNOWN["mlp"].batch(np.random.default_rng(3), 96)
+
+    def run(comm: Communicator, steps: int, folder: str) -> str:
+        trainer, calls = make(comm, "mlp", Local(every=4)), list[int]()
+
+        def count(trainer: fsdpx.Trainer, history: Any) -> None:
+            calls.append(sum(count.calls for count in trainer.report().traffic.values()))
+
+        saved = fsdpx.Checkpoints(tmp_path / folder, every=6)
+        with data.DataLoader(data.ArrayDataset(x, y), 8, comm=trainer.data, shuffle=True) as loader:
+            trainer.fit(loader, steps=steps, progress=False, checkpoints=saved, callbacks=[count])
+        assert steps == 6 or folder == "parts" or calls[0] == calls[1] == calls[2] < calls[3] < calls[4] == calls[5]
+        return trainer.fingerprint()
+
+    spawn(run, 2, 6, "parts")
+    assert spawn(run, 2, 12, "parts") == spawn(run, 2, 12, "whole")
