@@ -202,11 +202,13 @@ def score(run: Run, action: Action, taken: Values, read: Values, added: Values) 
 
 
 def seed(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """The caller's gradients are those of a mean already: their weight is 1 in all."""
+    """The caller's gradients are those of a mean already: their weight is 1 in all, or in each replica that trains by
+    itself."""
     *have, weight = added
     factor, axes = run.scaler.value, run.place.axes
     dys = [d * factor if factor != 1.0 else d for d in _inner(run, taken[0])]
-    one = 1.0 if axes.data.rank == 0 and axes.tensor.rank == 0 else 0.0
+    data = axes.data if run.place.rounds is None else axes.shard
+    one = 1.0 if data.rank == 0 and axes.tensor.rank == 0 else 0.0
     return (*_sums(have, dys), one if weight is None else weight)
 
 

@@ -59,7 +59,7 @@ class Local:
             raise ConfigError(f"Local(within={self.within!r}): what the ranks of one replica do, such as 'fsdp'")
 
     @property
-    def rounds(self) -> str:
+    def words(self) -> str:
         """All but the optimiser and the codec, in words."""
         return f"every={self.every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
 

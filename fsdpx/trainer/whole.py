@@ -65,8 +65,12 @@ def remember(state: TrainState) -> Callable[[], None]:
     """Copies of what this rank has of parameters and statistics, as a function that puts them back: on all ranks, once
     all of them have come to it, since others may still read what they share."""
     state.land()
-    rows = [array for row, array in state.ledger.saved() if row.key.kind in ("master", "outer", "statistic")]
-    copies = [(array, array.copy()) for array in rows]
+    kinds = ("master", "outer", "statistic")
+    return _remember(state, [array for row, array in state.ledger.saved() if row.key.kind in kinds])
+
+
+def _remember(state: TrainState, arrays: list[Any]) -> Callable[[], None]:
+    copies = [(array, array.copy()) for array in arrays]
 
     def restore() -> None:
         for array, copy in copies:
@@ -79,10 +83,12 @@ def remember(state: TrainState) -> Callable[[], None]:
 def put_outer(state: TrainState) -> Callable[[], None]:
     """Put the parameters that all replicas have in common where each has its own, as a function that puts these back:
     as `put_averages`."""
-    put_back = remember(state)
-    for row, array in state.ledger.saved():
-        if row.key.kind == "outer":
-            state.ledger.array("master", row.key.page)[...] = array
+    state.land()
+    outer = {row.key.page: array for row, array in state.ledger.saved() if row.key.kind == "outer"}
+    own = {page: state.ledger.array("master", page) for page in outer}
+    put_back = _remember(state, list(own.values()))
+    for page, array in own.items():
+        array[...] = outer[page]
     state.replaced()
     return put_back
 
