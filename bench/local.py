@@ -21,6 +21,7 @@ OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 STRATEGIES: dict[str, dict[str, Any] | None] = {
     "synchronous": None,
     "local SGD, H = 8": {"every": 8, "outer": {"lr": 1.0}},
+    "local SGD, H = 50": {"every": 50, "outer": {"lr": 1.0}},
     "DiLoCo, H = 10": {"every": 10, "outer": OUTER},
     "DiLoCo, H = 50": {"every": 50, "outer": OUTER},
     "DiLoCo, H = 50, int8": {"every": 50, "outer": OUTER, "codec": "int8"},
