@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fsdpx.comm.fake import FakeCommunicator
     from fsdpx.comm.mesh import Mesh
     from fsdpx.comm.threads import spawn
-    from fsdpx.config import Offload, Precision, Sharding
+    from fsdpx.config import EASGD, Async, Gossip, Offload, Precision, Sharding
     from fsdpx.elastic.options import Elastic
     from fsdpx.elastic.trainer import ElasticTrainer
     from fsdpx.facade.distribute import distribute
@@ -44,7 +44,7 @@ _NAMES = {
     "fsdpx.comm.fake": ("FakeCommunicator",),
     "fsdpx.comm.mesh": ("Mesh",),
     "fsdpx.comm.threads": ("spawn",),
-    "fsdpx.config": ("Offload", "Precision", "Sharding"),
+    "fsdpx.config": ("EASGD", "Async", "Gossip", "Offload", "Precision", "Sharding"),
     "fsdpx.elastic.options": ("Elastic",),
     "fsdpx.elastic.trainer": ("ElasticTrainer",),
     "fsdpx.facade.distribute": ("distribute",),

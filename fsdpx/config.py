@@ -12,16 +12,9 @@ from typing import Any, Literal
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "PRESETS",
-    "Lifetime",
-    "Offload",
-    "Precision",
-    "Sharding",
-    "byte_count",
-    "half_name",
-    "precision",
-    "sharding",
-]
+    "APART", "EASGD", "PRESETS", "Apart", "Async", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
+    "byte_count", "half_name", "precision", "sharding",
+]  # fmt: skip
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
 _POWER = {"K": 1, "M": 2, "G": 3, "T": 4}
@@ -91,11 +84,96 @@ PRESETS: dict[str, Sharding] = {
 }
 
 
-def sharding(strategy: "str | Sharding", ranks: int) -> Sharding:
+@dataclass(frozen=True)
+class Async:
+    """Asynchronous SGD on parameters in shards, which every rank reads and updates by itself, at its own speed (Dean et
+    al., NeurIPS'12; Ho et al., NeurIPS'13).
+
+    Parameters
+    ----------
+    staleness : steps that a rank may be ahead of the slowest. 0: ranks step together, gradients of a step are added in
+        rank order before one update, as synchronous training does. Above, each gradient is an update. None: any number
+    by_staleness : divide the learning rate by 1 + the updates since the parameters were read (Zhang et al., IJCAI'16)
+    """
+
+    staleness: int | None = None
+    by_staleness: bool = False
+
+    def __post_init__(self) -> None:
+        if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
+            given = f"Async(staleness={self.staleness!r})"
+            raise ConfigError(f"{given}: a number of steps, 0 or more, or None for any number")
+        if type(self.by_staleness) is not bool:
+            raise ConfigError(f"Async(by_staleness={self.by_staleness!r}): choose True or False")
+
+    @property
+    def sharding(self) -> Sharding:
+        """Where parameters and the state of the optimiser lie."""
+        return Sharding(full_params="step", full_grads="step")
+
+
+@dataclass(frozen=True)
+class Gossip:
+    """Each rank trains a model of its own and, every `every` steps, averages it with that of a rank drawn at random
+    (AD-PSGD: Lian et al., ICML'18)."""
+
+    every: int = 1
+
+    def __post_init__(self) -> None:
+        _check_every(self)
+
+    @property
+    def sharding(self) -> Sharding:
+        """Where parameters and the state of the optimiser lie."""
+        return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
+
+
+@dataclass(frozen=True)
+class EASGD:
+    """Each rank trains a model of its own, and a spring ties it to a centre in shards: every `every` steps
+    x -= a (x - c) and c += a (x - c) (elastic averaging: Zhang et al., NeurIPS'15).
+
+    Parameters
+    ----------
+    every : steps between two such moves
+    pull : a, above 0 and below 1; None: 0.9 / number of ranks
+    """
+
+    every: int = 10
+    pull: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_every(self)
+        if self.pull is not None and not (_positive(self.pull) and self.pull < 1):
+            raise ConfigError(f"EASGD(pull={self.pull!r}): a number above 0 and below 1, or None for 0.9 / ranks")
+
+    @property
+    def sharding(self) -> Sharding:
+        """Where parameters and the state of the optimiser lie."""
+        return Sharding(replica=None, shard=1, full_params="step", full_grads="step")
+
+
+def _check_every(choice: "Gossip | EASGD") -> None:
+    if type(choice.every) is not int or choice.every < 1:
+        raise ConfigError(f"{type(choice).__name__}(every={choice.every!r}): a number of steps, 1 or more")
+
+
+Apart = Async | Gossip | EASGD
+APART: dict[str, Apart] = {"async": Async(), "gossip": Gossip(), "easgd": EASGD()}
+
+
+def apart(strategy: Any) -> Apart | None:
+    """The choice of ranks that step at their own speed, from its name or itself; None for any other strategy."""
+    return APART.get(strategy) if isinstance(strategy, str) else strategy if isinstance(strategy, Apart) else None
+
+
+def sharding(strategy: "str | Sharding | Apart", ranks: int) -> Sharding:
     """The `Sharding` of a name, with its widths filled in so that replica * shard == ranks.
 
     "hybrid" without widths takes as shard width the smallest divisor of `ranks` that is at least its square root."""
-    names = ", ".join(PRESETS)
+    names = ", ".join((*PRESETS, *APART))
+    if (choice := apart(strategy)) is not None:
+        strategy = choice.sharding
     if isinstance(strategy, str):
         if strategy not in PRESETS:
             raise ConfigError(

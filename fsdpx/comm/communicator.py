@@ -8,6 +8,8 @@ from typing import Any, Self
 
 from fsdpx.comm.calls import DONE, AllCounts, Array, Arrays, Call, Counts, Handle, ReduceOp, even_pieces, split_evenly
 from fsdpx.comm.steps import Progress, progress_of
+from fsdpx.comm.window import Window
+from fsdpx.errors import ConfigError
 
 __all__ = ["DONE", "Array", "Call", "Communicator", "Handle", "ReduceOp", "Wrapper", "even_pieces", "split_evenly"]
 
@@ -128,6 +130,12 @@ class Communicator(ABC):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Every rank's `obj` on every rank. Blocking, pickled: for small control messages, not for data."""
 
+    def window(self, nbytes: int) -> Window:
+        """Memory of each rank that all others read and write without its help; ranks may ask for different amounts.
+        Collective. ConfigError on a backend without one-sided operations."""
+        able = "backend='node' or 'mpi', or thread ranks (fsdpx.spawn)"
+        raise ConfigError(f"a window on {self!r}, which has no one-sided operations: use {able}")
+
     @abstractmethod
     def close(self) -> None:
         """Free what the backend holds. Collective; the communicator is unusable afterwards."""
@@ -165,6 +173,9 @@ class Wrapper(Communicator):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return self.comm.all_gather_object(obj)
+
+    def window(self, nbytes: int) -> Window:
+        return self.comm.window(nbytes)
 
     def close(self) -> None:
         self.comm.close()

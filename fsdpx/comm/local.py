@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -12,13 +13,14 @@ from operator import and_
 from typing import Any
 
 from fsdpx.comm.backend import Backend
-from fsdpx.comm.calls import Call, Handle, named
+from fsdpx.comm.calls import Array, Call, Handle, named
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.direct import COLLECTIVES
 from fsdpx.comm.rendezvous import Group, Message, Operation, Transfer, Vote, World
 from fsdpx.comm.steps import Progress
 from fsdpx.comm.survivors import Survivor
 from fsdpx.comm.verbs import terms
+from fsdpx.comm.window import ThreadWindow, aligned
 from fsdpx.errors import Aborted, RankLost
 
 __all__ = ["LocalCommunicator", "single"]
@@ -73,6 +75,14 @@ class LocalCommunicator(Backend, Survivor):
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return list(self._meet_and_wait("all_gather_object", obj, list))
+
+    def window(self, nbytes: int) -> ThreadWindow:
+        def make(given: list[int]) -> tuple[list[Array], list[threading.Lock]]:
+            return [aligned(n) for n in given], [threading.Lock() for _ in given]
+
+        parts, locks = self._meet_and_wait("window", nbytes, make)
+        world, members = self._group.world, self._group.members
+        return ThreadWindow(self.rank, parts, locks, world.timeout, world.check, lambda r: members[r] in world.dead)
 
     def close(self) -> None:
         """Nothing to free: the group goes with its last rank."""

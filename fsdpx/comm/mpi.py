@@ -22,6 +22,7 @@ from fsdpx.comm.reduction import is_half
 from fsdpx.comm.requests import Requests, lost, mpi_op, translated, wire
 from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import Finish, Progress, spin
+from fsdpx.comm.window import Window
 from fsdpx.errors import CommError, CommTimeout
 
 __all__ = ["LIMIT", "TIMEOUT", "MpiCommunicator", "World"]
@@ -171,6 +172,11 @@ class MpiCommunicator(Backend):
         return translated(error, f"{call.name} on rank {self.rank} of {self.size}", self.raw)
 
     # -- groups ----------------------------------------------------------------------------------
+
+    def window(self, nbytes: int) -> Window:
+        from fsdpx.comm.onesided import MpiWindow
+
+        return MpiWindow(self.raw, nbytes, self.timeout)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         try:

@@ -21,10 +21,12 @@ from fsdpx.comm.checks import copy, overlay
 from fsdpx.comm.communicator import EVEN, Communicator
 from fsdpx.comm.host import Host, Place
 from fsdpx.comm.lanes import Lanes
+from fsdpx.comm.mapped import MappedWindow
 from fsdpx.comm.mpi import LIMIT, TIMEOUT, MpiCommunicator
 from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.reduction import compilable, fold, is_half
 from fsdpx.comm.steps import Steps
+from fsdpx.comm.window import Window
 
 if TYPE_CHECKING:
     from fsdpx.comm.persistent import Persistent
@@ -300,6 +302,10 @@ class NodeCommunicator(Backend):
         group = object.__new__(NodeCommunicator)
         group._start(part, self.host, owns=False)
         return group
+
+    def window(self, nbytes: int) -> Window:
+        """In shared memory if all ranks are on one machine, else by MPI."""
+        return MappedWindow(self.mpi, nbytes, self.timeout) if len(self.machines) == 1 else self.mpi.window(nbytes)
 
     def close(self) -> None:
         if self.near is not None:

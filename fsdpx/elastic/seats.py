@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdpx.comm.mesh import Mesh
-from fsdpx.config import Sharding
+from fsdpx.config import Apart, Sharding
 from fsdpx.errors import ConfigError, MeshError
 
 __all__ = ["mesh_for", "seated"]
 
 
-def mesh_for(mesh: Mesh | None, strategy: str | Sharding, ranks: int) -> Mesh:
+def mesh_for(mesh: Mesh | None, strategy: str | Sharding | Apart, ranks: int) -> Mesh:
     """The widest mesh for at most `ranks` ranks: the pipe and tensor axes as they are, the data axes as they must be.
 
     Where all widths were given, there may be fewer replicas. MeshError if not even one fits."""

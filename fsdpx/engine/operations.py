@@ -11,7 +11,7 @@ from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import PARTS, block_squares, exact_sum, expansion
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
-from fsdpx.engine import computing, paging, updating
+from fsdpx.engine import apart, computing, paging, updating
 from fsdpx.engine.messages import receive, send
 from fsdpx.engine.results import Mean, Scale
 from fsdpx.engine.run import Operation, Run, Values, number_of, words
@@ -61,7 +61,7 @@ def gather(run: Run, action: Action, taken: Values, read: Values, added: Values)
         store(place.xp, master, own)
         handle = comm.all_gather(own, wire, page.counts, what=what)
         return (Transfer(Finish(handle, partial(store, place.xp, wire, full)), lambda: views),)
-    if place.gathered(p) != place.stored(p):
+    if place.gathered(p) != place.stored(p) or place.apart is not None:  # then the shard lies in a window
         own = full[page.mine.start : page.mine.stop]
         store(place.xp, master, own)
         master = own
@@ -129,9 +129,13 @@ def norm(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     size = math.sqrt(squares) * factor
     finite = math.isfinite(squares)
     if clip is not None and finite:
-        factor *= min(1.0, clip / (size + 1e-6))
+        factor *= _clipped(size, clip)
     skip, learning_rate = not finite and scaler.dynamic, rate(place.optimizer, run.step + 1)
     return mean, Scale(factor, size, skip, learning_rate, scaler.after(finite))
+
+
+def _clipped(norm: float, most: float) -> float:
+    return min(1.0, most / (norm + 1e-6))
 
 
 def scale(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -178,6 +182,17 @@ def commit(run: Run, action: Action, taken: Values, read: Values, added: Values)
     return (True,)
 
 
+def own(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """Loss and scale of this rank's own batch."""
+    place, clip = run.place, run.place.options.clip_norm
+    mean = _mean(place, [_losses(run, taken[:-1], taken[-1:])])
+    factor, norm = 1.0 / (mean.shared * run.scaler.value), math.nan
+    if clip is not None:
+        norm = math.sqrt(exact_sum([square_sum(place.xp, gradient.at(0)) for gradient in read])) * factor
+        factor *= _clipped(norm, clip) if math.isfinite(norm) else 1.0
+    return mean, Scale(factor, norm, False, rate(place.optimizer, run.step + 1), run.scaler)
+
+
 OPERATIONS: dict[str, Operation] = {
     "LOAD": computing.load,
     "SEND": send,
@@ -211,5 +226,10 @@ OPERATIONS: dict[str, Operation] = {
     "DELTA": updating.delta,
     "OUTER": updating.outer,
     "ADOPT": updating.adopt,
+    "PULL": apart.pull,
+    "OWN": own,
+    "PUSH": apart.push,
+    "TICK": apart.tick,
+    "MIX": apart.mix,
 }
 """By verb; a verb of one's own is a row here and a row in `fsdpx.program.VERBS`."""

@@ -11,6 +11,7 @@ from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
 from fsdpx.nn.layer import Env, time_of
 from fsdpx.program import Action, Outer, Stage
+from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
@@ -83,6 +84,12 @@ class Run:
         """What this step does where replicas that train by themselves meet."""
         assert self.place.rounds is not None
         return self.place.rounds.at(self.step + 1)
+
+    @property
+    def exchange(self) -> Exchange:
+        """What ranks have in common that step at their own speed."""
+        assert self.workspace.state.exchange is not None
+        return self.workspace.state.exchange
 
     def batch(self, action: Action) -> Microbatch | None:
         """The microbatch that an action is about; None if this rank has no samples in it."""

@@ -15,19 +15,23 @@ from fsdpx.optim.kept import Kept, kept_of, places
 from fsdpx.program import Action
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["adopt", "delta", "outer", "share", "update"]
+__all__ = ["adopt", "delta", "move", "outer", "share", "update"]
 
 
 def update(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, scale, (master, slots) = number_of(action), read[0], added
     if not scale.skip:
-        place, segments = run.place, run.place.segments[p]
-        with _left_alone(run, place.optimizer, segments, master, slots):
-            place.optimizer.update(
-                place.xp, master, taken[0], slots, lr=scale.rate, step=run.step + 1, segments=segments,
-                scale=scale.factor,
-            )  # fmt: skip
+        move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor)
     return (master, slots)
+
+
+def move(
+    run: Run, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float
+) -> None:
+    """Run the optimiser on elements of a page."""
+    place = run.place
+    with _left_alone(run, place.optimizer, segments, master, slots):
+        place.optimizer.update(place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from fsdpx.comm.default import uses
 from fsdpx.comm.mesh import Mesh
 from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
-from fsdpx.config import Offload, Precision, Sharding
+from fsdpx.config import Apart, Offload, Precision, Sharding, apart
 from fsdpx.config import precision as precision_of
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.trainer import ElasticTrainer
@@ -34,7 +34,7 @@ def distribute(
     *,
     loss: Any,
     optimizer: Any,
-    strategy: str | Sharding | Local = "fsdp",
+    strategy: str | Sharding | Local | Apart = "fsdp",
     mesh: Mesh | None = None,
     comm: Any = None,
     backend: str | None = None,
@@ -69,7 +69,9 @@ def distribute(
     model : a layer, such as `nn.Chain(...)`
     loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`
     strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
-        `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs/local.md)
+        `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs/local.md);
+        or ranks at their own speed (docs/asynchronous.md): "async" or `fsdpx.Async(...)`, "gossip" or
+        `fsdpx.Gossip(...)`, "easgd" or `fsdpx.EASGD(...)`
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
     backend : opens a communicator anew: "node", "mpi" or "local"
@@ -145,6 +147,8 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
 
 
 def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:
+    if apart(strategy := recipe.distribution.strategy) is not None:
+        raise ConfigError(f"strategy {strategy!r}: elastic ranks step together; leave elastic out")
     trainer = ElasticTrainer(recipe, world, choice)
     if (opened := defaults.current()) is not None:
         unwatch(opened.comm)  # who looks after all ranks that were started would end the job when one of them dies

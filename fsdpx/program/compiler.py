@@ -18,19 +18,27 @@ __all__ = ["KINDS", "Program", "Request", "compile"]
 @dataclass(frozen=True)
 class Kind:
     """about: what a program of this kind does. ops: its verbs in the order of the schedule, or one of them for all
-    microbatches. loss: the verb that closes a forward. results: kinds of the slots that the caller collects."""
+    microbatches. loss: the verb that closes a forward. results: kinds of the slots that the caller collects. apart: no
+    other rank comes to it."""
 
     about: str
     ops: str
     loss: str | None = None
     results: tuple[str, ...] = ()
     updates: bool = False
+    apart: bool = False
 
 
 KINDS = {
     "step": Kind("forward, backward, reduce and update", "FB", "LOSS", ("mean", "scale"), updates=True),
     "accumulate": Kind("forward and backward; gradients are added up as the placement says", "FB", "LOSS", ("mean",)),
     "local": Kind("forward and backward; gradients stay local (no_sync)", "FB", "LOSS", ("mean",)),
+    "push": Kind(
+        "a step at this rank's own speed, on parameters of all ranks", "FB", "LOSS", ("mean", "scale"), True, True
+    ),
+    "mix": Kind(
+        "the same on a model of its own, which others are drawn to", "FB", "LOSS", ("mean", "scale"), True, True
+    ),
     "update": Kind("reduce what is still local, then update", "", results=("mean", "scale"), updates=True),
     "evaluate": Kind("forward and the mean loss", "E", "SCORE", ("mean", "weight")),
     "predict": Kind("forward only, nothing kept", "E", results=("act",)),
@@ -92,14 +100,31 @@ class Program:
 def compile(request: Request) -> Program:
     stage, kind = request.stage, KINDS[request.kind]
     actions = recompute(_compute(request), request.recompute & stage.backward if kind.ops == "FB" else ())
+    if kind.apart:
+        return _program(request, _apart(actions, request))
     actions = page(actions, stage, request.ahead, request.keep_full, sorted(request.resident))
     if _reduces(request):
         actions = reduce(actions, stage, request.reduce_each, request.ahead, _joins(request) if kind.updates else "")
     actions += _update(actions, request) if kind.updates else []
     actions = offload(actions, stage, request.microbatches, request.ahead)
+    return _program(request, actions)
+
+
+def _program(request: Request, actions: list[Action]) -> Program:
     begins, ends, results = _begins(request), _ends(request), _results(request)
-    microbatches = request.microbatches if kind.ops else 0
-    return Program(request.kind, tuple(actions), stage, microbatches, begins, ends, results)
+    microbatches = request.microbatches if KINDS[request.kind].ops else 0
+    return Program(request.kind, tuple(actions), request.stage, microbatches, begins, ends, results)
+
+
+def _apart(actions: list[Action], request: Request) -> list[Action]:
+    """A step of a rank at its own speed: all parameters as they are now, compute, and what it has found."""
+    stage = request.stage
+    pages = [a.unit for a in page(actions, stage, 0, keep=True) if a.op == "GATHER"]
+    tail = [Action("OWN"), *(Action("FREE", p) for p in pages)]
+    for p in reversed(stage.trained):
+        tail += [Action("PUSH", p), *([Action("MIX", p)] if request.kind == "mix" else [])]
+    tail += [Action("TICK")] if request.kind == "push" else []
+    return [*(Action("PULL", p) for p in pages), *actions, *tail]
 
 
 def _compute(request: Request) -> list[Action]:
@@ -107,7 +132,8 @@ def _compute(request: Request) -> list[Action]:
     order = request.order or one_by_one(request.microbatches) if kind.ops == "FB" else _through(kind.ops, request)
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
     actions = [*seeds, *compute(order, stage, kind.loss)]
-    return _with_mean(actions, stage, kind.loss) if kind.loss and not (kind.updates and request.normed) else actions
+    told = (kind.updates and request.normed) or kind.apart  # by NORM or OWN
+    return _with_mean(actions, stage, kind.loss) if kind.loss and not told else actions
 
 
 def _with_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:

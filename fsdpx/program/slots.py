@@ -64,6 +64,7 @@ SLOTS: dict[str, SlotKind] = {
     "trained": SlotKind("trained", "control"),  # by a replica, since each fragment last set out
     "share": SlotKind("share", "control"),
     "agreed": SlotKind("agreed", "control"),
+    "pushed": SlotKind("pushed", "control"),  # this rank's gradient of a page is where it is held
     # scratch
     "wire": SlotKind("wire", "scratch", lent=True),
     "carry": SlotKind("carry", "scratch", lent=True),

@@ -258,6 +258,7 @@ _OVER: dict[str, Callable[[Action, Stage, int], list[tuple[int | None, int | Non
     "moving": lambda a, s, n: _each({a.unit} & s.moving),
     "pages": lambda a, s, n: _each(s.units[_unit(a)].pages),
     "trained": lambda a, s, n: _each(p for p in s.units[_unit(a)].pages if s.trainable[p]),
+    "every": lambda a, s, n: _each(s.trained),
     "inputs": lambda a, s, n: _each(s.used, a.mb),
     "outputs": lambda a, s, n: _each(s.outputs, a.mb),
     "made": lambda a, s, n: _each((v for v in s.outputs if v not in s.constant), a.mb),

@@ -14,6 +14,7 @@ In the table a slot is written as a kind and what it ranges over:
     "stats:moving"   of the action's unit, if it has running statistics;  "kept:unit"  per unit and microbatch
     "saved:back"     likewise, if the unit has a backward
     "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches
+    "grad:every" "pushed:every"  of all trained pages
     "final:page" "final:all"  gradients as they are updated with: "total", or "tied" where TIE sums it with other ranks'
     "edge:last" "edge:kept" "edge:arrives"  what travels: an activation, or its gradient on the way back
     "record:here"    the slot whose value lies in a slower level between uses; "stored:here"  that it lies there as
@@ -143,6 +144,12 @@ VERBS: dict[str, Verb] = {
     "OUTER": Verb(takes=("delta:page",), adds=("outer:page", "velocity:page"), gives=("next:page",), about="page",
                   lane="replica", moves=(Move("replica", "all_gather", "shard", "grad"),)),
     "ADOPT": Verb(takes=("next:page",), adds=("shard:page",), about="page"),
+    # ranks apart, each at its own speed: nothing of this waits for a call of another rank
+    "PULL": Verb(gives=("full:page",), lane="window", about="page"),
+    "OWN": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
+    "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),
+    "TICK": Verb(takes=("pushed:every",), lane="window", about=""),
+    "MIX": Verb(takes=("pushed:page",), lane="window", about="page"),
 }
 # fmt: on
 

@@ -11,11 +11,12 @@ import numpy as np
 from fsdpx.array.arena import Arena
 from fsdpx.array.namespace import from_host
 from fsdpx.nn.layer import Spec
+from fsdpx.state.exchange import Exchange
 from fsdpx.state.ledger import Ledger, Row
 from fsdpx.state.offload import open_disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.rows import rows_of
-from fsdpx.state.state import TrainState
+from fsdpx.state.state import Beyond, TrainState
 from fsdpx.state.ties import connect_ties
 from fsdpx.state.windows import lay_out_in_windows, memory_of, sharers_of
 
@@ -28,16 +29,21 @@ BLOCK = 1 << 20
 def allocate(placement: Placement, initial: bool = True) -> TrainState:
     """The state of this rank. Collective. initial: with initial parameters; else the caller fills them in."""
     world, xp = placement.axes.world, placement.xp
+    exchange = None if placement.apart is None else Exchange(placement)
     # replicas that train by themselves do not come together to make shared memory
-    windows = placement.tuning.windows and placement.rounds is None
+    windows = placement.tuning.windows and placement.rounds is None and exchange is None
     arena = Arena(xp, memory_of(world, xp) if windows else None)
     rows = _placed(placement, arena)
+    if exchange is not None:
+        rows += exchange.rows()
+        for key, array in exchange.arrays():
+            arena.adopt(key, array)
     disk = open_disk(placement, rows)
     ledger = Ledger(rows, None if disk is None else disk.mapped)
     for row in rows:
         if row.kept:
             ledger.arrays[row.key] = _memory(arena, ledger, row)
-    state = TrainState(placement, arena, ledger, connect_ties(placement), disk)
+    state = TrainState(placement, arena, ledger, connect_ties(placement), Beyond(disk, exchange))
     if not placement.imaginary:  # random numbers take time, and there is nowhere to put them
         _initial_statistics(placement, ledger)
         if initial:

@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.comm.codecs import Codecs, Route
 from fsdpx.comm.communicator import DONE, Communicator, split_evenly
 from fsdpx.comm.mesh import Axes
-from fsdpx.config import Offload, Precision, Sharding
+from fsdpx.config import Apart, Offload, Precision, Sharding
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page, cut
 from fsdpx.layout.ranges import Range
@@ -30,7 +30,7 @@ from fsdpx.state.shapes import ValueShapes
 from fsdpx.state.transfer import Transfer
 from fsdpx.state.tuning import Tuning
 
-__all__ = ["Formats", "Options", "Placement", "ShardedPage", "statistics_of"]
+__all__ = ["Formats", "Options", "Placement", "ShardedPage", "segments_of", "statistics_of"]
 
 
 BYTES = np.dtype(np.uint8)
@@ -42,7 +42,8 @@ class Options:
 
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
     added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: in words. recompute: units that
-    run forward again. offload: what lies on disk between uses. local: replicas train by themselves."""
+    run forward again. offload: what lies on disk between uses. local: replicas train by themselves. apart:
+    ranks step at their own speed."""
 
     seed: int = 0
     clip_norm: float | None = None
@@ -52,6 +53,7 @@ class Options:
     recompute: Recompute = field(default_factory=Recompute)
     offload: Offload | None = None
     local: Local | None = None
+    apart: Apart | None = None
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,11 @@ class Placement:
         return self.options.offload is not None and what in self.options.offload.what
 
     @property
+    def apart(self) -> Apart | None:
+        """The choice of ranks that step at their own speed."""
+        return self.options.apart
+
+    @property
     def keep_full(self) -> bool:
         """Full parameters stay until the update: asked for, or the shard is the whole; not if shards lie on disk."""
         kept = self.sharding.full_params == "step" or self.axes.shard.size == 1
@@ -197,7 +204,7 @@ class Placement:
         """What this rank's shard of each page holds, in the optimiser's terms."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         exchange = None if alone else partial(_exchange, self, self.axes.shard)
-        return {p: Segments(_segments(self.pages[p].page, self.pages[p].mine), exchange) for p in self.stage.trained}
+        return {p: Segments(segments_of(self.pages[p].page, self.pages[p].mine), exchange) for p in self.stage.trained}
 
     # -- replicas that train by themselves -----------------------------------------------------------------------------
 
@@ -241,11 +248,11 @@ class Placement:
         return Range(start, start + counts[replica.rank])
 
     @cached_property
-    def outer_segments(self) -> dict[int, Segments]:
+    def outersegments_of(self) -> dict[int, Segments]:
         """What these hold, in the optimiser's terms."""
         alone = self.axes.data.size == self.axes.tensor.size == 1
         exchange = None if alone else partial(_exchange, self, self.axes.data)
-        pages = {p: _segments(self.pages[p].page, self.replica_part(p)) for p in self.stage.trained}
+        pages = {p: segments_of(self.pages[p].page, self.replica_part(p)) for p in self.stage.trained}
         return {p: Segments(segments, exchange) for p, segments in pages.items()}
 
     @cached_property
@@ -333,7 +340,8 @@ def statistics_of(layout: Layout, unit: Unit) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name in layout.state))
 
 
-def _segments(page: Page, mine: Range) -> tuple[Segment, ...]:
+def segments_of(page: Page, mine: Range) -> tuple[Segment, ...]:
+    """What elements of a page are, in the optimiser's terms."""
     items, start = [], mine.start
     for piece in page.pieces(mine):
         f = page.fields[piece.have]

@@ -60,7 +60,7 @@ def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterat
         sharers=max(sharers, 1),
     )
     yield full
-    inside = full.key if kept and placement.sent(p) is None and gathered == dtype else None
+    inside = full.key if kept and placement.apart is None and placement.sent(p) is None and gathered == dtype else None
     owner, level = placement.owner if page.page.trainable else "shard", _level(placement, "parameters")
     at = page.mine.start if inside else 0
     yield Row(Key("master", p), dtype, page.mine, owner, level=level, inside=inside, at=at)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from fsdpx.array.arena import Arena
 from fsdpx.array.random import Moment, Random
 from fsdpx.program import Slot
+from fsdpx.state.exchange import Exchange
 from fsdpx.state.ledger import KINDS, Ledger, Row
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
@@ -15,7 +17,7 @@ from fsdpx.state.scaler import Scaler
 from fsdpx.state.ties import Tie
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["TRAINED", "TrainState"]
+__all__ = ["TRAINED", "Beyond", "TrainState"]
 
 LASTING = frozenset(
     {"stats", "stored", "trained", "delta", "next", *(kind.slot for kind in KINDS.values() if kind.slot)}
@@ -26,17 +28,25 @@ LASTING = frozenset(
 TRAINED = Slot("trained")
 
 
+@dataclass(frozen=True)
+class Beyond:
+    """What of the state lies beyond this rank's memory: on disk, or where others read and change it."""
+
+    disk: Disk | None = None
+    exchange: Exchange | None = None
+
+
 class TrainState:
     """store: slot -> value, between actions and between programs. steps: updates made so far. samples: of the global
     batch since the last update. adding: what the gradients in the store came from, "accumulate" or "backward". ran:
     kinds of programs since the last update, alike on all ranks. frozen: parameters that get no gradient and are not
-    updated for now. idle: parameters that some backward has given no gradient. disk: where rows of that level lie.
-    """
+    updated for now. idle: parameters that some backward has given no gradient. beyond: see there."""
 
     def __init__(
-        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], disk: Disk | None = None
+        self, placement: Placement, arena: Arena, ledger: Ledger, ties: dict[int, Tie], beyond: Beyond | None = None
     ) -> None:
-        self.placement, self.arena, self.ledger, self.ties, self.disk = placement, arena, ledger, ties, disk
+        self.placement, self.arena, self.ledger, self.ties = placement, arena, ledger, ties
+        self.beyond = beyond or Beyond()
         self.store: dict[Slot, Any] = {}
         self.scaler = Scaler.of(placement.formats.precision)
         self.seed = placement.options.seed
@@ -74,6 +84,16 @@ class TrainState:
     def statistic(self, name: str) -> Any:
         """A running statistic in its shape."""
         return self.ledger.array("statistic", None, name).reshape(self.placement.layout.specs[name].shape)
+
+    @property
+    def disk(self) -> Disk | None:
+        """Where rows of that level lie."""
+        return self.beyond.disk
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """What ranks have in common that step at their own speed."""
+        return self.beyond.exchange
 
     @property
     def random(self) -> Random:
@@ -207,6 +227,8 @@ class TrainState:
         if self.disk is not None:
             self.disk.close()
         self.arena.close()
+        if self.exchange is not None:
+            self.exchange.close()
         for tie in self.ties.values():
             if tie.comm is not None:
                 tie.comm.close()

@@ -1,4 +1,5 @@
-"""Contract test classes that users inherit for their own communicators, layers, losses, optimisers and schedules."""
+"""Contract test classes that users inherit for their own communicators, layers, losses, optimisers and schedules, and
+a clock for thread ranks that step at their own speed."""
 
 from importlib import import_module
 from typing import Any
@@ -10,10 +11,12 @@ _HOME = {
     "LossContract": "fsdpx.testing.loss",
     "OptimizerContract": "fsdpx.testing.optimizer",
     "ScheduleContract": "fsdpx.testing.schedule",
+    "VirtualTime": "fsdpx.testing.virtual_time",
 }
 
 __all__ = [
     "CodecContract", "CommunicatorContract", "LayerContract", "LossContract", "OptimizerContract", "ScheduleContract",
+    "VirtualTime",
 ]  # fmt: skip
 
 

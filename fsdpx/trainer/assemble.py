@@ -41,6 +41,7 @@ from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
 from fsdpx.state.rows import memories
 from fsdpx.state.tuning import Tuning, tune_for
+from fsdpx.trainer.apart import check_apart
 from fsdpx.trainer.choices import (
     agree,
     check_local,
@@ -91,7 +92,9 @@ def session_of(
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
     _check_whole_steps(place, microbatches)
-    return Session(Engine(state, poker, recorder), sort(training.model), training.loss, microbatches, commit)
+    session = Session(Engine(state, poker, recorder), sort(training.model), training.loss, microbatches, commit)
+    session.placed()
+    return session
 
 
 def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Planned]:
@@ -122,9 +125,12 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     words = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
     offload = distribution.offload
     check_offload(offload, training.optimizer, training.average)
+    apart = config.apart(distribution.strategy)
     options = Options(
-        training.seed, training.clip_norm, training.chunks, training.check_finite, words, again, offload, local
+        training.seed, training.clip_norm, training.chunks, training.check_finite, words, again, offload, local, apart
     )
+    if apart is not None:
+        check_apart(apart, axes.mesh, recipe, layout, formats, ordered, xp)
     agree(
         world, axes.mesh, sharding, formats, replace(options, local=None), layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
@@ -275,7 +281,8 @@ def _per_rank(stages: Any, ranks: int) -> int | None:
 
 
 def _axes(distribution: Distribution, world: Communicator, check: bool) -> tuple[Axes, Sharding]:
-    strategy = distribution.within(world.size)
+    choice = config.apart(distribution.strategy)
+    strategy = distribution.within(world.size) if choice is None else choice.sharding
     mesh = (distribution.mesh or Mesh()).filled(strategy, world.size)
     named = config.PRESETS.get(strategy) if isinstance(strategy, str) else strategy
     if isinstance(named, Sharding) and named.shard is not None and mesh.shard != named.shard:

@@ -41,6 +41,8 @@ class Trains(Saving, Votes, Protocol):
     def weight(self) -> float: ...
     @property
     def met(self) -> bool: ...
+    def apart(self) -> bool: ...
+    def finish(self) -> None: ...
     def step(self, x: Any, y: Any) -> float: ...
     def evaluate(self, x: Any, y: Any) -> float: ...
     def predict(self, x: Any) -> Any: ...
@@ -131,6 +133,7 @@ class _Loop:
             saves.say_begun()
             with self.events:
                 ended = self._epochs()
+                self.trainer.finish()
                 if saves.last(ended):
                     self.events.tell("on_save")
         history.reason = limits.words(ended)
@@ -192,9 +195,10 @@ class _Loop:
                 better = history.best_step == history.steps
                 self.events.tell("on_validation_end")
             ended = self.limits.reached(self.trainer, history)
-        if not ended and self.saves.step(better):
+        saved = not ended and self.saves.step(better)
+        if saved:
             self.events.tell("on_save")
-        if not ended and self.preempt is not None and self.trainer.met:
+        if not ended and self.preempt is not None and (saved or self.trainer.met):
             self.preempt.check(self.trainer, also=self.saves.last)
         return ended
 

@@ -19,6 +19,8 @@ STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
 class Votes(Protocol):
     """What agreeing on an end needs of a trainer."""
 
+    @property
+    def apart(self) -> bool: ...
     def most(self, values: np.ndarray, what: str) -> np.ndarray: ...
 
 
@@ -63,6 +65,8 @@ class Limits:
 
     def reached(self, trainer: Votes, history: History) -> str:
         """After such a step: the same answer on all ranks. Collective."""
+        if trainer.apart and self.patience is None and self.stop is None:  # then there is nothing to agree on
+            return STEPS if history.steps == self.steps else ""
         asked = self.stop is not None and self.stop(history)
         votes = trainer.most(np.array([float(self._tired(history)), float(asked)]), "early stopping")
         if votes.any():

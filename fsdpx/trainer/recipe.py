@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpx.comm.codecs import Choice
 from fsdpx.comm.mesh import Mesh
-from fsdpx.config import Offload, Precision, Sharding, byte_count
+from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count
 from fsdpx.nn.layer import Layer
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.local import Local, local_of
@@ -43,7 +43,7 @@ class Training:
 class Distribution:
     """How the model and its state lie over the ranks, and what travels between them."""
 
-    strategy: str | Sharding | Local = "fsdp"
+    strategy: str | Sharding | Local | Apart = "fsdp"
     mesh: Mesh | None = None
     group_bytes: int | str | None = None
     ahead: int | None = None

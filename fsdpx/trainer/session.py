@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from fsdpx.comm.communicator import Communicator
+from fsdpx.config import Async
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
 from fsdpx.engine.finite import demand_finite
@@ -66,6 +67,7 @@ class Session:
         self.note(call)
         if self.place.imaginary:
             return
+        self.meet()
         calls.begin(self._meeting(call), call)
         if call not in STEP:
             self.state.land()
@@ -76,6 +78,37 @@ class Session:
         if rounds is None or call not in STEP:
             return axes.world
         return axes.world if call in ("step", "update") and rounds.at(self.state.steps + 1).deltas else axes.group
+
+    def meet(self) -> None:
+        """Return when all ranks have made their last step, where they step at their own speed: until then some may read
+        and change what this rank holds, and this rank holds up nobody."""
+        if self.state.exchange is not None:
+            self.state.exchange.meet()
+
+    def placed(self) -> None:
+        """All parameters and the number of steps have been set; returns when they are on all ranks. Collective where
+        ranks step at their own speed: none may read what another has not set."""
+        if self.state.exchange is not None:
+            self.state.exchange.begin(self.state.steps)
+            self.begin("begin to step apart")
+
+    @contextmanager
+    def common(self, *kinds: str) -> Iterator[None]:
+        """Inside, each rank has what all have in common, where ranks have models of their own. kinds: of rows of the
+        ledger."""
+        put = None if self.state.exchange is None else self.state.exchange.common(kinds)
+        if put is None:
+            yield
+            return
+        self.begin("the common model")
+        put_back = put()
+        self.state.replaced()
+        try:
+            yield
+            self.begin("models of their own")
+        finally:
+            put_back()
+            self.state.replaced()
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
@@ -100,18 +133,23 @@ class Session:
             self._validate(inputs, target)
         except FsdpxError as problem:
             error = problem
-        if not place.imaginary:
+        if error is not None and self._by_itself(kind):
+            raise error
+        if self._by_itself(kind):
+            everyone = place.accumulation.imagined(rows)
+        else:
+            self.meet()
             comm = self._meeting(kind)
             everyone, alike = batches.agree(place.axes, kind, features, rows, error, comm)
             if doubted and comm is place.axes.world:
                 self._twins.see(alike, arrays)
-        elif error is not None:
-            raise error
-        else:
-            everyone = place.accumulation.imagined(rows)
         microbatches = self._microbatches(inputs, target, everyone, kind)
         self.engine.clock.add(BATCHES, perf_counter() - begin, 0.0)
         return Feed(microbatches, training, self.commit)
+
+    def _by_itself(self, kind: str) -> bool:
+        """Whether no other rank comes to a program of this kind."""
+        return self.place.imaginary or (self.place.apart is not None and kind == "step")
 
     def _microbatches(
         self, inputs: tuple[Any, ...], target: Any, rows: tuple[int, ...], kind: str
@@ -163,6 +201,8 @@ class Session:
 
     def run(self, kind: str, feed: Feed, local: bool = False) -> dict[Slot, Any]:
         """Run a program. local: gradients stay on this rank, whatever the placement says."""
+        if self.place.apart is not None and kind not in ("step", "evaluate", "predict"):
+            raise ConfigError(f"{kind}: ranks that step at their own speed train by whole steps; use step or fit")
         request = self.request(kind, len(feed.batch), local)
         if kind in ("forward", "backward"):
             (batch,) = feed.batch
@@ -208,14 +248,16 @@ class Session:
 
     def request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> Request:
         """What to compile: the placement, and what earlier programs left. fresh: as if they had left nothing."""
-        place = self.place
+        place, apart = self.place, self.place.apart
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.holding
         steps = kind in ("step", "accumulate", "local")
+        if apart is not None and kind == "step":
+            kind = "push" if isinstance(apart, Async) else "mix"
         return Request(
             kind,
             self._stage(),
             microbatches,
-            keep_full=place.keep_full,
+            keep_full=place.keep_full and apart is None,
             reduce_each=place.reduce_each and not local,
             ahead=place.sharding.ahead,
             resident=holding("full"),

@@ -39,7 +39,15 @@ from fsdpx.trainer.outputs import cut_output, input_gradients
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.settings import settings_of
-from fsdpx.trainer.whole import put_averages, put_outer, remember, whole_gradients, whole_parameters, whole_state
+from fsdpx.trainer.whole import (
+    common_parameters,
+    put_averages,
+    put_outer,
+    remember,
+    whole_gradients,
+    whole_parameters,
+    whole_state,
+)
 from fsdpx.watch.preempt import Preemption
 
 __all__ = ["Step", "Trainer"]
@@ -214,7 +222,7 @@ class Trainer:
     def no_batch(self) -> None:
         """Say that this rank has no more batches; DataError on all ranks if others go on. Collective, like `step`."""
         self._session.note("step")
-        if not self.placement.imaginary:
+        if not self.placement.imaginary and self.placement.apart is None:
             batches.agree(self.placement.axes, "step", batches.ENDED, 0, None)
 
     # -- parameters --------------------------------------------------------------------------------------------------
@@ -222,6 +230,10 @@ class Trainer:
     def parameters(self, with_: str = "parameters") -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
         with_: as in `evaluate`."""
+        exchange = self._session.state.exchange
+        if exchange is not None and with_ == "parameters":
+            self._open("parameters")
+            return common_parameters(self._session.state, exchange)
         self._begin("parameters")
         with self._with(with_):
             found = whole_parameters(self._session.state) | whole_state(self._session.state)
@@ -233,7 +245,8 @@ class Trainer:
         if which not in ("parameters", "average"):
             raise ConfigError(f"with_={which!r}: choose parameters or average")
         if which == "parameters" and self.placement.rounds is None:
-            yield
+            with self._session.common("master"):
+                yield
             return
         self._begin(f"with {which}")
         put_back = (put_outer if which == "parameters" else put_averages)(self._session.state)
@@ -248,16 +261,19 @@ class Trainer:
         self._begin("load_parameters")
         load_weights(self._session.state, values, "load_parameters", convert=True)
         self._session.state.begin_round()
+        self._session.placed()
 
     def remember(self) -> Callable[[], None]:
         """Copy this rank's part of the weights and running statistics; what is returned, called on all ranks, puts them
         back. The optimiser's state stays what it is."""
         self._open("remember")
-        put_back = remember(self._session.state)
+        exchange = self._session.state.exchange
+        put_back = remember(self._session.state) if exchange is None else exchange.remember()
 
         def restore() -> None:
             self._begin("restore")
             put_back()
+            self._session.placed()
 
         return restore
 
@@ -387,6 +403,7 @@ class Trainer:
         self._begin("load_weights")
         report = load_weights(self._session.state, source, strict=strict, rename=rename, convert=convert)
         self._session.state.begin_round()
+        self._session.placed()
         return report
 
     def checkpoint(
@@ -400,7 +417,8 @@ class Trainer:
         self._begin("save")
         self._end_saving()
         state = self._session.state
-        with nullcontext() if choices.with_ == "parameters" else self._with(choices.with_):
+        plain = choices.with_ == "parameters" and self.placement.apart is None
+        with self._session.common("slot", "average"), nullcontext() if plain else self._with(choices.with_):
             if background:
                 self._saving = Background(state, prepare(state, path, choices, loader, fit))
             else:
@@ -409,7 +427,9 @@ class Trainer:
     def resume(self, path: str | PathLike[str], loader: Any, convert: bool = False, verify: bool = True) -> Scalars:
         self._begin("load")
         self._end_saving()
-        return load(self._session.state, path, loader, convert, verify)
+        found = load(self._session.state, path, loader, convert, verify)
+        self._session.placed()
+        return found
 
     # -- looking in --------------------------------------------------------------------------------------------------
 
@@ -435,7 +455,7 @@ class Trainer:
     def met(self) -> bool:
         """Whether all ranks came together in the last step; not always in local training."""
         rounds = self.placement.rounds
-        return rounds is None or bool(rounds.at(self.steps).deltas)
+        return not self.apart and (rounds is None or bool(rounds.at(self.steps).deltas))
 
     @property
     def lr(self) -> float:
@@ -468,6 +488,18 @@ class Trainer:
         """How many different parts the global batch is given in: one from each data rank."""
         return self.placement.axes.data.size
 
+    @property
+    def apart(self) -> bool:
+        """Whether ranks step at their own speed, and meet only where they must."""
+        return self.placement.apart is not None
+
+    def finish(self) -> None:
+        """Return when all ranks have made their last step, where they step at their own speed; at once where they step
+        together. `fit` ends with it, and calls that are collective begin with it. Ranks that have died are not waited
+        for."""
+        self._open("finish")
+        self._session.meet()
+
     def alone(self, what: str, do: Callable[[], T]) -> T:
         """What `do` gives on rank 0, on every rank; its CheckpointError, too. Collective."""
         self._begin(what)
@@ -477,6 +509,7 @@ class Trainer:
         """The largest of each number over all ranks, float64 or int64. Collective; `what` names it in errors."""
         self._open(what)
         self._session.note(what)
+        self._session.meet()
         return calls.largest(self.world, what, values)
 
     def report(self) -> Report:

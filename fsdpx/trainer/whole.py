@@ -15,9 +15,13 @@ from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page
 from fsdpx.optim.average import AVERAGE, average_of
 from fsdpx.program import Slot
+from fsdpx.state.exchange import Exchange
+from fsdpx.state.ledger import Key
 from fsdpx.state.state import TrainState
 
-__all__ = ["put_averages", "put_outer", "remember", "whole_gradients", "whole_parameters", "whole_state"]
+__all__ = [
+    "common_parameters", "put_averages", "put_outer", "remember", "whole_gradients", "whole_parameters", "whole_state",
+]  # fmt: skip
 
 BLOCK = 1 << 16
 """Elements of an average that are made at once."""
@@ -30,6 +34,15 @@ def whole_parameters(state: TrainState) -> dict[str, np.ndarray]:
         return _over_shards(state, page, state.ledger.array("master", page.index))
 
     return _everywhere(state, flat, trained=False)
+
+
+def common_parameters(state: TrainState, exchange: Exchange) -> dict[str, np.ndarray]:
+    """Canonical name -> full array of what ranks have in common that step at their own speed; by this rank alone."""
+    found: dict[str, np.ndarray] = {}
+    for page in state.placement.layout.pages:
+        named = page.named(exchange.whole(Key("master", page.index)))
+        found |= {f.source: named[f.name] for f in page.fields}
+    return {name: found[name] for name in state.placement.layout.specs}
 
 
 def whole_gradients(state: TrainState) -> dict[str, np.ndarray]:

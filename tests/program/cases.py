@@ -91,9 +91,10 @@ def golden() -> dict[str, Program]:
     rest = {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
     disk, names = replace(TIED, records=RECORDS), ("step", "update", "evaluate", "backward")
     offload = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in names}
+    apart = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in (("push", "frozen"), ("mix", "tied"))}
     spilled = tuple(Slot("saved", unit) for unit in range(4))
     activations = {"step-chain-fsdp-spilled-2": compile(requests("step", replace(CHAIN, records=spilled), 2, "fsdp"))}
-    return steps | normed | rest | offload | activations | rounds()
+    return steps | normed | rest | offload | activations | apart | rounds()
 
 
 def rounds() -> dict[str, Program]:

@@ -1,0 +1,173 @@
+"""Thread ranks in virtual time: what they do with a window happens in the order in which ranks of given speeds would do
+it, so that asynchronous training has one exact trajectory."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from fsdpx.comm import Communicator, Wrapper
+from fsdpx.comm.calls import Array
+from fsdpx.comm.window import Window
+from fsdpx.errors import CommTimeout
+
+__all__ = ["VirtualTime"]
+
+
+class VirtualTime:
+    """A clock that thread ranks share: `comm=virtual.on(comm)` in `distribute`.
+
+    Reading and updating take no time; between the two a step takes its seconds. Of two ranks at the same time the lower
+    one comes first. What ranks compute happens one after the other.
+
+    Parameters
+    ----------
+    seconds : of a step of each rank
+    jitter : each step takes up to this part more or less, drawn with `seed`
+
+    Attributes
+    ----------
+    events : (time, rank, "pull", "push" or "mix"), in order
+    """
+
+    def __init__(self, seconds: Sequence[float], seed: int = 0, jitter: float = 0.1) -> None:
+        self.seconds, self.jitter = tuple(seconds), jitter
+        self.events: list[tuple[float, int, str]] = []
+        self._drawn = [random.Random(f"{seed} {rank}") for rank in range(len(self.seconds))]
+        self._times = [0.0] * len(self.seconds)
+        self._away = [False] * len(self.seconds)
+        self._waiting: dict[int, Callable[[], bool]] = {}
+        self._changed = threading.Condition(threading.RLock())
+
+    def on(self, comm: Communicator) -> Communicator:
+        """The communicator of one of the ranks, in this time."""
+        return _Timed(comm, self)
+
+    def at(self, rank: int) -> float:
+        """The time of a rank: when it last did something."""
+        return self._times[rank]
+
+    def spend(self, rank: int) -> None:
+        """A rank has computed for a step."""
+        with self._changed:
+            share = 1 + self.jitter * self._drawn[rank].uniform(-1, 1)
+            self._times[rank] += self.seconds[rank] * share
+            self._changed.notify_all()
+
+    def reach(self, rank: int, window: Window) -> None:
+        """Return when no other rank can do anything before this one does."""
+        self._until(lambda: self._first() == rank, window, "its turn")
+
+    def happen(self, rank: int, kind: str) -> None:
+        """A rank, whose turn it is, has done something."""
+        with self._changed:
+            self.events.append((self._times[rank], rank, kind))
+            self.look(rank)
+
+    def look(self, rank: int) -> None:
+        """Ranks that wait for what this one has done go on at its time."""
+        with self._changed:
+            for other in [other for other, ready in self._waiting.items() if _holds(ready)]:
+                del self._waiting[other]
+                self._times[other] = max(self._times[other], self._times[rank])
+            self._changed.notify_all()
+
+    def pause(self, rank: int, ready: Callable[[], bool], window: Window, what: str) -> None:
+        """Return at this rank's turn after `ready`."""
+        while not ready():
+            self.reach(rank, window)
+            with self._changed:
+                if ready():
+                    return
+                self._waiting[rank] = ready
+                self._changed.notify_all()
+            self._until(lambda: rank not in self._waiting, window, what)
+
+    def leave(self, rank: int) -> None:
+        """A rank has come to a meeting of all: when it is over, the time is that of the last to come."""
+        with self._changed:
+            self._away[rank] = True
+            self.look(rank)
+            if all(self._away):
+                self._times = [max(self._times)] * len(self._times)
+                self._away = [False] * len(self._away)
+            self._changed.notify_all()
+
+    def _first(self) -> int | None:
+        rest = [r for r in range(len(self._times)) if not self._away[r] and r not in self._waiting]
+        return min(rest, key=lambda r: (self._times[r], r), default=None)
+
+    def _until(self, ready: Callable[[], bool], window: Window, what: str) -> None:
+        end = time.monotonic() + window.timeout
+        with self._changed:
+            while not ready():
+                window.check()
+                if time.monotonic() > end:
+                    raise CommTimeout(f"rank {window.rank} waited {window.timeout:g} s for {what}, in virtual time")
+                self._changed.wait(0.05)
+
+
+class _Timed(Wrapper):
+    def __init__(self, comm: Communicator, virtual: VirtualTime) -> None:
+        super().__init__(comm)
+        self.virtual = virtual
+
+    def wrap(self, group: Communicator) -> Communicator:
+        return group
+
+    def window(self, nbytes: int) -> Window:
+        return _TimedWindow(self.comm.window(nbytes), self.virtual)
+
+
+class _TimedWindow(Window):
+    """One rank's window, in virtual time."""
+
+    def __init__(self, window: Window, virtual: VirtualTime) -> None:
+        super().__init__(window.rank, window.size, window.own, window.timeout)
+        self.window, self.virtual = window, virtual
+        self._reads = False  # and has not updated anything since
+
+    def open(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
+        return self.window.open(rank, start, stop, write)
+
+    def word(self, rank: int, at: int) -> int:
+        return self.window.word(rank, at)
+
+    def say(self, at: int, value: int) -> None:
+        self.window.say(at, value)
+        self.virtual.look(self.rank)
+
+    def gone(self, rank: int) -> bool:
+        return self.window.gone(rank)
+
+    def check(self) -> None:
+        self.window.check()
+
+    @contextmanager
+    def turn(self, kind: str) -> Iterator[None]:
+        if kind != "pull" and self._reads:
+            self.virtual.spend(self.rank)
+        self._reads = kind == "pull"
+        self.virtual.reach(self.rank, self)
+        yield
+        self.virtual.happen(self.rank, kind)
+
+    def leave(self) -> None:
+        self.virtual.leave(self.rank)
+
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        self.virtual.pause(self.rank, ready, self, what)
+
+    def close(self) -> None:
+        self.window.close()
+
+
+def _holds(ready: Callable[[], bool]) -> bool:
+    """Whoever waits finds out by itself what is wrong."""
+    try:
+        return ready()
+    except Exception:
+        return True

@@ -1,0 +1,285 @@
+"""Ranks that step at their own speed: asynchronous SGD, gossip and elastic averaging, on thread ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import EASGD, Async, Gossip, Mesh, nn, optim, spawn
+from fsdpx.comm import Communicator, FakeCommunicator
+from fsdpx.errors import ConfigError, DataError
+from fsdpx.testing import VirtualTime
+
+ROWS = 24
+X, Y = (np.random.default_rng(7).standard_normal((ROWS, n)).astype(np.float32) for n in (6, 3))
+
+
+def make(comm: Communicator, strategy: Any, **options: Any) -> fsdpx.Trainer:
+    model = nn.Chain(nn.Linear(6, 20), nn.GELU(), nn.Linear(20, 13), nn.GELU(), nn.Linear(13, 3))
+    options = {"optimizer": optim.AdamW(lr=1e-2), "group_bytes": 256, "loss": nn.MSE(), **options}
+    return model.as_distributed(comm=comm, strategy=strategy, **options)
+
+
+def mine(trainer: fsdpx.Trainer) -> slice:
+    rank, size = trainer.data.rank, trainer.data.size
+    return slice(ROWS * rank // size, ROWS * (rank + 1) // size)
+
+
+def train(trainer: fsdpx.Trainer, steps: int) -> str:
+    rows = mine(trainer)
+    for _ in range(steps):
+        trainer.step(X[rows], Y[rows])
+    trainer.finish()
+    return trainer.fingerprint()
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(lr=0.05), optim.SGD(lr=0.05, momentum=0.9), optim.AdamW(lr=1e-2)])
+@pytest.mark.parametrize("size", [1, 3])
+def test_staleness_0_is_synchronous_training_bit_for_bit(size: int, optimizer: Any) -> None:
+    seen = [
+        spawn(lambda c, s=s: train(make(c, s, optimizer=optimizer, microbatches=2), 4), size, delays=delays)
+        for s, delays in (("zero1", None), (Async(staleness=0), 3))
+    ]
+    assert len({one for ranks in seen for one in ranks}) == 1
+
+
+def replay(strategy: Any, seconds: tuple[float, ...], seed: int = 0, steps: int = 6) -> tuple[set[str], VirtualTime]:
+    virtual = VirtualTime(seconds, seed, jitter=0.5)
+    found = spawn(lambda c: train(make(virtual.on(c), strategy), steps), len(seconds), timeout=30)
+    return set(found), virtual
+
+
+@pytest.mark.parametrize("strategy", ["async", Async(staleness=2, by_staleness=True), "gossip", EASGD(every=1)])
+def test_virtual_time_gives_one_exact_trajectory(strategy: Any) -> None:
+    (one,), first = replay(strategy, (1, 1.3, 2), seed=5)
+    (two,), second = replay(strategy, (1, 1.3, 2), seed=5)
+    (other,), _ = replay(strategy, (1, 1.3, 2), seed=6)
+    assert one == two != other
+    assert first.events == second.events == sorted(first.events, key=lambda event: event[0])
+
+
+def until_slow(strategy: Any) -> tuple[list[int], int]:
+    """Steps of each rank when rank 2, five times as slow, has made 3; and the largest staleness found there."""
+    virtual = VirtualTime((1, 1, 5))
+
+    def run(comm: Communicator) -> int:
+        trainer = make(virtual.on(comm), strategy)
+        rows = mine(trainer)
+        while virtual.at(comm.rank) < 15:
+            trainer.step(X[rows], Y[rows])
+        trainer.finish()
+        exchange = trainer.engine.state.exchange
+        assert exchange is not None
+        return trainer.steps, max(exchange.taken, default=0)
+
+    found = spawn(run, 3, timeout=30)
+    return [steps for steps, _ in found], found[2][1]
+
+
+@pytest.mark.parametrize("strategy", ["async", "gossip", "easgd"])
+def test_a_slow_rank_does_not_slow_the_others(strategy: str) -> None:
+    steps, stale = until_slow(strategy)
+    assert steps[2] in (3, 4)
+    assert min(steps[:2]) >= 14
+    assert stale >= 8 or strategy != "async"
+
+
+def test_staleness_bounds_how_far_a_rank_is_ahead() -> None:
+    virtual = VirtualTime((1, 5))
+    spawn(lambda c: train(make(virtual.on(c), Async(staleness=2), group_bytes=1 << 20), 8), 2, timeout=30)
+    done, ahead = [0.0, 0.0], list[float]()
+    for _, rank, kind in virtual.events:
+        if kind == "pull":  # it begins a step
+            ahead.append(done[rank] - done[1 - rank])
+        done[rank] += 0.5 * (kind == "push")  # to two holders
+    assert max(ahead) == 2
+
+
+def test_the_rate_falls_with_staleness() -> None:
+    """One element, gradients that do not depend on it: what is missing is what staleness took."""
+
+    def run(comm: Communicator, strategy: Async) -> float:
+        model = nn.Chain(nn.Linear(1, 1, bias=False))
+        trainer = model.as_distributed(
+            comm=comm, loss=Sum(), optimizer=optim.SGD(lr=1.0), strategy=strategy, precision="float64"
+        )
+        before = float(trainer.parameters()["0.weight"][0, 0])
+        trainer.finish()
+        trainer.step(np.ones((1, 1)), np.ones((1, 1)))
+        trainer.finish()
+        return before - float(trainer.parameters()["0.weight"][0, 0])
+
+    for by_staleness, expected in ((False, 3.0), (True, 1 + 1 / 2 + 1 / 3)):
+        virtual = VirtualTime((1, 2, 3), jitter=0)
+        strategy = Async(by_staleness=by_staleness)
+        assert spawn(lambda c, v=virtual, s=strategy: run(v.on(c), s), 3) == pytest.approx([expected] * 3)
+
+
+class Sum(nn.Loss):
+    """The mean output: its gradient is the mean input."""
+
+    def forward(self, env: Any, y: Any, target: Any) -> Any:
+        return float(y.sum()), float(len(y)), y
+
+    def backward(self, env: Any, saved: Any, seed: float) -> Any:
+        return np.full_like(saved, seed)
+
+    def validate(self, shape: tuple[int, ...], target: Any) -> None:
+        pass
+
+
+def test_gossip_keeps_the_mean_of_all_models() -> None:
+    """With a rate of 0 nothing but averaging moves them; the last rank to start from something else is drawn near."""
+
+    def run(comm: Communicator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        trainer = make(comm, Gossip(), optimizer=optim.SGD(lr=0.0), precision="float64", group_bytes=1 << 20)
+        own = trainer.engine.state.ledger.array("master", 0)
+        own += comm.rank
+        trainer.finish()
+        before, mean, rows = own.copy(), trainer.parameters()["0.weight"], mine(trainer)
+        trainer.finish()
+        for _ in range(30):
+            trainer.step(X[rows], Y[rows])
+        trainer.finish()
+        return mean, trainer.parameters()["0.weight"], abs(own - before)
+
+    found = spawn(run, 4)
+    for before, after, moved in found:
+        np.testing.assert_allclose(after, before, rtol=1e-14)
+        assert moved.min() > 0.4
+
+
+def test_easgd_draws_models_and_centre_together() -> None:
+    """x - c shrinks by 1 - 2a of what is between one rank and the centre, and their sum stays."""
+
+    def run(comm: Communicator) -> tuple[Any, Any, Any]:
+        strategy = EASGD(every=2, pull=0.25)
+        trainer = make(comm, strategy, optimizer=optim.SGD(lr=0.0), precision="float64", group_bytes=1 << 20)
+        ledger = trainer.engine.state.ledger
+        x, centre = ledger.array("master", 0), ledger.array("centre", 0)
+        start = x.copy()
+        x += 1
+        moved = []
+        for _ in range(4):
+            trainer.step(X, Y)
+            moved.append((float((x - start)[5]), float((centre - start)[5])))
+        return moved
+
+    np.testing.assert_allclose(spawn(run, 1)[0], [(1, 0), (0.75, 0.25), (0.75, 0.25), (0.625, 0.375)])
+
+
+def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tmp_path: Any) -> None:
+    def run(comm: Communicator, name: str) -> None:
+        trainer = make(comm, name)
+        fingerprint = train(trainer, 5)
+        whole, rows = trainer.parameters(), mine(trainer)
+        loss = trainer.evaluate(X[rows], Y[rows])
+        own = trainer.engine.state.ledger.array("master", 0).copy()
+        trainer.save(tmp_path / name)
+        assert (trainer.engine.state.ledger.array("master", 0) == own).all()
+        trainer.finish()  # from here on others change it
+        train(trainer, 2)
+        trainer.load(tmp_path / name)
+        assert trainer.steps == 5
+        assert trainer.fingerprint() == fingerprint
+        assert trainer.evaluate(X[rows], Y[rows]) == loss
+        train(trainer, 1)
+        plain = make(comm, "fsdp")
+        plain.load(tmp_path / name)  # any strategy goes on from it
+        assert plain.fingerprint() == fingerprint
+        assert plain.evaluate(X[rows], Y[rows]) == pytest.approx(loss)
+        trainer.load_parameters(whole)
+        assert trainer.fingerprint() == fingerprint
+        for one in (plain, trainer):
+            one.close()
+
+    for name in ("async", "gossip", "easgd"):
+        spawn(run, 2, name)
+
+
+def test_fit_lets_ranks_have_different_numbers_of_batches() -> None:
+    """Without validation they meet at the end alone; at the best weights, where they were asked for."""
+
+    def run(comm: Communicator) -> tuple[int, float, float]:
+        trainer = make(comm, "async")
+        rows = mine(trainer)
+        batches = [(X[rows], Y[rows])] * (4 + 3 * comm.rank)
+        before = trainer.evaluate(X[rows], Y[rows])
+        history = trainer.fit(batches, epochs=3, progress=False)
+        trainer.fit(batches[:4], epochs=2, validation=[(X[rows], Y[rows])], every=4, patience=9, progress=False)
+        return history.steps, before, trainer.evaluate(X[rows], Y[rows])
+
+    found = spawn(run, 2)
+    assert [steps for steps, _, _ in found] == [12, 21]
+    assert found[0][1:] == found[1][1:]
+    assert found[0][2] < found[0][1]
+
+
+def test_staleness_0_needs_all_ranks() -> None:
+    def run(comm: Communicator) -> None:
+        train(make(comm, Async(staleness=0)), 2 + comm.rank)
+
+    with pytest.raises(DataError, match="rank 0 takes no more steps, and staleness=0 needs all ranks in each"):
+        spawn(run, 2)
+
+
+PREFIX = r"strategy Async\(staleness=0, by_staleness=False\): "
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"mesh": Mesh(pipe=2)}, PREFIX + "the pipe axis of 2 ranks keeps step; leave it out"),
+        (
+            {"mesh": Mesh(tensor=2), "tensor_plan": {"0": nn.Column, "2": nn.Row}},
+            PREFIX + "the tensor axis of 2 ranks keeps step; leave it out",
+        ),
+        ({"mesh": Mesh(replica=2)}, PREFIX + "there is no replica axis, the mesh says pipe=1 x replica=2"),
+        ({"chunks": 4}, PREFIX + "chunks=4 adds the gradients of all ranks along a tree; leave chunks out"),
+        ({"codec": "int8"}, PREFIX + "codec='int8' carries sums over ranks, and there are none; leave codec out"),
+        ({"clip_norm": 1.0}, PREFIX + "clip_norm=1.0: no rank knows the norm of the sum before it updates"),
+        ({"precision": "fp16"}, PREFIX + "loss_scale='dynamic' is found by all ranks together; use a number"),
+        ({"precision": "bf16-true"}, PREFIX + "parameters that several ranks update are float32 or float64"),
+        ({"precision": fsdpx.Precision(reduce="bf16")}, PREFIX + "reduce='bf16' is a format of messages"),
+        ({"elastic": True}, PREFIX.replace(": ", "") + ": elastic ranks step together; leave elastic out"),
+    ],
+)
+def test_what_ranks_apart_cannot_serve_is_named_on_all_ranks(options: dict[str, Any], wrong: str) -> None:
+    def run(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=wrong):
+            make(comm, Async(staleness=0), **options)
+
+    spawn(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda: Async(staleness=-1), r"Async\(staleness=-1\): a number of steps, 0 or more, or None for any number"),
+        (lambda: Async(by_staleness=1), r"Async\(by_staleness=1\): choose True or False"),  # type: ignore[arg-type]
+        (lambda: Gossip(every=0), r"Gossip\(every=0\): a number of steps, 1 or more"),
+        (lambda: EASGD(pull=1.5), r"EASGD\(pull=1.5\): a number above 0 and below 1, or None for 0.9 / ranks"),
+        (
+            lambda: make(FakeCommunicator(0, 2), "async"),
+            r"a window on FakeCommunicator\(rank=0, size=2\), which has no",
+        ),
+    ],
+)
+def test_bad_choices_are_named(wrong: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        wrong()
+
+
+def test_what_is_no_whole_step_is_refused() -> None:
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, "async", optimizer=optim.LAMB())
+        with pytest.raises(ConfigError, match="accumulate: ranks that step at their own speed train by whole steps"):
+            trainer.accumulate(X, Y)
+        with pytest.raises(
+            ConfigError, match="needs norms of whole parameters, which asynchronous ranks have in shards"
+        ):
+            trainer.step(X, Y)
+
+    spawn(run, 2)
