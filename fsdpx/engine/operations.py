@@ -182,7 +182,7 @@ def commit(run: Run, action: Action, taken: Values, read: Values, added: Values)
     return (True,)
 
 
-def own(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def alone(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Loss and scale of this rank's own batch."""
     place, clip = run.place, run.place.options.clip_norm
     mean = _mean(place, [_losses(run, taken[:-1], taken[-1:])])
@@ -227,7 +227,7 @@ OPERATIONS: dict[str, Operation] = {
     "OUTER": updating.outer,
     "ADOPT": updating.adopt,
     "PULL": apart.pull,
-    "OWN": own,
+    "ALONE": alone,
     "PUSH": apart.push,
     "TICK": apart.tick,
     "MIX": apart.mix,

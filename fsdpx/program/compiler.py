@@ -120,7 +120,7 @@ def _apart(actions: list[Action], request: Request) -> list[Action]:
     """A step of a rank at its own speed: all parameters as they are now, compute, and what it has found."""
     stage = request.stage
     pages = [a.unit for a in page(actions, stage, 0, keep=True) if a.op == "GATHER"]
-    tail = [Action("OWN"), *(Action("FREE", p) for p in pages)]
+    tail = [Action("ALONE"), *(Action("FREE", p) for p in pages)]
     for p in reversed(stage.trained):
         tail += [Action("PUSH", p), *([Action("MIX", p)] if request.kind == "mix" else [])]
     tail += [Action("TICK")] if request.kind == "push" else []
@@ -132,7 +132,7 @@ def _compute(request: Request) -> list[Action]:
     order = request.order or one_by_one(request.microbatches) if kind.ops == "FB" else _through(kind.ops, request)
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
     actions = [*seeds, *compute(order, stage, kind.loss)]
-    told = (kind.updates and request.normed) or kind.apart  # by NORM or OWN
+    told = (kind.updates and request.normed) or kind.apart  # by NORM or ALONE
     return _with_mean(actions, stage, kind.loss) if kind.loss and not told else actions
 
 

@@ -146,7 +146,7 @@ VERBS: dict[str, Verb] = {
     "ADOPT": Verb(takes=("next:page",), adds=("shard:page",), about="page"),
     # ranks apart, each at its own speed: nothing of this waits for a call of another rank
     "PULL": Verb(gives=("full:page",), lane="window", about="page"),
-    "OWN": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
+    "ALONE": Verb(takes=("loss:all", "weight:scored"), reads=("grad:every",), gives=("mean", "scale"), about=""),
     "PUSH": Verb(takes=("grad:page",), reads=("mean", "scale"), gives=("pushed:page",), lane="window", about="page"),
     "TICK": Verb(takes=("pushed:every",), lane="window", about=""),
     "MIX": Verb(takes=("pushed:page",), lane="window", about="page"),

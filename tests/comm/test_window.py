@@ -114,25 +114,18 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
         window.close()
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    lines = [(rank.stdin, rank.stdout) for rank in ranks]
-    for _ in range(3):  # collective calls
-        said = "[" + ", ".join(out.readline().strip() for _, out in lines if out) + "]\n"
-        for into, _ in lines:
-            assert into is not None
-            into.write(said)
-            into.flush()
-    first = ranks[0].stdout
-    assert first is not None
-    assert first.readline() == "held\n"
-    time.sleep(0.2)  # the first waits for it
-    os.kill(ranks[1].pid, signal.SIGKILL)
-    ranks[1].wait()
-    assert first.readline() == "free\n"
-    assert ranks[0].wait(20) == 0
+    piped: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "0"], **piped) as first, subprocess.Popen([*command, "1"], **piped) as second:
+        for _ in range(3):  # collective calls
+            said = f"[{first.stdout.readline().strip()}, {second.stdout.readline().strip()}]\n"
+            for rank in (first, second):
+                rank.stdin.write(said)
+                rank.stdin.flush()
+        assert first.stdout.readline() == "held\n"
+        time.sleep(0.2)  # the first waits for it
+        os.kill(second.pid, signal.SIGKILL)
+        assert first.stdout.readline() == "free\n"
+        assert first.wait(20) == 0
 
 
 def test_no_room_is_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

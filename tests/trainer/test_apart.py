@@ -1,6 +1,6 @@
 """Ranks that step at their own speed: asynchronous SGD, gossip and elastic averaging, on thread ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 import fsdpx
 from fsdpx import EASGD, Async, Gossip, Mesh, nn, optim, spawn
 from fsdpx.comm import Communicator, FakeCommunicator
+from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import VirtualTime
 
@@ -283,3 +284,39 @@ def test_what_is_no_whole_step_is_refused() -> None:
             trainer.step(X, Y)
 
     spawn(run, 2)
+
+
+# -- processes: through the memory of a machine, and through windows of MPI
+
+
+@pytest.fixture(scope="module", params=["node", "mpi"])
+def world(request: Any) -> Iterator[Communicator]:
+    comm = open_world(request.param)
+    yield comm
+    comm.close()
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+def test_staleness_0_among_processes(world: Communicator) -> None:
+    found = []
+    for strategy in ("zero1", Async(staleness=0)):
+        with make(world, strategy) as trainer:
+            found.append(train(trainer, 3))
+    if world.size <= 2:  # of more, MPI libraries add in another order
+        assert found[0] == found[1]
+    assert len(set(world.all_gather_object(found[1]))) == 1
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+@pytest.mark.parametrize("strategy", ["async", Async(staleness=1), Gossip(), "easgd"])
+def test_ranks_make_different_numbers_of_steps_and_have_one_model(world: Communicator, strategy: Any) -> None:
+    with make(world, strategy) as trainer:
+        rows = mine(trainer)
+        first = trainer.evaluate(X[rows], Y[rows])
+        found = train(trainer, 10 + 5 * world.rank)
+        assert len(set(world.all_gather_object(found))) == 1
+        last = trainer.evaluate(X[rows], Y[rows])
+        assert last < first
+        assert np.isfinite(last)
