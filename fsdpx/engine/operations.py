@@ -185,7 +185,7 @@ def commit(run: Run, action: Action, taken: Values, read: Values, added: Values)
 def alone(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Loss and scale of this rank's own batch."""
     place, clip = run.place, run.place.options.clip_norm
-    mean = _mean(place, [_losses(run, taken[:-1], taken[-1:])])
+    mean = _mean(run, [_losses(run, taken[:-1], taken[-1:])])
     factor, norm = 1.0 / (mean.shared * run.scaler.value), math.nan
     if clip is not None:
         norm = math.sqrt(exact_sum([square_sum(place.xp, gradient.at(0)) for gradient in read])) * factor

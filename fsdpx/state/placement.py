@@ -248,7 +248,7 @@ class Placement:
         return Range(start, start + counts[replica.rank])
 
     @cached_property
-    def outersegments_of(self) -> dict[int, Segments]:
+    def outer_segments(self) -> dict[int, Segments]:
         """What these hold, in the optimiser's terms."""
         alone = self.axes.data.size == self.axes.tensor.size == 1
         exchange = None if alone else partial(_exchange, self, self.axes.data)

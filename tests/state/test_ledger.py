@@ -85,10 +85,10 @@ def test_every_kind_has_a_row_somewhere() -> None:
 
     def apart(comm: Communicator) -> set[str]:
         plain = nn.Chain(nn.Linear(6, 3))
-        local = fsdpx.Local(codec="int8", delay=2)
-        trainer = plain.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(), comm=comm, strategy=local)
-        made = [make(comm, strategy=strategy) for strategy in (fsdpx.Async(staleness=0), fsdpx.EASGD())]
-        return {row.key.kind for one in (trainer, *made) for row in one.engine.state.ledger}
+        strategies = fsdpx.Local(codec="int8", delay=2), fsdpx.Async(staleness=0), fsdpx.EASGD()
+        options: Any = {"loss": nn.MSE(), "optimizer": optim.SGD(), "comm": comm}
+        trainers = [plain.as_distributed(strategy=strategy, **options) for strategy in strategies]
+        return {row.key.kind for trainer in trainers for row in trainer.engine.state.ledger}
 
     assert set.union(*spawn(run, 2, survive=True), *spawn(apart, 2)) == set(KINDS)
 
