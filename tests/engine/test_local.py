@@ -199,26 +199,26 @@ def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
 
 
 KINDS = {
-    "at once": Local(every=4),
-    "fragments": Local(every=4, fragments=2, delay=3, mix=0.5),
-    "codec": Local(every=4, delay=2, codec="int8"),
+    "at once": (Local(every=4), None),
+    "fragments": (Local(every=4, fragments=2, delay=3, mix=0.5), None),
+    "codec": (Local(every=4, delay=2, codec="int8"), optim.Adafactor()),
 }
 
 
-@pytest.mark.parametrize("local", KINDS.values(), ids=KINDS)
-def test_a_run_goes_on_as_if_nobody_had_stopped_it(tmp_path: Path, local: Local) -> None:
+@pytest.mark.parametrize(("local", "inner"), KINDS.values(), ids=KINDS)
+def test_a_run_goes_on_as_if_nobody_had_stopped_it(tmp_path: Path, local: Local, inner: Any) -> None:
     """In the midst of a round and of a transfer, with the inner state of each replica; on other numbers of replicas the
     outer parameters and their momentum are the same, cut anew."""
 
     def save(comm: Communicator) -> str:
-        trainer = make(comm, "mlp", local, mesh=Mesh(replica=2, shard=2), group_bytes=0)
+        trainer = make(comm, "mlp", local, mesh=Mesh(replica=2, shard=2), group_bytes=0, optimizer=inner)
         steps(trainer, "mlp", (8, 8, 6, 8, 8, 7))
         trainer.save(tmp_path / "a")
         steps(trainer, "mlp", (8, 7, 8), seed=6)
         return trainer.fingerprint()
 
     def load(comm: Communicator, mesh: Mesh, more: bool = True) -> Any:
-        trainer = make(comm, "mlp", local, mesh=mesh, group_bytes=0)
+        trainer = make(comm, "mlp", local, mesh=mesh, group_bytes=0, optimizer=inner)
         trainer.load(tmp_path / "a")
         if not more:
             return {name: array.tobytes() for name, array in trainer.parameters().items()}
@@ -238,7 +238,7 @@ def test_a_run_goes_on_as_if_nobody_had_stopped_it(tmp_path: Path, local: Local)
         trainer = make(comm, "mlp", "ddp")
         trainer.load_weights(tmp_path / "a")
         assert {name: array.tobytes() for name, array in trainer.parameters().items()} == saved
-        wrong = make(comm, "mlp", Local(every=5, fragments=2, delay=1), group_bytes=0)
+        wrong = make(comm, "mlp", Local(every=5, fragments=2, delay=1), group_bytes=0, optimizer=inner)
         with pytest.raises(CheckpointError, match="the rounds of local training differ: every is 4 there and 5 here"):
             wrong.load(tmp_path / "a")
 
