@@ -64,7 +64,8 @@ test-mpi-%: $(VENV)/.ready
 	$(MPIEXEC) $(MPIFLAGS) -n $* $(PY) -m pytest tests -m world --with-mpi -p no:cacheprovider
 
 thorough: $(VENV)/.ready
-	$(PY) -m pytest tests/engine/test_any_mesh.py --hypothesis-profile=thorough --timeout=0
+	$(PY) -m pytest tests/engine/test_any_mesh.py tests/elastic/test_every_kill.py tests/launch/test_start.py \
+		--hypothesis-profile=thorough --timeout=0
 	$(PY) tests/checkpoint/fuzz.py 10000
 	$(PY) tests/checkpoint/kills.py 300
 	$(PY) tests/checkpoint/kills_ranks.py 100

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from amount import pairs
 from trials import Done, alive_in, environment, job, none_left
 
 from fsdpx.comm.clock import report
@@ -24,6 +25,10 @@ open(f"began-{rank}", "w").close()
 if rank == 1:
     while len([n for n in os.listdir() if n.startswith("began-")]) < 3: time.sleep(0.01)
     time.sleep(float(sys.argv[1])); exec(sys.argv[2])
+else:
+    import fsdpx.facade.functional  # the others come together, however busy the machine is
+    open(f"ready-{rank}", "w").close()
+    while len([n for n in os.listdir() if n.startswith("ready-")]) < 2: time.sleep(0.01)
 """
 INIT = "import fsdpx\ncomm = fsdpx.init()\nif comm.rank == 0: print('through', comm.size, flush=True)\n"
 IMPORT = "from mpi4py import MPI\n"
@@ -105,17 +110,20 @@ def run(folder: Path, what: str, rest: str = INIT, **variables: str) -> tuple[su
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize("rest", [INIT, IMPORT + INIT], ids=["init", "mpi4py"])
 @pytest.mark.parametrize(
-    ("what", "said", "status"),
-    [
-        ("import nothing", "ended with ModuleNotFoundError", 1),
-        ("sys.exit(3)", "ended with exit status 3", 3),
-        ("sys.exit(0)", "ended with exit status 0", 1),
-        ("os._exit(7)", "ended with exit status 7", 7),
-    ],
+    ("ending", "rest"),
+    pairs(
+        [
+            ("import nothing", "ended with ModuleNotFoundError", 1),
+            ("sys.exit(3)", "ended with exit status 3", 3),
+            ("sys.exit(0)", "ended with exit status 0", 1),
+            ("os._exit(7)", "ended with exit status 7", 7),
+        ],
+        [INIT, IMPORT + INIT],
+    ),
 )
-def test_run_ends_with_who_ended_before_the_start(tmp_path: Path, what: str, said: str, status: int, rest: str) -> None:
+def test_run_ends_with_who_ended_before_the_start(tmp_path: Path, ending: tuple[str, str, int], rest: str) -> None:
+    what, said, status = ending
     done, seconds = run(tmp_path, what, rest)
     assert f" {said}" in done.stderr.partition("fsdpx run: rank 1 on ")[2], done.stderr
     assert ("No module named 'nothing'" in done.stderr) == ("import" in what)
