@@ -53,7 +53,7 @@ def job(tmp_path, program, *, ranks=3, module=False, **variables):
 def test_an_exception_on_one_rank_ends_the_job(tmp_path, program, module):
     status, err, seconds = job(tmp_path, program, module=module)
     assert status != 0
-    assert seconds < 10
+    assert seconds < 30  # it would wait for ever
     assert err.count("Traceback (most recent call last)") == 1, err
     assert err.count("[rank 1/") == 1
     trace = err[err.index("[rank 1/") :]
@@ -104,7 +104,7 @@ def test_one_process_needs_no_launcher(tmp_path):
 def test_a_rank_started_without_the_others_says_so(tmp_path):
     status, err, seconds = job(tmp_path, START, ranks=0, OMPI_COMM_WORLD_SIZE="4")
     assert status != 0
-    assert seconds < 10
+    assert seconds < 30  # it would wait for ever
     assert "LaunchError: this rank was started without the others: mpiexec of Open MPI" in err
     assert "says 4 ranks, but MPI (MPICH" in err or "says 4 ranks, but MPI (" in err
 
@@ -119,6 +119,6 @@ def test_a_rank_that_calls_something_else_ends_the_job_with_names(tmp_path):
     program = START + "f.broadcast(np.zeros(3)) if comm.rank == 2 else f.all_reduce(np.zeros(3))\n"
     status, err, seconds = job(tmp_path, program, FSDPX_CHECK="1")
     assert status != 0
-    assert seconds < 10
+    assert seconds < 30  # it would wait for ever
     assert "ranks 0, 1: all_reduce, dtype float64, elements 3" in err
     assert "rank 2: broadcast, dtype float64, elements 3, root 0" in err

@@ -42,7 +42,7 @@ def test_a_rank_that_sleeps_outside_is_named_with_its_stack(tmp_path):
     assert "rank 1 is outside any action for " in done.err
     assert "after UPDATE0 (page '0.weight..0.bias'); it stands at" in done.err
     assert "time.sleep(60)" in done.err
-    assert done.seconds < TIMEOUT + 15
+    assert done.seconds < TIMEOUT + 35  # of the 60 that the rank sleeps
     (kept,) = tmp_path.glob("fsdpx-flight-of-*.txt")
     assert str(kept) in done.err
     assert kept.read_text().count("UPDATE0 (page '0.weight..0.bias')") >= 6
@@ -69,7 +69,7 @@ def test_a_rank_that_hangs_inside_an_action(tmp_path):
 def test_a_killed_rank_ends_the_job_and_leaves_the_records(tmp_path):
     done = run(tmp_path, AT.format(rank=1, what="os.kill(os.getpid(), signal.SIGKILL)"))
     assert done.status != 0
-    assert done.seconds < 15
+    assert done.seconds < 40  # the others would wait for ever
     assert len(list((tmp_path / "tmp").glob("fsdpx-flight-*/rank-*.flight"))) == 3
 
 

@@ -84,7 +84,7 @@ def alive_in(folder: Path) -> list[int]:
     return found
 
 
-def none_left(folder: Path, seconds: float = 5.0) -> bool:
+def none_left(folder: Path, seconds: float = 20.0) -> bool:
     """Whether all processes of a job end within `seconds`."""
     deadline = time.monotonic() + seconds
     while alive_in(folder):
