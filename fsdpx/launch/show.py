@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fsdpx import optim
 from fsdpx.comm.mesh import Mesh
-from fsdpx.config import byte_count
+from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
 from fsdpx.launch.catalog import Entry, entry
@@ -13,6 +13,7 @@ from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
 from fsdpx.program import Costs, PipelineSchedule, bubble, grid, in_flight, simulate
 from fsdpx.state.tables import bytes_text, table
+from fsdpx.trainer.report import call_text
 
 __all__ = ["show"]
 
@@ -51,6 +52,7 @@ def show(args: argparse.Namespace) -> str:
         schedule=args.schedule or "1f1b",
         sequence=args.sequence,
         recompute=parse_recompute(args.recompute),
+        offload=None if args.offload is None else Offload("(a folder)", args.offload.split(",")),
     )
     where = "" if mesh is None else f" on {mesh_text(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
@@ -146,7 +148,7 @@ def _traffic(run: DryRun) -> str:
         layers = axis in OF_LAYERS and (predicted is None or predicted.calls < count.calls)
         more = "(in layers)" if layers else "" if predicted else "(control)"
         words = " ".join(filter(None, (check, more)))
-        rows.append((f"{call.replace('_', '-')} over {axis}", f"{count.calls:,}", bytes_text(count.bytes), words))
+        rows.append((call_text(axis, call), f"{count.calls:,}", bytes_text(count.bytes), words))
     return table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")])
 
 
@@ -154,6 +156,7 @@ def _memory(run: DryRun) -> str:
     rows: list[tuple[str, ...]] = [("memory of this rank", "bytes")]
     rows += [(kind, bytes_text(n)) for kind, n in sorted(run.report.memory.items())]
     rows += [("activations at their peak", bytes_text(run.activations))]
+    rows += [(f"on disk: {kind}", bytes_text(n)) for kind, n in sorted(run.report.disk.items())]
     return table(rows)
 
 

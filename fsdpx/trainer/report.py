@@ -19,7 +19,7 @@ from fsdpx.state.placement import Placement
 from fsdpx.state.tables import bytes_text, table
 from fsdpx.state.ties import Tie
 
-__all__ = ["Report", "peak_rss", "report", "sizes_of"]
+__all__ = ["Report", "call_text", "peak_rss", "report", "sizes_of"]
 
 OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and Python between two programs"
 
@@ -56,10 +56,7 @@ class Moved:
         for (axis, call), count in sorted(self.traffic.items()):
             one = self.predicted.get((axis, call))
             expected = f"{one.calls} calls, {bytes_text(one.bytes)}" if one else ""
-            between = "," if axis == "disk" else " over"
-            rows.append(
-                (f"{call.replace('_', '-')}{between} {axis}", f"{count.calls:,}", bytes_text(count.bytes), expected)
-            )
+            rows.append((call_text(axis, call), f"{count.calls:,}", bytes_text(count.bytes), expected))
         return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _reduced(self) -> Iterator[str]:
@@ -130,6 +127,11 @@ class Report(Moved):
         rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
         hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
         return "\n".join([table(rows), OUTSIDE, *([f"transfers hidden behind computing: {hidden}"] if hidden else [])])
+
+
+def call_text(axis: str, call: str) -> str:
+    """What moves, in words: "all-gather over shard", "read, disk"."""
+    return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
 
 
 def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:

@@ -12,6 +12,7 @@ from amount import few
 
 import fsdpx
 from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
+from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.state import disk
@@ -150,6 +151,33 @@ def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
     assert spawn(lambda comm: run(comm, None), 1)[0] - spawn(lambda comm: run(comm, tmp_path), 1)[0] == (
         state - 3 * (2 * page + disk.ALIGN)
     )
+
+
+def test_show_counts_it_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "mlp", "--ranks", "2", "--offload", "optimizer,parameters"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    (disk_line,) = (line for line in lines if line.startswith("on disk: optimiser"))
+    (shard_line,) = (line for line in lines if line.startswith("on disk: parameters"))
+    assert float(disk_line.split()[3]) == pytest.approx(2 * float(shard_line.split()[3]), rel=0.01)
+    assert any(line.startswith("read, disk") for line in lines)
+
+
+def test_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a file system has none the page cache is used, with the same bits; who insists on it is told."""
+
+    def opened(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(path, flags, mode)
+
+    real = os.open
+    monkeypatch.setattr(os, "open", opened)
+    with pytest.raises(OffloadError, match=r"its file system has no direct I/O \(Invalid argument\)"):
+        disk.File(tmp_path, disk.ALIGN, True)
+    file = disk.File(tmp_path, disk.ALIGN, None)
+    assert not file.direct
+    file.close()
+    assert spawn(lambda comm: trained(comm, tmp_path, ALL), 1) == spawn(lambda comm: trained(comm, None), 1)
 
 
 def test_activations_leave_memory(tmp_path: Path) -> None:
