@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpx.comm.codecs import Codec
 from fsdpx.comm.codecs import codec as codec_of
-from fsdpx.config import Sharding
+from fsdpx.config import PRESETS, Sharding
 from fsdpx.errors import ConfigError
 from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.optim.sgd import SGD
@@ -55,7 +55,8 @@ class Local:
         if any(form != Kept() for form in kept_of(self.outer).values()):
             raise ConfigError(f"Local(outer={self.outer!r}): its state must be as large as the parameters, as SGD's is")
         self.carried.check("float32")
-        if isinstance(self.within, Local) or (isinstance(self.within, str) and self.within in LOCAL):
+        named = isinstance(self.within, str) and self.within in PRESETS
+        if not (named or self.within is None or isinstance(self.within, Sharding)):
             raise ConfigError(f"Local(within={self.within!r}): what the ranks of one replica do, such as 'fsdp'")
 
     @property

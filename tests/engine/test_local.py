@@ -264,6 +264,7 @@ def test_outer_state_is_cut_over_replicas() -> None:
         ({"mix": 1.0}, r"Local\(mix=1.0\): a number in \[0, 1\) is needed"),
         ({"outer": optim.SGD}, r"Local\(outer=<class .*SGD'>\): an optimiser is needed, such as optim.SGD\(lr=1.0\)"),
         ({"codec": "int9"}, "unknown codec 'int9'"),
+        ({"within": "async"}, r"Local\(within='async'\): what the ranks of one replica do, such as 'fsdp'"),
         ({"within": "diloco"}, r"Local\(within='diloco'\): what the ranks of one replica do, such as 'fsdp'"),
     ],
 )
