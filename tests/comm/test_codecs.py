@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fsdpx.comm import Communicator, Handle, spawn, split_evenly
-from fsdpx.comm.codecs import Cast, Codec, Int8, Plain, RandomK, Sign, TopK, codec
+from fsdpx.comm.codecs import Cast, Codec, Int8, Plain, PowerSGD, RandomK, Sign, TopK, codec
 from fsdpx.errors import ConfigError
 from fsdpx.testing import CodecContract
 
@@ -98,6 +98,13 @@ class TestRandomK(CodecContract):
 class TestAllOfRandomK(CodecContract):
     def make(self) -> Codec:
         return RandomK(1.0, unbiased=True)
+
+
+class TestPowerSGD(CodecContract):
+    """Of gradients that are all vectors."""
+
+    def make(self) -> Codec:
+        return PowerSGD()
 
 
 class Feedback(Cast):

@@ -5,6 +5,7 @@ from fsdpx.comm.codecs.codec import Calls, Codec, Moves, Recut
 from fsdpx.comm.codecs.int8 import Int8
 from fsdpx.comm.codecs.named import codec
 from fsdpx.comm.codecs.plain import Plain
+from fsdpx.comm.codecs.powersgd import PowerSGD
 from fsdpx.comm.codecs.rules import Between, Choice, Codecs, Route
 from fsdpx.comm.codecs.sign import Sign
 from fsdpx.comm.codecs.sparse import RandomK, TopK
@@ -19,6 +20,7 @@ __all__ = [
     "Int8",
     "Moves",
     "Plain",
+    "PowerSGD",
     "RandomK",
     "Recut",
     "Route",

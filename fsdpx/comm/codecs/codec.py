@@ -40,6 +40,15 @@ class Codec(ABC):
     recut: Mapping[str, Recut] = {"error": "sum"}
     """How each `memory` comes to other ranks; "anew" if it is not named. What is a "sum" has `size` elements."""
 
+    def shaped(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
+        """This codec for a gradient that holds tensors of `shapes`, one after the other; tensors that are cut are there
+        by their whole rows, and vectors before and after them."""
+        return self
+
+    def remark(self, shapes: Mapping[str, tuple[int, ...]]) -> str:
+        """What users should know of how it carries parameters of these shapes, said once; "" if there is nothing."""
+        return ""
+
     @abstractmethod
     def reduce(
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,

@@ -17,7 +17,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError
 
-__all__ = ["GRAIN", "TURNS", "Compressed", "pieces_of"]
+__all__ = ["GRAIN", "TURNS", "Compressed", "check_floats", "pieces_of"]
 
 GRAIN = 8
 """Bytes of a part on its way are a multiple of this, so that each part begins where any number may lie."""
@@ -83,11 +83,7 @@ class Compressed(Codec):
             memory["error"][...] = 0
 
     def check(self, dtype: Any) -> None:
-        if np.dtype(dtype) not in (np.float32, np.float64):
-            raise ConfigError(
-                f"codec {type(self).__name__} carries gradients of float32 or float64, not {np.dtype(dtype)}: "
-                "leave codec out, or choose another precision"
-            )
+        check_floats(self, dtype)
 
     def warm(self, dtype: Any) -> None:
         x, wire, numbers = np.zeros(3, dtype), np.zeros(self.nbytes(3), np.uint8), Stretch(0, "", 0, 3)
@@ -112,11 +108,11 @@ class Compressed(Codec):
         self, comm: Communicator, grad: Array, out: Array, counts: Sequence[int], scratch: Array, memory: Memory,
         *, what: str,
     ) -> Handle:  # fmt: skip
-        self._check(grad, what)
+        check_floats(self, grad.dtype, what)
         return self._reduce(comm, grad, out, counts, scratch, memory, self._turn(memory), what)
 
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
-        self._check(grad, what)
+        check_floats(self, grad.dtype, what)
         counts, xp = split_evenly(grad.size, comm.size), namespace_of(grad)
         turn, error = self._turn(memory), memory.get("error")
         sizes = [self.nbytes(n, turn) for n in counts]
@@ -166,12 +162,6 @@ class Compressed(Codec):
     def _foreign(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.nbytes(n) for r, n in enumerate(counts) if r != rank)
 
-    def _check(self, grad: Array, what: str) -> None:
-        try:
-            self.check(grad.dtype)
-        except ConfigError as error:
-            raise ConfigError(f"{what}: {error}") from None
-
     def _turn(self, memory: Memory) -> int:
         """How many reduces there were, the same on all ranks; a dry run is one after the warm-up."""
         if not self._counts or not _real(namespace_of(memory["turn"])):
@@ -186,6 +176,15 @@ class Compressed(Codec):
 
     def _numbers(self, turn: int, sender: int, owner: int | str, size: int) -> Stretch:
         return Stretch(turn, f"codec {sender} to {owner}", 0, size)
+
+
+def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:
+    """ConfigError for gradients of other numbers. what: names the gradient."""
+    if np.dtype(dtype) not in (np.float32, np.float64):
+        raise ConfigError(
+            f"{what}{': ' if what else ''}codec {type(codec).__name__} carries gradients of float32 or float64, not "
+            f"{np.dtype(dtype)}: leave codec out, or choose another precision"
+        )
 
 
 def pieces_of(array: Array, counts: Sequence[int]) -> list[Array]:

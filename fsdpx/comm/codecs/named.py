@@ -7,6 +7,7 @@ from fsdpx.comm.codecs.cast import Cast
 from fsdpx.comm.codecs.codec import Codec
 from fsdpx.comm.codecs.int8 import Int8
 from fsdpx.comm.codecs.plain import Plain
+from fsdpx.comm.codecs.powersgd import PowerSGD
 from fsdpx.comm.codecs.sign import Sign
 from fsdpx.comm.codecs.sparse import RandomK, TopK
 from fsdpx.config import half_name
@@ -14,7 +15,7 @@ from fsdpx.errors import ConfigError
 
 __all__ = ["codec"]
 
-SIMPLE: dict[str, type[Codec]] = {"int8": Int8, "sign": Sign, "topk": TopK, "randomk": RandomK}
+SIMPLE: dict[str, type[Codec]] = {"int8": Int8, "sign": Sign, "topk": TopK, "randomk": RandomK, "powersgd": PowerSGD}
 NAMES = ", ".join(["plain, ring, bf16, fp16", *SIMPLE])
 
 
