@@ -92,6 +92,15 @@ def adam(
     _run("adam", xp, (p, g, m, v), (scale, l2, keep, 1.0 - beta1, beta2, 1.0 - beta2, unbias, eps, rate))
 
 
+def adam_of_mean(
+    xp: Any, p: Any, g: Any, m: Any, v: Any, *, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, step: int, frozen: int, scale: float,
+) -> None:  # fmt: skip
+    """`adam`, decoupled, where g is the mean itself, which m becomes, and v stays as it was at step `frozen`."""
+    unbias, rate = (1.0 - beta2**frozen) ** -0.5, lr / (1.0 - beta1**step)
+    _run("adam", xp, (p, g, m, v), (scale, 0.0, 1.0 - lr * weight_decay, 1.0, 1.0, 0.0, unbias, eps, rate))
+
+
 def adam8(
     xp: Any, p: Any, g: Any, m: Any, v: Any, m_scale: Any, v_scale: Any, *, block: int, lr: float, beta1: float,
     beta2: float, eps: float, weight_decay: float, step: int, scale: float,

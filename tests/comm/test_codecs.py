@@ -12,6 +12,7 @@ import pytest
 
 from fsdpx.comm import Communicator, Handle, spawn, split_evenly
 from fsdpx.comm.codecs import Cast, Codec, Int8, Plain, PowerSGD, RandomK, Sign, TopK, codec
+from fsdpx.comm.codecs.onebit import OneBit
 from fsdpx.errors import ConfigError
 from fsdpx.testing import CodecContract
 
@@ -74,6 +75,13 @@ class TestSign(TestInt8):
 
     def make(self) -> Codec:
         return Sign()
+
+
+class TestOneBit(TestSign):
+    error = 1.1  # a tenth of a gradient is in the mean
+
+    def make(self) -> Codec:
+        return OneBit(0, 0.9)
 
 
 class TestTopK(CodecContract):

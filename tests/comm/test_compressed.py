@@ -13,6 +13,7 @@ from fsdpx.array.random import Stretch
 from fsdpx.comm import Communicator, spawn, split_evenly
 from fsdpx.comm.codecs import Codec, Int8, RandomK, Sign, TopK
 from fsdpx.comm.codecs.levels import BLOCK, SIGNS
+from fsdpx.comm.codecs.onebit import OneBit
 from fsdpx.comm.codecs.quantise import add_quantised, quantise
 from fsdpx.comm.codecs.signs import add_signs, signs
 from fsdpx.errors import ConfigError
@@ -151,6 +152,27 @@ def test_what_waits_has_the_momentum_of_all_steps(masking: bool, together: bool)
     assert np.allclose(sent + kept, given, atol=1e-4) is not masking
     whole = steps(TopK(1, momentum, masking=False), size, count, together)
     np.testing.assert_allclose(arrived(whole, count - 1, together), velocity.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_one_bit_sends_gradients_and_then_their_means(together: bool) -> None:
+    """In the warm-up gradients as they are; after it, what arrived and what is kept is the sum of all means."""
+    warmup, count, size = 3, 8, 3
+    found = steps(OneBit(warmup, 0.9), size, count, together)
+    mean, given, sent = np.zeros(N), np.zeros(N), np.zeros(N)
+    for step in range(count):
+        total = sum(gradient(rank, step).astype(np.float64) for rank in range(size))
+        mean = 0.9 * mean + 0.1 * total
+        if step < warmup:
+            np.testing.assert_allclose(arrived(found, step, together), total, atol=1e-6)
+        else:
+            given, sent = given + mean, sent + arrived(found, step, together)
+    kept = {name: sum(memory[name].astype(np.float64) for _, memory in found) for name in ("mean", "error")}
+    np.testing.assert_allclose(kept["mean"], mean, atol=1e-5)
+    np.testing.assert_allclose(sent + kept["error"], given, atol=1e-4)
+    assert np.abs(sent - given).max() > 0.01
+    assert OneBit(3).nbytes(1000, 2) == 4000
+    assert OneBit(3).nbytes(1000, 3) == Sign().nbytes(1000)
 
 
 def test_the_velocity_of_what_was_sent_begins_at_zero() -> None:

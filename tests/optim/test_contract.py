@@ -58,6 +58,11 @@ class TestSOAP(OptimizerContract):
         return optim.SOAP(block=16, every=2, **options)
 
 
+class TestOneBitAdam(OptimizerContract):
+    def make(self, **options):
+        return optim.OneBitAdam(warmup_steps=2, **options)
+
+
 class TestLion(OptimizerContract):
     def make(self, **options):
         return optim.Lion(**options)

@@ -17,7 +17,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError
 
-__all__ = ["GRAIN", "TURNS", "Compressed", "check_floats", "pieces_of"]
+__all__ = ["GRAIN", "TURNS", "Compressed", "check_floats", "keep_numbers", "pieces_of"]
 
 GRAIN = 8
 """Bytes of a part on its way are a multiple of this, so that each part begins where any number may lie."""
@@ -57,7 +57,7 @@ class Compressed(Codec):
         x : of float32 or float64, flat; it may be changed if it is not `lost`.
         wire : `nbytes(x.size)` bytes.
         lost : becomes what of `x` does not arrive, if that is kept; it may be `x` itself.
-        numbers : a random stream of this part, if there is one; `unpack` gets the same.
+        numbers : a random stream of this part, whose seed is the number of the reduce; `unpack` gets the same.
         """
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Compressed(Codec):
         """Pack a sum of what was packed before, on its way from its owner to all ranks."""
         self.pack(xp, x, wire, lost, numbers)
 
-    def prepare(self, grad: Array, memory: Memory) -> None:
+    def prepare(self, grad: Array, memory: Memory, turn: int) -> None:
         """Make of a gradient what is packed, in place: what is kept of those before joins it."""
         if "error" in memory:
             grad += memory["error"]
@@ -78,15 +78,17 @@ class Compressed(Codec):
         return
 
     def alone(self, grad: Array, memory: Memory) -> None:
-        self.prepare(grad, memory)
-        if "error" in memory:
-            memory["error"][...] = 0
+        self.prepare(grad, memory, self._turn(memory))
+        for name, kept in memory.items():
+            if name == "error":
+                kept[...] = 0
+            keep_numbers(kept)
 
     def check(self, dtype: Any) -> None:
         check_floats(self, dtype)
 
     def warm(self, dtype: Any) -> None:
-        x, wire, numbers = np.zeros(3, dtype), np.zeros(self.nbytes(3), np.uint8), Stretch(0, "", 0, 3)
+        x, wire, numbers = np.zeros(3, dtype), np.zeros(self.nbytes(3), np.uint8), Stretch(self.warmup, "", 0, 3)
         self.pack(np, x, wire, x.copy() if self.feedback else None, numbers)
         self.unpack(np, wire, x, True, numbers)
 
@@ -145,7 +147,7 @@ class Compressed(Codec):
         fits = sent + room <= scratch.size
         parts = scratch[sent : sent + room] if fits else xp.empty((room,), dtype="uint8")
         if _real(xp):
-            self.prepare(grad, memory)
+            self.prepare(grad, memory, turn)
             kept = [None] * width if error is None else pieces_of(error, counts)
             pieces = pieces_of(wire, sizes)
             for r, (x, piece, lost) in enumerate(zip(pieces_of(grad, counts), pieces, kept, strict=True)):
@@ -185,6 +187,13 @@ def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:
             f"{what}{': ' if what else ''}codec {type(codec).__name__} carries gradients of float32 or float64, not "
             f"{np.dtype(dtype)}: leave codec out, or choose another precision"
         )
+
+
+def keep_numbers(kept: Array) -> None:
+    """Zeros where something is no number."""
+    finite = namespace_of(kept).isfinite(kept)
+    if not finite.all():
+        kept[~finite] = 0
 
 
 def pieces_of(array: Array, counts: Sequence[int]) -> list[Array]:

@@ -13,7 +13,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import normal
 from fsdpx.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.comm.codecs.codec import Codec, Memory, Moves, Recut
-from fsdpx.comm.codecs.compressed import check_floats
+from fsdpx.comm.codecs.compressed import check_floats, keep_numbers
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError
@@ -118,7 +118,7 @@ class PowerSGD(Codec):
         def finish() -> None:
             for t in thin:
                 self._multiply(xp, t, one, two, out, first)
-                _keep_numbers(xp, self._factor(two, t.right, t.columns))
+                keep_numbers(self._factor(two, t.right, t.columns))
             for at, start, stop in self._whole(grad.size, thin):
                 low, high = max(start, first), min(stop, first + out.size)
                 if low < high:
@@ -221,9 +221,3 @@ def _orthonormal(xp: Any, p: Array) -> None:
             size = xp.sqrt((column * column).sum())
             column *= xp.where(size == 0, 0.0, 1.0 / xp.where(size == 0, 1.0, size))
         p[...] = wide
-
-
-def _keep_numbers(xp: Any, q: Array) -> None:
-    """Begin anew where there is no number."""
-    if not xp.isfinite(q).all():
-        q[...] = 0

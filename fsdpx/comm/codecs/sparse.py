@@ -12,7 +12,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import Stretch, block
 from fsdpx.comm.calls import Array
 from fsdpx.comm.codecs.codec import Memory, Recut
-from fsdpx.comm.codecs.compressed import GRAIN, TURNS, Compressed, pieces_of
+from fsdpx.comm.codecs.compressed import GRAIN, TURNS, Compressed, keep_numbers, pieces_of
 from fsdpx.errors import ConfigError
 
 __all__ = ["RandomK", "TopK"]
@@ -59,13 +59,13 @@ class TopK(Compressed):
     def memory(self, size: int) -> Mapping[str, int]:
         return {**super().memory(size), **({} if self.momentum is None else {"velocity": size})}
 
-    def prepare(self, grad: Array, memory: Memory) -> None:
+    def prepare(self, grad: Array, memory: Memory, turn: int) -> None:
         if self.momentum is not None:
             velocity = memory["velocity"]
             velocity *= self.momentum
             velocity += grad
             grad[...] = velocity
-        super().prepare(grad, memory)
+        super().prepare(grad, memory, turn)
 
     def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
         places, values = self._fields(wire)
@@ -181,7 +181,7 @@ def _take(xp: Any, x: Array, places: Array, values: Array, lost: Array | None) -
 def _forget(xp: Any, values: Array, kept: Array | None) -> None:
     """If there is no number among the values, leave none such among what is kept."""
     if kept is not None and not xp.isfinite(values).all():
-        kept[~xp.isfinite(kept)] = 0
+        keep_numbers(kept)
 
 
 def _put(places: Array, values: Array, out: Array, add: bool) -> None:

@@ -1,0 +1,47 @@
+"""1-bit Adam: AdamW in the warm-up, then steps of given means over what v has become."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdpx import optim
+from fsdpx.errors import ConfigError
+from fsdpx.optim.segments import Segment, Segments
+
+N, WARMUP = 50, 4
+
+
+def trained(optimizer: Any, given: list[np.ndarray]) -> np.ndarray:
+    p, slots = np.ones(N), {name: np.zeros(N) for name in optimizer.slots}
+    segments = Segments((Segment("w", 0, N, 0, N),))
+    for step, g in enumerate(given, 1):
+        optimizer.update(np, p, g, slots, lr=optimizer.lr, step=step, segments=segments, scale=0.5)
+    return p
+
+
+def test_the_update_is_that_of_the_paper() -> None:
+    rng, beta, lr = np.random.default_rng(0), (0.8, 0.9), 0.01
+    gradients = [rng.standard_normal(N) for _ in range(9)]
+    p, m, v, given = np.ones(N), np.zeros(N), np.zeros(N), []
+    for t, g in enumerate(gradients, 1):
+        m = beta[0] * m + (1 - beta[0]) * g
+        if t <= WARMUP:
+            v = beta[1] * v + (1 - beta[1]) * g**2
+            unbiased = v / (1 - beta[1] ** t)
+        p = p - lr * 0.1 * p - lr * m / (1 - beta[0] ** t) / (np.sqrt(unbiased) + 1e-8)
+        given.append(2 * (g if t <= WARMUP else m))
+    made = optim.OneBitAdam(lr=lr, warmup_steps=WARMUP, betas=beta, weight_decay=0.1)
+    np.testing.assert_allclose(trained(made, given), p, rtol=1e-12)
+
+
+def test_the_warm_up_is_adamw() -> None:
+    given = [np.random.default_rng(t).standard_normal(N) for t in range(WARMUP)]
+    adamw, mine = optim.AdamW(lr=0.01), optim.OneBitAdam(lr=0.01, warmup_steps=WARMUP)
+    np.testing.assert_array_equal(trained(mine, given), trained(adamw, given))
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True])
+def test_bad_warm_ups_are_named(steps: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"OneBitAdam\(warmup_steps={steps}\): a number of steps, 1 or more"):
+        optim.OneBitAdam(warmup_steps=steps)
