@@ -81,9 +81,9 @@ def distribute(
         but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : largest global gradient norm
     group_bytes : smaller layers are grouped until a unit holds so many bytes, such as "1MiB" (default: measured)
-    codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "sign", "topk", "randomk" or a `Codec`, such
-        as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern -> one of
-        these: the first that fits counts (docs/compression.md)
+    codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "sign", "topk", "randomk", "powersgd" or a
+        `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern ->
+        one of these: the first that fits counts (docs/compression.md)
     chunks : cut the global batch into so many equal parts: bit-identical results at any number of ranks
     ahead : pages gathered ahead of use
     frozen : name patterns of parameters that are not trained

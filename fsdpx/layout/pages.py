@@ -97,6 +97,22 @@ class Page:
         """Which fields (piece.have) a shard of this page holds, in page coordinates."""
         return overlap([Range(f.offset, f.offset + f.size) for f in self.fields], [shard])
 
+    def shapes(self, mine: Range) -> list[tuple[int, ...]]:
+        """What the elements `mine` of a flat array are, one after the other: the whole rows of a tensor with its other
+        dims, and vectors."""
+        found: list[tuple[int, ...]] = []
+        for piece in self.pieces(mine):
+            field = self.fields[piece.have]
+            start, stop, row = piece.start - field.offset, piece.stop - field.offset, prod(field.shape[1:])
+            if len(field.shape) < 2 or self.packing is not None or not row:
+                found.append((stop - start,))
+                continue
+            top = -(-start // row)
+            bottom = max(stop // row, top)
+            before, after = min(top * row, stop) - start, max(stop - bottom * row, 0)
+            found += [(before,), (bottom - top, *field.shape[1:]), (after,)]
+        return [shape for shape in found if prod(shape)]
+
     def grid(self) -> list[int]:
         """Where a cut changes no bit of a sum over blocks: block edges, counted from each field's own start; and no row
         of a packed matrix."""

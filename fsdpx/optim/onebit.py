@@ -21,7 +21,8 @@ class OneBitAdam(Elementwise):
     `codec=fsdpx.Between(optimizer.codec)`. Slots: m, v.
 
     The bias corrections of Adam go on, v's with that of the last step of the warm-up, so that steps change no length
-    when it ends. What comes late in v never comes: schedules should have warmed up by then, and v settled.
+    when it ends. What comes late in v never comes: schedules should have warmed up by then, and v settled. Elements
+    that have had no gradient until then stay as they are, v = Inf: signs of their block would move them by 1 / eps.
 
     Parameters
     ----------
@@ -56,5 +57,7 @@ class OneBitAdam(Elementwise):
         options = {"beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps, **rates}
         if step <= self.warmup_steps:
             kernels.adam(xp, p, g, slots["m"], slots["v"], decoupled=True, step=step, **options)
+            if step == self.warmup_steps:
+                slots["v"][slots["v"] == 0] = xp.inf
         else:
             kernels.adam_of_mean(xp, p, g, slots["m"], slots["v"], step=step, frozen=self.warmup_steps, **options)

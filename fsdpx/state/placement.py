@@ -197,7 +197,17 @@ class Placement:
 
     def route(self, page: int) -> Route:
         """What carries the gradient of a page; over replicas that train by themselves, the outer one."""
-        return self.codecs.rules[self.layout.pages[page].codec][1]
+        return self._routes[page]
+
+    @cached_property
+    def _routes(self) -> dict[int, Route]:
+        """Page -> what carries the gradients of this rank, and knows the tensors in them."""
+        found = {}
+        for p, page in self.pages.items():
+            shard, replica = self.codecs.rules[page.page.codec][1]
+            whole = Range(0, page.size)
+            found[p] = Route(shard.shaped(page.page.shapes(whole)), replica.shaped(page.page.shapes(page.mine)))
+        return found
 
     @cached_property
     def segments(self) -> dict[int, Segments]:

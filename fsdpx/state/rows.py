@@ -110,12 +110,12 @@ def _memory(placement: Placement, page: ShardedPage) -> Iterator[Row]:
 
 def memories(route: Route, axes: Axes, size: int, own: int) -> Iterator[tuple[str, str, int, Recut]]:
     """Axis, name, elements and recut of all that codecs keep of a gradient of `size` elements, `own` of them in this
-    rank's shard. A rank alone only keeps what it may be given by others, to pay it back."""
+    rank's shard. A rank alone keeps what comes from others or goes to them one day."""
     for axis in axes.summing:
         codec: Codec = getattr(route, axis)
         for name, elements in codec.memory(size if axis == "shard" else own).items():
             recut = codec.recut.get(name, "anew")
-            if recut == "sum" or axes.data.size > 1:
+            if recut != "anew" or axes.data.size > 1:
                 yield axis, name, elements, recut
 
 

@@ -92,6 +92,7 @@ def session_of(
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
     _check_whole_steps(place, microbatches)
+    _remark(place)
     session = Session(Engine(state, poker, recorder), sort(training.model), training.loss, microbatches, commit)
     session.placed()
     return session
@@ -117,7 +118,9 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     check_local(local, training.chunks, training.average, distribution.offload, formats, ordered)
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
-    codecs = _codecs(distribution.codec, formats, tuning, training.chunks, None if local is None else local.carried)
+    choice, outer = _own(distribution.codec, training.optimizer), None if local is None else local.carried
+    codecs = _codecs(choice, formats, tuning, training.chunks, outer)
+    _check_own(codecs, training.optimizer, axes)
     layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning, codecs)
     _check_recompute(again, layout)
     products = _products(world, formats, xp)
@@ -251,6 +254,21 @@ def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | No
     return found
 
 
+def _own(choice: Choice, optimizer: Any) -> Choice:
+    """What was said, else the codec that comes with the optimiser, if one does."""
+    return getattr(optimizer, "codec", None) if choice is None else choice
+
+
+def _check_own(codecs: Codecs, optimizer: Any, axes: Axes) -> None:
+    """An optimiser's own codec must be the last on the way of every gradient."""
+    own, last = getattr(optimizer, "codec", None), axes.summing[-1]
+    if own is not None and not all(getattr(route, last) == own for _, route in codecs.rules):
+        raise ConfigError(
+            f"{type(optimizer).__name__} takes what its own codec makes of gradients, over {last}s here, not [{codecs}]: "
+            "leave codec out, or choose fsdpx.Between(optimizer.codec) for a mesh with both axes"
+        )
+
+
 def _check_whole_steps(place: Placement, microbatches: int) -> None:
     twice = len(place.axes.summing) > 1
     for route in (route for _, route in place.codecs.rules if route.shard.whole_steps):
@@ -265,6 +283,14 @@ def _check_whole_steps(place: Placement, microbatches: int) -> None:
                 f"codec {name} follows gradients from step to step, but {place.axes.mesh} sums them twice, over shards "
                 "and over replicas: choose a mesh with one of the two, or fsdpx.Between(codec)"
             )
+
+
+def _remark(place: Placement) -> None:
+    """Say what users should know of how their parameters are carried."""
+    for codec in dict.fromkeys(place.codecs):
+        pages = (page for page in place.layout.pages if codec in place.codecs.rules[page.codec][1] and page.trainable)
+        if text := codec.remark({field.name: field.shape for page in pages for field in page.fields}):
+            say(place.axes.world, text)
 
 
 def _per_rank(stages: Any, ranks: int) -> int | None:

@@ -41,6 +41,13 @@ def test_the_warm_up_is_adamw() -> None:
     np.testing.assert_array_equal(trained(mine, given), trained(adamw, given))
 
 
+def test_what_had_no_gradient_in_the_warm_up_stays() -> None:
+    given = [np.where(np.arange(N) < 10, 0.0, 1.0)] * WARMUP + [np.ones(N)]
+    p = trained(optim.OneBitAdam(lr=0.01, warmup_steps=WARMUP, weight_decay=0), given)
+    assert np.all(p[:10] == 1)
+    assert np.all(p[10:] < 0.96)
+
+
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True])
 def test_bad_warm_ups_are_named(steps: Any) -> None:
     with pytest.raises(ConfigError, match=rf"OneBitAdam\(warmup_steps={steps}\): a number of steps, 1 or more"):

@@ -1,0 +1,130 @@
+"""Every way to compress gradients under every placement: bytes as predicted, replicas alike, training that goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, make, part
+
+import fsdpx
+from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError
+
+CODECS: dict[str, Callable[[], Any]] = {
+    "sign": lambda: {"codec": "sign"},
+    "topk": lambda: {"codec": fsdpx.TopK(0.05)},
+    "momentum": lambda: {"codec": fsdpx.TopK(0.05, momentum=0.9, warmup=1)},
+    "randomk": lambda: {"codec": fsdpx.RandomK(0.1)},
+    "powersgd": lambda: {"codec": fsdpx.PowerSGD(1)},
+    "onebit": lambda: {"optimizer": optim.OneBitAdam(warmup_steps=1)},
+}
+FILTERS = ("momentum", "onebit")
+each = pytest.mark.parametrize("name", CODECS)
+PLACES = [
+    ("ddp", 2, 3),
+    ("zero1", 3, 3),
+    ("zero2", 5, 1),
+    ("fsdp", 3, 1),
+    ("fsdp", 2, 2),
+    ("fsdp", 1, 1),
+    ("hybrid", 4, 1),
+]
+"""Strategy, ranks, microbatches."""
+
+
+def run(comm: Communicator, name: str, strategy: Any, m: int = 1, count: int = 2, **options: Any) -> Any:
+    options = {"precision": "float32", "group_bytes": 0, "optimizer": optim.SGD(lr=1e-2), **CODECS[name](), **options}
+    trainer = make(comm, "mlp", strategy, microbatches=m, **options)
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
+    mine = part(comm, 12)
+    first = float(trainer.step(x[mine], y[mine]))
+    trainer.reset()
+    return trainer, [first, *(float(trainer.step(x[mine], y[mine])) for _ in range(count))]
+
+
+@each
+@pytest.mark.parametrize(("strategy", "size", "m"), PLACES)
+def test_counted_is_predicted_and_replicas_agree(name: str, strategy: str, size: int, m: int) -> None:
+    if name in FILTERS and (strategy == "hybrid" or (strategy == "fsdp" and m > 1)):
+        return  # refused, see below
+
+    def body(comm: Communicator) -> Any:
+        trainer, losses = run(comm, name, strategy, m)
+        report = trainer.report()
+        counted = {key: count for key, count in report.traffic.items() if key[0] != "world"}
+        twice = {key: (2 * count.calls, 2 * count.bytes) for key, count in report.predicted.items()}
+        return (
+            {key: (count.calls, count.bytes) for key, count in counted.items()} == twice,
+            losses,
+            trainer.fingerprint(),
+        )
+
+    found = spawn(body, size)
+    assert all(same for same, _, _ in found)
+    assert len({str(rest) for _, *rest in found}) == 1
+    assert found[0][1][-1] < found[0][1][0]
+
+
+@each
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_dry_run_predicts_the_same(name: str, strategy: str) -> None:
+    model = nn.Chain(nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 5))
+    options = {"optimizer": optim.SGD(lr=1e-2), **CODECS[name]()}
+    batch = ((6, 12), "float32")
+    dry = fsdpx.dry_run(model, batch, ((6, 5), "float32"), ranks=3, loss=nn.MSE(), strategy=strategy, **options)
+    counted = {key: count for key, count in dry.report.traffic.items() if key[0] != "world"}
+    assert counted == dry.report.predicted
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_powersgd_of_full_rank_is_plain_and_says_so(strategy: str, capfd: pytest.CaptureFixture[str]) -> None:
+    found = [
+        spawn(lambda comm, c=codec: run(comm, "sign", strategy, codec=c, precision="float64")[1], 3)[0]
+        for codec in ("plain", fsdpx.PowerSGD(40))
+    ]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-12)
+    said = capfd.readouterr()
+    words = (
+        "PowerSGD(rank=40): no fewer bytes for 0.weight (40, 12), 2.weight (60, 40), 4.weight (5, 60): whole and exact"
+    )
+    assert (said.out + said.err).count(words) == 1
+
+
+def test_powersgd_cuts_matrices_by_whole_rows() -> None:
+    """In the sums over replicas a rank has a part of a matrix: its whole rows, and vectors around them."""
+
+    def body(comm: Communicator) -> Any:
+        trainer, _ = run(comm, "powersgd", "hybrid", mesh=Mesh(replica=2, shard=2))
+        place = trainer.placement
+        return [place.route(p).replica.shapes for p in place.pages]
+
+    shapes = spawn(body, 4)
+    assert shapes[0][0] == ((21, 12), (8,))  # 40 x 12 weights and 40 biases, cut at 260
+    assert shapes[1][0] == ((4,), (18, 12), (40,))
+
+
+def test_one_bit_adam_is_adamw_until_the_warm_up_ends() -> None:
+    def body(comm: Communicator, optimizer: Any, strategy: str) -> Any:
+        return run(comm, "onebit", strategy, count=8, optimizer=optimizer)[1]
+
+    for strategy, size in (("ddp", 3), ("fsdp", 2), ("fsdp", 1)):
+        mine, adamw = (
+            spawn(lambda comm, o=o, s=strategy: body(comm, o, s), size)[0]
+            for o in (optim.OneBitAdam(lr=1e-3, warmup_steps=4), optim.AdamW(lr=1e-3))
+        )
+        np.testing.assert_allclose(mine[:5], adamw[:5], rtol=1e-5)
+        assert mine[6] != adamw[6]
+        assert mine[-1] < mine[4]
+
+
+def test_one_bit_adam_brings_its_codec() -> None:
+    words = r"OneBitAdam takes what its own codec makes of gradients, over shards here, not \[\*: Int8.*\]: leave codec out, "
+    with pytest.raises(ConfigError, match=words):
+        spawn(lambda comm: make(comm, "mlp", optimizer=optim.OneBitAdam(), codec="int8"), 2)
+    adam, mesh = optim.OneBitAdam(warmup_steps=1), Mesh(replica=2, shard=2)
+    between = {"optimizer": adam, "codec": fsdpx.Between(adam.codec), "mesh": mesh}
+    assert len(set(spawn(lambda comm: run(comm, "onebit", "hybrid", 2, **between)[0].fingerprint(), 4))) == 1
