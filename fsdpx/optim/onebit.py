@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fsdpx.comm.codecs import Codec
-from fsdpx.comm.codecs.onebit import OneBit
 from fsdpx.errors import ConfigError
 from fsdpx.optim import kernels
 from fsdpx.optim.elementwise import Elementwise
@@ -17,8 +15,8 @@ __all__ = ["OneBitAdam"]
 @dataclass(frozen=True)
 class OneBitAdam(Elementwise):
     """AdamW for `warmup_steps`, with gradients as they are; then v stays as it is, and what ranks send each other is m,
-    in one bit with error feedback (Tang et al. 2021). Its codec comes with it: leave `codec` out, or say
-    `codec=fsdpx.Between(optimizer.codec)`. Slots: m, v.
+    in one bit with error feedback (Tang et al. 2021). Leave `codec` out: it is `fsdpx.OneBit(warmup_steps, betas[0])`, or
+    `fsdpx.Between` of that. Slots: m, v.
 
     The bias corrections of Adam go on, v's with that of the last step of the warm-up, so that steps change no length
     when it ends. What comes late in v never comes: schedules should have warmed up by then, and v settled. Elements
@@ -49,9 +47,9 @@ class OneBitAdam(Elementwise):
             raise ConfigError(f"OneBitAdam(warmup_steps={steps!r}): a number of steps, 1 or more")
 
     @property
-    def codec(self) -> Codec:
-        """What gradients, and m after the warm-up, travel by."""
-        return OneBit(self.warmup_steps, self.betas[0])
+    def means(self) -> tuple[int, float]:
+        """After how many steps what it is given are means of gradients over time, and how they decay per step."""
+        return self.warmup_steps, self.betas[0]
 
     def _apply(self, xp: Any, p: Any, g: Any, slots: Slots, step: int, **rates: float) -> None:
         options = {"beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps, **rates}

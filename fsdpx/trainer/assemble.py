@@ -15,7 +15,7 @@ from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.array.packed import Packing
-from fsdpx.comm.codecs import Choice, Codec, Codecs, Plain
+from fsdpx.comm.codecs import Choice, Codec, Codecs, OneBit, Plain
 from fsdpx.comm.codecs import codec as codec_of
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
@@ -118,9 +118,10 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     check_local(local, training.chunks, training.average, distribution.offload, formats, ordered)
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
-    choice, outer = _own(distribution.codec, training.optimizer), None if local is None else local.carried
+    own, outer = _own(training.optimizer), None if local is None else local.carried
+    choice = own if distribution.codec is None else distribution.codec
     codecs = _codecs(choice, formats, tuning, training.chunks, outer)
-    _check_own(codecs, training.optimizer, axes)
+    _check_own(codecs, own, training.optimizer, axes)
     layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning, codecs)
     _check_recompute(again, layout)
     products = _products(world, formats, xp)
@@ -254,18 +255,19 @@ def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | No
     return found
 
 
-def _own(choice: Choice, optimizer: Any) -> Choice:
-    """What was said, else the codec that comes with the optimiser, if one does."""
-    return getattr(optimizer, "codec", None) if choice is None else choice
+def _own(optimizer: Any) -> Codec | None:
+    """The codec that gives an optimiser the means that it takes instead of gradients, if it takes such."""
+    means: tuple[int, float] | None = getattr(optimizer, "means", None)
+    return None if means is None else OneBit(*means)
 
 
-def _check_own(codecs: Codecs, optimizer: Any, axes: Axes) -> None:
-    """An optimiser's own codec must be the last on the way of every gradient."""
-    own, last = getattr(optimizer, "codec", None), axes.summing[-1]
+def _check_own(codecs: Codecs, own: Codec | None, optimizer: Any, axes: Axes) -> None:
+    """What makes the means must be the last on the way of every gradient."""
+    last = axes.summing[-1]
     if own is not None and not all(getattr(route, last) == own for _, route in codecs.rules):
         raise ConfigError(
-            f"{type(optimizer).__name__} takes what its own codec makes of gradients, over {last}s here, not [{codecs}]: "
-            "leave codec out, or choose fsdpx.Between(optimizer.codec) for a mesh with both axes"
+            f"{type(optimizer).__name__} takes what {own} makes of gradients, over {last}s, not [{codecs}]: leave codec out, "
+            "or choose fsdpx.Between of it for a mesh with both axes"
         )
 
 

@@ -122,9 +122,11 @@ def test_one_bit_adam_is_adamw_until_the_warm_up_ends() -> None:
 
 
 def test_one_bit_adam_brings_its_codec() -> None:
-    words = r"OneBitAdam takes what its own codec makes of gradients, over shards here, not \[\*: Int8.*\]: leave codec out, "
+    words = (
+        r"OneBitAdam takes what OneBit\(100, 0.9\) makes of gradients, over shards, not \[\*: Int8.*\]: leave codec out"
+    )
     with pytest.raises(ConfigError, match=words):
         spawn(lambda comm: make(comm, "mlp", optimizer=optim.OneBitAdam(), codec="int8"), 2)
     adam, mesh = optim.OneBitAdam(warmup_steps=1), Mesh(replica=2, shard=2)
-    between = {"optimizer": adam, "codec": fsdpx.Between(adam.codec), "mesh": mesh}
+    between = {"optimizer": adam, "codec": fsdpx.Between(fsdpx.OneBit(1)), "mesh": mesh}
     assert len(set(spawn(lambda comm: run(comm, "onebit", "hybrid", 2, **between)[0].fingerprint(), 4))) == 1

@@ -4,6 +4,7 @@ from fsdpx.comm.codecs.cast import Cast
 from fsdpx.comm.codecs.codec import Calls, Codec, Moves, Recut
 from fsdpx.comm.codecs.int8 import Int8
 from fsdpx.comm.codecs.named import codec
+from fsdpx.comm.codecs.onebit import OneBit
 from fsdpx.comm.codecs.plain import Plain
 from fsdpx.comm.codecs.powersgd import PowerSGD
 from fsdpx.comm.codecs.rules import Between, Choice, Codecs, Route
@@ -19,6 +20,7 @@ __all__ = [
     "Codecs",
     "Int8",
     "Moves",
+    "OneBit",
     "Plain",
     "PowerSGD",
     "RandomK",

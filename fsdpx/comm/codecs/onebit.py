@@ -19,17 +19,22 @@ __all__ = ["OneBit"]
 class OneBit(Sign):
     """What 1-bit Adam sends (Tang et al. 2021): in the first `warmup` reduces gradients as they are, in 4 bytes; from
     then on each rank's m = beta m + (1 - beta) gradient, by signs with error feedback as in `Sign`. The rule of m is
-    linear, so that the sum of all ranks' m is the m of the sum. Gradients must be reduced once per step."""
+    linear, so that the sum of all ranks' m is the m of the sum. Gradients must be reduced once per step.
+
+    For `optim.OneBitAdam`, whose `warmup_steps` and `betas[0]` these are."""
 
     whole_steps = True
     recut: Mapping[str, Recut] = {"error": "sum", "turn": "same", "mean": "sum"}
 
-    def __init__(self, warmup: int, beta: float = 0.9) -> None:
+    def __init__(self, warmup: int = 100, beta: float = 0.9) -> None:
         super().__init__()
         self.warmup, self.beta = warmup, beta
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and vars(other) == vars(self)
+
+    def __repr__(self) -> str:
+        return f"OneBit({self.warmup}, {self.beta})"
 
     def __hash__(self) -> int:
         return hash((self.warmup, self.beta))

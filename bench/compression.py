@@ -1,0 +1,310 @@
+"""What does each codec save and cost: step time and bytes on slow networks, and where training ends beside plain?
+
+    python bench/compression.py [--model small] [--ranks 2 4] [--gbit 1 10] [--seconds 5] [--steps 300] [--quick]
+
+Data parallelism ("ddp") over virtual hosts, one rank each, whose links carry so many gigabits a second (`hosts.py`;
+needs root); elsewhere, and with --delay, over a communicator that lets each call take its time, bytes / bandwidth.
+From the times at both bandwidths follow the seconds of a step that do not depend on it, and the bandwidth below which
+a codec is faster than plain. Losses do not depend on what else the machine does.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hosts import inside, offered, virtual_hosts
+from jobs import beside, environ, finish, mpiexec, start
+from plots import curves
+from records import arguments, lines, save
+
+import fsdpx
+from fsdpx import optim
+from fsdpx.comm import Communicator, spawn
+from fsdpx.comm.calls import Call, Handle
+from fsdpx.comm.communicator import Wrapper
+from fsdpx.comm.verbs import moved
+
+__all__ = ["CODECS", "LOSSES", "Delayed", "fitted", "tables"]
+
+CODECS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plain": lambda: {"codec": "plain"},
+    "bf16": lambda: {"codec": "bf16"},
+    "int8": lambda: {"codec": "int8"},
+    "sign": lambda: {"codec": "sign"},
+    "top 1 %": lambda: {"codec": fsdpx.TopK(0.01)},
+    "random 1 %": lambda: {"codec": fsdpx.RandomK(0.01)},
+    "powersgd 2": lambda: {"codec": fsdpx.PowerSGD(2)},
+    "powersgd 4": lambda: {"codec": fsdpx.PowerSGD(4)},
+    "1-bit adam": lambda: {"optimizer": optim.OneBitAdam(lr=3e-4, warmup_steps=1)},
+}
+LATENCY = 50e-6
+
+
+class Delayed(Wrapper):
+    """Calls are complete when their bytes have passed a link of this rank, one call after the other."""
+
+    def __init__(self, comm: Communicator, gbit: float, free: list[float] | None = None) -> None:
+        super().__init__(comm)
+        self.gbit, self.free = gbit, [0.0] if free is None else free
+
+    def issue(self, call: Call) -> Handle:
+        seconds = LATENCY + moved(self, call) * 8e-9 / self.gbit if self.size > 1 else 0.0
+        self.free[0] = max(time.perf_counter(), self.free[0]) + seconds
+        return Late(self.comm.issue(call), self.free[0])
+
+    def wrap(self, group: Communicator) -> Communicator:
+        return Delayed(group, self.gbit, self.free)
+
+
+class Late:
+    """The handle of a call that is complete at `due` at the earliest."""
+
+    def __init__(self, handle: Handle, due: float) -> None:
+        self.handle, self.due = handle, due
+
+    def test(self) -> bool:
+        return self.handle.test() and time.perf_counter() >= self.due
+
+    def wait(self) -> None:
+        self.handle.wait()
+        time.sleep(max(self.due - time.perf_counter(), 0.0))
+
+
+# -- times -------------------------------------------------------------------------------------------------------------
+
+
+def job(args: argparse.Namespace) -> int:
+    """One training, timed; rank 0 prints its seconds per step, and the bytes of a step of the rank that sends most."""
+    from worker import Training, measure
+    from workloads import MODELS, batch, in_fsdpx
+
+    comm = fsdpx.init()
+    model, loss = in_fsdpx(MODELS[args.model])
+    options = {"optimizer": optim.AdamW(lr=3e-4), **CODECS[args.job]()}
+    whole = comm if args.delayed is None else Delayed(comm, args.delayed)
+    trainer = model.as_distributed(loss=loss, strategy="ddp", comm=whole, tune=False, **options)
+    x, y = batch(MODELS[args.model], comm.rank, comm.size)
+    timed = measure(Training(lambda: trainer.step(x, y), comm.all_gather_object, comm.rank), args.seconds, None)
+    trainer.reset()
+    trainer.step(x, y)
+    sent = sum(count.bytes for (axis, _), count in trainer.report().traffic.items() if axis == "replica")
+    everyone = comm.all_gather_object(sent)
+    if comm.rank == 0:
+        print(json.dumps({"seconds": statistics.median(timed["seconds"]), "bytes": max(everyone)}), flush=True)
+    return 0
+
+
+def times(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every codec, in turns, at every bandwidth and number of ranks."""
+    virtual, rows = offered() and not options.delay, []
+    for ranks in options.ranks:
+        for gbit in options.gbit:
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in options.codecs}
+            for _ in range(options.rounds):
+                for name in options.codecs:
+                    found[name].append(_ran(name, ranks, gbit, options, virtual))
+            for name, each in found.items():
+                good = [one for one in each if "failed" not in one]
+                row = {"codec": name, "ranks": ranks, "gbit": gbit, "network": "virtual" if virtual else "delayed"}
+                row |= good[0] | {"seconds": statistics.median(o["seconds"] for o in good)} if good else each[0]
+                rows.append(row)
+                print(json.dumps(row), flush=True)
+    return rows
+
+
+def _ran(name: str, ranks: int, gbit: float, options: argparse.Namespace, virtual: bool) -> dict[str, Any]:
+    command = [str(Path(__file__)), "--job", name, "--model", options.model, "--seconds", str(options.seconds)]
+    if not virtual:
+        return finish(start([*mpiexec(ranks), *command, "--delayed", str(gbit)], environ()), 600)
+    with virtual_hosts(ranks, gbit) as folder:
+        quoted = [f"'{word}'" for word in (sys.executable, *command)]
+        return finish(start(inside(folder, beside("mpiexec"), ranks, quoted), environ()), 600)
+
+
+def fitted(rows: list[dict[str, Any]], ranks: int, codec: str) -> tuple[float, float] | None:
+    """(c, k) of seconds = c + k / gbit through the times at the lowest and the highest bandwidth."""
+    found = {r["gbit"]: r["seconds"] for r in rows if (r["ranks"], r["codec"]) == (ranks, codec) and "seconds" in r}
+    if len(found) < 2:
+        return None
+    low, high = min(found), max(found)
+    k = max((found[low] - found[high]) / (1 / low - 1 / high), 0.0)
+    return found[low] - k / low, k
+
+
+def _break_even(plain: tuple[float, float], other: tuple[float, float]) -> str:
+    saved, spent = plain[1] - other[1], other[0] - plain[0]
+    if saved <= 0:
+        return "never"
+    return f"{saved / spent:,.1f} Gbit/s" if spent > 0 else "always"
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+LOSSES = ("plain", "int8", "1-bit adam", "plain sgd", "sign", "top 1 %", "random 10 %", "powersgd 4")
+"""The first three beside AdamW, the others beside SGD with momentum."""
+
+
+def trained(name: str, lr: float, sgd: float, steps: int) -> dict[str, Any]:
+    """Optimiser and codec. lr: of AdamW. sgd: of SGD."""
+    rate = optim.schedules.WarmUp(max(steps // 10, 1), optim.schedules.Cosine(lr, steps, final=0.0))
+    slow = optim.schedules.WarmUp(max(steps // 10, 1), optim.schedules.Cosine(sgd, steps, final=0.0))
+    momentum = optim.SGD(lr=slow, momentum=0.9)
+    options: dict[str, Callable[[], dict[str, Any]]] = {
+        "plain": lambda: {"optimizer": optim.AdamW(lr=rate), "codec": "plain"},
+        "int8": lambda: {"optimizer": optim.AdamW(lr=rate), "codec": "int8"},
+        "1-bit adam": lambda: {"optimizer": optim.OneBitAdam(lr=rate, warmup_steps=max(steps // 4, 1))},
+        "plain sgd": lambda: {"optimizer": momentum, "codec": "plain"},
+        "sign": lambda: {"optimizer": momentum, "codec": "sign"},
+        "top 1 %": lambda: {
+            "optimizer": optim.SGD(lr=slow),
+            "codec": fsdpx.TopK(0.01, momentum=0.9, warmup=steps // 4),
+        },
+        "random 10 %": lambda: {"optimizer": momentum, "codec": fsdpx.RandomK(0.1)},
+        "powersgd 4": lambda: {"optimizer": momentum, "codec": fsdpx.PowerSGD(4)},
+    }
+    return options[name]()
+
+
+def digits(name: str, steps: int, ranks: int = 4) -> float:
+    """The loss of the example's network on new digits."""
+    from fsdpx import nn
+    from fsdpx.examples.digits import draw
+    from fsdpx.nn.models import digits as network
+
+    images, labels = draw(4096, seed=1)
+    held = draw(1024, seed=2)
+
+    def body(comm: Communicator) -> float:
+        options = trained(name, 4e-3, 0.05, steps)
+        trainer = network().as_distributed(loss=nn.CrossEntropy(), strategy="ddp", comm=comm, seed=2, **options)
+        for step in range(steps):
+            rows = (np.arange(64) + 64 * step) % len(labels)
+            mine = rows[64 * comm.rank // comm.size : 64 * (comm.rank + 1) // comm.size]
+            trainer.step(images[mine], labels[mine])
+        own = slice(1024 * comm.rank // comm.size, 1024 * (comm.rank + 1) // comm.size)
+        return float(trainer.evaluate(held[0][own], held[1][own]))
+
+    return float(spawn(body, ranks, timeout=3600)[0])
+
+
+def tiny(name: str, steps: int, ranks: int = 2) -> float:
+    """The validation loss of the main job."""
+    from fsdpx import nn
+    from fsdpx.examples import gpt
+    from fsdpx.nn.models import gpt as model
+
+    args = gpt.parser().parse_args(["--steps", str(steps), "--no-save"])
+
+    def body(comm: Communicator) -> float:
+        options = trained(name, args.lr, 0.3, steps)
+        trainer = model("tiny").as_distributed(
+            loss=nn.CrossEntropy(), strategy="ddp", comm=comm, clip_norm=args.clip, seed=args.seed, **options
+        )
+        loader, validation = gpt.loaders(args, trainer.data, prints=False)
+        with loader:
+            history = trainer.fit(loader, epochs=None, steps=steps, validation=validation, every=steps)
+        return float(history.validation[-1][1])
+
+    return spawn(body, ranks, timeout=36000)[0]
+
+
+def losses(options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name in LOSSES:
+        rows.append({"codec": name, "digits": digits(name, options.steps)})
+        if not options.quick:
+            rows[-1]["tiny"] = tiny(name, options.steps)
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows, made = found["rows"], []
+    gbits = sorted({row["gbit"] for row in rows})
+    for ranks in sorted({row["ranks"] for row in rows}):
+        text = []
+        known = {(r["codec"], r["gbit"]): r for r in rows if r["ranks"] == ranks}
+        plain = fitted(rows, ranks, "plain")
+        for name in dict.fromkeys(r["codec"] for r in rows):
+            each = [known.get((name, g), {}) for g in gbits]
+            if any("seconds" not in one for one in each):
+                reason = next(one.get("failed", "not measured") for one in each if "seconds" not in one)
+                text.append([name, *[""] * (2 * len(gbits)), "", reason])
+                continue
+            base = {g: known.get(("plain", g), {}).get("seconds", 0.0) for g in gbits}
+            beside = [base[one["gbit"]] / one["seconds"] for one in each]
+            mine = fitted(rows, ranks, name)
+            even = _break_even(plain, mine) if plain and mine and name != "plain" else ""
+            seconds = [f"{1e3 * one['seconds']:,.0f} ms" for one in each]
+            text.append([name, f"{each[0]['bytes'] / 1e6:,.2f} MB", *seconds, *(f"{b:.2f}" for b in beside), even])
+        head = ["codec", "sent", *(f"{g:g} Gbit/s" for g in gbits), *(f"x at {g:g}" for g in gbits), "faster below"]
+        made.append((f"{ranks} ranks", lines(head, text)))
+    if found.get("losses"):
+        made.append(("losses", _losses(found["losses"])))
+    return made
+
+
+def _losses(rows: list[dict[str, Any]]) -> str:
+    base: dict[str, Any] = {}
+    text = []
+    for row in rows:
+        base = row if row["codec"].startswith("plain") else base
+        cells = [row["codec"]]
+        for task in ("digits", "tiny"):
+            apart = f"{100 * (row[task] / base[task] - 1):+.1f} %" if task in row and row is not base else ""
+            cells += [f"{row[task]:.4f}" if task in row else "", apart]
+        text.append(cells)
+    return lines(["codec", "digits", "to plain", "tiny", "to plain"], text)
+
+
+def plot(folder: Path, found: dict[str, Any], model: str) -> None:
+    """Step time by bandwidth, as fitted."""
+    rows, panels = found["rows"], {}
+    for ranks in sorted({row["ranks"] for row in rows}):
+        named = {}
+        for name in dict.fromkeys(r["codec"] for r in rows):
+            if line := fitted(rows, ranks, name):
+                named[name] = [(g, line[0] + line[1] / g) for g in np.geomspace(0.1, 100, 13)]
+        panels[f"{ranks} ranks"] = named
+    curves(folder / "compression_step.png", f"{model}: seconds of a step", panels, "Gbit/s", "seconds")
+
+
+def main() -> int:
+    p = arguments(__doc__, rounds=1)
+    p.add_argument("--model", default="small")
+    p.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
+    p.add_argument("--gbit", nargs="+", type=float, default=[1.0, 10.0])
+    p.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
+    p.add_argument("--seconds", type=float, default=5.0, help="how long each training is timed")
+    p.add_argument("--steps", type=int, default=300, help="of each training whose loss is shown; 0: none")
+    p.add_argument("--delay", action="store_true", help="a communicator that delays, instead of virtual hosts")
+    p.add_argument("--job", help=argparse.SUPPRESS)
+    p.add_argument("--delayed", type=float, help=argparse.SUPPRESS)
+    options = p.parse_args()
+    if options.job:
+        return job(options)
+    if options.quick:
+        options.model, options.ranks, options.seconds = "tiny", options.ranks[:1], 0.5
+        options.steps = min(options.steps, 60)
+    found: dict[str, Any] = {"model": options.model, "rows": times(options), "losses": []}
+    folder = save("compression", options, found)
+    if options.steps:
+        found["losses"] = losses(options)
+        save("compression", options, found)
+    plot(folder, found, options.model)
+    for title, text in tables(found):
+        print(f"{title}\n{text}\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
