@@ -15,7 +15,7 @@ __all__ = ["OneBitAdam"]
 @dataclass(frozen=True)
 class OneBitAdam(Elementwise):
     """AdamW for `warmup_steps`, with gradients as they are; then v stays as it is, and what ranks send each other is m,
-    in one bit with error feedback (Tang et al. 2021). Leave `codec` out: it is `fsdpx.OneBit(warmup_steps, betas[0])`, or
+    in one bit with error feedback (Tang et al. 2021). Leave `codec` out, it is `OneBit(warmup_steps, betas[0])`; or say
     `fsdpx.Between` of that. Slots: m, v.
 
     The bias corrections of Adam go on, v's with that of the last step of the warm-up, so that steps change no length
