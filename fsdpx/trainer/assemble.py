@@ -266,8 +266,8 @@ def _check_own(codecs: Codecs, own: Codec | None, optimizer: Any, axes: Axes) ->
     last = axes.summing[-1]
     if own is not None and not all(getattr(route, last) == own for _, route in codecs.rules):
         raise ConfigError(
-            f"{type(optimizer).__name__} takes what {own} makes of gradients, over {last}s, not [{codecs}]: leave codec "
-            "out, or choose fsdpx.Between of it for a mesh with both axes"
+            f"{type(optimizer).__name__} takes what {own} makes of gradients, over {last}s, not [{codecs}]: leave "
+            "codec out, or choose fsdpx.Between of it for a mesh with both axes"
         )
 
 
