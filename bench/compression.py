@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def job(args: argparse.Namespace) -> int:
     options = {"optimizer": optim.AdamW(lr=3e-4), **CODECS[args.job]()}
     whole = comm if args.delayed is None else Delayed(comm, args.delayed)
     trainer = model.as_distributed(loss=loss, strategy="ddp", comm=whole, tune=False, **options)
-    x, y = batch(MODELS[args.model], comm.rank, comm.size)
+    x, y = batch(replace(MODELS[args.model], rows=args.rows * comm.size), comm.rank, comm.size)
     timed = measure(Training(lambda: trainer.step(x, y), comm.all_gather_object, comm.rank), args.seconds, None)
     trainer.reset()
     trainer.step(x, y)
@@ -119,12 +120,12 @@ def times(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _ran(name: str, ranks: int, gbit: float, options: argparse.Namespace, virtual: bool) -> dict[str, Any]:
-    command = [str(Path(__file__)), "--job", name, "--model", options.model, "--seconds", str(options.seconds)]
+    command = [str(Path(__file__)), "--job", name, "--model", options.model, "--rows", str(options.rows)]
+    command += ["--seconds", str(options.seconds)]
     if not virtual:
         return finish(start([*mpiexec(ranks), *command, "--delayed", str(gbit)], environ()), 600)
     with virtual_hosts(ranks, gbit) as folder:
-        quoted = [f"'{word}'" for word in (sys.executable, *command)]
-        return finish(start(inside(folder, beside("mpiexec"), ranks, quoted), environ()), 600)
+        return finish(start(inside(folder, beside("mpiexec"), ranks, [sys.executable, *command]), environ()), 600)
 
 
 def fitted(rows: list[dict[str, Any]], ranks: int, codec: str) -> tuple[float, float] | None:
@@ -274,13 +275,15 @@ def plot(folder: Path, found: dict[str, Any], model: str) -> None:
         for name in dict.fromkeys(r["codec"] for r in rows):
             if line := fitted(rows, ranks, name):
                 named[name] = [(g, line[0] + line[1] / g) for g in np.geomspace(0.1, 100, 13)]
-        panels[f"{ranks} ranks"] = named
+        if named:
+            panels[f"{ranks} ranks"] = named
     curves(folder / "compression_step.png", f"{model}: seconds of a step", panels, "Gbit/s", "seconds")
 
 
 def main() -> int:
     p = arguments(__doc__, rounds=1)
     p.add_argument("--model", default="small")
+    p.add_argument("--rows", type=int, default=1, help="samples of a rank: the fewer, the more a step waits")
     p.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     p.add_argument("--gbit", nargs="+", type=float, default=[1.0, 10.0])
     p.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
@@ -295,7 +298,7 @@ def main() -> int:
     if options.quick:
         options.model, options.ranks, options.seconds = "tiny", options.ranks[:1], 0.5
         options.steps = min(options.steps, 60)
-    found: dict[str, Any] = {"model": options.model, "rows": times(options), "losses": []}
+    found: dict[str, Any] = {"model": options.model, "samples": options.rows, "rows": times(options), "losses": []}
     folder = save("compression", options, found)
     if options.steps:
         found["losses"] = losses(options)
