@@ -8,7 +8,7 @@ import pytest
 
 import fsdpx
 from fsdpx import EASGD, Async, Gossip, Mesh, nn, optim, spawn
-from fsdpx.comm import Communicator, FakeCommunicator
+from fsdpx.comm import Communicator, Died, FakeCommunicator
 from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import VirtualTime
@@ -65,7 +65,7 @@ def until_slow(strategy: Any) -> tuple[list[int], int]:
     """Steps of each rank when rank 2, five times as slow, has made 3; and the largest staleness found there."""
     virtual = VirtualTime((1, 1, 5))
 
-    def run(comm: Communicator) -> int:
+    def run(comm: Communicator) -> tuple[int, int]:
         trainer = make(virtual.on(comm), strategy)
         rows = mine(trainer)
         while virtual.at(comm.rank) < 15:
@@ -155,7 +155,7 @@ def test_gossip_keeps_the_mean_of_all_models() -> None:
 def test_easgd_draws_models_and_centre_together() -> None:
     """x - c shrinks by 1 - 2a of what is between one rank and the centre, and their sum stays."""
 
-    def run(comm: Communicator) -> tuple[Any, Any, Any]:
+    def run(comm: Communicator) -> list[tuple[float, float]]:
         strategy = EASGD(every=2, pull=0.25)
         trainer = make(comm, strategy, optimizer=optim.SGD(lr=0.0), precision="float64", group_bytes=1 << 20)
         ledger = trainer.engine.state.ledger
@@ -216,6 +216,26 @@ def test_fit_lets_ranks_have_different_numbers_of_batches() -> None:
     assert [steps for steps, _, _ in found] == [12, 21]
     assert found[0][1:] == found[1][1:]
     assert found[0][2] < found[0][1]
+
+
+@pytest.mark.parametrize("strategy", ["async", Async(staleness=2), "gossip", "easgd"])
+def test_a_rank_that_dies_costs_the_others_nothing(strategy: Any) -> None:
+    """They make all of their steps, and have one model in the end; what the dead one held is still there."""
+
+    def run(comm: Communicator) -> tuple[int, str]:
+        trainer = make(comm, strategy)
+        rows = mine(trainer)
+        for step in range(12):
+            if comm.rank == 1 and step == 3:
+                raise Died
+            trainer.step(X[rows], Y[rows])
+        trainer.finish()
+        return trainer.steps, trainer.fingerprint()
+
+    first, dead, last = spawn(run, 3, survive=True, timeout=30)
+    assert dead is None
+    assert first == last
+    assert first[0] == 12
 
 
 def test_staleness_0_needs_all_ranks() -> None:
