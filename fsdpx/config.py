@@ -244,7 +244,8 @@ class Precision:
     Parameters
     ----------
     compute : "float32", "float64", "bf16" (or "bfloat16"), "fp16" ("float16"): of layers
-    param : what parameters are sent as in the all-gather: compute (None), float32, or 16 bits beside float32
+    param : what parameters are sent as in the all-gather: compute (None), float32, or beside it 16 bits or "int8", in
+        blocks of 256 numbers with a scale
     activations : of what layers give and keep for backward: that of compute
     reduce : "bf16" or "fp16": what gradients are rounded to for the reduce, which adds in float32; None: as they are
     buffers : "float32" or "float64": of running statistics; None: float32 (float64 where compute is)
@@ -278,7 +279,7 @@ class Precision:
             object.__setattr__(self, name, half_name(getattr(self, name)))
         self._choose("compute", "float32", "float64", "bf16", "float16")
         full = "float64" if self.compute == "float64" else "float32"
-        self._choose("param", None, self.compute, full, *(("bf16", "float16") if self.compute == full else ()))
+        self._choose("param", None, self.compute, full, *(("bf16", "float16", "int8") if self.compute == full else ()))
         self._choose("activations", None, self.compute)
         self._choose("reduce", None, full, "bf16", "float16")
         self._choose("buffers", None, full, *(("float64",) if full == "float32" else ()))

@@ -9,6 +9,7 @@ from typing import Any
 
 from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import PARTS, block_squares, exact_sum, expansion
+from fsdpx.comm.codecs.compressed import pieces_of
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.engine import apart, computing, paging, updating
@@ -18,6 +19,7 @@ from fsdpx.engine.run import Operation, Run, Values, number_of, words
 from fsdpx.errors import DataError
 from fsdpx.optim import rate
 from fsdpx.program import Action
+from fsdpx.state import eight
 from fsdpx.state.gradients import Reduction
 from fsdpx.state.ties import add_together
 from fsdpx.state.transfer import Transfer
@@ -56,11 +58,16 @@ def gather(run: Run, action: Action, taken: Values, read: Values, added: Values)
     full = run.workspace.full(p)
     views = run.views.page(page.page, full)
     if (sent := place.sent(p)) is not None:
-        wire = run.workspace.buffer("wire", p, page.size, sent)
-        own = wire[page.mine.start : page.mine.stop]
-        store(place.xp, master, own)
-        handle = comm.all_gather(own, wire, page.counts, what=what)
-        return (Transfer(Finish(handle, partial(store, place.xp, wire, full)), lambda: views),)
+        parcels, unpack = place.parcels(p), partial(store, place.xp)
+        wire = run.workspace.buffer("wire", p, sum(parcels), sent)
+        own = pieces_of(wire, parcels)[comm.rank]
+        if sent != eight.EIGHT:
+            store(place.xp, master, own)
+        else:
+            eight.pack(place.xp, master, own)
+            unpack = partial(eight.unpack, place.xp, counts=page.counts)
+        handle = comm.all_gather(own, wire, parcels, what=what)
+        return (Transfer(Finish(handle, partial(unpack, wire, full)), lambda: views),)
     if place.gathered(p) != place.stored(p) or place.apart is not None:  # then the shard lies in a window
         own = full[page.mine.start : page.mine.stop]
         store(place.xp, master, own)

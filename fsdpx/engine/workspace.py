@@ -149,7 +149,7 @@ def scratch_nbytes(state: TrainState, slot: Slot) -> int:
     page = place.pages[slot.at]
     if slot.kind == "wire":
         sent = place.sent(slot.at)
-        return 0 if sent is None else page.size * sent.itemsize
+        return 0 if sent is None else sum(place.parcels(slot.at)) * sent.itemsize
     if slot.kind == "parcel":
         replicas = place.axes.replica.size
         return place.route(slot.at).replica.scratch(page.mine.size, replicas) if replicas > 1 else 0

@@ -189,14 +189,15 @@ def lay_out(
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], limit, a)]
     alone = {*copies, *copies.values()}
     packs = frozenset() if packing is None else _packing(model, specs, copies)
-    codecs = {name: carried(names) for name, names in _names(model, specs).items() if specs[name].trainable}
+    codecs = {name: carried(names) for name, names in _names(model, specs).items()}
 
     def kind(name: str) -> Kind:
         """A page is trainable or not, packed or not, partial or not, has a tied parameter alone, and has one codec."""
         own, spec = copies.get(name, name), held[name]
         codec, together = codecs.get(own, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
-        return not spec.trainable, name in packs, own in spread.partial, name if name in alone else "", codec, apart
+        number = codec if spec.trainable else 0
+        return not spec.trainable, name in packs, own in spread.partial, name if name in alone else "", number, apart
 
     pages: list[Page] = []
     for group in groups:

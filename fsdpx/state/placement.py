@@ -22,6 +22,7 @@ from fsdpx.nn.sort import Sorted
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.program import Rounds, Stage
+from fsdpx.state import eight
 from fsdpx.state.accumulation import Accumulation, accumulation
 from fsdpx.state.local import Local
 from fsdpx.state.pipe import Pipe
@@ -312,6 +313,11 @@ class Placement:
     def sent(self, page: int) -> np.dtype | None:
         """That of its parameters on their way, None if they are sent as they are gathered."""
         return None if self.layout.pages[page].packing else self.formats.wire
+
+    def parcels(self, page: int) -> list[int]:
+        """How many numbers of that format each shard is on its way: in 8 bits with scales."""
+        counts = self.pages[page].counts
+        return counts if self.sent(page) != eight.EIGHT else eight.parcels(counts)
 
     # -- others --------------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from fsdpx.nn.sort import Sorted, sort
 from fsdpx.optim.average import Averaged
 from fsdpx.optim.rounded import Rounded
 from fsdpx.program import Slot, Stage, pipeline
+from fsdpx.state import eight
 from fsdpx.state.accumulation import accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.local import local_of
@@ -88,6 +89,8 @@ def session_of(
         if place.xp is np:
             for codec in place.codecs:
                 codec.warm(place.formats.gradients)
+            if place.formats.wire == eight.EIGHT:
+                eight.warm(place.formats.master)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
@@ -183,7 +186,7 @@ def _optimizer(training: Training, formats: Precision) -> Any:
 
 def _formats(formats: Precision) -> Formats:
     p = formats
-    compute, wire = dtype_of(p.compute), dtype_of(p.wire)
+    compute, wire = dtype_of(p.compute), eight.EIGHT if p.param == "int8" else dtype_of(p.wire)
     master, gradients, statistics = dtype_of(p.updated), dtype_of(p.gradients), dtype_of(p.statistics)
     return Formats(master, gradients, statistics, compute, None if wire == compute else wire, formats)
 
@@ -210,7 +213,7 @@ def _layout(
 
     def carried(names: Sequence[str]) -> tuple[int, bool]:
         number = codecs.number(names)
-        return number, not all(codec.elementwise for codec in codecs.rules[number][1])
+        return number, formats.param == "int8" or not all(codec.elementwise for codec in codecs.rules[number][1])
 
     layout = lay_out(ordered, dtype.itemsize, group, training.frozen, spread, packing, carried)
     for pattern, _ in codecs.rules:
@@ -237,6 +240,11 @@ def _check_recompute(again: Recompute, layout: Layout) -> None:
 def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | None, outer: Codec | None) -> Codecs:
     """outer: between replicas that train by themselves."""
     algorithm = "library" if tuning.windows else tuning.algorithm
+    if formats.param == "int8" and chunks is not None:
+        raise ConfigError(
+            f"chunks={chunks} and Precision(param='int8'): blocks are those of shards, and parameters would depend on "
+            "how many there are; choose param='bf16'"
+        )
     found = Codecs.of(choice, lambda one: codec_of(one, formats.sums, formats.gradients, algorithm))
     if outer is not None:
         found = Codecs(tuple((pattern, route._replace(replica=outer)) for pattern, route in found.rules))
