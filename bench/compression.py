@@ -159,7 +159,7 @@ def trained(name: str, lr: float, sgd: float, steps: int) -> dict[str, Any]:
     options: dict[str, Callable[[], dict[str, Any]]] = {
         "plain": lambda: {"optimizer": optim.AdamW(lr=rate), "codec": "plain"},
         "int8": lambda: {"optimizer": optim.AdamW(lr=rate), "codec": "int8"},
-        "1-bit adam": lambda: {"optimizer": optim.OneBitAdam(lr=rate, warmup_steps=max(steps // 4, 1))},
+        "1-bit adam": lambda: {"optimizer": optim.OneBitAdam(lr=rate, warmup_steps=max(steps // 4, 1), eps=1e-3)},
         "plain sgd": lambda: {"optimizer": momentum, "codec": "plain"},
         "sign": lambda: {"optimizer": momentum, "codec": "sign"},
         "top 1 %": lambda: {

@@ -27,7 +27,8 @@ class OneBitAdam(Elementwise):
     lr : a number, or a schedule from 1-based step to number
     warmup_steps : steps of AdamW, 1 or more; the paper takes 15 to 25 % of all steps
     betas : decay of the two means per step, each in [0, 1)
-    eps : added to the square root
+    eps : added to the square root; signs are as large for elements whose v is small as for the others of a block, so
+        that where they differ much training diverges without an eps of some 1e-3
     weight_decay : share of p that is taken off per step, times lr
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
