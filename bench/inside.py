@@ -23,9 +23,9 @@ from fsdpx.array import blas, kernels
 from fsdpx.array.blas import gemm, halves  # under these names products stay unclocked
 from fsdpx.array.blas.halves import product
 from fsdpx.array.kernels.compiled import words
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.words import multiply as words_product
 from fsdpx.array.namespace import dtype
+from fsdpx.native.tools import jit
 
 TILE = 64  # rows of a tile of attention
 AGAIN = 50  # tiles of bf16 in one call, which takes longer than one of them

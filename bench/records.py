@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from fsdpx.array.processor import told
+from fsdpx.native.processor import told
 
 __all__ = ["RESULTS", "arguments", "lines", "load", "machine", "save"]
 

@@ -193,6 +193,11 @@ def _number(environ: Mapping[str, str], variable: str) -> int | None:
     return int(text)
 
 
+def compiler(environ: Mapping[str, str] = os.environ) -> str:
+    """What Numba is told of the processor: NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_OPT; "" if nothing."""
+    return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
+
+
 def _restart(environ: Mapping[str, str]) -> int:
     text = environ.get("FSDPX_RESTART", "0").strip()
     if not text.isdecimal():

@@ -13,7 +13,7 @@ PACKAGE = Package.of(Path(__file__).parents[1] / NAME)
 GROUND = ("errors", "config", "version", "environment")
 FLOORS = (
     GROUND,
-    ("program", "shapes"),
+    ("program", "shapes", "native"),
     ("array",),
     ("comm",),
     ("nn", "optim", "data"),
@@ -33,7 +33,7 @@ BESIDE = ("testing",)
 
 NARROWER = {
     "program": {"errors"},
-    "optim": {"array", *GROUND},
+    "optim": {"array", "native", *GROUND},
     "data": {"array", "comm", *GROUND},
     "testing": {"array", "shapes", "comm", "nn", "optim", "program", *GROUND},
 }

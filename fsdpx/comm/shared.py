@@ -6,12 +6,9 @@ A rendezvous ("meeting") is described by a row of 64-bit words, so that a call p
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import extending, types
-from numba.core import cgutils
 
 from fsdpx.array.kernels.compiled.control import X86
-from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.native.tools import cgutils, extending, ir, jit, types
 
 __all__ = [
     "COMPLETE", "DIVISOR", "ELEMENTS", "HEAD", "HELD", "LANE", "LATE", "MOVED", "PLACE", "RANKS", "STREAM", "WRITTEN",

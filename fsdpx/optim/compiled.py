@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.native.tools import jit
 from fsdpx.optim.dynamic import START
 
 __all__ = ["KERNELS"]

@@ -16,12 +16,12 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.array import blas, cores, parallel
-from fsdpx.array.processor import told
 from fsdpx.comm.communicator import Communicator, even_pieces
 from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.comm.opening import node_of
 from fsdpx.comm.poker import Poker
 from fsdpx.layout.units import GROUP_BYTES
+from fsdpx.native.processor import told
 from fsdpx.state import records
 from fsdpx.version import __version__
 

@@ -9,6 +9,7 @@ import pytest
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
+from fsdpx.native.compiled import jit
 
 
 def test_the_table_names_compiled_kernels():
@@ -68,7 +69,7 @@ def test_mixed_dtypes_take_the_plain_code():
     assert kernels.layer_norm(np, x, w, w, 1e-5)[0].dtype == np.float64
 
 
-def test_numba_is_loaded_by_the_first_kernel_that_needs_it():
+def test_compiled_code_is_looked_for_by_the_first_kernel_that_needs_it():
     code = """
 import sys, numpy as np
 from fsdpx import shapes
@@ -76,46 +77,50 @@ from fsdpx.array import kernels, random
 kernels.gelu(shapes, shapes.zeros((2, 2)))
 with kernels.use("plain"):
     kernels.gelu(np, np.ones(2))
-assert not {"numba", "cupy", "mpi4py", "ml_dtypes"} & set(sys.modules)
+assert not {"numba", "cupy", "mpi4py", "ml_dtypes", "fsdpx.native.compiled"} & set(sys.modules)
 kernels.gelu(np, np.ones(2))
-assert "numba" in sys.modules
+assert "fsdpx.native.compiled" in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
 @pytest.fixture
-def jit(monkeypatch):
-    from fsdpx.array.kernels.compiled import jit as module
+def cache(monkeypatch):
+    from fsdpx.native import cache as module
 
     monkeypatch.setattr(module, "_warned", False)
     return module
 
 
-def test_no_folder_for_the_cache_warns_once(jit, monkeypatch):
+def dispatcher(function):
+    return jit(function).dispatcher()
+
+
+def test_no_folder_for_the_cache_warns_once(cache, monkeypatch):
     def nowhere(function):
         raise RuntimeError("cannot cache function: no locator available")
 
-    monkeypatch.setattr(jit, "Cache", nowhere)
+    monkeypatch.setattr(cache, "Cache", nowhere)
     with pytest.warns(RuntimeWarning, match="set NUMBA_CACHE_DIR to a folder that can be written") as caught:
-        first, second = jit.jit(lambda x: x + 1), jit.jit(lambda x: x + 2)
+        first, second = dispatcher(lambda x: x + 1), dispatcher(lambda x: x + 2)
     assert len(caught) == 1
     assert (first(1), second(1)) == (2, 3)
 
 
-def test_a_full_disk_warns_and_the_kernel_runs(jit, monkeypatch, tmp_path):
+def test_a_full_disk_warns_and_the_kernel_runs(cache, monkeypatch, tmp_path):
     def full(self, key, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(jit.IndexDataCacheFile, "save", full)
-    kernel = jit.jit(_double)
+    monkeypatch.setattr(cache.IndexDataCacheFile, "save", full)
+    kernel = dispatcher(_double)
     kernel._cache._cache_path = str(tmp_path)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         assert kernel(2.0) == 4.0
 
 
-def test_each_signature_and_version_has_its_own_file(jit, monkeypatch, tmp_path):
+def test_each_signature_and_version_has_its_own_file(cache, monkeypatch, tmp_path):
     def counted():
-        kernel = jit.jit(_double)
+        kernel = dispatcher(_double)
         kernel._cache._cache_path = str(tmp_path)
         assert (kernel(2.0), kernel(2)) == (4.0, 4)
         return sum(kernel.stats.cache_hits.values())
@@ -123,7 +128,7 @@ def test_each_signature_and_version_has_its_own_file(jit, monkeypatch, tmp_path)
     assert counted() == 0
     assert len(list(tmp_path.glob("*.nbi"))) == 2
     assert counted() == 2
-    monkeypatch.setattr(jit, "_fingerprint", lambda own: "sources of another version")
+    monkeypatch.setattr(cache, "fingerprint", lambda own: "sources of another version")
     assert counted() == 0
 
 

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.comm.checks import address
+from fsdpx.native import image
 
 shared = pytest.importorskip("fsdpx.comm.shared")
 
@@ -73,20 +74,21 @@ def test_a_sum_may_take_the_place_of_what_is_added(dtype):
 def test_streamed_sums_are_stored_past_the_caches():
     from numba import njit
 
-    code = njit("void(int64)")(shared.add32.py_func).inspect_asm()
+    code = njit("void(int64)")(shared.add32.dispatcher().py_func).inspect_asm()
     if shared.X86:
         assert all("movntps" in text and "sfence" in text for text in code.values())
 
 
 def test_code_is_kept_on_disk():
-    """Compiling takes a second, loading some milliseconds."""
+    """Compiling takes a second, loading less than a millisecond."""
     code = """
+import sys
 import numpy as np
 from fsdpx.comm import shared
 row = np.array([1, 0, 0, 1, 0, 0, *[0] * 9], np.int64)
 for function in (shared.add32, shared.add64):
     function(row.__array_interface__["data"][0])
-    print(sum(function.stats.cache_misses.values()))
+    print("numba" in sys.modules)
 """
     runs = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(2)]
-    assert runs[1].stdout.split() == ["0", "0"]
+    assert runs[1].stdout.split() == (["False", "False"] if image.able() else ["True", "True"])

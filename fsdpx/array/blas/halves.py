@@ -13,8 +13,8 @@ from fsdpx.array.blas.libraries import intel
 from fsdpx.array.blas.products import gemm, pieces, round_off, small_product
 from fsdpx.array.kernels.half import widened
 from fsdpx.array.namespace import dtype
-from fsdpx.array.processor import told
 from fsdpx.errors import ConfigError
+from fsdpx.native.processor import told
 
 __all__ = ["available", "candidates", "choose", "chosen", "instructions", "product"]
 

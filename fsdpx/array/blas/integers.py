@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 
 from fsdpx.array.blas import onednn
-from fsdpx.array.processor import told
+from fsdpx.native.processor import told
 
 __all__ = ["chosen", "library"]
 

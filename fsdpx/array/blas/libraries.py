@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdpx.array.processor import told
+from fsdpx.native.processor import told
 
 __all__ = ["Library", "beside_python", "found", "intel", "load", "preferred"]
 

@@ -185,7 +185,7 @@ class Compiled(dict[str, Callable[..., Any]]):
 
     def __missing__(self, name: str) -> Callable[..., Any]:
         from fsdpx.array.kernels.compiled import product
-        from fsdpx.array.kernels.compiled.fixed import fixed
+        from fsdpx.native.compiled import fixed
 
         if name.startswith("small"):
             self[name] = _compiled_small(name)
@@ -195,12 +195,10 @@ class Compiled(dict[str, Callable[..., Any]]):
 
 
 def _compiled_small(name: str) -> Callable[..., Any]:
-    import numba
-
     from fsdpx.array.kernels.compiled import small
-    from fsdpx.array.kernels.compiled.fixed import fixed
+    from fsdpx.native.compiled import fixed
 
-    results = (numba.float32, numba.uint16) if name == "small_product" else (numba.float32,)
+    results = ("float32", "uint16") if name == "small_product" else ("float32",)
     return fixed(getattr(small, name), ARGUMENTS[name], results)
 
 

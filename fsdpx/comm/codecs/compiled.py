@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
 
 from fsdpx.array.kernels.compiled.half import WORD, intrinsic, mixed
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.parallel import GRAIN, cuts, run
 from fsdpx.array.random import Stretch
 from fsdpx.comm.codecs.levels import BLOCK, LARGEST, LEVELS, TINY
+from fsdpx.native.tools import ir, jit, types
 
 __all__ = ["add_quantised", "quantise"]
 

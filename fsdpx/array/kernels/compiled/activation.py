@@ -3,14 +3,13 @@
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from fsdpx.array.kernels.activation import CUBIC, DENSITY, SLOPE, exact
 from fsdpx.array.kernels.compiled.arrays import alike
 from fsdpx.array.kernels.compiled.bits import put, real
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import density, exp, like, tail, widest
 from fsdpx.array.parallel import over
+from fsdpx.native.tools import jit, register_jitable
 
 __all__ = [
     "argument_of", "gelu", "gelu_backward", "gelu_of", "gelu_tanh_of", "gelu_tanh_slope", "integral_of", "relu",

@@ -10,9 +10,9 @@ from fsdpx.array.kernels.activation import exact
 from fsdpx.array.kernels.compiled.activation import gelu_of, gelu_tanh_of
 from fsdpx.array.kernels.compiled.arrays import alike, owned
 from fsdpx.array.kernels.compiled.bits import number, plainly, put, real, wide
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over, over_columns
+from fsdpx.native.tools import jit
 
 __all__ = ["add", "add_bias", "bias_gelu", "column_sums", "sum_rows"]
 

@@ -12,12 +12,12 @@ from fsdpx.array.kernels.attention import attention_backward as plain_backward
 from fsdpx.array.kernels.attention import merged, time_first
 from fsdpx.array.kernels.compiled import attention16
 from fsdpx.array.kernels.compiled.bits import plainly, wide
-from fsdpx.array.kernels.compiled.fixed import fixed
-from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.rows import dot, largest
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.kernels.compiled.words import available
+from fsdpx.native.compiled import REORDER, fixed
+from fsdpx.native.tools import jit
 
 __all__ = ["attention", "attention_backward"]
 

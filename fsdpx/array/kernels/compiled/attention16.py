@@ -5,20 +5,19 @@ they are multiplied. A thread holds the words of one head's keys and values, and
 
 from typing import Any
 
-import numba
 import numpy as np
 
 from fsdpx.array.kernels.compiled.bits import put
-from fsdpx.array.kernels.compiled.fixed import fixed
-from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.rows import dot
 from fsdpx.array.kernels.compiled.scalar import exp, order, unorder, widest
 from fsdpx.array.kernels.compiled.words import copy, multiply, padded, turned, woven
+from fsdpx.native.compiled import REORDER, fixed
+from fsdpx.native.tools import jit
 
 __all__ = ["backward", "forward"]
 
 BLOCK = 64
-SINGLE = (numba.float32,)
+SINGLE = ("float32",)
 
 
 @jit

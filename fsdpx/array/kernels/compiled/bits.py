@@ -8,11 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import overload
 
 from fsdpx.array.kernels.compiled.half import from_bfloat16, to_bfloat16
 from fsdpx.array.namespace import dtype as bfloat16
+from fsdpx.native.tools import overload, types
 
 __all__ = ["number", "plainly", "put", "real", "wide", "zero"]
 

@@ -3,11 +3,7 @@
 import platform
 from typing import Any
 
-from llvmlite import ir
-from numba import extending, types
-from numba.core import cgutils
-
-from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.native.tools import cgutils, extending, ir, jit, types
 
 __all__ = ["flush", "restore"]
 

@@ -5,16 +5,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from numba.extending import register_jitable
 
 from fsdpx.array import blas
 from fsdpx.array.kernels import addition
 from fsdpx.array.kernels import convolution as plain
 from fsdpx.array.kernels.compiled import winograd
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.window import Window
 from fsdpx.array.parallel import over
+from fsdpx.native.tools import jit, register_jitable
 
 __all__ = ["conv2d", "conv2d_backward_input", "conv2d_backward_params"]
 

@@ -6,11 +6,11 @@ import numpy as np
 
 from fsdpx.array import parallel
 from fsdpx.array.kernels.compiled.bits import put, real, wide, zero
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.philox import raws
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.kernels.dropout import scale, threshold
 from fsdpx.array.random import Stretch
+from fsdpx.native.tools import jit
 
 __all__ = ["drop", "drop_backward"]
 

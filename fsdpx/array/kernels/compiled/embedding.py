@@ -6,8 +6,8 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.bits import number, real, wide
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.parallel import over_columns
+from fsdpx.native.tools import jit
 
 __all__ = ["embedding_backward"]
 

@@ -6,12 +6,10 @@ Loads and stores are uint32 and uint16 views, so nothing depends on what the pro
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import extending, types
 
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.parallel import over
 from fsdpx.array.random import MIX, Stretch
+from fsdpx.native.tools import extending, ir, jit, types
 
 __all__ = ["add_widened", "round_randomly", "store"]
 

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.parallel import over
+from fsdpx.native.tools import jit
 
 __all__ = ["channels_first", "channels_last", "put_channels_first", "rows_first", "rows_of"]
 

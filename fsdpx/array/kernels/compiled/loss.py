@@ -6,11 +6,12 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.bits import put, real, wide
-from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.rows import exponentials, largest, numbers
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.kernels.reduction import BLOCK
 from fsdpx.array.parallel import over
+from fsdpx.native.compiled import REORDER
+from fsdpx.native.tools import jit
 
 __all__ = ["cross_entropy", "cross_entropy_backward", "squared_error", "squared_error_backward"]
 
@@ -25,14 +26,14 @@ def _total64(x):
 
 @jit
 def _survey(target, classes, ignored):
-    """(rows that count, first row with a bad target or -1)."""
+    """How many rows count; -1 - row for the first row with a bad target."""
     counted = 0
     for i in range(target.size):
         if target[i] != ignored:
             if not 0 <= target[i] < classes:
-                return counted, i
+                return -1 - i
             counted += 1
-    return counted, -1
+    return counted
 
 
 @jit
@@ -71,8 +72,9 @@ def _backward(logits, target, lse, gradient, seed, ignored, wanted, share):
 def _checked(logits: Any, target: Any, ignored: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Both in the layout of the loops, and the number of rows that count; IndexError for a bad target."""
     logits, target = np.ascontiguousarray(logits), owned(target, np.int64)
-    counted, row = _survey(target, logits.shape[1], ignored)
-    if row >= 0:
+    counted = _survey(target, logits.shape[1], ignored)
+    if counted < 0:
+        row = -1 - counted
         raise IndexError(f"cross_entropy: target {target[row]} of row {row} is not in [0, {logits.shape[1]})")
     return logits, target, counted
 

@@ -6,15 +6,12 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import extending, types
-from numba.extending import register_jitable
 
 from fsdpx.array import parallel
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.philox import raws
 from fsdpx.array.kernels.compiled.scalar import fma, nearest, polynomial, widest
 from fsdpx.array.random import Stretch
+from fsdpx.native.tools import extending, ir, jit, register_jitable, types
 
 __all__ = ["normal"]
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.bits import put
-from fsdpx.array.kernels.compiled.jit import REORDER, jit
+from fsdpx.native.compiled import REORDER
+from fsdpx.native.tools import jit
 
 __all__ = ["apart", "dots", "together", "widen"]
 

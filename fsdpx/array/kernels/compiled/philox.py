@@ -1,10 +1,9 @@
 """Philox 4x64 (Salmon et al., SC'11) as compiled code, with the bits of `array.random`."""
 
 import numpy as np
-from numba.extending import register_jitable
 
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import product_high
+from fsdpx.native.tools import jit, register_jitable
 
 __all__ = ["raws"]
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.window import Window
 from fsdpx.array.parallel import over
+from fsdpx.native.tools import jit
 
 __all__ = ["avg_pool2d", "avg_pool2d_backward", "max_pool2d", "max_pool2d_backward"]
 

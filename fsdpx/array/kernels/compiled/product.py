@@ -4,12 +4,8 @@ The address is an argument, because it differs between processes and compiled co
 
 from typing import Any
 
-from llvmlite import ir
-from numba import extending, types
-from numba.extending import register_jitable
-
 from fsdpx.array.kernels.compiled.addition import column_sums
-from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx.native.tools import extending, ir, jit, register_jitable, types
 
 __all__ = ["affine", "cblas", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "multiply"]
 

@@ -7,10 +7,10 @@ import numpy as np
 from fsdpx.array.kernels.activation import DENSITY, exact
 from fsdpx.array.kernels.compiled.activation import argument_of, gelu_tanh_slope, integral_of, sigmoid_of
 from fsdpx.array.kernels.compiled.bits import plainly, put, real
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import density, like, widest
 from fsdpx.array.kernels.recompute import gelu_recompute as plain
 from fsdpx.array.parallel import over
+from fsdpx.native.tools import jit
 
 __all__ = ["gelu_recompute"]
 

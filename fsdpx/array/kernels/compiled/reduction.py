@@ -5,9 +5,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.bits import real
-from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.reduction import BLOCK
 from fsdpx.array.parallel import GRAIN, cuts, run
+from fsdpx.native.compiled import REORDER
+from fsdpx.native.tools import jit
 
 __all__ = ["square_sum", "square_sums"]
 

@@ -1,11 +1,11 @@
 """Passes over one row, in vector lanes."""
 
 import numpy as np
-from numba.extending import register_jitable
 
 from fsdpx.array.kernels.compiled.bits import real, zero
-from fsdpx.array.kernels.compiled.jit import REORDER, jit
 from fsdpx.array.kernels.compiled.scalar import exp, order, unorder, widest
+from fsdpx.native.compiled import REORDER
+from fsdpx.native.tools import jit, register_jitable
 
 __all__ = ["dot", "exponentials", "largest", "numbers", "square_distance", "total"]
 

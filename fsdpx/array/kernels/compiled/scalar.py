@@ -6,11 +6,8 @@ bits in the body and in the tail of a vector loop, and in a loop of any length."
 import math
 from typing import Any
 
-from llvmlite import ir
-from numba import extending, types
-from numba.extending import register_jitable
-
 from fsdpx.array.kernels.gaussian import SHIFT, TAIL32, TAIL64
+from fsdpx.native.tools import extending, ir, register_jitable, types
 
 __all__ = ["density", "exp", "fma", "like", "order", "product_high", "tail", "unorder", "widest"]
 

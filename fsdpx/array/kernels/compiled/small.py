@@ -4,12 +4,11 @@ For them a call of another library takes longer than the product. A line of laye
 layers one by one, so the bits are the same. All arrays are in C order, so that loops run through memory in order."""
 
 import numpy as np
-from numba.extending import register_jitable
 
 from fsdpx.array.kernels.compiled.addition import column_sums
 from fsdpx.array.kernels.compiled.bits import put, real
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.product import multiply
+from fsdpx.native.tools import jit, register_jitable
 
 __all__ = ["small_line", "small_line_backward", "small_product"]
 

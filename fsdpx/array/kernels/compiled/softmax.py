@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.bits import put, real, zero
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.rows import dot, exponentials, largest, numbers, total
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over
+from fsdpx.native.tools import jit
 
 __all__ = ["softmax", "softmax_backward"]
 

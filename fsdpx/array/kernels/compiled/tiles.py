@@ -4,11 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import extending, types
 
-from fsdpx.array.kernels.compiled.jit import jit
 from fsdpx.array.kernels.compiled.scalar import widest
+from fsdpx.native.tools import extending, ir, jit, types
 
 __all__ = ["LANES", "gathering", "scattering"]
 

@@ -6,17 +6,13 @@ their sizes are padded with zeros, so that nothing has a tail."""
 import functools
 from typing import Any
 
-import numba
-from llvmlite import binding, ir
-from numba import extending, types
-from numba.core import cgutils
-
-from fsdpx.array.kernels.compiled.jit import jit
+from fsdpx import environment
+from fsdpx.native.processor import told
+from fsdpx.native.tools import cgutils, extending, ir, jit, types
 
 __all__ = ["GRAIN", "available", "copy", "multiply", "padded", "turned", "woven"]
 
 intrinsic: Any = extending.intrinsic
-config: Any = numba.config
 LANES = 16
 GRAIN = 2 * LANES
 """What all sizes are multiples of."""
@@ -41,8 +37,7 @@ class Pairs(ir.Type):
 @functools.cache
 def available() -> bool:
     """Whether Numba compiles for a processor that has the instruction."""
-    ours = not config.CPU_NAME and not config.CPU_FEATURES
-    return ours and bool(binding.get_host_cpu_features().get("avx512bf16"))
+    return not environment.compiler() and "avx512_bf16" in told("flags").split()
 
 
 @jit

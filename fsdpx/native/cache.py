@@ -1,36 +1,25 @@
-"""How a kernel is compiled: without the GIL, with IEEE division, cached on disk if there is a writable folder."""
+"""Numba's own cache on disk, from which machine code is made for other versions of Python and of NumPy."""
 
-import functools
 import hashlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.runtime import rtsys
 
-__all__ = ["REORDER", "jit"]
+from fsdpx.native.image import fingerprint
 
-REORDER = {"reassoc", "nsz", "contract"}
-"""Lets LLVM sum a row in vector lanes; the order depends on the row's length only."""
-
-SOURCES = Path(__file__).parent.parent
+__all__ = ["enable"]
 
 
-def jit(function: Callable[..., Any] | None = None, *, fastmath: Any = False, name: str = "") -> Any:
-    """Numba's njit; compiled at the first call, or loaded from the cache. name: of a function that is made more than
-    once, each time around another one."""
-    if function is None:
-        return functools.partial(jit, fastmath=fastmath)
-    function.__qualname__ = name or function.__qualname__  # names the file in the cache
-    dispatcher: Any = numba.njit(function, nogil=True, error_model="numpy", fastmath=fastmath)
+def enable(dispatcher: Any, function: Callable[..., Any]) -> None:
+    """What the dispatcher of a function compiles is kept on disk."""
     try:
         dispatcher._cache = Cache(function)
     except RuntimeError as error:
         _warn(error)
-    return dispatcher
 
 
 class Cache(FunctionCache):
@@ -38,6 +27,11 @@ class Cache(FunctionCache):
 
     Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
     and it checks only the kernel's own source file, not those of the functions it calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self.objects: dict[Any, bytes] = {}
+        """By signature what was loaded: Numba lets go of it."""
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         """As Numba's, without what a function is made around: an intrinsic there is another one in every process, and
@@ -49,9 +43,13 @@ class Cache(FunctionCache):
         rtsys.initialize(target_context)
         try:
             self._open(sig, target_context.codegen())
-            return self._load_overload(sig, target_context)
+            data = self._cache_file.load(self._index_key(sig, target_context.codegen()))
         except OSError as error:
             return _warn(error)
+        if data is None:
+            return None
+        self.objects[sig] = data[0][2][0]
+        return self._impl.rebuild(target_context, data)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:
@@ -65,17 +63,10 @@ class Cache(FunctionCache):
 
     def _open(self, sig: Any, codegen: Any) -> None:
         """Select the file of this signature; the caller holds the compiler's lock."""
-        sources = _fingerprint(Path(self._py_func.__code__.co_filename))
+        sources = fingerprint(Path(self._py_func.__code__.co_filename))
         key = repr((str(sig), codegen.magic_tuple(), sources))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
         self._cache_file = IndexDataCacheFile(self._cache_path, name, sources)
-
-
-@functools.cache
-def _fingerprint(own: Path) -> str:
-    """Of all kernels, and of the file of a function that is none."""
-    files = [*sorted(SOURCES.glob("*.py")), *sorted(SOURCES.glob("compiled/*.py")), *([own] if own.exists() else [])]
-    return hashlib.blake2b(b"\0".join(f.read_bytes() for f in files), digest_size=16).hexdigest()
 
 
 _warned = False

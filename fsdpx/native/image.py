@@ -1,0 +1,161 @@
+"""Machine code in memory and on disk: loading it takes neither Numba nor LLVM."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import marshal
+import mmap
+import os
+import platform
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdpx import environment
+from fsdpx.native import layout
+from fsdpx.native.processor import told
+
+if TYPE_CHECKING:
+    from fsdpx.native.link import Code
+
+__all__ = ["able", "fingerprint", "keep", "load"]
+
+PACKAGE = Path(__file__).parents[1]
+FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
+EXECUTABLE = 5  # PROT_READ | PROT_EXEC
+_kept: list[Any] = []  # machine code, which is never unloaded
+
+
+class Method(ctypes.Structure):
+    """Python's PyMethodDef."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("text", ctypes.c_char_p),
+    )
+
+
+@functools.cache
+def able() -> bool:
+    """Whether machine code can be kept here: on Linux, on x86-64, in the usual build of CPython."""
+    usual = platform.python_implementation() == "CPython" and getattr(sys, "_is_gil_enabled", lambda: True)()
+    return sys.platform == "linux" and platform.machine() == "x86_64" and usual and layout.as_expected()
+
+
+def load(function: Callable[..., Any], wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+    """What was kept for a function and kinds of arguments, if there is anything."""
+    try:
+        data, start, inside, outside = marshal.loads(_file(function, wanted).read_bytes())
+    except (OSError, ValueError, EOFError, TypeError):
+        return None
+    return _ready(function, data, start, inside, outside)
+
+
+def keep(function: Callable[..., Any], wanted: tuple[str, ...], code: Code) -> Callable[..., Any] | None:
+    """Put it on disk and load it. A disk that cannot be written is Numba's to complain of."""
+    entry = _ready(function, *code)
+    if entry is not None:
+        file = _file(function, wanted)
+        other = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            other.write_bytes(marshal.dumps(tuple(code)))
+            other.replace(file)
+        except OSError:
+            other.unlink(missing_ok=True)
+    return entry
+
+
+def _ready(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:
+    """A builtin function of Python; None if it needs what is not there."""
+    found = {name: _address(name) for _, name in outside}
+    if None in found.values():
+        return None
+    room = mmap.mmap(-1, len(data), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    code = bytearray(data)
+    for at, added in [*((at, base) for at in inside), *((at, found[name]) for at, name in outside)]:
+        struct.pack_into("<Q", code, at, struct.unpack_from("<Q", code, at)[0] + added)
+    room[:] = code
+    if _libraries()[0].mprotect(ctypes.c_void_p(base), ctypes.c_size_t(len(data)), EXECUTABLE):
+        return None
+    method = Method(function.__name__.encode(), base + start, FASTCALL, None)
+    _kept.append((room, method))
+    new = ctypes.pythonapi.PyCFunction_NewEx
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    made: Callable[..., Any] = new(ctypes.addressof(method), None, None)
+    return made
+
+
+@functools.cache
+def _address(name: str) -> int | None:
+    """Of an object of Python ("builtins.int", "numpy.ndarray", "dtype.float32"), or of a function in C."""
+    module, _, rest = name.partition(".")
+    if module == "dtype":
+        return id(np.dtype(rest))
+    if rest:
+        return id(getattr({"numpy": np, "builtins": builtins}[module], rest))
+    for library in _libraries():
+        if (function := getattr(library, name, None)) is not None:
+            return ctypes.cast(function, ctypes.c_void_p).value
+    return None
+
+
+@functools.cache
+def _libraries() -> tuple[ctypes.CDLL, ...]:
+    return ctypes.CDLL(None), ctypes.pythonapi, ctypes.CDLL("libm.so.6")
+
+
+def _file(function: Callable[..., Any], wanted: tuple[str, ...]) -> Path:
+    own = Path(function.__code__.co_filename)
+    key = repr(
+        (str(own), function.__qualname__, function.__code__.co_firstlineno, wanted, fingerprint(own), _machine())
+    )
+    name = f"{own.stem}.{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
+    return environment.read().cache / "code" / name
+
+
+@functools.cache
+def fingerprint(own: Path) -> str:
+    """Of all kernels, and of the file of a function that is none."""
+    kernels = PACKAGE / "array" / "kernels"
+    files = [*sorted(kernels.glob("*.py")), *sorted(kernels.glob("compiled/*.py")), *([own] if own.exists() else [])]
+    return _digest(files)
+
+
+@functools.cache
+def _entries() -> str:
+    """Of what makes entries."""
+    return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "layout", "link"))
+
+
+def _digest(files: Iterable[Path]) -> str:
+    return hashlib.blake2b(b"\0".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+
+
+def _folder(library: str) -> Path:
+    """Where a package of Python is, without importing it."""
+    found = importlib.util.find_spec(library)
+    return Path(found.origin).parent if found and found.origin else Path(library)
+
+
+@functools.cache
+def _machine() -> tuple[str, ...]:
+    """What machine code depends on beside its sources: the processor, and the versions of what compiles and runs it."""
+    versions = []
+    for library in ("numba", "llvmlite"):
+        version = _folder(library) / "_version.py"
+        state = version.stat() if version.exists() else None
+        versions.append(f"{version} {state and (state.st_mtime_ns, state.st_size)}")
+    return (*versions, sys.version, np.__version__, told("model name"), told("flags"), environment.compiler())
