@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from fsdpx import environment
 from fsdpx.errors import ConfigError
+from fsdpx.native import image
 from fsdpx.state import records
 from fsdpx.version import __version__
 
@@ -63,7 +64,9 @@ def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
     """Measured once, about three seconds. mpi: ranks are started by an MPI launcher; where MPI cannot be loaded it is
     left out. blas: library of matrix products. ConfigError if no process can be asked."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
-    key |= {"fsdpx": __version__} | {name: _version(name) for name in ("numpy", "numba", "mpi4py", "mkl")}
+    key |= {"code": image.able(), "fsdpx": __version__} | {
+        name: _version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
+    }
     known = records.read("process", key)
     if known is not None:
         return Baseline(**known.value)

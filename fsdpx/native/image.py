@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,8 @@ def keep(function: Callable[..., Any], wanted: tuple[str, ...], code: Code) -> C
             other.write_bytes(marshal.dumps(tuple(code)))
             other.replace(file)
         except OSError:
-            other.unlink(missing_ok=True)
+            with suppress(OSError):
+                other.unlink()
     return entry
 
 

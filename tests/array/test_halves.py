@@ -359,11 +359,11 @@ def test_attention_ends_where_a_position_sees_no_more(way: str) -> None:
 
 
 def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words.binding, "get_host_cpu_features", lambda: {"avx512f": True})
+    monkeypatch.setattr(words, "told", lambda field: "fma avx512f")
     assert not words.available.__wrapped__()
-    monkeypatch.setattr(words.binding, "get_host_cpu_features", lambda: {"avx512bf16": True})
+    monkeypatch.setattr(words, "told", lambda field: "avx512f avx512_bf16")
     assert words.available.__wrapped__()
-    monkeypatch.setattr(words.config, "CPU_NAME", "skylake")  # as NUMBA_CPU_NAME does
+    monkeypatch.setenv("NUMBA_CPU_NAME", "skylake")
     assert not words.available.__wrapped__()
 
 

@@ -1,0 +1,99 @@
+"""Machine code on disk: Numba's bits, taken only for what it was made for, and made anew when it is no good."""
+
+import marshal
+
+import numpy as np
+import pytest
+
+from fsdpx.native import image, layout
+from fsdpx.native.compiled import REORDER, fixed, jit
+
+pytestmark = pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("FSDPX_CACHE", str(tmp_path))
+    return tmp_path / "code"
+
+
+def _along(x, y, factor, turned):
+    """Allocates, sums in vector lanes, takes and returns numbers."""
+    z = np.empty(x.shape[0] * x.shape[1], x.dtype).reshape(x.shape)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            z[i, j] = -x[i, j] if turned else x[i, j]
+    total = x.dtype.type(0)
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            total += z[i, j] * y[j]
+    y[0] = total
+    return total * factor
+
+
+def _numbers(dtype, order="C"):
+    numbers = np.random.default_rng(0)
+    return np.asarray(numbers.standard_normal((7, 33)).astype(dtype), order=order), np.ones(33, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_the_bits_are_those_of_numba(dtype, order):
+    function = jit(_along, fastmath=REORDER)
+    (x, y), (_, z) = _numbers(dtype, order), _numbers(dtype)
+    found = function(x, y, 0.5, True)
+    assert (found, type(found)) == (function.dispatcher()(x, z, 0.5, True), float)
+    assert y.tobytes() == z.tobytes()
+    assert function.ready == {(f"{dtype} 2 {order}", f"{dtype} 1 C", "float", "bool")}
+
+
+def test_each_call_finds_what_was_made_for_its_arguments(cache):
+    function = jit(_along)
+    for dtype, factor in (("float32", 2.0), ("float64", 2), ("float32", 2.0), ("float64", np.float32(2))):
+        x, y = _numbers(dtype)
+        assert function(x, y, factor, False) == pytest.approx(2 * x.sum(dtype="float64"), rel=1e-4)
+    x, y = _numbers("float32")
+    function(x[:, ::2], y[::2], 2.0, False)
+    assert len(function.ready) == len(list(cache.iterdir())) == 4
+    assert ("float32 2 A", "float32 1 A", "float", "bool") in function.ready
+
+
+def test_what_no_code_is_made_for_is_left_to_numba(cache):
+    function = jit(lambda x, pair: x[0] + pair[0])
+    assert function(np.ones(2), (3, 4)) == 4.0
+    assert not function.ready
+    assert not cache.exists()
+
+
+def test_a_declaration_takes_any_layout_and_arrays_that_are_only_read():
+    function = fixed(jit(lambda x, out: out.fill(x[1, 2])), "A2r C1")
+    x, out = np.arange(12.0).reshape(3, 4), np.zeros(2)
+    x.flags.writeable = False
+    for some, expected in ((x, 6.0), (x.T, 9.0), (x[::2, ::-1], 9.0)):
+        function(some, out)
+        assert out.tolist() == [expected] * 2
+    assert function.ready == {("float64 2 any r", "float64 1 C w")}
+
+
+def test_code_that_cannot_be_read_is_made_anew(cache):
+    x, y = _numbers("float32")
+    found = jit(_along)(x, y.copy(), 2.0, False)
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    for spoilt in (b"", whole[:100], marshal.dumps(3), marshal.dumps((b"", 0, (), ((0, "no_such_function"),)))):
+        file.write_bytes(spoilt)
+        assert jit(_along)(x, y.copy(), 2.0, False) == found
+        assert file.read_bytes() == whole
+
+
+def test_an_error_of_a_conversion_is_raised():
+    function = jit(lambda n: n + 1)
+    assert function(41) == 42
+    with pytest.raises(OverflowError):
+        function(1 << 70)
+
+
+def test_arrays_lie_as_machine_code_reads_them(monkeypatch):
+    assert layout.as_expected()
+    monkeypatch.setitem(layout.ARRAY, "nd", layout.ARRAY["dims"])
+    assert not layout.as_expected.__wrapped__()
