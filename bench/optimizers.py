@@ -39,6 +39,7 @@ def recommended(steps: int) -> dict[str, Callable[[], Any]]:
             lr=optim.schedules.WarmUp(warm, 4e-3), betas=(0.9, 0.98), **decay
         ),
         "Muon": lambda: optim.Muon(lr=falling(2e-3), others=optim.AdamW(betas=same.betas), **decay),
+        "Prodigy": lambda: optim.Prodigy(lr=falling(1.0), betas=(0.9, 0.99), **decay),
         "SOAP": lambda: optim.SOAP(lr=falling(2e-3), **decay),
         "Adafactor": lambda: optim.Adafactor(lr=falling(3e-2), groups=same.groups),
     }

@@ -4,6 +4,7 @@ those that it gives and adds into, in the order of the table: first `gives`, the
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from fsdpx.engine.results import Mean, Scale
 from fsdpx.engine.run import Operation, Run, Values, number_of, words
 from fsdpx.errors import DataError
 from fsdpx.optim import rate
+from fsdpx.optim.rounded import inside
 from fsdpx.program import Action
 from fsdpx.state import eight
 from fsdpx.state.gradients import Reduction
@@ -158,29 +160,57 @@ def _squares(run: Run, totals: Values) -> list[float]:
     xp, parts = run.place.xp, _once(run, totals)
     if not run.place.accumulation.bitwise:
         return [exact_sum([square_sum(xp, part) for part in parts])]
-    found = expansion([square for part in parts for square in block_squares(xp, part)])
-    return [*found, *[0.0] * (PARTS - len(found))]
+    return _padded(expansion([square for part in parts for square in block_squares(xp, part)]))
+
+
+def _padded(parts: list[float]) -> list[float]:
+    """All ranks send as many numbers."""
+    return [*parts, *[0.0] * (PARTS - len(parts))]
 
 
 def _once(run: Run, totals: Values) -> list[Any]:
-    """What of this rank's gradients counts for the norm, parameter by parameter where ranks hold the same. Each element
-    counts once: in one replica, on the rank of the tensor axis that has it, not in copies."""
+    """What of this rank's gradients counts for the norm."""
+    return [totals[n][at] for n, at in _counted(run)]
+
+
+def _counted(run: Run) -> list[tuple[int, slice]]:
+    """What of this rank's elements counts in sums over all: page of those trained, and where, parameter by parameter
+    where ranks hold the same. Each element counts once: in one replica, on the rank of the tensor axis that has it, not
+    in copies."""
     place = run.place
     if place.axes.replica.rank > 0 and place.rounds is None:
         return []
-    found: list[Any] = []
-    for p, total in zip(run.stage.trained, totals, strict=True):
+    found: list[tuple[int, slice]] = []
+    for n, p in enumerate(run.stage.trained):
         if p in place.layout.copies:
             continue
         if not place.accumulation.bitwise and place.axes.tensor.size == 1:
-            found.append(total)
+            found.append((n, slice(None)))
             continue
         page = place.pages[p]
         for piece in page.page.pieces(page.mine):
             spec = place.layout.specs[page.page.fields[piece.have].source]
             if place.axes.tensor.rank == 0 or spec.cut is not None:
-                found.append(total[piece.start - page.mine.start : piece.stop - page.mine.start])
+                found.append((n, slice(piece.start - page.mine.start, piece.stop - page.mine.start)))
     return found
+
+
+def gauge(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+    """What the optimiser adds up over all parameters of all ranks before it updates them."""
+    place, optimizer, (scale,) = run.place, inside(run.place.optimizer), taken
+    count = len(run.stage.trained)
+    totals, slots = read[:count], read[count:]
+    columns: tuple[list[float], list[float]] = ([], [])
+    for n, at in [] if place.imaginary else _counted(run):
+        mine = {name: slots[n][name][at] for name in optimizer.gauged}
+        for column, sums in zip(columns, optimizer.terms(place.xp, totals[n][at], mine), strict=True):
+            column += sums
+    known = [one for s in ([] if place.imaginary else slots) for one in s["gauge"].reshape(-1, 3).tolist()]
+    here = [_padded(expansion(column)) for column in columns]
+    rows = place.everyone([*max(known, default=[0.0] * 3), *here[0], *here[1]], "GAUGE")
+    dot, size = (exact_sum([x for row in rows for x in row[3 + i * PARTS : 3 + (i + 1) * PARTS]]) for i in range(2))
+    found = optimizer.gauge(max(tuple(row[:3]) for row in rows), dot * scale.factor, size, scale.rate)
+    return replace(scale, gauge=found), found
 
 
 def commit(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -227,6 +257,7 @@ OPERATIONS: dict[str, Operation] = {
     "TIE": tie,
     "SCALE": scale,
     "NORM": norm,
+    "GAUGE": gauge,
     "COMMIT": commit,
     "UPDATE": updating.update,
     "SHARE": updating.share,

@@ -30,13 +30,14 @@ class Mean:
 class Scale:
     """What every gradient is multiplied with in the update. norm: global gradient norm before clipping, nan if it was
     not asked for. skip: gradients overflowed, nothing is updated. rate: this step's learning rate. scaler: the loss
-    scale from the next step on."""
+    scale from the next step on. gauge: what the optimiser wanted to know of all parameters."""
 
     factor: float
     norm: float
     skip: bool
     rate: float
     scaler: Scaler
+    gauge: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,17 +21,21 @@ __all__ = ["adopt", "delta", "move", "outer", "share", "update"]
 def update(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, scale, (master, slots) = number_of(action), read[0], added
     if not scale.skip:
-        move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor)
+        told = {"gauge": scale.gauge} if scale.gauge else {}
+        move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor, **told)
     return (master, slots)
 
 
 def move(
-    run: Run, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float
-) -> None:
-    """Run the optimiser on elements of a page."""
+    run: Run, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float,
+    **told: Any,
+) -> None:  # fmt: skip
+    """Run the optimiser on elements of a page. told: what it asked of all parameters."""
     place = run.place
     with _left_alone(run, place.optimizer, segments, master, slots):
-        place.optimizer.update(place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor)
+        place.optimizer.update(
+            place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor, **told
+        )
 
 
 @contextmanager

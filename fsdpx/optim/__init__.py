@@ -11,6 +11,7 @@ from fsdpx.optim.lion import Lion
 from fsdpx.optim.muon import Muon
 from fsdpx.optim.onebit import OneBitAdam
 from fsdpx.optim.optimizer import Optimizer, Rate, no_decay, rate
+from fsdpx.optim.prodigy import Prodigy
 from fsdpx.optim.schedulefree import AdamWScheduleFree
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 from fsdpx.optim.sgd import SGD
@@ -18,6 +19,6 @@ from fsdpx.optim.soap import SOAP
 
 __all__ = [
     "EMA", "LAMB", "SGD", "SOAP", "SWA", "Adafactor", "Adam", "AdamW", "AdamW8bit", "AdamWScheduleFree", "Groups",
-    "Kept", "Lion", "Muon", "OneBitAdam", "Optimizer", "Rate", "Run", "Segment", "Segments", "no_decay", "rate",
-    "schedules",
+    "Kept", "Lion", "Muon", "OneBitAdam", "Optimizer", "Prodigy", "Rate", "Run", "Segment", "Segments", "no_decay",
+    "rate", "schedules",
 ]  # fmt: skip

@@ -108,8 +108,9 @@ class Averaged:
         return AVERAGE, 1.0
 
     def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
-    ) -> None:
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
+        **told: Any,
+    ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`."""
         check_shard(self, p, g, slots, step, segments)
         if getattr(xp, "holds_no_data", False):
@@ -117,7 +118,7 @@ class Averaged:
         own, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
             distance += p
-            self.inner.update(xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale)
+            self.inner.update(xp, p, g, own, lr=lr, step=step, segments=segments, scale=scale, **told)
             distance -= p
             distance *= distance.dtype.type(self.how.keep(step))
 

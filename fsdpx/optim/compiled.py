@@ -136,6 +136,20 @@ def schedule_free(p, g, v, ahead, scale, beta2, share2, eps, decay, share, keep,
 
 
 @kernel
+def prodigy(p, g, m, v, s, away, scale, share1, beta2, share2, keep, share, eps, decay, rate):
+    for i in range(p.size):
+        a = g[i] * scale
+        m[i] = m[i] + (a - m[i]) * share1
+        v[i] = v[i] * beta2 + (a * a) * share2
+        s[i] = s[i] * keep + a * share
+        u = m[i] / (np.sqrt(v[i]) + eps)
+        if decay != 0:
+            u = u + p[i] * decay
+        p[i] = p[i] - u * rate
+        away[i] = away[i] + u * rate
+
+
+@kernel
 def moments(m, v, g, scale, share1, beta2, share2):
     for i in range(m.size):
         a = g[i] * scale

@@ -19,7 +19,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.optim import plain
 from fsdpx.optim.dynamic import buckets, table
 
-__all__ = ["adam", "adam8", "direction", "follow", "lion", "moments", "schedule_free", "sgd", "use"]
+__all__ = ["adam", "adam8", "direction", "follow", "lion", "moments", "prodigy", "schedule_free", "sgd", "use"]
 
 Version = Literal["default", "plain", "numba"]
 _version: ContextVar[Version] = ContextVar("version", default="default")
@@ -142,6 +142,17 @@ def schedule_free(
     keep = 1.0 - share
     rates = lr * (1.0 - beta1 * keep), lr * beta1
     _run("schedule_free", xp, (p, g, v, ahead), (scale, beta2, 1.0 - beta2, eps, weight_decay, share, keep, *rates))
+
+
+def prodigy(
+    xp: Any, p: Any, g: Any, m: Any, v: Any, s: Any, away: Any, *, d: float, lr: float, beta1: float, beta2: float,
+    eps: float, weight_decay: float, scale: float,
+) -> None:  # fmt: skip
+    """m, v: running means of d g and (d g)^2; s: of lr d^2 g, with a decay of sqrt(beta2); p -= lr d (m / (sqrt(v) + d
+    eps) + weight_decay p), and away moves as far the other way (Mishchenko & Defazio 2023, Algorithm 4)."""
+    decay, rate = beta2**0.5, lr * d
+    numbers = (scale * d, 1.0 - beta1, beta2, 1.0 - beta2, decay, (1.0 - decay) * rate, d * eps, weight_decay, rate)
+    _run("prodigy", xp, (p, g, m, v, s, away), numbers)
 
 
 def moments(xp: Any, m: Any, v: Any, g: Any, *, beta1: float, beta2: float, scale: float) -> None:

@@ -158,6 +158,25 @@ def schedule_free(xp, a, b, p, g, v, ahead, scale, beta2, share2, eps, decay, sh
 
 
 @blocked
+def prodigy(xp, a, b, p, g, m, v, s, away, scale, share1, beta2, share2, keep, share, eps, decay, rate):
+    xp.multiply(g, scale, out=a)
+    _toward(xp, m, a, b, share1)
+    _square_toward(xp, v, a, b, beta2, share2)
+    a *= share
+    s *= keep
+    s += a
+    xp.sqrt(v, out=b)
+    b += eps
+    xp.divide(m, b, out=a)
+    if decay != 0:
+        xp.multiply(p, decay, out=b)
+        a += b
+    a *= rate
+    p -= a
+    away += a
+
+
+@blocked
 def moments(xp, a, b, m, v, g, scale, share1, beta2, share2):
     xp.multiply(g, scale, out=a)
     _toward(xp, m, a, b, share1)

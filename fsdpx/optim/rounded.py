@@ -52,21 +52,22 @@ class Rounded:
         return average_of(self.inner)
 
     def update(
-        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
-    ) -> None:
+        self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0,
+        **told: Any,
+    ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
         check_shard(self, p, g, slots, step, segments)
         if getattr(xp, "holds_no_data", False):
             return
         if not isinstance(inside(self), Elementwise):
-            self._update(xp, p, g, slots, segments, lr=lr, step=step, scale=scale)
+            self._update(xp, p, g, slots, segments, lr=lr, step=step, scale=scale, **told)
             return
         for start, part in segments.blocks(BLOCK):
             at = slice(start, start + part.size)
             mine = {name: array[at] for name, array in slots.items()}
             self._update(xp, p[at], g[at], mine, part, lr=lr, step=step, scale=scale)
 
-    def _update(self, xp: Any, p: Any, g: Any, slots: Slots, part: Segments, *, step: int, **rates: float) -> None:
+    def _update(self, xp: Any, p: Any, g: Any, slots: Slots, part: Segments, *, step: int, **rates: Any) -> None:
         x = narrowed(xp, p, g.dtype)
         if self.kahan:
             add_widened(xp, slots["lost"], x)

@@ -57,8 +57,9 @@ class Request:
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
     run forward again before their backward. commit: all ranks agree that a step has come through before it updates.
-    normed: updates want the norm of all gradients. outer: replicas train by themselves, and what of it this step does
-    when they meet."""
+    scales: the verbs that find the scale of all updates: SCALE, or NORM where the norm of all gradients is wanted; then
+    GAUGE, where the optimiser adds something up over all parameters. outer: replicas train by themselves, and what of
+    it this step does when they meet."""
 
     kind: str
     stage: Stage
@@ -73,7 +74,7 @@ class Request:
     order: tuple[Action, ...] | None = None
     recompute: frozenset[int] = frozenset()
     commit: bool = False
-    normed: bool = False
+    scales: tuple[str, ...] = ("SCALE",)
     outer: Outer | None = None
 
 
@@ -132,7 +133,7 @@ def _compute(request: Request) -> list[Action]:
     order = request.order or one_by_one(request.microbatches) if kind.ops == "FB" else _through(kind.ops, request)
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
     actions = [*seeds, *compute(order, stage, kind.loss)]
-    told = (kind.updates and request.normed) or kind.apart  # by NORM or ALONE
+    told = (kind.updates and "NORM" in request.scales) or kind.apart  # by NORM or ALONE
     return _with_mean(actions, stage, kind.loss) if kind.loss and not told else actions
 
 
@@ -167,8 +168,8 @@ def _update(actions: list[Action], request: Request) -> list[Action]:
         joins = (Action(_joins(request), p) for p in stage.trained)
         tail = [*reduce_carried(sorted(request.grads), request.ahead), *joins]
     tail += [Action("TIE", p) for p in stage.ties]
-    told = [Action("MEAN")] if request.kind == "update" else []
-    tail += [Action("NORM")] if request.normed else [*told, Action("SCALE")]
+    told = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
+    tail += [*told, *map(Action, request.scales)]
     tail += [Action("COMMIT")] if Slot("agreed") in _results(request) else []
     tail += [Action("SHARE")] if outer.deltas else []
     last: dict[int | None, str] = dict.fromkeys(request.resident, "GATHER")
@@ -250,5 +251,7 @@ def _results(request: Request) -> tuple[Slot, ...]:
         return tuple(Slot("dact", v, m) for m in range(request.microbatches) for v in wanted)
     if request.outer is not None and request.outer.deltas:
         kinds = (*kinds, "share")
+    if KINDS[request.kind].updates and "GAUGE" in request.scales:
+        kinds = (*kinds, "gauge")
     slots = tuple(Slot(kind) for kind in kinds if kind != "weight" or stage.scores)
     return (*slots, Slot("agreed")) if request.commit and request.kind == "step" else slots

@@ -118,7 +118,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         check_whole(optimizer, axes.tensor.size)
     check_model(ordered, training.chunks)
     pipe = Pipe(distribution.schedule, axes.pipe.size, _per_rank(distribution.stages, axes.pipe.size))
-    check_local(local, training.chunks, training.average, distribution.offload, formats, ordered)
+    check_local(local, training.chunks, training.average, distribution.offload, formats, ordered, training.optimizer)
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
     own, outer = _own(training.optimizer), None if local is None else local.carried

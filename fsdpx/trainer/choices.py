@@ -80,7 +80,7 @@ def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -
 
 
 def check_local(
-    local: Local | None, chunks: Any, average: Any, offload: Any, formats: Precision, model: Sorted
+    local: Local | None, chunks: Any, average: Any, offload: Any, formats: Precision, model: Sorted, optimizer: Any
 ) -> None:
     """What replicas that train by themselves cannot do; each of them sees its own samples only."""
     collective = next((node for node in model.nodes if is_collective(node.layer)), None)
@@ -93,6 +93,7 @@ def check_local(
         ),
         (formats.master == "bf16", "16-bit masters", "outer steps are smaller than their last bit; precision='bf16'"),
         (average is not None, f"average={average!r}", "outer parameters are a mean already"),
+        (hasattr(optimizer, "gauge"), type(optimizer).__name__, "it adds up over all ranks in every step; use AdamW"),
         (offload is not None, "offload", "what replicas exchange must be in memory; leave offload out"),
         (
             collective is not None,

@@ -20,6 +20,7 @@ from fsdpx.engine.results import Mean, Scale
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
+from fsdpx.optim.rounded import inside
 from fsdpx.program import KINDS, Program, Request, Slot, Stage, compile, one_by_one
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.clock import BATCHES
@@ -253,6 +254,8 @@ class Session:
         steps = kind in ("step", "accumulate", "local")
         if apart is not None and kind == "step":
             kind = "push" if isinstance(apart, Async) else "mix"
+        normed = place.options.clip_norm is not None or self.state.scaler.dynamic
+        gauged = hasattr(inside(place.optimizer), "gauge")
         return Request(
             kind,
             self._stage(),
@@ -267,7 +270,7 @@ class Session:
             order=place.pipe.order(microbatches, place.axes.pipe.rank) if steps else None,
             recompute=self._recompute(microbatches) if steps else frozenset(),
             commit=self.commit is not None,
-            normed=place.options.clip_norm is not None or self.state.scaler.dynamic,
+            scales=("NORM" if normed else "SCALE", *(["GAUGE"] if gauged else [])),
             outer=place.rounds.at(self.state.steps + 1) if place.rounds and KINDS[kind].updates else None,
         )
 

@@ -63,6 +63,13 @@ class TestOneBitAdam(OptimizerContract):
         return optim.OneBitAdam(warmup_steps=2, **options)
 
 
+class TestProdigy(OptimizerContract):
+    """Without its gauge: d stays d0."""
+
+    def make(self, **options):
+        return optim.Prodigy(d0=0.1, **options)
+
+
 class TestLion(OptimizerContract):
     def make(self, **options):
         return optim.Lion(**options)

@@ -29,13 +29,13 @@ PLACEMENTS = {"ddp": (True, False), "zero2": (True, True), "fsdp": (False, True)
 
 
 def requests(
-    kind: str, stage: Stage, microbatches: int, placement: str, ahead: int = 1, normed: bool = False
+    kind: str, stage: Stage, microbatches: int, placement: str, ahead: int = 1, scales: tuple[str, ...] = ("SCALE",)
 ) -> Request:
     keep_full, reduce_each = PLACEMENTS[placement]
     carried = frozenset(stage.trained) if kind == "update" else frozenset()
     return Request(
         kind, stage, microbatches, keep_full=keep_full, reduce_each=reduce_each, ahead=ahead,
-        grads=carried, weighed=kind == "update", normed=normed,
+        grads=carried, weighed=kind == "update", scales=scales,
     )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def pipe(
     placement: str = "fsdp",
     recompute: bool = False,
     commit: bool = False,
-    normed: bool = False,
+    scales: tuple[str, ...] = ("SCALE",),
     frozen: tuple[int, ...] = (),
 ) -> list[Program]:
     """The programs of all ranks of a pipe with four stages."""
@@ -63,7 +63,7 @@ def pipe(
     made = schedule(name, 4 // per_rank, microbatches, per_rank)
     again = frozenset(range(4)) if recompute else frozenset()
     request = replace(
-        requests("step", twins(made.home, frozen)[0], microbatches, placement), commit=commit, normed=normed
+        requests("step", twins(made.home, frozen)[0], microbatches, placement), commit=commit, scales=scales
     )
     return [
         compile(replace(request, stage=stage, order=made.ranks[stage.rank], recompute=again & set(stage.here)))
@@ -77,7 +77,7 @@ def pipes() -> dict[str, list[Program]]:
         "1f1b-fsdp": pipe("1f1b", 2),
         "zb-h1-zero2-recompute": pipe("zb-h1", 2, "zero2", recompute=True),
         "interleaved-kept-grads-commit": pipe("interleaved", 2, "kept-grads", commit=True),
-        "zbv-ddp": pipe("zbv", 2, "ddp", normed=True),
+        "zbv-ddp": pipe("zbv", 2, "ddp", scales=("NORM",)),
         "trunk-zb-h1-fsdp": pipe("zb-h1", 2, recompute=True, frozen=(0, 1, 3, 4)),
     }
 
@@ -87,14 +87,15 @@ def golden() -> dict[str, Program]:
     names = product(("step",), STAGES, PLACEMENTS, (1, 2))
     steps = {f"{k}-{s}-{p}-{m}": compile(requests(k, STAGES[s], m, p)) for k, s, p, m in names}
     others = ("accumulate", "local", "update", "evaluate", "predict", "forward", "backward")
-    normed = {f"{k}-tied-normed-1": compile(requests(k, TIED, 1, "fsdp", normed=True)) for k in ("step", "update")}
+    normed = {f"{k}-tied-normed-1": compile(requests(k, TIED, 1, "fsdp", scales=("NORM",))) for k in ("step", "update")}
+    gauged = compile(requests("step", TIED, 1, "fsdp", scales=("SCALE", "GAUGE")))
     rest = {f"{k}-tied-{p}-1": compile(requests(k, TIED, 1, p)) for k in others for p in ("ddp", "fsdp")}
     disk, names = replace(TIED, records=RECORDS), ("step", "update", "evaluate", "backward")
     offload = {f"{k}-tied-fsdp-offload-1": compile(requests(k, disk, 1, "fsdp")) for k in names}
     apart = {f"{k}-{s}-2": compile(requests(k, STAGES[s], 2, "fsdp")) for k, s in (("push", "frozen"), ("mix", "tied"))}
     spilled = tuple(Slot("saved", unit) for unit in range(4))
     activations = {"step-chain-fsdp-spilled-2": compile(requests("step", replace(CHAIN, records=spilled), 2, "fsdp"))}
-    return steps | normed | rest | offload | activations | apart | rounds()
+    return steps | normed | rest | offload | activations | apart | rounds() | {"step-tied-gauged-1": gauged}
 
 
 def rounds() -> dict[str, Program]:

@@ -17,6 +17,7 @@ from fsdpx.errors import CheckpointError, ConfigError
 X, Y = (np.random.default_rng(7).standard_normal((12, n)).astype(np.float32) for n in (6, 3))
 MAKE: dict[str, Any] = {
     "Adafactor": lambda: optim.Adafactor(weight_decay=0.1),
+    "Prodigy": lambda: optim.Prodigy(d0=1e-3),
     "SOAP": lambda: optim.SOAP(lr=1e-2, block=32, every=2),
     "AdamW8bit": lambda: optim.AdamW8bit(lr=1e-2, block=64),
 }
@@ -116,3 +117,52 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
             make(comm, "AdamW8bit", optimizer=optim.AdamW()).load(tmp_path / "a")
 
     spawn(run, 2)
+
+
+TENSOR = {"mesh": Mesh(tensor=2), "tensor_plan": {"0": nn.Column, "1": nn.Row}}
+
+
+def prodigy(p: np.ndarray, gradient: Any, steps: int, lr: float, d: float) -> tuple[np.ndarray, float]:
+    """Algorithm 4 of Mishchenko & Defazio 2023, on one flat array of all parameters."""
+    b1, b2, eps, x0 = 0.9, 0.999, 1e-8, p
+    m = v = s = np.zeros_like(p)
+    r = 0.0
+    for _ in range(steps):
+        g = gradient(p)
+        m, v = b1 * m + (1 - b1) * d * g, b2 * v + (1 - b2) * d**2 * g**2
+        r = b2**0.5 * r + (1 - b2**0.5) * lr * d**2 * (g @ (x0 - p))
+        s = b2**0.5 * s + (1 - b2**0.5) * lr * d**2 * g
+        p = p - lr * d * m / (np.sqrt(v) + d * eps)
+        d = max(d, r / np.abs(s).sum())
+    return p, d
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_norm": 1e9}, {"mesh": Mesh(replica=2)}, {"mesh": Mesh(pipe=2)}, TENSOR])
+def test_prodigy_as_in_its_paper(options: Any) -> None:
+    """Two layers without biases between them; the estimate rises over five orders of magnitude."""
+    x, y, width = X.astype(np.float64), Y.astype(np.float64), 7
+
+    def gradient(p: np.ndarray) -> np.ndarray:
+        a, b = p[: 6 * width].reshape(width, 6), p[6 * width :].reshape(3, width)
+        dy = 2 * (x @ a.T @ b.T - y) / y.size
+        return np.concatenate([((dy @ b).T @ x).reshape(-1), (dy.T @ (x @ a.T)).reshape(-1)])
+
+    def run(comm: Communicator) -> tuple[Any, Any]:
+        model = nn.Chain(nn.Linear(6, width, bias=False), nn.Linear(width, 3, bias=False))
+        optimizer = optim.Prodigy(lr=0.9, d0=1e-6)
+        trainer = model.as_distributed(
+            loss=nn.MSE(), optimizer=optimizer, comm=comm, precision="float64", group_bytes=0, **options
+        )
+        first = np.concatenate([array.reshape(-1) for array in trainer.parameters().values()])
+        size, rank = trainer.data.size, trainer.data.rank
+        mine = slice(12 * rank // size, 12 * (rank + 1) // size)
+        for _ in range(40):
+            trainer.step(x[mine], y[mine])
+        assert str(trainer.program).count("GAUGE") == 1
+        last = np.concatenate([array.reshape(-1) for array in trainer.parameters().values()])
+        return first, last
+
+    ((first, last), *_) = spawn(run, 4)
+    theirs, d = prodigy(first, gradient, 40, 0.9, 1e-6)
+    assert d > 1e-3
+    np.testing.assert_allclose(last, theirs, rtol=1e-7, atol=1e-9)
