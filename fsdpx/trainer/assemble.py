@@ -216,7 +216,7 @@ def _layout(
         return number, formats.param == "int8" or not all(codec.elementwise for codec in codecs.rules[number][1])
 
     layout = lay_out(ordered, dtype.itemsize, group, training.frozen, spread, packing, carried)
-    for pattern, _ in codecs.rules:
+    for pattern, _ in codecs.rules[:-1]:  # the last one is for what none fits
         layout.matching(pattern)
     if packing is not None and (wide := left_wide(ordered, layout)):
         say(axes.world, f"int8 is not for {', '.join(wide)}: kept in {formats.updated}")
