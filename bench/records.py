@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -31,7 +32,7 @@ def save(name: str, options: argparse.Namespace, found: dict[str, Any]) -> Path:
     """Write NAME.json with the command and the machine; the folder it is in."""
     folder: Path = options.out or (QUICK if options.quick else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
-    command = " ".join(["python", f"bench/{name}.py", *sys.argv[1:]])
+    command = shlex.join(["python", f"bench/{name}.py", *sys.argv[1:]])
     text = json.dumps({"command": command, "machine": machine(), **found}, indent=1)
     (folder / f"{name}.json").write_text(text + "\n")
     return folder
