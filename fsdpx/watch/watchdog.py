@@ -60,7 +60,9 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-            return None
+    base.all_gather_object(None)  # a rank that ended before others had records would pass for the last one
+    if watchdog is None:
+        return None
     for one in (comm, *also) if patient else ():
         if hasattr(one := _base(one), "wait_up_to"):  # an axis of one rank never waits
             one.wait_up_to(watchdog.timeout * PATIENCE)

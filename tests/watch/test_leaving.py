@@ -61,11 +61,23 @@ def test_a_loop_that_ends_early(tmp_path):
     assert done.seconds < SECONDS
 
 
+BEHIND = """
+import os, sys, time, fsdpx
+from fsdpx.watch.watchdog import Watchdog
+made = Watchdog.__init__
+def late(*arguments, **options):
+    time.sleep(1)
+    made(*arguments, **options)
+if (os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]) != "1": Watchdog.__init__ = late
+"""
+"""The other ranks have no watchdog yet when rank 1 could end."""
+
+
 @pytest.mark.jobs
 def test_before_distribute_and_outside_of_calls(tmp_path):
     """What others wait for is no call of a trainer: nobody can help them when all of them wait."""
-    program = "import sys, fsdpx\ncomm = fsdpx.init()\nif comm.rank == 1: sys.exit(6)\nfsdpx.barrier()\n"
-    done = job(tmp_path, program)
+    program = "comm = fsdpx.init()\nif comm.rank == 1: sys.exit(6)\nfsdpx.barrier()\n"
+    done = job(tmp_path, BEHIND + program)
     assert none_left(tmp_path)
     assert done.status == 6, done.err
     assert "rank 1 has ended with status 6, before its first call, and rank " in done.err
