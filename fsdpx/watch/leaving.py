@@ -23,6 +23,9 @@ SOON, LATE = 1.0, 5.0
 """Seconds for which a rank waits before it looks whether others have ended; and before it takes for lost what all who
 live wait for together, where no count of calls tells whether the one who ended is needed."""
 
+TO_PASS_ON = 0.2
+"""Seconds before an abort: a launcher may drop what it has not yet passed on of the last words."""
+
 _told: list[Any] = [0]
 _open: dict[Recorder, Open] = {}
 
@@ -73,6 +76,7 @@ def _listen(process: int) -> None:
             code = status or LEFT
             sys.stderr.write(f"fsdpx: os._exit({status}) while others may wait for this rank: all end with {code}\n")
             sys.stderr.flush()
+            time.sleep(TO_PASS_ON)
             for one in concerned:
                 if one.abort is not None:
                     one.abort(code)
