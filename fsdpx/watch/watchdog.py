@@ -271,13 +271,14 @@ class Watchdog:
     def _write_stack(self) -> None:
         frame = sys._current_frames().get(self.record.thread)
         text = "".join(traceback.format_stack(frame)) if frame else "the thread has ended\n"
-        self._place(self.rank, "stack").write_text(text)
+        (partial := self._place(self.rank, "partial")).write_text(text)
+        partial.replace(self._place(self.rank, "stack"))  # whoever reports reads all of it or nothing
 
     def _place(self, rank: int, what: str) -> Path:
         return self.folder / f"rank-{rank:05}.{what}"
 
     def _forget(self, rank: int) -> None:
-        for what in ("flight", "stack", "missed"):
+        for what in ("flight", "partial", "stack", "missed"):
             self._place(rank, what).unlink(missing_ok=True)
 
     def _evict(self, flights: dict[int, Flight], silent: set[int]) -> bool:
