@@ -17,7 +17,7 @@ from fsdpx.version import __version__
 if TYPE_CHECKING:
     from fsdpx import data, errors, nn, optim, testing
     from fsdpx.checkpoint.weights import WeightsReport
-    from fsdpx.comm.codecs import Between, Cast, Codec, Int8, OneBit, Plain, PowerSGD, RandomK, Sign, TopK
+    from fsdpx.codecs import Between, Cast, Codec, Int8, OneBit, Plain, PowerSGD, RandomK, Sign, TopK
     from fsdpx.comm.communicator import Communicator, Handle, ReduceOp
     from fsdpx.comm.fake import FakeCommunicator
     from fsdpx.comm.mesh import Mesh
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _FLOORS = ("data", "errors", "nn", "optim", "testing")
 _NAMES = {
     "fsdpx.checkpoint.weights": ("WeightsReport",),
-    "fsdpx.comm.codecs": ("Between", "Cast", "Codec", "Int8", "OneBit", "Plain", "PowerSGD", "RandomK", "Sign", "TopK"),
+    "fsdpx.codecs": ("Between", "Cast", "Codec", "Int8", "OneBit", "Plain", "PowerSGD", "RandomK", "Sign", "TopK"),
     "fsdpx.comm.communicator": ("Communicator", "Handle", "ReduceOp"),
     "fsdpx.comm.fake": ("FakeCommunicator",),
     "fsdpx.comm.mesh": ("Mesh",),

@@ -13,7 +13,7 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.__main__ import main
 from fsdpx.array.namespace import dtype
-from fsdpx.comm.codecs import codec
+from fsdpx.codecs import codec
 from fsdpx.comm.local import single
 from fsdpx.config import Precision, byte_count, half_name, precision
 from fsdpx.errors import ConfigError

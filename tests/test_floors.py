@@ -16,7 +16,7 @@ FLOORS = (
     ("program", "shapes", "native"),
     ("array",),
     ("comm",),
-    ("nn", "optim", "data"),
+    ("nn", "optim", "data", "codecs"),
     ("layout",),
     ("state",),
     ("engine",),
@@ -35,7 +35,7 @@ NARROWER = {
     "program": {"errors"},
     "optim": {"array", "native", *GROUND},
     "data": {"array", "comm", *GROUND},
-    "testing": {"array", "shapes", "comm", "nn", "optim", "program", *GROUND},
+    "testing": {"array", "shapes", "comm", "codecs", "nn", "optim", "program", *GROUND},
 }
 """Folders that may import less than all that is below."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from fsdpx.array.kernels import square_sum, store
 from fsdpx.array.sums import PARTS, block_squares, exact_sum, expansion
-from fsdpx.comm.codecs.compressed import pieces_of
+from fsdpx.codecs.compressed import pieces_of
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.engine import apart, computing, paging, updating

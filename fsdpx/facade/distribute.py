@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fsdpx.codecs import Choice
 from fsdpx.comm import default as defaults
-from fsdpx.comm.codecs import Choice
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.default import uses
 from fsdpx.comm.mesh import Mesh

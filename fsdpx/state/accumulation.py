@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdpx.comm.codecs import Moves, Route
+from fsdpx.codecs import Moves, Route
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.errors import ConfigError, DataError

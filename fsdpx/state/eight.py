@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import Stretch
-from fsdpx.comm.codecs import Int8
-from fsdpx.comm.codecs.compressed import pieces_of
+from fsdpx.codecs import Int8
+from fsdpx.codecs.compressed import pieces_of
 
 __all__ = ["EIGHT", "pack", "parcels", "unpack", "warm"]
 

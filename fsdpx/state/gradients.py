@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdpx.comm.codecs import Codec
+from fsdpx.codecs import Codec
 from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
 from fsdpx.layout.ranges import Range
 from fsdpx.layout.tree import Node, Stack

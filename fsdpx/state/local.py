@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdpx.comm.codecs import Codec
-from fsdpx.comm.codecs import codec as codec_of
+from fsdpx.codecs import Codec
+from fsdpx.codecs import codec as codec_of
 from fsdpx.config import PRESETS, Sharding
 from fsdpx.errors import ConfigError
 from fsdpx.optim.kept import Kept, kept_of

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fsdpx.comm.codecs import Codecs, Route
+from fsdpx.codecs import Codecs, Route
 from fsdpx.comm.communicator import DONE, Communicator, split_evenly
 from fsdpx.comm.mesh import Axes
 from fsdpx.config import Apart, Offload, Precision, Sharding

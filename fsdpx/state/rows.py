@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fsdpx.comm.codecs import Codec, Recut, Route
+from fsdpx.codecs import Codec, Recut, Route
 from fsdpx.comm.mesh import Axes
 from fsdpx.errors import ConfigError
 from fsdpx.layout.ranges import Range

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdpx.codecs import Codec
 from fsdpx.comm.calls import split_evenly
-from fsdpx.comm.codecs import Codec
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.counted import Counted, Counters
 from fsdpx.comm.threads import spawn

@@ -15,8 +15,8 @@ from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.array.packed import Packing
-from fsdpx.comm.codecs import Choice, Codec, Codecs, OneBit, Plain
-from fsdpx.comm.codecs import codec as codec_of
+from fsdpx.codecs import Choice, Codec, Codecs, OneBit, Plain
+from fsdpx.codecs import codec as codec_of
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.mesh import Axes, Mesh, connect

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdpx.comm.codecs import Choice
+from fsdpx.codecs import Choice
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count
 from fsdpx.nn.layer import Layer

@@ -9,7 +9,7 @@ from math import isnan, nan
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from fsdpx.comm.codecs import Plain, Route
+from fsdpx.codecs import Plain, Route
 from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.messages import travelling

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm.codecs.forms import compiles
-from fsdpx.comm.codecs.levels import LANES, LARGEST, SIGNS, TINY
+from fsdpx.codecs.forms import compiles
+from fsdpx.codecs.levels import LANES, LARGEST, SIGNS, TINY
 
 __all__ = ["add_signs", "signs"]
 
@@ -16,7 +16,7 @@ def signs(xp: Any, x: Any, bits: Any, scales: Any, lost: Any | None) -> None:
     scales: one float32 per block of 1,024, the mean |x|; NaN where a block has Inf or NaN. lost: becomes x minus what
     arrives, 0 where that is no number; it may be x."""
     if compiles(xp):
-        from fsdpx.comm.codecs.compiled_signs import signs as body
+        from fsdpx.codecs.compiled_signs import signs as body
 
         body(x, bits, scales, lost)
         return
@@ -40,7 +40,7 @@ def signs(xp: Any, x: Any, bits: Any, scales: Any, lost: Any | None) -> None:
 def add_signs(xp: Any, bits: Any, scales: Any, out: Any, add: bool) -> None:
     """out = the numbers, or out += the numbers, that `signs` made."""
     if compiles(xp):
-        from fsdpx.comm.codecs.compiled_signs import add_signs as body
+        from fsdpx.codecs.compiled_signs import add_signs as body
 
         body(bits, scales, out, add)
         return

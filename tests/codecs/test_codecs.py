@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fsdpx.codecs import Cast, Codec, Int8, Plain, PowerSGD, RandomK, Sign, TopK, codec
+from fsdpx.codecs.onebit import OneBit
 from fsdpx.comm import Communicator, Handle, spawn, split_evenly
-from fsdpx.comm.codecs import Cast, Codec, Int8, Plain, PowerSGD, RandomK, Sign, TopK, codec
-from fsdpx.comm.codecs.onebit import OneBit
 from fsdpx.errors import ConfigError
 from fsdpx.testing import CodecContract
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdpx.codecs import Plain, PowerSGD
 from fsdpx.comm import Communicator, spawn
-from fsdpx.comm.codecs import Plain, PowerSGD
 from fsdpx.comm.counted import Counted, Counters
 from fsdpx.errors import ConfigError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from fsdpx.comm.codecs.codec import Codec
+from fsdpx.codecs.codec import Codec
 from fsdpx.errors import ConfigError
 
 __all__ = ["Between", "Choice", "Codecs", "Route"]

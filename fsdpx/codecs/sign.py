@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import Stretch
+from fsdpx.codecs.compressed import GRAIN, TURNS, Compressed
+from fsdpx.codecs.levels import SIGNS
+from fsdpx.codecs.signs import add_signs, signs
 from fsdpx.comm.calls import Array
-from fsdpx.comm.codecs.compressed import GRAIN, TURNS, Compressed
-from fsdpx.comm.codecs.levels import SIGNS
-from fsdpx.comm.codecs.signs import add_signs, signs
 
 __all__ = ["Sign"]
 

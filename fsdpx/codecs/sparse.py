@@ -10,9 +10,9 @@ import numpy as np
 
 from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import Stretch, block
+from fsdpx.codecs.codec import Memory, Recut
+from fsdpx.codecs.compressed import GRAIN, TURNS, Compressed, keep_numbers, pieces_of
 from fsdpx.comm.calls import Array
-from fsdpx.comm.codecs.codec import Memory, Recut
-from fsdpx.comm.codecs.compressed import GRAIN, TURNS, Compressed, keep_numbers, pieces_of
 from fsdpx.errors import ConfigError
 
 __all__ = ["RandomK", "TopK"]

@@ -11,9 +11,9 @@ import numpy as np
 
 from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import normal
+from fsdpx.codecs.codec import Codec, Memory, Moves, Recut
+from fsdpx.codecs.compressed import check_floats, keep_numbers
 from fsdpx.comm.calls import Array, Handle, ReduceOp, split_evenly
-from fsdpx.comm.codecs.codec import Codec, Memory, Moves, Recut
-from fsdpx.comm.codecs.compressed import check_floats, keep_numbers
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError

@@ -10,12 +10,12 @@ import pytest
 
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
+from fsdpx.codecs import Codec, Int8, RandomK, Sign, TopK
+from fsdpx.codecs.levels import BLOCK, SIGNS
+from fsdpx.codecs.onebit import OneBit
+from fsdpx.codecs.quantise import add_quantised, quantise
+from fsdpx.codecs.signs import add_signs, signs
 from fsdpx.comm import Communicator, spawn, split_evenly
-from fsdpx.comm.codecs import Codec, Int8, RandomK, Sign, TopK
-from fsdpx.comm.codecs.levels import BLOCK, SIGNS
-from fsdpx.comm.codecs.onebit import OneBit
-from fsdpx.comm.codecs.quantise import add_quantised, quantise
-from fsdpx.comm.codecs.signs import add_signs, signs
 from fsdpx.errors import ConfigError
 
 FEEDBACK: dict[str, Callable[[], Codec]] = {

@@ -8,8 +8,8 @@ from functools import partial
 from fsdpx.array.kernels import add_widened, store
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace_of
+from fsdpx.codecs.codec import Calls, Codec, Memory
 from fsdpx.comm.calls import Array, Handle, split_evenly
-from fsdpx.comm.codecs.codec import Calls, Codec, Memory
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.errors import ConfigError

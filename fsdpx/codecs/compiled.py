@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.array.kernels.compiled.half import WORD, intrinsic, mixed
 from fsdpx.array.parallel import GRAIN, cuts, run
 from fsdpx.array.random import Stretch
-from fsdpx.comm.codecs.levels import BLOCK, LARGEST, LEVELS, TINY
+from fsdpx.codecs.levels import BLOCK, LARGEST, LEVELS, TINY
 from fsdpx.native.tools import ir, jit, types
 
 __all__ = ["add_quantised", "quantise"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdpx.codecs.codec import Codec, Memory
 from fsdpx.comm.calls import Array, Handle, ReduceOp
-from fsdpx.comm.codecs.codec import Codec, Memory
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import Stretch
+from fsdpx.codecs.compressed import GRAIN, TURNS, Compressed
+from fsdpx.codecs.levels import BLOCK
+from fsdpx.codecs.quantise import add_quantised, quantise
 from fsdpx.comm.calls import Array
-from fsdpx.comm.codecs.compressed import GRAIN, TURNS, Compressed
-from fsdpx.comm.codecs.levels import BLOCK
-from fsdpx.comm.codecs.quantise import add_quantised, quantise
 
 __all__ = ["Int8"]
 

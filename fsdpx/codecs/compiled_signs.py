@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.parallel import GRAIN, cuts, run
-from fsdpx.comm.codecs.levels import LANES, LARGEST, SIGNS, TINY
+from fsdpx.codecs.levels import LANES, LARGEST, SIGNS, TINY
 from fsdpx.native.tools import jit
 
 __all__ = ["add_signs", "signs"]

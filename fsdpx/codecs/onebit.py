@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import Stretch
+from fsdpx.codecs.codec import Memory, Recut
+from fsdpx.codecs.compressed import GRAIN, TURNS, keep_numbers
+from fsdpx.codecs.sign import Sign
 from fsdpx.comm.calls import Array
-from fsdpx.comm.codecs.codec import Memory, Recut
-from fsdpx.comm.codecs.compressed import GRAIN, TURNS, keep_numbers
-from fsdpx.comm.codecs.sign import Sign
 
 __all__ = ["OneBit"]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fsdpx.array.namespace import dtype as dtype_of
-from fsdpx.comm.codecs.cast import Cast
-from fsdpx.comm.codecs.codec import Codec
-from fsdpx.comm.codecs.int8 import Int8
-from fsdpx.comm.codecs.plain import Plain
-from fsdpx.comm.codecs.powersgd import PowerSGD
-from fsdpx.comm.codecs.sign import Sign
-from fsdpx.comm.codecs.sparse import RandomK, TopK
+from fsdpx.codecs.cast import Cast
+from fsdpx.codecs.codec import Codec
+from fsdpx.codecs.int8 import Int8
+from fsdpx.codecs.plain import Plain
+from fsdpx.codecs.powersgd import PowerSGD
+from fsdpx.codecs.sign import Sign
+from fsdpx.codecs.sparse import RandomK, TopK
 from fsdpx.config import half_name
 from fsdpx.errors import ConfigError
 

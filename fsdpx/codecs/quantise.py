@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.random import Stretch
-from fsdpx.comm.codecs.forms import compiles
-from fsdpx.comm.codecs.levels import BLOCK, LARGEST, LEVELS, TINY
+from fsdpx.codecs.forms import compiles
+from fsdpx.codecs.levels import BLOCK, LARGEST, LEVELS, TINY
 
 __all__ = ["add_quantised", "quantise"]
 
@@ -18,7 +18,7 @@ def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: St
     lost: becomes x - q scale, 0 where that is no number; it may be x. numbers: element i is rounded up with its chance
     i of `numbers.chances`; None: to nearest."""
     if compiles(xp):
-        from fsdpx.comm.codecs.compiled import quantise as body
+        from fsdpx.codecs.compiled import quantise as body
 
         body(x, q, scales, lost, numbers)
         return
@@ -44,7 +44,7 @@ def quantise(xp: Any, x: Any, q: Any, scales: Any, lost: Any | None, numbers: St
 def add_quantised(xp: Any, q: Any, scales: Any, out: Any, add: bool) -> None:
     """out = q scale, or out += q scale, of what `quantise` made."""
     if compiles(xp):
-        from fsdpx.comm.codecs.compiled import add_quantised as body
+        from fsdpx.codecs.compiled import add_quantised as body
 
         body(q, scales, out, add)
         return
