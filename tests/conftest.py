@@ -10,6 +10,8 @@ from hypothesis import settings
 from ranks_of_mpi import Ranks
 
 from fsdpx import environment
+from fsdpx.comm import Communicator
+from fsdpx.comm.opening import world as open_world
 
 settings.register_profile("check", max_examples=10, derandomize=True, database=None, deadline=None)
 settings.register_profile("suite", max_examples=60, derandomize=True, database=None, deadline=None)
@@ -61,6 +63,14 @@ def first_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
         seen |= values
     items[:] = kept
     return others
+
+
+@pytest.fixture(scope="module", params=["node", "mpi"])
+def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
+    """All ranks of this job, with the host's shared memory and over messages alone."""
+    comm = open_world(request.param)
+    yield comm
+    comm.close()
 
 
 @pytest.hookimpl(trylast=True)

@@ -11,7 +11,7 @@ from fsdpx.array.sums import block_squares
 from fsdpx.errors import ConfigError
 from fsdpx.optim.factored import matrix, portion, together
 from fsdpx.optim.kept import Kept, places
-from fsdpx.optim.optimizer import Rate, Slots, check_number, check_options, check_shard
+from fsdpx.optim.optimizer import Rate, Slots, check_number, check_options, has_data
 from fsdpx.optim.plain import BLOCK
 from fsdpx.optim.segments import Groups, Segment, Segments
 
@@ -71,8 +71,7 @@ class Adafactor:
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
         """One step in place, see `Optimizer.update`."""
-        check_shard(self, p, g, slots, step, segments)
-        if getattr(xp, "holds_no_data", False):
+        if not has_data(self, xp, p, g, slots, step, segments):
             return
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
             directions = self._directions(xp, p, g, slots, step, segments, scale)

@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdpx.errors import ConfigError
 from fsdpx.optim.kept import Kept, kept_of
-from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_number, check_shard
+from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_number, has_data
 from fsdpx.optim.segments import Segments
 
 __all__ = ["AVERAGE", "EMA", "SWA", "Average", "Averaged", "average_of"]
@@ -112,8 +112,7 @@ class Averaged:
         **told: Any,
     ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`."""
-        check_shard(self, p, g, slots, step, segments)
-        if getattr(xp, "holds_no_data", False):
+        if not has_data(self, xp, p, g, slots, step, segments):
             return
         own, distance = {name: slots[name] for name in self.inner.slots}, slots[AVERAGE]
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from fsdpx.array.sums import block_squares
 from fsdpx.optim import kernels
-from fsdpx.optim.optimizer import Rate, Slots, check_options, check_shard
+from fsdpx.optim.optimizer import Rate, Slots, check_options, has_data
 from fsdpx.optim.plain import BLOCK
 from fsdpx.optim.segments import Groups, Segment, Segments
 
@@ -43,8 +43,7 @@ class LAMB:
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
-        check_shard(self, p, g, slots, step, segments)
-        if getattr(xp, "holds_no_data", False):
+        if not has_data(self, xp, p, g, slots, step, segments):
             return
         m, v, (beta1, beta2) = slots["m"], slots["v"], self.betas
         kernels.moments(xp, m, v, g, beta1=beta1, beta2=beta2, scale=scale)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from fsdpx.errors import ConfigError
 from fsdpx.optim.elementwise import Elementwise
 from fsdpx.optim.kept import kept_of, places
-from fsdpx.optim.optimizer import Rate, Slots, check_options, check_shard
+from fsdpx.optim.optimizer import Rate, Slots, check_options, has_data
 from fsdpx.optim.segments import Groups, Run, Segment, Segments
 
 __all__ = ["BUT", "Matrices"]
@@ -40,8 +40,7 @@ class Matrices(ABC):
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
         """One step in place, see `Optimizer.update`."""
-        check_shard(self, p, g, slots, step, segments)
-        if getattr(xp, "holds_no_data", False):
+        if not has_data(self, xp, p, g, slots, step, segments):
             return
         parts: dict[str, Any] = {}
         own = dict(zip(segments.items, self._own(slots, segments), strict=True))

@@ -122,3 +122,9 @@ def check_shard(owner: object, p: Any, g: Any, slots: Slots, step: int, segments
             raise ShapeError(f"{kind}: {name} has shape {array.shape}, but its segments hold {held} elements")
     if step < 1:
         raise ConfigError(f"{kind}: step {step} is below 1, the first")
+
+
+def has_data(owner: object, xp: Any, p: Any, g: Any, slots: Slots, step: int, segments: Segments) -> bool:
+    """Whether there are numbers to update: not in a dry run, which only checks. Errors as of `check_shard`."""
+    check_shard(owner, p, g, slots, step, segments)
+    return not getattr(xp, "holds_no_data", False)

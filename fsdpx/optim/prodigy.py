@@ -10,7 +10,7 @@ from fsdpx.array.sums import GRAIN
 from fsdpx.errors import ConfigError
 from fsdpx.optim import kernels
 from fsdpx.optim.kept import Kept, places
-from fsdpx.optim.optimizer import Rate, Slots, check_number, check_options, check_shard
+from fsdpx.optim.optimizer import Rate, Slots, check_number, check_options, has_data
 from fsdpx.optim.segments import Groups, Segments
 
 __all__ = ["Prodigy"]
@@ -81,8 +81,7 @@ class Prodigy:
         gauge: Gauge | None = None,
     ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`. gauge: what `gauge` gave; without, d stays as it is."""
-        check_shard(self, p, g, slots, step, segments)
-        if getattr(xp, "holds_no_data", False):
+        if not has_data(self, xp, p, g, slots, step, segments):
             return
         d = self.d0 if gauge is None else gauge[1]
         for run in segments.runs(self.groups):

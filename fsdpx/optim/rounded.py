@@ -8,7 +8,7 @@ from fsdpx.array.random import Stretch
 from fsdpx.optim.average import Averaged, average_of
 from fsdpx.optim.elementwise import Elementwise
 from fsdpx.optim.kept import Kept, kept_of
-from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_shard
+from fsdpx.optim.optimizer import Optimizer, Rate, Slots, has_data
 from fsdpx.optim.segments import Segments
 
 __all__ = ["Rounded", "inside"]
@@ -56,8 +56,7 @@ class Rounded:
         **told: Any,
     ) -> None:  # fmt: skip
         """One step in place, see `Optimizer.update`. p and slots in bfloat16, g in float32."""
-        check_shard(self, p, g, slots, step, segments)
-        if getattr(xp, "holds_no_data", False):
+        if not has_data(self, xp, p, g, slots, step, segments):
             return
         if not isinstance(inside(self), Elementwise):
             self._update(xp, p, g, slots, segments, lr=lr, step=step, scale=scale, **told)

@@ -29,18 +29,18 @@ LOCK = "fsdpx.lock"
 
 
 class Pieces:
-    """A read or write under way, piece by piece: a handle as that of a message."""
+    """Reads or writes under way, piece by piece: a handle as that of a message."""
 
-    __slots__ = ("_left",)
+    __slots__ = ("left",)
 
     def __init__(self, left: Sequence[Future[None]]) -> None:
-        self._left = left
+        self.left = left
 
     def test(self) -> bool:
-        return all(piece.done() for piece in self._left)
+        return all(piece.done() for piece in self.left)
 
     def wait(self) -> None:
-        for piece in self._left:
+        for piece in self.left:
             piece.result()
 
 

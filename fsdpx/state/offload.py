@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,12 @@ from fsdpx.config import Offload
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.program import Slot
 from fsdpx.shapes.array import Root
-from fsdpx.state.disk import ALIGN, File, taken
+from fsdpx.state.disk import ALIGN, File, Pieces, taken
 from fsdpx.state.ledger import KINDS, Key, Row
 from fsdpx.state.placement import Placement
 from fsdpx.state.spill import Spilled
 
 __all__ = ["Disk", "open_disk"]
-
-
-class Handles:
-    """Several transfers as one."""
-
-    def __init__(self, all_of_them: Sequence[Handle]) -> None:
-        self._all = all_of_them
-
-    def test(self) -> bool:
-        return all(handle.test() for handle in self._all)
-
-    def wait(self) -> None:
-        for handle in self._all:
-            handle.wait()
 
 
 class Disk:
@@ -102,7 +88,7 @@ class Disk:
         if self.file is None:
             return DONE
         bytes_of = [root.reshape(-1, order="A").view("uint8") for root in roots]
-        return Handles([self.file.write(at, data) for at, data in zip(places, bytes_of, strict=True)])
+        return _together(self.file.write(at, data) for at, data in zip(places, bytes_of, strict=True))
 
     def bring(self, slot: Slot, spilled: Spilled) -> tuple[Handle, list[Any]]:
         """Begin to read it into new memory."""
@@ -110,7 +96,7 @@ class Disk:
             return DONE, [Root(nbytes) for nbytes in spilled.sizes]
         whole = [_aligned(np.empty(_whole(nbytes) + ALIGN, np.uint8), _whole(nbytes)) for nbytes in spilled.sizes]
         places = [self._place(slot, i, nbytes) for i, nbytes in enumerate(spilled.sizes)]
-        return Handles([self.file.read(at, data) for at, data in zip(places, whole, strict=True)]), whole
+        return _together(self.file.read(at, data) for at, data in zip(places, whole, strict=True)), whole
 
     def _place(self, slot: Slot, index: int, nbytes: int) -> int:
         """Where a part of an activation lies: the same place in each step, unless it has grown."""
@@ -169,3 +155,7 @@ def _whole(nbytes: int) -> int:
 def _aligned(buffer: Any, nbytes: int) -> Any:
     first = -address(buffer) % ALIGN
     return buffer[first : first + nbytes]
+
+
+def _together(transfers: Iterable[Pieces]) -> Pieces:
+    return Pieces([piece for one in transfers for piece in one.left])

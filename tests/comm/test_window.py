@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import pytest
 
 from fsdpx import spawn
 from fsdpx.comm import Communicator, Died
-from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import CommTimeout, ConfigError
 
 BYTES, TIMES = 256, 40
@@ -71,13 +69,6 @@ def test_a_thread_that_died_is_gone() -> None:
             assert not window.gone(0)
 
     spawn(run, 2, survive=True)
-
-
-@pytest.fixture(params=["node", "mpi"])
-def world(request: Any) -> Iterator[Communicator]:
-    comm = open_world(request.param)
-    yield comm
-    comm.close()
 
 
 @pytest.mark.world

@@ -1,7 +1,6 @@
 """The same promises under real MPI, at whatever number of ranks the tests are run with."""
 
 import time
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -11,17 +10,9 @@ from models import CASES, HYBRID, STRATEGIES, distance, make, part, train
 
 from fsdpx import Local, spawn
 from fsdpx.comm import Communicator
-from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import DataError, DesyncError
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
-
-
-@pytest.fixture(scope="module", params=["node", "mpi"])
-def world(request: Any) -> Iterator[Communicator]:
-    comm = open_world(request.param)
-    yield comm
-    comm.close()
 
 
 EACH = pytest.mark.parametrize("strategy", [*STRATEGIES, "hybrid"])

@@ -1,6 +1,5 @@
 """Pipes, tensor axes and 3D meshes under real MPI, at whatever number of ranks the tests are run with."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,16 +9,8 @@ from models import distance
 
 from fsdpx import Mesh, spawn
 from fsdpx.comm import Communicator
-from fsdpx.comm.opening import world as open_world
 
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
-
-
-@pytest.fixture(scope="module", params=["node", "mpi"])
-def world(request: Any) -> Iterator[Communicator]:
-    comm = open_world(request.param)
-    yield comm
-    comm.close()
 
 
 MESHES = [

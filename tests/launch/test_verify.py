@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from amount import in_full
 import fsdpx
 from fsdpx.__main__ import main, parser
 from fsdpx.comm import Communicator
-from fsdpx.comm.opening import world as open_world
 from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError, MeshError
 from fsdpx.launch.verify import Case, Size, cases, verify_on
@@ -121,13 +119,6 @@ def test_only_sums_over_the_tensor_axis_may_round_with_chunks() -> None:
     pipe, tensor = fsdpx.Mesh(pipe=2, shard=2), fsdpx.Mesh(tensor=2, shard=2)
     assert Case("fsdp", "float32", pipe, chunks=4).tolerance == 0.0
     assert Case("fsdp", "float32", tensor, chunks=4).tolerance == Case("fsdp", "float32").tolerance == 1e-5
-
-
-@pytest.fixture(scope="module", params=["node", "mpi"])
-def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    comm = open_world(request.param)
-    yield comm
-    comm.close()
 
 
 @pytest.mark.world

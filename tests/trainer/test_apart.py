@@ -1,6 +1,6 @@
 """Ranks that step at their own speed: asynchronous SGD, gossip and elastic averaging, on thread ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,7 +9,6 @@ import pytest
 import fsdpx
 from fsdpx import EASGD, Async, Gossip, Mesh, nn, optim, spawn
 from fsdpx.comm import Communicator, Died, FakeCommunicator
-from fsdpx.comm.opening import world as open_world
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import VirtualTime
 
@@ -307,13 +306,6 @@ def test_what_is_no_whole_step_is_refused() -> None:
 
 
 # -- processes: through the memory of a machine, and through windows of MPI
-
-
-@pytest.fixture(scope="module", params=["node", "mpi"])
-def world(request: Any) -> Iterator[Communicator]:
-    comm = open_world(request.param)
-    yield comm
-    comm.close()
 
 
 @pytest.mark.world
