@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from fsdpx.facade.distribute import distribute
     from fsdpx.facade.dryrun import dry_run
     from fsdpx.facade.functional import *
+    from fsdpx.launch.call import launch
     from fsdpx.launch.info import info
+    from fsdpx.launch.options import LaunchConfig
     from fsdpx.optim.average import EMA, SWA
     from fsdpx.state.local import Local
     from fsdpx.trainer.costs import layer_costs
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from fsdpx.trainer.trainer import Trainer
     from fsdpx.watch.preempt import Preempted, Preemption
 
-_FLOORS = ("data", "errors", "nn", "optim", "testing")
+_FLOORS = ("data", "errors", "launch", "nn", "optim", "testing")
 _NAMES = {
     "fsdpx.checkpoint.weights": ("WeightsReport",),
     "fsdpx.codecs": ("Between", "Cast", "Codec", "Int8", "OneBit", "Plain", "PowerSGD", "RandomK", "Sign", "TopK"),
@@ -54,6 +56,7 @@ _NAMES = {
         "is_initialized", "local_rank", "rank", "recv", "reduce", "reduce_scatter", "scatter", "send", "world_size",
     ),
     "fsdpx.launch.info": ("info",),
+    "fsdpx.launch.options": ("LaunchConfig",),
     "fsdpx.optim.average": ("EMA", "SWA"),
     "fsdpx.state.local": ("Local",),
     "fsdpx.trainer.costs": ("layer_costs",),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdpx.errors import LaunchError
 
-__all__ = ["Environment", "Launcher", "alone", "check_alone", "check_size", "read"]
+__all__ = ["Environment", "Launcher", "allocation", "alone", "check_alone", "check_size", "read"]
 
 _YES = ("1", "true", "yes", "on")
 _NO = ("", "0", "false", "no", "off")
@@ -115,6 +115,12 @@ def alone(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     of_jobs = (*of_launchers, "FSDPX_EXPECT_SIZE", "FSDPX_RUN")
     return {name: value for name, value in environ.items() if not name.startswith(of_jobs)}
+
+
+def allocation(environ: Mapping[str, str] = os.environ) -> str:
+    """The scheduler that has given this process an allocation: "slurm", "flux", "pbs" or ""."""
+    marks = {"slurm": "SLURM_JOB_ID", "flux": "FLUX_URI", "pbs": "PBS_NODEFILE"}
+    return next((name for name, variable in marks.items() if environ.get(variable)), "")
 
 
 def check_size(size: int, environment: Environment, library: str = "MPI") -> None:

@@ -1,0 +1,17 @@
+"""How jobs start. The module itself can be called: `fsdpx.launch(train, ranks=4)` is `fsdpx.launch.call.launch`."""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Launch(ModuleType):
+    """The class of this module: a folder of the package and a function of the user have the same name."""
+
+    def __call__(self, what: Any, *args: Any, **options: Any) -> Any:
+        from fsdpx.launch.call import launch
+
+        return launch(what, *args, **options)
+
+
+sys.modules[__name__].__class__ = _Launch

@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 from typing import Any
 
@@ -12,6 +11,7 @@ from fsdpx.array import blas
 from fsdpx.comm.opening import backend_name
 from fsdpx.comm.place import place
 from fsdpx.launch.left import left
+from fsdpx.launch.library import library
 from fsdpx.state.tables import bytes_text
 from fsdpx.state.tuning import stored
 from fsdpx.version import __version__
@@ -115,13 +115,8 @@ def _numba() -> str:
 
 
 def _mpi() -> str:
-    """Asked in a process of its own: loading MPI here could start it, or spoil a later start."""
-    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        return f"none ({reason}); pip install 'fsdpx[mpich]'"
-    return " ".join(done.stdout.strip("\0\n ").split("\n")[0].strip("\0").split())
+    loaded, reason = library()
+    return loaded or f"none ({reason}); pip install 'fsdpx[mpich]'"
 
 
 def _launcher() -> str:

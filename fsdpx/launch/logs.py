@@ -1,0 +1,71 @@
+"""What ranks print, in a file each, and on the launcher's terminal with their numbers before the lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["Follower", "ask", "asked", "redirect"]
+
+_MARK = "logs"
+"""A file in the folder of this start that names the folder for logs. A rank on a host that does not see it prints as
+usual: there is nobody who could follow what it writes there."""
+_EVERY = 0.1
+
+
+def ask(run: Path, folder: Path) -> None:
+    (run / _MARK).write_text(str(folder))
+
+
+def asked(run: Path) -> Path | None:
+    mark = run / _MARK
+    return Path(mark.read_text()) if mark.exists() else None
+
+
+def redirect(folder: Path, rank: int) -> None:
+    """What this process and its libraries print goes to the end of the rank's file, line by line."""
+    log = os.open(folder / f"rank-{rank:04}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    for text in (sys.stdout, sys.stderr):
+        text.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+class Follower:
+    """A thread that prints the lines that come to the files of a folder, from now on until `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._read = {path: path.stat().st_size for path in folder.glob("rank-*.log")}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fsdpx run logs", daemon=True)
+        self._thread.start()
+
+    def close(self, ends: Mapping[int, str]) -> None:
+        """Print what is left, lines without an end too, and write how ranks ended."""
+        self._stop.set()
+        self._thread.join()
+        self._print(whole=False)
+        for rank, text in ends.items():
+            (self.folder / f"rank-{rank:04}.json").write_text(text)
+
+    def _run(self) -> None:
+        while not self._stop.wait(_EVERY):
+            self._print()
+
+    def _print(self, whole: bool = True) -> None:
+        for path in sorted(self.folder.glob("rank-*.log")):
+            at = self._read.get(path, 0)
+            with path.open("rb") as file:
+                file.seek(at)
+                text = file.read()
+            if whole:
+                text = text[: text.rfind(b"\n") + 1]
+            self._read[path] = at + len(text)
+            rank = int(path.stem.partition("-")[2])
+            for line in text.decode(errors="replace").splitlines():
+                print(f"[{rank}] {line}", flush=True)

@@ -1,0 +1,262 @@
+"""What `fsdpx run` starts: the command of every launcher, hostfiles, and mistakes that are said in one line."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import fsdpx
+from fsdpx.__main__ import main
+from fsdpx.errors import LaunchError
+from fsdpx.launch import launchers
+from fsdpx.launch.hosts import Host, read_hosts, share
+from fsdpx.launch.options import LaunchConfig
+
+SAYS = {
+    "srun": "slurm 23.11.4",
+    "flux": "commands: 0.66.0\nlibflux-core: 0.66.0",
+    "openmpi": "mpiexec (Open MPI) 5.0.11",
+    "intel": "Intel(R) MPI Library for Linux* OS, Version 2021.14 Build 20241121",
+    "pals": "PALS version 1.7.1",
+    "msmpi": "Microsoft MPI Startup Program [Version 10.1.12498.18]",
+    "hydra": "HYDRA build details:\n    Version: 5.0.2",
+    "unknown": "launch-o-matic 3",
+}
+LOADED = {"openmpi": "Open MPI v5.0.11", "msmpi": "Microsoft MPI 10.1"}
+OURS = ("FSDPX_EXPECT_SIZE", "FSDPX_RESTART", "FSDPX_RUN")
+TAIL = "-n 4 python -m fsdpx.launch.rank train.py --fast"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on PATH with one launcher, which `has` puts there; no mpiexec beside Python, nor an allocation."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2:2  # the other\n")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setattr(sys, "executable", "python")
+    for name in ("SLURM_JOB_ID", "FLUX_URI", "PBS_NODEFILE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def has(site: Path, name: str, monkeypatch: pytest.MonkeyPatch, *, loaded: str = "", also: str = "") -> None:
+    file = site / "bin" / (name if name in ("srun", "flux") else "mpiexec")
+    file.write_text(f"#!/bin/sh\n[ $1 = --mpi=list ] && echo '{also}' && exit\ncat <<X\n{SAYS[name]}\nX\n")
+    file.chmod(0o755)
+    monkeypatch.setattr(launchers, "library", lambda: (loaded or LOADED.get(name, "MPICH Version: 5.0.2"), ""))
+
+
+def shown(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The command that --dry-run prints, without the variables before it and the launcher's folder."""
+    assert main(["run", "-n", "4", "--dry-run", *options, "train.py", "--fast"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    first = next(i for i, word in enumerate(words) if "=" not in word)
+    assert "FSDPX_EXPECT_SIZE=4" in words[:first]
+    return " ".join([Path(words[first]).name, *words[first + 1 :]])
+
+
+PASS = " ".join(f"-x {name}" for name in OURS)
+ROWS = [
+    ("hydra", "mpiexec", "mpiexec -ppn 2", "mpiexec -hosts n1:2,n2:2"),
+    ("intel", "mpiexec", "mpiexec -ppn 2", "mpiexec -hosts n1,n2 -ppn 2"),
+    (
+        "pals", "mpiexec --cpu-bind none", "mpiexec --cpu-bind none --ppn 2",
+        "mpiexec --cpu-bind none --hosts n1,n2 --ppn 2",
+    ),
+    (
+        "openmpi", f"mpiexec --bind-to none --map-by :OVERSUBSCRIBE {PASS}",
+        f"mpiexec --bind-to none --map-by ppr:2:node:OVERSUBSCRIBE {PASS}",
+        f"mpiexec --bind-to none --host n1:2,n2:2 --map-by :OVERSUBSCRIBE {PASS}",
+    ),
+    (
+        "msmpi", f"mpiexec -genvlist {','.join(OURS)}", f"mpiexec -cores 2 -genvlist {','.join(OURS)}",
+        f"mpiexec -hosts 2 n1 2 n2 2 -genvlist {','.join(OURS)}",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "here", "spread", "on"), ROWS, ids=[row[0] for row in ROWS])
+def test_every_mpiexec_is_told_in_its_own_words(
+    name: str, here: str, spread: str, on: str, site: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    has(site, name, monkeypatch)
+    assert shown(capsys) == f"{here} {TAIL}"
+    assert shown(capsys, "--hostfile", "hosts") == f"{on} {TAIL}"
+    monkeypatch.setenv("PBS_NODEFILE", "nodes")
+    assert shown(capsys, "--nodes", "2") == shown(capsys, "--nproc-per-node", "2") == f"{spread} {TAIL}"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "plugins", "starts"),
+    [
+        ("MPICH Version: 5.0.2", "cray_shasta pmi2", "srun --mpi=pmi2"),
+        ("Open MPI v5.0.11", "none pmi2 pmix", "srun --mpi=pmix"),
+        ("CRAY MPICH version 8.1", "cray_shasta", "srun"),
+        ("Open MPI v5.0.11", "none pmi2", "mpiexec --bind-to none"),  # mpiexec itself asks srun for its daemons
+    ],
+)
+def test_in_an_allocation_of_slurm_the_library_says_how(
+    loaded: str, plugins: str, starts: str, site: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    has(site, "openmpi", monkeypatch)
+    has(site, "srun", monkeypatch, loaded=loaded, also=plugins)
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    alike = "--kill-on-bad-exit=1 --input=none --distribution=block"
+    nodes = "--nodes=2 --ntasks-per-node=2"
+    said = shown(capsys, "--nodes", "2", "--threads", "3")
+    assert said.startswith(f"{starts} ")
+    if starts.startswith("srun"):
+        assert said == f"{starts} {alike} {nodes} {TAIL}"
+        assert shown(capsys, "--hostfile", "hosts") == f"{starts} {alike} {nodes} --nodelist=n1,n2 {TAIL}"
+
+
+def test_in_an_instance_of_flux(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(site, "flux", monkeypatch)
+    monkeypatch.setenv("FLUX_URI", "local:///run/flux/local")
+    alike = "flux run -o exit-on-error -o cpu-affinity=off"
+    assert shown(capsys) == f"{alike} {TAIL}"
+    assert shown(capsys, "--hostfile", "hosts") == f"{alike} -N 2 --requires=host:n1,n2 {TAIL}"
+
+
+def test_a_launcher_that_is_given_gets_what_is_asked_for_and_nothing_else(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(site, "openmpi", monkeypatch)
+    assert shown(capsys, "--mpiexec", "mpiexec --map-by core") == f"mpiexec --map-by core {TAIL}"
+    has(site, "unknown", monkeypatch)
+    assert shown(capsys, "--mpiexec", "mpiexec -q") == f"mpiexec -q {TAIL}"
+    assert main(["run", "-n", "4", "--hostfile", "hosts", "--mpiexec", "mpiexec", __file__]) == 2
+    assert "fsdpx run: mpiexec is no launcher that fsdpx knows: say its own options" in capsys.readouterr().err
+
+
+def test_threads_and_seconds_are_variables(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(site, "hydra", monkeypatch)
+    assert main(["run", "-n", "2", "--dry-run", "--threads", "3", "--timeout", "9", "-m", "train"]) == 0
+    said = capsys.readouterr().out
+    for word in ("OMP_NUM_THREADS=3", "MKL_NUM_THREADS=3", "FSDPX_START_TIMEOUT=9", "fsdpx.launch.rank -m train"):
+        assert f" {word}" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("n1\n\n# a word\nn2\n", [Host("n1", None, 1), Host("n2", None, 4)]),
+        ("n1:4\nn2 slots=2 max_slots=8\nn3 3\n", [Host("n1", 4, 1), Host("n2", 2, 2), Host("n3", 3, 3)]),
+        ("n1\nn1\nn2\n", [Host("n1", 2, 1), Host("n2", 1, 3)]),  # of PBS
+    ],
+)
+def test_hostfiles_of_all_launchers_are_read(tmp_path: Path, text: str, hosts: list[Host]) -> None:
+    (tmp_path / "hosts").write_text(text)
+    assert read_hosts(tmp_path / "hosts") == hosts
+
+
+def test_ranks_are_shared_host_after_host() -> None:
+    two, bare = [Host("n1", 3), Host("n2", 2)], [Host("n1", None), Host("n2", None)]
+    assert share(two, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
+    assert share(two, LaunchConfig(2), 2) == [("n1", 2)]
+    assert share(two, LaunchConfig(4, per_node=2), 4) == [("n1", 2), ("n2", 2)]
+    assert share(bare, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
+    assert share(two, LaunchConfig(2, nodes=1), 2) == [("n1", 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--nodes 0", "nodes=0: one or more is needed"),
+        ("--nproc-per-node 0", "per_node=0: one or more is needed"),
+        ("--timeout 0", "timeout=0: a positive number of seconds is needed"),
+        ("--backoff -1", "backoff=-1.0: 0 or more is needed"),
+        ("--nodes 1 --nproc-per-node 3", "ranks=4: 1 hosts with 3 ranks each have room for 3; ask for fewer ranks"),
+        (
+            "--nodes 2",
+            "2 hosts are asked for, but not which: this is no allocation of Slurm, PBS or Flux",
+        ),
+        ("--hostfile few", "ranks=4: few has 3 slots on 2 hosts (n1:2, n2:1); start fewer ranks, or name more hosts"),
+        ("--hostfile few --nodes 3", "nodes=3: few names 2 hosts"),
+        ("--hostfile typo", "typo:2: 'n2 slot=2' is no line of a hostfile: write one host in a line, as n1, n1:4,"),
+        ("--hostfile zero", "zero:1: 'n1:0' is no line of a hostfile"),
+        ("--hostfile empty", "the hostfile empty names no host: write one host in a line"),
+        ("--hostfile gone", "the hostfile gone cannot be read: No such file or directory"),
+        ("--hostfile nobody", "nobody:2: host 'no-such-host.invalid' is unknown here ("),
+        ("--folder few/x", "/few/x cannot be written (Not a directory): name a folder that can"),
+        ("--logs few/x", "/few/x cannot be written (Not a directory): name a folder that can"),
+    ],
+)
+def test_mistakes_are_one_line_with_a_remedy(
+    options: str, text: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(site, "hydra", monkeypatch)
+    files = {
+        "few": "n1:2\nn2:1\n", "typo": "n1:2\nn2 slot=2\n", "zero": "n1:0\n", "empty": "# none\n",
+        "nobody": "localhost:3\nno-such-host.invalid:3\n", "train.py": "",
+    }  # fmt: skip
+    for name, content in files.items():
+        (site / name).write_text(content)
+    assert main(["run", "-n", "4", *options.split(), "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("fsdpx run: ")
+    assert text in said
+    assert said.count("\n") == 1
+
+
+def test_hosts_that_differ_are_refused_by_launchers_that_cannot_say_so(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has(site, "intel", monkeypatch)
+    (site / "hosts").write_text("n1:1\nn2:3\n")
+    config = LaunchConfig(4, hostfile=Path("hosts"))
+    with pytest.raises(LaunchError, match=r"mpiexec of Intel MPI wants the same number .* not n1:1, n2:3: name hosts"):
+        launchers.command(launchers.find(config), config, 4, ["train.py"], [])
+
+
+def test_an_mpiexec_of_another_mpi_is_named(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(site, "openmpi", monkeypatch, loaded="MPICH Version: 5.0.2")
+    assert main(["run", "-n", "2", "train.py"]) == 2
+    said = capsys.readouterr().err
+    assert "/bin/mpiexec is the mpiexec of Open MPI, but mpi4py loads MPICH Version: 5.0.2: each rank would be" in said
+    assert said.endswith("make mpi4py load the other (MPI4PY_LIBMPI=/path/to/libmpi.so)\n")
+
+
+def test_no_launcher_at_all(site: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(site / "bin"))
+    assert main(["run", "-n", "2", "train.py"]) == 2
+    assert capsys.readouterr().err == (
+        "fsdpx run: no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec\n"
+    )
+
+
+def test_a_batch_file_says_the_same_job(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "2", "--threads", "3", "--grace", "90", "--elastic", "train.py", "--name", "a b"]
+    assert main(["run", "-n", "4", "--print-sbatch", *words]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "--job-name=train",
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "--cpus-per-task=3",
+        "--signal=B:USR1@150 --requeue",
+    ):
+        assert f"#SBATCH {line}\n" in text
+    words = "run --ranks 4 --nodes 2 --elastic --threads 3 --grace 90.0 train.py --name 'a b'"
+    assert f"\npython -m fsdpx {words} & job=$!\n" in text
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_what_cannot_be_given_to_other_processes_is_said() -> None:
+    with pytest.raises(LaunchError, match=r"^launch\(.*lock.*\): it cannot be given to other processes: "):
+        fsdpx.launch(threading.Lock().acquire, ranks=2)
+    assert isinstance(fsdpx.launch, type(sys))  # a folder of the package, too

@@ -1,0 +1,122 @@
+"""Real jobs of `fsdpx run` and `fsdpx.launch`: what ranks print and return, and how they end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from trials import TRAINER, environment, none_left
+
+import fsdpx
+from fsdpx.errors import LaunchError
+from fsdpx.launch.logs import Follower
+
+pytestmark = [pytest.mark.mpi_skip, pytest.mark.jobs]
+
+
+def run(folder: Path, program: str, *options: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A job on 4 ranks, and the seconds from `open("at", "w")` in it to its end."""
+    (folder / "job.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdpx", "run", "-n", "4", "--max-restarts", "0", *options, "job.py"],
+        cwd=folder, capture_output=True, text=True, timeout=100, env=environment(TMPDIR=str(folder)),
+    )  # fmt: skip
+    at = folder / "at"
+    return done, time.time() - at.stat().st_mtime if at.exists() else 0.0
+
+
+FAILS = (
+    TRAINER
+    + """
+trainer.step(*(array[mine] for array in batches[0]))
+if comm.rank == 2:
+    open("at", "w").close()
+    {what}
+fsdpx.barrier()
+"""
+)
+WAYS = [
+    ("1 / 0", "ended with ZeroDivisionError", "1"),
+    ("sys.exit(3)", "ended with exit status 3", "3"),
+    ("import ctypes; ctypes.string_at(0)", "died (status ", "11|139"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "died (status ", "9|137"),
+]
+
+
+@pytest.mark.parametrize(("what", "said", "statuses"), WAYS, ids=["exception", "exit", "SEGV", "KILL"])
+def test_however_one_rank_ends_the_job_ends_soon_and_names_it(
+    tmp_path: Path, what: str, said: str, statuses: str
+) -> None:
+    done, seconds = run(tmp_path, FAILS.format(what=what))
+    assert str(done.returncode) in statuses.split("|"), done.stderr
+    assert f" {said}" in done.stderr.partition("fsdpx run: rank 2 on ")[2], done.stderr
+    assert seconds < 20  # most of a second when nothing else runs
+    assert none_left(tmp_path)
+
+
+PRINTS = """
+import os, sys, fsdpx
+comm = fsdpx.init()
+print("begun", comm.rank)
+fsdpx.barrier()
+os.write(2, b"raw\\n")
+print("threads", os.environ["OMP_NUM_THREADS"], end="")
+sys.exit(3 * (comm.rank == 1))
+"""
+
+
+def test_each_rank_has_its_log_and_a_record_of_its_end(tmp_path: Path) -> None:
+    done, _ = run(tmp_path, PRINTS, "--logs", "logs", "--threads", "1")
+    assert done.returncode == 3, done.stderr
+    for rank in range(4):
+        text = (tmp_path / "logs" / f"rank-000{rank}.log").read_text()
+        assert text.startswith(f"begun {rank}\nraw\n")
+        assert f"[{rank}] begun {rank}\n[{rank}] raw\n" in "".join(
+            line for line in done.stdout.splitlines(keepends=True) if line.startswith(f"[{rank}]")
+        )
+    assert "threads 1" in (tmp_path / "logs" / "rank-0001.log").read_text()
+    assert json.loads((tmp_path / "logs" / "rank-0001.json").read_text())["status"] == 3
+
+
+def test_only_whole_lines_are_followed_until_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank-0002.log").write_text("of an earlier start\n")
+    follower = Follower(tmp_path)
+    with (tmp_path / "rank-0002.log").open("a") as file:
+        file.write("one\ntw")
+        file.flush()
+        while "one" not in (said := capsys.readouterr().out):
+            time.sleep(0.01)
+        file.write("o")
+    follower.close({2: "done"})
+    assert said == "[2] one\n"
+    assert capsys.readouterr().out == "[2] two\n"
+    assert (tmp_path / "rank-0002.json").read_text() == "done"
+
+
+SUMS = """
+import fsdpx
+def add(comm, more):
+    print("rank", comm.rank, "adds")
+    if more < 0:
+        raise ValueError("less")
+    return comm.rank, int(fsdpx.all_reduce(comm.rank + more))
+"""
+
+
+def test_a_function_gives_what_it_returned_on_each_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment(TMPDIR=str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "sums.py").write_text(SUMS)
+    monkeypatch.syspath_prepend(tmp_path)
+    add = importlib.import_module("sums").add
+    assert fsdpx.launch(add, 2, ranks=2) == [(0, 5), (1, 5)]
+    assert "[1] rank 1 adds\n" in capsys.readouterr().out
+    with pytest.raises(LaunchError, match=r"^rank [01] on .* ended with ValueError"):
+        fsdpx.launch(add, -1, config=fsdpx.LaunchConfig(ranks=2, max_restarts=0))
