@@ -77,7 +77,8 @@ chaos: $(VENV)/.ready
 # Only Open MPI lets a job outlive its ranks.
 ifeq ($(MPI),openmpi)
 test-elastic: $(VENV)/.ready
-	$(PY) -m pytest tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py tests/watch/test_leaving.py \
+	$(PY) -m pytest tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py \
+		tests/elastic/test_apart_processes.py tests/watch/test_leaving.py \
 		tests/launch/test_start.py tests/launch/test_left.py tests/facade
 
 chaos-elastic: $(VENV)/.ready

@@ -33,6 +33,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "optimizer on disk": ("optimizer",),
     "and parameters": ("optimizer", "parameters"),
     "and activations": ("optimizer", "parameters", "activations"),
+    "and gradients": ("optimizer", "parameters", "activations", "gradients"),
 }
 BLOCK = 8 << 20
 

@@ -143,7 +143,10 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--precision", default="float32")
     p.add_argument("--group-bytes", default=None, help="group small layers up to so many bytes of parameters: 1MiB")
     p.add_argument("--ahead", type=int, default=None, help="pages gathered ahead of use")
-    p.add_argument("--offload", default=None, metavar="WHAT,...", help="on disk: optimizer, parameters, activations")
+    p.add_argument(
+        "--offload", default=None, metavar="WHAT,...", help="on disk: optimizer, parameters, activations, gradients"
+    )
+    p.add_argument("--offload-folder", default="(a folder)", metavar="DIR", help="on that disk: how long it takes")
     p.add_argument("--optimizer", default="adamw", choices=("adamw", "sgd"))
     p.add_argument("--grid", action="store_true", help="the schedule of all ranks of the pipe, and its bubble")
     p.add_argument("--png", default=None, help="draw the schedule into this file")

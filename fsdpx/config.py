@@ -195,7 +195,7 @@ def sharding(strategy: "str | Sharding | Apart", ranks: int) -> Sharding:
     return replace(strategy, replica=replica, shard=shard)
 
 
-OFFLOADED = ("optimizer", "parameters", "activations")
+OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
 """What can lie in a slower level."""
 
 
@@ -206,8 +206,8 @@ class Offload:
     Parameters
     ----------
     folder : an existing folder on a fast local disk, which no other job and no other trainer uses meanwhile
-    what : one of "optimizer" (its state, averages included), "parameters" (the master shard) and "activations" (what
-        forward keeps for backward), or several of them
+    what : one of "optimizer" (its state, averages included), "parameters" (the master shard), "activations" (what
+        forward keeps for backward) and "gradients" (until the update), or several of them
     direct : past the system's page cache (O_DIRECT); None: where the file system can do so
     """
 

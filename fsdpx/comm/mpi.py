@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +18,11 @@ from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import Array, Call, Handle, ReduceOp
 from fsdpx.comm.checks import copy, overlay
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.deaths import finalize_without_the_dead, lost, ulfm_active
+from fsdpx.comm.mapped import MappedWindow
 from fsdpx.comm.messages import Pairs
 from fsdpx.comm.reduction import is_half
-from fsdpx.comm.requests import Requests, lost, mpi_op, translated, wire
+from fsdpx.comm.requests import Requests, mpi_op, translated, wire
 from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import Finish, Progress, spin
 from fsdpx.comm.window import Window
@@ -174,8 +177,12 @@ class MpiCommunicator(Backend):
     # -- groups ----------------------------------------------------------------------------------
 
     def window(self, nbytes: int) -> Window:
+        """By MPI; where ranks may die, in memory that outlives them, if all are on one machine."""
         from fsdpx.comm.onesided import MpiWindow
 
+        if ulfm_active() and len(set(self.all_gather_object(platform.node()))) == 1:
+            finalize_without_the_dead()
+            return MappedWindow(self, nbytes, self.timeout)
         return MpiWindow(self.raw, nbytes, self.timeout)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -189,8 +196,13 @@ class MpiCommunicator(Backend):
         group._start(cast(MPI.Intracomm, part), self.timeout, self.limit, self.progress)
         return group
 
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that are known here to be dead, where others live on."""
+        return lost(self.raw) if ulfm_active() else ()
+
     def close(self) -> None:
-        if self.raw != MPI.COMM_NULL:
+        """Free it, unless a rank is missing: then it stays as it is until the process ends."""
+        if self.raw != MPI.COMM_NULL and not self.lost():
             self.raw.Free()
 
     def abort(self, code: int = 1) -> None:

@@ -10,19 +10,18 @@ import numpy as np
 from mpi4py import MPI
 
 from fsdpx.comm.calls import Array, Call, ReduceOp, named
+from fsdpx.comm.deaths import DEATHS, lost
 from fsdpx.comm.reduction import is_half
 from fsdpx.comm.steps import Progress, spin
 from fsdpx.comm.survivors import loss
 from fsdpx.errors import CommError, CommTimeout
 
-__all__ = ["Requests", "lost", "mpi_op", "translated", "wire"]
+__all__ = ["Requests", "mpi_op", "translated", "wire"]
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.AVG: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
 _OPS[ReduceOp.PROD] = MPI.PROD
 _BOOL_OPS = {ReduceOp.SUM: MPI.LOR, ReduceOp.MAX: MPI.LOR, ReduceOp.PROD: MPI.LAND, ReduceOp.MIN: MPI.LAND}
 _BOOL = np.dtype(bool)
-_DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
-"""Classes of errors that tell of a death; none where the MPI library has no user-level failure mitigation."""
 
 
 class Waiting(Protocol):
@@ -85,20 +84,9 @@ def translated(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommErr
     does not say it: of several requests only "an error in a status" is known, a connection may break before MPI knows
     why."""
     dead = lost(comm)
-    if error.Get_error_class() in _DEATHS or (_DEATHS and (dead or comm.Is_revoked())):
+    if error.Get_error_class() in DEATHS or (DEATHS and (dead or comm.Is_revoked())):
         return loss(where, dead)
     return CommError(f"{where}: {error}")
-
-
-def lost(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """Ranks of `comm` that MPI knows here to be dead."""
-    if not _DEATHS:
-        return ()
-    failed, everyone = comm.Get_failed(), comm.Get_group()
-    ranks = MPI.Group.Translate_ranks(failed, None, everyone)
-    failed.Free()
-    everyone.Free()
-    return tuple(sorted(ranks))
 
 
 def wire(array: Array) -> Array:

@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
 from contextlib import suppress
-from functools import cache
 from typing import cast
 
 import numpy as np
 from mpi4py import MPI
 
-from fsdpx import environment
 from fsdpx.comm.calls import Call, Handle
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.deaths import finalize_without_the_dead, lost, ulfm_active
 from fsdpx.comm.mpi import MpiCommunicator
-from fsdpx.comm.requests import Requests, lost
+from fsdpx.comm.requests import Requests
 from fsdpx.comm.steps import Progress, spin
 from fsdpx.comm.survivors import Survivor, settle
 from fsdpx.errors import CommTimeout, RankLost
 
-__all__ = ["UlfmCommunicator", "ulfm_active"]
+__all__ = ["UlfmCommunicator"]
 
 _KEPT = 64
 _SECONDS_TO_SETTLE = 0.02
-
-
-@cache
-def ulfm_active() -> bool:
-    """Whether this job outlives its ranks: Open MPI, started with `mpiexec --with-ft ulfm`. Elsewhere the launcher ends
-    the job when a rank dies; MPICH does so even with -disable-auto-cleanup."""
-    return "Open MPI" in MPI.Get_library_version() and environment.read().ulfm
-
-
-def finalize_without_the_dead() -> None:
-    """From now on this process ends without a barrier in MPI_Finalize: the launcher of Open MPI 5.0 sometimes counts
-    ranks that died at about the same time among those that others wait for there, and the job never ends. The same as
-    OMPI_MCA_async_mpi_finalize=1, which would have to be known before MPI is initialized."""
-    with suppress(ValueError, OSError):  # another version: nothing by that name
-        ctypes.c_bool.in_dll(ctypes.CDLL(MPI.__file__), "ompi_async_mpi_finalize").value = True
 
 
 class UlfmCommunicator(MpiCommunicator, Survivor):

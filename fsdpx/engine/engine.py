@@ -183,6 +183,8 @@ class Engine:
         """Count traffic and time anew."""
         self.placement.axes.counters.clear()
         self.clock = Clock()
+        if self.state.disk is not None:
+            self.state.disk.reset()
 
     def drop_stale_views(self) -> None:
         """Let go of memory that the state has given back, and of views of gradients that are not made any more."""

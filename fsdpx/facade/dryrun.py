@@ -136,8 +136,8 @@ def _watched(trainer: Trainer, meter: Meter) -> list[int]:
 
 def _passing(trainer: Trainer, meter: Meter) -> int:
     """Most bytes that were alive beside those of the arena, which stay."""
-    arena = trainer.engine.state.arena
-    buffers = (*arena.kept.values(), *([] if arena.slab is None else [arena.slab]))
+    arena, held = trainer.engine.state.arena, trainer.engine.state.ledger.arrays
+    buffers = (*arena.kept.values(), *held.values(), *([] if arena.slab is None else [arena.slab]))
     return meter.peak - sum({id(buffer.root): buffer.root.nbytes for buffer in buffers}.values())
 
 

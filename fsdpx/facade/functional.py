@@ -100,11 +100,13 @@ def is_initialized() -> bool:
 
 
 def finalize() -> None:
-    """Close the default communicator of this process, if `init` made it. Collective."""
+    """Close the default communicator of this process, if `init` made it. Collective; where ranks may die, it waits for
+    none."""
     opened = defaults.current()
     if opened is not None and not opened.of_thread:
         defaults.put(None)
-        begin(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
+        if not environment.read().ulfm:  # else some may have died, and MPI need not have heard of it
+            begin(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
         unwatch(opened.comm)
         for comm in opened.made:
             comm.close()

@@ -52,7 +52,7 @@ def show(args: argparse.Namespace) -> str:
         schedule=args.schedule or "1f1b",
         sequence=args.sequence,
         recompute=parse_recompute(args.recompute),
-        offload=None if args.offload is None else Offload("(a folder)", args.offload.split(",")),
+        offload=None if args.offload is None else Offload(args.offload_folder, args.offload.split(",")),
     )
     where = "" if mesh is None else f" on {mesh_text(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
@@ -149,7 +149,9 @@ def _traffic(run: DryRun) -> str:
         more = "(in layers)" if layers else "" if predicted else "(control)"
         words = " ".join(filter(None, (check, more)))
         rows.append((call_text(axis, call), f"{count.calls:,}", bytes_text(count.bytes), words))
-    return table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")])
+    time = run.report.disk_time
+    said = [] if time is None or time.rates is None else [str(time)]
+    return "\n".join([table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")]), *said])
 
 
 def _memory(run: DryRun) -> str:

@@ -13,7 +13,7 @@ from fsdpx.array.namespace import from_host
 from fsdpx.nn.layer import Spec
 from fsdpx.state.exchange import Exchange
 from fsdpx.state.ledger import Ledger, Row
-from fsdpx.state.offload import open_disk
+from fsdpx.state.offload import Disk, open_disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.rows import rows_of
 from fsdpx.state.state import Beyond, TrainState
@@ -42,7 +42,7 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     ledger = Ledger(rows, None if disk is None else disk.mapped)
     for row in rows:
         if row.kept:
-            ledger.arrays[row.key] = _memory(arena, ledger, row)
+            ledger.arrays[row.key] = _memory(arena, ledger, row, disk)
     state = TrainState(placement, arena, ledger, connect_ties(placement), Beyond(disk, exchange))
     if not placement.imaginary:  # random numbers take time, and there is nowhere to put them
         _initial_statistics(placement, ledger)
@@ -60,15 +60,18 @@ def _placed(placement: Placement, arena: Arena) -> list[Row]:
         if not lay_out_in_windows(placement, arena, full, "full parameters", together=True):
             rows = list(rows_of(placement, True, 0))
     gradients = [row for row in rows if row.key.kind == "grad"]
-    if arena.memory is not None and placement.keep_grads:
+    if arena.memory is not None and placement.keep_grads and not placement.offloads("gradients"):
         lay_out_in_windows(placement, arena, gradients, "gradients", together=False)
     return rows
 
 
-def _memory(arena: Arena, ledger: Ledger, row: Row) -> Any:
-    if row.inside is None:
-        return arena.keep(row.key, row.elements, row.dtype)
-    return ledger.arrays[row.inside][row.at : row.at + row.elements]
+def _memory(arena: Arena, ledger: Ledger, row: Row, disk: Disk | None) -> Any:
+    if row.inside is not None:
+        return ledger.arrays[row.inside][row.at : row.at + row.elements]
+    if row.level == "map":
+        assert disk is not None
+        return disk.mapped(row)
+    return arena.keep(row.key, row.elements, row.dtype)
 
 
 def _initial_statistics(placement: Placement, ledger: Ledger) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,33 @@ class Pieces:
             piece.result()
 
 
+class Stopwatch:
+    """seconds: in which at least one of several threads was at work."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._at_work, self._since, self._lock = 0, 0.0, threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._at_work:
+                self._since = perf_counter()
+            self._at_work += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._at_work -= 1
+            if not self._at_work:
+                self.seconds += perf_counter() - self._since
+
+
 class File:
     """`nbytes` bytes on disk, there from the start: a disk that is full is found then.
 
-    direct: past the page cache; None: if the file system can."""
+    direct: past the page cache; None: if the file system can. watch: of reads and writes."""
 
     def __init__(self, folder: Path, nbytes: int, direct: bool | None) -> None:
-        self.folder, self.nbytes = folder, nbytes
+        self.folder, self.nbytes, self.watch = folder, nbytes, Stopwatch()
         self._fd, self.direct = _unnamed(folder, direct)
         try:
             _room(self._fd, folder, 0, nbytes)
@@ -88,11 +109,12 @@ class File:
     def _all(self, move: Callable[[memoryview, int], int], at: int, data: Any, done: str) -> None:
         view = memoryview(data)
         try:
-            while len(view):
-                count = move(view, at)
-                if count == 0:
-                    raise OffloadError(f"the file in {self.folder} ends at byte {at:,}")
-                view, at = view[count:], at + count
+            with self.watch:
+                while len(view):
+                    count = move(view, at)
+                    if count == 0:
+                        raise OffloadError(f"the file in {self.folder} ends at byte {at:,}")
+                    view, at = view[count:], at + count
         except OSError as error:
             why = error if isinstance(error, OffloadError) else error.strerror
             raise OffloadError(f"{self.folder}: offloaded state cannot be {done}: {why}") from error

@@ -261,6 +261,10 @@ class Exchange:
                 span = _over(self.placement, _page(key), self.size)[self.rank][1]
                 self._own(key)[...] = self._own(Key("master", key.page))[span.start : span.stop]
 
+    def lost(self) -> list[int]:
+        """Other ranks that have died, as far as this can be known here."""
+        return [rank for rank in self._others if self.window.gone(rank)]
+
     def meet(self) -> None:
         """Return when all ranks that live have come here; until then this one holds up nobody. From here on they are
         equally far."""

@@ -53,9 +53,9 @@ other axis cuts the tensor; "data", those at this place of the data axis: replic
 those of one replica as "shard", and each replica has contents of its own; "private", none: the contents belong to this
 rank alone."""
 
-Level = Literal["device", "host", "disk", "rank"]
-"""Where the bytes are: with the arrays that are computed on, in host memory, on disk, or in the memory of another
-rank."""
+Level = Literal["device", "host", "disk", "map", "rank"]
+"""Where the bytes are: with the arrays that are computed on, in host memory, on disk, there as well but mapped, so that
+the system keeps of it what memory has room for, or in the memory of another rank."""
 
 Lifetime = Literal["run", "step", "use"]
 """How long the contents are good: as long as there is a trainer, until the next update, or while an action uses them.
@@ -146,7 +146,7 @@ class Ledger:
         """Bytes by kind of memory of all rows that have memory of their own, those in common divided by the sharers."""
         total: Counter[str] = Counter()
         for row in self:
-            if row.kept and row.inside is None:
+            if row.kept and row.inside is None and row.level != "map":
                 total[KINDS[row.key.kind].memory] += row.nbytes // row.sharers
         return dict(total)
 
@@ -154,7 +154,7 @@ class Ledger:
         """Bytes by kind of memory of all rows that lie on disk."""
         total: Counter[str] = Counter()
         for row in self:
-            if row.level == "disk":
+            if row.level in ("disk", "map") and row.inside is None:
                 total[KINDS[row.key.kind].memory] += row.nbytes
         return dict(total)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fsdpx.shapes.array import Root
 from fsdpx.state.disk import ALIGN, File, Pieces, taken
 from fsdpx.state.ledger import KINDS, Key, Row
 from fsdpx.state.placement import Placement
+from fsdpx.state.rates import Rates, rates_of
 from fsdpx.state.spill import Spilled
 
 __all__ = ["Disk", "open_disk"]
@@ -30,8 +32,8 @@ class Disk:
 
     file: None in a dry run, which moves nothing."""
 
-    def __init__(self, rows: Iterable[Row], xp: Any) -> None:
-        self.xp = xp
+    def __init__(self, rows: Sequence[Row], xp: Any, offload: Offload) -> None:
+        self.xp, self.offload = xp, offload
         self.file: File | None = None
         self._lock: int | None = None
         self._records: dict[Slot, list[Row]] = {}
@@ -43,16 +45,34 @@ class Disk:
         self._parts: dict[tuple[Slot, int], tuple[int, int]] = {}  # where each part of them lies, and its room
         self._there: dict[Slot, Any] = {}  # the bytes in memory of the records that were fetched
         self.nbytes = 0
-        for record in self._records.values():
-            for row in record:
-                self._places[row.key] = self.nbytes
-                self.nbytes += _whole(row.nbytes)
+        mapped = [row for row in rows if row.level == "map" and row.inside is None]
+        for row in (*(row for record in self._records.values() for row in record), *mapped):
+            self._places[row.key] = self.nbytes
+            self.nbytes += _whole(row.nbytes)
 
-    def open(self, offload: Offload, owner: str) -> None:
+    def open(self, owner: str) -> None:
         """Take the folder and as much of the disk as is needed; OffloadError if that cannot be."""
-        folder = Path(offload.folder)
+        folder = Path(self.offload.folder)
         self._lock = taken(folder, owner)
-        self.file = File(folder, self.nbytes, offload.direct)
+        self.file = File(folder, self.nbytes, self.offload.direct)
+
+    # -- time ----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def rates(self) -> Rates | None:
+        """How fast this disk is, if that can be known; measured when first asked for."""
+        return rates_of(Path(self.offload.folder), self.offload.direct)
+
+    @property
+    def seconds(self) -> float:
+        """For which reads or writes were under way, since the last `reset`."""
+        return 0.0 if self.file is None else self.file.watch.seconds
+
+    def reset(self) -> None:
+        if self.file is not None:
+            self.file.watch.seconds = 0.0
+
+    # -- records -------------------------------------------------------------------------------------------------------
 
     def size(self, record: Slot) -> int:
         """Bytes of a record on disk."""
@@ -121,12 +141,12 @@ class Disk:
         self.file = self._lock = None
 
 
-def open_disk(placement: Placement, rows: Iterable[Row]) -> Disk | None:
+def open_disk(placement: Placement, rows: Sequence[Row]) -> Disk | None:
     """What `Offload` asks for, if it was given. Collective: OffloadError on all ranks if one of them cannot have it."""
     offload = placement.options.offload
     if offload is None:
         return None
-    disk = Disk(rows, placement.xp)
+    disk = Disk(rows, placement.xp, offload)
     if not placement.imaginary:
         _open(disk, offload, placement.axes.world)
     return disk
@@ -138,7 +158,7 @@ def _open(disk: Disk, offload: Offload, world: Communicator) -> None:
     owner = f"process {os.getpid()} on {platform.node()}, {time.time_ns()}"
     problem, cause = None, None
     try:
-        disk.open(offload, world.all_gather_object(owner)[0])
+        disk.open(world.all_gather_object(owner)[0])
     except OffloadError as error:
         problem, cause = str(error), error
     for rank, text in enumerate(world.all_gather_object(problem)):

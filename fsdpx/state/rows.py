@@ -87,10 +87,12 @@ def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterat
     be reading elsewhere, else in front."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keep_grads
     lifetime: Lifetime = "step" if kept else "use"
+    level: Level = "map" if placement.offloads("gradients") else "device"
     times = placement.accumulation.times
-    yield (full := Row(Key("grad", p), dtype, Range(0, page.size), "private", lifetime, times=times))
-    inside = full.key if kept else None
-    yield Row(Key("part", p), dtype, page.mine, lifetime="step", inside=inside, at=page.mine.start * (kept and windows))
+    full = Row(Key("grad", p), dtype, Range(0, page.size), "private", lifetime, level if kept else "device", times)
+    yield full
+    inside, at = (full.key, page.mine.start * windows) if kept else (None, 0)
+    yield Row(Key("part", p), dtype, page.mine, lifetime="step", level=level, inside=inside, at=at)
 
 
 def _memory(placement: Placement, page: ShardedPage) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isnan, nan
@@ -15,7 +15,9 @@ from fsdpx.engine.engine import Engine
 from fsdpx.engine.messages import travelling
 from fsdpx.program import Moves, Program, Sizes, Traffic, traffic
 from fsdpx.state.footprint import Footprint, peak_rss, reading
+from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
+from fsdpx.state.rates import Rates
 from fsdpx.state.tables import bytes_text, table
 from fsdpx.state.ties import Tie
 
@@ -24,6 +26,8 @@ __all__ = ["Report", "call_text", "peak_rss", "report", "sizes_of"]
 OUTSIDE = "outside of programs: reading data, saving, printing, callbacks, and Python between two programs"
 
 
+Moving = tuple[str, str]
+"""Axis and collective."""
 SHOWN = 20
 """Reduces with a line of their own."""
 
@@ -39,6 +43,28 @@ class Reduced(NamedTuple):
     sent: int
     plain: int
     error: float
+
+
+class DiskTime(NamedTuple):
+    """How long a disk takes, in seconds, at the rate that was measured on it. rates: None if there is none. step:
+    expected of one step, or of a round. expected, measured: of all that was moved so far; measured is 0 where nothing
+    is (dry runs)."""
+
+    rates: Rates | None
+    step: float
+    expected: float
+    measured: float
+
+    def __str__(self) -> str:
+        took = f"{self.measured:.3f} s at work" if self.measured else ""
+        if self.rates is None:
+            return ", ".join(filter(None, ("disk: its rate was not measured", took)))
+        speed = " and ".join(f"{rate / 1e6:,.0f} MB/s {how}" for rate, how in zip(self.rates, HOW, strict=True))
+        so_far = f"; so far {took}, {self.expected:.3f} s expected" if took else ""
+        return f"disk: {self.step:.3f} s per step expected at {speed}{so_far}"
+
+
+HOW = ("read", "written")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +101,8 @@ class Moved:
 @dataclass(frozen=True, kw_only=True)
 class Report(Moved):
     """memory: bytes by kind, of all that is held. disk: of what lies there. times: verb -> (seconds, seconds waited,
-    count). overlap: mesh axis -> share of the time transfers were under way in which this rank computed."""
+    count). overlap: mesh axis -> share of the time transfers were under way in which this rank computed. disk_time: if
+    something lies on disk."""
 
     rank: int
     ranks: int
@@ -88,6 +115,7 @@ class Report(Moved):
     times: dict[str, tuple[float, float, int]]
     overlap: dict[str, float]
     seconds: float
+    disk_time: DiskTime | None = None
     read_footprint: Callable[[], Footprint | None] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -126,7 +154,9 @@ class Report(Moved):
             )
         rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
         hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
-        return "\n".join([table(rows), OUTSIDE, *([f"transfers hidden behind computing: {hidden}"] if hidden else [])])
+        disk = [] if self.disk_time is None else [str(self.disk_time)]
+        transfers = [f"transfers hidden behind computing: {hidden}"] if hidden else []
+        return "\n".join([table(rows), OUTSIDE, *transfers, *disk])
 
 
 def call_text(axis: str, call: str) -> str:
@@ -137,14 +167,16 @@ def call_text(axis: str, call: str) -> str:
 def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
     """programs: of a step, or of the steps of a round, with how often each runs."""
     clock, state, place = engine.clock, engine.state, engine.placement
+    counted = {(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters}
+    predicted = _predicted(engine, programs)
     return Report(
         rank=place.axes.world.rank,
         ranks=place.axes.world.size,
         steps=state.steps,
         parameters=place.layout.size,
         units=len(place.layout.units),
-        traffic={(axis, verb): Traffic(calls, nbytes) for axis, verb, calls, nbytes in place.axes.counters},
-        predicted=_predicted(engine, programs),
+        traffic=counted,
+        predicted=predicted,
         per="step" if place.rounds is None else f"round of {place.rounds.every} steps",
         memory=state.nbytes(),
         disk=state.ledger.on_disk(),
@@ -153,6 +185,7 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
         reduces=list(_reduces(engine)),
+        disk_time=None if state.disk is None else _disk_time(state.disk, predicted, counted),
         read_footprint=None if place.imaginary else reading(state),
     )
 
@@ -164,6 +197,16 @@ def _predicted(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[
             have = total.get(key, Traffic())
             total[key] = Traffic(have.calls + times * one.calls, have.bytes + times * one.bytes)
     return total
+
+
+def _disk_time(disk: Disk, step: Mapping[Moving, Traffic], so_far: Mapping[Moving, Traffic]) -> DiskTime:
+    if (rates := disk.rates) is None:
+        return DiskTime(None, nan, nan, disk.seconds)
+
+    def expected(moved: Mapping[Moving, Traffic]) -> float:
+        return rates.seconds(*(moved.get(("disk", call), Traffic()).bytes for call in ("read", "write")))
+
+    return DiskTime(rates, expected(step), expected(so_far), disk.seconds)
 
 
 def _saved(sent: int, plain: int) -> str:

@@ -69,6 +69,8 @@ class Session:
         if self.place.imaginary:
             return
         self.meet()
+        if call == "close" and self.state.exchange is not None and self.state.exchange.lost():
+            return  # the dead do not come, and those who live need nothing of each other any more
         calls.begin(self._meeting(call), call)
         if call not in STEP:
             self.state.land()

@@ -12,8 +12,8 @@ def test_rows_say_what_lies_where_and_tables_show_it(tmp_path: Path) -> None:
         found["plain"] = plain(tmp_path, found["moved"] // 2) if found["moved"] else 0.0
         rows.append({"way": way, **found})
     state = 3 * 128 * 128 * 4
-    assert [row["disk"] for row in rows] == [0, 2 * state, 3 * state, 3 * state]
-    assert [row["moved"] for row in rows] == [0, 4 * state, 6 * state, 6 * state]
+    assert [row["disk"] for row in rows] == [0, 2 * state, 3 * state, 3 * state, 4 * state]
+    assert [row["moved"] for row in rows] == [0, 4 * state, 6 * state, 6 * state, 6 * state]
     (_, memory), (_, rates) = tables({"rows": rows})
     assert len(memory.splitlines()) == 1 + len(WAYS)
     assert len(rates.splitlines()) == len(WAYS)

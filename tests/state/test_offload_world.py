@@ -26,6 +26,6 @@ def trained(comm: Communicator, offload: Offload | None) -> Any:
 def test_the_same_bits_as_in_memory(backend: str) -> None:
     with open_world(backend) as comm, tempfile.TemporaryDirectory() as own:
         folder = comm.all_gather_object(own)[0]
-        there = trained(comm, Offload(folder, ("optimizer", "parameters", "activations")))
+        there = trained(comm, Offload(folder, ("optimizer", "parameters", "activations", "gradients")))
         assert there == trained(comm, None)
         comm.barrier().wait()

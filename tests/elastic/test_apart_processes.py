@@ -1,0 +1,67 @@
+"""Ranks at their own speed as real processes, one of which is killed: the others train on, to the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from jobs_ulfm import job, unable
+
+pytestmark = pytest.mark.jobs
+
+
+@pytest.fixture(autouse=True)
+def _ranks_survive_each_other():
+    if reason := unable():
+        pytest.skip(reason)
+
+
+PROGRAM = """
+import os, signal, sys
+from contextlib import contextmanager
+import numpy as np
+import fsdpx
+from fsdpx import nn, optim
+
+STEPS, DEADLY, VICTIM = 40, 12, 1
+
+def deadly(window, steps):
+    '''From now on this rank dies in the middle of what it changes, with the lock of a part.'''
+    opened = window.open
+
+    @contextmanager
+    def open(rank, start, stop, write=True):
+        with opened(rank, start, stop, write) as block:
+            if write and steps():
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield block
+
+    window.open = open
+
+comm = fsdpx.init()
+rng = np.random.default_rng(7)
+x = rng.standard_normal((30, 8)).astype(np.float32)
+y = np.tanh(x[:, :3])
+own = slice(comm.rank, None, comm.size)
+model = nn.Chain(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 3))
+with model.as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(lr=1e-2), strategy=eval(sys.argv[1])) as trainer:
+    if comm.rank == VICTIM:
+        deadly(trainer.engine.state.exchange.window, lambda: trainer.steps == DEADLY)
+    losses = [trainer.step(x[own], y[own]) for _ in range(STEPS)]
+    trainer.finish()
+    print("ended", comm.rank, trainer.steps, losses[0], losses[-1], trainer.fingerprint(), flush=True)
+fsdpx.finalize()
+"""
+
+
+@pytest.mark.parametrize("strategy", ["fsdpx.Async(staleness=3)", "'gossip'", "'easgd'"])
+def test_a_rank_killed_with_a_lock_costs_the_others_nothing(tmp_path: Path, strategy: str) -> None:
+    """They make all of their steps, the loss falls, they have one model in the end, and the job ends well."""
+    done = job(tmp_path, PROGRAM, 3, strategy)
+    assert done.status == 0, done.err
+    assert "Traceback" not in done.err, done.err
+    ended = [line.split() for line in sorted(done.lines("ended"))]
+    assert [(rank, steps) for rank, steps, *_ in ended] == [("0", "40"), ("2", "40")], done.err
+    for _, _, first, last, _ in ended:
+        assert float(last) < 0.5 * float(first)
+    assert len({fingerprint for *_, fingerprint in ended}) == 1
