@@ -2,7 +2,9 @@
 
 Of an error feedback each rank has its own, of whole parameters. So there is a tensor of a parameter's shape for every
 rank that keeps something of it, and on other ranks they are dealt out anew: number i of n goes to number i mod m of m,
-who adds up what it is given. As many ranks as before find the same bits, any other number the same sum."""
+who adds up what it is given. As many ranks as before find the same bits, any other number the same sum.
+
+With chunks each chunk has its own, whichever rank computes it: as many chunks find the same bits on any ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +25,15 @@ from fsdpx.state.state import TrainState
 
 __all__ = ["Arrival", "Name", "arrivals", "kept", "landed", "written"]
 
-PATTERN = re.compile(r"codec\.(shard|replica)\.(\w+)\.(\d+)/(.+)")
+PATTERN = re.compile(r"codec\.(shard|replica|chunk)\.(\w+)\.(\d+)/(.+)")
+DIGITS = "0123456789"
 Arrival = tuple[Held, Any | None]
 
 
 class Name(NamedTuple):
-    """axis: over which the codec sums. memory: the codec's name for it. who: the number of the rank that keeps it,
-    among all that keep one; of what is alike along the axis, the number of the line. of: a parameter; or a page, where
-    it is not by element."""
+    """axis: over which the codec sums, or "chunk". memory: the codec's name for it. who: the number of the rank that
+    keeps it, among all that keep one, or of the chunk; of what is alike along the axis, the number of the line. of: a
+    parameter; or a page, where it is not by element."""
 
     axis: str
     memory: str
@@ -117,7 +120,7 @@ class Memory:
         return recut_of(self.placement, self.row.key) == "sum"
 
     def parts(self) -> Iterator[Part]:
-        axis, _, memory = self.row.key.name.partition("/")
+        axis, memory = self._whose
         place, page, layout = self.placement.axes.coordinates, self.page, self.placement.layout
         if not self.adds:
             line, along = (place.replica, place.shard) if axis == "shard" else (place.shard, place.replica)
@@ -126,7 +129,7 @@ class Memory:
             return
         for field, start, own in page.held(self.array, self.row.span):
             spec, (number, _) = layout.specs[field.source], self._number(axis, layout.specs[field.source])
-            name = Name(axis, memory, number, field.name)
+            name = Name(axis.rstrip(DIGITS), memory, number, field.name)
             part = Held(str(name), own, start, spec, layout.spread.rank, layout.spread.width)
             yield Part(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
@@ -134,15 +137,24 @@ class Memory:
         """Which of the `known` tensors of the same kind come to this part."""
         if not self.adds:
             return [mine.name] if mine.name in known else list(known[:1])
-        here, name = self.placement.axes.summing, mine.name
+        place, name = self.placement, mine.name
+        here = place.axes.summing if place.accumulation.apart is None else ("chunk",)
         wanted = [n for n in known if (n.axis if n.axis in here else here[0]) == name.axis]
-        return [n for n in wanted if n.who % self._number(name.axis, mine.held.spec)[1] == name.who]
+        return [n for n in wanted if n.who % self._number(self._whose[0], mine.held.spec)[1] == name.who]
+
+    @property
+    def _whose(self) -> tuple[str, str]:
+        """An axis or a chunk, and the codec's name for what is kept."""
+        axis, _, memory = self.row.key.name.partition("/")
+        return axis, memory
 
     def _number(self, axis: str, spec: Spec) -> tuple[int, int]:
-        """Which of how many tensors of a parameter this rank keeps. Ranks of the tensor axis have the same of what is
-        not cut, unless each finds a part of its gradient."""
+        """Which of how many tensors of a parameter this rank keeps, of an axis or of a chunk ("chunk5"). Ranks of the
+        tensor axis have the same of what is not cut, unless each finds a part of its gradient."""
         axes = self.placement.axes
         rank, size = (axes.data.rank, axes.data.size) if axis == "shard" else (axes.replica.rank, axes.replica.size)
+        if axis.startswith("chunk"):
+            rank, size = int(axis.removeprefix("chunk")), self.placement.options.chunks or 1
         if spec.cut is None and self.page.partial:
             return rank * axes.tensor.size + axes.tensor.rank, size * axes.tensor.size
         return rank, size

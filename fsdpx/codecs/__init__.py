@@ -2,6 +2,7 @@
 
 from fsdpx.codecs.cast import Cast
 from fsdpx.codecs.codec import Calls, Codec, Moves, Recut
+from fsdpx.codecs.compressed import Compressed
 from fsdpx.codecs.int8 import Int8
 from fsdpx.codecs.named import codec
 from fsdpx.codecs.onebit import OneBit
@@ -18,6 +19,7 @@ __all__ = [
     "Choice",
     "Codec",
     "Codecs",
+    "Compressed",
     "Int8",
     "Moves",
     "OneBit",

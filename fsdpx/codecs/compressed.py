@@ -37,6 +37,9 @@ class Compressed(Codec):
 
     feedback = True
     """Whether what is lost is kept."""
+    block: int | None = None
+    """Elements after each other of which alone it depends what becomes of each of them, counted from the first that are
+    packed together; None: all of those. A divisor of 1,024 can be used with `chunks`."""
     random = False
     """Whether packing takes random numbers."""
     warmup: int = 0
@@ -73,12 +76,12 @@ class Compressed(Codec):
         if "error" in memory:
             grad += memory["error"]
 
-    def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory) -> None:
+    def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory, turn: int) -> None:
         """All parts of a gradient are packed, and lie in `parts`."""
         return
 
     def alone(self, grad: Array, memory: Memory) -> None:
-        self.prepare(grad, memory, self._turn(memory))
+        self.prepare(grad, memory, self.next_turn(memory))
         for name, kept in memory.items():
             if name == "error":
                 kept[...] = 0
@@ -111,12 +114,12 @@ class Compressed(Codec):
         *, what: str,
     ) -> Handle:  # fmt: skip
         check_floats(self, grad.dtype, what)
-        return self._reduce(comm, grad, out, counts, scratch, memory, self._turn(memory), what)
+        return self._reduce(comm, grad, out, counts, scratch, memory, self.next_turn(memory), what)
 
     def reduce_all(self, comm: Communicator, grad: Array, scratch: Array, memory: Memory, *, what: str) -> Handle:
         check_floats(self, grad.dtype, what)
         counts, xp = split_evenly(grad.size, comm.size), namespace_of(grad)
-        turn, error = self._turn(memory), memory.get("error")
+        turn, error = self.next_turn(memory), memory.get("error")
         sizes = [self.nbytes(n, turn) for n in counts]
         first, own = sum(counts[: comm.rank]), counts[comm.rank]
         total, mine = xp.empty((own,), dtype=grad.dtype), slice(first, first + own)
@@ -125,14 +128,14 @@ class Compressed(Codec):
         pieces = pieces_of(wire, sizes)
         if _real(xp):
             lost = None if error is None else grad[mine]
-            self.pack_sum(xp, total, pieces[comm.rank], lost, self._numbers(turn, comm.rank, "all", own))
+            self.pack_sum(xp, total, pieces[comm.rank], lost, self.numbers(turn, comm.rank, "all", 0, own))
             if error is not None:
                 error[mine] += lost
         handle = comm.all_gather(pieces[comm.rank], wire, sizes, what=what)
 
         def spread() -> None:
             for r, (piece, part) in enumerate(zip(pieces, pieces_of(grad, counts), strict=True)):
-                self.unpack(xp, piece, part, False, self._numbers(turn, r, "all", part.size))
+                self.unpack(xp, piece, part, False, self.numbers(turn, r, "all", 0, part.size))
 
         return Finish(handle, spread) if _real(xp) else handle
 
@@ -141,30 +144,39 @@ class Compressed(Codec):
         turn: int, what: str,
     ) -> Handle:  # fmt: skip
         xp, sizes, width = namespace_of(grad), [self.nbytes(n, turn) for n in counts], comm.size
-        error, own = memory.get("error"), sizes[comm.rank]
-        sent, room = sum(sizes), own * width
+        own, sent = sizes[comm.rank], sum(sizes)
+        room = own * width
         wire = scratch[:sent] if sent <= scratch.size else xp.empty((sent,), dtype="uint8")
         fits = sent + room <= scratch.size
         parts = scratch[sent : sent + room] if fits else xp.empty((room,), dtype="uint8")
         if _real(xp):
-            self.prepare(grad, memory, turn)
-            kept = [None] * width if error is None else pieces_of(error, counts)
-            pieces = pieces_of(wire, sizes)
-            for r, (x, piece, lost) in enumerate(zip(pieces_of(grad, counts), pieces, kept, strict=True)):
-                self.pack(xp, x, piece, lost, self._numbers(turn, comm.rank, r, x.size))
-            self.packed(pieces, counts, memory)
+            numbers = [self.numbers(turn, comm.rank, r, 0, n) for r, n in enumerate(counts)]
+            self.pack_all(grad, counts, pieces_of(wire, sizes), memory, turn, numbers)
         handle = comm.all_to_all(wire, parts, sizes, [own] * width, what=what)
 
         def add() -> None:
             for r, piece in enumerate(pieces_of(parts, [own] * width)):
-                self.unpack(xp, piece, out, r > 0, self._numbers(turn, r, comm.rank, out.size))
+                self.unpack(xp, piece, out, r > 0, self.numbers(turn, r, comm.rank, 0, out.size))
 
         return Finish(handle, add) if _real(xp) else handle
+
+    def pack_all(
+        self, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, turn: int,
+        numbers: Sequence[Stretch],
+    ) -> None:  # fmt: skip
+        """Pack a gradient in parts of so many elements, each to a wire of its own; it is lost. turn: number of the
+        reduce. numbers: of each part."""
+        xp, error = namespace_of(grad), memory.get("error")
+        self.prepare(grad, memory, turn)
+        kept = [None] * len(counts) if error is None else pieces_of(error, counts)
+        for x, wire, lost, stream in zip(pieces_of(grad, counts), wires, kept, numbers, strict=True):
+            self.pack(xp, x, wire, lost, stream)
+        self.packed(wires, counts, memory, turn)
 
     def _foreign(self, counts: Sequence[int], rank: int) -> int:
         return sum(self.nbytes(n) for r, n in enumerate(counts) if r != rank)
 
-    def _turn(self, memory: Memory) -> int:
+    def next_turn(self, memory: Memory) -> int:
         """How many reduces there were, the same on all ranks; a dry run is one after the warm-up."""
         if not self._counts or not _real(namespace_of(memory["turn"])):
             return self.warmup
@@ -176,8 +188,10 @@ class Compressed(Codec):
     def _counts(self) -> bool:
         return self.random or self.warmup > 0
 
-    def _numbers(self, turn: int, sender: int, owner: int | str, size: int) -> Stretch:
-        return Stretch(turn, f"codec {sender} to {owner}", 0, size)
+    def numbers(self, turn: int, sender: int, owner: int | str, start: int, size: int) -> Stretch:
+        """The random stream of elements [start, start + size) of what `sender` packs for `owner`: a rank or "all"; or a
+        chunk, and the name of a parameter."""
+        return Stretch(turn, f"codec {sender} to {owner}", start, start + size)
 
 
 def check_floats(codec: Codec, dtype: Any, what: str = "") -> None:

@@ -52,7 +52,7 @@ class OneBit(Sign):
             grad[...] = mean
             super().prepare(grad, memory, turn)
 
-    def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory) -> None:
+    def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory, turn: int) -> None:
         keep_numbers(memory["mean"])
 
     def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:

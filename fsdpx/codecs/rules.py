@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from fsdpx.codecs.codec import Codec
+from fsdpx.codecs.plain import Plain
 from fsdpx.errors import ConfigError
 
 __all__ = ["Between", "Choice", "Codecs", "Route"]
@@ -64,6 +65,11 @@ class Codecs:
     def number(self, names: Collection[str]) -> int:
         """Of the rule for a parameter with these names."""
         return next(i for i, (pattern, _) in enumerate(self.rules) if any(fnmatchcase(n, pattern) for n in names))
+
+    @property
+    def packs(self) -> bool:
+        """Whether gradients do not travel as they are over the shard axis."""
+        return not all(isinstance(route.shard, Plain) for _, route in self.rules)
 
     def __iter__(self) -> Iterator[Codec]:
         return (codec for _, route in self.rules for codec in dict.fromkeys(route))

@@ -22,6 +22,8 @@ class Sign(Compressed):
 
     feedback : False for plain signs, which need not converge: for comparisons."""
 
+    block = SIGNS
+
     def __init__(self, feedback: bool = True) -> None:
         self.feedback = bool(feedback)
 

@@ -103,10 +103,11 @@ def join(run: Run, action: Action, taken: Values, read: Values, added: Values) -
 def _reduction(run: Run, action: Action, axis: str, first: bool, memory: Values) -> Reduction:
     p, place, work = number_of(action), run.place, run.workspace
     comm: Communicator = getattr(place.axes, axis)
-    page, over_shards, kept = place.pages[p], axis == "shard", memory[0] if memory else {}
-    mine = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
+    over_shards, kept = axis == "shard", memory[0] if memory else {}
+    if place.accumulation.apart is None:
+        kept = {name.partition("/")[2]: array for name, array in kept.items() if name.startswith(axis)}
     return Reduction(
-        comm, getattr(place.route(p), axis), page.counts, page.mine, work.part(p), first, mine,
+        comm, getattr(place.route(p), axis), place.pages[p], work.part(p), first, kept,
         work.scratch("carry" if over_shards else "join", p),
         work.scratch("trade", p) if over_shards else None,
         work.state.ledger.sizes.setdefault((axis, p), [math.nan, math.nan]),

@@ -153,4 +153,4 @@ def scratch_nbytes(state: TrainState, slot: Slot) -> int:
     if slot.kind == "parcel":
         replicas = place.axes.replica.size
         return place.route(slot.at).replica.scratch(page.mine.size, replicas) if replicas > 1 else 0
-    return place.accumulation.scratch_nbytes(slot.kind, place.route(slot.at), page.size, page.mine.size, itemsize)
+    return place.accumulation.scratch_nbytes(slot.kind, place.route(slot.at), page, itemsize)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Node", "Stack", "chunks_of", "nodes_of", "root"]
+__all__ = ["Node", "Stack", "chunks_of", "depth", "nodes_of", "root"]
 
 T = TypeVar("T")
 
@@ -66,3 +66,13 @@ def nodes_of(chunks: int, run: range) -> tuple[Node, ...]:
     for c in run:
         stack.push(Node(0, c), None)
     return tuple(node for node, _ in stack.entries)
+
+
+def depth(chunks: int, run: range) -> int:
+    """Partial sums alive at once while a run of chunks is pushed one by one, at least 1."""
+    stack: Stack[None] = Stack(chunks, lambda a, b: None)
+    most = 1
+    for c in run:
+        most = max(most, len(stack.entries) + 1)
+        stack.push(Node(0, c), None)
+    return most

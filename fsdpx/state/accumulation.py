@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdpx.codecs import Moves, Route
+from fsdpx.codecs import Compressed, Moves, Plain, Route
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.errors import ConfigError, DataError
-from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of
+from fsdpx.layout.shards import ShardedPage
+from fsdpx.layout.tree import Node, chunks_of, depth, nodes_of
 from fsdpx.state.gradients import ChunkGradients, Gradient, Reduction, Subtrees, WholeGradient, same_memory
+from fsdpx.state.parcels import Parcels, parcel_nbytes
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["Accumulation", "ByTree", "InOrder", "accumulation", "check_chunks", "microbatches_of"]
+__all__ = ["Accumulation", "ByChunk", "ByTree", "InOrder", "accumulation", "check_chunks", "microbatches_of"]
 
 
 def check_chunks(chunks: int | None, microbatches: int | None) -> None:
@@ -37,6 +39,8 @@ class InOrder:
     """Whether results must not depend on how many ranks there are and how pages are cut."""
     times = 1
     """Partial gradients of a page that are alive at once."""
+    apart: range | None = None
+    """The chunks of this rank, where codecs keep what they lose of each by itself."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes, self.ranks = axes, axes.data.size
@@ -90,25 +94,28 @@ class InOrder:
         r = reduction
         if r.comm.size == 1:
             return Transfer(DONE, lambda: part)
-        with r.measured(part):
+        with r.measured(part, r.memory):
             handle = r.codec.reduce_all(r.comm, part, r.carry, r.memory, what=r.what)
         if r.carry.size:
             handle.wait()  # its memory is lent for this action only
         return Transfer(handle, lambda: part)
 
-    def scratch_nbytes(self, kind: str, route: Route, full: int, own: int, itemsize: int) -> int:
-        """Short-lived memory of a reduce ("carry", "trade") or a join of a page with `full` elements, `own` here."""
-        join, axes = kind == "join", self.axes
-        codec, size, width = (route.replica, own, axes.replica.size) if join else (route.shard, full, axes.shard.size)
-        return codec.scratch(size, width) if width > 1 and kind != "trade" else 0
+    def scratch_nbytes(self, kind: str, route: Route, page: ShardedPage, itemsize: int) -> int:
+        """Short-lived memory of a reduce ("carry", "trade") or a join of a page."""
+        if kind == "trade":
+            return 0
+        shard, replica = self.axes.shard.size, self.axes.replica.size
+        if kind == "join":
+            return route.replica.scratch(page.mine.size, replica) if replica > 1 else 0
+        return route.shard.scratch(page.size, shard) if shard > 1 else 0
 
-    def moves(self, route: Route, counts: Sequence[int], own: int, itemsize: int) -> tuple[Moves, Moves]:
-        """The collectives of a reduce and of a join of a page, and the bytes that this rank sends in each. counts:
-        elements of each shard. own: those of this rank's shard that it would own in an all-reduce over replicas."""
+    def moves(self, route: Route, page: ShardedPage, own: int, itemsize: int) -> tuple[Moves, Moves]:
+        """The collectives of a reduce and of a join of a page, and the bytes that this rank sends in each. own: the
+        elements of this rank's shard that it would own in an all-reduce over replicas."""
         shard, replica = self.axes.shard, self.axes.replica
         return (
-            route.shard.moves(counts, shard.rank, itemsize),
-            route.replica.moves_all(counts[shard.rank], replica.size, replica.rank, itemsize),
+            route.shard.moves(page.counts, shard.rank, itemsize),
+            route.replica.moves_all(page.mine.size, replica.size, replica.rank, itemsize),
         )
 
 
@@ -117,12 +124,13 @@ class ByTree:
     the same bits at any number of ranks. Partial sums cost less whole than cut, so reduces wait for all of them."""
 
     bitwise = True
+    apart: range | None = None
 
     def __init__(self, chunks: int, axes: Axes) -> None:
         self.total, self.ranks = chunks, axes.data.size
         self.shard, self.replica = (axes.shard.rank, axes.shard.size), (axes.replica.rank, axes.replica.size)
         self.mine = chunks_of(chunks, axes.data.rank, axes.data.size)
-        self.times = self._depth()
+        self.times = depth(chunks, self.mine)
 
     def __repr__(self) -> str:
         return f"in {self.total} chunks"
@@ -180,19 +188,19 @@ class ByTree:
         total = part.join(r.comm, self._groups, r.part, r.what)
         return Transfer(DONE, lambda: total)
 
-    def scratch_nbytes(self, kind: str, route: Route, full: int, own: int, itemsize: int) -> int:
+    def scratch_nbytes(self, kind: str, route: Route, page: ShardedPage, itemsize: int) -> int:
         """Partial sums that arrive; those of the shard axis stay until the replicas have traded as well."""
         if kind != "trade":
             return 0
+        own = page.mine.size
         elements = own * sum(map(len, self._held)) if self.shard[1] > 1 else 0
         if self.replica[1] > 1:
             elements += split_evenly(own, self.replica[1])[self.replica[0]] * sum(map(len, self._groups))
         return elements * itemsize
 
-    def moves(self, route: Route, counts: Sequence[int], own: int, itemsize: int) -> tuple[Moves, Moves]:
+    def moves(self, route: Route, page: ShardedPage, own: int, itemsize: int) -> tuple[Moves, Moves]:
         """As many exchanges as any rank holds partial sums; each sends its own."""
-        mine = counts[self.shard[0]]
-        foreign, rest = (sum(counts) - mine) * itemsize, (mine - own) * itemsize
+        foreign, rest = (page.size - page.mine.size) * itemsize, (page.mine.size - own) * itemsize
         trades = _trades(self._groups, self.replica[0], rest)
         return _trades(self._held, self.shard[0], foreign), (*trades, ("all_gather", rest))
 
@@ -212,21 +220,46 @@ class ByTree:
         first, last = (chunks_of(self.total, r, self.ranks) for r in (ranks[0], ranks[-1]))
         return nodes_of(self.total, range(first.start, last.stop))
 
-    def _depth(self) -> int:
-        """Partial sums alive at once: the depth of this rank's tree."""
-        stack: Stack[None] = Stack(self.total, lambda a, b: None)
-        most = 1
-        for c in self.mine:
-            most = max(most, len(stack.entries) + 1)
-            stack.push(Node(0, c), None)
-        return most
+
+class ByChunk(ByTree):
+    """The same where codecs pack gradients: that of each chunk alone, with a memory of its own and parameter by
+    parameter, so that neither what is sent of it nor what is lost depends on how many ranks there are. Its parts go to
+    their owners, who add all chunks along the tree. The gradients of all chunks of a rank stay whole until then."""
+
+    def __init__(self, chunks: int, axes: Axes) -> None:
+        super().__init__(chunks, axes)
+        self.times, self.apart = max(len(self.mine), 1), self.mine
+        self.dealt = [chunks_of(chunks, r, self.shard[1]) for r in range(self.shard[1])]
+
+    def gradient(self, buffer: Any, cut: Callable[[Any], list[Any]], at_home: bool) -> Gradient:
+        return Parcels(cut(buffer), self.mine, self.total, self.dealt)
+
+    def scratch_nbytes(self, kind: str, route: Route, page: ShardedPage, itemsize: int) -> int:
+        """What is sent and what arrives; sums on their way through the tree."""
+        if kind == "trade":
+            return page.mine.size * depth(self.total, range(self.total)) * itemsize
+        if kind != "carry":
+            return 0
+        assert isinstance(route.shard, Compressed)
+        sizes = [parcel_nbytes(route.shard, pieces, 0) for pieces in page.pieces]
+        return sum(sizes) * len(self.mine) + sizes[page.rank] * self.total * (self.shard[1] > 1)
+
+    def moves(self, route: Route, page: ShardedPage, own: int, itemsize: int) -> tuple[Moves, Moves]:
+        if isinstance(route.shard, Plain):  # a report compares with it
+            return super().moves(route, page, own, itemsize)
+        assert isinstance(route.shard, Compressed)
+        sizes = [parcel_nbytes(route.shard, pieces) for pieces in page.pieces]
+        return (("all_to_all", (sum(sizes) - sizes[page.rank]) * len(self.mine)),), ()
 
 
 Accumulation = InOrder | ByTree
 
 
-def accumulation(chunks: int | None, axes: Axes) -> Accumulation:
-    return InOrder(axes) if chunks is None else ByTree(chunks, axes)
+def accumulation(chunks: int | None, axes: Axes, pack: bool = False) -> Accumulation:
+    """pack: codecs make gradients smaller."""
+    if chunks is None:
+        return InOrder(axes)
+    return ByChunk(chunks, axes) if pack else ByTree(chunks, axes)
 
 
 def microbatches_of(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:

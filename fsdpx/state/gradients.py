@@ -1,5 +1,6 @@
 """Full gradients of a page while backward adds into them, and how they become this rank's reduced part."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ import numpy as np
 
 from fsdpx.codecs import Codec
 from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
-from fsdpx.layout.ranges import Range
+from fsdpx.layout.shards import ShardedPage
 from fsdpx.layout.tree import Node, Stack
 from fsdpx.state.transfer import Transfer
 
@@ -18,13 +19,13 @@ __all__ = ["ChunkGradients", "Gradient", "Reduction", "Subtrees", "WholeGradient
 
 class Reduction(NamedTuple):
     """What summing the gradient of one page over one mesh axis needs. part: where this rank's sum is kept; first: there
-    is nothing in it yet. mine: this rank's elements. carry, scratch: short-lived memory of the codec, of a tree. sizes:
-    of the last gradient with all that was owed, and of what is owed after it; Euclidean, for reports."""
+    is nothing in it yet. memory: of the codec; with chunks "chunk5/error" of number 5, "shard/turn" of all. carry,
+    scratch: short-lived memory of the codec, of a tree. sizes: of the last gradient with all that was owed, and of what
+    is owed after it; Euclidean, for reports."""
 
     comm: Communicator
     codec: Codec
-    counts: Sequence[int]
-    mine: Range
+    page: ShardedPage
     part: Any
     first: bool
     memory: Mapping[str, Any]
@@ -34,9 +35,10 @@ class Reduction(NamedTuple):
     what: str
 
     @contextmanager
-    def measured(self, grad: Any) -> Iterator[None]:
-        """Around a call of the codec: see `sizes`. Of arrays on the host, others would wait for it."""
-        error = self.memory.get("error")
+    def measured(self, grad: Any, memory: Mapping[str, Any], before: Sequence[float] = (0.0, 0.0)) -> Iterator[None]:
+        """Around a call of the codec: see `sizes`. Of arrays on the host, others would wait for it. before: of what was
+        carried before it of the same gradient."""
+        error = memory.get("error")
         if error is None or not isinstance(grad, np.ndarray):
             yield
             return
@@ -44,7 +46,8 @@ class Reduction(NamedTuple):
             squares = [np.vdot(a, b) for a, b in ((grad, grad), (grad, error), (error, error))]
         yield
         with np.errstate(all="ignore"):
-            self.sizes[:] = float(np.sqrt(squares[0] + 2 * squares[1] + squares[2])), float(np.linalg.norm(error))
+            found = float(np.sqrt(squares[0] + 2 * squares[1] + squares[2])), float(np.linalg.norm(error))
+        self.sizes[:] = map(math.hypot, before, found)
 
 
 class WholeGradient:
@@ -77,10 +80,11 @@ class WholeGradient:
             if r.first and not same_memory(full, r.part):
                 r.part[...] = full
             return Transfer(DONE, lambda: r.part if r.first else full)
-        spare = full[r.mine.start : r.mine.stop] if self.at_home else full[: r.mine.size]
+        mine = r.page.mine
+        spare = full[mine.start : mine.stop] if self.at_home else full[: mine.size]
         out = r.part if r.first else spare
-        with r.measured(full):
-            handle = r.codec.reduce(r.comm, full, out, r.counts, r.carry, r.memory, what=r.what)
+        with r.measured(full, r.memory):
+            handle = r.codec.reduce(r.comm, full, out, r.page.counts, r.carry, r.memory, what=r.what)
         return Transfer(handle, lambda: out)
 
 
@@ -116,14 +120,17 @@ class ChunkGradients:
         number of ranks is a power of two that divides the number of chunks."""
         self._close()
         r = reduction
-        trade = Trade(r.comm, self.stack.entries, self.held, r.counts, self.stack.chunks, r.scratch, r.what)
+        trade = Trade(r.comm, self.stack.entries, self.held, r.page.counts, self.stack.chunks, r.scratch, r.what)
         return Transfer(trade, lambda: Subtrees(trade.finish(), r.scratch[trade.used :], self.stack.chunks))
 
     def _close(self) -> None:
         if self.current is not None:
             microbatch, leaf = self.current
             self.current = None
-            self.stack.push(Node(0, self.chunks[microbatch]), leaf)
+            self._keep(self.chunks[microbatch], leaf)
+
+    def _keep(self, chunk: int, leaf: Any) -> None:
+        self.stack.push(Node(0, chunk), leaf)
 
     def _add(self, left: Any, right: Any) -> Any:
         left += right

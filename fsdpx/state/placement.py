@@ -16,6 +16,7 @@ from fsdpx.config import Apart, Offload, Precision, Sharding
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page, cut
 from fsdpx.layout.ranges import Range
+from fsdpx.layout.shards import ShardedPage
 from fsdpx.layout.units import Layout, Unit
 from fsdpx.nn.layer import dotted
 from fsdpx.nn.sort import Sorted
@@ -31,7 +32,7 @@ from fsdpx.state.shapes import ValueShapes
 from fsdpx.state.transfer import Transfer
 from fsdpx.state.tuning import Tuning
 
-__all__ = ["Formats", "Options", "Placement", "ShardedPage", "segments_of", "statistics_of"]
+__all__ = ["Formats", "Options", "Placement", "segments_of", "statistics_of"]
 
 
 BYTES = np.dtype(np.uint8)
@@ -69,27 +70,6 @@ class Formats:
     compute: np.dtype
     wire: np.dtype | None
     precision: Precision
-
-
-@dataclass(frozen=True)
-class ShardedPage:
-    """A page cut over the shard axis. shards: of all its ranks. mine: the one of this rank."""
-
-    page: Page
-    shards: tuple[Range, ...]
-    rank: int
-
-    @property
-    def mine(self) -> Range:
-        return self.shards[self.rank]
-
-    @cached_property
-    def counts(self) -> list[int]:
-        return [r.size for r in self.shards]
-
-    @property
-    def size(self) -> int:
-        return self.page.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +119,7 @@ class Placement:
     @cached_property
     def accumulation(self) -> Accumulation:
         """How gradients add up."""
-        return accumulation(self.options.chunks, self.axes)
+        return accumulation(self.options.chunks, self.axes, self.codecs.packs)
 
     def offloads(self, what: str) -> bool:
         """Whether that lies on disk between uses."""

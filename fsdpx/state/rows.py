@@ -10,12 +10,13 @@ from fsdpx.codecs import Codec, Recut, Route
 from fsdpx.comm.mesh import Axes
 from fsdpx.errors import ConfigError
 from fsdpx.layout.ranges import Range
+from fsdpx.layout.shards import ShardedPage
 from fsdpx.nn.layer import Spec
 from fsdpx.optim.average import AVERAGE
 from fsdpx.optim.kept import Kept
 from fsdpx.program import Rounds
 from fsdpx.state.ledger import KINDS, Key, Level, Lifetime, Row
-from fsdpx.state.placement import Placement, ShardedPage
+from fsdpx.state.placement import Placement
 
 __all__ = [
     "local_gradient", "memories", "recut_of", "rows_of", "saved_format", "saved_name", "saved_tensors", "tensor_name",
@@ -96,9 +97,9 @@ def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterat
 
 
 def _memory(placement: Placement, page: ShardedPage) -> Iterator[Row]:
-    """What codecs keep, "axis/name"."""
-    p, mine = page.page.index, page.mine
-    for axis, name, elements, recut in memories(placement.route(p), placement.axes, page.size, mine.size):
+    """What codecs keep, "axis/name"; of a chunk, "chunk5/name"."""
+    p, mine, apart = page.page.index, page.mine, placement.accumulation.apart
+    for axis, name, elements, recut in memories(placement.route(p), placement.axes, page.size, mine.size, apart):
         span = mine if axis == "replica" else Range(0, page.size)
         key = Key("trace" if recut == "anew" else "memory", p, f"{axis}/{name}")
         held = span if recut == "sum" else Range(0, elements)
@@ -110,14 +111,19 @@ def _memory(placement: Placement, page: ShardedPage) -> Iterator[Row]:
         yield Row(key, placement.formats.gradients, held, "private")
 
 
-def memories(route: Route, axes: Axes, size: int, own: int) -> Iterator[tuple[str, str, int, Recut]]:
+def memories(
+    route: Route, axes: Axes, size: int, own: int, apart: range | None
+) -> Iterator[tuple[str, str, int, Recut]]:
     """Axis, name, elements and recut of all that codecs keep of a gradient of `size` elements, `own` of them in this
-    rank's shard. A rank alone keeps what comes from others or goes to them one day."""
+    rank's shard. A rank alone keeps what comes from others or goes to them one day. apart: chunks of this rank, of each
+    of which they keep all but what is the same for all of them."""
     for axis in axes.summing:
         codec: Codec = getattr(route, axis)
         for name, elements in codec.memory(size if axis == "shard" else own).items():
             recut = codec.recut.get(name, "anew")
-            if recut != "anew" or axes.data.size > 1:
+            if apart is not None and recut != "same":
+                yield from ((f"chunk{c}", name, elements, recut) for c in apart)
+            elif recut != "anew" or axes.data.size > 1:
                 yield axis, name, elements, recut
 
 
@@ -125,8 +131,9 @@ def recut_of(placement: Placement, key: Key) -> str:
     """How a codec's memory comes to other ranks."""
     assert key.page is not None
     axis, _, name = key.name.partition("/")
-    recut: str = getattr(placement.route(key.page), axis).recut.get(name, "anew")
-    return recut
+    route = placement.route(key.page)
+    codec = route.replica if axis == "replica" else route.shard
+    return codec.recut.get(name, "anew")
 
 
 def local_gradient(placement: Placement, page: int) -> Row:

@@ -15,7 +15,7 @@ from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.array.packed import Packing
-from fsdpx.codecs import Choice, Codec, Codecs, OneBit, Plain
+from fsdpx.codecs import Choice, Codec, Codecs, OneBit
 from fsdpx.codecs import codec as codec_of
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
@@ -48,6 +48,7 @@ from fsdpx.trainer.choices import (
     check_local,
     check_model,
     check_offload,
+    check_packed,
     check_whole,
     is_collective,
     left_wide,
@@ -125,6 +126,8 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     choice = own if distribution.codec is None else distribution.codec
     codecs = _codecs(choice, formats, tuning, training.chunks, outer)
     _check_own(codecs, own, training.optimizer, axes)
+    check_packed(codecs, training.chunks, axes, formats)
+    chunked = accumulation(training.chunks, axes, codecs.packs)
     layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning, codecs)
     _check_recompute(again, layout)
     products = _products(world, formats, xp)
@@ -146,8 +149,8 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     )  # fmt: skip
     optimizer = _optimizer(training, formats)
     return Placement(
-        xp, ordered, layout, _stages(layout, codecs, axes, optimizer, offload), axes, sharding, _formats(formats),
-        codecs, optimizer, planned.loss, options, tuning, pipe, planned.output_dim,
+        xp, ordered, layout, _stages(layout, codecs, axes, optimizer, offload, chunked.apart), axes, sharding,
+        _formats(formats), codecs, optimizer, planned.loss, options, tuning, pipe, planned.output_dim,
     ), planned  # fmt: skip
 
 
@@ -255,11 +258,6 @@ def _codecs(choice: Choice, formats: Precision, tuning: Tuning, chunks: int | No
                 f"codec {type(codec).__name__} keeps what it lost in units of the loss scale, which is dynamic: choose "
                 "a fixed loss_scale, or precision='bf16'"
             )
-        if chunks is not None and not isinstance(codec, Plain):
-            raise ConfigError(
-                f"chunks={chunks}: chunks travel and are added in {formats.gradients}; leave codec out, and for 16-bit "
-                "parameters say precision=fsdpx.Precision(param='bf16')"
-            )
     return found
 
 
@@ -338,12 +336,16 @@ def _poker(progress: str, place: Placement) -> Poker | None:
     return Poker() if progress == "thread" and not busy else None
 
 
-def _stages(layout: Layout, codecs: Codecs, axes: Axes, optimizer: Any, offload: Offload | None) -> tuple[Stage, ...]:
-    """What each rank of the pipe sees."""
+def _stages(
+    layout: Layout, codecs: Codecs, axes: Axes, optimizer: Any, offload: Offload | None, apart: range | None
+) -> tuple[Stage, ...]:
+    """What each rank of the pipe sees. apart: chunks of which codecs keep something each."""
     what = () if offload is None else offload.what
     state = [page.index for page in layout.pages if page.trainable and optimizer.slots and "optimizer" in what]
     shards = [page.index for page in layout.pages if "parameters" in what]
-    coded = [p.index for p in layout.pages if p.trainable and any(memories(codecs.rules[p.codec][1], axes, 1, 1))]
+    coded = [
+        p.index for p in layout.pages if p.trainable and any(memories(codecs.rules[p.codec][1], axes, 1, 1, apart))
+    ]
     spilled = range(len(layout.units) if "activations" in what else 0)
     return pipeline(
         [(u.pages, u.inputs, u.outputs) for u in layout.units],

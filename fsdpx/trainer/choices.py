@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.sums import GRAIN
+from fsdpx.codecs import Cast, Codecs, Compressed, Plain
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.mesh import Mesh
+from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.config import Offload, Precision
 from fsdpx.errors import ConfigError
 from fsdpx.layout.units import Layout
@@ -25,6 +27,7 @@ __all__ = [
     "check_numbers",
     "check_offload",
     "check_options",
+    "check_packed",
     "check_parts",
     "check_whole",
     "is_collective",
@@ -147,6 +150,34 @@ def check_model(model: Sorted, chunks: int | None) -> None:
         raise ConfigError(
             f"chunks={chunks}: layer {collective[0]!r} takes statistics over the global batch, so chunks cannot be "
             "computed one by one; use LayerNorm or RMSNorm, or leave chunks out"
+        )
+
+
+def check_packed(codecs: Codecs, chunks: int | None, axes: Axes, formats: Precision) -> None:
+    """Gradients of chunks are packed such that it does not show how many ranks there are, or travel as they are."""
+    if chunks is None or all(isinstance(codec, Plain) for codec in codecs):
+        return
+    for codec in (route.shard for _, route in codecs.rules):
+        name = type(codec).__name__
+        if isinstance(codec, Cast):
+            raise ConfigError(
+                f"chunks={chunks}: chunks travel and are added in {formats.gradients}; leave codec out, or choose "
+                "int8; for 16-bit parameters say precision=fsdpx.Precision(param='bf16')"
+            )
+        if isinstance(codec, Plain):
+            raise ConfigError(
+                f"chunks={chunks}: [{codecs}] packs some gradients and not others; choose one codec for all"
+            )
+        if not isinstance(codec, Compressed) or codec.block is None or GRAIN % codec.block:
+            raise ConfigError(
+                f"chunks={chunks}: what {name} makes of an element depends on all that is carried with it, and so on "
+                "how many ranks there are; choose int8 or sign, or of each 1,024 elements fsdpx.TopK(block=1024) or "
+                "fsdpx.RandomK(block=1024)"
+            )
+    if axes.replica.size > 1:
+        raise ConfigError(
+            f"chunks={chunks}: {axes.replica.size} replicas would pack the sum of all chunks once more; with a codec "
+            "choose strategy zero1, zero2 or fsdp"
         )
 
 

@@ -218,8 +218,8 @@ def _reduces(engine: Engine) -> Iterator[Reduced]:
     place, plain = engine.placement, Route(Plain(), Plain())
     itemsize = place.formats.gradients.itemsize
     for p in place.stage.trained:
-        route, counts, own = place.route(p), place.pages[p].counts, place.replica_own(p)
-        found = zip(*(place.accumulation.moves(r, counts, own, itemsize) for r in (route, plain)), strict=True)
+        route, page, own = place.route(p), place.pages[p], place.replica_own(p)
+        found = zip(*(place.accumulation.moves(r, page, own, itemsize) for r in (route, plain)), strict=True)
         for axis, codec, moves in zip(("shard", "replica"), route, found, strict=True):
             if axis in place.axes.summing and place.axes.data.size > 1 and not isinstance(codec, Plain):
                 whole, kept = engine.state.ledger.sizes.get((axis, p), (nan, nan))
@@ -232,7 +232,7 @@ def sizes_of(engine: Engine) -> Sizes:
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
-        p: place.accumulation.moves(place.route(p), page.counts, place.replica_own(p), itemsize)
+        p: place.accumulation.moves(place.route(p), page, place.replica_own(p), itemsize)
         for p, page in place.pages.items()
     }
     return Sizes(

@@ -105,3 +105,38 @@ def test_codecs_may_change_between_two_runs(tmp_path: Path) -> None:
     assert begins
     assert not any(array.any() for array in begins.values())
     assert left == {}
+
+
+@pytest.mark.parametrize("codec", ["sign", fsdpx.TopK(0.1, momentum=0.9, warmup=3, block=1024)])
+def test_with_chunks_training_goes_on_elsewhere_with_the_same_bits(codec: Any, tmp_path: Path) -> None:
+    """Each chunk's memory goes to the rank that computes it now."""
+
+    def body(comm: Communicator, mesh: str, first: int, last: int) -> str:
+        trainer = build(comm, mesh, precision="float32", codec=codec, chunks=4)
+        if first:
+            trainer.load(tmp_path / "a")
+        steps(trainer, "wide", first, last)
+        trainer.save(tmp_path / "a")
+        return trainer.fingerprint()
+
+    whole = everywhere("one", body, "one", 0, 6)
+    for mesh, first, last in (("zero1 2", 0, 2), ("fsdp 3", 2, 4), ("zero2 4", 4, 6)):
+        found = everywhere(mesh, body, mesh, first, last)
+    assert set(found) == set(whole)
+
+
+def test_what_chunks_owe_stays_when_there_are_none(tmp_path: Path) -> None:
+    def begin(comm: Communicator, mesh: str, chunks: int | None) -> Any:
+        trainer = build(comm, mesh, chunks=chunks, **OPTIONS)
+        if chunks != 4:
+            trainer.load(tmp_path / "a")
+            return owed(trainer)
+        steps(trainer, "wide", 0, 2)
+        trainer.save(tmp_path / "a")
+        return owed(trainer)
+
+    before = everywhere("fsdp 3", begin, "fsdp 3", 4)[0]
+    for mesh, chunks in (("ddp 2", None), ("zero1 2", 2)):
+        after = everywhere(mesh, begin, mesh, chunks)[0]
+        for name, array in before.items():
+            np.testing.assert_allclose(after[name], array, rtol=0, atol=1e-7 * np.abs(array).max())

@@ -91,6 +91,11 @@ class TestTopK(CodecContract):
         return TopK(0.1, momentum=0.9)
 
 
+class TestTopKInBlocks(TestTopK):
+    def make(self) -> Codec:
+        return TopK(0.1, momentum=0.9, block=16)
+
+
 class TestAllOfTopK(CodecContract):
     def make(self) -> Codec:
         return TopK(1)
@@ -106,6 +111,11 @@ class TestRandomK(CodecContract):
 class TestAllOfRandomK(CodecContract):
     def make(self) -> Codec:
         return RandomK(1.0, unbiased=True)
+
+
+class TestAllOfRandomKInBlocks(CodecContract):
+    def make(self) -> Codec:
+        return RandomK(1.0, unbiased=True, block=16)
 
 
 class TestPowerSGD(CodecContract):
@@ -206,7 +216,9 @@ def test_a_share_outside_of_0_to_1_is_named(make: Any, fraction: Any) -> None:
         make(fraction)
 
 
-@pytest.mark.parametrize("options", [{"momentum": 1.0}, {"momentum": -1}, {"warmup": -1}, {"warmup": 1.5}])
+@pytest.mark.parametrize(
+    "options", [{"momentum": 1.0}, {"momentum": -1}, {"warmup": -1}, {"warmup": 1.5}, {"block": 0}, {"block": 1 << 17}]
+)
 def test_bad_options_of_top_k_are_named(options: Any) -> None:
     (name,) = options
     with pytest.raises(ConfigError, match=rf"TopK\({name}={options[name]}\): a number"):

@@ -11,6 +11,7 @@ import pytest
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
 from fsdpx.codecs import Codec, Int8, RandomK, Sign, TopK
+from fsdpx.codecs.blocks import add_largest, chosen, take_largest
 from fsdpx.codecs.levels import BLOCK, SIGNS
 from fsdpx.codecs.onebit import OneBit
 from fsdpx.codecs.quantise import add_quantised, quantise
@@ -23,6 +24,8 @@ FEEDBACK: dict[str, Callable[[], Codec]] = {
     "sign": Sign,
     "topk": lambda: TopK(0.05, warmup=2),
     "randomk": lambda: RandomK(0.2),
+    "topk in blocks": lambda: TopK(0.05, warmup=2, block=100),
+    "randomk in blocks": lambda: RandomK(0.2, block=64),
 }
 UNBIASED: dict[str, Callable[[], Codec]] = {
     "int8": lambda: Int8(unbiased=True),
@@ -273,6 +276,37 @@ def test_both_forms_of_signs_give_the_same_bits(dtype: str, n: int) -> None:
         np.testing.assert_array_equal(one, other)
     blocks = [np.abs(x[a : a + SIGNS].astype(np.float64)).mean() for a in range(0, n, SIGNS)]
     np.testing.assert_allclose(scales, blocks, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("n", "share"), [(1, 0.1), (300, 0.1), (1000, 0.01), (1024, 1.0), (2500, 0.3)])
+def test_both_forms_of_the_largest_in_blocks_give_the_same_bits(dtype: str, n: int, share: float) -> None:
+    """Equals are among them, and in the last block what is no number."""
+    x = np.round(spread(n, dtype), 1)
+    x[-1:], x[n // 2 : n // 2 + 1] = np.nan, np.inf
+    found = []
+    for way in ("plain", "numba"):
+        k = sum(chosen(n, 256, share))
+        values, places, lost = np.zeros(k, np.float32), np.zeros(k, np.uint16), np.zeros(n, dtype)
+        with kernels.use(way):
+            take_largest(np, x, 256, share, values, places, lost)
+            again = lost.copy()
+            add_largest(np, values, places, 256, share, again, True)
+        assert np.isfinite(lost).all()
+        good = np.isfinite(again)
+        np.testing.assert_array_equal(again[good], x[good])
+        found.append([values.tobytes(), places.tobytes(), lost.tobytes(), again.tobytes()])
+    assert found[0] == found[1]
+
+
+def test_the_largest_of_each_block_travel() -> None:
+    codec, x = TopK(0.01, block=100), np.arange(250, dtype=np.float32)
+    wire, lost, out = np.zeros(codec.nbytes(250), np.uint8), np.empty_like(x), np.empty_like(x)
+    assert wire.size == 24  # of three, 6 bytes each, made up to a multiple of 8
+    codec.pack(np, x, wire, lost, Stretch(0, "", 0, 250))
+    codec.unpack(np, wire, out, False, Stretch(0, "", 0, 250))
+    assert np.flatnonzero(out).tolist() == [99, 199, 249]
+    np.testing.assert_array_equal(out + lost, x)
 
 
 def spread(n: int, dtype: Any) -> np.ndarray:

@@ -1,0 +1,97 @@
+"""The largest elements of each block of an array, see `codecs.blocks`: the same bits."""
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array.parallel import GRAIN, cuts, run
+from fsdpx.native.tools import jit
+
+__all__ = ["add_largest", "take_largest"]
+
+HIGHEST = 30
+"""The highest bit of a size."""
+
+
+@jit
+def _least(sizes, count, k):
+    """The largest number such that k sizes or more are no smaller, bit by bit; fewer bits where those are just k."""
+    least = np.uint32(0)
+    for step in range(HIGHEST + 1):
+        trial = least | np.uint32(np.uint32(1) << np.uint32(HIGHEST - step))
+        reach = np.uint32(0)
+        for i in range(count):
+            reach += np.uint32(sizes[i] >= trial)
+        if reach >= k:
+            least = trial
+            if reach == k:
+                break
+    return least
+
+
+@jit
+def _take(first, last, x, block, each, rest, values, places, lost, keep):
+    sizes = np.empty(block, np.uint32)
+    small = np.empty(block, np.float32)
+    mask = np.uint32(0x7FFFFFFF)
+    for b in range(first, last):
+        start = b * block
+        count = min(block, x.size - start)
+        k = each if count == block else rest
+        for i in range(count):
+            small[i] = np.float32(x[start + i])
+        bits = small.view(np.uint32)
+        for i in range(count):
+            sizes[i] = bits[i] & mask
+            if keep:
+                lost[start + i] = x[start + i]
+        least = _least(sizes, count, k)
+        equals = k
+        for i in range(count):
+            equals -= sizes[i] > least
+        at = b * each
+        odd = False
+        for i in range(count):
+            if sizes[i] < least:
+                continue
+            if sizes[i] == least:
+                if equals == 0:
+                    continue
+                equals -= 1
+            value = small[i]
+            values[at] = value
+            places[at] = i
+            at += 1
+            odd |= not np.isfinite(value)
+            if keep:
+                lost[start + i] -= value
+        if keep and odd:
+            for i in range(start, start + count):
+                if not np.isfinite(lost[i]):
+                    lost[i] = 0
+
+
+@jit
+def _add(first, last, values, places, block, each, rest, out):
+    for b in range(first, last):
+        start = b * block
+        k = each if start + block <= out.size else rest
+        for j in range(b * each, b * each + k):
+            out[start + places[j]] += values[j]
+
+
+def take_largest(
+    x: np.ndarray, block: int, each: int, rest: int, values: np.ndarray, places: np.ndarray, lost: np.ndarray | None
+) -> None:
+    """each, rest: how many are taken of a whole block, and of what is left."""
+    keep = lost is not None
+    _in_blocks(_take, x.size, block, x, block, each, rest, values, places, lost if keep else x, keep)
+
+
+def add_largest(values: np.ndarray, places: np.ndarray, block: int, each: int, rest: int, out: np.ndarray) -> None:
+    _in_blocks(_add, out.size, block, values, places, block, each, rest, out)
+
+
+def _in_blocks(body: Any, size: int, block: int, *arguments: Any) -> None:
+    """`body(first, last, *arguments)` for all blocks, cut among threads."""
+    run(body, [(first, last, *arguments) for first, last in cuts(-(-size // block), max(GRAIN // block, 1), 1)])

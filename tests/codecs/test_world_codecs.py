@@ -1,0 +1,54 @@
+"""Codecs under real MPI, at whatever number of ranks the tests are run with: the bits of thread ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, make, part
+
+import fsdpx
+from fsdpx import optim, spawn
+from fsdpx.comm import Communicator
+
+pytestmark = [pytest.mark.world, pytest.mark.mpi]
+
+CODECS: dict[str, Callable[[], dict[str, Any]]] = {
+    "int8": lambda: {"codec": "int8"},
+    "sign": lambda: {"codec": "sign"},
+    "topk": lambda: {"codec": fsdpx.TopK(0.1)},
+    "topk in blocks": lambda: {"codec": fsdpx.TopK(0.1, momentum=0.9, block=256)},
+    "randomk": lambda: {"codec": fsdpx.RandomK(0.1)},
+    "powersgd": lambda: {"codec": fsdpx.PowerSGD(2)},
+    "onebit": lambda: {"optimizer": optim.OneBitAdam(lr=1e-3, warmup_steps=1)},
+    "chunks": lambda: {"codec": "int8", "chunks": 4},
+}
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_bits_are_those_of_thread_ranks(world: Communicator, name: str, strategy: str) -> None:
+    """Codecs add by themselves, in rank order; PowerSGD sums by the library, whose order is its own."""
+    if strategy == "ddp" and (name == "chunks" or world.size == 1):
+        pytest.skip("refused, or the same as fsdp")
+
+    def run(comm: Communicator) -> Any:
+        options = {"optimizer": optim.SGD(lr=1e-2), "precision": "float32", **CODECS[name]()}
+        trainer = make(comm, "mlp", strategy, **options)
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
+        mine = part(comm, 12, options.get("chunks"))
+        losses = [float(trainer.step(x[mine], y[mine])) for _ in range(3)]
+        found = losses, trainer.fingerprint(), trainer.parameters()
+        trainer.close()
+        return found
+
+    losses, digest, parameters = run(world)
+    told = spawn(run, world.size)[0]
+    if name == "powersgd":
+        np.testing.assert_allclose(losses, told[0], rtol=1e-5)
+        for key, array in parameters.items():
+            np.testing.assert_allclose(array, told[2][key], rtol=0, atol=1e-5 * np.abs(array).max())
+    else:
+        assert (losses, digest) == told[:2]
