@@ -59,7 +59,7 @@ class Codec(ABC):
         Parameters
         ----------
         grad : n elements, flat; lost in any case.
-        out : `counts[comm.rank]` elements; it may be the start of `grad`.
+        out : `counts[comm.rank]` elements; it may be the start of `grad`, or this rank's part in it.
         counts : elements of the part of each rank.
         scratch : as many bytes as `scratch(n, comm.size)` says, free until the handle is complete.
         memory : what `memory(n)` asked for: zero before the first step, then as this codec left it.

@@ -38,9 +38,10 @@ class CodecContract:
         self._reduced(size, split_evenly(n, size))
 
     @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("in_place", [False, True])
-    def test_parts_may_be_uneven_and_the_start_of_the_gradient(self, size: int, in_place: bool) -> None:
-        self._reduced(size, [(3 * rank + 1) % 5 for rank in range(size)], in_place)
+    @pytest.mark.parametrize("into", ["elsewhere", "start", "own part"])
+    def test_parts_may_be_uneven_and_lie_in_the_gradient(self, size: int, into: str) -> None:
+        for counts in ([(3 * rank + 1) % 5 for rank in range(size)], split_evenly(60 * size, size)):
+            self._reduced(size, counts, into)
 
     @pytest.mark.parametrize("size", SIZES)
     @pytest.mark.parametrize("n", [0, 1, 60, 61])
@@ -113,12 +114,13 @@ class CodecContract:
         one = spawn(lambda comm: body(comm, [self.make()]), size, timeout=60)
         assert one == spawn(lambda comm: body(comm, [self.make(), self.make()]), size, timeout=60)
 
-    def _reduced(self, size: int, counts: Sequence[int], in_place: bool = False) -> None:
+    def _reduced(self, size: int, counts: Sequence[int], into: str = "elsewhere") -> None:
         n = sum(counts)
 
         def body(comm: Communicator) -> np.ndarray:
             codec, grad, own = self.make(), self._gradient(n, comm.rank), counts[comm.rank]
-            out = grad[:own] if in_place else np.full(own, np.nan, grad.dtype)
+            start = sum(counts[: comm.rank]) if into == "own part" else 0
+            out = np.full(own, np.nan, grad.dtype) if into == "elsewhere" else grad[start : start + own]
             codec.reduce(comm, grad, out, counts, *self._room(codec, n, size), what="g").wait()
             return out
 

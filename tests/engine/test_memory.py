@@ -87,6 +87,22 @@ def test_reduces_in_flight_are_bounded(strategy: str, options: dict[str, Any]) -
     assert run.report.memory["working set"] <= 0.55 * 12 * 256 * 256 * F32
 
 
+@pytest.mark.parametrize(("ranks", "ranks_per_host"), [(2, 1), (2, 2), (4, 4)])
+def test_sums_in_16_bits_take_no_more_memory_than_in_float32(ranks: int, ranks_per_host: int) -> None:
+    """What is sent and what arrives lies where the gradient was."""
+    from fsdpx import dry_run
+
+    model = nn.Chain(*(nn.Linear(256, 256) for _ in range(6)))
+    batch = ((4, 256), "float32")
+    options = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0, "ranks_per_host": ranks_per_host}
+    found = [
+        dry_run(model, batch, batch, ranks=ranks, precision=Precision("bf16", reduce=sums), **options)
+        for sums in ("float32", "bf16")
+    ]
+    assert found[0].report.memory == found[1].report.memory
+    assert found[0].passing == found[1].passing
+
+
 def test_dry_run_takes_arrays() -> None:
     """Of which shape and dtype count."""
     from fsdpx import dry_run

@@ -28,9 +28,9 @@ def max_pool2d(xp: Any, x: Any, window: Window) -> tuple[Any, Any]:
 @kernel(bits=False)
 def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: Window, shape: tuple[int, ...]) -> Any:
     """dy to the pixel that won, in an image of this shape."""
-    image = window.empty_gradient(xp, shape, dy.dtype)
+    image, nothing = window.empty_gradient(xp, shape, dy.dtype), xp.zeros((), dtype=dy.dtype)
     for n, place in enumerate(window.places(tuple(dy.shape[2:]))):
-        image[place] += dy * (winner == n)
+        image[place] += xp.where(winner == n, dy, nothing)
     return window.cut(image, shape)
 
 

@@ -1,0 +1,519 @@
+"""What every kernel computes, in float64, and how large the terms are that make an element of its result.
+
+A family is a function of two arrays of numbers that a format has, `x` and `dy` (rows, columns), and of that format. It
+gives, by kernel, calls with their results. A result may be off by a share of its terms, which float32 sums round, and
+by half a unit of the last place of its format; bounds follow from the formats alone (`agree`)."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.array import kernels
+from fsdpx.array.blas import halves
+from fsdpx.array.kernels.activation import CUBIC, SLOPE
+from fsdpx.array.kernels.window import Window
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.array.random import Stretch
+
+__all__ = ["BF16", "F16", "FAMILIES", "agree", "cases"]
+
+TOLERANCE = 1e-6
+BF16, F16 = dtype_of("bf16"), np.dtype(np.float16)
+UNITS = {"bfloat16": (2.0**-8, 2.0**-134, 2.0**128), "float16": (2.0**-11, 2.0**-25, 2.0**16)}
+"""By how much of a number rounding changes it at most, by how much near 0, and where numbers are too large."""
+EPS = 1e-5
+
+erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+class Case(NamedTuple):
+    """A call `run(np, *arrays)`, where arrays of float64 are of the format in question. size: of the terms of `want`,
+    which are added in float32. rounded: of those with a factor that is rounded to the format. tiny: what is as good as
+    0."""
+
+    run: Callable[..., Any]
+    arrays: tuple[Any, ...]
+    want: Any
+    size: Any
+    rounded: Any = 0.0
+    tiny: float = 1e-42
+
+
+Cases = dict[str, list[Case]]
+
+
+def agree(got: Any, case: Case) -> None:
+    """`got` is `case.want`, NaN and Inf where that is, up to rounding; too large for its format is Inf."""
+    want, values = np.asarray(case.want), np.asarray(got).astype(np.float64)
+    assert values.shape == want.shape
+    unit, least, limit = UNITS.get(np.asarray(got).dtype.name, (0.0, 0.0, math.inf))
+    size, rounded = (np.nan_to_num(np.asarray(s), nan=0.0, posinf=0.0) for s in (case.size, case.rounded))
+    with np.errstate(invalid="ignore"):  # Inf less Inf
+        allowed = TOLERANCE * size + case.tiny
+        allowed = allowed + unit * (np.abs(want) + rounded + allowed) * (1 + unit) + least
+        near = np.abs(values - want) <= allowed
+        end = np.where(np.abs(want) + allowed >= limit * (1 - unit), np.copysign(np.inf, want), np.nan)
+    off = ~(near | (values == want) | (values == end) | np.isnan(values) & np.isnan(want))
+    assert not off.any(), (values[off][:3], want[off][:3], np.broadcast_to(allowed, want.shape)[off][:3])
+
+
+def below(x):
+    return 0.5 * erfc(-x / math.sqrt(2.0))
+
+
+def bell(x):
+    return np.exp(-0.5 * x * x) / math.sqrt(2.0 * math.pi)
+
+
+def logistic(x):
+    return np.exp(-np.logaddexp(0.0, -x))
+
+
+def single(x):
+    """Sums, in float32 whatever the format of the elements."""
+    return np.asarray(x, np.float32)
+
+
+def of(x, dtype):
+    """x as the format has it."""
+    return np.asarray(x).astype(np.float32).astype(dtype).astype(np.float64)
+
+
+def changed(kernel, *rest):
+    """A kernel that changes its first array and may return one: both."""
+
+    def run(xp, a, *others):
+        a = a.copy()
+        made = kernel(xp, a, *others, *rest)
+        return a if made is None else np.stack([made, a])
+
+    return run
+
+
+def gelu(x, dy, dtype) -> Cases:
+    y, dx = x * below(x), dy * (below(x) + x * bell(x))
+    size = np.abs(dy) * (below(x) + np.abs(x) * bell(x))
+    bias = dy[0] if len(dy) else np.ones(x.shape[1])
+    h = of(x + bias, dtype)
+    biased = np.stack([h * below(h), h])
+
+    def again(xp, a, b):
+        b = b.copy()
+        return np.stack([kernels.gelu_recompute(xp, a, b), b])
+
+    return {
+        "gelu": [Case(kernels.gelu, (x,), y, np.abs(y))],
+        "gelu_backward": [Case(kernels.gelu_backward, (x, dy), dx, size)],
+        "gelu_recompute": [Case(again, (x, dy), np.stack([y, dx]), np.stack([np.abs(y), size]))],
+        "bias_gelu": [Case(changed(kernels.bias_gelu), (x, bias), biased, np.abs(biased))],
+    }
+
+
+def gelu_tanh(x, dy, dtype) -> Cases:
+    u = x * (1.0 + CUBIC * x * x) * SLOPE
+    s, slope = logistic(u), (1.0 + 3.0 * CUBIC * x * x) * SLOPE
+    spread = 1.0 + np.abs(u) * (1.0 - s)
+    y, dx = x * s, dy * (s + x * s * (1.0 - s) * slope)
+    sizes = np.abs(x) * s * spread, np.abs(dy) * s * (spread + np.abs(x) * slope * (1.0 + np.abs(u)))
+
+    def forward(xp, a):
+        return kernels.gelu(xp, a, "tanh")
+
+    def backward(xp, a, b):
+        return kernels.gelu_backward(xp, a, b, "tanh")
+
+    def again(xp, a, b):
+        b = b.copy()
+        return np.stack([kernels.gelu_recompute(xp, a, b, "tanh"), b])
+
+    return {
+        "gelu": [Case(forward, (x,), y, sizes[0])],
+        "gelu_backward": [Case(backward, (x, dy), dx, sizes[1])],
+        "gelu_recompute": [Case(again, (x, dy), np.stack([y, dx]), np.stack(sizes))],
+    }
+
+
+def elementwise(x, dy, dtype) -> Cases:
+    s = logistic(x)
+    slope, size = s + x * s * (1 - s), (s + np.abs(x) * s * (1 - s)) * (1 + np.abs(x))
+    bias = dy[0] if len(dy) else np.ones(x.shape[1])
+    return {
+        "add": [Case(kernels.add, (x, dy), x + dy, np.abs(x) + np.abs(dy))],
+        "add_bias": [Case(changed(kernels.add_bias), (x, bias), x + bias, np.abs(x) + np.abs(bias))],
+        "relu": [Case(kernels.relu, (x,), np.maximum(x, 0), 0 * s)],
+        "relu_backward": [Case(kernels.relu_backward, (x, dy), np.where(x > 0, dy, 0), 0 * s)],
+        "sigmoid": [Case(kernels.sigmoid, (x,), s, s)],
+        "silu": [Case(kernels.silu, (x,), x * s, np.abs(x) * s)],
+        "silu_backward": [Case(kernels.silu_backward, (x, dy), dy * slope, np.abs(dy) * size)],
+    }
+
+
+def casts(x, dy, dtype) -> Cases:
+    """Exact, or rounded once."""
+
+    def store(xp, a):
+        out = np.empty(a.shape, np.float32)
+        kernels.store(xp, a, out)
+        return out
+
+    def add_widened(xp, a, total):
+        total = total.copy()
+        kernels.add_widened(xp, a, total)
+        return total
+
+    def by_chance(xp, a):
+        out = np.empty(a.size, BF16)
+        kernels.round_randomly(xp, a.reshape(-1), out, numbers(a.size))
+        return out.reshape(a.shape)
+
+    wide = single(x * 1.001)
+    rounded = wide.astype(np.float64)
+    return {
+        "widened": [Case(kernels.widened, (x,), x, 0 * x)],
+        "store": [Case(store, (x,), x, 0 * x)],
+        "narrowed": [Case(lambda xp, a: kernels.narrowed(xp, a, dtype), (wide,), rounded, 0 * x)],
+        "add_widened": [Case(add_widened, (x, single(dy)), x + dy, np.abs(x) + np.abs(dy))],
+        "round_randomly": [Case(by_chance, (wide,), rounded, 0 * x, np.abs(rounded) + 2.0**-126)],
+    }
+
+
+def softmax(x, dy, dtype) -> Cases:
+    top = x.max(axis=1, keepdims=True)
+    y = np.exp(x - top)
+    y /= y.sum(axis=1, keepdims=True)
+    held = y.astype(dtype).astype(np.float64)
+    along = np.sum(held * dy, axis=1, keepdims=True)
+    size = held * (np.abs(dy) + np.sum(held * np.abs(dy), axis=1, keepdims=True))
+    return {
+        "softmax": [Case(kernels.softmax, (x,), y, y * (1.0 + np.abs(x - top)))],
+        "softmax_backward": [Case(kernels.softmax_backward, (held, dy), held * (dy - along), size)],
+    }
+
+
+def layer_norm(x, dy, dtype) -> Cases:
+    w, b = of(np.linspace(-1, 2, x.shape[1]), dtype), np.ones(x.shape[1])
+    mean, rstd = x.mean(axis=1), 1.0 / np.sqrt(x.var(axis=1) + EPS)
+    m, r = (single(a).astype(np.float64)[:, None] for a in (mean, rstd))
+    n, h = (x - m) * r, dy * w
+    size_n = (np.abs(x) + np.abs(x).mean(axis=1, keepdims=True)) * r
+    dx = (h - h.mean(axis=1, keepdims=True) - n * (h * n).mean(axis=1, keepdims=True)) * r
+    size_h = np.abs(h) + np.abs(h).mean(axis=1, keepdims=True)
+    size_dx = (size_h + size_n * (np.abs(h) * size_n).mean(axis=1, keepdims=True)) * r
+    y = (x - mean[:, None]) * rstd[:, None] * w + b
+
+    def forward(xp, *a):
+        return kernels.layer_norm(xp, *a, EPS)[0]
+
+    def params(xp, *arrays):
+        sums = np.zeros(x.shape[1], np.float32), np.ones(x.shape[1], np.float32)
+        kernels.layer_norm_backward_params(xp, *arrays, *sums)
+        return np.stack(sums)
+
+    want = np.stack([np.sum(dy * n, axis=0), 1.0 + np.sum(dy, axis=0)])
+    size = np.stack([np.sum(np.abs(dy) * size_n, axis=0), 1.0 + np.sum(np.abs(dy), axis=0)])
+    known = single(mean), single(rstd)
+    return {
+        "layer_norm": [Case(forward, (x, w, b), y, size_n * np.abs(w) + np.abs(b))],
+        "layer_norm_backward_input": [Case(kernels.layer_norm_backward_input, (x, w, *known, dy), dx, size_dx)],
+        "layer_norm_backward_params": [Case(params, (x, *known, dy), want, size)],
+    }
+
+
+def rms_norm(x, dy, dtype) -> Cases:
+    w = of(np.linspace(-1, 2, x.shape[1]), dtype)
+    rstd = 1.0 / np.sqrt((x * x).mean(axis=1) + EPS)
+    r = single(rstd).astype(np.float64)[:, None]
+    n, h = x * r, dy * w
+    dx = (h - n * (h * n).mean(axis=1, keepdims=True)) * r
+    size = (np.abs(h) + np.abs(n) * np.abs(h * n).mean(axis=1, keepdims=True)) * r
+    y = x * rstd[:, None] * w
+
+    def forward(xp, *a):
+        return kernels.rms_norm(xp, *a, EPS)[0]
+
+    def params(xp, *arrays):
+        total = np.ones(x.shape[1], np.float32)
+        kernels.rms_norm_backward_params(xp, *arrays, total)
+        return total
+
+    sums, sizes = 1 + np.sum(dy * n, axis=0), 1 + np.sum(np.abs(dy * n), axis=0)
+    return {
+        "rms_norm": [Case(forward, (x, w), y, np.abs(y))],
+        "rms_norm_backward_input": [Case(kernels.rms_norm_backward_input, (x, w, single(rstd), dy), dx, size)],
+        "rms_norm_backward_params": [Case(params, (x, single(rstd), dy), sums, sizes)],
+    }
+
+
+def losses(x, dy, dtype) -> Cases:
+    target = (np.arange(x.shape[0]) * 7) % x.shape[1]
+    top = x.max(axis=1)
+    lse = np.log(np.exp(x - top[:, None]).sum(axis=1)) + top
+    held = single(lse).astype(np.float64)[:, None]
+    picked = np.take_along_axis(x, target[:, None], axis=1)[:, 0]
+    p, hit = np.exp(x - held), np.arange(x.shape[1]) == target[:, None]
+    size, errors = p * (1.0 + np.abs(x - held)) + hit, np.square(x - dy)
+    entropy, sizes = np.logaddexp(0.0, x) - x * dy, np.abs(x) + np.abs(x * dy) + 1.0
+
+    def total(kernel):
+        return lambda xp, *a: np.float64(kernel(xp, *a))
+
+    def cross(xp, a):
+        return np.float64(kernels.cross_entropy(xp, a, target)[0])
+
+    def cross_backward(xp, a, b):
+        return kernels.cross_entropy_backward(xp, a, target, b, 0.5)
+
+    terms = np.abs(lse) + np.abs(picked) + 1.0
+    return {
+        "cross_entropy": [Case(cross, (x,), (lse - picked).sum(), terms.sum())],
+        "cross_entropy_backward": [Case(cross_backward, (x, single(lse)), (p - hit) / 2, size / 2)],
+        "squared_error": [Case(total(kernels.squared_error), (x, dy), errors.sum(), errors.sum())],
+        "squared_error_backward": [
+            Case(lambda xp, a, b: kernels.squared_error_backward(xp, a, b, 0.5), (x, dy), (x - dy) / 2,
+                 np.abs(x) + np.abs(dy))
+        ],
+        "binary_entropy": [Case(total(kernels.binary_entropy), (x, dy), entropy.sum(), sizes.sum())],
+        "binary_entropy_backward": [
+            Case(lambda xp, a, b: kernels.binary_entropy_backward(xp, a, b, 0.5), (x, dy), (logistic(x) - dy) / 2,
+                 logistic(x) + np.abs(dy))
+        ],
+    }  # fmt: skip
+
+
+def sums(x, dy, dtype) -> Cases:
+    start = dy[0] if len(dy) else np.ones(x.shape[1])
+
+    def rows(accumulate):
+        def run(xp, a, b):
+            b = b.copy()
+            kernels.sum_rows(xp, a, b, accumulate)
+            return b
+
+        return run
+
+    def square_sum(xp, a):
+        return np.float64(kernels.square_sum(xp, a))
+
+    line, flat = x.reshape(-1), np.square(x.reshape(-1))
+    blocks = np.array([flat[at : at + 16].sum() for at in range(0, flat.size, 16)])
+    total, size = x.sum(axis=0), np.abs(x).sum(axis=0)
+    return {
+        "sum_rows": [
+            Case(rows(True), (x, single(start)), total + start, size + np.abs(start)),
+            Case(rows(False), (x, single(start)), total, size),
+        ],
+        "square_sum": [Case(square_sum, (line,), flat.sum(), flat.sum())],
+        "square_sums": [Case(lambda xp, a: kernels.square_sums(xp, a, 16), (line,), blocks, blocks)],
+    }
+
+
+def lookups(x, dy, dtype) -> Cases:
+    index = (np.arange(len(x)) * 7) % 5
+    table, size = np.ones((5, x.shape[1])), np.ones((5, x.shape[1]))
+    np.add.at(table, index, x)
+    np.add.at(size, index, np.abs(x))
+
+    def add(xp, a):
+        rows = np.ones(table.shape, np.float32)
+        kernels.embedding_backward(xp, rows, index, a)
+        return rows
+
+    return {"embedding_backward": [Case(add, (x,), table, size)]}
+
+
+def dropped(x, dy, dtype) -> Cases:
+    """What is dropped is multiplied by 0: Inf becomes NaN, and is not lost."""
+    keep = (numbers(x.size).fractions(np).reshape(x.shape) >= 0.3).astype(np.float64)
+
+    def drop(which):
+        return lambda xp, a: kernels.drop(xp, a, numbers(a.size), 0.3)[which].astype(a.dtype)
+
+    return {
+        "drop": [
+            Case(drop(0), (x,), x * keep / 0.7, np.abs(x)),
+            Case(drop(1), (x,), keep, 0 * keep),
+        ],
+        "drop_backward": [
+            Case(lambda xp, a: kernels.drop_backward(xp, a, keep > 0, 0.3), (dy,), dy * keep / 0.7, np.abs(dy))
+        ],
+    }
+
+
+def numbers(size):
+    return Stretch(3, "dropout", 1, 1 + size)
+
+
+def channels(x, dy, dtype) -> Cases:
+    """Batch norm with columns as channels."""
+    mean, scale = (single(np.linspace(low, 2, x.shape[1])).astype("f8") for low in (-1, 0.5))
+    m, s, n = single(mean), single(scale), (x - mean) * scale
+    size_n = (np.abs(x) + np.abs(mean)) * scale
+    sums, size = ([a.sum(axis=0) for a in pair] for pair in ((dy, dy * n), (np.abs(dy), np.abs(dy) * size_n)))
+    size_dx = (np.abs(dy) + np.abs(mean) + (np.abs(x) + np.abs(mean)) * scale) * scale
+    dx = (dy - mean - (x - mean) * scale) * scale
+    squares = np.square(x - mean).sum(axis=0), np.square(size_n / scale).sum(axis=0)
+    with_dy = np.concatenate(sums), np.concatenate(size)
+    return {
+        "channel_sums": [Case(kernels.channel_sums, (x,), x.sum(axis=0), np.abs(x).sum(axis=0))],
+        "channel_squares": [Case(kernels.channel_squares, (x, m), *squares)],
+        "channel_affine": [Case(kernels.channel_affine, (x, m, s, m), n + mean, size_n + np.abs(mean))],
+        "channel_sums_with": [Case(kernels.channel_sums_with, (dy, x, m, s), *with_dy)],
+        "channel_norm_backward": [Case(kernels.channel_norm_backward, (dy, x, m, s, m, s), dx, size_dx)],
+    }
+
+
+WINDOW = Window((2, 3), (1, 2), (0, 0))
+
+
+def images(x, dy, dtype) -> Cases:
+    """Windows of two samples of three channels, place by place."""
+    image, shape = np.resize(x, (2, 3, 4, 7)), (2, 3, 4, 7)
+    out = WINDOW.out(shape)
+    places = list(WINDOW.places(out))
+    slope = np.resize(dy, (2, 3, *out))
+    seen = np.stack([image[place] for place in places])
+    winner = np.argmax(np.where(np.isnan(seen), np.inf, seen), axis=0)  # the first NaN goes before Inf
+    first_nan = np.argmax(np.isnan(seen), axis=0)
+    winner = np.where(np.isnan(seen).any(axis=0), first_nan, winner).astype(np.int32)
+    largest = np.take_along_axis(seen, winner[None], axis=0)[0]
+    to_largest, to_all, size = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    for number, place in enumerate(places):
+        to_largest[place] += np.where(winner == number, slope, 0)
+        to_all[place] += slope / WINDOW.size
+        size[place] += np.abs(slope)
+
+    def backward(xp, a):
+        return kernels.max_pool2d_backward(xp, a, winner, WINDOW, shape)
+
+    return {
+        "max_pool2d": [Case(lambda xp, a: kernels.max_pool2d(xp, a, WINDOW)[0], (image,), largest, 0 * largest)],
+        "max_pool2d_backward": [Case(backward, (slope,), to_largest, size)],
+        "avg_pool2d": [
+            Case(lambda xp, a: kernels.avg_pool2d(xp, a, WINDOW), (image,), seen.mean(axis=0), np.abs(seen).sum(axis=0))
+        ],
+        "avg_pool2d_backward": [
+            Case(lambda xp, a: kernels.avg_pool2d_backward(xp, a, WINDOW, shape), (slope,), to_all, size)
+        ],
+    }
+
+
+def convolutions(x, dy, dtype) -> Cases:
+    image, weight, shape = np.resize(x, (2, 3, 4, 7)), np.resize(dy[::-1], (4, 3, 2, 3)), (2, 3, 4, 7)
+    slope = np.resize(dy, (2, 4, *WINDOW.out(shape)))
+    bias = np.linspace(-1, 1, 4).astype(np.float32).astype(dtype).astype(np.float64)
+
+    def both(term):
+        """A sum of products, and of their sizes."""
+        return [term(*arrays) for arrays in ((image, weight, slope), [np.abs(a) for a in (image, weight, slope)])]
+
+    places = list(WINDOW.places(WINDOW.out(shape)))
+    taps = [(i, j) for i in range(2) for j in range(3)]
+
+    def forward(x, w, d):
+        return sum(np.einsum("nchw,oc->nohw", x[at], w[:, :, i, j]) for at, (i, j) in zip(places, taps, strict=True))
+
+    def to_input(x, w, d):
+        total = np.zeros(shape)
+        for at, (i, j) in zip(places, taps, strict=True):
+            total[at] += np.einsum("nohw,oc->nchw", d, w[:, :, i, j])
+        return total
+
+    def to_weight(x, w, d):
+        return np.stack([np.einsum("nchw,nohw->oc", x[at], d) for at in places], axis=-1).reshape(weight.shape)
+
+    y, dx, dw = both(forward), both(to_input), both(to_weight)
+    shift = bias[:, None, None]
+
+    def params(xp, a, d):
+        sums = np.zeros(weight.shape, np.float32), np.ones(4, np.float32)
+        kernels.conv2d_backward_params(xp, a, d, WINDOW, (sums[0], False), (sums[1], True))
+        return np.concatenate([sums[0].reshape(-1), sums[1]])
+
+    ends = [
+        np.concatenate([w.reshape(-1), 1 + d.sum(axis=(0, 2, 3))])
+        for w, d in zip(dw, (slope, np.abs(slope)), strict=True)
+    ]
+    return {
+        "conv2d": [
+            Case(lambda xp, *a: kernels.conv2d(xp, *a, WINDOW), (image, weight, bias), y[0] + shift, y[1] + abs(shift))
+        ],
+        "conv2d_backward_input": [
+            Case(lambda xp, *a: kernels.conv2d_backward_input(xp, *a, WINDOW, shape), (weight, slope), *dx)
+        ],
+        "conv2d_backward_params": [Case(params, (image, slope), *ends)],
+    }  # fmt: skip
+
+
+LIBRARIES = list(halves.available())
+FLUSHED = 2.0**-120
+"""Products of 16 bits by the processor's instructions take numbers below 2^-126 for 0."""
+
+
+def attention(x, dy, dtype) -> Cases:
+    """Queries from `x`, keys and values from `dy`, one head; not causal: then NaN and Inf of a key meet all queries."""
+    rows, width = max(len(x), 1), x.shape[1]
+    q, k, v, do = (of(np.resize(a, (1, 1, rows, width)) / 4, dtype) for a in (x, dy, dy[::-1], x[::-1]))
+    scale, terms = 0.7 / width**0.5, width + rows + 8
+    scores = scale * q @ k.swapaxes(-1, -2)
+    top = scores.max(axis=-1, keepdims=True)
+    lse = np.log(np.exp(scores - top).sum(axis=-1, keepdims=True)) + top
+    p, o = np.exp(scores - lse), np.zeros_like(q)
+    o = p @ v
+    sizes = terms * (1 + scale * np.abs(q) @ np.abs(k).swapaxes(-1, -2) + np.abs(lse))
+    held, base = of(o, dtype), single(lse[..., 0])
+    turned, along = v.swapaxes(-1, -2), np.sum(do * held, axis=-1, keepdims=True)
+    p2 = np.exp(scores - base.astype(np.float64)[..., None])
+    ds = p2 * (do @ turned - along) * scale
+    off = sizes * p2 * (np.abs(do) @ np.abs(turned) + np.sum(np.abs(do * held), -1, keepdims=True)) * scale
+    want = ds @ k, ds.swapaxes(-1, -2) @ q, p2.swapaxes(-1, -2) @ do
+    size = off @ np.abs(k), off.swapaxes(-1, -2) @ np.abs(q), (p2 * sizes).swapaxes(-1, -2) @ np.abs(do)
+    terms16 = np.abs(ds) @ np.abs(k), np.abs(ds).swapaxes(-1, -2) @ np.abs(q), p2.swapaxes(-1, -2) @ np.abs(do)
+
+    def forward(xp, *a):
+        return kernels.attention(xp, *a, False, scale)[0]
+
+    def backward(xp, q, k, v, o, lse, do):
+        return np.stack(list(kernels.attention_backward(xp, q, k, v, o, lse, do, False, scale)))
+
+    return {
+        "attention": [Case(forward, (q, k, v), o, (p * sizes) @ np.abs(v), p @ np.abs(v), FLUSHED)],
+        "attention_backward": [
+            Case(backward, (q, k, v, held, base, do), np.stack(want), np.stack(size), np.stack(terms16), FLUSHED)
+        ],
+    }
+
+
+def products(x, dy, dtype) -> Cases:
+    """Of matrices of 16 bits, by every library that is here, and their gradients' sums."""
+    want, size, terms = x @ dy.T, np.abs(x) @ np.abs(dy).T, 1 + x.shape[1] / 8
+
+    def by(library):
+        def run(xp, a, b):
+            out = np.zeros((len(a), len(b)), np.float32)
+            halves.choose(library)
+            try:
+                halves.product(out, a, b.T, True)
+            finally:
+                halves.choose(None)
+            return out
+
+        return run
+
+    return {"product": [Case(by(name), (x, dy), want, terms * size, tiny=x.shape[1] * FLUSHED) for name in LIBRARIES]}
+
+
+FAMILIES = (
+    gelu, gelu_tanh, elementwise, casts, softmax, layer_norm, rms_norm, losses, sums, lookups, dropped, channels,
+    images, convolutions, attention, products,
+)  # fmt: skip
+
+
+def cases(family: Callable[..., Cases], x: Any, dy: Any, dtype: Any) -> Iterator[tuple[str, Case]]:
+    """(kernel, call) of a family; Inf and NaN are what they are meant to be."""
+    with np.errstate(all="ignore"):
+        found = family(x, dy, np.dtype(dtype))
+    for name, calls in found.items():
+        for call in calls:
+            yield name, call
