@@ -7,12 +7,10 @@ The model, the text and all options are those of `make train`. Losses do not dep
 
 import json
 import sys
-from itertools import product
-from pathlib import Path
 from typing import Any
 
-from jobs import environ, finish, mpiexec, start
-from records import arguments, lines, save
+import trainings
+from records import lines
 
 __all__ = ["tables"]
 
@@ -27,38 +25,19 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["job"]:
-        return job(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
-    p = arguments(__doc__, rounds=1)
-    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    p.add_argument("--ranks", type=int, default=1)
-    p.add_argument("--steps", type=int, default=300, help="of each training; the schedule of the learning rate follows")
-    p.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
-    options = p.parse_args()
-    seeds, steps = (options.seeds[:1], 20) if options.quick else (options.seeds, options.steps)
-    found: dict[str, Any] = {"steps": steps, "ranks": options.ranks, "rows": []}
-    for seed, name in product(seeds, options.formats):
-        ran = _ran(name, seed, steps, options.ranks)
-        found["rows"].append({"format": name, "seed": seed, **ran})
-        print(json.dumps(found["rows"][-1]), flush=True)
-        save("convergence", options, found)
-    for title, text in tables(found):
-        print(f"{title}\n{text}\n", flush=True)
-    return 0
+    if (this := trainings.job()) is not None:
+        return job(*this)
+    options = trainings.parser(__doc__, "--formats", FORMATS).parse_args()
+    return trainings.compare(__file__, "format", options, {"steps": 20 if options.quick else options.steps}, tables)
 
 
-def _ran(name: str, seed: int, steps: int, ranks: int) -> dict[str, Any]:
-    here = [sys.executable] if ranks == 1 else mpiexec(ranks)
-    command = [*here, str(Path(__file__)), "job", name, str(seed), str(steps)]
-    return finish(start(command, environ()), patience=7200)
-
-
-def job(name: str, seed: int, steps: int) -> int:
+def job(name: str, asked: dict[str, Any]) -> int:
     """The main job with another format; rank 0 prints its last losses."""
     import fsdpx
     from fsdpx.examples import gpt
 
-    args = gpt.parser().parse_args(["--seed", str(seed), "--steps", str(steps), "--no-save"])
+    steps = asked["steps"]
+    args = gpt.parser().parse_args(["--seed", str(asked["seed"]), "--steps", str(steps), "--no-save"])
     args.dtype = fsdpx.Precision(**FORMATS[name])
     trainer = gpt.distributed(args)
     loader, validation = gpt.loaders(args, trainer.data, prints=False)

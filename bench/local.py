@@ -2,18 +2,16 @@
 
     python bench/local.py [--ranks 4] [--steps 1000] [--batch 32] [--seeds 0 1 2] [--quick]
 
-The model, the text, the global batch, the inner optimiser and its learning rate are those of `make train`. Losses and
-bytes do not depend on what else the machine does.
+The model, the text, the global batch, the inner optimiser and its learning rate are those of `make train`. Steps are a
+multiple of 50. Losses and bytes do not depend on what else the machine does.
 """
 
 import json
 import sys
-from itertools import product
-from pathlib import Path
 from typing import Any
 
-from jobs import environ, finish, mpiexec, start
-from records import arguments, lines, save
+import trainings
+from records import lines
 
 __all__ = ["tables"]
 
@@ -31,36 +29,24 @@ STRATEGIES: dict[str, dict[str, Any] | None] = {
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["job"]:
-        return job(sys.argv[2], *map(int, sys.argv[3:]))
-    p = arguments(__doc__, rounds=1)
-    p.add_argument("--seeds", nargs="+", type=int, default=[0])
-    p.add_argument("--ranks", type=int, default=4)
-    p.add_argument("--steps", type=int, default=1000, help="a multiple of 50; the learning rate's schedule follows")
+    if (this := trainings.job()) is not None:
+        return job(*this)
+    p = trainings.parser(__doc__, "--strategies", STRATEGIES, seeds=[0], ranks=4, steps=1000)
     p.add_argument("--batch", type=int, default=32, help="sequences of the global batch")
-    p.add_argument("--strategies", nargs="+", default=list(STRATEGIES), choices=STRATEGIES)
     options = p.parse_args()
     steps, batch = (50, 4) if options.quick else (options.steps, options.batch)
-    seeds = options.seeds[:1] if options.quick else options.seeds
-    found: dict[str, Any] = {"steps": steps, "ranks": options.ranks, "batch": batch, "rows": []}
-    for seed, name in product(seeds, options.strategies):
-        command = [*mpiexec(options.ranks), str(Path(__file__)), "job", name, str(seed), str(steps), str(batch)]
-        ran = finish(start(command, environ()), patience=7200)
-        found["rows"].append({"strategy": name, "seed": seed, **ran})
-        print(json.dumps(found["rows"][-1]), flush=True)
-        save("local", options, found)
-    for title, text in tables(found):
-        print(f"{title}\n{text}\n", flush=True)
-    return 0
+    return trainings.compare(__file__, "strategy", options, {"steps": steps, "batch": batch}, tables)
 
 
-def job(name: str, seed: int, steps: int, batch: int) -> int:
+def job(name: str, asked: dict[str, Any]) -> int:
     """The main job; rank 0 prints its last losses, and the bytes that it sent over the replicas in a step."""
     import fsdpx
     from fsdpx import optim
     from fsdpx.examples import gpt
 
-    args = gpt.parser().parse_args(["--seed", str(seed), "--steps", str(steps), "--batch", str(batch), "--no-save"])
+    steps = asked["steps"]
+    words = [word for key in ("seed", "steps", "batch") for word in (f"--{key}", str(asked[key]))]
+    args = gpt.parser().parse_args([*words, "--no-save"])
     args.strategy = "ddp"
     if (chosen := STRATEGIES[name]) is not None:
         args.strategy = fsdpx.Local(**{**chosen, "outer": optim.SGD(**chosen["outer"])})

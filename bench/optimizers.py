@@ -9,13 +9,11 @@ every few steps, where it is meant to be evaluated. Losses do not depend on what
 import json
 import sys
 from collections.abc import Callable
-from itertools import product
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from jobs import environ, finish, mpiexec, start
-from records import arguments, lines, save
+import trainings
+from records import lines
 
 __all__ = ["tables"]
 
@@ -46,30 +44,15 @@ def recommended(steps: int) -> dict[str, Callable[[], Any]]:
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["job"]:
-        return job(sys.argv[2], json.loads(sys.argv[3]))
-    names = list(recommended(1))
-    p = arguments(__doc__, rounds=1)
-    p.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    p.add_argument("--ranks", type=int, default=1)
-    p.add_argument("--steps", type=int, default=300, help="of each training; schedules of learning rates follow")
+    if (this := trainings.job()) is not None:
+        return job(*this)
+    p = trainings.parser(__doc__, "--optimizers", recommended(1))
     p.add_argument("--every", type=int, default=10, help="steps from one validation to the next")
     p.add_argument("--size", default="tiny", help="of the model, as in `make train`")
     p.add_argument("--batch", type=int, default=32, help="sequences of the global batch")
-    p.add_argument("--optimizers", nargs="+", default=names, choices=names)
     options = p.parse_args()
-    seeds, steps = (options.seeds[:1], 20) if options.quick else (options.seeds, options.steps)
-    asked = {"steps": steps, "every": options.every, "size": options.size, "batch": options.batch}
-    found: dict[str, Any] = {**asked, "ranks": options.ranks, "rows": []}
-    for seed, name in product(seeds, options.optimizers):
-        here = [sys.executable] if options.ranks == 1 else mpiexec(options.ranks)
-        command = [*here, str(Path(__file__)), "job", name, json.dumps({**asked, "seed": seed})]
-        found["rows"].append({"optimizer": name, "seed": seed, **finish(start(command, environ()), patience=7200)})
-        print(json.dumps(found["rows"][-1]), flush=True)
-        save("optimizers", options, found)
-    for title, text in tables(found):
-        print(f"{title}\n{text}\n", flush=True)
-    return 0
+    asked = {name: getattr(options, name) for name in ("steps", "every", "size", "batch")}
+    return trainings.compare(__file__, "optimizer", options, asked | ({"steps": 20} if options.quick else {}), tables)
 
 
 def job(name: str, asked: dict[str, Any]) -> int:

@@ -76,6 +76,35 @@ def test_a_duel_counts_whole_steps_by_turn_and_the_median_ratio() -> None:
     assert (verdict["ratio"], verdict["reached"]) == (6.5, True)
 
 
+TRAINING = """
+import json, sys
+name, asked = sys.argv[2], json.loads(sys.argv[3])
+print(json.dumps({"validation": len(name) + asked["steps"]})) if name == "good" else sys.exit(3)
+"""
+
+
+def test_variants_of_a_training_are_jobs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import trainings
+
+    (tmp_path / "losses.py").write_text(TRAINING)
+    options = trainings.parser("Losses.", "--codecs", ["good", "bad", "other"], seeds=[0, 7]).parse_args(
+        ["--codecs", "good", "bad", "--out", str(tmp_path)]
+    )
+    script = str(tmp_path / "losses.py")
+    assert trainings.compare(script, "codec", options, {"steps": 9}, lambda found: [("a title", "a table")]) == 0
+    wanted = [
+        row for n in (0, 7) for row in (
+            {"codec": "good", "seed": n, "validation": 13}, {"codec": "bad", "seed": n, "failed": "exit status 3"}
+        )
+    ]  # fmt: skip
+    saved = json.loads((tmp_path / "losses.json").read_text())
+    assert saved["rows"] == wanted
+    assert (saved["steps"], saved["ranks"]) == (9, 1)
+    out = capsys.readouterr().out.splitlines()
+    assert [json.loads(line) for line in out[:4]] == wanted
+    assert out[4:6] == ["a title", "a table"]
+
+
 JOB = """
 import json, pathlib, sys, time
 folder = pathlib.Path(sys.argv[sys.argv.index("--turns") + 1])

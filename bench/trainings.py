@@ -1,0 +1,54 @@
+"""Variants of one training compared: every variant and seed is a job of its own, and a row of the results.
+
+A script's own command line starts a job as `SCRIPT job VARIANT OPTIONS`; rank 0 prints what it found as JSON."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from jobs import environ, finish, mpiexec, start
+from records import arguments, save
+
+__all__ = ["compare", "job", "parser"]
+
+
+def parser(
+    doc: str, which: str, variants: Iterable[str], seeds: Sequence[int] = (0, 1, 2), ranks: int = 1, steps: int = 300
+) -> argparse.ArgumentParser:
+    """The options of all such scripts; `which` chooses among the variants."""
+    p = arguments(doc, rounds=1)
+    p.add_argument("--seeds", nargs="+", type=int, default=[*seeds])
+    p.add_argument("--ranks", type=int, default=ranks)
+    p.add_argument("--steps", type=int, default=steps, help="of each training; schedules of learning rates follow")
+    p.add_argument(which, dest="variants", nargs="+", default=[*variants], choices=[*variants])
+    return p
+
+
+def job() -> tuple[str, dict[str, Any]] | None:
+    """The variant and the options, if this process is a rank of a job."""
+    return (sys.argv[2], json.loads(sys.argv[3])) if sys.argv[1:2] == ["job"] else None
+
+
+def compare(
+    script: str,
+    kind: str,
+    options: argparse.Namespace,
+    asked: dict[str, Any],
+    tables: Callable[[dict[str, Any]], list[tuple[str, str]]],
+) -> int:
+    """Run the jobs one after the other, and print and save what they found. kind: of variants, the key of their names.
+    asked: what all jobs are asked for, beside the seed."""
+    found: dict[str, Any] = {**asked, "ranks": options.ranks, "rows": []}
+    here = [sys.executable] if options.ranks == 1 else mpiexec(options.ranks)
+    for seed, name in product(options.seeds[:1] if options.quick else options.seeds, options.variants):
+        command = [*here, script, "job", name, json.dumps({**asked, "seed": seed})]
+        found["rows"].append({kind: name, "seed": seed, **finish(start(command, environ()), patience=7200)})
+        print(json.dumps(found["rows"][-1]), flush=True)
+        save(Path(script).stem, options, found)
+    for title, text in tables(found):
+        print(f"{title}\n{text}\n", flush=True)
+    return 0
