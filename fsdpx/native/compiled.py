@@ -68,12 +68,12 @@ class Compiled:
         return set(self._loaded)
 
     def dispatcher(self) -> Any:
-        """Numba's, which compiles."""
+        """Numba's, which compiles what no machine code is kept of."""
         from fsdpx.native import twice
 
         with _lock:
             if self._dispatcher is None:
-                self._dispatcher = twice.dispatcher(self.function, self.fastmath)
+                self._dispatcher = twice.for_python(self.function, self.fastmath)
             return self._dispatcher
 
     def _ready(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
@@ -95,7 +95,7 @@ class Compiled:
             return entry
 
     def _built(self, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-        from fsdpx.native import build
+        from fsdpx.native import build, twice
 
-        made = build.build(self.dispatcher(), wanted)
+        made = build.build(twice.dispatcher(self.function, self.fastmath), wanted)
         return None if made is None else image.keep(self.function, wanted, made)

@@ -121,9 +121,8 @@ def _libraries() -> tuple[ctypes.CDLL, ...]:
 
 def _file(function: Callable[..., Any], wanted: tuple[str, ...]) -> Path:
     own = Path(function.__code__.co_filename)
-    key = repr(
-        (str(own), function.__qualname__, function.__code__.co_firstlineno, wanted, fingerprint(own), _machine())
-    )
+    code = str(own), function.__qualname__, function.__code__.co_firstlineno
+    key = repr((*code, wanted, fingerprint(own), _entries(), _machine()))
     name = f"{own.stem}.{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read().cache / "code" / name
 

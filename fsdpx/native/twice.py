@@ -12,16 +12,19 @@ from typing import Any
 
 from fsdpx.native import cache
 
-__all__ = ["dispatcher"]
+__all__ = ["dispatcher", "for_python"]
 
 TOOLS = f"{__package__}.tools"
+BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+"""Without Numba's own entries for Python and C, which take more time to compile than most functions."""
 _made: dict[tuple[str, str], Any] = {}  # by file and name
 _python = builtins.__import__
 _read: dict[str, ModuleType] = {}
 
 
 def dispatcher(function: Callable[..., Any], fastmath: Any) -> Any:
-    """Numba's dispatcher of a function of such a file; of any other function, of itself. The caller holds the lock."""
+    """Numba's dispatcher of a function of such a file; of any other function, of itself. What it compiles is called by
+    compiled code alone: Python takes an entry of `build`, or `for_python`. The caller holds the lock."""
     key = function.__code__.co_filename, function.__qualname__
     for home in [function.__module__, *sorted(name for name in sys.modules if name.startswith("fsdpx."))]:
         if _is_code(home):
@@ -29,6 +32,11 @@ def dispatcher(function: Callable[..., Any], fastmath: Any) -> Any:
             if key in _made:
                 return _made[key]
     return _dispatcher(function, fastmath)
+
+
+def for_python(function: Callable[..., Any], fastmath: Any) -> Any:
+    """The same, to be called by Python."""
+    return _dispatcher(dispatcher(function, fastmath).py_func, fastmath, {})
 
 
 def _jit(function: Any = None, *, fastmath: Any = False, name: str = "") -> Any:
@@ -40,11 +48,12 @@ def _jit(function: Any = None, *, fastmath: Any = False, name: str = "") -> Any:
     return made
 
 
-def _dispatcher(function: Any, fastmath: Any) -> Any:
+def _dispatcher(function: Any, fastmath: Any, entries: Any = BARE) -> Any:
     import numba
 
-    made: Any = numba.njit(function, nogil=True, error_model="numpy", fastmath=fastmath)
-    cache.enable(made, function)
+    options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath, **entries}
+    made: Any = numba.njit(**options)(function)
+    cache.enable(made, function, bare=bool(entries))
     return made
 
 
@@ -82,5 +91,6 @@ def _tools() -> ModuleType:
 
     tools = ModuleType(TOOLS)
     tools.__dict__.update(cgutils=cgutils, extending=extending, ir=ir, jit=_jit, types=types)
-    tools.__dict__.update(overload=extending.overload, register_jitable=extending.register_jitable)
+    tools.__dict__.update(overload=functools.partial(extending.overload, jit_options=BARE))
+    tools.__dict__.update(register_jitable=extending.register_jitable(**BARE))
     return tools
