@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+from amount import pairs
 
 pytestmark = [
     pytest.mark.jobs,
@@ -11,9 +12,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("model", ["tiny", "small", "mlp", "many"])
+@pytest.mark.parametrize(("model", "ranks"), pairs(["tiny", "small", "mlp", "many"], [4, 1, 2]))
 def test_a_process_takes_what_is_expected(model: str, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks share depends on their number, the rest on the model."""
     from footprint import compare
 
     monkeypatch.setitem(os.environ, "FSDPX_TUNE", "0")

@@ -18,12 +18,10 @@ __all__ = ["world"]
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 
-class TestContract(OnEveryRank):
+class TestWithoutDeaths(OnEveryRank):
     def adapt(self, world: Communicator) -> Communicator:
         return resilient(world)
 
-
-class TestWithoutDeaths(OnEveryRank):
     def test_agreement(self) -> None:
         def body(comm: Survivor) -> None:
             assert comm.agree(6 + comm.rank % 2) == 6
@@ -72,6 +70,3 @@ class TestWithoutDeaths(OnEveryRank):
                 made.close()
 
         self.run(body)
-
-    def adapt(self, world: Communicator) -> Communicator:
-        return resilient(world)

@@ -1,5 +1,7 @@
 """What nobody trains has no backward: below the first trained layer nothing is made, sent, kept or run again for it."""
 
+import itertools
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,9 +48,17 @@ def gradients(comm: Communicator, case: str, frozen: list[str], later: bool = Fa
     return trainer.gradients()
 
 
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("trunk", TRUNKS)
+@lru_cache
+def of_all(case: str, place: str) -> dict[str, Any]:
+    """The gradients of a trainer that makes them all."""
+    ranks, options = PLACES[place]
+    return spawn(lambda comm: gradients(comm, case, [], **options), ranks)[0]
+
+
+# `freeze` and `distribute(frozen=...)` run the same program: test_freezing_changes_the_program
+@pytest.mark.parametrize(
+    ("trunk", "place", "later"), [(*both, n % 2 == 0) for n, both in enumerate(itertools.product(TRUNKS, PLACES))]
+)
 def test_the_others_have_the_same_gradients(trunk: str, place: str, later: bool) -> None:
     """To the bit: those of a trainer that makes them all."""
     case, frozen = TRUNKS[trunk]
@@ -57,7 +67,7 @@ def test_the_others_have_the_same_gradients(trunk: str, place: str, later: bool)
         pytest.skip("BatchNorm works on whole batches, not on chunks")
     if place == "tensor" and case not in ("gpt", "untied"):
         pytest.skip("nothing to cut")
-    want = spawn(lambda comm: gradients(comm, case, [], **options), ranks)[0]
+    want = of_all(case, place)
     for got in spawn(lambda comm: gradients(comm, case, frozen, later, **options), ranks):
         moved = [name for name in got if not later or np.any(got[name])]
         assert moved

@@ -99,13 +99,6 @@ def test_the_watchdog_can_be_left_out(tmp_path):
     assert "fsdpx watchdog:" not in done.err
 
 
-def test_a_rank_whose_script_has_ended_early(tmp_path):
-    ends = "def outside(step):\n    if step == 2 and comm.rank == 2: sys.exit(0)\n"
-    done = run(tmp_path, ends)
-    assert done.status == 1, done.err
-    assert "fsdpx watchdog: rank 2 has come to the end of its script, after its call 3, step, and rank " in done.err
-
-
 def test_a_trainer_waits_for_ranks_of_an_axis(tmp_path):
     """The same over messages of MPI instead of shared memory, in a pipeline."""
     pipe = TRAINER.replace("group_bytes=0,", "group_bytes=0, mesh=fsdpx.Mesh(pipe=3), microbatches=2,")
