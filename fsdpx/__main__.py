@@ -1,4 +1,4 @@
-"""The command line: python -m fsdpx info | run | show | ckpt | verify."""
+"""The command line: python -m fsdpx info | run | show | ckpt | verify | trace."""
 
 import argparse
 import os
@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     _start(commands.add_parser("run", help="start N ranks; restart from the last checkpoint when a death ends the job"))
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
     _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
+    _trace(commands.add_parser("trace", help="traces of all ranks in one file, on one clock, for Perfetto"))
     _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
     return p
 
@@ -66,6 +67,10 @@ def _run(args: argparse.Namespace) -> int:
         from fsdpx.launch.ckpt import ckpt
 
         return ckpt(args)
+    if args.command == "trace":
+        from fsdpx.launch.trace import trace
+
+        return trace(args)
     from fsdpx.launch.verify import verify
 
     return verify(args)
@@ -93,6 +98,12 @@ def _say(line: str) -> int:
 
 def _ckpt(p: argparse.ArgumentParser) -> None:
     from fsdpx.launch.ckpt import add_options
+
+    add_options(p)
+
+
+def _trace(p: argparse.ArgumentParser) -> None:
+    from fsdpx.launch.trace import add_options
 
     add_options(p)
 

@@ -204,6 +204,11 @@ def compiler(environ: Mapping[str, str] = os.environ) -> str:
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
 
+def traced(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder for traces of training (FSDPX_TRACE), where a script names none."""
+    return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
+
+
 def _restart(environ: Mapping[str, str]) -> int:
     text = environ.get("FSDPX_RESTART", "0").strip()
     if not text.isdecimal():

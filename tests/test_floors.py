@@ -21,6 +21,7 @@ FLOORS = (
     ("state",),
     ("engine",),
     ("checkpoint", "watch"),
+    ("observe",),
     ("trainer",),
     ("elastic",),
     ("facade",),

@@ -22,9 +22,10 @@ class Count:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts by (axis, verb), for one rank."""
+    """Counts by (axis, verb), for one rank. total: all bytes so far."""
 
     table: dict[tuple[str, str], Count] = field(default_factory=dict)
+    total: int = field(default=0, compare=False)
 
     def add(self, axis: str, verb: str, nbytes: int, calls: int = 1) -> None:
         """Note `calls` calls of `verb` on `axis` that moved `nbytes` in all."""
@@ -33,6 +34,7 @@ class Counters:
             count = self.table[axis, verb] = Count()
         count.calls += calls
         count.bytes += nbytes
+        self.total += nbytes
 
     def of(self, axis: str | None = None, verb: str | None = None) -> Count:
         """The sum over what matches; None matches everything."""

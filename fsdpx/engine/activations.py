@@ -5,33 +5,81 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from fsdpx.program import SLOTS
+from fsdpx.array.arena import Arena
+from fsdpx.engine.lines import Line
+from fsdpx.program import SLOTS, Slot
+from fsdpx.state.spill import root_of
 from fsdpx.state.state import TrainState
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["activation_bytes", "roots"]
+__all__ = ["Activations", "activation_bytes", "is_activation", "planned", "roots"]
+
+
+def is_activation(slot: Slot) -> bool:
+    return SLOTS[slot.kind].memory == "activations"
+
+
+def planned(arena: Arena) -> set[int]:
+    """Identities of the memory that the arena holds: what lies there is counted by the ledger."""
+    return {id(root_of(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
 
 def activation_bytes(state: TrainState) -> int:
-    """Bytes of shape-only arrays in activation slots; views count once, with the array that they are views of.
+    """Bytes of arrays in activation slots; views count once, with the array that they are views of.
 
     Parameters that a layer keeps for backward are not counted: the ledger counts them."""
     found: dict[int, int] = {}
     for slot, value in state.store.items():
-        if SLOTS[slot.kind].memory == "activations":
+        if is_activation(slot):
             found.update(roots(value.finish() if isinstance(value, Transfer) else value))  # on its way, or there
-    arena = state.arena
-    planned = {id(buffer.root) for buffer in (*arena.kept.values(), *([] if arena.slab is None else [arena.slab]))}
-    return sum(nbytes for key, nbytes in found.items() if key not in planned)
+    there = planned(state.arena)
+    return sum(nbytes for key, nbytes in found.items() if key not in there)
+
+
+class Activations:
+    """The same followed from action to action, by what each of them takes and gives. alive: bytes now; most: at any
+    time."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = 0
+        self._held: dict[Slot, dict[int, int]] = {}
+        self._users: dict[int, int] = {}
+        self._planned: tuple[tuple[int, int], set[int]] = ((-1, -1), set())
+
+    def within(self, arena: Arena) -> None:
+        """A program begins whose buffers lie there."""
+        state = (arena.generation, len(arena.kept))
+        if self._planned[0] != state:
+            self._planned = state, planned(arena)
+
+    def take(self, slot: Slot) -> None:
+        """A slot is emptied."""
+        for root, nbytes in self._held.pop(slot, {}).items():
+            self._users[root] -= 1
+            if not self._users[root]:
+                del self._users[root]
+                self.alive -= nbytes
+
+    def give(self, slot: Slot, value: Any) -> None:
+        """A slot is filled, or filled anew."""
+        self.take(slot)
+        there = self._planned[1]
+        self._held[slot] = held = {root: nbytes for root, nbytes in roots(value) if root not in there}
+        for root, nbytes in held.items():
+            users = self._users.get(root, 0)
+            self._users[root] = users + 1
+            self.alive += 0 if users else nbytes
+        self.most = max(self.most, self.alive)
 
 
 def roots(value: Any) -> Iterable[tuple[int, int]]:
-    """(identity, bytes) of the memory of every shape-only array in tuples, lists and dicts."""
-    if getattr(value, "holds_no_data", False):
-        yield id(value.root), value.root.nbytes
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from roots(one)
-    elif isinstance(value, tuple | list):
+    """(identity, bytes) of the memory behind every array in tuples, lists and dicts."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    elif isinstance(value, Line):
+        value = (value.x, value.out)
+    if isinstance(value, tuple | list):
         for one in value:
             yield from roots(one)
+    elif (root := root_of(value)) is not None:
+        yield id(root), root.nbytes

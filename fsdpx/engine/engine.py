@@ -16,10 +16,11 @@ from fsdpx.array.denormals import flushed
 from fsdpx.comm.communicator import DONE, Handle
 from fsdpx.comm.poker import Poker
 from fsdpx.engine.executable import Executable, Step
+from fsdpx.engine.recording import Recording
 from fsdpx.engine.run import Run, Worlds
 from fsdpx.engine.views import Views
 from fsdpx.errors import CommTimeout
-from fsdpx.program import Action, Program, Request, Slot
+from fsdpx.program import VERBS, Action, Program, Request, Slot
 from fsdpx.state.clock import PROGRESS, Clock
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.state import TrainState
@@ -43,18 +44,20 @@ class Engine:
     """Runs programs on the state of one rank.
 
     poker: moves transfers on during actions as well, not only between them. observers: called after every action, which
-    they may break off by an exception. ran, batch: the last program, and the last batch that it ran on."""
+    they may break off by an exception. recording: keeps what happens when, if somebody asked for it. ran, batch: the
+    last program, and the last batch that it ran on."""
 
     def __init__(self, state: TrainState, poker: Poker | None = None, recorder: Recorder | None = None) -> None:
         self.state, self.placement = state, state.placement
         self.clock = Clock()
         self.observers: list[Callable[[Action], None]] = []
+        self.recording: Recording | None = None
         self.ran: Program | None = None
         self.batch: list[Microbatch | None] = []
         self._poker, self.recorder = poker, recorder
         self._views: Views | None = None
         self._worlds = Worlds(state)
-        self._flying: list[tuple[str, Transfer]] = []  # (mesh axis, transfer) to move on
+        self._flying: list[tuple[Action, Transfer]] = []  # to move on, and what began it
         self._sends: list[Transfer] = []  # of this run, which no slot holds
         self._givers: dict[Slot, str] = {}
 
@@ -83,6 +86,8 @@ class Engine:
         self.ran, self.batch, self._givers = program, feed.batch or self.batch, executable.givers
         if self.recorder is not None:
             self.recorder.program(state.steps, program.kind, threading.get_ident())
+        if self.recording is not None:
+            self.recording.begin(program, state.steps, state.arena)
         executable.workspace.enter()
         self.drop_stale_views()
         if self._views is None:
@@ -101,12 +106,12 @@ class Engine:
         for _, transfer in self._flying:
             if id(transfer) not in known:
                 transfer.handle.wait()
-        self._flying = [(axis, transfer) for axis, transfer in self._flying if id(transfer) in known]
+        self._flying = [(action, transfer) for action, transfer in self._flying if id(transfer) in known]
 
     def _act(self, run: Run, step: Step) -> None:
         operation, action, words, takes, reads, adds, gives, lane = step
-        store, recorder = self.state.store, self.recorder
-        begin = perf_counter()
+        store, recorder, counters = self.state.store, self.recorder, self.placement.axes.counters
+        before, begin = counters.total, perf_counter()
         if recorder is not None:
             recorder.begin(words, begin)
         try:
@@ -122,7 +127,7 @@ class Engine:
             for slot, value in zip(gives, values, strict=True):
                 store[slot] = value
                 if value.__class__ is Transfer and value.handle is not DONE:
-                    self._flying.append((lane, value))
+                    self._flying.append((action, value))
             for observe in self.observers:
                 observe(action)
         except Exception as error:
@@ -131,10 +136,13 @@ class Engine:
         end = perf_counter()
         if recorder is not None:
             recorder.end(end)
-        self.clock.ran(action, begin, ready, end)
+        moved = counters.total - before
+        self.clock.ran(action.op, begin, ready, end, moved)
+        if self.recording is not None:
+            self.recording.acted(step, begin, ready, end, moved, values)
         if lane == "compute" and self._flying:
             self._poke()
-            self.clock.add(PROGRESS, perf_counter() - end, 0.0)
+            self.clock.ran(PROGRESS, end, end, perf_counter())
 
     def _failed(self, error: Exception, words: str) -> None:
         if self.recorder is not None and isinstance(error, CommTimeout):
@@ -142,19 +150,22 @@ class Engine:
         self.state.forget()
         error.add_note(f"on rank {self.placement.axes.world.rank}, in action {words}")
 
-    def _issue(self, axis: str, transfer: Transfer) -> None:
+    def _issue(self, action: Action, transfer: Transfer) -> None:
         """Look after a transfer that no slot holds until the end of the run."""
-        self._flying.append((axis, transfer))
+        self._flying.append((action, transfer))
         self._sends.append(transfer)
 
     def _poke(self) -> None:
         """Move all transfers on; those that are complete are noted."""
         flying = []
-        for axis, transfer in self._flying:
+        for action, transfer in self._flying:
             if transfer.test():
-                self.clock.landed(axis, transfer.landed - transfer.issued, transfer.busy)
+                lane = VERBS[action.op].lane
+                self.clock.landed(action.op, lane, transfer.landed - transfer.issued, transfer.busy)
+                if self.recording is not None:
+                    self.recording.landed(action, transfer.issued, transfer.landed)
             else:
-                flying.append((axis, transfer))
+                flying.append((action, transfer))
         self._flying = flying
 
     def _result(self, slot: Slot) -> Any:
@@ -178,6 +189,13 @@ class Engine:
         return value.wait()
 
     # -- beside programs -----------------------------------------------------------------------------------------------
+
+    def outside(self, what: str, begin: float) -> None:
+        """Something beside programs began then, and has ended."""
+        end = perf_counter()
+        self.clock.ran(what, begin, begin, end)
+        if self.recording is not None:
+            self.recording.outside(what, begin, end)
 
     def reset(self) -> None:
         """Count traffic and time anew."""

@@ -32,7 +32,7 @@ def send(run: Run, action: Action, taken: Values, read: Values, added: Values) -
         )
     flat = xp.ascontiguousarray(value).reshape(-1)
     handle = run.place.axes.pipe.send(flat, edge.receiver, _tag(run, action), what=_what(run.place, edge, action))
-    run.issue("pipe", Transfer(handle, lambda: flat))  # which keeps the array until it is sent
+    run.issue(action, Transfer(handle, lambda: flat))  # which keeps the array until it is sent
     return ()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdpx.engine.activations import planned
 from fsdpx.engine.run import Run, Values
 from fsdpx.program import Action
 from fsdpx.state.spill import root_of, spill
@@ -48,6 +49,5 @@ def evict(run: Run, action: Action, taken: Values, read: Values, added: Values) 
 
 def _roots(run: Run) -> set[int]:
     """Memory that is there anyway: the arena's, and that of the batch."""
-    arena = run.workspace.state.arena
     batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
-    return {id(root_of(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab, *batch)}
+    return planned(run.workspace.state.arena) | {id(root_of(array)) for array in batch}

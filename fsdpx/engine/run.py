@@ -49,8 +49,8 @@ class Worlds:
 @dataclass
 class Run:
     """place: what is fixed. feed: what this run was given. ties: by their first page. step, scaler: number of updates
-    made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, by mesh axis; the
-    run waits for them at its end."""
+    made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, and the action that
+    began them; the run waits for them at its end."""
 
     place: Placement
     feed: Feed
@@ -60,7 +60,7 @@ class Run:
     ties: dict[int, Tie]
     step: int
     scaler: Scaler
-    issue: Callable[[str, Transfer], None]
+    issue: Callable[[Action, Transfer], None]
 
     @property
     def stage(self) -> Stage:

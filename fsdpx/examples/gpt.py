@@ -60,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-save", action="store_true", help="leave no folder")
     p.add_argument("--keep", type=int, default=2, help="checkpoints that stay; one is saved after each validation")
     p.add_argument("--sample", type=int, default=200, help="bytes of text that the model writes at the end")
+    p.add_argument("--trace", default=None, help="folder for a trace of the last steps, for Perfetto (docs/observe.md)")
     p.add_argument("--verbose", action="store_true", help="print messages and time by kind at the end")
     p.add_argument("--hash", action="store_true", help="print the SHA-256 of all parameters at the end")
     p.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -125,10 +126,11 @@ def distributed(args: argparse.Namespace) -> fsdpx.Trainer:
         device=args.device,
         tune=False if args.no_tune else None,
         elastic=elastic,
+        trace=args.trace,
     )
 
 
-PASSING = ("chaos", "hash", "no_save", "resume", "run", "verbose")
+PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
 """Arguments that say nothing about the run, and are not taken up again with it."""
 
 

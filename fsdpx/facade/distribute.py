@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from fsdpx.codecs import Choice
@@ -19,6 +20,7 @@ from fsdpx.elastic.trainer import ElasticTrainer
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.nn.layer import Layer
+from fsdpx.observe.trace import Trace, Tracer
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.calls import begin
@@ -61,6 +63,7 @@ def distribute(
     elastic: bool | Elastic = False,
     average: Any = None,
     offload: Offload | None = None,
+    trace: str | PathLike[str] | Trace | None = None,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -101,6 +104,7 @@ def distribute(
     elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs/elastic.md)
     average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
     offload : what lies on disk instead of in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
+    trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs/observe.md; else FSDPX_TRACE)
 
     Returns
     -------
@@ -112,7 +116,7 @@ def distribute(
     """
     choice = Elastic.of(elastic)
     if choice is not None:
-        _check_elastic(backend, precision, offload, strategy)
+        _check_elastic(backend, precision, offload, strategy, trace)
     # before choices are checked: what is wrong on all ranks is printed once for all of them
     world: Any = _world(comm, backend) if choice is None else resilient(comm)
     recipe = Recipe(
@@ -122,13 +126,13 @@ def distribute(
         Distribution(
             strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence, offload
         ),
-        Machinery(precision, device, check, tune, progress),
+        Machinery(precision, device, check, tune, progress, trace),
     )  # fmt: skip
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 
 
 def _check_elastic(
-    backend: str | None, precision: str | Precision | None, offload: Offload | None, strategy: Any
+    backend: str | None, precision: str | Precision | None, offload: Offload | None, strategy: Any, trace: Any
 ) -> None:
     if backend not in (None, "mpi"):
         raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
@@ -136,6 +140,8 @@ def _check_elastic(
         raise ConfigError("Precision(frozen='int8'): elastic ranks do not hand on matrices in 8 bits; leave it out")
     if offload is not None:
         raise ConfigError("offload: elastic ranks keep copies of each other's state in memory; leave elastic out")
+    if trace is not None:
+        raise ConfigError("trace: elastic ranks change, and a trace is of ranks that stay; leave trace or elastic out")
     if local_of(strategy) is not None:
         raise ConfigError(f"strategy={strategy!r}: elastic ranks train together; leave elastic out, or choose 'hybrid'")
 
@@ -143,7 +149,11 @@ def _check_elastic(
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     note(world, "distribute")
     begin(world, "distribute")
-    return Trainer(session_of(recipe, world, watch=watch_axes))
+    session = session_of(recipe, world, watch=watch_axes)
+    trace = recipe.machinery.traced()
+    if trace is not None and not session.place.imaginary:
+        session.tracer = Tracer(session.engine, trace)
+    return Trainer(session)
 
 
 def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:

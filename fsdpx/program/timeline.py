@@ -14,12 +14,17 @@ __all__ = ["Event", "Stuck", "Task", "Waits", "by_rank", "walk"]
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An action that ran on a rank of the pipe from `start` to `end`, in seconds (or the unit of the costs)."""
+    """An action that ran on a rank from `start` to `end`, in seconds (or the unit of the costs).
+
+    rank: of the pipe; of the world in a trace. nbytes: that this rank sent or received in it. key: of what moves, the
+    same on all ranks that take part: both ends of a message, or all of a collective."""
 
     rank: int
     action: Action
     start: float
     end: float
+    nbytes: int = 0
+    key: Hashable = None
 
 
 Waits = tuple[tuple[Hashable, float], ...]

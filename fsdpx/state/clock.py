@@ -1,61 +1,58 @@
 """The clock: where the time of a rank goes, by verb and by mesh axis."""
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import NamedTuple
 
-from fsdpx.program import Action
-
-__all__ = ["BATCHES", "PROGRESS", "Clock", "Timeline"]
+__all__ = ["BATCHES", "PROGRESS", "Clock", "Spent"]
 
 PROGRESS = "(moving transfers on)"
 """A row of the clock beside those of the verbs."""
 BATCHES = "(batches: checked, and agreed on by all ranks)"
 """Another one: who comes first waits there for the others."""
 
-Timeline = list[tuple[Action, float, float]]
-"""(action, start, end), in seconds of perf_counter."""
+
+class Spent(NamedTuple):
+    """What went into the actions of one verb.
+
+    seconds: in them. waited: for transfers that they were the first to need. calls: of actions. nbytes: that this rank
+    sent or received in them. flown: seconds that transfers which they began were under way. busy: those of them in
+    which this rank moved the transfer on or waited for it; the rest was computed over."""
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    calls: int = 0
+    nbytes: int = 0
+    flown: float = 0.0
+    busy: float = 0.0
 
 
 @dataclass
 class Clock:
-    """rows: by verb, the seconds spent in its actions, those spent waiting for transfers that they were the first to
-    need, and how many actions there were. Moving transfers on between actions is a row of its own. in_flight: by mesh
-    axis, the seconds that transfers were under way, and those of them in which this rank did nothing else."""
+    """rows: by verb, the numbers of a `Spent`. Moving transfers on between actions is a row of its own. in_flight: by
+    mesh axis, the seconds that transfers were under way, and those of them in which this rank did nothing else."""
 
-    rows: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0]))
+    rows: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0, 0, 0, 0.0, 0.0]))
     in_flight: dict[str, tuple[float, float]] = field(default_factory=dict)
     start: float = field(default_factory=perf_counter)
-    _timeline: Timeline | None = None
 
-    def landed(self, axis: str, seconds: float, busy: float) -> None:
-        """A transfer over `axis` is complete."""
+    def landed(self, op: str, axis: str, seconds: float, busy: float) -> None:
+        """A transfer over `axis` that an action of this verb began is complete."""
         before = self.in_flight.get(axis, (0.0, 0.0))
         self.in_flight[axis] = (before[0] + seconds, before[1] + busy)
-
-    def add(self, op: str, spent: float, waited: float) -> None:
         row = self.rows[op]
-        row[0] += spent
-        row[1] += waited
-        row[2] += 1
+        row[4] += seconds
+        row[5] += busy
 
-    def ran(self, action: Action, begin: float, ready: float, end: float) -> None:
-        """An action began, had all it needs, and ended."""
-        row = self.rows[action.op]  # as `add`, without another call for each action
+    def ran(self, op: str, begin: float, ready: float, end: float, nbytes: int = 0) -> None:
+        """An action of this verb began, had all it needs, and ended."""
+        row = self.rows[op]
         row[0] += end - ready
         row[1] += ready - begin
         row[2] += 1
-        if self._timeline is not None:
-            self._timeline.append((action, ready, end))
+        row[3] += nbytes
 
-    @contextmanager
-    def timeline(self) -> Iterator[Timeline]:
-        """Every action that runs inside the block is added to the list."""
-        found: Timeline = []
-        self._timeline = found
-        try:
-            yield found
-        finally:
-            self._timeline = None
+    def spent(self) -> dict[str, Spent]:
+        """By verb, as it is now."""
+        return {op: Spent(row[0], row[1], int(row[2]), int(row[3]), row[4], row[5]) for op, row in self.rows.items()}

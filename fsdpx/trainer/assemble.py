@@ -144,7 +144,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     agree(
         world, axes.mesh, sharding, formats, replace(options, local=None), layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
-        training.loss, codecs, microbatches, machinery.device, products, training.average,
+        training.loss, codecs, microbatches, machinery.device, products, training.average, machinery.traced(),
         *((None, None) if local is None else (local.words, local.outer)),
     )  # fmt: skip
     optimizer = _optimizer(training, formats)

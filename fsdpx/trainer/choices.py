@@ -113,7 +113,7 @@ def agree(world: Communicator, *choices: Any) -> None:
     names = (
         "mesh", "strategy", "precision", "options", "model", "layers", "stages", "schedule", "tensor plan", "optimizer",
         "loss", "codec", "microbatches", "device", "libraries of 16-bit and 8-bit products",
-        "average", "rounds", "outer optimizer",
+        "average", "trace", "rounds", "outer optimizer",
     )  # fmt: skip
     everyone = world.all_gather_object([_text(choice) for choice in choices])
     for rank, texts in enumerate(everyone):

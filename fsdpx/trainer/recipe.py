@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from typing import Any
 
+from fsdpx import environment
 from fsdpx.codecs import Choice
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count
 from fsdpx.nn.layer import Layer
+from fsdpx.observe.trace import Trace
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.choices import check_numbers, check_options, check_parts
@@ -81,6 +84,15 @@ class Machinery:
     check: bool | None = None
     tune: bool | None = None
     progress: str | None = None
+    trace: str | PathLike[str] | Trace | None = None
+
+    def __post_init__(self) -> None:
+        self.traced()
+
+    def traced(self) -> Trace | None:
+        """What to keep of training, and where: as was said, or as FSDPX_TRACE says."""
+        wanted = environment.traced() if self.trace is None else self.trace
+        return None if wanted is None else Trace.of(wanted)
 
 
 @dataclass(frozen=True)

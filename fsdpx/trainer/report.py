@@ -14,6 +14,7 @@ from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.messages import travelling
 from fsdpx.program import Moves, Program, Sizes, Traffic, traffic
+from fsdpx.state.clock import Spent
 from fsdpx.state.footprint import Footprint, peak_rss, reading
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
@@ -100,9 +101,9 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Report(Moved):
-    """memory: bytes by kind, of all that is held. disk: of what lies there. times: verb -> (seconds, seconds waited,
-    count). overlap: mesh axis -> share of the time transfers were under way in which this rank computed. disk_time: if
-    something lies on disk."""
+    """memory: bytes by kind, of all that is held. disk: of what lies there. times: by verb. overlap: mesh axis -> share
+    of the time transfers were under way in which this rank computed. disk_time: if something lies on disk. activations:
+    the most bytes of them alive at once, if the trainer keeps a trace."""
 
     rank: int
     ranks: int
@@ -112,10 +113,11 @@ class Report(Moved):
     memory: dict[str, int]
     disk: dict[str, int]
     peak_rss: int
-    times: dict[str, tuple[float, float, int]]
+    times: dict[str, Spent]
     overlap: dict[str, float]
     seconds: float
     disk_time: DiskTime | None = None
+    activations: int | None = None
     read_footprint: Callable[[], Footprint | None] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -147,11 +149,10 @@ class Report(Moved):
 
     def _spent(self) -> str:
         rows = [("time by verb", "count", "seconds", "waited", "share")]
-        total = sum(spent + waited for spent, waited, _ in self.times.values()) or 1.0
-        for verb, (spent, waited, count) in sorted(self.times.items(), key=lambda item: -sum(item[1][:2])):
-            rows.append(
-                (verb, f"{count:,}", f"{spent:.3f}", f"{waited:.3f}", f"{100 * (spent + waited) / total:.1f} %")
-            )
+        total = sum(one.seconds + one.waited for one in self.times.values()) or 1.0
+        for verb, one in sorted(self.times.items(), key=lambda item: -sum(item[1][:2])):
+            share = f"{100 * (one.seconds + one.waited) / total:.1f} %"
+            rows.append((verb, f"{one.calls:,}", f"{one.seconds:.3f}", f"{one.waited:.3f}", share))
         rows.append(("outside of programs", "", f"{max(self.seconds - total, 0.0):.3f}", "", ""))
         hidden = ", ".join(f"{axis} {100 * share:.0f} %" for axis, share in sorted(self.overlap.items()))
         disk = [] if self.disk_time is None else [str(self.disk_time)]
@@ -181,11 +182,12 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         memory=state.nbytes(),
         disk=state.ledger.on_disk(),
         peak_rss=peak_rss(),
-        times={op: (spent, waited, int(count)) for op, (spent, waited, count) in clock.rows.items()},
+        times=clock.spent(),
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
         reduces=list(_reduces(engine)),
         disk_time=None if state.disk is None else _disk_time(state.disk, predicted, counted),
+        activations=None if engine.recording is None else engine.recording.activations.most,
         read_footprint=None if place.imaginary else reading(state),
     )
 

@@ -20,6 +20,7 @@ from fsdpx.engine.results import Mean, Scale
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
+from fsdpx.observe.trace import Tracer
 from fsdpx.optim.rounded import inside
 from fsdpx.program import KINDS, Program, Request, Slot, Stage, compile, one_by_one
 from fsdpx.shapes import ShapeArray
@@ -51,6 +52,7 @@ class Session:
         self._executables: dict[tuple[Request, frozenset[str]], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._told_idle = False
+        self.tracer: Tracer | None = None
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by what is frozen, and inputs wanted
@@ -147,7 +149,7 @@ class Session:
             if doubted and comm is place.axes.world:
                 self._twins.see(alike, arrays)
         microbatches = self._microbatches(inputs, target, everyone, kind)
-        self.engine.clock.add(BATCHES, perf_counter() - begin, 0.0)
+        self.engine.outside(BATCHES, begin)
         return Feed(microbatches, training, self.commit)
 
     def _by_itself(self, kind: str) -> bool:
@@ -318,8 +320,14 @@ class Session:
         assert batch is not None
         return whole_outputs(self.place, tuple(results.values()), self._fits[_shapes(batch.inputs)], batch)
 
+    def save_trace(self) -> None:
+        """Write the trace that was kept, if there is one. Collective."""
+        if self.tracer is not None:
+            self.tracer.write()
+
     def close(self) -> None:
         """Free what the engine holds. Collective."""
+        self.save_trace()
         self._executables.clear()
         self.engine.close()
 

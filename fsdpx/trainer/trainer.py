@@ -26,6 +26,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, DataError, RankLost
+from fsdpx.observe.measure import Measured, measure
 from fsdpx.optim import rate
 from fsdpx.program import Program, Slot
 from fsdpx.state.feed import Feed
@@ -34,7 +35,6 @@ from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
 from fsdpx.trainer.fit import fit
 from fsdpx.trainer.history import History
-from fsdpx.trainer.measure import Measured, measure
 from fsdpx.trainer.outputs import cut_output, input_gradients
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
@@ -517,8 +517,16 @@ class Trainer:
         return report(self.engine, self._session.round)
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Measured:
-        """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.trainer.measure`."""
+        """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.observe.measure`."""
         return measure(self.engine, lambda: self.step(x, y), steps)
+
+    def save_trace(self) -> None:
+        """Write the last steps into the folder of `distribute(trace=...)`, one file per rank; `fit` and `close` do so,
+        too. Nothing where no trace is kept. Collective."""
+        self._open("save_trace")
+        if self._session.tracer is not None:
+            self._begin("save_trace")
+            self._session.save_trace()
 
     def reset(self) -> None:
         """Start counting anew: traffic and time."""

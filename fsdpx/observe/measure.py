@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from fsdpx.engine.engine import Engine
+from fsdpx.engine.recording import Recording
 from fsdpx.program import VERBS, Action, Costs, Event, Machine, Program, idle, simulate_programs
-from fsdpx.state.clock import Timeline
 
-__all__ = ["Measured", "measure"]
+__all__ = ["Measured", "machine_of", "measure"]
+
+Timeline = list[tuple[Action, float, float]]
+"""(action, start, end), in seconds."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,17 @@ def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measu
     The parameters move as in any step."""
     step()
     axes = engine.placement.axes
-    timelines: list[Timeline] = []
-    for _ in range(steps):
-        axes.world.barrier(what="measure").wait()
-        origin = perf_counter()  # clocks of machines begin at different times
-        with engine.clock.timeline() as timeline:
+    before, timelines = engine.recording, list[Timeline]()
+    engine.recording = recording = Recording(keep=1)
+    try:
+        for _ in range(steps):
+            axes.world.barrier(what="measure").wait()
+            origin = perf_counter()  # clocks of machines begin at different times
             step()
-        timelines.append([(action, start - origin, end - origin) for action, start, end in timeline])
+            acted = recording.turns[-1].acted
+            timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])
+    finally:
+        engine.recording = before
     rows = axes.pipe.all_gather_object((timelines, engine.ran))
     quickest = min(range(steps), key=lambda i: max(row[0][i][-1][2] - row[0][i][0][1] for row in rows))
     lines = [found[quickest] for found, _ in rows]
@@ -73,10 +80,10 @@ def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measu
         for rank, line in enumerate(lines)
         for action, start, end in line
     ]
-    return Measured(events, tuple(program for _, program in rows), _machine(lines))
+    return Measured(events, tuple(program for _, program in rows), machine_of(lines))
 
 
-def _machine(lines: list[Timeline]) -> Machine:
+def machine_of(lines: list[Timeline]) -> Machine:
     """Of computing only: how long something moves cannot be seen from one rank's clock."""
     exact = {(rank, action): end - start for rank, line in enumerate(lines) for action, start, end in line}
     alike: dict[tuple[str, int | None], list[float]] = defaultdict(list)

@@ -1,0 +1,239 @@
+"""Traces as files: events as JSON that Perfetto and chrome://tracing open, one gzip file per rank, and all in one.
+
+Times are microseconds. The format is Google's "Trace Event Format"; what is no event in a file ("fsdpx") is skipped by
+those who read it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from fsdpx.engine.recording import Turn
+from fsdpx.errors import ConfigError
+from fsdpx.observe.clocks import Reading, offset_at
+from fsdpx.observe.events import Place, events_of, waits_of
+from fsdpx.program import VERBS, Event
+from fsdpx.version import __version__
+
+__all__ = ["MERGED", "RankTrace", "Told", "merge", "name_of", "read", "traced", "write"]
+
+MERGED = "trace.json.gz"
+MICRO = 1e6
+COMPUTE, FIRST = 0, 2
+"""Threads: of what occupies the rank, and of what moves beside it."""
+STEPS = 1
+JSON = dict[str, Any]
+
+
+@dataclass
+class Told:
+    """What a file says beside its events. origin: zero of its times, in seconds of the rank's clock. clock: readings of
+    that clock beside rank 0's. place: on the mesh, by axis. simulated: (action, start, end) of this rank in the step
+    `shown`, if messages took no time. alive: (seconds, bytes of activations) in that step. memory: what is held
+    besides, by kind."""
+
+    rank: int
+    ranks: int
+    mesh: str
+    place: dict[str, int]
+    host: str
+    origin: float
+    clock: list[Reading]
+    shown: int | None = None
+    simulated: list[tuple[str, float, float]] = field(default_factory=list)
+    alive: list[tuple[float, int]] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    version: str = __version__
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """One file, read again. events: as in the file."""
+
+    told: Told
+    events: list[JSON]
+
+    def aligned(self, seconds: float) -> float:
+        """A time of this rank, in seconds of rank 0's clock. seconds: since the file's origin."""
+        at = self.told.origin + seconds
+        return at - offset_at(self.told.clock, at)
+
+    @property
+    def error(self) -> float:
+        """Seconds by which its times may be off beside rank 0's."""
+        return max(reading.error for reading in self.told.clock)
+
+
+def name_of(rank: int) -> str:
+    return f"rank-{rank:05}.json.gz"
+
+
+def write(folder: Path, told: Told, turns: Sequence[Turn], place: Place) -> Path:
+    """Write one rank's file; returns its path."""
+    path = folder / name_of(told.rank)
+    _save(path, {"traceEvents": traced(told, turns, place), "displayTimeUnit": "ms", "fsdpx": asdict(told)})
+    return path
+
+
+def traced(told: Told, turns: Sequence[Turn], place: Place) -> list[JSON]:
+    """The events of one rank: steps, actions, waits and transfers as slices, messages as arrows, activations as a
+    curve."""
+    lanes = _Lanes(told)
+    for turn in turns:
+        if not turn.acted:
+            continue
+        for outside in turn.before:
+            lanes.slice(COMPUTE, outside.what, "outside", outside.begin, outside.end)
+        events = events_of(turn, place)
+        lanes.step(turn, max(event.end for event in events))
+        for wait in waits_of(turn, events):
+            lanes.wait(wait)
+        for one, event in zip(turn.acted, events, strict=True):
+            lanes.event(event)
+            lanes.alive(one.end, one.alive)
+    return [*lanes.names(), *lanes.found]
+
+
+class _Lanes:
+    """Events of one rank as they are added. Slices of a thread lie beside or inside each other: what moves at the same
+    time as another transfer of its axis gets one more thread."""
+
+    def __init__(self, told: Told) -> None:
+        self.told = told
+        self.found: list[JSON] = []
+        self._free: dict[str, list[float]] = {}  # lane -> when each of its threads is free
+        self._threads: dict[tuple[str, int], int] = {}
+
+    def names(self) -> Iterator[JSON]:
+        where = " ".join(f"{axis} {at}" for axis, at in self.told.place.items())
+        yield self._meta("process_name", 0, name=f"rank {self.told.rank} ({where}) on {self.told.host}")
+        yield self._meta("process_sort_index", 0, sort_index=self.told.rank)
+        named = {COMPUTE: "compute", STEPS: "steps"}
+        named |= {tid: lane + (f" ({n + 1})" if n else "") for (lane, n), tid in self._threads.items()}
+        for tid, name in named.items():
+            yield self._meta("thread_name", tid, name=name)
+            yield self._meta("thread_sort_index", tid, sort_index=tid)
+
+    def _meta(self, what: str, tid: int, **args: Any) -> JSON:
+        return {"ph": "M", "name": what, "pid": self.told.rank, "tid": tid, "args": args}
+
+    def slice(self, tid: int, name: str, kind: str, start: float, end: float, **args: Any) -> None:
+        told = {"ph": "X", "name": name, "cat": kind, "pid": self.told.rank, "tid": tid}
+        begin = self._micro(start)
+        self.found.append({**told, "ts": begin, "dur": round(self._micro(end) - begin, 3), "args": args})
+
+    def step(self, turn: Turn, end: float) -> None:
+        words = f"{turn.program.kind} {turn.steps + 1}"
+        self.slice(STEPS, words, "step", turn.acted[0].begin, end, turn=turn.number, steps=turn.steps)
+
+    def wait(self, event: Event) -> None:
+        self.slice(COMPUTE, f"wait for {event.action}", "wait", event.start, event.end, key=_words(event))
+
+    def event(self, event: Event) -> None:
+        verb = VERBS[event.action.op]
+        occupies = verb.lane in ("compute", "host")
+        tid = COMPUTE if occupies else self._thread(verb.lane, event)
+        args: JSON = {"bytes": event.nbytes} if event.nbytes else {}
+        if event.key is not None:
+            args["key"] = _words(event)
+        self.slice(tid, str(event.action), verb.lane, event.start, event.end, **args)
+        if event.nbytes and (verb.sends or verb.receives):
+            self._arrow(tid, event, verb.sends)
+
+    def alive(self, at: float, nbytes: int) -> None:
+        told = {"ph": "C", "name": "activations", "pid": self.told.rank, "ts": self._micro(at)}
+        self.found.append({**told, "args": {"bytes": nbytes}})
+
+    def _thread(self, lane: str, event: Event) -> int:
+        free = self._free.setdefault(lane, [])
+        n = next((n for n, until in enumerate(free) if until <= event.start), len(free))
+        free[n:] = [event.end, *free[n + 1 :]]
+        return self._threads.setdefault((lane, n), FIRST + len(self._threads))
+
+    def _arrow(self, tid: int, event: Event, sends: bool) -> None:
+        """From the beginning of a send to the end of its receive."""
+        number = int.from_bytes(blake2b(repr(event.key).encode(), digest_size=6).digest(), "big")
+        told = {"name": "message", "cat": "message", "id": number, "pid": self.told.rank, "tid": tid}
+        if sends:
+            self.found.append({**told, "ph": "s", "ts": self._micro(event.start)})
+        else:
+            inside = max(self._micro(event.end) - 0.001, self._micro(event.start))
+            self.found.append({**told, "ph": "f", "bp": "e", "ts": round(inside, 3)})
+
+    def _micro(self, at: float) -> float:
+        return round((at - self.told.origin) * MICRO, 3)
+
+
+def _words(event: Event) -> str:
+    """A key as text: equal on all ranks that take part."""
+    return "" if event.key is None else repr(event.key)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> list[RankTrace]:
+    """The files of all ranks, by rank; ConfigError if there are none, or some are missing or damaged."""
+    paths = sorted(folder.glob("rank-*.json.gz"))
+    if not paths:
+        raise ConfigError(
+            f"{folder}: there is no rank-*.json.gz; run with --trace, FSDPX_TRACE or distribute(trace=...)"
+        )
+    found = [_read(path) for path in paths]
+    missing = sorted(set(range(found[0].told.ranks)) - {one.told.rank for one in found})
+    if missing:
+        numbers = ", ".join(map(str, missing))
+        raise ConfigError(f"{folder}: of {found[0].told.ranks} ranks the files of {numbers} are missing")
+    return found
+
+
+def _read(path: Path) -> RankTrace:
+    try:
+        with gzip.open(path, "rt") as file:
+            found = json.load(file)
+        told = dict(found["fsdpx"])
+        told["clock"] = [Reading(*reading) for reading in told["clock"]]
+        return RankTrace(Told(**told), found["traceEvents"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: no trace of fsdpx can be read there: {error!r}") from error
+
+
+def merge(folder: Path) -> tuple[Path, float, int]:
+    """All ranks of a folder in one file, on the clock of rank 0: its path, the error bound in seconds between any two
+    ranks, and the number of messages of which both ends are there."""
+    ranks = read(folder)
+    zero = min(one.aligned(0.0) for one in ranks)
+    events = [dict(event) for one in ranks for event in _on_one_clock(one, zero)]
+    errors = sorted((one.error for one in ranks), reverse=True)
+    bound = sum(errors[:2])
+    path = folder / MERGED
+    told = {"ranks": len(ranks), "clock_error_us": [round(one.error * MICRO, 3) for one in ranks]}
+    told["clock_error_between_ranks_us"] = round(bound * MICRO, 3)
+    _save(path, {"traceEvents": events, "displayTimeUnit": "ms", "fsdpx": told})
+    ends = [{event["id"] for event in events if event["ph"] == kind} for kind in "sf"]
+    return path, bound, len(ends[0] & ends[1])
+
+
+def _on_one_clock(one: RankTrace, zero: float) -> Iterator[JSON]:
+    def moved(ts: float) -> float:
+        return (one.aligned(ts / MICRO) - zero) * MICRO
+
+    for event in one.events:
+        if "ts" not in event:
+            yield event
+            continue
+        begin = round(moved(event["ts"]), 3)
+        dur = {"dur": round(moved(event["ts"] + event["dur"]) - begin, 3)} if "dur" in event else {}
+        yield {**event, "ts": begin, **dur}
+
+
+def _save(path: Path, content: JSON) -> None:
+    partial = path.with_name(f".{path.name}")
+    with gzip.open(partial, "wt", compresslevel=5) as file:
+        json.dump(content, file, separators=(",", ":"))
+    partial.replace(path)

@@ -1,0 +1,243 @@
+"""Traces of real steps: what is in them, on which clock, and that both ends of a message find each other."""
+
+import gzip
+import json
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, make, part
+
+import fsdpx
+from fsdpx import Elastic, Mesh, Trace, nn, spawn
+from fsdpx.__main__ import main
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError
+from fsdpx.observe.chrome import MERGED, RankTrace, Told, merge, name_of, read
+from fsdpx.observe.clocks import Reading, offset_at, synchronise
+from fsdpx.observe.events import Place, events_of, waits_of
+from fsdpx.program import VERBS
+
+
+def trained(comm: Communicator, folder: Any, steps: int = 3, case: str = "gpt", **options: Any) -> Any:
+    trainer = make(comm, case, trace=folder, **options)
+    for _ in range(steps):
+        x, y = CASES[case].batch(np.random.default_rng(0), 8)
+        mine = part(trainer.data, 8)
+        trainer.step(x[mine], y[mine])
+    return trainer
+
+
+def written(folder: Path, size: int = 4, **options: Any) -> list[RankTrace]:
+    spawn(lambda comm: trained(comm, folder, **options).close(), size)
+    return read(folder)
+
+
+def slices(events: list[dict[str, Any]]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """By process and thread, in order; what lies inside of another one after it."""
+    found = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            found[event["pid"], event["tid"]].append(event)
+    return {key: sorted(some, key=lambda e: (e["ts"], -e["dur"])) for key, some in found.items()}
+
+
+def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
+    written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
+    path, error, messages = merge(tmp_path)
+    with gzip.open(path, "rt") as file:
+        found = json.load(file)
+    events = found["traceEvents"]
+    assert messages > 0
+    assert error == pytest.approx(found["fsdpx"]["clock_error_between_ranks_us"] / 1e6, abs=1e-9)
+
+    by_thread = slices(events)
+    for some in by_thread.values():  # one after the other, or one inside the other
+        open_: list[float] = []
+        for event in some:
+            while open_ and open_[-1] <= event["ts"] + 1e-3:
+                open_.pop()
+            assert not open_ or event["ts"] + event["dur"] <= open_[-1] + 1e-3, event
+            open_.append(event["ts"] + event["dur"])
+    names = {(e["pid"], e["args"]["name"]) for e in events if e["name"] == "thread_name"}
+    assert {(rank, lane) for rank in range(4) for lane in ("compute", "pipe", "shard", "world")} <= names
+
+    begins, ends = ({e["id"]: e for e in events if e["ph"] == kind} for kind in "sf")
+    assert begins.keys() == ends.keys()
+    assert len(begins) == messages == sum(e["ph"] == "s" for e in events)
+    for number, begin in begins.items():
+        sent, came = (_around(by_thread, one) for one in (begin, ends[number]))
+        assert sent["name"].replace("SEND", "RECV") == came["name"]
+        assert sent["args"] == came["args"]  # bytes and key
+        assert begin["pid"] != ends[number]["pid"]
+        assert begin["ts"] < ends[number]["ts"] + 1e6 * error  # nothing comes before it is sent
+
+
+def _around(by_thread: dict[tuple[int, int], Any], flow: dict[str, Any]) -> Any:
+    """The innermost slice in which an arrow begins or ends."""
+    some = by_thread[flow["pid"], flow["tid"]]
+    return [e for e in some if e["ts"] <= flow["ts"] <= e["ts"] + e["dur"]][-1]
+
+
+def test_events_are_the_program_and_their_bytes_all_that_moved(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        trainer = trained(comm, tmp_path, steps=2, clip_norm=1.0)
+        turns = list(trainer.engine.recording.turns)
+        assert [turn.number for turn in turns] == [0, 1]
+        assert all(turn.complete for turn in turns)
+        place = Place.of(trainer.placement.axes)
+        moved = 0
+        for turn in turns:
+            events = events_of(turn, place)
+            assert [event.action for event in events] == list(turn.program.actions)
+            computing = [event for event in events if VERBS[event.action.op].lane == "compute"]
+            assert all(before.end <= after.start for before, after in pairwise(computing))
+            moved += sum(event.nbytes for event in events)
+        counted = {call: n.bytes for (axis, call), n in trainer.report().traffic.items() if axis == "shard"}
+        assert sum(counted.values()) <= moved <= trainer.placement.axes.counters.total
+        keys = comm.all_gather_object([event.key for event in events if VERBS[event.action.op].lane == "shard"])
+        assert len(keys[0]) > 0
+        assert all(other == keys[0] for other in keys)
+
+    spawn(run, 3)
+
+
+def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> None:
+        trainer = trained(comm, Trace(tmp_path, steps=2), steps=3, case="mlp")
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+        trainer.evaluate(x, y)
+        assert [turn.number for turn in trainer.engine.recording.turns] == [1, 2]
+        trainer.save_trace()
+
+    spawn(run, 2)
+    for one in read(tmp_path):
+        assert [e["name"] for e in one.events if e.get("cat") == "step"] == ["step 2", "step 3"]
+        assert one.told.shown in (1, 2)
+        assert len(one.told.simulated) == len(one.told.alive)
+
+
+def test_without_a_trace_nothing_is_kept() -> None:
+    assert spawn(lambda comm: make(comm, "mlp").engine.recording, 1) == [None]
+
+
+def test_the_variable_asks_for_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDPX_TRACE", str(tmp_path / "traced"))
+    spawn(lambda comm: trained(comm, None, 1, "mlp").close(), 1)
+    assert (tmp_path / "traced" / name_of(0)).exists()
+
+
+def test_activations_are_those_of_the_dry_run(tmp_path: Path) -> None:
+    """Followed from what actions take and give; counted from what is there."""
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "mlp", trace=tmp_path, microbatches=2)
+        trainer.step(x, y)
+        trainer.step(x, y)
+        return trainer.report().activations
+
+    case = CASES["mlp"]
+    optimizer = fsdpx.optim.AdamW(lr=1e-2, eps=1e-5)
+    options = {"precision": "float64", "group_bytes": 2048, "microbatches": 2}
+    dry = fsdpx.dry_run(case.model(), x, y, ranks=2, loss=case.loss, optimizer=optimizer, **options)
+    assert spawn(run, 2) == [dry.activations] * 2
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------------
+
+
+def test_clocks_are_within_the_bound_that_is_said() -> None:
+    """Threads share one clock: what is found between them is error, and no more than was said."""
+    for reading in spawn(synchronise, 3):
+        assert abs(reading.offset) <= reading.error < 1.0
+
+
+@pytest.mark.world
+def test_clocks_of_processes_are_within_the_bound(world: Communicator) -> None:
+    """Processes of one host share one as well."""
+    reading = synchronise(world)
+    assert abs(reading.offset) <= reading.error < 1.0
+
+
+def test_other_clocks_are_put_onto_that_of_rank_0() -> None:
+    """A clock that is 100 s ahead and goes 1 % fast."""
+    clock = [Reading(0.0 + 100, 100.0, 1e-6), Reading(10.1 + 100, 100.1, 3e-6)]
+    one = RankTrace(Told(1, 2, "", {}, "", 100.0, clock), [])
+    assert one.aligned(0.0) == pytest.approx(0.0)
+    assert one.aligned(5.05) == pytest.approx(5.0)
+    assert one.error == 3e-6
+    assert offset_at(clock[:1], 50.0) == 100.0
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+class Slow(nn.Layer):
+    """Takes its time on one rank."""
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        time.sleep(0.05 * (env.mesh.data.rank == 1))
+        return x, ()
+
+    def backward_input(self, env: Any, p: Any, saved: Any, dy: Any) -> Any:
+        return dy, ()
+
+
+def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> None:
+    def run(comm: Communicator) -> Any:
+        model = nn.Chain(nn.Linear(8, 8), Slow(), nn.Linear(8, 4))
+        trainer = model.as_distributed(
+            loss=nn.MSE(), optimizer=fsdpx.optim.SGD(lr=0.1), comm=comm, group_bytes=0, trace=tmp_path
+        )
+        x = np.ones((2, 8), np.float32)
+        for _ in range(2):
+            trainer.step(x, np.ones((2, 4), np.float32))
+        turn = trainer.engine.recording.turns[-1]
+        events = events_of(turn, Place.of(trainer.placement.axes))
+        meeting = [e for e in events if VERBS[e.action.op].moves and e.end - e.start > 0.03]
+        waits = [wait for wait in waits_of(turn, events) if wait.end - wait.start > 0.03]
+        return {str(wait.action) for wait in waits}, {str(e.action) for e in meeting}, [w.key for w in waits]
+
+    (waits, meeting, keys), (others, _, _) = spawn(run, 2)
+    assert waits
+    assert waits <= meeting
+    assert None not in keys
+    assert not others
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def test_missing_and_damaged_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", "merge", str(tmp_path)]) == 2
+    assert (
+        "there is no rank-*.json.gz; run with --trace, FSDPX_TRACE or distribute(trace=...)" in capsys.readouterr().err
+    )
+    written(tmp_path, 3, steps=1, case="mlp")
+    assert main(["trace", "merge", str(tmp_path)]) == 0
+    assert str(tmp_path / MERGED) in capsys.readouterr().out
+    (tmp_path / name_of(1)).unlink()
+    assert main(["trace", "merge", str(tmp_path)]) == 2
+    assert "of 3 ranks the files of 1 are missing" in capsys.readouterr().err
+    (tmp_path / name_of(1)).write_bytes(b"damaged")
+    assert main(["trace", "merge", str(tmp_path)]) == 2
+    assert f"{tmp_path / name_of(1)}: no trace of fsdpx can be read there" in capsys.readouterr().err
+
+
+def test_choices_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"trace='.*file/x': .*ENOTDIR"):
+        spawn(lambda comm: make(comm, "mlp", trace=tmp_path / "file" / "x"), 2)
+    with pytest.raises(ConfigError, match=r"Trace\(steps=0\): a whole number, 1 or more"):
+        Trace(tmp_path, steps=0)
+    with pytest.raises(ConfigError, match=r"trace=3: a folder, or fsdpx\.Trace"):
+        spawn(lambda comm: make(comm, "mlp", trace=3), 1)
+    with pytest.raises(ConfigError, match="elastic ranks change, and a trace is of ranks that stay"):
+        spawn(lambda comm: make(comm, "mlp", trace=tmp_path, elastic=Elastic()), 1)
+    with pytest.raises(ConfigError, match="ranks differ in trace: rank 0 has None, rank 1 has"):
+        spawn(lambda comm: make(comm, "mlp", trace=tmp_path if comm.rank else None), 2)
