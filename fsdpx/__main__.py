@@ -1,4 +1,4 @@
-"""The command line: python -m fsdpx info | run | show | ckpt | verify | trace."""
+"""The command line: python -m fsdpx info | doctor | run | show | ckpt | verify | trace."""
 
 import argparse
 import os
@@ -39,6 +39,8 @@ def parser() -> argparse.ArgumentParser:
     commands = p.add_subparsers(dest="command")
     info = commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
     info.add_argument("--left", action="store_true", help="only the files that killed MPI jobs have left in /dev/shm")
+    doctor = commands.add_parser("doctor", help="under mpiexec: what all ranks have, the ways between them, a test")
+    doctor.add_argument("--json", action="store_true", help="the same for programs")
     _start(commands.add_parser("run", help="start N ranks; restart from the last checkpoint when a death ends the job"))
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
     _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
@@ -54,6 +56,10 @@ def _run(args: argparse.Namespace) -> int:
 
         print(*left(), sep="\n") if args.left else print(info())
         return 0
+    if args.command == "doctor":
+        from fsdpx.launch.doctor import doctor
+
+        return doctor(args)
     if args.command == "run":
         from fsdpx.launch import run
 

@@ -209,6 +209,22 @@ def traced(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The GPUs that the launcher or the user lets this process see (CUDA_VISIBLE_DEVICES); None: all. Never set."""
+    return environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def gpu_aware_mpi(environ: Mapping[str, str] = os.environ) -> bool | None:
+    """Whether arrays of a GPU are given to MPI (FSDPX_GPU_AWARE_MPI); None: where a probe shows that it takes them."""
+    text = environ.get("FSDPX_GPU_AWARE_MPI", "auto").strip().lower()
+    return None if text == "auto" else _switch(environ, "FSDPX_GPU_AWARE_MPI")
+
+
+def mpi_library(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The MPI library that the user wants mpi4py to load (MPI4PY_LIBMPI)."""
+    return environ.get("MPI4PY_LIBMPI")
+
+
 def _restart(environ: Mapping[str, str]) -> int:
     text = environ.get("FSDPX_RESTART", "0").strip()
     if not text.isdecimal():

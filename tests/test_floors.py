@@ -13,7 +13,7 @@ PACKAGE = Package.of(Path(__file__).parents[1] / NAME)
 GROUND = ("errors", "config", "version", "environment")
 FLOORS = (
     GROUND,
-    ("program", "shapes", "native"),
+    ("program", "shapes", "native", "cuda"),
     ("array",),
     ("comm",),
     ("nn", "optim", "data", "codecs"),

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.config import half_name
+from fsdpx.cuda import devices
 from fsdpx.errors import ConfigError
 
 __all__ = ["DEVICES", "DTYPES", "dtype", "from_host", "namespace", "namespace_of", "to_host"]
@@ -25,21 +26,22 @@ def namespace(device: str) -> Any:
 
         return shapes
     if device == "cuda":
-        return _cupy()
-    raise ConfigError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}")
+        devices.gpus()
+        return devices.cupy()
+    hint = "; which GPU is for device_map to say" if str(device).startswith("cuda:") else ""
+    raise ConfigError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}{hint}")
 
 
 def namespace_of(array: Any) -> Any:
     """The module of array functions that `array` belongs to."""
-    library = type(array).__module__.partition(".")[0]
-    if library == "cupy":
-        return _cupy()
+    if devices.is_on_gpu(array):
+        return devices.cupy()
     return namespace("shape") if getattr(array, "holds_no_data", False) else np
 
 
 def to_host(array: Any) -> np.ndarray:
     """`array` as a NumPy array: itself if it is one, a copy from the GPU, zeros if there is no data."""
-    if type(array).__module__.partition(".")[0] == "cupy":
+    if devices.is_on_gpu(array):
         return array.get()
     if getattr(array, "holds_no_data", False):
         return np.zeros(array.shape, array.dtype)
@@ -67,13 +69,3 @@ def _bfloat16() -> np.dtype:
     except ImportError as error:
         raise ConfigError("bf16 needs the package ml_dtypes: pip install ml_dtypes") from error
     return np.dtype(ml_dtypes.bfloat16)
-
-
-def _cupy() -> Any:
-    try:
-        import cupy
-    except ImportError as error:
-        raise ConfigError(
-            "device 'cuda' needs CuPy: pip install 'fsdpx[cuda12]' or 'fsdpx[cuda13]', whichever the driver supports"
-        ) from error
-    return cupy

@@ -9,11 +9,12 @@ import numpy as np
 
 from fsdpx.comm.calls import Array, Call, Counts, Pieces, ReduceOp, even_pieces, pieces
 from fsdpx.comm.reduction import is_half, kind_of, objection
+from fsdpx.cuda.devices import gpu_of, where
 from fsdpx.errors import ConfigError, ShapeError
 
 __all__ = [
     "TAGS", "Ranks", "address", "at_root", "complain", "copy", "flat", "group", "one_each", "operation", "overlay",
-    "peer", "piece", "pieces_of", "same_dtype", "tag_in_range",
+    "peer", "piece", "pieces_of", "same_device", "same_dtype", "tag_in_range",
 ]  # fmt: skip
 
 USUAL = frozenset("dfilqBLQ?")
@@ -56,6 +57,14 @@ def flat(comm: Ranks, call: Call, name: str, array: Array) -> None:
 def same_dtype(comm: Ranks, call: Call, send: Array, recv: Array) -> None:
     if send.dtype != recv.dtype:
         complain(ConfigError, comm, call, f"send is {send.dtype}, recv is {recv.dtype}: they must be the same")
+
+
+def same_device(comm: Ranks, call: Call, send: Array, recv: Array) -> None:
+    """Both on the host, or both on one GPU."""
+    if type(send) is type(recv) is np.ndarray:  # the same answer as below, sooner
+        return
+    if gpu_of(send) != gpu_of(recv):
+        complain(ConfigError, comm, call, f"send lies {where(send)}, recv {where(recv)}: put both on one device")
 
 
 def pieces_of(comm: Ranks, call: Call, name: str, array: Array, counts: Counts) -> Pieces:

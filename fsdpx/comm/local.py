@@ -17,6 +17,7 @@ from fsdpx.comm.calls import Array, Call, Handle, named
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.direct import COLLECTIVES
 from fsdpx.comm.rendezvous import Group, Message, Operation, Transfer, Vote, World
+from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import Progress
 from fsdpx.comm.survivors import Survivor
 from fsdpx.comm.verbs import terms
@@ -47,6 +48,9 @@ class LocalCommunicator(Backend, Survivor):
         return f"LocalCommunicator(rank={self.rank}, size={self.size})"
 
     def move(self, call: Call) -> Handle:
+        return staged(call, self._move)
+
+    def _move(self, call: Call) -> Handle:
         if call.verb in COLLECTIVES:
             return self._meet(call.verb, call.what, tuple(terms(call).values()), call, COLLECTIVES[call.verb])
         sending, (array,) = call.verb == "send", call.arrays

@@ -26,6 +26,7 @@ from fsdpx.comm.requests import Requests, mpi_op, translated, wire
 from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import Finish, Progress, spin
 from fsdpx.comm.window import Window
+from fsdpx.cuda.devices import is_on_gpu, synchronise
 from fsdpx.errors import CommError, CommTimeout
 
 __all__ = ["LIMIT", "TIMEOUT", "MpiCommunicator", "World"]
@@ -41,7 +42,7 @@ class MpiCommunicator(Backend):
 
     timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into
     several. A transfer makes progress while some handle of the process is tested or waited for, by one thread at a
-    time. Arrays on a GPU are copied to the host and back; the handle is complete when the copy back is issued."""
+    time. Arrays on a GPU are copied to the host and back, or given to MPI if `takes_gpus` (`fsdpx.comm.aware`)."""
 
     def __init__(self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT) -> None:
         self._start(_duplicate(MPI.COMM_WORLD if comm is None else comm, timeout), timeout, limit, Progress())
@@ -49,6 +50,7 @@ class MpiCommunicator(Backend):
     def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size(), progress)
         self.raw, self.timeout, self.limit = comm, timeout, limit
+        self.takes_gpus = False
 
     def wait_up_to(self, seconds: float) -> None:
         """From now on a single wait may last so long."""
@@ -62,6 +64,9 @@ class MpiCommunicator(Backend):
     def move(self, call: Call) -> Handle:
         """Errors that MPI raises here are translated like those of its requests."""
         try:
+            if self.takes_gpus and _moves_on_gpu(call):
+                synchronise()
+                return self._move(call)
             return staged(call, self._move)
         except MPI.Exception as error:
             raise self._translated(error, call) from error
@@ -194,6 +199,7 @@ class MpiCommunicator(Backend):
             return None
         group = object.__new__(type(self))
         group._start(cast(MPI.Intracomm, part), self.timeout, self.limit, self.progress)
+        group.takes_gpus = self.takes_gpus
         return group
 
     def lost(self) -> tuple[int, ...]:
@@ -244,6 +250,14 @@ def _duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
             "fsdpx.init() or distribute(); a rank that is missing has ended or is elsewhere"
         )
     return made
+
+
+def _moves_on_gpu(call: Call) -> bool:
+    """Whether it is of arrays of a GPU and made by MPI alone: what this package adds, it adds on the host."""
+    arrays = [array for array in call.arrays if array is not None]
+    if not arrays or not is_on_gpu(arrays[0]) or call.verb not in _LIBRARY:
+        return False
+    return call.verb not in _REDUCTIONS or not is_half(arrays[0].dtype)
 
 
 _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {

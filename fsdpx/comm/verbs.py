@@ -62,6 +62,7 @@ def check(comm: Ranks, call: Call) -> None:
             checks.at_root(comm, call, name, array)
     if whole_here and len(verb.arrays) == 2:
         checks.same_dtype(comm, call, *call.arrays)
+        checks.same_device(comm, call, *call.arrays)
     if verb.cut:
         _check_cut(comm, call, verb, whole_here)
     elif verb.at_root and whole_here:

@@ -15,6 +15,7 @@ from fsdpx.comm.opening import adopt, resilient
 from fsdpx.comm.opening import world as open_world
 from fsdpx.config import Apart, Offload, Precision, Sharding, apart
 from fsdpx.config import precision as precision_of
+from fsdpx.cuda.devices import DeviceMap
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.trainer import ElasticTrainer
 from fsdpx.errors import ConfigError
@@ -64,6 +65,7 @@ def distribute(
     average: Any = None,
     offload: Offload | None = None,
     trace: str | PathLike[str] | Trace | None = None,
+    device_map: DeviceMap = None,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -90,7 +92,7 @@ def distribute(
     chunks : cut the global batch into so many equal parts: bit-identical results at any number of ranks
     ahead : pages gathered ahead of use
     frozen : name patterns of parameters that are not trained
-    device : "cpu", "cuda", or "shape" to count without computing
+    device : "cpu", "cuda", or "shape" to count without computing; with "cuda" a rank takes one GPU (docs/gpu.md)
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
     check_finite : look for NaN and Inf in every unit
     tune : measure what was not said, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
@@ -105,6 +107,7 @@ def distribute(
     average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
     offload : what lies on disk instead of in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
     trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs/observe.md; else FSDPX_TRACE)
+    device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
 
     Returns
     -------
@@ -126,7 +129,7 @@ def distribute(
         Distribution(
             strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence, offload
         ),
-        Machinery(precision, device, check, tune, progress, trace),
+        Machinery(precision, device, check, tune, progress, trace, device_map),
     )  # fmt: skip
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 
@@ -148,7 +151,8 @@ def _check_elastic(
 
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     note(world, "distribute")
-    begin(world, "distribute")
+    device = recipe.machinery.device
+    begin(world, "distribute" if device == "cpu" else f"distribute(device={device!r})")
     session = session_of(recipe, world, watch=watch_axes)
     trace = recipe.machinery.traced()
     if trace is not None and not session.place.imaginary:

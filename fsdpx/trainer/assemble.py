@@ -17,6 +17,8 @@ from fsdpx.array.namespace import namespace
 from fsdpx.array.packed import Packing
 from fsdpx.codecs import Choice, Codec, Codecs, OneBit
 from fsdpx.codecs import codec as codec_of
+from fsdpx.comm import devices
+from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.mesh import Axes, Mesh, connect
@@ -54,7 +56,7 @@ from fsdpx.trainer.choices import (
     left_wide,
 )
 from fsdpx.trainer.notices import say, slow
-from fsdpx.trainer.recipe import Distribution, Recipe, Training
+from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
 
 __all__ = ["placement_of", "session_of"]
@@ -105,7 +107,7 @@ def session_of(
 def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = None) -> tuple[Placement, Planned]:
     """Where everything goes on this rank, and the model as this line of the tensor axis runs it. Collective."""
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
-    xp, local = namespace(machinery.device), local_of(distribution.strategy)
+    xp, local = _namespace(machinery, world), local_of(distribution.strategy)
     formats = _asked(machinery.precision, xp)
     again = recompute(training.recompute)
     settings = environment.read()
@@ -152,6 +154,14 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         xp, ordered, layout, _stages(layout, codecs, axes, optimizer, offload, chunked.apart), axes, sharding,
         _formats(formats), codecs, optimizer, planned.loss, options, tuning, pipe, planned.output_dim,
     ), planned  # fmt: skip
+
+
+def _namespace(machinery: Machinery, world: Communicator) -> Any:
+    """That of the device, of which this rank takes its own. Collective on GPUs."""
+    if machinery.device == "cuda":
+        for ranks in devices.shared(devices.take(world, machinery.device_map)):
+            say(world, f"{ranks_text(ranks)} share a GPU and take turns on it: start one rank per GPU")
+    return namespace(machinery.device)
 
 
 def _asked(choice: str | Precision | None, xp: Any) -> Precision:

@@ -11,6 +11,7 @@ import numpy as np
 from fsdpx.array.namespace import from_host, to_host
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import REPLICA, Axes
+from fsdpx.cuda.devices import current, is_on_gpu, where
 from fsdpx.errors import DataError, FsdpxError
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Microbatch
@@ -18,8 +19,8 @@ from fsdpx.state.placement import Placement
 from fsdpx.trainer.calls import CALL, Said, number, said, tell
 
 __all__ = [
-    "ENDED", "Part", "agree", "array_of", "cut", "digest_of", "features_of", "inputs_of", "largest", "sum_of",
-    "target_of",
+    "ENDED", "Part", "agree", "array_of", "check_places", "cut", "digest_of", "features_of", "inputs_of", "largest",
+    "sum_of", "target_of",
 ]  # fmt: skip
 
 
@@ -73,14 +74,32 @@ def array_of(placement: Placement, value: Any) -> Any:
     if placement.imaginary:
         return value.astype(placement.compute) if value.dtype.kind == "f" else value
     try:
-        array = value if type(value).__module__.split(".")[0] == "cupy" else np.asarray(value)
+        array = value if is_on_gpu(value) else np.asarray(value)
     except (TypeError, ValueError) as error:
         raise DataError(f"the batch is no array: {error}") from error
     if array.dtype.kind not in "fiubV":
         raise DataError(f"a batch of dtype {array.dtype} cannot be trained on: numbers are needed")
     if array.dtype.kind in "fV" and array.dtype != placement.compute:
         array = array.astype(placement.compute)
-    return from_host(placement.xp, array) if isinstance(array, np.ndarray) else array
+    if not is_on_gpu(array):
+        return from_host(placement.xp, array)
+    if placement.xp is np:
+        raise DataError(f"an array of the batch lies {where(array)}, and device='cpu': pass array.get()")
+    return array
+
+
+def check_places(placement: Placement, x: Any, y: Any) -> None:
+    """DataError unless the arrays of a batch for a GPU, as they were given, lie on one device: the host, from which
+    they are copied, or the GPU of this rank."""
+    if placement.xp is np or placement.imaginary:
+        return
+    inputs = x.values() if isinstance(x, Mapping) else x if isinstance(x, tuple) else [x]
+    places = [where(array) for array in (*inputs, *([] if y is None else [y]))]
+    own = f"on GPU {current()}"
+    if len({*places}) > 1:
+        raise DataError(f"the arrays of the batch lie {', '.join(places)}: put all of them on the host, or {own}")
+    if places[0] not in ("on the host", own):
+        raise DataError(f"the batch lies {places[0]}, and this rank computes {own}: put it there, or on the host")
 
 
 ENDED = "no batch: its loader has come to its end"

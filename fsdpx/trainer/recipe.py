@@ -12,6 +12,8 @@ from fsdpx import environment
 from fsdpx.codecs import Choice
 from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count
+from fsdpx.cuda.devices import DeviceMap
+from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Layer
 from fsdpx.observe.trace import Trace
 from fsdpx.state.accumulation import check_chunks
@@ -85,9 +87,12 @@ class Machinery:
     tune: bool | None = None
     progress: str | None = None
     trace: str | PathLike[str] | Trace | None = None
+    device_map: DeviceMap = None
 
     def __post_init__(self) -> None:
         self.traced()
+        if self.device_map is not None and self.device != "cuda":
+            raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
 
     def traced(self) -> Trace | None:
         """What to keep of training, and where: as was said, or as FSDPX_TRACE says."""
@@ -113,4 +118,4 @@ class Recipe:
 
     def without_data(self) -> Recipe:
         """The same for a rank that only knows shapes."""
-        return replace(self, machinery=replace(self.machinery, device="shape"))
+        return replace(self, machinery=replace(self.machinery, device="shape", device_map=None))

@@ -126,6 +126,7 @@ class Session:
         inputs: tuple[Any, ...] = ()
         target, features, rows, doubted = None, "", 0, False
         try:
+            batches.check_places(place, x, y)
             inputs = batches.inputs_of(place, x)
             rows = int(inputs[0].shape[0])
             if kind in ("step", "accumulate", "evaluate"):

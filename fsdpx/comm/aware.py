@@ -1,0 +1,113 @@
+"""Can this MPI library take arrays of a GPU? What it says of itself is a hint; what counts is what a child job shows,
+because a library that cannot ends the process that tries."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdpx import environment
+from fsdpx.comm import probe
+from fsdpx.comm.communicator import Communicator
+from fsdpx.errors import ConfigError
+
+__all__ = ["Awareness", "awareness", "claims", "library_path", "probed", "settle"]
+
+SECONDS = 60.0
+CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+
+
+class Awareness(NamedTuple):
+    """able: arrays of a GPU are given to MPI; else they are copied through the host. evidence: why, in words."""
+
+    able: bool
+    evidence: tuple[str, ...]
+
+
+def settle(world: Communicator) -> Awareness | None:
+    """Find out once for all ranks; the MPI communicator inside `world` does so then, and its later groups. None: there
+    is no MPI. Collective; ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the probe says no."""
+    inner: Any = world
+    while not hasattr(inner, "takes_gpus"):
+        inner = getattr(inner, "comm", None) or getattr(inner, "mpi", None)
+        if inner is None:
+            return None
+    wanted = environment.gpu_aware_mpi()
+    found: Awareness = world.all_gather_object(awareness(wanted) if world.rank == 0 else None)[0]
+    if wanted and not found.able:
+        raise ConfigError(
+            f"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take arrays of a GPU ({'; '.join(found.evidence)}): "
+            "leave it out, then they go through the host"
+        )
+    inner.takes_gpus = found.able
+    return found
+
+
+def awareness(wanted: bool | None) -> Awareness:
+    """Of the MPI library of this process. wanted: False, it is not used; True, the probe alone counts; None, the probe
+    is made where the library says yes."""
+    if wanted is False:
+        return Awareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
+    said = claims()
+    if wanted is None and not any(yes for yes, _ in said):
+        return Awareness(False, tuple(text for _, text in said) or ("the MPI library says nothing of GPUs",))
+    able, text = probed()
+    return Awareness(able, (*(text for _, text in said), text))
+
+
+def claims() -> list[tuple[bool, str]]:
+    """What the loaded MPI library says of itself: whether that means yes, and the words."""
+    from mpi4py import MPI
+
+    found, path = list[tuple[bool, str]](), library_path()
+    if path is not None:
+        library = ctypes.CDLL(path)  # its symbols are not in the global namespace of a process that mpi4py made
+        if (query := getattr(library, "MPIX_Query_cuda_support", None)) is not None:
+            found.append((bool(query()), f"MPIX_Query_cuda_support() = {query()}"))
+        elif (query := getattr(library, "MPIX_GPU_query_support", None)) is not None:
+            flag = ctypes.c_int(0)
+            query(CUDA, ctypes.byref(flag))
+            found.append((bool(flag.value), f"MPIX_GPU_query_support(CUDA) = {flag.value}"))
+    kinds = MPI.COMM_WORLD.Get_info().Get("mpi_memory_alloc_kinds")
+    if kinds is not None:
+        found.append(("cuda" in kinds or "gpu" in kinds, f"mpi_memory_alloc_kinds = {kinds}"))
+    return found
+
+
+def library_path() -> str | None:
+    """The file of the MPI library that this process has loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = (line.split(None, 5)[-1] for line in lines if "/" in line)
+    return next((path for path in paths if Path(path).name.startswith(("libmpi.", "libmpi_", "libmpich"))), None)
+
+
+def probed(launcher: list[str] | None = None) -> tuple[bool, str]:
+    """Whether a child job moved and added arrays of a GPU, and what came of it in words. launcher: of the job, which
+    has two ranks, or one if there is no mpiexec."""
+    if launcher is None:
+        beside = Path(sys.executable).with_name("mpiexec")
+        found = str(beside) if beside.exists() else shutil.which("mpiexec")
+        launcher = [] if found is None else [found, "-n", "2"]
+    command = [*launcher, sys.executable, "-m", probe.__name__]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=SECONDS, env=environment.alone()
+        )
+    except subprocess.TimeoutExpired:
+        return False, f"the probe did not end within {SECONDS:g} s"
+    except OSError as error:
+        return False, f"the probe could not be started ({error})"
+    for line in done.stdout.splitlines():
+        if probe.SAID in line and done.returncode == 0:
+            return True, f"a probe of{line.rpartition(',')[2]} moved and added arrays of a GPU"
+    if done.returncode == 0:
+        return False, "the probe got other numbers than were sent"
+    reasons = [line for line in done.stderr.splitlines() if "Error" in line or "Exception" in line]
+    return False, f"the probe ended with status {done.returncode}" + (f" ({reasons[-1].strip()})" if reasons else "")

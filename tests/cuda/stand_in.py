@@ -1,0 +1,146 @@
+"""A stand-in for CuPy: NumPy arrays that behave as if they lay on a GPU. It refuses what CuPy refuses: to compute with
+arrays of the host, to copy them in by assignment, and to be turned into them unasked."""
+
+from __future__ import annotations
+
+import threading
+import types
+from typing import Any
+
+import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
+
+__all__ = ["Cupy", "ndarray"]
+
+_at = threading.local()
+
+
+class Device:
+    def __init__(self, number: int | None = None) -> None:
+        self.id = getattr(_at, "gpu", 0) if number is None else number
+
+    def use(self) -> None:
+        _at.gpu = self.id
+
+    def __enter__(self) -> Device:
+        self.before = Device().id
+        self.use()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _at.gpu = self.before
+
+
+class ndarray(NDArrayOperatorsMixin):  # noqa: N801
+    """Numbers on a GPU: `memory` is a NumPy array that only this file knows of."""
+
+    def __init__(self, memory: np.ndarray, gpu: int | None = None) -> None:
+        self.memory, self.gpu = memory, Device().id if gpu is None else gpu
+
+    @property
+    def device(self) -> Any:
+        return Device(self.gpu)
+
+    @property
+    def data(self) -> Any:
+        return types.SimpleNamespace(ptr=self.memory.ctypes.data)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {**self.memory.__array_interface__, "version": 3, "stream": None}
+
+    def get(self) -> np.ndarray:
+        return self.memory.copy()
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed. Please use `.get()`")
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
+        if out is not None:
+            options["out"] = tuple(_bare(one) for one in out)
+        result = getattr(ufunc, method)(*map(_bare, inputs), **options)
+        return out[0] if out is not None and len(out) == 1 else _wrapped(result)
+
+    def __array_function__(self, function: Any, kinds: Any, arguments: Any, options: Any) -> Any:
+        return _wrapped(function(*_bare(tuple(arguments)), **{k: _bare(v) for k, v in options.items()}))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.memory[_bare(key)] = _bare(value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _wrapped(self.memory[_bare(key)])
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __float__(self) -> float:
+        return float(self.memory)
+
+    def __int__(self) -> int:
+        return int(self.memory)
+
+    def __bool__(self) -> bool:
+        return bool(self.memory)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("ctypes", "memory") or name.startswith("__"):
+            raise AttributeError(name)
+        found = getattr(self.memory, name)
+        return _calling(found) if callable(found) else _wrapped(found)
+
+
+ndarray.__module__ = "cupy"
+
+
+def _bare(value: Any) -> Any:
+    """What NumPy computes with."""
+    if isinstance(value, tuple | list):
+        return type(value)(map(_bare, value))
+    if isinstance(value, ndarray):
+        return value.memory
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("Unsupported type <class 'numpy.ndarray'>")
+    return value
+
+
+def _wrapped(value: Any) -> Any:
+    """CuPy's sums and single elements are arrays as well."""
+    if isinstance(value, list) or (isinstance(value, tuple) and any(isinstance(v, np.ndarray) for v in value)):
+        return type(value)(map(_wrapped, value))
+    return ndarray(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
+
+
+def _calling(function: Any) -> Any:
+    return lambda *given, **options: _wrapped(function(*_bare(given), **{k: _bare(v) for k, v in options.items()}))
+
+
+class Cupy(types.ModuleType):
+    """The module. gpus: how many there are. error: what the driver says instead."""
+
+    __version__ = "14.2.0"
+    ndarray = ndarray
+
+    def __init__(self, gpus: int = 1, error: str = "") -> None:
+        super().__init__("cupy")
+        self.gpus, self.error = gpus, error
+        runtime = types.SimpleNamespace(
+            getDeviceCount=self._count,
+            deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0",
+        )
+        self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device)
+
+    def _count(self) -> int:
+        if self.error:
+            raise RuntimeError(self.error)
+        return self.gpus
+
+    def asarray(self, value: Any, dtype: Any = None) -> Any:
+        return value if isinstance(value, ndarray) and dtype is None else _wrapped(np.array(value, dtype))
+
+    array = asarray
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(np, name)
+        if isinstance(found, type) or not callable(found):
+            return found
+        return _calling(found)

@@ -1,0 +1,156 @@
+"""Which GPU a rank takes, and what is said where there is none, or where arrays lie on several devices."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from stand_in import Cupy, Device
+
+from fsdpx import environment, nn, optim, spawn
+from fsdpx.comm import default, devices
+from fsdpx.comm.devices import Seat, seats, shared
+from fsdpx.cuda.devices import choose, gpus
+from fsdpx.errors import ConfigError, DataError, DesyncError
+
+X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
+    made = Cupy(gpus=2)
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    Device(0).use()
+    return made
+
+
+def test_local_ranks_take_gpus_one_after_the_other_or_by_the_map() -> None:
+    assert [choose(rank, 4) for rank in range(6)] == [0, 1, 2, 3, 0, 1]
+    assert [choose(rank, 4, [3, 0]) for rank in range(2)] == [3, 0]
+    assert choose(1, 4, {1: 2}) == 2
+
+
+def test_a_map_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"device_map=\[0, 1\] has no GPU for local rank 2: name one for each"):
+        choose(2, 4, [0, 1])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ConfigError, match="local rank 0 sees GPUs 0 to 1, with CUDA_VISIBLE_DEVICES=4,5, not 4"):
+        choose(0, 2, [4])
+
+
+def test_without_a_gpu_the_driver_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", Cupy(error="cudaErrorNoDevice: no CUDA-capable device is detected"))
+    words = r"needs a GPU, and CuPy 14\.2\.0 finds none \(cudaErrorNoDevice: .*\): see what nvidia-smi lists, or use "
+    with pytest.raises(ConfigError, match=words):
+        gpus()
+    monkeypatch.setitem(sys.modules, "cupy", Cupy(gpus=0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="this process sees none, with CUDA_VISIBLE_DEVICES=: use device='cpu'"):
+        gpus()
+
+
+class Hosts:
+    """A communicator of ranks on hosts of one's choice, each a process. known: numbers that the launcher gave."""
+
+    def __init__(self, hosts: str, known: list[int | None], device_maps: list[Any] | None = None) -> None:
+        self.size, self.rank = len(hosts), 0
+        maps = device_maps or [None] * self.size
+        self.told = [devices._Told(h, 100 + r, known[r], ("a", "b"), maps[r]) for r, h in enumerate(hosts)]
+
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        return self.told
+
+
+def numbers(*given: Any) -> list[int]:
+    return [seat.gpu for seat in seats(Hosts(*given))]  # type: ignore[arg-type]
+
+
+def test_ranks_are_numbered_on_their_host_by_mpi_or_by_the_launcher(cupy: Cupy) -> None:
+    assert numbers("aabb", [None] * 4) == [0, 1, 0, 1]
+    assert numbers("abab", [None] * 4) == [0, 0, 1, 1]
+    assert numbers("aa", [2, 3]) == [0, 1]  # a part of the ranks, of which the launcher numbered others before
+    assert numbers("aa", [1, 0]) == [1, 0]
+    assert numbers("aa", [0, 0]) == [0, 1]  # of an outer launcher, the same for both: it does not count
+    assert numbers("aa", [None] * 2, [[1, 0], [1, 0]]) == [1, 0]
+
+
+def test_a_map_of_one_rank_that_does_not_fit_is_an_error_on_all(cupy: Cupy) -> None:
+    with pytest.raises(ConfigError, match=r"^rank 1 on a: device_map=\[0\] has no GPU for local rank 1: name one"):
+        numbers("aa", [None] * 2, [[0, 1], [0]])
+
+
+def test_who_shares_a_gpu() -> None:
+    here = [Seat("n1", 0, 0, "a"), Seat("n1", 1, 0, "b"), Seat("n1", 2, 0, "a"), Seat("n2", 0, 0, "a")]
+    assert shared(here) == [[0, 2]]
+
+
+def test_the_number_is_known_of_a_part_of_the_ranks_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(default, "current", lambda: None)
+    monkeypatch.setattr(devices, "running_mpi", lambda: None)
+    said = {"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALRANKID": "1"}
+    settings = environment.read(said)
+    monkeypatch.setattr(environment, "read", lambda: settings)
+    assert (devices._known(4), devices._known(1)) == (None, 1)
+
+
+def train(comm: Any, x: Any = X, y: Any = Y, **options: Any) -> Any:
+    model = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    loss, adam = nn.CrossEntropy(), optim.AdamW(lr=0.01)
+    trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", **options)
+    losses = [trainer.step(x, y) for _ in range(3)]
+    return losses, {name: np.asarray(a) for name, a in trainer.parameters().items()}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_stand_in_trains_as_the_host_does(cupy: Cupy, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    want, parameters = spawn(train, 1)[0]
+    for losses, found in spawn(lambda comm: train(comm, device="cuda"), size):
+        np.testing.assert_allclose(losses, want, rtol=1e-12)
+        for name, array in parameters.items():
+            np.testing.assert_allclose(found[name], array, rtol=1e-11)
+    shares = "fsdpx: ranks 0, 1, 2 share a GPU and take turns on it: start one rank per GPU\n"
+    assert capsys.readouterr().err.count(shares) == (size == 3)
+
+
+def test_ranks_that_differ_in_the_device(cupy: Cupy) -> None:
+    with pytest.raises(DesyncError) as caught:
+        spawn(lambda comm: train(comm, device="cuda" if comm.rank else "cpu"), 2)
+    assert "called different methods: rank 0: distribute; rank 1: distribute(device='cuda')" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "device", "words"),
+    [
+        ("gpu 0", "host", "cuda", r"the arrays of the batch lie on GPU 0, on the host: put all of them on the host,"),
+        ("gpu 0", "gpu 1", "cuda", r"the arrays of the batch lie on GPU 0, on GPU 1: put all of them on the host, or "),
+        ("gpu 1", "gpu 1", "cuda", r"the batch lies on GPU 1, and this rank computes on GPU 0: put it there, or on "),
+        ("gpu 0", "host", "cpu", r"an array of the batch lies on GPU 0, and device='cpu': pass array\.get\(\)"),
+    ],
+)  # fmt: skip
+def test_a_batch_on_the_wrong_device(cupy: Cupy, x: str, y: str, device: str, words: str) -> None:
+    def put(array: np.ndarray, place: str) -> Any:
+        if place == "host":
+            return array
+        with Device(int(place[-1])):
+            return cupy.asarray(array)
+
+    with pytest.raises(DataError, match=words):
+        train(None, put(X, x), put(Y, y), device=device)
+
+
+def test_send_and_recv_of_one_call_on_two_devices(cupy: Cupy) -> None:
+    def body(comm: Any) -> None:
+        with pytest.raises(
+            ConfigError, match=r"all_gather of w on rank \d: send lies on GPU 0, recv on the host: put "
+        ):
+            comm.all_gather(cupy.zeros(1), np.zeros(2), what="w")
+
+    spawn(body, 2)
+
+
+def test_a_map_belongs_to_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"device_map=\[0\] is of device='cuda', and device='cpu'"):
+        train(None, device_map=[0])

@@ -1,0 +1,107 @@
+"""`doctor` tells what all ranks have, with evidence and remedies, on machines with GPUs and without."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from amount import few
+from stand_in import Cupy, Device
+
+from fsdpx import spawn
+from fsdpx.__main__ import main
+from fsdpx.launch import doctor
+from fsdpx.launch.doctor import Told, diagnose, warnings_of
+
+VERSIONS = {"numpy": "2.1", "numba": "0.6"}
+GOOD = Told("n1", VERSIONS, (0, 1), 1, 1 << 30, None, 4096, "/cache", True, (), False)
+
+
+def test_without_a_gpu_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert "host arrays  chosen  local: one rank by itself" in text
+    assert "gpu arrays   no      staged through the host: no GPU on rank 0: CuPy not installed" in text
+    assert "all-reduce   4.00 MiB: " in text
+    assert ", right" in text
+
+
+def test_two_ranks_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", Cupy(gpus=2))
+    Device(0).use()
+    report = spawn(diagnose, 2)[0]
+    assert report["devices"][1]["bus"] == "0000:01:00.0"  # threads of a process share its GPU
+    assert report["versions"]["cupy"] == "14.2.0"
+    chosen = {(way["carries"], way["name"]) for way in report["transports"] if way["chosen"]}
+    assert chosen == {("host", "local"), ("gpu", "staged through the host")}
+    assert "ranks 0, 1 share a GPU: start one rank per GPU, or name them by device_map" in report["warnings"]
+    assert report["healthy"]
+    json.dumps(report)
+    assert "GPU          rank 1: GPU 0 (0000:01:00.0) of " in doctor._text(report)
+
+
+def test_sums_that_are_wrong_are_seen() -> None:
+    def body(comm: Any) -> Any:
+        reduce = comm.all_reduce
+
+        def wrong(buf: Any, **options: Any) -> Any:
+            handle = reduce(buf, **options)
+            handle.wait()
+            buf[-1] += comm.rank
+            return handle
+
+        comm.all_reduce = wrong
+        return diagnose(comm)
+
+    report = spawn(body, 3)[0]
+    assert not report["healthy"]
+    assert "WRONG on ranks 1, 2" in doctor._text(report)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([GOOD._replace(threads=2)] * 2, "n1: 4 threads of 2 ranks on 2 cores: set OMP_NUM_THREADS to 1, or start at "),
+        ([GOOD._replace(free=1 << 20)] * 2, "n1: 1.00 MiB of shared memory are free: docker run --shm-size=8g, or "),
+        ([GOOD._replace(driver=True)], "n1 has an NVIDIA driver, but CuPy sees no GPU: pip install 'fsdpx[cuda13]'"),
+        (
+            [GOOD, GOOD._replace(versions={**VERSIONS, "numpy": "2.0"})],
+            "rank 1 on n1 has numpy 2.0, rank 0 has other versions: use one environment",
+        ),
+        ([GOOD._replace(writable=False)], "rank 0 on n1 cannot write /cache: set FSDPX_CACHE, else each job compiles "),
+        (
+            [GOOD._replace(versions={**VERSIONS, "numba": "not installed"})],
+            "Numba is not installed: kernels are several times slower; pip install numba",
+        ),
+    ],
+)  # fmt: skip
+def test_warnings_have_remedies(ranks: list[Told], words: str) -> None:
+    (said,) = warnings_of(ranks, None, [])
+    assert said.startswith(words)
+
+
+def test_no_warning_without_a_reason() -> None:
+    assert warnings_of([GOOD, GOOD], {"threads": "MULTIPLE"}, []) == []
+    (said,) = warnings_of([GOOD], {"threads": "FUNNELED"}, [])
+    assert said == "MPI's thread level is FUNNELED: transfers move between actions only (progress='loop')"
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize("messages", few([False, True], 1))
+def test_under_mpiexec(tmp_path: Path, messages: bool) -> None:
+    from trials import job
+
+    done = job(tmp_path, "from fsdpx.__main__ import main\nimport sys\nsys.exit(main(['doctor', '--json']))", ranks=2,
+               **({"FSDPX_NODE": "0"} if messages else {}))  # fmt: skip
+    assert done.status == 0, done.err
+    report = json.loads(done.out)
+    assert report["ranks"] == 2
+    assert Path(report["mpi"]["path"]).exists()
+    assert report["mpi"]["threads"] == "MULTIPLE"
+    assert len(report["gpu_awareness"]["evidence"]) >= 2
+    chosen = [way["name"] for way in report["transports"] if way["chosen"]]
+    assert chosen == ["mpi" if messages else "node"]
+    assert [row["wrong_ranks"] for row in report["all_reduce"]] == [[], []]
