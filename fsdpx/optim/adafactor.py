@@ -1,23 +1,21 @@
 """Adafactor: second moments as the product of a row and a column (Shazeer & Stern 2018)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.array.sums import block_squares
+from fsdpx.array.sums import PARTS, block_squares, exact_sum, expansion
 from fsdpx.errors import ConfigError
-from fsdpx.optim.factored import matrix, portion, together
+from fsdpx.optim.factored import Divisors, Piece, elements, matrix, portion, together
 from fsdpx.optim.kept import Kept, places
 from fsdpx.optim.optimizer import Rate, Slots, check_number, check_options, has_data
 from fsdpx.optim.plain import BLOCK
 from fsdpx.optim.segments import Groups, Segment, Segments
 
 __all__ = ["Adafactor"]
-
-Parts = Callable[[], Iterator[tuple[slice, Any]]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,8 @@ class Adafactor:
 
     A vector is a matrix of one column, so its R is the mean of its g^2; kernels of convolutions have as many rows as
     channels go out. Each rank keeps all of R and C of the matrices that it has a part of, and sends the sums over its
-    rows and columns: with `chunks` the bits do not depend on the cut. The tensor axis must have one rank.
+    rows and columns to those that have other parts, one message per update: with `chunks` the bits do not depend on the
+    cut. The tensor axis must have one rank.
 
     Slots: row, column.
 
@@ -55,6 +54,7 @@ class Adafactor:
         "column": Kept(shape=lambda name, shape: matrix(shape)[1:]),
     }
     whole: ClassVar[bool] = True
+    sends_as: ClassVar[str] = "float64"
 
     def __post_init__(self) -> None:
         check_options(self, but="eps")
@@ -67,50 +67,60 @@ class Adafactor:
         if not isinstance(self.beta2_decay, int | float) or not -1.0 <= self.beta2_decay < 0:
             raise ConfigError(f"Adafactor(beta2_decay={self.beta2_decay!r}): a number >= -1 and < 0 is needed")
 
+    def sends(self, s: Segment) -> int:
+        """Numbers that a rank with this part of a parameter sends to each that has another part of it."""
+        return PARTS + elements(_piece(s))
+
     def update(
         self, xp: Any, p: Any, g: Any, slots: Slots, *, lr: float, step: int, segments: Segments, scale: float = 1.0
     ) -> None:
         """One step in place, see `Optimizer.update`."""
         if not has_data(self, xp, p, g, slots, step, segments):
             return
+        factor, share = p.dtype.type(scale), step**self.beta2_decay
+        own = list(zip(*(places(self.kept[name], segments) for name in self.slots), strict=True))
+        runs = segments.overrides(self.groups)
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
-            directions = self._directions(xp, p, g, slots, step, segments, scale)
-            of_p = [block_squares(xp, p[s.start : s.stop]) for s in segments.items]
-            of_u = [[square for _, u in parts() for square in block_squares(xp, u)] for parts in directions]
-            sums = segments.square_sums(of_p, of_u)
-            runs = segments.overrides(self.groups)
-            for s, run, parts, squares_p, squares_u in zip(segments.items, runs, directions, *sums, strict=True):
+            moved = [partial(self._moved, slots["row"][at], share) for at, _ in own]
+            mine = zip(segments.items, moved, strict=True)
+            parts = {s.name: _told(xp, s, p[s.start : s.stop], g[s.start : s.stop], factor, rows) for s, rows in mine}
+            known = segments.together(xp, parts, self.sends, np.float64)
+            for s, run, rows, (at_row, at_column) in zip(segments.items, runs, moved, own, strict=True):
+                row, column = slots["row"][at_row], slots["column"][at_column]
+                squares_p = exact_sum([x for _, told in known[s.name] for x in told[:PARTS].tolist()])
+                told = [(_piece(other), flat[PARTS:]) for other, flat in known[s.name]]
+                sums, columns, divided = together(xp, told, rows, _piece(s).shape)
+                row[...] = rows(0, sums / column.size)
+                column += (columns / row.size + self.eps[0] - column) * share
+                squares_u = float(xp.mean(row) * (divided / column).sum())
                 rate = lr * run.lr_scale
                 relative = max(self.eps[1], (squares_p / s.size) ** 0.5) * min(rate, step**-0.5)
                 relative /= max(1.0, (squares_u / s.size) ** 0.5 / self.d)
                 p[s.start : s.stop] *= p.dtype.type(1.0 - rate * run.decay(self.weight_decay))
-                for at, u in parts():
+                a, b = xp.sqrt(xp.mean(row)) / xp.sqrt(row), 1.0 / xp.sqrt(column)
+                for at, u in _directions(xp, s, g, factor, a.astype(p.dtype), b.astype(p.dtype)):
                     p[at] -= u * p.dtype.type(relative)
 
-    def _directions(
-        self, xp: Any, p: Any, g: Any, slots: Slots, step: int, segments: Segments, scale: float
-    ) -> list[Parts]:
-        """u of each segment, a part at a time; moves R and C."""
-        factor = p.dtype.type(scale)
-        mine = [(s.name, _portion(xp, s, g[s.start : s.stop], factor)) for s in segments.items]
-        known, share, found = segments.everyone(mine), step**self.beta2_decay, list[Parts]()
-        own = zip(*(places(self.kept[name], segments) for name in self.slots), strict=True)
-        for s, (at_row, at_column) in zip(segments.items, own, strict=True):
-            row, column = slots["row"][at_row], slots["column"][at_column]
-            rows, columns = together(xp, known[s.name], matrix(s.shape or (s.size,)))
-            row += (rows / column.size + self.eps[0] - row) * share
-            column += (columns / row.size + self.eps[0] - column) * share
-            a, b = (xp.sqrt(xp.mean(row)) / xp.sqrt(row)).astype(p.dtype), (1.0 / xp.sqrt(column)).astype(p.dtype)
-            found.append(partial(_directions, xp, s, g, factor, a, b))
-        return found
+    def _moved(self, row: Any, share: float, first: int, means: Any) -> Any:
+        """What R becomes of some rows, from the means of their squares."""
+        before = row[first : first + means.size]
+        return before + (means + self.eps[0] - before) * share
 
 
-def _portion(xp: Any, s: Segment, g: Any, scale: Any) -> Any:
+def _piece(s: Segment) -> Piece:
+    return Piece(s.offset, s.stop - s.start, matrix(s.shape or (s.size,)))
+
+
+def _told(xp: Any, s: Segment, p: Any, g: Any, scale: Any, divisors: Divisors) -> Any:
+    """What this rank tells of its part: the sum of squares of p, and those of g by row and by column."""
+
     def squares(start: int, stop: int) -> Any:
         scaled = (g[start:stop] * scale).astype(np.float64)
         return scaled * scaled
 
-    return portion(xp, squares, s.offset, s.stop - s.start, matrix(s.shape or (s.size,)))
+    numbers = expansion(block_squares(xp, p))
+    padded = xp.asarray([*numbers, *[0.0] * (PARTS - len(numbers))])
+    return xp.concatenate([padded, portion(xp, squares, divisors, _piece(s))])
 
 
 def _directions(xp: Any, s: Segment, g: Any, scale: Any, a: Any, b: Any) -> Iterator[tuple[slice, Any]]:

@@ -1,31 +1,51 @@
 """Sums over the rows and over the columns of a matrix that is cut over ranks: the same bits however it is cut.
 
-Rows are added one by one, columns along a fixed binary tree over the rows. A rank sends the sums of its whole rows, the
-nodes of the tree that it has whole, and the elements of the rows at its ends of which others have the rest."""
+Rows are added one by one, columns along a fixed binary tree over the rows: once as they are, and once with each row
+divided by something that follows from its mean. A rank sends the sums of its whole rows, the nodes of the tree that it
+has whole, and the elements of the rows at its ends of which others have the rest."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Portion", "matrix", "portion", "together"]
+__all__ = ["Divisors", "Piece", "elements", "matrix", "portion", "together"]
 
 CHUNK = 1 << 16
 """Elements that are looked at together."""
 
 Node = tuple[int, int]
 """(level, index): rows [index 2^level, (index + 1) 2^level), as far as there are so many."""
+Divisors = Callable[[int, Any], Any]
+"""From the means of rows, the first of which has a number, to what each of these rows is divided by."""
 
 
-@dataclass(frozen=True)
-class Portion:
-    """What a rank knows. rows: the sums of its whole rows, from row `first` on. nodes: sums by column. loose: where its
-    elements begin that are no whole row, and they themselves."""
+class Piece(NamedTuple):
+    """Elements [offset, offset + size) of a matrix of so many rows and columns: what one rank has of it."""
 
-    first: int
-    rows: Any
-    nodes: dict[Node, Any]
-    loose: list[tuple[int, Any]]
+    offset: int
+    size: int
+    shape: tuple[int, int]
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Its whole rows: the first, and one past the last."""
+        columns = self.shape[1]
+        first, last = -(-self.offset // columns), (self.offset + self.size) // columns
+        return (last, last) if first > last else (first, last)
+
+    @property
+    def loose(self) -> list[tuple[int, int]]:
+        """Where elements lie that belong to no whole row."""
+        (first, last), columns = self.rows, self.shape[1]
+        end, inside = self.offset + self.size, first * columns < self.offset  # a part of one row
+        ends = [(self.offset, end)] if inside else [(self.offset, first * columns), (last * columns, end)]
+        return [(start, stop) for start, stop in ends if start < stop]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Of the tree, those that it has whole."""
+        leaves = {node: 0 for node, _ in _nodes(*self.rows, self.shape[0], max(CHUNK // self.shape[1], 1))}
+        return sorted(_climb(leaves, self.shape[0]))
 
 
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -33,41 +53,46 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
-def portion(xp: Any, values: Callable[[int, int], Any], offset: int, size: int, shape: tuple[int, int]) -> Portion:
-    """Of elements [offset, offset + size) of a matrix. values: those from one to another of these, flat."""
-    count, columns = shape
-    end = offset + size
-    first, last = -(-offset // columns), end // columns
-    if first > last:
-        first = last = end // columns
-        ends = [(offset, end)]
-    else:
-        ends = [(offset, first * columns), (last * columns, end)]
+def elements(piece: Piece) -> int:
+    """Of what `portion` gives."""
+    first, last = piece.rows
+    return last - first + 2 * len(piece.nodes) * piece.shape[1] + sum(stop - start for start, stop in piece.loose)
+
+
+def portion(xp: Any, values: Callable[[int, int], Any], divisors: Divisors, piece: Piece) -> Any:
+    """What the rank that has it tells, flat. values: elements from one to another of the piece, flat."""
+    (first, last), (count, columns), offset = piece.rows, piece.shape, piece.offset
     rows, nodes = [], {}
-    for (level, index), (start, stop) in _nodes(first, last, count, max(CHUNK // columns, 1)):
+    for node, (start, stop) in _nodes(first, last, count, max(CHUNK // columns, 1)):
         chunk = values(start * columns - offset, stop * columns - offset).reshape(-1, columns)
         rows.append(chunk.sum(axis=1))
-        nodes[level, index] = _sum(xp, chunk)
-    loose = [(start, values(start - offset, stop - offset)) for start, stop in ends if start < stop]
-    return Portion(first, xp.concatenate(rows) if rows else None, _climb(nodes, count), loose)
+        nodes[node] = xp.stack([_sum(xp, chunk), _sum(xp, chunk / divisors(start, rows[-1] / columns)[:, None])])
+    sums = [found.reshape(-1) for _, found in sorted(_climb(nodes, count).items(), key=lambda item: item[0])]
+    return xp.concatenate([*rows, *sums, *(values(start - offset, stop - offset) for start, stop in piece.loose)])
 
 
-def together(xp: Any, portions: Iterable[Portion], shape: tuple[int, int]) -> tuple[Any, Any]:
-    """The sums of all rows (rows,) and of all columns (columns,), from the portions of all ranks."""
+def together(
+    xp: Any, told: Iterable[tuple[Piece, Any]], divisors: Divisors, shape: tuple[int, int]
+) -> tuple[Any, Any, Any]:
+    """From what all ranks tell: the sums of all rows (rows,), and those of all columns (columns,), as they are and with
+    each row divided."""
     count, columns = shape
     rows, nodes, torn = xp.empty(count), dict[Node, Any](), dict[int, Any]()
-    for one in portions:
-        nodes |= one.nodes
-        if one.rows is not None:
-            rows[one.first : one.first + one.rows.size] = one.rows
-        for start, elements in one.loose:
-            row, at = divmod(start, columns)
-            torn.setdefault(row, xp.empty(columns))[at : at + elements.size] = elements
-    for row, elements in torn.items():
-        rows[row] = elements.reshape(1, -1).sum(axis=1)[0]
-        nodes[0, row] = elements
+    for piece, flat in told:
+        (first, last), at = piece.rows, piece.rows[1] - piece.rows[0]
+        rows[first:last] = flat[:at]
+        for node in piece.nodes:
+            nodes[node] = flat[at : at + 2 * columns].reshape(2, columns)
+            at += 2 * columns
+        for start, stop in piece.loose:
+            row, begin = divmod(start, columns)
+            torn.setdefault(row, xp.empty(columns))[begin : begin + stop - start] = flat[at : at + stop - start]
+            at += stop - start
+    for row, values in torn.items():
+        rows[row] = values.reshape(1, -1).sum(axis=1)[0]
+        nodes[0, row] = xp.stack([values, values / divisors(row, rows[row : row + 1] / columns)])
     (root,) = _climb(nodes, count).values()
-    return rows, root
+    return rows, root[0], root[1]
 
 
 def _nodes(first: int, last: int, count: int, most: int) -> Iterator[tuple[Node, tuple[int, int]]]:

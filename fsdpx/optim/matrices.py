@@ -1,7 +1,7 @@
 """What optimisers share that update whole matrices: which parameters are matrices, and how ranks put them together."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -29,6 +29,10 @@ class Matrices(ABC):
     groups: Groups
     slots: tuple[str, ...]
     whole: ClassVar[bool] = True
+    arrays: ClassVar[int] = 1
+    """What is put together of a matrix: so many arrays of its size."""
+    sends_as: ClassVar[str] = ""
+    """The format of what ranks send: that of the update."""
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -47,15 +51,29 @@ class Matrices(ABC):
         for s, mine in own.items():
             at = slice(s.start, s.stop)
             if self.is_matrix(s.name, s.shape):
-                parts[s.name] = self._part(xp, g[at], mine, scale)
+                parts[s.name] = self._part(xp, g[at], mine, scale).reshape(-1)
             else:
                 alone = Segments((Segment(s.name, 0, s.stop - s.start, s.offset, s.size),))
                 theirs = {name: mine[name] for name in self._others.slots}
                 self._others.update(xp, p[at], g[at], theirs, lr=lr, step=step, segments=alone, scale=scale)
-        full = segments.whole(parts, lambda part, size: xp.empty((*part.shape[:-1], size), p.dtype))
+        full = self._whole(xp, segments.together(xp, parts, self.sends, p.dtype), p.dtype)
         for (s, mine), run in zip(own.items(), segments.overrides(self.groups), strict=True):
             if s.name in full and s.start < s.stop:
                 self._follow(xp, p[s.start : s.stop], full[s.name], mine, s, run, lr * run.lr_scale, step)
+
+    def sends(self, s: Segment) -> int:
+        """Elements that a rank with this part of a parameter sends to each that has another part of it."""
+        return self.arrays * (s.stop - s.start) if self.is_matrix(s.name, s.shape) else 0
+
+    def _whole(self, xp: Any, known: Mapping[str, list[tuple[Segment, Any]]], dtype: Any) -> dict[str, Any]:
+        """(arrays, size) of each matrix that this rank has a part of."""
+        full = {}
+        for name, parts in known.items():
+            full[name] = xp.empty((self.arrays, parts[0][0].size), dtype)
+            assert sum(s.stop - s.start for s, _ in parts) == parts[0][0].size, f"{name} is not whole"
+            for s, part in parts:
+                full[name][:, s.offset : s.offset + s.stop - s.start] = part.reshape(self.arrays, -1)
+        return full
 
     def _own(self, slots: Slots, segments: Segments) -> list[Slots]:
         """What the slots hold of each segment."""
@@ -78,8 +96,8 @@ class Matrices(ABC):
 
     @abstractmethod
     def _part(self, xp: Any, g: Any, slots: Slots, scale: float) -> Any:
-        """What is put together of a matrix: an array whose last dim is this rank's elements."""
+        """What is put together of a matrix: `arrays` of this rank's elements, behind each other."""
 
     @abstractmethod
     def _follow(self, xp: Any, p: Any, full: Any, slots: Slots, s: Segment, run: Run, lr: float, step: int) -> None:
-        """Update this rank's part. full: that array of the whole matrix."""
+        """Update this rank's part. full: (arrays, size) of the whole matrix."""

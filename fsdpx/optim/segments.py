@@ -10,7 +10,7 @@ from typing import Any
 from fsdpx.array.sums import exact_sum, expansion
 from fsdpx.errors import ConfigError
 
-__all__ = ["Groups", "Run", "Segment", "Segments"]
+__all__ = ["Groups", "Peers", "Run", "Segment", "Segments"]
 
 Groups = Mapping[str, Mapping[str, float]]
 """Name pattern (fnmatch, on dotted names; the first that matches wins) -> {"weight_decay": ..., "lr_scale": ...}."""
@@ -50,14 +50,41 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """The ranks that hold shards of the same flat array. hold: gives the segments of each; rank: which this one is.
+    all_to_all: sends each of them its piece of an array, gets theirs, and returns when they are there; with how many
+    elements go to each, and how many come."""
+
+    hold: Callable[[], Sequence[tuple[Segment, ...]]]
+    rank: int
+    all_to_all: Callable[[Any, Any, Sequence[int], Sequence[int]], None]
+
+    @cached_property
+    def items(self) -> Sequence[tuple[Segment, ...]]:
+        """Those segments; most optimisers ask for none of it."""
+        return self.hold()
+
+    @cached_property
+    def torn(self) -> list[Segment]:
+        """A segment of each parameter that several ranks have parts of."""
+        seen: dict[str, Segment] = {}
+        torn: dict[str, Segment] = {}
+        for s in (s for items in self.items for s in items):
+            (torn if s.name in seen else seen)[s.name] = s
+        return list(torn.values())
+
+
+@dataclass(frozen=True)
 class Segments:
     """What a shard holds: its segments in order, without gaps, from element 0 on; none if the shard is empty.
 
-    exchange: `comm.all_gather_object` of the ranks that hold shards of the same flat array; None if there is one shard.
-    Only optimisers that need norms of full parameters call it: once per update, on every rank."""
+    exchange: `comm.all_gather_object` of the ranks that hold shards of the same flat array, for sums of a few numbers
+    per parameter; peers: the same ranks, for what is large. None if there is one shard. Only optimisers that need
+    something of full parameters use one of them: once per update, on every rank."""
 
     items: tuple[Segment, ...]
     exchange: Callable[[Any], list[Any]] | None = None
+    peers: Peers | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "items", tuple(self.items))
@@ -107,16 +134,50 @@ class Segments:
     def _known(self) -> dict[Any, tuple[Run, ...]]:
         return {}
 
-    def whole(self, parts: Mapping[str, Any], empty: Callable[[Any, int], Any]) -> dict[str, Any]:
-        """Full arrays from what ranks have of some parameters: name -> this rank's part, with its elements along the
-        last dim. empty: makes one, for a part, of so many elements. Of parameters that this rank has no part of it gets
-        none."""
-        known = self.everyone([(s.name, (s.offset, parts[s.name])) for s in self.items if s.name in parts])
-        full = {s.name: empty(parts[s.name], s.size) for s in self.items if s.name in parts}
-        for name, array in full.items():
-            for offset, part in known[name]:
-                array[..., offset : offset + part.shape[-1]] = part
-        return full
+    def together(
+        self, xp: Any, parts: Mapping[str, Any], sends: Callable[[Segment], int], dtype: Any
+    ) -> dict[str, list[tuple[Segment, Any]]]:
+        """What all ranks tell of the parameters in `parts`: name -> the segment and the flat array of each that has a
+        part. One message to each rank that has another part of one of them; none at all where no parameter is cut.
+
+        Parameters
+        ----------
+        parts : name -> what this rank tells, a flat array of `dtype`, of each parameter of which ranks tell something
+        sends : elements of what a rank tells that has this segment; 0 where it tells nothing
+        """
+        found = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
+        if self.peers is None or not any(map(sends, self.peers.torn)):
+            return found
+        told = [[(theirs, mine) for theirs, mine in some if sends(mine)] for some in self._shared]
+        outgoing = [parts[mine.name] for some in told for _, mine in some]
+        incoming = xp.empty(sum(sends(theirs) for some in told for theirs, _ in some), dtype=dtype)
+        self.peers.all_to_all(
+            xp.concatenate(outgoing) if outgoing else xp.empty(0, dtype=dtype),
+            incoming,
+            [sum(sends(mine) for _, mine in some) for some in told],
+            [sum(sends(theirs) for theirs, _ in some) for some in told],
+        )
+        at = 0
+        for theirs in (theirs for some in told for theirs, _ in some):
+            found[theirs.name].append((theirs, incoming[at : at + sends(theirs)]))
+            at += sends(theirs)
+        return found
+
+    def sent(self, sends: Callable[[Segment], int]) -> int | None:
+        """Elements that this rank sends for that; None if there is no message."""
+        if self.peers is None or not any(map(sends, self.peers.torn)):
+            return None
+        return sum(sends(mine) for some in self._shared for _, mine in some)
+
+    @cached_property
+    def _shared(self) -> list[list[tuple[Segment, Segment]]]:
+        """By rank, its segments of parameters of which this rank has another part, each with that."""
+        assert self.peers is not None
+        own = {s.name: s for s in self.items}
+        return [
+            [(s, own[s.name]) for s in items if s.name in own] if rank != self.peers.rank else []
+            for rank, items in enumerate(self.peers.items)
+        ]
 
     def everyone(self, mine: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
         """What all ranks say, this one (name, anything) `mine`, of the parameters that this rank has a part of."""

@@ -53,6 +53,7 @@ class SOAP(Matrices):
     block: int = 256
     but: Sequence[str] = BUT
     groups: Groups = field(default_factory=dict)
+    arrays: ClassVar[int] = 3
     slots: ClassVar[tuple[str, ...]] = ("m", "v", "left", "right", "left_basis", "right_basis")  # type: ignore[misc]
 
     def __post_init__(self) -> None:

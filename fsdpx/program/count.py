@@ -33,6 +33,7 @@ class Sizes:
     edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
     packed: Container[int] = ()  # pages whose elements are bytes
     records: Mapping[tuple[int, int | None], int] = field(default_factory=dict)  # (record, microbatch) -> bytes
+    parts: Mapping[int, Moves] = field(default_factory=dict)  # page -> what its update sends
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
     """(axis, collective, bytes) of an action."""
     param = 1 if action.unit in sizes.packed else sizes.param_itemsize
     itemsizes = {"param": param, "grad": sizes.grad_itemsize, "tie": sizes.tie_itemsize}
-    for move in VERBS[action.op].moves:
+    for move in (*VERBS[action.op].moves, *VERBS[action.op].within):
         if move.format == "control":
             continue
         assert action.unit is not None
@@ -77,6 +78,8 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
             yield from [(move.axis, move.call, nbytes)] if nbytes else []
         elif move.amount == "record":
             yield move.axis, move.call, sizes.records.get((action.unit, action.mb), 0)
+        elif move.amount == "parts":
+            yield from ((move.axis, call, nbytes) for call, nbytes in sizes.parts.get(action.unit, ()))
         elif move.axis == "peers":
             for axis, call, elements in sizes.ties[action.unit]:
                 yield axis, call, elements * itemsizes[move.format]

@@ -31,13 +31,13 @@ __all__ = ["VERBS", "Move", "Scratch", "Verb", "partner"]
 
 @dataclass(frozen=True)
 class Move:
-    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, an `edge` or a
-    `record`.
+    """Along which mesh axis, which call, and how much: `full` or `shard` of a page, a few `numbers`, an `edge`, a
+    `record`, or `parts` of matrices that ranks put together.
 
     Axis "peers": the ranks that hold or make parts of the same parameter, whichever axes they lie on; "disk": no
     ranks, but a slower level of this one. format: whose bytes an element has: those of "param", "grad", "tie"
-    (gradients summed by TIE), "value" (what an edge carries), "record" (its arrays) or "control" (a few numbers, not
-    counted)."""
+    (gradients summed by TIE), "value" (what an edge carries), "record" (its arrays), "update" (what the
+    optimiser says) or "control" (a few numbers, not counted)."""
 
     axis: str
     call: str
@@ -65,6 +65,7 @@ class Verb:
     gives: tuple[str, ...] = ()
     lane: str = "compute"
     moves: tuple[Move, ...] = ()
+    within: tuple[Move, ...] = ()  # what it moves and waits for itself
     about: str = "unit"  # what Action.unit counts: "unit", "page", "edge", "record" or nothing
     scratch: tuple[Scratch, ...] = ()
 
@@ -137,7 +138,8 @@ VERBS: dict[str, Verb] = {
                   lane="world", moves=(NUMBERS,)),
     "COMMIT": Verb(reads=("mean", "scale"), gives=("agreed",), lane="world", moves=(NUMBERS,), about=""),
     "UPDATE": Verb(takes=("final:page", "stored:changed"), reads=("scale", "shard:page", "slots:page"),
-                   adds=("shard:page", "slots:page"), about="page"),
+                   adds=("shard:page", "slots:page"), about="page",
+                   within=(Move("shard", "all_to_all", "parts", "update"),)),
     # replicas that train by themselves meet
     "SHARE": Verb(reads=("mean", "trained"), gives=("share",), lane="world", moves=(NUMBERS,), about=""),
     "DELTA": Verb(reads=("shard:page", "outer:page", "share"), adds=("memory:coded",), gives=("delta:page",),

@@ -19,6 +19,7 @@ from fsdpx.layout.pages import cut
 from fsdpx.layout.ranges import Range
 from fsdpx.optim import Segments
 from fsdpx.optim.average import AVERAGE
+from fsdpx.optim.segments import Peers
 from fsdpx.state.ledger import Key, Row
 from fsdpx.state.placement import Placement, segments_of
 
@@ -121,8 +122,8 @@ class Exchange:
         if (rank, page) not in self._segments:
             here = self.placement.pages[page]
             mine = here.shards[rank] if isinstance(self.choice, Async) else here.mine
-            alone = mine.size == here.size
-            self._segments[rank, page] = Segments(segments_of(here.page, mine), None if alone else _refuse_sums)
+            others = () if mine.size == here.size else (_refuse, Peers(_refuse, rank, _refuse))
+            self._segments[rank, page] = Segments(segments_of(here.page, mine), *others)
         return self._segments[rank, page]
 
     def _note(self, call: str, elements: int, dtype: Any) -> None:
@@ -387,7 +388,7 @@ def _page(key: Key) -> int:
     return key.page
 
 
-def _refuse_sums(mine: Any) -> list[Any]:
+def _refuse(*asked: Any) -> Any:
     raise ConfigError(
         "this optimizer needs norms of whole parameters, which asynchronous ranks have in shards: use optim.AdamW or "
         "optim.SGD, or strategy='gossip'"

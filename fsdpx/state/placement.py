@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -11,7 +11,7 @@ import numpy as np
 
 from fsdpx.codecs import Codecs, Route
 from fsdpx.comm.communicator import DONE, Communicator, split_evenly
-from fsdpx.comm.mesh import Axes
+from fsdpx.comm.mesh import Axes, Coordinates
 from fsdpx.config import Apart, Offload, Precision, Sharding
 from fsdpx.errors import ConfigError
 from fsdpx.layout.pages import Page, cut
@@ -22,7 +22,9 @@ from fsdpx.nn.layer import dotted
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.kept import Kept, kept_of
-from fsdpx.program import Rounds, Stage
+from fsdpx.optim.rounded import inside
+from fsdpx.optim.segments import Peers
+from fsdpx.program import Moves, Rounds, Stage
 from fsdpx.state import eight
 from fsdpx.state.accumulation import Accumulation, accumulation
 from fsdpx.state.local import Local
@@ -195,7 +197,24 @@ class Placement:
         """What this rank's shard of each page holds, in the optimiser's terms."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
         exchange = None if alone else partial(_exchange, self, self.axes.shard)
-        return {p: Segments(segments_of(self.pages[p].page, self.pages[p].mine), exchange) for p in self.stage.trained}
+        return {p: self._segments(p, self.axes.shard, self.pages[p].shards, exchange) for p in self.stage.trained}
+
+    def _segments(self, page: int, comm: Communicator, parts: Sequence[Range], exchange: Any) -> Segments:
+        """What this rank of `comm` holds where its ranks hold these elements of a page."""
+        of = self.pages[page].page
+
+        def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
+            comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.name(page)})").wait()
+
+        peers = Peers(lambda: [segments_of(of, part) for part in parts], comm.rank, all_to_all)
+        return Segments(segments_of(of, parts[comm.rank]), exchange, None if comm.size == 1 else peers)
+
+    def parts_moved(self, page: int) -> Moves:
+        """What the optimiser sends of this rank's part of a page, to ranks that have other parts of its parameters."""
+        optimizer = inside(self.optimizer)
+        count = self.segments[page].sent(optimizer.sends) if hasattr(optimizer, "sends") else None
+        itemsize = np.dtype(getattr(optimizer, "sends_as", "") or self.formats.gradients).itemsize
+        return () if count is None else (("all_to_all", count * itemsize),)
 
     # -- replicas that train by themselves -----------------------------------------------------------------------------
 
@@ -233,18 +252,25 @@ class Placement:
 
     def replica_part(self, page: int) -> Range:
         """The elements of this rank's shard of a page on which it makes the outer step."""
-        mine, replica = self.pages[page].mine, self.axes.replica
-        counts = split_evenly(mine.size, replica.size)
-        start = mine.start + sum(counts[: replica.rank])
-        return Range(start, start + counts[replica.rank])
+        return self._replica_part(page, self.axes.coordinates)
+
+    def _replica_part(self, page: int, place: Coordinates) -> Range:
+        shard = self.pages[page].shards[place.shard]
+        counts = split_evenly(shard.size, self.axes.replica.size)
+        start = shard.start + sum(counts[: place.replica])
+        return Range(start, start + counts[place.replica])
 
     @cached_property
     def outer_segments(self) -> dict[int, Segments]:
         """What these hold, in the optimiser's terms."""
-        alone = self.axes.data.size == self.axes.tensor.size == 1
-        exchange = None if alone else partial(_exchange, self, self.axes.data)
-        pages = {p: segments_of(self.pages[p].page, self.replica_part(p)) for p in self.stage.trained}
-        return {p: Segments(segments, exchange) for p, segments in pages.items()}
+        axes, mesh = self.axes, self.axes.mesh
+        alone = axes.data.size == axes.tensor.size == 1
+        exchange = None if alone else partial(_exchange, self, axes.data)
+        whole = axes.data.size == axes.world.size
+        ranks = range(axes.world.size) if whole else mesh.line(axes.coordinates, ("replica", "shard"))
+        places = [mesh.coordinates(rank) for rank in ranks]
+        parts = {p: [self._replica_part(p, place) for place in places] for p in self.stage.trained}
+        return {p: self._segments(p, axes.data, parts[p], exchange) for p in self.stage.trained}
 
     @cached_property
     def kept(self) -> dict[str, Kept]:

@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from fsdpx.optim import Optimizer, Segment, Segments, rate
 from fsdpx.optim.kept import kept_of, places, zeros
+from fsdpx.optim.segments import Peers
 
 __all__ = ["OptimizerContract"]
 
@@ -129,7 +131,7 @@ class OptimizerContract:
         def train(r: int) -> dict[str, Any]:
             low, high = bounds[r], bounds[r + 1]
             p, g, slots = self._state(dtype, slice(low, high))
-            segments = _segments(low, high, threads.exchange(r))
+            segments = _segments(low, high, threads.exchange(r), threads.peers(r, bounds))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
             found = {"p": p}
@@ -166,14 +168,16 @@ def _places() -> dict[str, slice]:
     return places
 
 
-def _segments(low: int, high: int, exchange: Callable[[Any], list[Any]] | None = None) -> Segments:
+def _segments(
+    low: int, high: int, exchange: Callable[[Any], list[Any]] | None = None, peers: Peers | None = None
+) -> Segments:
     """The segments of a shard [low, high) of all parameters."""
     items = []
     for name, place in _places().items():
         start, stop = max(low, place.start), min(high, place.stop)
         if start < stop:
             items.append(Segment(name, start - low, stop - low, start - place.start, SIZES[name], SHAPES.get(name, ())))
-    return Segments(tuple(items), exchange)
+    return Segments(tuple(items), exchange, peers)
 
 
 class _Threads:
@@ -191,6 +195,18 @@ class _Threads:
             return gathered
 
         return all_gather
+
+    def peers(self, rank: int, bounds: Sequence[int]) -> Peers | None:
+        exchange = self.exchange(rank)
+
+        def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
+            rows = exchange((send, outgoing))
+            pieces = [sent[sum(counts[:rank]) : sum(counts[: rank + 1])] for sent, counts in rows]
+            assert [piece.size for piece in pieces] == list(incoming)
+            recv[...] = np.concatenate(pieces)
+
+        held = [_segments(low, high).items for low, high in pairwise(bounds)]
+        return Peers(lambda: held, rank, all_to_all) if self.size > 1 else None
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         results: list[Any] = [None] * self.size

@@ -254,6 +254,7 @@ def sizes_of(engine: Engine) -> Sizes:
             ("replica", "reduce_scatter"): {p: _outer_moves(place, p) for p in place.pages},
         },
         records=_records(engine),
+        parts={p: place.parts_moved(p) for p in place.stage.trained},
         packed=frozenset(p for p, page in place.pages.items() if page.page.packing is not None),
     )
 

@@ -9,11 +9,13 @@ import pytest
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
+from fsdpx.array.sums import PARTS
 from fsdpx.checkpoint.pieces import held
 from fsdpx.checkpoint.state import restore, scalars_of
 from fsdpx.comm import Communicator
 from fsdpx.elastic.recut import recut
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.program import Traffic
 
 X, Y = (np.random.default_rng(7).standard_normal((12, n)).astype(np.float32) for n in (6, 3))
 MAKE: dict[str, Any] = {
@@ -45,6 +47,32 @@ def test_with_chunks_the_bits_are_the_same_at_any_world_size(name: str, precisio
     meshes = [(1, {}), (3, {}), (4, {"mesh": Mesh(replica=2)}), (5, {}), (2, {"strategy": "zero1", "group_bytes": 0})]
     seen = [spawn(lambda c, o=o: train(make(c, name, precision=precision, **o), 4), n) for n, o in meshes]
     assert len({one for ranks in seen for one in ranks}) == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "nbytes"),
+    [
+        (optim.Muon(), 4 * 32),
+        (optim.SOAP(), 4 * 3 * 32),
+        (optim.Adafactor(), 8 * (PARTS + 4 + 2 * 8)),  # a square, four rows, the sums of eight columns
+        (optim.AdamW(), 0),
+    ],
+)
+def test_ranks_send_parts_of_matrices_as_arrays(optimizer: Any, nbytes: int) -> None:
+    """One message per page and update, of the bytes that are predicted; each of two ranks has half of a matrix."""
+    options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optimizer, "tune": False, "strategy": "fsdp"}
+    x = np.ones((2, 8), np.float32)
+
+    def run(comm: Communicator) -> Any:
+        trainer = nn.Linear(8, 8, bias=False).as_distributed(comm=comm, **options)
+        trainer.placement.axes.shard.all_gather_object = None  # no objects are sent
+        trainer.step(x, x)
+        return trainer.report()
+
+    reports = [*spawn(run, 2), fsdpx.dry_run(nn.Linear(8, 8, bias=False), x, x, ranks=2, **options).report]
+    wanted = Traffic(1, nbytes) if nbytes else None
+    for report in reports:
+        assert report.traffic.get(("shard", "all_to_all")) == report.predicted.get(("shard", "all_to_all")) == wanted
 
 
 @ALL
