@@ -17,7 +17,7 @@ FLOORS = (
     ("array",),
     ("comm",),
     ("nn", "optim", "data", "codecs"),
-    ("layout",),
+    ("layout", "interop"),
     ("state",),
     ("engine",),
     ("checkpoint", "watch"),

@@ -20,7 +20,7 @@ from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.trainer import ElasticTrainer
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
-from fsdpx.nn.layer import Layer
+from fsdpx.interop import handed_on, native, same_values
 from fsdpx.observe.trace import Trace, Tracer
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.assemble import session_of
@@ -33,7 +33,7 @@ __all__ = ["distribute"]
 
 
 def distribute(
-    model: Layer,
+    model: Any,
     *,
     loss: Any,
     optimizer: Any,
@@ -71,8 +71,8 @@ def distribute(
 
     Parameters
     ----------
-    model : a layer, such as `nn.Chain(...)`
-    loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`
+    model : a layer, such as `nn.Chain(...)`, or a `torch.nn.Module` (docs/pytorch.md)
+    loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss from `torch.nn` as well
     strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
         `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs/local.md);
         or ranks at their own speed (docs/asynchronous.md): "async" or `fsdpx.Async(...)`, "gossip" or
@@ -117,6 +117,7 @@ def distribute(
     ------
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
+    given, (model, loss) = model, native(model, loss)
     choice = Elastic.of(elastic)
     if choice is not None:
         _check_elastic(backend, precision, offload, strategy, trace)
@@ -131,7 +132,7 @@ def distribute(
         ),
         Machinery(precision, device, check, tune, progress, trace, device_map),
     )  # fmt: skip
-    return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
+    return _trainer(recipe, world, model is not given) if choice is None else _elastic(recipe, world, choice)
 
 
 def _check_elastic(
@@ -149,15 +150,20 @@ def _check_elastic(
         raise ConfigError(f"strategy={strategy!r}: elastic ranks train together; leave elastic out, or choose 'hybrid'")
 
 
-def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
+def _trainer(recipe: Recipe, world: Communicator, foreign: bool) -> Trainer:
     note(world, "distribute")
     device = recipe.machinery.device
     begin(world, "distribute" if device == "cpu" else f"distribute(device={device!r})")
+    if device != "shape":
+        same_values(recipe.training.model, world)
     session = session_of(recipe, world, watch=watch_axes)
     trace = recipe.machinery.traced()
     if trace is not None and not session.place.imaginary:
         session.tracer = Tracer(session.engine, trace)
-    return Trainer(session)
+    trainer = Trainer(session)
+    if foreign:
+        handed_on(recipe.training.model)
+    return trainer
 
 
 def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:

@@ -1,0 +1,40 @@
+"""Models of other libraries: `fsdpx.interop.torch`. This file loads none of them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from fsdpx.comm.communicator import Communicator
+
+__all__ = ["handed_on", "native", "same_values"]
+
+
+def native(model: Any, loss: Any) -> tuple[Any, Any]:
+    """A model and a loss of PyTorch as those of fsdpx; all else as it is."""
+    torch = sys.modules.get("torch")
+    if torch is None or not (isinstance(model, torch.nn.Module) or isinstance(loss, torch.nn.Module)):
+        return model, loss
+    from fsdpx.interop.torch import Criterion, from_torch
+
+    if isinstance(model, torch.nn.Module):
+        model = from_torch(model)
+    return model, Criterion(loss) if isinstance(loss, torch.nn.Module) else loss
+
+
+def same_values(model: Any, comm: Communicator) -> None:
+    """First values as on rank 0, where they are those of PyTorch, whose generator every process seeds by itself.
+    Collective."""
+    if "fsdpx.interop.torch" in sys.modules:
+        from fsdpx.interop.torch import agree
+
+        agree(model, comm)
+
+
+def handed_on(model: Any) -> None:
+    """Every rank has taken its part of the first values: none keeps them all."""
+    if "fsdpx.interop.torch" in sys.modules:
+        from fsdpx.interop.torch import modules_of
+
+        for module in modules_of(model):
+            module.values.clear()

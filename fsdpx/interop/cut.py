@@ -1,0 +1,353 @@
+"""A module cut into layers: PyTorch exports what its `forward` does, and the operations of each unit become one layer.
+
+Between units stand operations without parameters, such as masks and positions: every layer repeats those it reads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdpx.errors import ConfigError
+from fsdpx.interop.module import Differentiated, Module, Values, chosen
+from fsdpx.interop.recorded import Run
+from fsdpx.interop.surroundings import REPLACED
+from fsdpx.interop.tensors import tensor_of
+from fsdpx.nn.container import Container, Step
+from fsdpx.nn.gradients import Gradients
+from fsdpx.nn.layer import Env, Params, Spec, dotted
+
+__all__ = ["Cut", "Part", "cut", "shared"]
+
+Units = Callable[[str, torch.nn.Module], bool]
+_tracing = threading.Lock()  # PyTorch exports in one thread at a time, and changes the module while it does
+ROOT = "module."
+
+
+class Part(Differentiated):
+    """The operations of one unit of a module.
+
+    Parameters
+    ----------
+    graph : takes the inputs, then parameters, then constants
+    parameters : names in the order of the graph, and their tensors
+    constants : buffers and constants, in the order of the graph
+    name : of the unit, for messages
+    """
+
+    def __init__(
+        self, graph: fx.GraphModule, inputs: int, parameters: Mapping[str, torch.Tensor], constants: Sequence[Any],
+        name: str,
+    ) -> None:  # fmt: skip
+        self.n_inputs, self.name = inputs, name
+        self.values = Values({n: t.detach() for n, t in parameters.items()})
+        self.trained = frozenset(n for n, t in parameters.items() if t.requires_grad)
+        self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
+        self._graph, self._constants = graph, tuple(constants)
+
+    def specs(self) -> dict[str, Spec]:
+        return self.values.specs(self._shapes, self.trained)
+
+    def __repr__(self) -> str:
+        return f"Part({self.name})"
+
+    def _run(self, env: Env) -> Run:
+        def run(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
+            constants = [c.to(inputs[0].device) for c in self._constants]
+            return self._graph(*inputs, *(given[name] for name in self._shapes), *constants)
+
+        return run
+
+
+class Cut(Container):
+    """Layers under the dotted names that they have in the module that they were cut from."""
+
+    def _parts(self, arrays: Params) -> Mapping[str, Params]:
+        known: Mapping[str, Any] = arrays.entries if isinstance(arrays, Gradients) else arrays
+        parts: dict[str, Params] = {}
+        for step in self.steps:
+            full = {local: dotted(step.name, local) for local in step.layer.specs()}
+            own = {local: known[at] for local, name in full.items() if (at := self.ties.get(name, name)) in known}
+            parts[step.name] = Gradients(own) if isinstance(arrays, Gradients) else own
+        return parts
+
+
+def cut(
+    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
+) -> Cut:
+    """See `fsdpx.interop.torch.from_torch`."""
+    with _tracing:
+        return _cut(module, example, units, output)
+
+
+def _cut(
+    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
+) -> Cut:
+    modules = dict(module.named_modules())
+    program = _exported(module, example, output)
+    plan = _Plan(program, modules, _chooser(units, modules))
+    steps: list[Step] = []
+    for segment in plan.segments():
+        layer, reads = plan.layer(segment)
+        steps.append(Step(segment.name, layer, tuple(value.name for value in reads), (segment.result.name,)))
+    made = {dotted(step.name, local) for step in steps for local in step.layer.specs()}
+    ties = {alias: name for alias, name in shared(module).items() if {alias, name} <= made}
+    return Cut(steps, [value.name for value in plan.inputs], [plan.result.name], ties)
+
+
+@dataclass
+class _Segment:
+    """One layer to be: the operations of unit `name` in order, and the tensor that others read."""
+
+    name: str
+    nodes: list[fx.Node] = field(default_factory=list)
+    results: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def result(self) -> fx.Node:
+        if len(self.results) != 1:
+            raise ConfigError(
+                f"{self.name!r} gives {len(self.results)} tensors that others read "
+                f"({', '.join(node.name for node in self.results)}), and a layer gives one: choose other units"
+            )
+        return self.results[0]
+
+
+class _Plan:
+    """Which operations become which layers."""
+
+    def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
+        self.modules, self._unit, self._program = modules, unit, program
+        signature, placeholders = program.graph_signature, [n for n in program.graph.nodes if n.op == "placeholder"]
+        self.inputs = [n for n in placeholders if n.name in signature.user_inputs]
+        full = signature.inputs_to_parameters
+        self._parameters = {n: _stripped(full[n.name]) for n in placeholders if n.name in full}
+        held = {**program.state_dict, **program.constants}
+        names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+        self._constants = {n: held[names[n.name]] for n in placeholders if n.name in names}
+        self.result: fx.Node = next(n for n in program.graph.nodes if n.op == "output").args[0][-1]
+        self._of: dict[fx.Node, _Segment] = {}
+        self._segments: dict[str, _Segment] = {}
+
+    def segments(self) -> list[_Segment]:
+        """In the order in which they run, with what each gives."""
+        found = self._segments
+        for node in self._program.graph.nodes:
+            name = self._key(node) if node.op in ("call_function", "get_attr") else None
+            if name is not None and not _is_assertion(node):
+                self._of[node] = found.setdefault(name, _Segment(name))
+                self._of[node].nodes.append(node)
+        if self.result not in self._of:  # the last operations have no parameters
+            last = self._of[self.result] = found[""] = _Segment("")
+            last.nodes.append(self.result)
+        for segment in found.values():
+            segment.results = [node for node in segment.nodes if self._is_read(node, segment)]
+        ordered = [s for s in found.values() if s.results]
+        return sorted(ordered, key=lambda s: s.nodes[-1])
+
+    def layer(self, segment: _Segment) -> tuple[Any, list[fx.Node]]:
+        """The layer of a segment, and the values that it reads."""
+        own = self.modules.get(segment.name)
+        if isinstance(own, _BatchNorm):
+            norm = next(node for node in segment.nodes if "batch_norm" in str(node.target))
+            return Module(own), [norm.args[0]]
+        needed = self._needed(segment)
+        reads = [node for node in needed if self._comes_from_elsewhere(node, segment)]
+        if not reads:
+            reads = self.inputs[:1]  # a layer has an input, which tells how many samples there are
+        parameters = [n for n in needed if n in self._parameters]
+        constants = [n for n in needed if n in self._constants]
+        graph, at = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in (*reads, *parameters, *constants):
+            at[node] = graph.placeholder(node.name)
+        for node in needed:
+            if node not in at:
+                at[node] = _size_from(graph, node, reads, at) or _copied(graph, node, at, segment.name)
+        graph.output(at[segment.result])
+        named = {self._local(segment.name, n): self._tensor(n) for n in parameters}
+        made = fx.GraphModule(self._program.graph_module, graph)
+        return Part(made, len(reads), named, [self._constants[n] for n in constants], segment.name), reads
+
+    def _needed(self, segment: _Segment) -> list[fx.Node]:
+        """The operations of a segment and what they read, operations without parameters before it included, in order;
+        sizes are taken from tensors that are there anyway."""
+        needed, waiting = set[fx.Node](), [segment.result]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                if not self._comes_from_elsewhere(node, segment) and not _is_size(node):
+                    waiting += node.all_input_nodes
+        reads = [node for node in needed if self._comes_from_elsewhere(node, segment)]
+        known = [*self.inputs, *(s.result for s in self._segments.values() if s.results)]
+        for node in [node for node in needed if _is_size(node) and _finds(node, reads) is None]:
+            found = _finds(node, known)
+            if found is None:
+                raise ConfigError(f"{segment.name!r} needs a size that no tensor between units has: choose other units")
+            needed.add(found[0])
+            reads.append(found[0])
+        return [node for node in self._program.graph.nodes if node in needed]
+
+    def _comes_from_elsewhere(self, node: fx.Node, segment: _Segment) -> bool:
+        """Whether it is an input of the module, or a tensor that another segment gives."""
+        return node in self.inputs or (_is_tensor(node) and self._of.get(node, segment) is not segment)
+
+    def _key(self, node: fx.Node) -> str | None:
+        """The unit of an operation: the outermost module around it that is one, or that has parameters itself."""
+        path = _path(node)
+        names = path.split(".") if path else []
+        for i in range(1, len(names) + 1):
+            at = ".".join(names[:i])
+            if at in self.modules and (self._unit(at, self.modules[at]) or _owns(self.modules[at])):
+                return at
+        if any(source in self._parameters for source in node.all_input_nodes):
+            raise ConfigError(
+                f"{type(self.modules['']).__name__} itself reads "
+                f"{', '.join(self._parameters[s] for s in node.all_input_nodes if s in self._parameters)}, "
+                "so that it cannot be cut into units: leave the example out, and it is one layer"
+            )
+        return None
+
+    def _is_read(self, node: fx.Node, segment: _Segment) -> bool:
+        """Whether another segment, or the caller, reads it: also through operations that belong to none."""
+        if not _is_tensor(node):
+            return False
+        if node is self.result:
+            return True
+        waiting, seen = list(node.users), set[fx.Node]()
+        while waiting:
+            user = waiting.pop()
+            of = self._of.get(user)
+            if user in seen or user.op == "output" or not (_is_tensor(user) or user.users) or _is_size(user):
+                continue
+            seen.add(user)
+            if of is not None and of is not segment:
+                return True
+            if of is None:
+                waiting += user.users
+        return False
+
+    def _local(self, segment: str, node: fx.Node) -> str:
+        """The name of a parameter in its unit: one that is shared has several names."""
+        full = self._parameters[node]
+        tensor = self._tensor(node)
+        names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
+        inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
+        if inside is None:
+            raise ConfigError(f"{segment!r} reads the parameter {full!r} of another unit: choose units with their own")
+        return inside[len(segment) + 1 :] if segment else inside
+
+    def _tensor(self, node: fx.Node) -> torch.Tensor:
+        return self.modules[""].get_parameter(self._parameters[node])
+
+
+def _exported(module: torch.nn.Module, example: Sequence[Any], output: str | int | None) -> Any:
+    """What PyTorch exports of the module in training, for any sizes of the inputs."""
+    tensors = tuple(a if isinstance(a, torch.Tensor) else tensor_of(np.asarray(a)) for a in example)
+    sizes = tuple(dict.fromkeys(range(t.ndim), torch.export.Dim.AUTO) for t in tensors)
+    try:
+        return torch.export.export(_Chosen(module, output), tensors, dynamic_shapes=(sizes,), strict=False)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(module).__name__} cannot be cut: torch.export says {str(error).strip().splitlines()[0]}; without "
+            "an example it is one layer"
+        ) from error
+
+
+class _Chosen(torch.nn.Module):
+    """A module whose result is one tensor."""
+
+    def __init__(self, module: torch.nn.Module, output: str | int | None) -> None:
+        super().__init__()
+        self.module, self.output = module, output
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return chosen(self.module(*inputs), self.output, type(self.module).__name__)
+
+
+def _chooser(units: Units | Sequence[str] | None, modules: Mapping[str, torch.nn.Module]) -> Units:
+    if callable(units):
+        return units
+    if units is None:
+        lists = [name for name, one in modules.items() if isinstance(one, torch.nn.ModuleList)]
+        return lambda path, module: path.rpartition(".")[0] in lists
+    patterns = (units,) if isinstance(units, str) else tuple(units)
+    for pattern in patterns:
+        if not any(_fits(pattern, path, one) for path, one in modules.items() if path):
+            kinds = sorted({type(one).__name__ for one in modules.values()})
+            raise ConfigError(f"units={pattern!r} fits no module; there are the classes {', '.join(kinds)}")
+    return lambda path, module: any(_fits(pattern, path, module) for pattern in patterns)
+
+
+def _fits(pattern: str, path: str, module: torch.nn.Module) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(type(module).__name__, pattern)
+
+
+def shared(module: torch.nn.Module) -> dict[str, str]:
+    """Other name -> first name of parameters that have several."""
+    first: dict[int, str] = {}
+    return {
+        name: first[id(p)]
+        for name, p in module.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(p), name) != name
+    }
+
+
+def _stripped(name: str) -> str:
+    return name.removeprefix(ROOT)
+
+
+def _path(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = stack[-1][0] if stack else ""
+    return _stripped(path) if path.startswith(ROOT) else ""
+
+
+def _owns(module: torch.nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_assertion(node: fx.Node) -> bool:
+    return "assert" in str(node.target)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sym_size.int
+
+
+def _finds(node: fx.Node, reads: Iterable[fx.Node]) -> tuple[fx.Node, int] | None:
+    """A tensor among `reads`, and its dim, of the size that `node` gives."""
+    wanted = str(node.meta["val"])
+    for read in reads:
+        for dim, size in enumerate(getattr(read.meta.get("val"), "shape", ())):
+            if str(size) == wanted:
+                return read, dim
+    return None
+
+
+def _size_from(
+    graph: fx.Graph, node: fx.Node, reads: Sequence[fx.Node], at: Mapping[fx.Node, fx.Node]
+) -> fx.Node | None:
+    found = _finds(node, reads) if _is_size(node) else None
+    return None if found is None else graph.call_function(torch.ops.aten.sym_size.int, (at[found[0]], found[1]))
+
+
+def _copied(graph: fx.Graph, node: fx.Node, at: Mapping[fx.Node, fx.Node], unit: str) -> fx.Node:
+    """An operation in its layer's graph; those that differ between training and evaluation ask which it is."""
+    copied = graph.node_copy(node, at.__getitem__)
+    if copied.target in REPLACED:
+        copied.target = REPLACED[copied.target]
+    elif any(word in str(node.target) for word in ("batch_norm", "dropout")):
+        raise ConfigError(f"{unit!r}: {node.target} is not known inside a unit; choose smaller units")
+    return copied

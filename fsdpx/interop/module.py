@@ -1,0 +1,250 @@
+"""A `torch.nn.Module` as a layer: parameters are views of fsdpx's flat buffers, gradients come from autograd."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from abc import abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdpx.errors import ConfigError
+from fsdpx.interop.recorded import Recorded, Run
+from fsdpx.interop.surroundings import GlobalNorm, around
+from fsdpx.interop.tensors import array_of
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+
+__all__ = ["Differentiated", "Module", "Values", "chosen"]
+
+
+class Values(dict[str, torch.Tensor]):
+    """Name -> first values of a parameter. Emptied when ranks have taken their parts: none keeps them all."""
+
+    def specs(
+        self, shapes: Mapping[str, tuple[int, ...]], trained: Collection[str], state: Collection[str] = ()
+    ) -> dict[str, Spec]:
+        """The specs of parameters that begin with these values."""
+        return {
+            name: Spec(shape, _Given(self, name), trainable=name in trained, state=name in state)
+            for name, shape in shapes.items()
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """Initial values: those that the module had when it became a layer."""
+
+    values: Values
+    name: str
+
+    def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        if self.name not in self.values:
+            raise ConfigError(f"{name!r}: the values of this torch module were handed on; make a layer of it anew")
+        tensor = self.values[self.name]
+        if tensor.is_meta:
+            raise ConfigError(f"{name!r} is on PyTorch's device 'meta', without values: make the module on the CPU")
+        return tensor.reshape(-1)[start:stop].double().numpy()
+
+
+class Differentiated(Layer):
+    """The base of layers that PyTorch's autograd differentiates. Subclasses say what runs: `_run`."""
+
+    trained: frozenset[str]
+    """Names of the parameters that have a gradient."""
+    device = "meta"
+    """PyTorch's, on which shapes are followed: "cpu", with zeros, where that does not work without values."""
+
+    @abstractmethod
+    def _run(self, env: Env) -> Run:
+        """What gives the result for (parameters and buffers by name, inputs)."""
+
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
+        read = x if isinstance(x, tuple) else (x,)
+        found = self._recorded(env, read, p, self.trained & p.keys())
+        if found.wrote:
+            raise ConfigError(f"{self!r}: forward writes into {', '.join(found.wrote)}: compute new tensors instead")
+        return found.output, (found, *found.kept)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        dx, gradients = self._backward(env, p, saved, dy, True, sorted(self.trained & p.keys()))
+        return (dx[0] if len(dx) == 1 else tuple(dx)), gradients
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        for name, gradient in kept.items():
+            if name in g:
+                g[name][...] += gradient
+
+    def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Any:
+        dx, gradients = self._backward(env, p, saved, dy, True, list(g))
+        self.backward_params(env, g, gradients)
+        return dx[0] if len(dx) == 1 else tuple(dx)
+
+    def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
+        self.backward_params(env, g, self._backward(env, p, saved, dy, False, list(g))[1])
+
+    def _recorded(self, env: Env, read: tuple[Array, ...], p: Params, trained: frozenset[str]) -> Recorded:
+        run = self._run(env)
+        with around(env, read[0].shape[0]):
+            if self.device == "cpu" or not getattr(env.xp, "holds_no_data", False):
+                return Recorded(env.xp, run, read, p, trained, "cpu")
+            try:
+                return Recorded(env.xp, run, read, p, trained)
+            except (RuntimeError, NotImplementedError):  # it looks at values, or makes tensors on the CPU
+                self.device = "cpu"
+                return Recorded(env.xp, run, read, p, trained, "cpu")
+
+    def _backward(
+        self, env: Env, p: Params, saved: Any, dy: Array, inputs: bool, trained: Sequence[str]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        recorded, *kept = saved
+        found = recorded.backward(p, kept, dy, inputs, trained)
+        dx = [None if d is None else array_of(env.xp, d) for d in found.inputs]
+        return dx, {name: array_of(env.xp, d) for name, d in found.parameters.items()}
+
+
+class Module(Differentiated):
+    """Any `torch.nn.Module` as one layer, which is gathered, computed and freed as a whole.
+
+    Parameters keep PyTorch's names and begin with the module's values. Buffers that PyTorch saves are parameters that
+    are not trained. Batch norms see the global batch, and dropout draws fsdpx's numbers: the result does not depend on
+    how ranks are laid out. `forward` may do what autograd can follow, but must not write into inputs, parameters or
+    buffers.
+
+    Parameters
+    ----------
+    module : is copied; later changes to it have no effect
+    inputs : names of the arguments of its `forward` that the layer's inputs are; None: those without a default
+    output : what of the result of `forward` is the layer's, where that is not one tensor: a key, an attribute or a
+        number; None: "logits" where there is such an attribute
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, inputs: Sequence[str] | None = None, output: str | int | None = None
+    ) -> None:
+        self.inputs = inputs if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
+        self.output = output
+        self.n_inputs = _needed(module) if self.inputs is None else len(self.inputs)
+        self.values = Values()
+        self._bare = _Bare(module, self.values)
+        self.trained = self._bare.trained
+        self.collective = self._bare.norms
+        self.aliases = dict.fromkeys(self._bare.counts)  # type: ignore[misc]
+
+    def specs(self) -> dict[str, Spec]:
+        return self.values.specs(self._bare.shapes, self.trained, self._bare.state)
+
+    def __repr__(self) -> str:
+        return f"Module({self._bare.kind})"
+
+    def _run(self, env: Env) -> Run:
+        module, constants = self._bare.here(env)
+
+        def run(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
+            given |= {name: b.to(inputs[0].device) for name, b in constants.items()}
+            if self.inputs is None:
+                y = functional_call(module, given, tuple(inputs))
+            else:
+                y = functional_call(module, given, (), dict(zip(self.inputs, inputs, strict=True)))
+            if wrote := [name for name, buffer in constants.items() if buffer._version]:
+                raise ConfigError(f"{self!r}: forward writes into {', '.join(wrote)}: compute new tensors instead")
+            return chosen(y, self.output, repr(self))
+
+        return run
+
+
+def chosen(result: Any, wanted: str | int | None, who: str) -> torch.Tensor:
+    """The one tensor of what a module's `forward` returned."""
+    if wanted is None and hasattr(result, "logits"):
+        wanted = "logits"
+    if isinstance(wanted, str):
+        names = list(result) if isinstance(result, Mapping) else [n for n in dir(result) if not n.startswith("_")]
+        if wanted not in names:
+            raise ConfigError(f"{who}: forward gives no {wanted!r}; there are {', '.join(map(str, names))}")
+        result = result[wanted] if isinstance(result, Mapping) else getattr(result, wanted)
+    elif wanted is not None:
+        result = result[wanted]
+    if not isinstance(result, torch.Tensor):
+        raise ConfigError(
+            f"{who}: forward gives {type(result).__name__}, and a layer gives one tensor: say which, output=..."
+        )
+    return result
+
+
+class _Bare:
+    """A module without the data of its parameters, which every thread can have a copy of.
+
+    shapes: of parameters and saved buffers by name. state: names of running statistics. counts: names of buffers of
+    integers, which are left out."""
+
+    def __init__(self, module: torch.nn.Module, values: Values) -> None:
+        self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
+        held = _held(module)
+        self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
+        self.counts = [name for name, t in held.items() if not t.is_floating_point()]
+        values.update({name: t.detach() for name, t in held.items() if t.is_floating_point()})
+        self.shapes = {name: tuple(t.shape) for name, t in values.items()}
+        empty = {id(t): _without_data(t) for t in held.values()}
+        self._module = copy.deepcopy(module, empty)
+        self._still = {name for name, child in module.named_modules() if module.training and not child.training}
+        norms = [(n, m) for n, m in self._module.named_modules() if isinstance(m, _BatchNorm)]
+        self.norms = bool(norms)
+        self.state = frozenset(f"{n}.{s}".lstrip(".") for n, _ in norms for s in ("running_mean", "running_var"))
+        for name, norm in norms:
+            self._module = _replaced(self._module, name, GlobalNorm(norm, name))
+        if getattr(self._module, "inplace", False):
+            self._module.inplace = False  # its input belongs to the layer before it
+        self._constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in values}
+        self._threads = threading.local()
+
+    def here(self, env: Env) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+        """This thread's copy in the mode of `env`, and its buffers that are not saved."""
+        if not hasattr(self._threads, "module"):
+            self._threads.module = copy.deepcopy(self._module)
+        module: torch.nn.Module = self._threads.module
+        if module.training != env.training:
+            module.train(env.training)
+            for name in self._still:
+                module.get_submodule(name).eval()
+        return module, self._constants
+
+
+def _held(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and the buffers that PyTorch saves, each once."""
+    saved = module.state_dict(keep_vars=True)
+    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, p in module.named_parameters():
+        if not p.is_floating_point() or p.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"{type(module).__name__}: {name!r} is {p.dtype} on {p.device}; parameters must be floats on the CPU, "
+                "from where fsdpx takes them"
+            )
+    return {name: tensor for name, tensor in own.items() if name in saved}
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    bare = torch.empty_like(tensor, device="meta", requires_grad=False)
+    return torch.nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else bare
+
+
+def _replaced(module: torch.nn.Module, path: str, new: torch.nn.Module) -> torch.nn.Module:
+    if not path:
+        return new
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, new)
+    return module
+
+
+def _needed(module: torch.nn.Module) -> int:
+    """How many arguments its `forward` needs; one, if all have defaults."""
+    arguments = inspect.signature(module.forward).parameters.values()
+    by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD, a.VAR_POSITIONAL)]
+    if not by_place:
+        raise ConfigError(f"{type(module).__name__}: its forward takes no argument by place; say which, inputs=('x',)")
+    return max(sum(a.default is a.empty and a.kind != a.VAR_POSITIONAL for a in by_place), 1)

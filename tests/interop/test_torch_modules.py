@@ -1,0 +1,319 @@
+"""PyTorch's modules and losses in fsdpx: the same results as plain PyTorch, however ranks are laid out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import fsdpx  # noqa: E402
+from fsdpx import nn, optim  # noqa: E402
+from fsdpx.comm import Communicator, spawn  # noqa: E402
+from fsdpx.errors import ConfigError  # noqa: E402
+from fsdpx.interop.torch import Criterion, Module, from_torch  # noqa: E402
+from fsdpx.testing import LayerContract  # noqa: E402
+
+tnn = torch.nn
+SAMPLES, VOCAB, TIME = 12, 20, 6
+
+
+class Block(tnn.Module):
+    """A transformer block as people write it: functional attention, dropout in two forms."""
+
+    def __init__(self, width: int, drop: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = tnn.LayerNorm(width), tnn.LayerNorm(width)
+        self.qkv, self.out = tnn.Linear(width, 3 * width), tnn.Linear(width, width)
+        up, down = tnn.Linear(width, 2 * width), tnn.Linear(2 * width, width)
+        self.mlp = tnn.Sequential(up, tnn.GELU(), down, tnn.Dropout(drop))
+        self.drop = drop
+
+    def forward(self, x: Any, mask: Any) -> Any:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+        p = self.drop if self.training else 0.0
+        a = tnn.functional.scaled_dot_product_attention(q, k, v, mask, p)
+        x = x + self.out(a.transpose(1, 2).reshape(b, t, d))
+        return x + self.mlp(self.norm2(x))
+
+
+class Language(tnn.Module):
+    """Tokens and how much of each counts; a mask that blocks share; tied embeddings; a list of blocks."""
+
+    def __init__(self, blocks: int = 3, drop: float = 0.0) -> None:
+        super().__init__()
+        self.embed = tnn.Embedding(VOCAB, 8)
+        self.blocks = tnn.ModuleList([Block(8, drop) for _ in range(blocks)])
+        self.norm, self.head = tnn.LayerNorm(8), tnn.Linear(8, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Any, scale: Any) -> Any:
+        mask = torch.ones(tokens.shape[1], tokens.shape[1]).tril().bool()
+        x = self.embed(tokens) * scale.unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(self.norm(x))
+
+
+def image_net() -> Any:
+    return tnn.Sequential(
+        tnn.Conv2d(2, 4, 3, padding=1), tnn.BatchNorm2d(4), tnn.ReLU(inplace=True), tnn.Flatten(), tnn.Linear(64, 5)
+    )
+
+
+def images() -> tuple[Any, Any]:
+    r = np.random.default_rng(0)
+    return r.standard_normal((SAMPLES, 2, 4, 4)), r.integers(0, 5, SAMPLES)
+
+
+def text() -> tuple[Any, Any]:
+    r = np.random.default_rng(0)
+    x = r.integers(0, VOCAB, (SAMPLES, TIME)), r.standard_normal((SAMPLES, TIME))
+    return x, r.integers(0, VOCAB, (SAMPLES, TIME))
+
+
+def plain(net: Any, x: Any, y: Any, steps: int = 4) -> tuple[list[float], dict[str, Any]]:
+    """Plain PyTorch: losses, and parameters and buffers after the last step."""
+    net = copy.deepcopy(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.01)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        out = net(*(torch.tensor(a) for a in (x if isinstance(x, tuple) else (x,))))
+        loss = tnn.functional.cross_entropy(out.flatten(0, -2), torch.tensor(y).flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: t.detach().numpy() for name, t in net.state_dict().items()}
+
+
+def train(model: Any, x: Any, y: Any, ranks: int = 1, steps: int = 4, data: int | None = None, **options: Any) -> Any:
+    """(losses, parameters, predictions) of thread ranks that share the batch."""
+
+    def run(comm: Communicator) -> Any:
+        adamw = optim.AdamW(lr=1e-2, weight_decay=0.01)
+        given = {"loss": nn.CrossEntropy(), "optimizer": adamw, "precision": "float64"}
+        trainer = fsdpx.distribute(model, comm=comm, **(given | options))
+        many = data or comm.size
+        part = slice(comm.rank % many * SAMPLES // many, (comm.rank % many + 1) * SAMPLES // many)
+        mine = tuple(a[part] for a in x) if isinstance(x, tuple) else x[part]
+        losses = [trainer.step(mine, y[part]) for _ in range(steps)]
+        return losses, trainer.parameters(), trainer.predict(mine)
+
+    return spawn(run, ranks)[0]
+
+
+class TestModule(LayerContract):
+    def make(self) -> Any:
+        torch.manual_seed(0)
+        return Module(tnn.Sequential(tnn.Linear(5, 4), tnn.Tanh(), tnn.LayerNorm(4), tnn.Linear(4, 3)))
+
+    def inputs(self) -> Any:
+        return self.normal(4, 5)
+
+
+class TestModuleOfTwoInputsThatDrops(LayerContract):
+    def make(self) -> Any:
+        torch.manual_seed(0)
+        return Module(Language(1, drop=0.3))
+
+    def inputs(self) -> Any:
+        return self.integers(VOCAB, 3, TIME), self.normal(3, TIME)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_sequential_with_batch_norm_trains_as_in_pytorch(ranks: int) -> None:
+    torch.manual_seed(1)
+    net, (x, y) = image_net().double(), images()
+    losses, end = plain(net, x, y)
+    found, parameters, _ = train(net, x, y, ranks, loss=tnn.CrossEntropyLoss())
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    assert end.keys() - parameters.keys() == {"1.num_batches_tracked"}
+    for name, value in parameters.items():
+        np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
+
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp": (2, {}),
+    "ddp": (3, {"strategy": "ddp"}),
+    "pipe": (2, {"mesh": fsdpx.Mesh(pipe=2), "schedule": "zb-h1", "data": 1}),
+    "recompute": (2, {"recompute": "all"}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_units_of_a_module_train_as_in_pytorch(way: str) -> None:
+    torch.manual_seed(2)
+    net, (x, y) = Language().double(), text()
+    losses, end = plain(net, x, y)
+    ranks, options = WAYS[way]
+    found, parameters, _ = train(from_torch(net, *(a[:4] for a in x)), x, y, ranks, **options)
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    assert parameters.keys() == {name for name, _ in net.named_parameters()}
+    for name, value in parameters.items():
+        np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
+
+
+def test_units_are_the_elements_of_module_lists_and_modules_with_parameters() -> None:
+    (x, _) = text()
+    cut = from_torch(Language(), *(a[:4] for a in x))
+    assert list(cut.children()) == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+    by_class = from_torch(Language(), *(a[:4] for a in x), units=["Block"])
+    assert list(by_class.children()) == list(cut.children())
+    smaller = from_torch(Language(), *(a[:4] for a in x), units=lambda path, module: False)
+    assert "blocks.0.mlp.0" in smaller.children()
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one layer", "units"])
+def test_dropout_is_the_same_however_ranks_are_laid_out(cut: bool) -> None:
+    torch.manual_seed(3)
+    net, (x, y) = Language(2, drop=0.4).double(), text()
+    model = from_torch(net, *(a[:4] for a in x)) if cut else from_torch(net)
+    alone, _, still = train(model, x, y)
+    for ranks, options in ((2, {}), (3, {"strategy": "ddp"}), (2, {"recompute": "all"})):
+        losses, _, predicted = train(model, x, y, ranks, **options)
+        np.testing.assert_allclose(losses, alone, rtol=1e-12)
+        np.testing.assert_allclose(predicted, still[: len(predicted)], rtol=1e-9)
+    without, _, _ = train(from_torch(_without_dropout(net)), x, y, steps=1)
+    assert abs(without[0] - alone[0]) > 1e-4, "nothing was dropped"
+
+
+def _without_dropout(net: Any) -> Any:
+    net = copy.deepcopy(net)
+    for block in net.blocks:
+        block.drop, block.mlp[3].p = 0.0, 0.0
+    return net
+
+
+def test_chunks_give_the_same_bits_on_any_number_of_ranks() -> None:
+    torch.manual_seed(4)
+    net, (x, y) = Language(2, drop=0.1), text()
+    model = from_torch(net, *(a[:4] for a in x))
+    first = train(model, x, y, 1, chunks=6, precision="float32")
+    other = train(model, x, y, 3, chunks=6, precision="float32")
+    assert first[0] == other[0]
+    assert all(np.array_equal(value, other[1][name]) for name, value in first[1].items())
+
+
+def test_first_values_are_those_of_rank_0() -> None:
+    def run(comm: Communicator) -> Any:
+        torch.manual_seed(comm.rank)
+        trainer = fsdpx.distribute(tnn.Linear(3, 2), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        return trainer.parameters()["weight"]
+
+    with torch.random.fork_rng():
+        found = spawn(run, 2)
+        torch.manual_seed(0)
+        np.testing.assert_array_equal(found[0], tnn.Linear(3, 2).weight.detach().numpy())
+    np.testing.assert_array_equal(*found)
+
+
+def test_a_dry_run_predicts_what_a_module_keeps_for_backward() -> None:
+    net, ((tokens, scale), y) = Language(), text()
+    kept = {}
+    for samples in (4, SAMPLES):
+        x = (tokens[:samples], scale[:samples])
+        options: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "group_bytes": 0}
+        kept[samples] = fsdpx.dry_run(from_torch(net, *x), x, y[:samples], ranks=2, **options).activations
+    assert 2.5 * kept[4] < kept[SAMPLES] < 3.5 * kept[4]
+
+
+def test_the_saved_file_is_a_state_dict(tmp_path: Any) -> None:
+    from safetensors.torch import load_file
+
+    net, (x, y) = image_net(), images()
+    trainer = fsdpx.distribute(net, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1))
+    trainer.step(x.astype(np.float32), y)
+    trainer.save(tmp_path / "net")
+    net.load_state_dict(load_file(tmp_path / "net" / "model.safetensors"), strict=False)
+    net.eval()
+    with torch.no_grad():
+        wanted = net(torch.tensor(x, dtype=torch.float32)).numpy()
+    np.testing.assert_allclose(trainer.predict(x.astype(np.float32)), wanted, rtol=1e-4, atol=1e-5)
+
+
+CRITERIA: dict[str, tuple[Any, Any]] = {
+    "ignored and weighted": (tnn.CrossEntropyLoss(torch.rand(5).double() + 0.5, ignore_index=2), None),
+    "smoothed": (tnn.CrossEntropyLoss(label_smoothing=0.1), None),
+    "squares": (tnn.MSELoss(), (SAMPLES, 5)),
+    "huber": (tnn.HuberLoss(), (SAMPLES, 5)),
+    "function": (lambda y, t: ((y - t) ** 2).sum(1).mean(), (SAMPLES, 5)),
+}
+
+
+@pytest.mark.parametrize("name", CRITERIA)
+def test_losses_divide_as_pytorch_divides_the_whole_batch(name: str) -> None:
+    torch.manual_seed(5)
+    loss, shape = CRITERIA[name]
+    net, (x, y) = image_net().double(), images()
+    y = y if shape is None else np.random.default_rng(7).standard_normal(shape)
+    wanted = loss(copy.deepcopy(net)(torch.tensor(x)), torch.tensor(y)).item()
+    (found,), _, _ = train(net, x, y, 3, steps=1, loss=Criterion(loss))
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+
+
+class Wrong(tnn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.lin = what, tnn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        if self.what == "input":
+            x.mul_(2)
+        if self.what == "parameter":
+            with torch.no_grad():
+                self.lin.weight.clamp_(-1, 1)
+        if self.what == "random":
+            x = x + torch.randn(4)
+        y = self.lin(x)
+        return (y, y) if self.what == "two" else {"a": y} if self.what == "dict" else y
+
+
+ERRORS = {
+    "input": "forward writes into input 0: compute new tensors instead",
+    "parameter": "forward writes into lin.weight: compute new tensors instead",
+    "random": "the module draws random numbers in a way that is not known here",
+    "two": "forward gives tuple, and a layer gives one tensor: say which, output=...",
+    "dict": "forward gives dict, and a layer gives one tensor",
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_what_a_module_may_not_do_is_named(what: str) -> None:
+    trainer = fsdpx.distribute(Wrong(what), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    x = np.ones((3, 4), np.float32)
+    with pytest.raises(ConfigError) as caught:
+        trainer.step(x, x)
+    assert ERRORS[what] in str(caught.value)
+
+
+def test_other_wrong_choices_are_named() -> None:
+    x = np.ones((3, 4), np.float32)
+    with pytest.raises(ConfigError, match=r"units='Blok' fits no module; there are the classes Block, "):
+        from_torch(Language(), *(a[:4] for a in text()[0]), units=["Blok"])
+    with pytest.raises(ConfigError, match="needs an example of the inputs"):
+        from_torch(Language(), units=["Block"])
+    with pytest.raises(ConfigError, match=r"cannot be cut: torch\.export says"):
+        from_torch(Branching(), x)
+    with pytest.raises(ConfigError, match="on PyTorch's device 'meta', without values"):
+        fsdpx.distribute(tnn.Linear(4, 4, device="meta"), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match="reduction='sum' gives no mean over a batch"):
+        Criterion(tnn.MSELoss(reduction="sum"))
+    with pytest.raises(ConfigError, match="momentum=None and track_running_stats=False are not known"):
+        from_torch(tnn.BatchNorm1d(3, momentum=None))
+
+
+class Branching(tnn.Module):
+    def forward(self, x: Any) -> Any:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_module_that_looks_at_values_is_one_layer() -> None:
+    x = np.ones((3, 4), np.float32)
+    net = tnn.Sequential(tnn.Linear(4, 4), Branching())
+    trainer = fsdpx.distribute(net, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    assert trainer.step(x, x) > trainer.step(x, x)
