@@ -20,6 +20,7 @@ from fsdpx.interop.recorded import Recorded, Run
 from fsdpx.interop.surroundings import GlobalNorm, around
 from fsdpx.interop.tensors import array_of
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+from fsdpx.nn.numeric import is_index
 
 __all__ = ["Differentiated", "Module", "Values", "chosen"]
 
@@ -67,6 +68,9 @@ class Differentiated(Layer):
 
     def forward(self, env: Env, p: Params, x: Any) -> tuple[Array, Any]:
         read = x if isinstance(x, tuple) else (x,)
+        if read[0].shape[0] == 0 and not self.collective:  # not every operation knows what to do with no samples
+            one = tuple(env.xp.zeros((1, *a.shape[1:]), dtype=a.dtype) for a in read)
+            return self._recorded(env, one, p, frozenset()).output[:0], (None, *read)
         found = self._recorded(env, read, p, self.trained & p.keys())
         if found.wrote:
             raise ConfigError(f"{self!r}: forward writes into {', '.join(found.wrote)}: compute new tensors instead")
@@ -104,6 +108,8 @@ class Differentiated(Layer):
         self, env: Env, p: Params, saved: Any, dy: Array, inputs: bool, trained: Sequence[str]
     ) -> tuple[list[Any], dict[str, Any]]:
         recorded, *kept = saved
+        if recorded is None:
+            return [None if is_index(a) else env.xp.zeros_like(a) for a in kept], dict.fromkeys(trained, 0.0)
         found = recorded.backward(p, kept, dy, inputs, trained)
         dx = [None if d is None else array_of(env.xp, d) for d in found.inputs]
         return dx, {name: array_of(env.xp, d) for name, d in found.parameters.items()}
