@@ -119,8 +119,7 @@ def distribute(
     """
     given, (model, loss) = model, native(model, loss)
     choice = Elastic.of(elastic)
-    if choice is not None:
-        _check_elastic(backend, precision, offload, strategy, trace)
+    _check_elastic(choice, backend, precision, offload, strategy, trace)
     # before choices are checked: what is wrong on all ranks is printed once for all of them
     world: Any = _world(comm, backend) if choice is None else resilient(comm)
     recipe = Recipe(
@@ -136,8 +135,15 @@ def distribute(
 
 
 def _check_elastic(
-    backend: str | None, precision: str | Precision | None, offload: Offload | None, strategy: Any, trace: Any
+    choice: Elastic | None,
+    backend: str | None,
+    precision: str | Precision | None,
+    offload: Offload | None,
+    strategy: Any,
+    trace: Any,
 ) -> None:
+    if choice is None:
+        return
     if backend not in (None, "mpi"):
         raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
     if precision_of(precision).frozen is not None:
