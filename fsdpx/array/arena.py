@@ -4,7 +4,7 @@ Kept buffers live as long as the trainer. Lent buffers live for part of a progra
 runs, so they are packed into one slab in which buffers that are never alive together share bytes."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,9 +36,21 @@ class SlabPlan:
 
 
 def place(lives: Iterable[Life]) -> SlabPlan:
-    """Offsets such that no two buffers alive together overlap: largest first, in order of birth, each at the lowest
-    place that is free. For buffers of one size that is optimal (interval colouring)."""
-    order = sorted(lives, key=lambda life: (-_size(life), life.start))
+    """Offsets such that no two buffers alive together overlap: one after the other at the lowest place that is free,
+    largest first or in order of birth, whichever takes less. For buffers of one size both are optimal (interval
+    colouring); of a chain of nearly equal ones the first of all and the largest may want the same place."""
+    born = sorted(lives, key=lambda life: life.start)
+    peak, best = _peak(born), SlabPlan()
+    for order in (sorted(born, key=lambda life: -_size(life)), born):
+        plan = _placed(order, peak)
+        if not best.offsets or plan.nbytes < best.nbytes:
+            best = plan
+        if best.nbytes == peak:
+            break
+    return best
+
+
+def _placed(order: Sequence[Life], peak: int) -> SlabPlan:
     offsets: dict[Hashable, int] = {}
     placed: list[tuple[int, Life]] = []
     for life in order:
@@ -46,7 +58,7 @@ def place(lives: Iterable[Life]) -> SlabPlan:
         offsets[life.name] = _lowest(taken, _size(life))
         placed.append((offsets[life.name], life))
     assert len(offsets) == len(order), "each life has a name of its own"
-    return SlabPlan(offsets, max((at + _size(life) for at, life in placed), default=0), _peak(order))
+    return SlabPlan(offsets, max((at + _size(life) for at, life in placed), default=0), peak)
 
 
 def _size(life: Life) -> int:
@@ -62,7 +74,7 @@ def _lowest(taken: list[tuple[int, int]], size: int) -> int:
     return at
 
 
-def _peak(lives: list[Life]) -> int:
+def _peak(lives: Sequence[Life]) -> int:
     changes: dict[int, int] = defaultdict(int)
     for life in lives:
         changes[life.start] += _size(life)

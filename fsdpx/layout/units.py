@@ -187,12 +187,15 @@ def lay_out(
     sizes = [sum(_share(held[n], spread) for n in names) * itemsize for names in owned]
     ends = [*spread.starts[1:], len(owned)]
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], limit, a)]
-    alone = {*copies, *copies.values()}
+    alone = {*copies, *copies.values(), *_met_again(model, groups)}
     packs = frozenset() if packing is None else _packing(model, specs, copies)
     codecs = {name: carried(names) for name, names in _names(model, specs).items()}
 
     def kind(name: str) -> Kind:
-        """A page is trainable or not, packed or not, partial or not, has a tied parameter alone, and has one codec."""
+        """A page is trainable or not, packed or not, partial or not, has a tied parameter alone, and has one codec.
+
+        What several units use is gathered for each, and its gradient is whole from the first to the last of them: so
+        would be what lies beside it."""
         own, spec = copies.get(name, name), held[name]
         codec, together = codecs.get(own, (0, False))
         apart = together and spread.width > 1 and spec.cut is None
@@ -231,6 +234,13 @@ def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]
         far = alias in user and spread.rank_of(user[alias]) != spread.rank_of(user[name])
         (copies if far or spread.apart else shared)[alias] = name
     return shared, copies
+
+
+def _met_again(model: Sorted, groups: Sequence[Sequence[int]]) -> set[str]:
+    """The tied parameters that several units use."""
+    used = _used(model.nodes, model.ties)
+    units = [{name for i in group for name in used[i]} for group in groups]
+    return {name for name in model.ties.values() if sum(name in unit for unit in units) > 1}
 
 
 def _packing(model: Sorted, specs: dict[str, Spec], copies: dict[str, str]) -> frozenset[str]:

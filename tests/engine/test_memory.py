@@ -186,6 +186,28 @@ def test_a_chain_needs_two_places() -> None:
     assert place(chain).nbytes == place(chain).peak == 2 * 640
 
 
+def test_a_chain_that_ends_with_the_largest_needs_no_third_place() -> None:
+    """Gradients of blocks, the last one with an embedding beside it; one of a tied parameter is there all the time."""
+    chain = [Life(f"p{i}", 2 * i, 2 * i + 3, 640) for i in range(7)]
+    plan = place([*chain, Life("tied", 0, 17, 64), Life("last", 14, 17, 704)])
+    assert plan.nbytes == plan.peak == 640 + 64 + 704
+
+
+def test_what_several_units_use_has_a_page_of_its_own() -> None:
+    """The gradient of a tied embedding is there from the head on; that of the block beside it need not be."""
+    from fsdpx import dry_run
+
+    model = nn.GPT(64, 64, 4, 4, 16)
+    batch, options = ((2, 16), "int64"), {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "ranks": 2}
+    run = dry_run(model, batch, batch, group_bytes=100_000, ranks_per_host=2, **options)
+    pages = [[field.name for field in shard.page.fields] for shard in run.trainer.placement.pages.values()]
+    assert [next(name for name in run.trainer.placement.layout.specs if "embed" in name)] in pages
+    sizes = sorted(shard.size * F32 for shard in run.trainer.placement.pages.values())
+    assert run.report.memory["working set"] <= sizes[-1] + sizes[-2] + sizes[0] + 3 * ALIGN, (
+        "two blocks and the tied one"
+    )
+
+
 def test_the_arena_keeps_by_name() -> None:
     arena = Arena(np)
     first = arena.keep("a", 10, np.float32)
