@@ -47,7 +47,7 @@ JOBS = [
 """Rivals stand side by side: the machine changes least between them."""
 DUELS = (
     "fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1", "fsdpx-bf16 ddp 1x1", "fsdpx-bf16 ddp 2x1",
-    "fsdpx-bf16 fsdp 2x1", "fsdpx-bf16-sums fsdp 2x1",
+    "fsdpx-bf16 fsdp 2x1", "fsdpx-bf16-sums fsdp 2x1", "fsdpx-gloo ddp 2x1", "fsdpx-gloo fsdp 2x1",
 )  # fmt: skip
 """Who takes turns with whom it is compared with."""
 

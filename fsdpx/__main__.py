@@ -120,6 +120,9 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--nproc-per-node", dest="per_node", type=int, help="ranks per host, at most")
     p.add_argument("--hostfile", type=Path, help="hosts and their slots, in the form of any launcher")
     p.add_argument(
+        "--backend", choices=("mpi", "gloo"), default="mpi", help="gloo: on this host, without MPI (docs/backends.md)"
+    )
+    p.add_argument(
         "--mpiexec", default=None, help='the launcher, as in "srun --mpi=pmi2 -K" (default: srun or mpiexec)'
     )
     p.add_argument(

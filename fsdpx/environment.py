@@ -3,12 +3,12 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fsdpx.errors import LaunchError
 
-__all__ = ["Environment", "Launcher", "allocation", "alone", "check_alone", "check_size", "read"]
+__all__ = ["Environment", "Launcher", "Store", "allocation", "alone", "check_alone", "check_size", "read"]
 
 _YES = ("1", "true", "yes", "on")
 _NO = ("", "0", "false", "no", "off")
@@ -25,10 +25,26 @@ _NO_TASKS = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
+class Store:
+    """Where ranks meet that have no MPI: a port of a host, or a file that all of them reach and no job has used.
+
+    served: another process than rank 0 is there already to answer, as under torchrun."""
+
+    address: str = ""
+    port: int = 0
+    file: str = ""
+    served: bool = False
+
+    def __str__(self) -> str:
+        return f"FSDPX_STORE={self.file}" if self.file else f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}"
+
+
+@dataclass(frozen=True)
 class Launcher:
     """What started this process as one of several ranks, and what it says of them; None: nothing.
 
-    size, rank: of the job. local_size, local_rank: of this host. variable: which one has the rank."""
+    size, rank: of the job. local_size, local_rank: of this host. variable: which one has the rank. mpi: whether the
+    ranks are MPI's. store: where they meet without it (FSDPX_STORE; MASTER_ADDR and MASTER_PORT)."""
 
     name: str
     size: int | None = None
@@ -36,6 +52,8 @@ class Launcher:
     local_rank: int | None = None
     local_size: int | None = None
     variable: str = ""
+    mpi: bool = True
+    store: Store | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +131,8 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
 def alone(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a process that is asked something, without what would make it a rank of this job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
-    of_jobs = (*of_launchers, "FSDPX_EXPECT_SIZE", "FSDPX_RUN")
+    without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
+    of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN")
     return {name: value for name, value in environ.items() if not name.startswith(of_jobs)}
 
 
@@ -144,16 +163,17 @@ def check_size(size: int, environment: Environment, library: str = "MPI") -> Non
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> str:
-    """LaunchError if variables say that this process is one of several, though no launcher that fsdpx follows does:
-    that of torchrun and alike, which start no MPI ranks. Else a note about a Slurm job with more tasks, or "".
+    """LaunchError if variables say that this process is one of several, but not where the others are. Else a note about
+    a Slurm job with more tasks, or "".
 
     SLURM_NTASKS alone says nothing of this process: an allocation has it, and all that runs there."""
     size = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
         raise LaunchError(
             f"RANK={environ['RANK']} and WORLD_SIZE={size} say that this process is one of {size}, as torchrun sets "
-            f"them, but no MPI launcher started it, so it would train alone. Start it with mpiexec -n {size} python "
-            "... (or srun), or unset RANK and WORLD_SIZE; to train alone all the same: fsdpx.init(backend='local')"
+            f"them, but no MPI launcher started it, and without {' and '.join(_missing(environ))} it cannot meet the "
+            f"others, so it would train alone. Set what is missing, or start it with mpiexec -n {size} python ... (or "
+            "srun), or unset RANK and WORLD_SIZE; to train alone all the same: fsdpx.init(backend='local')"
         )
     tasks = environ.get("SLURM_NTASKS", "")
     if "SLURM_JOB_ID" in environ and tasks.isdecimal() and int(tasks) > 1:
@@ -162,6 +182,14 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def _launcher(environ: Mapping[str, str]) -> Launcher | None:
+    """The innermost: torchrun and `fsdpx run` may themselves be started by another one."""
+    without_mpi = _without_mpi(environ)
+    inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
+    found = without_mpi if inside else _of_mpi(environ) or without_mpi
+    return found and replace(found, store=_store(environ))
+
+
+def _of_mpi(environ: Mapping[str, str]) -> Launcher | None:
     for name, (size, *more) in _LAUNCHERS.items():
         rank, local_rank, local_size = (_count(environ, variable) for variable in more)
         if size in environ or rank:
@@ -173,6 +201,32 @@ def _launcher(environ: Mapping[str, str]) -> Launcher | None:
     variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     local = _count(environ, "SLURM_LOCALID")
     return Launcher(f"srun ({variable})", _number(environ, variable), rank, local, variable="SLURM_PROCID")
+
+
+def _without_mpi(environ: Mapping[str, str]) -> Launcher | None:
+    """What torchrun and `fsdpx run` set for each process, or who starts processes by hand."""
+    rank, size = (_count(environ, name) for name in ("RANK", "WORLD_SIZE"))
+    if rank is None or not size or _store(environ) is None:
+        return None
+    local_rank, local_size = (_count(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "ranks without MPI"
+    return Launcher(f"{name} (WORLD_SIZE)", size, rank, local_rank, local_size, "RANK", mpi=False)
+
+
+def _store(environ: Mapping[str, str]) -> Store | None:
+    if environ.get("FSDPX_STORE"):
+        return Store(file=environ["FSDPX_STORE"])
+    if _missing(environ):
+        return None
+    served = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").strip().lower() in _YES
+    return Store(environ["MASTER_ADDR"].strip(), int(environ["MASTER_PORT"]), served=served)
+
+
+def _missing(environ: Mapping[str, str]) -> list[str]:
+    """Of what says where ranks meet."""
+    address, port = environ.get("MASTER_ADDR", "").strip(), _count(environ, "MASTER_PORT") or 0
+    missing = [] if address else ["MASTER_ADDR"]
+    return missing if 0 < port < 1 << 16 else [*missing, "MASTER_PORT (from 1 to 65535)"]
 
 
 def _count(environ: Mapping[str, str], variable: str) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from ranks import OVER_GLOO
 from ranks_of_mpi import Ranks
 
 from fsdpx import environment
@@ -27,7 +28,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     """Under `mpirun -n 4` this is one of several ranks that run the same tests together."""
     found = environment.read()
     if found.launcher is not None and found.launcher.rank is not None and (found.expected_size or 1) > 1:
-        config.pluginmanager.register(Ranks(found.launcher.rank), "ranks")
+        config.pluginmanager.register(Ranks(found.launcher.rank, found.launcher.mpi), "ranks")
 
 
 @pytest.hookimpl
@@ -65,9 +66,9 @@ def first_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
     return others
 
 
-@pytest.fixture(scope="module", params=["node", "mpi"])
+@pytest.fixture(scope="module", params=["gloo"] if OVER_GLOO else ["node", "mpi"])
 def world(request: pytest.FixtureRequest) -> Iterator[Communicator]:
-    """All ranks of this job, with the host's shared memory and over messages alone."""
+    """All ranks of this job, with the host's shared memory, and of MPI over messages alone."""
     comm = open_world(request.param)
     yield comm
     comm.close()

@@ -12,10 +12,11 @@ __all__ = ["Ranks"]
 
 
 class Ranks:
-    """rank: of this process, from 0. Other ranks than 0 print what they have to say only if a test has failed there."""
+    """rank: of this process, from 0. mpi: whether it is one of MPI's. Other ranks than 0 print what they have to say
+    only if a test has failed there."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    def __init__(self, rank: int, mpi: bool = True) -> None:
+        self.rank, self.mpi = rank, mpi
         self.said = io.StringIO()
         self.failed = True  # unless the session comes to its end
         self.folder = Path(tempfile.mkdtemp(prefix=f"rank-{rank}-"))  # in a common one they remove each other's
@@ -45,10 +46,12 @@ class Ranks:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """A failure of one rank is one of all."""
+        """A failure of one rank is one of all; without MPI the launcher sees to that."""
+        self.failed = bool(exitstatus)
+        if not self.mpi:
+            return
         from mpi4py import MPI
 
-        self.failed = bool(exitstatus)
         session.exitstatus = max(MPI.COMM_WORLD.allgather(int(exitstatus)))
 
     @pytest.hookimpl(trylast=True)

@@ -33,7 +33,7 @@ def settle(world: Communicator) -> Awareness | None:
     is no MPI. Collective; ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the probe says no."""
     inner: Any = world
     while not hasattr(inner, "takes_gpus"):
-        inner = getattr(inner, "comm", None) or getattr(inner, "mpi", None)
+        inner = getattr(inner, "comm", None) or getattr(inner, "carrier", None)
         if inner is None:
             return None
     wanted = environment.gpu_aware_mpi()

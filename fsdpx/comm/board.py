@@ -1,15 +1,15 @@
 """The board of a group of ranks on one machine: where each rank writes how far it is, for the others to read.
 
 Rank r writes only its own part, so no lock is needed: a collective with number n is *posted* by a rank when its data
-may be read (with a few words that say where they lie), and *finished* when the rank has read what it needs. MPI's
-window fence orders the words before the number."""
+may be read (with a few words that say where they lie), and *finished* when the rank has read what it needs. A fence
+orders the words before the number."""
 
 from __future__ import annotations
 
 import numpy as np
-from mpi4py import MPI
 
 from fsdpx.comm.calls import Array
+from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.host import Window
 
 __all__ = ["SLOTS", "Board"]
@@ -21,10 +21,10 @@ HEAD = 8
 
 
 class Board:
-    """comm: the group; all of it on one machine. Collective to make and to close."""
+    """comm: the group; all of it on one machine. Collective to make."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+    def __init__(self, comm: Communicator) -> None:
+        self.rank, self.size = comm.rank, comm.size
         self._record = HEAD + -(-self.size // HEAD) * HEAD  # the payload: a word for each rank, in whole cache lines
         self._window = Window(comm, SLOTS * self._record * 8)
         self._bytes = self._window.parts
@@ -32,8 +32,6 @@ class Board:
         self._fence = self._window.fence
         self._words = [memoryview(part.view(np.int64)) for part in self._bytes]
         self._mine = self._words[self.rank]
-        self._bytes[self.rank][:] = 0  # a library may hand out memory that was used before
-        comm.Barrier()
 
     def post(self, number: int, words: memoryview | None = None) -> int:
         """Say that this rank's data of a collective may be read, and where they lie (`Place.words`). Returns where the

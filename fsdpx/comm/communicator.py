@@ -133,7 +133,7 @@ class Communicator(ABC):
     def window(self, nbytes: int) -> Window:
         """Memory of each rank that all others read and write without its help; ranks may ask for different amounts.
         Collective. ConfigError on a backend without one-sided operations."""
-        able = "backend='node' or 'mpi', or thread ranks (fsdpx.spawn)"
+        able = "backend='node' or 'mpi', gloo inside one host, or thread ranks (fsdpx.spawn)"
         raise ConfigError(f"a window on {self!r}, which has no one-sided operations: use {able}")
 
     @abstractmethod

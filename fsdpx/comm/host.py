@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
+import platform
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 from fsdpx.comm.calls import Array
 from fsdpx.comm.checks import address
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.mapped import FOLDER, Mapping
 
 __all__ = ["Host", "Place", "Window", "free_bytes"]
 
-SHARED = "/dev/shm"
-"""Where Linux keeps the memory that MPI libraries share; its size is a limit of its own (64 MiB in many containers)."""
 RESERVE = 4 << 20
-"""Bytes that are left for the MPI library itself."""
+"""Bytes of shared memory that are left for the library that carries messages."""
 
 
 class Place(NamedTuple):
@@ -35,36 +36,28 @@ class Place(NamedTuple):
 
 
 class Window:
-    """One allocation: a part of each rank of the machine, all mapped by all. Collective to make and to free."""
+    """One allocation: a part of each rank of the machine, all mapped by all. Collective to make. fence: everything
+    written before it is seen by whoever sees what is written after."""
 
-    def __init__(self, comm: MPI.Intracomm, nbytes: int) -> None:
-        info = MPI.Info.Create()
-        info.Set("alloc_shared_noncontig", "true")  # each part in memory next to its owner
-        self._win = MPI.Win.Allocate_shared(nbytes, 1, info, comm)
-        info.Free()
-        self._win.Lock_all(MPI.MODE_NOCHECK)
-        query: Callable[[int], Any] = self._win.Shared_query
-        self.parts: list[Array] = [np.frombuffer(query(rank)[0], np.uint8) for rank in range(comm.Get_size())]
+    def __init__(self, here: Communicator, nbytes: int) -> None:
+        self._mapping = Mapping(here, nbytes, at_once=False)  # each page then lies near the rank that uses it first
+        self.parts: list[Array] = self._mapping.parts
         self.addresses = [address(part) for part in self.parts]
-        self.fence: Callable[[], None] = self._win.Sync
-        """Everything written before is seen by whoever sees what is written after."""
+        self.fence = _fence()
 
     def free(self) -> None:
         """The memory is gone: no array of it may be used any more."""
         self.parts = []
-        del self.fence
-        self._win.Unlock_all()
-        self._win.Free()
+        self._mapping.close()
 
 
 class Host:
-    """The machine of this rank as `world`, all ranks of the job, sees it. comm: the ranks on this machine. leader: the
-    lowest world rank of these, its name."""
+    """The machine of this rank as `world`, all ranks of the job, sees it. here: the ranks on this machine, in the order
+    of their world ranks, of which `leader` is the lowest, its name."""
 
-    def __init__(self, world: MPI.Intracomm, comm: MPI.Intracomm) -> None:
-        self.world, self.comm = world, comm
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.leader = comm.bcast(world.Get_rank(), 0)
+    def __init__(self, world: Communicator, here: Communicator, leader: int) -> None:
+        self.world, self.here, self.leader = world, here, leader
+        self.rank, self.size = here.rank, here.size
         self.common: set[int] = set()  # windows of which all ranks of a group use the same part
         self.windows: dict[int, Window] = {}
         self.persistent: ModuleType | None = None  # `fsdpx.comm.persistent`, once there is memory to share
@@ -76,10 +69,10 @@ class Host:
     def window(self, nbytes: int) -> int | None:
         """The number of a new window, with `nbytes` of memory of this rank; ranks may differ. None, on all ranks, if
         some machine has too little memory for what its ranks want. Collective over the world."""
-        wanted = self.comm.allreduce(nbytes)
-        if not self.world.allreduce(wanted <= free_bytes(), MPI.LAND):
+        wanted = sum(self.here.all_gather_object(nbytes))
+        if not all(self.world.all_gather_object(wanted <= free_bytes())):
             return None
-        window, number = Window(self.comm, nbytes), self._made
+        window, number = Window(self.here, nbytes), self._made
         self._made += 1
         self.windows[number] = window
         self._owners.update({id(part): (number, owner) for owner, part in enumerate(window.parts)})
@@ -132,18 +125,35 @@ class Host:
         return made
 
     def close(self) -> None:
-        """Free all windows. Collective over the machine."""
+        """Free all windows."""
         for window in self.windows.values():
             window.free()
         self.windows.clear()
         self._owners.clear()
         self._places.clear()
         self._views.clear()
+        if self.here is not self.world:
+            self.here.close()
+
+
+def _fence() -> Callable[[], None]:
+    """Processors other than x86 may show stores to others in another order. A lock that is held orders what comes
+    before its release and what comes after it is taken again."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return lambda: None
+    lock = threading.Lock()
+    lock.acquire()
+
+    def order() -> None:
+        lock.release()
+        lock.acquire()
+
+    return order
 
 
 def free_bytes() -> int:
     """Bytes of shared memory that are left on this machine; without a limit of its own, more than any rank wants."""
-    if not os.path.isdir(SHARED):
+    if not os.path.isdir(FOLDER):
         return 1 << 62
-    found = os.statvfs(SHARED)
+    found = os.statvfs(FOLDER)
     return max(found.f_bavail * found.f_frsize - RESERVE, 0)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.checks import copy
 from fsdpx.comm.host import Place
-from fsdpx.comm.mpi import MpiCommunicator
 from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.reduction import fold
 from fsdpx.comm.steps import spin
@@ -26,7 +26,7 @@ class Lanes:
     """near: the ranks of this machine. across: those of this rank's lane. machines: ranks by machine, equally many.
     turn: the ticket that may reach the network next."""
 
-    def __init__(self, near: Neighbours, across: MpiCommunicator, machines: list[list[int]]) -> None:
+    def __init__(self, near: Neighbours, across: Carrier, machines: list[list[int]]) -> None:
         self.near, self.across, self.machines = near, across, machines
         self.lane = [machine[near.lane] for machine in machines]
         self.turn = self._tickets = 0

@@ -6,10 +6,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import platform
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 
@@ -17,30 +19,44 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.window import SharedParts
 from fsdpx.errors import ConfigError
 
-__all__ = ["MappedWindow"]
+__all__ = ["FOLDER", "MappedWindow", "Mapping", "memory_here"]
 
 FOLDER = "/dev/shm"
 """Where Linux keeps files in memory."""
 
 
-class MappedWindow(SharedParts):
-    """A part of each rank of `comm`, all of which run on this machine. Collective. The file has no name any more once
-    all have mapped it, so nothing is left behind however they end.
+class Mapping:
+    """Memory with a part of each rank of `comm`, all of which run on this machine: a file in memory that all map.
+    Collective. It has no name any more once all have mapped it, so nothing is left behind however they end.
 
-    Byte r of the file is the lock of the part of rank r, and byte size + r is held by rank r as long as it lives."""
+    at_once: the memory is taken now, and ConfigError on all ranks tells if there is none; else as it is touched. Byte
+    size + r of `file` is locked by rank r as long as it lives."""
 
-    def __init__(self, comm: Communicator, nbytes: int, timeout: float) -> None:
-        sizes = [-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in comm.all_gather_object(max(nbytes, 1))]
-        self._file, path = _shared_file(comm, sum(sizes))
-        self._map = mmap.mmap(self._file, sum(sizes))
-        memory = np.frombuffer(self._map, np.uint8)
-        starts = [0, *accumulate(sizes)]
-        self.parts = [memory[start : start + n] for start, n in zip(starts, sizes, strict=False)]
-        super().__init__(comm.rank, comm.size, self.parts[comm.rank], timeout)
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, self.size + self.rank)
+    def __init__(self, comm: Communicator, nbytes: int, at_once: bool = True) -> None:
+        sizes = comm.all_gather_object(max(nbytes, 1))
+        starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
+        self.file, path = _shared_file(comm, starts[-1], at_once)
+        memory = mmap.mmap(self.file, starts[-1])
+        self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
+        fcntl.lockf(self.file, fcntl.LOCK_EX, 1, comm.size + comm.rank)
         comm.all_gather_object(None)  # all have it, and say that they live
         if comm.rank == 0:
             os.unlink(path)
+
+    def close(self) -> None:
+        """The memory is unmapped when the last view of it is gone."""
+        self.parts = []
+        os.close(self.file)
+
+
+class MappedWindow(SharedParts):
+    """A part of each rank of `comm`, all of which run on this machine. Collective. Byte r of the file is the lock of
+    the part of rank r."""
+
+    def __init__(self, comm: Communicator, nbytes: int, timeout: float) -> None:
+        self._mapping = Mapping(comm, nbytes)
+        self._file, self.parts = self._mapping.file, self._mapping.parts
+        super().__init__(comm.rank, comm.size, self.parts[comm.rank], timeout)
 
     @contextmanager
     def lock(self, rank: int, write: bool) -> Iterator[None]:
@@ -61,20 +77,34 @@ class MappedWindow(SharedParts):
         return True
 
     def close(self) -> None:
-        """The memory is unmapped when the last view of it is gone."""
         self.parts = []
         self.own = np.empty(0, np.uint8)
-        os.close(self._file)
+        self._mapping.close()
 
 
-def _shared_file(comm: Communicator, nbytes: int) -> tuple[int, str]:
+def memory_here() -> str:
+    """The same for processes that can share memory with this one: those of a machine, not of containers that keep
+    theirs apart."""
+    with suppress(OSError):
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.stat(_folder()).st_dev}"
+    return f"{platform.node()} {_folder()}"
+
+
+def _folder() -> str:
+    return FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
+
+
+def _shared_file(comm: Communicator, nbytes: int, at_once: bool) -> tuple[int, str]:
     """A new file, open on all ranks; ConfigError on all of them if there is no room."""
     file, path, problem = -1, "", ""
-    folder = FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
+    folder = _folder()
     if comm.rank == 0:
         try:
             file, path = tempfile.mkstemp(prefix="fsdpx-", dir=folder)
-            os.posix_fallocate(file, 0, nbytes)
+            if at_once:
+                os.posix_fallocate(file, 0, nbytes)
+            else:
+                os.truncate(file, nbytes)
         except OSError as error:
             problem = f"{nbytes} bytes of shared memory for a window: {folder}: {error.strerror}"
             if path:

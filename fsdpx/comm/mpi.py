@@ -14,8 +14,8 @@ import numpy as np
 from mpi4py import MPI
 
 from fsdpx import environment
-from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import Array, Call, Handle, ReduceOp
+from fsdpx.comm.carrier import TIMEOUT, Carrier
 from fsdpx.comm.checks import copy, overlay
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.deaths import finalize_without_the_dead, lost, ulfm_active
@@ -29,20 +29,20 @@ from fsdpx.comm.window import Window
 from fsdpx.cuda.devices import is_on_gpu, synchronise
 from fsdpx.errors import CommError, CommTimeout
 
-__all__ = ["LIMIT", "TIMEOUT", "MpiCommunicator", "World"]
+__all__ = ["LIMIT", "MpiCommunicator", "World"]
 
 LIMIT = 2**31 - 1
 """Elements of one MPI message: counts and displacements are C ints before MPI 4."""
-TIMEOUT = 1800.0
-"""Seconds a wait lasts before it raises CommTimeout."""
 
 
-class MpiCommunicator(Backend):
+class MpiCommunicator(Carrier):
     """An MPI communicator, duplicated (`raw`): messages of the solver that owns the original never meet ours.
 
     timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into
     several. A transfer makes progress while some handle of the process is tested or waited for, by one thread at a
     time. Arrays on a GPU are copied to the host and back, or given to MPI if `takes_gpus` (`fsdpx.comm.aware`)."""
+
+    library = "mpi"
 
     def __init__(self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT) -> None:
         self._start(_duplicate(MPI.COMM_WORLD if comm is None else comm, timeout), timeout, limit, Progress())
@@ -52,9 +52,9 @@ class MpiCommunicator(Backend):
         self.raw, self.timeout, self.limit = comm, timeout, limit
         self.takes_gpus = False
 
-    def wait_up_to(self, seconds: float) -> None:
-        """From now on a single wait may last so long."""
-        self.timeout = seconds
+    @property
+    def takes_threads(self) -> bool:
+        return MPI.Query_thread() >= MPI.THREAD_SERIALIZED
 
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
@@ -102,7 +102,6 @@ class MpiCommunicator(Backend):
         return self._begun(call, [request], source, target)
 
     def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
-        """An all-gather of pieces that need not follow each other in `recv`, nor fill it; up to 2^31 elements."""
         source, target = wire(call.arrays[0]), wire(call.arrays[1])
         start = displs[self.rank]
         in_place = overlay(source, target[start : start + counts[self.rank]])

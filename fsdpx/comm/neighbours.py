@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from fsdpx.comm.board import SLOTS, Board
 from fsdpx.comm.calls import Array, Call, Handle
+from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.host import Host, Place
 from fsdpx.comm.meeting import Meeting
-from fsdpx.comm.mpi import MpiCommunicator
 from fsdpx.comm.steps import spin
 from fsdpx.errors import CommTimeout
 
@@ -21,18 +20,20 @@ __all__ = ["Neighbours"]
 
 
 class Neighbours:
-    """ranks: those of `mpi` on this machine, this rank being number `lane` of them. latest: for each place on the
-    board, the call that has it. Collective over `mpi`: `number` tells the machines apart."""
+    """ranks: those of `comm` on this machine, this rank being number `lane` of them. latest: for each place on the
+    board, the call that has it. Collective over `comm`: `number` tells the machines apart."""
 
-    def __init__(self, mpi: MpiCommunicator, host: Host, ranks: list[int], number: int) -> None:
-        self.rank, self.size, self.timeout, self.progress = mpi.rank, mpi.size, mpi.timeout, mpi.progress
+    def __init__(self, comm: Carrier, host: Host, ranks: list[int], number: int) -> None:
+        self.rank, self.size, self.timeout, self.progress = comm.rank, comm.size, comm.timeout, comm.progress
         self.host = host
         self.ranks = ranks
-        self.lane = ranks.index(mpi.rank)
+        self.lane = ranks.index(comm.rank)
         self.others = [index for index in range(len(ranks)) if index != self.lane]
-        local = mpi.raw.Split(number, mpi.rank)
-        self.board = Board(cast(MPI.Intracomm, local))
-        local.Free()
+        local = comm if len(ranks) == comm.size else comm.split(number, comm.rank)
+        assert local is not None
+        self.board = Board(local)
+        if local is not comm:
+            local.close()
         self.latest: list[Any] = [None] * SLOTS
         self._number = 0
 

@@ -1,28 +1,27 @@
-"""MPI between machines, shared memory inside one: collectives on arrays that lie in windows copy nothing twice.
+"""Messages between machines, shared memory inside one: collectives on arrays that lie in windows copy nothing twice.
 
 Inside a machine a reduce reads each rank's array once, where it lies, and a gather into memory that all ranks share
 is a synchronisation. Between machines each rank moves its own slice, so all links work at once. Everything else, and
-arrays outside of windows, goes through `MpiCommunicator`."""
+arrays outside of windows, goes through the carrier of messages: MPI, or Gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mpi4py import MPI
 
 from fsdpx.array.kernels.choice import installed
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces
+from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.checks import copy, overlay
 from fsdpx.comm.communicator import EVEN, Communicator
 from fsdpx.comm.host import Host, Place
 from fsdpx.comm.lanes import Lanes
-from fsdpx.comm.mapped import MappedWindow
-from fsdpx.comm.mpi import LIMIT, TIMEOUT, MpiCommunicator
+from fsdpx.comm.mapped import MappedWindow, memory_here
 from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.reduction import compilable, fold, is_half
 from fsdpx.comm.steps import Steps
@@ -40,27 +39,25 @@ KEPT = 4096
 
 
 class NodeCommunicator(Backend):
-    """The ranks of `comm` (duplicated), those of one machine speaking through shared memory.
+    """The ranks of `carrier`, those of one machine speaking through shared memory; it is closed with this one.
 
     An array lies in a window if it is a view of what `share` or `share_one` gave; all ranks of a call must pass such
     arrays, or none. Complete means what it means in MPI: the buffers may be used again. machines: number of the
-    machine of each rank, instead of what MPI says (for tests). Groups whose machines hold different numbers of ranks
-    use MPI throughout."""
+    machine of each rank, instead of what is found out (for tests). Groups whose machines hold different numbers of
+    ranks use messages throughout."""
 
-    def __init__(
-        self, comm: MPI.Intracomm | None = None, timeout: float = TIMEOUT, limit: int = LIMIT,
-        machines: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
-        mpi = MpiCommunicator(comm, timeout, limit)
-        rank = mpi.rank
-        here = mpi.raw.Split_type(MPI.COMM_TYPE_SHARED) if machines is None else mpi.raw.Split(machines[rank], rank)
-        self._start(mpi, Host(mpi.raw, cast(MPI.Intracomm, here)), owns=True)
+    def __init__(self, carrier: Carrier, machines: Sequence[int] | None = None) -> None:
+        names = carrier.all_gather_object(memory_here()) if machines is None else machines
+        ranks = [rank for rank, name in enumerate(names) if name == names[carrier.rank]]
+        here = carrier if len(ranks) == carrier.size else carrier.split(ranks[0], carrier.rank)
+        assert here is not None
+        self._start(carrier, Host(carrier, here, ranks[0]), owns=True)
 
-    def _start(self, mpi: MpiCommunicator, host: Host, owns: bool) -> None:
-        super().__init__(mpi.rank, mpi.size, mpi.progress)
-        self.mpi, self.host = mpi, host
+    def _start(self, carrier: Carrier, host: Host, owns: bool) -> None:
+        super().__init__(carrier.rank, carrier.size, carrier.progress)
+        self.carrier, self.host = carrier, host
         self._owns = owns
-        everyone = mpi.all_gather_object((host.leader, host.rank, installed()))
+        everyone = carrier.all_gather_object((host.leader, host.rank, installed()))
         names = list(dict.fromkeys(leader for leader, _, _ in everyone))
         number = names.index(host.leader)
         self.machines = [[r for r, (leader, _, _) in enumerate(everyone) if leader == name] for name in names]
@@ -69,24 +66,30 @@ class NodeCommunicator(Backend):
         even = len({len(m) for m in self.machines}) == 1 and len(self.machine) > 1
         self.inside = even and len(self.machines) == 1
         self.compiles = self.inside and all(able for _, _, able in everyone)
-        across = mpi.split(self.machine.index(self.rank), self.rank) if even and not self.inside else None
-        self.near = Neighbours(mpi, host, self.machine, number) if even else None
+        across = carrier.split(self.machine.index(self.rank), self.rank) if even and not self.inside else None
+        self.near = Neighbours(carrier, host, self.machine, number) if even else None
         self.lanes: Lanes | None = None
-        if self.near is not None and isinstance(across, MpiCommunicator):
+        if self.near is not None and isinstance(across, Carrier):
             self.lanes = Lanes(self.near, across, self.machines)
         self._kept: dict[Any, Persistent] = {}
 
     def __repr__(self) -> str:
-        return f"NodeCommunicator(rank={self.rank}, size={self.size}, machines={len(self.machines)})"
+        over = type(self.carrier).__name__
+        return f"NodeCommunicator(rank={self.rank}, size={self.size}, machines={len(self.machines)}) over {over}"
+
+    @property
+    def library(self) -> str:
+        """What carries its messages, in a word."""
+        return self.carrier.library
 
     @property
     def timeout(self) -> float:
         """Seconds that a single wait may last."""
-        return self.mpi.timeout
+        return self.carrier.timeout
 
     def wait_up_to(self, seconds: float) -> None:
         """From now on a single wait may last so long."""
-        self.mpi.wait_up_to(seconds)
+        self.carrier.wait_up_to(seconds)
         if self.near is not None:
             self.near.timeout = seconds
         if self.lanes is not None:
@@ -145,10 +148,10 @@ class NodeCommunicator(Backend):
         return known if known is not None and known.first() is first and known.last() is last else None
 
     def move(self, call: Call) -> Handle:
-        """In shared memory where that is possible, else by MPI."""
+        """In shared memory where that is possible, else by messages."""
         begin = _SHARED.get(call.verb)
         handle = begin(self, call, self.near) if begin is not None and self.near is not None else None
-        return self.mpi.move(call) if handle is None else handle
+        return self.carrier.move(call) if handle is None else handle
 
     def _all_gather(self, call: Call, near: Neighbours) -> Handle | None:
         send, recv = call.arrays
@@ -282,7 +285,7 @@ class NodeCommunicator(Backend):
             self.host.persistent = persistent
 
     def _find_sum(self, array: Array, op: ReduceOp) -> Place | None:
-        """Few bytes are faster as messages where the sum is not compiled: MPI libraries need no Python. 16-bit sums are
+        """Few bytes are faster as messages where the sum is not compiled: libraries need no Python. 16-bit sums are
         rounded once, in rank order: partial sums of a machine would be rounded before."""
         small = array.nbytes <= SMALL and not (self.compiles and compilable(array.dtype, op))
         if small or not (self.inside or not is_half(array.dtype)):
@@ -292,20 +295,22 @@ class NodeCommunicator(Backend):
     # -- groups ----------------------------------------------------------------------------------
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        return self.mpi.all_gather_object(obj)
+        return self.carrier.all_gather_object(obj)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        part = self.mpi.split(color, key)
+        part = self.carrier.split(color, key)
         if part is None:
             return None
-        assert isinstance(part, MpiCommunicator)
+        assert isinstance(part, Carrier)
         group = object.__new__(NodeCommunicator)
         group._start(part, self.host, owns=False)
         return group
 
     def window(self, nbytes: int) -> Window:
-        """In shared memory if all ranks are on one machine, else by MPI."""
-        return MappedWindow(self.mpi, nbytes, self.timeout) if len(self.machines) == 1 else self.mpi.window(nbytes)
+        """In shared memory if all ranks are on one machine, else of the carrier's."""
+        if len(self.machines) == 1:
+            return MappedWindow(self.carrier, nbytes, self.timeout)
+        return self.carrier.window(nbytes)
 
     def close(self) -> None:
         if self.near is not None:
@@ -314,10 +319,10 @@ class NodeCommunicator(Backend):
             self.lanes.across.close()
         if self._owns:
             self.host.close()
-        self.mpi.close()
+        self.carrier.close()
 
     def abort(self, code: int = 1) -> None:
-        self.mpi.abort(code)
+        self.carrier.abort(code)
 
 
 def _compiled(call: Call) -> bool:

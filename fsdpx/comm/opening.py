@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdpx import environment
 from fsdpx.comm import default
+from fsdpx.comm.carrier import TIMEOUT, Carrier
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.local import LocalCommunicator, single
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from fsdpx.comm.node import NodeCommunicator
     from fsdpx.comm.survivors import Survivor
 
-__all__ = ["BACKENDS", "Asked", "Opener", "adopt", "backend_name", "node_of", "resilient", "world"]
+__all__ = ["BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of", "node_of", "resilient", "world"]
 
 
 class Asked(NamedTuple):
@@ -50,11 +51,13 @@ def world(
 ) -> Communicator:
     """The communicator of all ranks of this job.
 
-    backend: "node", MPI between machines and shared memory inside them; "mpi", messages only; "local", one rank by
-    itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing; None: node if an MPI launcher
-    started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory does not outlive them), else
-    local. comm: an mpi4py communicator (duplicated) or a `Communicator` (taken as it is) instead. With MPI, an uncaught
-    exception from now on ends all ranks. LaunchError if MPI sees another number of ranks than the launcher started."""
+    backend: "node", MPI between machines and shared memory inside them; "mpi", messages only; "gloo", ranks without
+    MPI that meet where MASTER_ADDR and MASTER_PORT or FSDPX_STORE say, Gloo between machines and shared memory inside
+    them; "local", one rank by itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing;
+    None: node if an MPI launcher started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory
+    does not outlive them), gloo if torchrun or alike did, else local. comm: an mpi4py communicator (duplicated) or a
+    `Communicator` (taken as it is) instead. With MPI and Gloo, an uncaught exception from now on ends all ranks.
+    LaunchError if MPI sees another number of ranks than the launcher started, or if ranks do not come."""
     if comm is not None:
         return adopt(comm, backend)
     if backend not in (None, *BACKENDS):
@@ -86,7 +89,8 @@ def backend_name() -> str:
     comm: Any = opened.comm
     while hasattr(comm, "comm"):  # what counts or guards it
         comm = comm.comm
-    return type(comm).__name__.removesuffix("Communicator").lower()
+    library = getattr(comm, "library", "mpi")
+    return type(comm).__name__.removesuffix("Communicator").lower() if library == "mpi" else library
 
 
 def node_of(comm: Any) -> NodeCommunicator | None:
@@ -94,6 +98,14 @@ def node_of(comm: Any) -> NodeCommunicator | None:
     while comm is not None and not hasattr(comm, "share_one"):
         comm = getattr(comm, "comm", None)
     return comm
+
+
+def carrier_of(comm: Any) -> Carrier | None:
+    """What moves bytes between processes inside what counts or guards it, if the ranks are processes."""
+    while hasattr(comm, "comm"):
+        comm = comm.comm
+    comm = getattr(comm, "carrier", comm)
+    return comm if isinstance(comm, Carrier) else None
 
 
 def resilient(comm: Any = None) -> Survivor:
@@ -109,7 +121,7 @@ def resilient(comm: Any = None) -> Survivor:
         inner = inner.comm
     if isinstance(inner, LocalCommunicator):
         return cast("Survivor", inner.subgroup(range(inner.size)))
-    mpi: Any = getattr(inner, "mpi", inner)
+    mpi: Any = getattr(inner, "carrier", inner)
     if not hasattr(mpi, "raw"):
         able = "ranks of MPI (backend='mpi' or 'node') or thread ranks (fsdpx.spawn)"
         raise ConfigError(f"ranks of {inner!r} cannot die or come back: use {able}")
@@ -126,7 +138,8 @@ def resilient(comm: Any = None) -> Survivor:
 def _opened() -> Communicator:
     """All ranks of this job: the default communicator, or one for messages."""
     opened = default.current()
-    return opened.comm if opened else world(None if environment.read().launcher is None else "mpi")
+    launcher = environment.read().launcher
+    return opened.comm if opened else world("mpi" if launcher is not None and launcher.mpi else None)
 
 
 def _open(backend: str | None, asked: Asked) -> Communicator:
@@ -143,7 +156,13 @@ def _is_raw(comm: Any) -> bool:
 
 
 def _is_mpi(asked: Asked) -> bool:
-    return asked.settings.launcher is not None if asked.comm is None else _is_raw(asked.comm)
+    launcher = asked.settings.launcher
+    return launcher is not None and launcher.mpi if asked.comm is None else _is_raw(asked.comm)
+
+
+def _is_gloo(asked: Asked) -> bool:
+    launcher = asked.settings.launcher
+    return asked.comm is None and launcher is not None and not launcher.mpi
 
 
 def _local(asked: Asked) -> Communicator:
@@ -160,24 +179,41 @@ def _mpi(asked: Asked, shared: bool = False) -> Communicator:
 
 
 def _opened_mpi(asked: Asked, shared: bool) -> Communicator:
-    from fsdpx.array import cores
     from fsdpx.comm import abort
 
-    ranks = _ranks_of_mpi(asked)
-    from fsdpx.comm.mpi import TIMEOUT, MpiCommunicator, World
-    from fsdpx.comm.node import NodeCommunicator
+    _check_mpi(asked)
+    from fsdpx.comm.mpi import MpiCommunicator, World
 
     abort.install(World())
-    kind = NodeCommunicator if shared and ranks > 1 else MpiCommunicator
-    made: NodeCommunicator | MpiCommunicator = kind(asked.comm, timeout=asked.settings.timeout or TIMEOUT)
-    abort.install(made)
+    return _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
+
+
+def _gloo(asked: Asked) -> Communicator:
+    from fsdpx.comm import roll
+
+    if asked.settings.expected_size == 1:
+        return _local(asked)
+    called = roll.call(asked.settings)
+    from fsdpx.comm.gloo import GlooCommunicator
+
+    return _begun(GlooCommunicator(called, asked.settings.timeout or TIMEOUT), asked.settings.shares_memory)
+
+
+def _begun(carrier: Carrier, shared: bool) -> Communicator:
+    """All ranks of the job have met. shared: memory inside machines, where there are several ranks."""
+    from fsdpx.array import cores
+    from fsdpx.comm import abort
+    from fsdpx.comm.node import NodeCommunicator
+
+    abort.install(carrier)
+    made = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = made.all_gather_object(platform.node()).count(platform.node())
     made.progress.patience = PATIENT if cores.share_cores(ranks_here) * ranks_here <= cores.cores() else 0
     return made
 
 
-def _ranks_of_mpi(asked: Asked) -> int:
-    """How many ranks the communicator has, after MPI is loaded and seen to agree with the launcher."""
+def _check_mpi(asked: Asked) -> None:
+    """MPI is loaded, and agrees with the launcher."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -185,12 +221,12 @@ def _ranks_of_mpi(asked: Asked) -> int:
         raise ConfigError(f"no MPI library could be loaded ({error}): {remedy}") from error
     library = MPI.Get_library_version().strip("\0").split("\n")[0].replace("\t", " ")
     environment.check_size(MPI.COMM_WORLD.Get_size(), asked.settings, f"MPI ({' '.join(library.split())})")
-    return (MPI.COMM_WORLD if asked.comm is None else asked.comm).Get_size()
 
 
 BACKENDS = {
     "node": Opener(partial(_mpi, shared=True), _is_raw, lambda a: _is_mpi(a) and a.settings.shares_memory),
     "mpi": Opener(_mpi, _is_raw, _is_mpi),
+    "gloo": Opener(_gloo, suits=_is_gloo),
     "local": Opener(_local, suits=lambda asked: asked.comm is None),
     "fake": Opener(lambda a: FakeCommunicator(a.rank or 0, 1 if a.size is None else a.size)),
 }

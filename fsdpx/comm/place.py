@@ -6,10 +6,10 @@ import sys
 from typing import Any, NamedTuple
 
 from fsdpx import environment
-from fsdpx.comm import default
+from fsdpx.comm import default, roll
 from fsdpx.errors import ConfigError
 
-__all__ = ["Place", "place", "running_mpi"]
+__all__ = ["Place", "have_met", "place", "running_mpi"]
 
 
 class Place(NamedTuple):
@@ -48,3 +48,8 @@ def running_mpi() -> Any:
     mpi: Any = sys.modules.get("mpi4py.MPI")
     runs = hasattr(mpi, "Is_finalized") and mpi.Is_initialized() and not mpi.Is_finalized()  # or it is being loaded
     return mpi if runs else None
+
+
+def have_met() -> bool:
+    """Whether this process is one of several ranks who know each other: by MPI, or without it."""
+    return running_mpi() is not None or bool(roll.opened)

@@ -106,9 +106,10 @@ class Finish:
             last()
 
 
-def spin(ready: Callable[[], bool], progress: Progress, timeout: float) -> bool:
-    """Poll `ready` until it is true; False after `timeout` seconds. Yields the core when it takes long."""
-    spins, deadline, patience = 0, None, progress.patience
+def spin(ready: Callable[[], bool], progress: Progress, timeout: float, patience: int | None = None) -> bool:
+    """Poll `ready` until it is true; False after `timeout` seconds. Yields the core when it takes long: after
+    `patience` looks, by default those of `progress`."""
+    spins, deadline, patience = 0, None, progress.patience if patience is None else patience
     while not ready():
         spins += 1
         if progress.pending:

@@ -25,7 +25,7 @@ class Survivor(Communicator):
     `shrink`; then go on with the new communicator and groups of it."""
 
     survives: bool
-    """Whether the others live on when a rank dies. If not, a death ends the job, and no rank meets RankLost."""
+    """Whether the others live on when a rank dies. If not, a death ends the job; RankLost then only says why."""
 
     @abstractmethod
     def revoke(self) -> None:

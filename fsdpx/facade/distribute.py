@@ -79,7 +79,7 @@ def distribute(
         `fsdpx.Gossip(...)`, "easgd" or `fsdpx.EASGD(...)`
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
-    backend : opens a communicator anew: "node", "mpi" or "local"
+    backend : opens a communicator anew: "node", "mpi", "gloo" or "local"
     microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
     seed : of initialisation and dropout, independent of the layout
     precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits beside a float32 shard), "bf16-true" (all

@@ -53,7 +53,8 @@ def launcher() -> str:
     settings = environment.read()
     if settings.launcher is None:
         return "none: this process is alone"
-    return f"{settings.launcher.name}, {settings.expected_size} ranks"
+    meet = "" if settings.launcher.mpi else f", who meet at {settings.launcher.store}"
+    return f"{settings.launcher.name}, {settings.expected_size} ranks{meet}"
 
 
 def cupy() -> tuple[str, int]:

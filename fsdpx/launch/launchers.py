@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fsdpx import environment
 from fsdpx.errors import LaunchError
+from fsdpx.launch.here import starter
 from fsdpx.launch.hosts import read_hosts, share
 from fsdpx.launch.library import library
 from fsdpx.launch.options import LaunchConfig
@@ -108,7 +109,9 @@ class Found:
 def find(config: LaunchConfig) -> Found:
     """The launcher that was given; else inside an allocation srun or flux, then the mpiexec beside this Python, which
     belongs to the MPI that mpi4py loads from a wheel, then the first on PATH. LaunchError if there is none, or if it
-    belongs to another MPI than mpi4py."""
+    belongs to another MPI than mpi4py. Without MPI our own."""
+    if config.backend == "gloo":
+        return Found(tuple(starter()), None)
     if config.mpiexec is not None:
         words = shlex.split(config.mpiexec)
         if not words or shutil.which(words[0]) is None:

@@ -26,6 +26,7 @@ class LaunchConfig:
     ranks : number of ranks
     nodes : over so many hosts: the first of the hostfile, or any of the allocation
     per_node : ranks per host, at most
+    backend : "mpi", or "gloo": on this host, without any MPI (docs/backends.md)
     hostfile : names of hosts and how many ranks each takes, in the form of any launcher (docs/launching.md)
     mpiexec : the launcher's words, as in "srun --mpi=pmi2" (None: one that is found)
     elastic : deaths do not end the job (Open MPI's --with-ft ulfm)
@@ -43,6 +44,7 @@ class LaunchConfig:
     ranks: int
     nodes: int | None = None
     per_node: int | None = None
+    backend: str = "mpi"
     hostfile: Path | None = None
     mpiexec: str | None = None
     elastic: bool = False
@@ -93,6 +95,14 @@ class LaunchConfig:
                 yield f"{name}={getattr(self, name)}: 0 or more is needed"
         if self.timeout is not None and self.timeout <= 0:
             yield f"timeout={self.timeout:g}: a positive number of seconds is needed"
+        if self.backend not in ("mpi", "gloo"):
+            yield f"backend={self.backend!r}: ranks are started for mpi or gloo"
+        if self.backend == "gloo":
+            unfit = [name for name in ("nodes", "per_node", "hostfile", "mpiexec") if getattr(self, name) is not None]
+            if unfit:
+                yield f"backend='gloo': ranks are started on this host, without MPI; leave {' and '.join(unfit)} out"
+            if self.elastic:
+                yield "backend='gloo': all ranks end when one dies; leave elastic out, or start them by MPI"
         if self.nodes and self.per_node and self.ranks > self.nodes * self.per_node:
             room = f"{self.nodes} hosts with {self.per_node} ranks each have room for {self.nodes * self.per_node}"
             yield f"ranks={self.ranks}: {room}; ask for fewer ranks, or more nodes or per_node"

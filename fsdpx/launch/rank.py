@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import platform
+import runpy
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from fsdpx import environment
-from fsdpx.comm.place import running_mpi
+from fsdpx.comm.place import have_met
 from fsdpx.comm.start import together
 from fsdpx.launch.logs import asked, redirect
 
@@ -54,12 +55,14 @@ def read_notes(folder: Path) -> dict[int, Note]:
 
 def main() -> None:
     """`python -m fsdpx.launch.rank script.py ...`, as `python -m mpi4py script.py ...` otherwise."""
-    from mpi4py import run
-
     settings = environment.read()
     end_with_parent()
+    if settings.launcher is not None and not settings.launcher.mpi:
+        run = _run
+    else:
+        from mpi4py.run import main as run
     if settings.run is None or settings.launcher is None or settings.launcher.rank is None:
-        run.main()
+        run()
         return
     sys.meta_path.insert(0, _Start())
     begun = Note(settings.launcher.rank, os.getpid(), platform.node())
@@ -69,11 +72,22 @@ def main() -> None:
         redirect(logs, begun.rank)
     _note_exits(begun, settings.run)
     try:
-        run.main()
+        run()
     except BaseException as error:
         _ended(begun, error).write(settings.run)
         raise
     replace(begun, status=0).write(settings.run)
+
+
+def _run() -> None:
+    """The script or module of the command line, as Python itself runs it."""
+    module = sys.argv[1] == "-m"
+    del sys.argv[: 2 if module else 1]
+    if module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _ended(begun: Note, error: BaseException) -> Note:
@@ -83,11 +97,11 @@ def _ended(begun: Note, error: BaseException) -> Note:
 
 
 def _note_exits(begun: Note, folder: Path) -> None:
-    """Before MPI runs a launcher may not tell with which status `os._exit` has ended a rank."""
+    """Before ranks have met a launcher may not tell with which status `os._exit` has ended one."""
     leave = os._exit
 
     def noted(status: int) -> NoReturn:
-        if os.getpid() == begun.process and running_mpi() is None:
+        if os.getpid() == begun.process and not have_met():
             replace(begun, status=status).write(folder)
         leave(status)
 

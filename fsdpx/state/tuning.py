@@ -18,7 +18,7 @@ from fsdpx import environment
 from fsdpx.array import blas, cores, parallel
 from fsdpx.comm.communicator import Communicator, even_pieces
 from fsdpx.comm.fake import FakeCommunicator, FakeNode
-from fsdpx.comm.opening import node_of
+from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.comm.poker import Poker
 from fsdpx.layout.units import GROUP_BYTES
 from fsdpx.native.processor import told
@@ -77,7 +77,7 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     library is set for the process."""
     if wanted and isinstance(world, FakeCommunicator):
         return _kept(_key(world)) or Tuning(blas.chosen(), parallel.threads())
-    measurable = world.size == 1 or node_of(world) is not None or hasattr(getattr(world, "comm", world), "raw")
+    measurable = world.size == 1 or carrier_of(world) is not None
     if not wanted or xp is not np or not measurable:
         return Tuning(blas.chosen(), parallel.threads())
     key = _key(world)
@@ -242,10 +242,9 @@ def _computing_over(world: Communicator, node: NodeCommunicator | None) -> dict[
 
 
 def _threads(world: Communicator) -> bool:
-    """Whether MPI lets more than one thread of a rank call it."""
-    from mpi4py import MPI
-
-    return all(world.all_gather_object(MPI.Query_thread() >= MPI.THREAD_SERIALIZED))
+    """Whether more than one thread of a rank may call what moves the bytes."""
+    carrier = carrier_of(world)
+    return all(world.all_gather_object(carrier is not None and carrier.takes_threads))
 
 
 def _least(world: Communicator, call: Callable[[], None], times: int) -> float:
@@ -278,11 +277,16 @@ def _key(world: Communicator) -> dict[str, Any]:
         "processor": told("model name") or platform.processor(),
         "libraries": blas.available() | blas.halves.available(),
         "version": __version__,
-        "backend": "node" if node is not None else alone if imagined else type(world).__name__,
+        "backend": _way(node) if node is not None else alone if imagined else type(world).__name__,
         "ranks": world.size,
         "ranks here": here,
         "threads": cores.threads_of(here) if imagined else parallel.threads(),
     }
+
+
+def _way(node: NodeCommunicator | FakeNode) -> str:
+    library = getattr(node, "library", "mpi")
+    return "node" if library == "mpi" else f"node over {library}"
 
 
 def _kept(key: dict[str, Any]) -> Tuning | None:

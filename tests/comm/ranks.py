@@ -6,9 +6,27 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from fsdpx import environment
 from fsdpx.comm import Communicator
+from fsdpx.comm.carrier import Carrier
 
-__all__ = ["together"]
+__all__ = ["OVER_GLOO", "carrier", "together"]
+
+_LAUNCHER = environment.read().launcher
+OVER_GLOO = _LAUNCHER is not None and not _LAUNCHER.mpi
+"""Whether these tests run without MPI, started by `fsdpx run --backend gloo`."""
+
+
+def carrier(timeout: float = 30.0) -> Carrier:
+    """A new communicator of all ranks for messages: of MPI, or without it of Gloo."""
+    if OVER_GLOO:
+        from fsdpx.comm import roll
+        from fsdpx.comm.gloo import GlooCommunicator
+
+        return GlooCommunicator(roll.call(environment.read()), timeout)
+    from fsdpx.comm.mpi import MpiCommunicator
+
+    return MpiCommunicator(timeout=timeout)
 
 
 def together(world: Communicator, comm: Communicator, body: Callable[[Communicator], Any]) -> None:

@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from ranks import together
+from ranks import carrier, together
 from windows import ROOM, InWindows
 
+from fsdpx import environment
 from fsdpx.comm import Communicator, ReduceOp, split_evenly
 from fsdpx.comm.communicator import even_pieces
 from fsdpx.errors import CommTimeout
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 def _node(machines=None, timeout=30.0):
     from fsdpx.comm.node import NodeCommunicator
 
-    return NodeCommunicator(timeout=timeout, machines=machines)
+    return NodeCommunicator(carrier(timeout), machines)
 
 
 def _pairs(size: int) -> list[int]:
@@ -45,9 +46,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def cluster():
-    from mpi4py import MPI
-
-    comm = _node(_pairs(MPI.COMM_WORLD.size))
+    comm = _node(_pairs(environment.read().expected_size or 1))
     yield comm
     comm.close()
 
@@ -193,9 +192,7 @@ def test_groups_have_boards_of_their_own(world):
 
 
 def test_who_does_not_come_is_named():
-    from mpi4py import MPI
-
-    comm = _node(timeout=0.3)
+    comm, everyone = _node(timeout=0.3), carrier()
     room = comm.share(4096)
 
     def body(comm):
@@ -206,7 +203,8 @@ def test_who_does_not_come_is_named():
 
     if comm.shares:
         body(comm)
-    MPI.COMM_WORLD.Barrier()
+    everyone.barrier().wait()
+    everyone.close()
 
 
 def test_a_machine_without_room_is_known_to_all(world, monkeypatch):

@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 import pytest
-from ranks import together
+from ranks import carrier, together
 
 from fsdpx.comm import ReduceOp, split_evenly
 from fsdpx.errors import CommTimeout, ShapeError
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.world, pytest.mark.mpi]
 def _node(timeout=30.0):
     from fsdpx.comm.node import NodeCommunicator
 
-    return NodeCommunicator(timeout=timeout)
+    return NodeCommunicator(carrier(timeout))
 
 
 @pytest.fixture(scope="module")
@@ -158,16 +158,14 @@ def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
 
 
 def test_who_does_not_come_to_a_planned_call_is_named():
-    from mpi4py import MPI
-
-    comm = _node(timeout=0.3)
+    comm, everyone = _node(timeout=0.3), carrier()
     room, common = comm.share(4096), comm.share_one(4096)
 
     def body(comm):
         buf, full = room[:800].view(np.float64), common[:8].view(np.uint8)
         comm.all_reduce(buf).wait()
         comm.all_gather(full[comm.rank : comm.rank + 1], full[: comm.size]).wait()
-        MPI.COMM_WORLD.Barrier()
+        everyone.barrier().wait()
         if comm.rank == 0:
             with pytest.raises(CommTimeout, match=r"all_reduce of 'w' on rank 0 of \d+ .* ranks \[1\b.*window"):
                 comm.all_reduce(buf, what="'w'").wait()
@@ -176,4 +174,5 @@ def test_who_does_not_come_to_a_planned_call_is_named():
 
     if comm.shares:
         body(comm)
-    MPI.COMM_WORLD.Barrier()
+    everyone.barrier().wait()
+    everyone.close()

@@ -62,7 +62,7 @@ class TestWithoutDeaths(OnEveryRank):
         from fsdpx.comm.node import NodeCommunicator
 
         def body(comm: Survivor) -> None:
-            for given in (MPI.COMM_WORLD, NodeCommunicator(), Guarded(MpiCommunicator()), comm):
+            for given in (MPI.COMM_WORLD, NodeCommunicator(MpiCommunicator()), Guarded(MpiCommunicator()), comm):
                 made = resilient(given)
                 assert (made.rank, made.size) == (comm.rank, comm.size)
                 assert survives(made) == environment.read().ulfm

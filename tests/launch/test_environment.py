@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpx.environment import Environment, Launcher, alone, check_alone, check_size, read
+from fsdpx.environment import Environment, Launcher, Store, alone, check_alone, check_size, read
 from fsdpx.errors import LaunchError
 
 
@@ -60,7 +60,28 @@ def test_variables_of_torchrun_mean_one_of_several():
         check_alone({"RANK": "1", "WORLD_SIZE": "2"})
     assert "RANK=1 and WORLD_SIZE=2 say that this process is one of 2, as torchrun sets them" in str(caught.value)
     assert "mpiexec -n 2 python ... (or srun), or unset RANK and WORLD_SIZE" in str(caught.value)
+    assert "without MASTER_ADDR and MASTER_PORT (from 1 to 65535) it cannot meet the others" in str(caught.value)
     assert "fsdpx.init(backend='local')" in str(caught.value)
+
+
+def test_ranks_without_mpi_are_found_below_a_launcher_of_mpi_and_inside_it():
+    by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
+    store = Store("n1", 29400)
+    assert read(by_hand).launcher == Launcher(
+        "ranks without MPI (WORLD_SIZE)", 2, 1, variable="RANK", mpi=False, store=store
+    )
+    mpi = {"PMI_SIZE": "4", "PMI_RANK": "3"}
+    assert read(by_hand | mpi).launcher == Launcher(
+        "mpiexec or srun with PMI (PMI_SIZE)", 4, 3, variable="PMI_RANK", store=store
+    )
+    torchrun = {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    found = read(by_hand | mpi | torchrun)
+    assert found.launcher is not None
+    assert (found.launcher.name, found.launcher.local_rank) == ("torchrun (WORLD_SIZE)", 0)
+    assert found.launcher.store == Store("n1", 29400, served=True)
+    assert found.expected_size == 2
+    assert read({"RANK": "0", "WORLD_SIZE": "1", "FSDPX_STORE": "s"}).launcher is not None
+    assert alone(by_hand | torchrun | {"FSDPX_STORE": "s", "LOCAL_WORLD_SIZE": "1"}) == {}
 
 
 @pytest.mark.parametrize(

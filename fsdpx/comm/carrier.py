@@ -1,0 +1,43 @@
+"""What a backend must do to carry the messages of ranks that are processes, beside and between shared memory."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from fsdpx.comm.backend import Backend
+from fsdpx.comm.calls import Call, Handle
+from fsdpx.comm.checks import copy
+
+__all__ = ["TIMEOUT", "Carrier"]
+
+TIMEOUT = 1800.0
+"""Seconds a wait lasts before it raises CommTimeout."""
+
+
+class Carrier(Backend):
+    """library: what moves the bytes, in a word. timeout: seconds that a single wait may last."""
+
+    library: ClassVar[str]
+    timeout: float
+
+    def wait_up_to(self, seconds: float) -> None:
+        """From now on a single wait may last so long."""
+        self.timeout = seconds
+
+    @property
+    @abstractmethod
+    def takes_threads(self) -> bool:
+        """Whether other threads than the first of a rank may use it, one at a time."""
+
+    def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
+        """An all-gather of pieces that need not follow each other in `recv`, nor fill it; up to 2^31 elements."""
+        send, recv = call.arrays
+        parts = [recv[start : start + count] for start, count in zip(displs, counts, strict=True)]
+        copy(parts[self.rank], send)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        message = call.on(call.arrays)
+        message.tag = self._tag()
+        own = parts[self.rank]
+        return self.exchange(message, [(rank, own) for rank in others], [(rank, parts[rank]) for rank in others])

@@ -1,0 +1,257 @@
+"""Ranks as processes without MPI, through torch.distributed: Gloo's collectives and messages on NumPy's memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from os import _exit  # as it is before fsdpx.watch tells of exits that others wait behind
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fsdpx.comm.calls import DONE, Array, Call, Handle, ReduceOp, named
+from fsdpx.comm.carrier import TIMEOUT, Carrier
+from fsdpx.comm.checks import copy
+from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.local import LocalCommunicator
+from fsdpx.comm.messages import Pairs
+from fsdpx.comm.rendezvous import Group, World
+from fsdpx.comm.roll import Roll
+from fsdpx.comm.staging import staged
+from fsdpx.comm.steps import Finish, Progress, spin
+from fsdpx.errors import CommTimeout
+
+__all__ = ["GlooCommunicator"]
+
+_AGES = timedelta(days=30)
+"""How long Gloo itself waits: our waits end before."""
+
+
+class GlooCommunicator(Carrier):
+    """Ranks that `roll` has called. timeout: seconds a wait lasts before CommTimeout.
+
+    Gloo's threads move what is under way, so a transfer makes progress by itself. Sums of float16 and bfloat16 are
+    made by messages, in rank order. Arrays on a GPU are copied to the host and back."""
+
+    library = "gloo"
+
+    def __init__(self, roll: Roll, timeout: float = TIMEOUT) -> None:
+        roll.worlds += 1
+        self._start(roll, str(roll.worlds), roll.rank, roll.size, timeout, Progress())
+
+    def _start(self, roll: Roll, name: str, rank: int, size: int, timeout: float, progress: Progress) -> None:
+        super().__init__(rank, size, progress)
+        self.roll, self.timeout = roll, timeout
+        self._name, self._groups = name, 0
+        self._itself = LocalCommunicator(Group(World(timeout), [0]), 0, progress)
+        self._gloo: Any = None
+        if size > 1:
+            with roll.naming(f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"):
+                store = dist.PrefixStore(name, roll.store)
+                self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=max(timeout, roll.timeout)))
+                self._gloo._set_default_timeout(_AGES)
+
+    def __repr__(self) -> str:
+        return f"GlooCommunicator(rank={self.rank}, size={self.size})"
+
+    @property
+    def takes_threads(self) -> bool:
+        return True
+
+    # -- calls -----------------------------------------------------------------------------------
+
+    def move(self, call: Call) -> Handle:
+        with self.roll.naming(f"{call.name} on rank {self.rank} of {self.size}"):
+            return staged(call, self._move)
+
+    def _move(self, call: Call) -> Handle:
+        begin = _LIBRARY.get(call.verb)
+        if begin is None or (call.verb == "all_reduce" and _addable(call.arrays[0], call.op) is None):
+            return super().move(call)
+        return begin(self, call)
+
+    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        """Nothing is sent for empty arrays: both sides know."""
+        receives = [(rank, _bytes(part)) for rank, part in incoming if part.size]
+        sends = [(rank, _bytes(part)) for rank, part in outgoing if part.size]
+        works = [self._gloo.recv([data], rank, call.tag) for rank, data in receives]
+        works += [self._gloo.send([data], rank, call.tag) for rank, data in sends]
+        return Works(self, call, [Waited(works)], (receives, sends)) if works else DONE
+
+    def _message(self, call: Call) -> Handle:
+        """Gloo connects no rank to itself."""
+        pairs = [(call.root, call.arrays[0])]
+        if call.root == self.rank:
+            call = call.on(call.arrays)
+            call.root = 0
+            return self._itself.move(call)
+        return self.exchange(call, pairs, []) if call.verb == "send" else self.exchange(call, [], pairs)
+
+    def _all_gather(self, call: Call) -> Handle:
+        (send, recv), (cut,) = call.arrays, call.cuts
+        copy(cut.part(recv, self.rank), send)
+        if cut.even and recv.size:
+            target = _bytes(recv)
+            source = _bytes(cut.part(recv, self.rank))
+            return Works(self, call, [self._gloo._allgather_base(target, source)], (source, target))
+        parts = [(root, _bytes(cut.part(recv, root))) for root in range(self.size) if cut.counts[root]]
+        return Works(self, call, [self._broadcasts(part, root) for root, part in parts], parts)
+
+    def _all_reduce(self, call: Call) -> Handle:
+        (buf,) = call.arrays
+        if not buf.size:
+            return DONE
+        options = dist.AllreduceOptions()
+        data, options.reduceOp = torch.from_numpy(_plain(buf)), _addable(buf, call.op)
+        handle = Works(self, call, [self._gloo.allreduce([data], options)], data)
+        average = call.op is ReduceOp.AVG
+        return Finish(handle, partial(np.divide, buf, self.size, buf)) if average else handle
+
+    def _broadcast(self, call: Call) -> Handle:
+        (buf,) = call.arrays
+        data = _bytes(buf)
+        return Works(self, call, [self._broadcasts(data, call.root)], data) if buf.size else DONE
+
+    def _broadcasts(self, data: torch.Tensor, root: int) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = root, 0
+        return self._gloo.broadcast([data], options)
+
+    def _barrier(self, call: Call) -> Handle:
+        """Gloo's own waits for all that was begun before, too."""
+        return self._all_reduce(call.on((np.zeros(1, np.uint8),)))
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        given = self.all_gather_object((color, key))
+        self._groups += 1
+        if color is None:
+            return None
+        ranks = [rank for _, rank in sorted((key, rank) for rank, (wanted, key) in enumerate(given) if wanted == color)]
+        group = object.__new__(type(self))
+        name = f"{self._name}/{self._groups}.{color}"
+        group._start(self.roll, name, ranks.index(self.rank), len(ranks), self.timeout, self.progress)
+        return group
+
+    def close(self) -> None:
+        self._gloo = None
+
+    def abort(self, code: int = 1) -> None:
+        """The others learn of it from the store, and by their connections to this rank."""
+        self.roll.ended(self.roll.rank)
+        _exit(code)
+
+
+class Works:
+    """The handle of what Gloo does for one call. It keeps the tensors until all is complete."""
+
+    __slots__ = ("_comm", "_tensors", "_verb", "_what", "_works")
+
+    def __init__(self, comm: GlooCommunicator, call: Call, works: Sequence[Any], tensors: object) -> None:
+        self._comm, self._verb, self._what = comm, call.verb, call.what
+        self._works, self._tensors = list(works), tensors
+
+    def test(self) -> bool:
+        works = self._works
+        while works and works[-1].is_completed():
+            with self._comm.roll.naming(str(self)):
+                works[-1].wait()
+            works.pop()
+        if not works:
+            self._tensors = None
+        return not works
+
+    def wait(self) -> None:
+        comm = self._comm
+        if not self.test() and not spin(self.test, comm.progress, comm.timeout, patience=0):
+            raise CommTimeout(f"{self} is not complete after {comm.timeout:g} s: a peer did not call or has ended")
+
+    def __str__(self) -> str:
+        return f"{named(self._verb, self._what)} on rank {self._comm.rank} of {self._comm.size}"
+
+
+class Waited:
+    """Messages of which a thread waits for one after the other: only that tells whether Gloo has moved them."""
+
+    __slots__ = ("_done", "_error", "_works")
+
+    def __init__(self, works: list[Any]) -> None:
+        self._works, self._done = works, False
+        self._error: Exception | None = None
+        _THREADS.give(self)
+
+    def run(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except Exception as error:
+            self._error = error
+        self._done = True
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Threads:
+    """As many threads as there are messages to wait for, kept for the next ones. None holds up the end of a process."""
+
+    def __init__(self) -> None:
+        self._given: SimpleQueue[Waited] = SimpleQueue()
+        self._free = threading.Semaphore(0)
+
+    def give(self, waited: Waited) -> None:
+        self._given.put(waited)
+        if not self._free.acquire(blocking=False):
+            threading.Thread(target=self._serve, name="fsdpx gloo", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._given.get().run()
+            self._free.release()
+
+
+_THREADS = _Threads()
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.PROD: dist.ReduceOp.PRODUCT,
+}  # fmt: skip
+_OF_BOOLS = {ReduceOp.SUM: dist.ReduceOp.MAX, ReduceOp.PROD: dist.ReduceOp.MIN}
+
+
+def _addable(array: Array, op: ReduceOp) -> Any:
+    """Gloo's operation, or None where it does not add such numbers, or not in float32 in rank order."""
+    if array.dtype.kind == "b":
+        return _OF_BOOLS.get(op, _OPS[op])
+    return _OPS[op] if array.dtype.name in ("float32", "float64", "int32", "int64", "uint8") else None
+
+
+def _plain(array: Array) -> Array:
+    """Flags as numbers, of which torch takes the greatest or the least."""
+    return array.view(np.uint8) if array.dtype.kind == "b" else array
+
+
+def _bytes(array: Array) -> torch.Tensor:
+    """The memory of an array; of one that must not be written, which is sent only, a copy."""
+    data = array.view(np.uint8)
+    return torch.from_numpy(data if data.flags.writeable else data.copy())
+
+
+_LIBRARY: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
+    "all_gather": GlooCommunicator._all_gather,
+    "all_reduce": GlooCommunicator._all_reduce,
+    "broadcast": GlooCommunicator._broadcast,
+    "barrier": GlooCommunicator._barrier,
+    "send": GlooCommunicator._message,
+    "recv": GlooCommunicator._message,
+}
+"""What Gloo does well; everything else by messages."""

@@ -1,0 +1,78 @@
+"""Starts ranks on this host without any MPI: python -m fsdpx.launch.here -n 4 python -m fsdpx.launch.rank script.py"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from fsdpx.errors import LaunchError
+
+__all__ = ["starter"]
+
+_SECONDS_TO_END = 5.0
+"""So long the others may take to say what they know of a rank that has failed, and again to end when told to."""
+_LOOK = 0.02
+
+
+def starter() -> list[str]:
+    """What starts ranks here, as mpiexec does elsewhere: it takes -n and a command. LaunchError without PyTorch."""
+    if importlib.util.find_spec("torch") is None:
+        raise LaunchError("--backend gloo needs PyTorch, which is not installed: pip install 'fsdpx[gloo]'")
+    return [sys.executable, "-m", "fsdpx.launch.here"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Start `words` as ranks that meet at a new file; the status of the first that fails, which ends the others."""
+    ranks, command = int(words[1]), words[2:]
+    with tempfile.TemporaryDirectory(prefix="fsdpx-meet-") as folder:
+        started: list[subprocess.Popen[bytes]] = []
+
+        def hand_on(number: int, frame: FrameType | None) -> None:
+            for rank in started:
+                with suppress(OSError):
+                    rank.send_signal(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)):
+            signal.signal(number, hand_on)
+        for rank in range(ranks):
+            started.append(subprocess.Popen(command, env=_variables(rank, ranks, Path(folder, "store"))))
+        return _wait(started)
+
+
+def _variables(rank: int, ranks: int, store: Path) -> dict[str, str]:
+    numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
+    return {**os.environ, **{name: str(n) for name, n in numbers.items()}, "FSDPX_STORE": str(store)}
+
+
+def _wait(started: list[subprocess.Popen[bytes]]) -> int:
+    status, due, ends = 0, 0.0, [subprocess.Popen.terminate, subprocess.Popen.kill]
+    while living := [rank for rank in started if rank.poll() is None]:
+        status = status or _failed(started)
+        now = time.monotonic()
+        if status and not due:
+            due = now + _SECONDS_TO_END
+        elif status and now >= due and ends:
+            due, end = now + _SECONDS_TO_END, ends.pop(0)
+            for rank in living:
+                end(rank)
+        time.sleep(_LOOK)
+    return status or _failed(started)
+
+
+def _failed(started: list[subprocess.Popen[bytes]]) -> int:
+    """The status of a rank that has failed, as a shell says it; 0 if none has."""
+    statuses = [rank.returncode for rank in started if rank.returncode]
+    return next((status if status > 0 else 128 - status for status in statuses), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,227 @@
+"""Ranks without MPI: the contract, how they meet, how they end.
+
+The tests marked `world` run under `fsdpx run --backend gloo -n N -m pytest -m world tests/comm/test_gloo.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import OVER_GLOO, carrier, together
+
+import fsdpx
+from fsdpx import nn, optim
+from fsdpx.comm import Communicator
+from fsdpx.environment import alone, read
+from fsdpx.errors import CommTimeout, ConfigError, LaunchError
+from fsdpx.launch.launchers import find
+from fsdpx.launch.options import LaunchConfig
+from fsdpx.nn import models
+from fsdpx.testing.communicator import CommunicatorContract
+
+TESTS = Path(__file__).parents[1]
+ROOT = TESTS.parent
+without_mpi = pytest.mark.skipif(not OVER_GLOO, reason="for ranks without MPI")
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+
+
+@pytest.fixture(scope="module")
+def messages() -> Iterator[Communicator]:
+    comm = carrier(60)
+    yield comm
+    comm.close()
+
+
+@pytest.mark.world
+@without_mpi
+class TestContract(CommunicatorContract):
+    """Messages alone; test_node.py has those who share memory as well."""
+
+    @pytest.fixture(autouse=True)
+    def _take(self, messages: Communicator) -> None:
+        self.world = messages
+
+    def run(self, body: Callable[[Communicator], Any]) -> None:
+        together(self.world, self.world, body)
+
+
+@pytest.mark.world
+@without_mpi
+class TestTheWorld:
+    def test_it_is_found_and_shown(self, world: Communicator) -> None:
+        shown = fsdpx.info()
+        assert (shown["backend"], shown["rank"], shown["size"]) == ("gloo", world.rank, world.size)
+        assert f"ranks without MPI (WORLD_SIZE), {world.size} ranks, who meet at FSDPX_STORE=" in shown["launcher"]
+        assert repr(world).endswith("machines=1) over GlooCommunicator")
+        assert "mpi4py.MPI" not in sys.modules
+
+    def test_memory_is_shared_with_torch(self) -> None:
+        from fsdpx.comm.gloo import _bytes
+
+        for dtype in ("float32", "bfloat16", "float16", "uint64", "bool"):
+            array = np.zeros(5, dtype)
+            assert _bytes(array).data_ptr() == array.ctypes.data
+
+    def test_what_it_cannot_do_is_refused_by_name(self, messages: Communicator) -> None:
+        with pytest.raises(
+            ConfigError, match=r"a window on GlooCommunicator.* use backend='node' or 'mpi', gloo inside"
+        ):
+            messages.window(8)
+        with pytest.raises(
+            ConfigError, match=r"ranks of .*GlooCommunicator.* cannot die or come back: use ranks of MPI"
+        ):
+            models.mlp(1, 2).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), elastic=True)
+
+    def test_a_wait_ends_with_the_name_of_what_it_waits_for(self, messages: Communicator) -> None:
+        impatient: Any = messages.split(0, messages.rank)
+        impatient.wait_up_to(0.2)
+        if messages.rank == 0:
+            handle = impatient.recv(np.zeros(3), 1, 9, what="ACT1")
+            with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of \d is not complete after 0.2 s"):
+                handle.wait()
+        messages.barrier().wait()
+        if messages.rank == 1:
+            impatient.wait_up_to(60)
+            impatient.send(np.zeros(3), 0, 9).wait()
+        if messages.rank == 0:
+            impatient.wait_up_to(60)
+            handle.wait()
+        impatient.close()
+
+
+# -- jobs ----------------------------------------------------------------------------------------------------------
+
+
+Done = subprocess.CompletedProcess[str]
+
+
+def job(folder: Path, ranks: int, *words: str, by: Sequence[str] = (), **variables: str) -> Done:
+    """`words` for Python on ranks without MPI, which cannot even be imported. by: another launcher than `fsdpx run`."""
+    (folder / "mpi4py").mkdir(exist_ok=True)
+    (folder / "mpi4py" / "__init__.py").write_text("raise ImportError('this environment has no MPI')")
+    environ = alone() | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "OPENBLAS_NUM_THREADS": "1"} | variables
+    start = by or ("-m", "fsdpx", "run", "--backend", "gloo", "-n", str(ranks), "--max-restarts", "0")
+    return subprocess.run(
+        [sys.executable, *start, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.mark.jobs
+@needs_torch
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_contract_and_training_without_mpi(ranks: int, tmp_path: Path) -> None:
+    """What ranks of MPI pass: the contract over messages and in windows, and training equal to one process."""
+    files = ["comm/test_gloo.py", "comm/test_node.py", "engine/test_world.py", "engine/test_world_axes.py"]
+    words = ["-m", "world", "-p", "no:cacheprovider", "-p", "no:pytest_mpi", "-p", "no:xdist"]
+    done = job(tmp_path, ranks, "-m", "pytest", *words, *(str(TESTS / file) for file in files))
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) > 200
+
+
+SHORT = (
+    "fsdpx.examples.gpt --data fsdpx/comm --steps 2 --batch 8 --validate 2 --validation-batches 1 --no-tune --no-save"
+)
+
+
+@pytest.mark.jobs
+@needs_torch
+def test_gpt_has_the_hash_of_one_process_also_under_torchrun(tmp_path: Path) -> None:
+    words = ["-m", *SHORT.split(), "--sample", "0", "--chunks", "4", "--hash"]
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = [job(tmp_path, 1, *words, by=("-B",)), job(tmp_path, 4, *words), job(tmp_path, 2, *words, by=torchrun)]
+    assert [one.returncode for one in done] == [0, 0, 0], "\n".join(one.stderr for one in done)
+    hashes = {one.stdout.split("sha256 ")[1].split()[0] for one in done}
+    assert len(hashes) == 1
+
+
+@pytest.mark.jobs
+@needs_torch
+@pytest.mark.parametrize(
+    ("end", "through", "status", "said"),
+    [
+        ("sys.exit(3)", "windows", 3, "rank 1 has ended with status 3"),
+        ("os.kill(os.getpid(), 9)", "messages", 137, "recv of news on rank [02] of 3: rank 1 has ended"),
+        ("raise RuntimeError('out of fuel')", "windows", 1, "RuntimeError: out of fuel"),
+    ],
+)
+def test_a_rank_that_ends_is_named_and_ends_the_job(
+    end: str, through: str, status: int, said: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    wait = "comm.barrier().wait()" if through == "windows" else "comm.recv(np.zeros(3), 1, what='news').wait()"
+    script.write_text(
+        f"import os, sys, numpy as np, fsdpx\ncomm = fsdpx.init()\ncomm.barrier().wait()\n"
+        f"if comm.rank == 1:\n    {end}\nelse:\n    {wait}\n"
+    )
+    began = time.monotonic()
+    done = job(tmp_path, 3, str(script), FSDPX_TIMEOUT="250")
+    assert done.returncode == status, done.stderr
+    assert re.search(said, done.stderr), done.stderr
+    assert "rank 1" in done.stderr
+    assert time.monotonic() - began < 120  # not a timeout
+
+
+@pytest.mark.jobs
+@needs_torch
+def test_who_does_not_come_and_an_address_that_is_wrong_are_named(tmp_path: Path) -> None:
+    """Each is one process alone, in which only this is tried."""
+    here = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "FSDPX_START_TIMEOUT": "1"}
+    missing = job(tmp_path, 1, "import fsdpx; fsdpx.init()", by=("-c",), RANK="0", **here)
+    assert missing.returncode == 1
+    assert f"rank 0 of 3 waited 1 s for ranks 1, 2 at MASTER_ADDR=127.0.0.1, MASTER_PORT={here['MASTER_PORT']}" in (
+        missing.stderr
+    )
+    nobody = job(tmp_path, 1, "import fsdpx; fsdpx.init()", by=("-c",), RANK="1", **here)
+    assert re.search(r"LaunchError: rank 1 of 3 cannot meet the others at MASTER_ADDR=127\.0\.0\.1", nobody.stderr)
+
+
+def test_without_pytorch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdpx.comm import roll
+
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    settings = read({"RANK": "0", "WORLD_SIZE": "2", "FSDPX_STORE": "store"})
+    with pytest.raises(ConfigError, match=r"backend='gloo' needs PyTorch, .*: pip install 'fsdpx\[gloo\]'"):
+        roll.call(settings)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(LaunchError, match=r"needs PyTorch, which is not installed: pip install 'fsdpx\[gloo\]'"):
+        find(LaunchConfig(2, backend="gloo"))
+
+
+def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdpx.comm import roll
+
+    monkeypatch.setattr(roll, "_torch", lambda: None)
+    for environ, words in (
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "2"},
+            "MASTER_ADDR and MASTER_PORT, or FSDPX_STORE, do not say where ranks meet",
+        ),
+        ({"FSDPX_STORE": "store"}, "RANK and WORLD_SIZE do not say which of how many ranks this is"),
+        ({"FSDPX_STORE": "store", "RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
+    ):
+        with pytest.raises(LaunchError, match=words):
+            roll.call(read(environ))
+
+
+def test_import_leaves_torch_alone() -> None:
+    code = "import sys, fsdpx; fsdpx.init(); fsdpx.comm; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], env=alone() | {"PYTHONPATH": str(ROOT)}).returncode == 0
