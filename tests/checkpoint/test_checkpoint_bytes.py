@@ -122,7 +122,9 @@ def test_optimisers_have_what_they_have(optimizer: Any, slots: list[str], tmp_pa
     assert sorted(names) == sorted(f"{s}/{n}" for s in slots for n in ("2.weight", "2.bias", "4.weight", "4.bias"))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", ml_dtypes.bfloat16), ("float16", np.float16), ("float32", "f4")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), few([("bf16", ml_dtypes.bfloat16), ("float16", np.float16), ("float32", "f4")], 3)
+)
 def test_weights_in_another_format(name: str, dtype: Any, tmp_path: Path) -> None:
     values = everywhere("3D", lambda comm: saved(comm, "3D", tmp_path / "a", dtype=name))[0]
     found = safetensors.numpy.load_file(tmp_path / "a/model.safetensors")
@@ -179,7 +181,7 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     assert distance(values, everywhere("fsdp 5", load)[0]) == 0
 
 
-@pytest.mark.parametrize("name", ["one", "fsdp 3", "3D"])
+@pytest.mark.parametrize("name", few(["fsdp 3", "one", "3D"], 3))
 def test_weights_of_anybody_are_loaded(name: str, tmp_path: Path) -> None:
     """A tied parameter under either name, or both; running statistics may be missing."""
     values = everywhere("one", saved, "one", tmp_path / "a")[0]

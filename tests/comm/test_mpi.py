@@ -47,11 +47,12 @@ class TestContract(OnEveryRank):
 
 
 class TestContractInChunks(OnEveryRank):
-    """Every transfer of more than 4 elements goes through the code for more than 2^31 - 1."""
+    """Every transfer of more than 7 elements goes through the code for more than 2^31 - 1: arrays of the contract have
+    fewer, as many, and several times as many and some."""
 
     def adapt(self, world):
         chunked = world.split(0, world.rank)
-        chunked.limit = 4
+        chunked.limit = 7
         return chunked
 
 

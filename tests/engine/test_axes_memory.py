@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import few, pairs
 from meshes import train
 
 import fsdpx
@@ -55,8 +56,7 @@ def test_the_pipe_moves_what_crosses_a_cut() -> None:
             assert report.predicted["pipe", call] == count
 
 
-@pytest.mark.parametrize("time", [12, 7, 1])
-@pytest.mark.parametrize("sequence", [None, "parallel", "ulysses", "ring"])
+@pytest.mark.parametrize(("sequence", "time"), few(pairs(["parallel", None, "ulysses", "ring"], [12, 7, 1]), 2))
 def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) -> None:
     """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
 
@@ -116,7 +116,7 @@ def test_a_budget_recomputes_as_little_as_it_takes() -> None:
         blocks("1KiB")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-h2"])
+@pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-h2"], 2))
 def test_a_budget_holds_with_every_schedule(schedule: str) -> None:
     """Counted in slots, between all actions: also what waits for the second half of backward."""
     for rank in range(RANKS):
@@ -168,10 +168,12 @@ def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
     assert " R" in programs[0].replace("REDUCE", "").replace("RECV", "")
 
 
-@pytest.mark.parametrize(("time", "budget"), [(12, "31KB"), (11, "31KB"), (2, "6300B")])
-@pytest.mark.parametrize("sequence", ["parallel", "ulysses", "ring"])
-def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, time: int, budget: str) -> None:
+@pytest.mark.parametrize(
+    ("sequence", "uneven"), few(pairs(["ring", "ulysses", "parallel"], [(11, "31KB"), (12, "31KB"), (2, "6300B")]), 3)
+)
+def test_dry_runs_of_uneven_sequences_are_the_runs(sequence: str, uneven: tuple[int, str]) -> None:
     """What each rank moves between ranks, and keeps, is known without data; `recompute` chooses alike on all."""
+    time, budget = uneven
     options: dict[str, Any] = {
         "loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "strategy": "ddp", "sequence": sequence,
         "mesh": Mesh(shard=1, tensor=3), "group_bytes": 0, "recompute": budget,

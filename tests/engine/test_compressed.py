@@ -87,7 +87,7 @@ def test_a_dry_run_predicts_the_same(name: str, strategy: str, size: int) -> Non
     assert counted == dry.report.predicted
 
 
-@pytest.mark.parametrize(("strategy", "name"), pairs(["ddp", "fsdp", "hybrid"], ["int8", "unbiased"]))
+@pytest.mark.parametrize(("strategy", "name"), few(pairs(["ddp", "fsdp", "hybrid"], ["int8", "unbiased"]), 3))
 def test_digits_are_learnt_nearly_as_well(name: str, strategy: str) -> None:
     """The convolutional network of the example: after 60 steps the loss is within 15 % of plain training's."""
     loss = {codec: learn(codec, strategy) for codec in ("plain", name)}
