@@ -1,12 +1,13 @@
 """Steps and loss of every optimiser beside AdamW's: the main job with the settings that each is recommended with.
 
-    python bench/optimizers.py [--seeds 0 1 2] [--ranks 1] [--steps 300] [--size tiny] [--quick]
+    python bench/optimizers.py [--seeds 0 1 2] [--ranks 1] [--steps 150] [--batch 8] [--size tiny] [--quick]
 
 The model, the text and all other options are those of `make train`; AdamW has its schedule. Each optimiser is validated
 every few steps, where it is meant to be evaluated. Losses do not depend on what else the machine does.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from statistics import mean
@@ -34,7 +35,7 @@ def recommended(steps: int) -> dict[str, Callable[[], Any]]:
         "AdamW": lambda: same,
         "AdamW8bit": lambda: optim.AdamW8bit(lr=same.lr, betas=same.betas, **decay),
         "AdamWScheduleFree": lambda: optim.AdamWScheduleFree(
-            lr=optim.schedules.WarmUp(warm, 4e-3), betas=(0.9, 0.98), **decay
+            lr=optim.schedules.WarmUp(warm, 4e-3), betas=(0.95, 0.98), **decay
         ),
         "Muon": lambda: optim.Muon(lr=falling(2e-3), others=optim.AdamW(betas=same.betas), **decay),
         "Prodigy": lambda: optim.Prodigy(lr=falling(1.0), betas=(0.9, 0.99), **decay),
@@ -46,13 +47,16 @@ def recommended(steps: int) -> dict[str, Callable[[], Any]]:
 def main() -> int:
     if (this := trainings.job()) is not None:
         return job(*this)
-    p = trainings.parser(__doc__, "--optimizers", recommended(1))
-    p.add_argument("--every", type=int, default=10, help="steps from one validation to the next")
+    p = trainings.parser(__doc__, "--optimizers", recommended(1), steps=150)
+    p.add_argument("--every", type=int, default=15, help="steps from one validation to the next")
     p.add_argument("--size", default="tiny", help="of the model, as in `make train`")
-    p.add_argument("--batch", type=int, default=32, help="sequences of the global batch")
+    p.add_argument("--batch", type=int, default=8, help="sequences of the global batch")
+    p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="trainings at a time, of one core for a rank")
     options = p.parse_args()
     asked = {name: getattr(options, name) for name in ("steps", "every", "size", "batch")}
-    return trainings.compare(__file__, "optimizer", options, asked | ({"steps": 20} if options.quick else {}), tables)
+    return trainings.compare(
+        __file__, "optimizer", options, asked | ({"steps": 20} if options.quick else {}), tables, options.jobs
+    )
 
 
 def job(name: str, asked: dict[str, Any]) -> int:

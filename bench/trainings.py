@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,23 @@ def compare(
     options: argparse.Namespace,
     asked: dict[str, Any],
     tables: Callable[[dict[str, Any]], list[tuple[str, str]]],
+    jobs: int = 1,
 ) -> int:
-    """Run the jobs one after the other, and print and save what they found. kind: of variants, the key of their names.
-    asked: what all jobs are asked for, beside the seed."""
+    """Run the jobs, and print and save what they found. kind: of variants, the key of their names. asked: what all jobs
+    are asked for, beside the seed. jobs: so many at a time."""
     found: dict[str, Any] = {**asked, "ranks": options.ranks, "rows": []}
     here = [sys.executable] if options.ranks == 1 else mpiexec(options.ranks)
-    for seed, name in product(options.seeds[:1] if options.quick else options.seeds, options.variants):
+
+    def row(seed_and_name: tuple[int, str]) -> dict[str, Any]:
+        seed, name = seed_and_name
         command = [*here, script, "job", name, json.dumps({**asked, "seed": seed})]
-        found["rows"].append({kind: name, "seed": seed, **finish(start(command, environ()), patience=7200)})
-        print(json.dumps(found["rows"][-1]), flush=True)
-        save(Path(script).stem, options, found)
+        return {kind: name, "seed": seed, **finish(start(command, environ()), patience=7200)}
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for made in pool.map(row, product(options.seeds[:1] if options.quick else options.seeds, options.variants)):
+            found["rows"].append(made)
+            print(json.dumps(made), flush=True)
+            save(Path(script).stem, options, found)
     for title, text in tables(found):
         print(f"{title}\n{text}\n", flush=True)
     return 0
