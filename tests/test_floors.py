@@ -34,7 +34,7 @@ BESIDE = ("testing",)
 
 NARROWER = {
     "program": {"errors"},
-    "optim": {"array", "native", *GROUND},
+    "optim": {"array", "cuda", "native", *GROUND},
     "data": {"array", "comm", *GROUND},
     "testing": {"array", "shapes", "comm", "codecs", "nn", "optim", "program", *GROUND},
 }

@@ -15,6 +15,7 @@ import numpy as np
 
 from fsdpx.array.kernels.choice import installed
 from fsdpx.array.parallel import over
+from fsdpx.cuda.kernels import update
 from fsdpx.errors import ConfigError
 from fsdpx.optim import plain
 from fsdpx.optim.dynamic import buckets, table
@@ -57,6 +58,8 @@ def _run(name: str, xp: Any, arrays: tuple[Any, ...], numbers: tuple[float, ...]
     values = tuple(map(dtype.type, numbers))
     if (compiled := _compilable(arrays, dtype)) is not None:
         over(compiled[name], arrays, *values)
+        return
+    if xp.__name__ == "cupy" and _version.get() != "plain" and update(name, arrays, values):
         return
     plain.KERNELS[name](xp, arrays, values)
 

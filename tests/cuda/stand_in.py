@@ -3,8 +3,15 @@ arrays of the host, to copy them in by assignment, and to be turned into them un
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
 import threading
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +19,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 __all__ = ["Cupy", "ndarray"]
 
+HERE = Path(__file__).parent
 _at = threading.local()
 
 
@@ -114,6 +122,65 @@ def _calling(function: Any) -> Any:
     return lambda *given, **options: _wrapped(function(*_bare(given), **{k: _bare(v) for k, v in options.items()}))
 
 
+class RawModule:
+    """CUDA C compiled for the host, one launch at a time. What kernels get is checked: arrays of the GPU, and numbers
+    that say their type."""
+
+    def __init__(self, code: str, options: tuple[str, ...] = (), **_: Any) -> None:
+        defines = [option for option in options if option.startswith("-D")]
+        head, *updates = code.split("#if KIND != 16")
+        calls = _launchers(head) + ([] if "-DKIND=16" in defines else _launchers("".join(updates)))
+        shim = (HERE / "on_the_host.h").read_text()
+        self.library = ctypes.PyDLL(_compiled("".join([shim, code, *calls]), defines))
+
+    def get_function(self, name: str) -> Any:
+        function = getattr(self.library, f"host_{name.removeprefix('fsdpx_')}")
+
+        def launch(grid: tuple[int, ...], block: tuple[int, ...], given: tuple[Any, ...]) -> None:
+            assert all(0 < n < 2**31 for n in grid), grid
+            assert block[0] % 32 == 0, block
+            function(*(*grid, 1)[:2], *block, *map(_passed, given))
+
+        return launch
+
+
+def _launchers(code: str) -> list[str]:
+    """For each kernel a function that runs it on a grid."""
+    made = []
+    for name, given in re.findall(r"^KERNEL\((\w+)\)\((.*?)\) *\{", code, re.M | re.S):
+        names = ", ".join(word.split()[-1] for word in given.split(","))
+        body = f"run(grid_x, grid_y, block, [&] {{ fsdpx_{name}({names}); }});"
+        made.append(f'extern "C" void host_{name}(int grid_x, int grid_y, int block, {given}) {{ {body} }}\n')
+    return made
+
+
+def _passed(value: Any) -> Any:
+    if isinstance(value, ndarray):
+        assert value.flags.c_contiguous
+        return ctypes.c_void_p(value.memory.ctypes.data)
+    return TYPES[type(value)](value.item())
+
+
+TYPES = {
+    np.int32: ctypes.c_int, np.int64: ctypes.c_longlong, np.uint64: ctypes.c_ulonglong, np.float32: ctypes.c_float,
+    np.float64: ctypes.c_double,
+}  # fmt: skip
+
+
+def _compiled(source: str, defines: list[str]) -> str:
+    """The library, kept from one run of the tests to the next."""
+    folder = Path(tempfile.gettempdir()) / f"fsdpx-kernels-on-the-host-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    key = hashlib.sha256(repr((source, defines)).encode()).hexdigest()[:16]
+    made, own = folder / f"{key}.so", folder / f"{key}.{os.getpid()}"
+    if not made.exists():
+        own.with_suffix(".cpp").write_text(source)
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *defines]
+        subprocess.run(["g++", *flags, "-o", own, own.with_suffix(".cpp")], check=True)
+        own.rename(made)
+    return str(made)
+
+
 class Cupy(types.ModuleType):
     """The module. gpus: how many there are. error: what the driver says instead."""
 
@@ -128,6 +195,7 @@ class Cupy(types.ModuleType):
             deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0",
         )
         self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device)
+        self.RawModule = RawModule
 
     def _count(self) -> int:
         if self.error:

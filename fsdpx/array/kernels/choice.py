@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from fsdpx.errors import ConfigError
 
-__all__ = ["NUMBA", "Mode", "chosen", "compiled", "installed", "use"]
+__all__ = ["NUMBA", "Mode", "chosen", "compiled", "installed", "on_device", "use"]
 
 Mode = Literal["default", "plain", "numba"]
 
@@ -63,6 +63,15 @@ def compiled(name: str) -> Callable[..., Any] | None:
         _warn()
         return None
     return _compiled(name)
+
+
+def on_device(name: str, xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """The CUDA C of kernel `name` for these arrays of CuPy, unless "plain" code is wanted; None: there is none."""
+    if active == "plain" or getattr(xp, "__name__", "") != "cupy":
+        return None
+    from fsdpx.cuda.kernels import on_gpu
+
+    return on_gpu(name, arguments)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels import choice
-from fsdpx.array.kernels.choice import compiled
+from fsdpx.array.kernels.choice import compiled, on_device
 from fsdpx.array.kernels.half import narrowed, widened
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.shapes.known import known
@@ -20,7 +20,8 @@ def kernel(
     *, narrow: int = 1, into: tuple[str, ...] = (), bits: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a plain function `f(xp, array, ...)` a kernel: 16-bit arrays are computed in float32, and on NumPy arrays of
-    float32, float64, or bfloat16 with some of float32, the compiled function of the same name may run instead.
+    float32, float64, or bfloat16 with some of float32, the compiled function of the same name may run instead; on
+    arrays of CuPy the CUDA C of that name.
 
     narrow: how many of the results of the plain code are rounded back to the 16-bit dtype of the first array.
     into: names of arguments that are changed in place; they are passed on unchanged.
@@ -45,6 +46,8 @@ def kernel(
             return (compiled(name) or plain) if fits else plain
 
         def resolve(xp: Any, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+            if (form := on_device(name, xp, arguments)) is not None:
+                return form
             fits = bits and xp is np and _floats(arguments, kept) in ({"bfloat16"}, {"bfloat16", "float32"})
             if fits and (body := compiled(name)):
                 return _on_bits(body, {n for n, a in enumerate(arguments) if _bfloat16(a)})

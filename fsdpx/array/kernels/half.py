@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels.choice import compiled
+from fsdpx.array.kernels.choice import compiled, on_device
 from fsdpx.array.random import Stretch
 
 __all__ = ["add_widened", "narrowed", "round_randomly", "store", "widened"]
@@ -18,6 +18,9 @@ def store(xp: Any, x: Any, out: Any) -> None:
     if fits and (body := compiled("store")):
         body(x, out)
         return
+    if x.shape == out.shape and (form := on_device("store", xp, (x, out))):
+        form(xp, x, out)
+        return
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = x.astype(out.dtype)
 
@@ -27,6 +30,9 @@ def add_widened(xp: Any, x: Any, out: Any) -> None:
     fits = xp is np and x.shape == out.shape and _fit(x, out)
     if fits and (body := compiled("add_widened")):
         body(x, out)
+        return
+    if x.shape == out.shape and (form := on_device("add_widened", xp, (x, out))):
+        form(xp, x, out)
         return
     with np.errstate(over="ignore", invalid="ignore"):
         out += x.astype(out.dtype)

@@ -1,0 +1,389 @@
+// Kernels for what cuBLAS does not do, compiled once for each format: KIND is 64 (double), 32 (float) or 16 (bfloat16,
+// as its bits, computed in float). Sums are made in `wide`, in an order that follows from shapes and block sizes alone:
+// nothing is added atomically. Blocks have a multiple of 32 threads. Functions of one row run one block per row.
+
+#if KIND == 64
+typedef double real;
+typedef double wide;
+#elif KIND == 32
+typedef float real;
+typedef float wide;
+#else
+typedef unsigned short real;
+typedef float wide;
+#endif
+typedef long long number;
+
+#define KERNEL(name) extern "C" __global__ void fsdpx_##name
+#define EACH(i, n) for (number i = blockIdx.x * (number)blockDim.x + threadIdx.x; i < (n); i += gridDim.x * (number)blockDim.x)
+#define ALONG(i, n) for (number i = threadIdx.x; i < (n); i += blockDim.x)
+
+// -- formats ----------------------------------------------------------------------------------------------------------
+
+__device__ inline double get(const double* x, number i) { return x[i]; }
+__device__ inline float get(const float* x, number i) { return x[i]; }
+__device__ inline float get(const unsigned short* x, number i) { return __uint_as_float((unsigned)x[i] << 16); }
+
+__device__ inline void put(double* x, number i, double v) { x[i] = v; }
+__device__ inline void put(float* x, number i, float v) { x[i] = v; }
+__device__ inline void put(unsigned short* x, number i, float v) {  // to the nearest, ties to even
+    unsigned bits = __float_as_uint(v);
+    x[i] = v != v ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+// -- sums over the threads of a block, the same bits in each of them -------------------------------------------------
+
+template <typename T> __device__ inline T larger(T a, T b) { return a > b || a != a ? a : b; }
+
+template <bool TOP, typename T> __device__ inline T over_block(T v) {
+    __shared__ T parts[32];
+    int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    for (int step = 16; step; step >>= 1) {
+        T other = __shfl_xor_sync(0xffffffff, v, step);
+        v = TOP ? larger(v, other) : v + other;
+    }
+    __syncthreads();  // what the call before left there has been read
+    if (lane == 0) parts[threadIdx.x / 32] = v;
+    __syncthreads();
+    v = parts[0];
+    for (int warp = 1; warp < warps; warp++) v = TOP ? larger(v, parts[warp]) : v + parts[warp];
+    return v;
+}
+
+template <typename T> __device__ inline T sum(T v) { return over_block<false>(v); }
+
+// -- norms over rows: LayerNorm where `centred`, else RMSNorm -----------------------------------------------------------
+
+KERNEL(norm)(const real* x, const real* weight, const real* bias, real* y, wide* mean, wide* rstd, number n, double eps, int centred) {
+    number row = blockIdx.x;
+    x += row * n, y += row * n;
+    wide middle = 0, squares = 0;
+    if (centred) {
+        ALONG(i, n) middle += get(x, i);
+        middle = sum(middle) / n;
+    }
+    ALONG(i, n) {
+        wide c = get(x, i) - middle;
+        squares += c * c;
+    }
+    wide scale = 1 / sqrt(sum(squares) / n + (wide)eps);
+    ALONG(i, n) {
+        wide v = (get(x, i) - middle) * scale;
+        if (weight) v *= get(weight, i);
+        if (bias) v += get(bias, i);
+        put(y, i, v);
+    }
+    if (threadIdx.x == 0) {
+        if (centred) mean[row] = middle;
+        rstd[row] = scale;
+    }
+}
+
+KERNEL(norm_backward)(const real* x, const real* weight, const wide* mean, const wide* rstd, const real* dy, real* dx, number n, int centred) {
+    number row = blockIdx.x;
+    x += row * n, dy += row * n, dx += row * n;
+    wide middle = centred ? mean[row] : 0, scale = rstd[row], along = 0, total = 0;
+    ALONG(i, n) {
+        wide h = weight ? get(dy, i) * get(weight, i) : get(dy, i);
+        along += h * ((get(x, i) - middle) * scale);
+        total += h;
+    }
+    along = sum(along) / n;
+    total = centred ? sum(total) / n : 0;
+    ALONG(i, n) {
+        wide h = weight ? get(dy, i) * get(weight, i) : get(dy, i);
+        put(dx, i, (h - total - (get(x, i) - middle) * scale * along) * scale);
+    }
+}
+
+// -- sums over rows: one thread per column adds some rows, another kernel the parts ----------------------------------
+
+KERNEL(norm_columns)(const real* x, const wide* mean, const wide* rstd, const real* dy, wide* gw, wide* gb, number rows, number n, number some, int centred) {
+    number i = blockIdx.x * (number)blockDim.x + threadIdx.x, first = blockIdx.y * some;
+    if (i >= n) return;
+    number last = first + some < rows ? first + some : rows;
+    wide w = 0, b = 0;
+    for (number row = first; row < last; row++) {
+        wide d = get(dy, row * n + i);
+        w += d * ((get(x, row * n + i) - (centred ? mean[row] : 0)) * rstd[row]);
+        b += d;
+    }
+    gw[blockIdx.y * n + i] = w;
+    gb[blockIdx.y * n + i] = b;
+}
+
+KERNEL(columns)(const real* x, wide* parts, number rows, number n, number some) {
+    number i = blockIdx.x * (number)blockDim.x + threadIdx.x, first = blockIdx.y * some;
+    if (i >= n) return;
+    number last = first + some < rows ? first + some : rows;
+    wide v = 0;
+    for (number row = first; row < last; row++) v += get(x, row * n + i);
+    parts[blockIdx.y * n + i] = v;
+}
+
+template <typename Out> __device__ inline void add_parts_into(const wide* parts, Out* out, number count, number n, int add) {
+    EACH(i, n) {
+        wide v = 0;
+        for (number part = 0; part < count; part++) v += parts[part * n + i];
+        put(out, i, add ? get(out, i) + v : v);
+    }
+}
+
+KERNEL(add_parts)(const wide* parts, real* out, number count, number n, int add) { add_parts_into(parts, out, count, n, add); }
+KERNEL(add_parts_wide)(const wide* parts, wide* out, number count, number n, int add) { add_parts_into(parts, out, count, n, add); }
+
+// -- activations --------------------------------------------------------------------------------------------------------
+
+#define CUBIC (wide)0.044715
+#define SLOPE (wide)1.5957691216057308   // 2 sqrt(2 / pi): 1/2 (1 + tanh(u / 2)) = sigmoid(u)
+#define DENSITY (wide)0.3989422804014327  // 1 / sqrt(2 pi)
+#define ROOT_HALF (wide)0.7071067811865476
+
+__device__ inline wide sigmoid(wide x) {
+    wide e = exp(-fabs(x));
+    return (x < 0 ? e : 1) / (e + 1);
+}
+
+__device__ inline wide gelu_of(wide x, int tanh) {
+    if (tanh) return x * sigmoid(x * (x * x * CUBIC + 1) * SLOPE);
+    return x * (erfc(-x * ROOT_HALF) / 2);
+}
+
+__device__ inline wide gelu_slope(wide x, int tanh) {
+    if (tanh) {
+        wide s = sigmoid(x * (x * x * CUBIC + 1) * SLOPE);
+        return s + x * s * (1 - s) * ((x * x * (3 * CUBIC) + 1) * SLOPE);
+    }
+    return erfc(-x * ROOT_HALF) / 2 + x * exp(-x * x / 2) * DENSITY;
+}
+
+KERNEL(gelu)(const real* x, real* y, number n, int tanh) {
+    EACH(i, n) put(y, i, gelu_of(get(x, i), tanh));
+}
+
+KERNEL(gelu_backward)(const real* x, const real* dy, real* dx, number n, int tanh) {
+    EACH(i, n) put(dx, i, get(dy, i) * gelu_slope(get(x, i), tanh));
+}
+
+KERNEL(gelu_recompute)(const real* x, real* dy, real* y, number n, int tanh) {
+    EACH(i, n) {
+        put(dy, i, get(dy, i) * gelu_slope(get(x, i), tanh));
+        put(y, i, gelu_of(get(x, i), tanh));
+    }
+}
+
+KERNEL(bias_gelu)(real* h, const real* bias, real* y, number n, number features, int tanh) {
+    EACH(i, n) {
+        if (bias) put(h, i, get(h, i) + get(bias, i % features));
+        put(y, i, gelu_of(get(h, i), tanh));
+    }
+}
+
+// -- softmax and cross entropy over rows ----------------------------------------------------------------------------
+
+__device__ inline wide top_of(const real* x, number n) {
+    wide top = get(x, 0);
+    ALONG(i, n) top = larger(top, get(x, i));
+    return over_block<true>(top);
+}
+
+__device__ inline wide exponentials(const real* x, wide top, number n) {
+    wide total = 0;
+    ALONG(i, n) total += exp(get(x, i) - top);
+    return sum(total);
+}
+
+KERNEL(softmax)(const real* x, real* y, number n) {
+    x += blockIdx.x * n, y += blockIdx.x * n;
+    wide top = top_of(x, n), total = exponentials(x, top, n);
+    ALONG(i, n) put(y, i, exp(get(x, i) - top) / total);
+}
+
+KERNEL(softmax_backward)(const real* y, const real* dy, real* dx, number n) {
+    y += blockIdx.x * n, dy += blockIdx.x * n, dx += blockIdx.x * n;
+    wide along = 0;
+    ALONG(i, n) along += get(y, i) * get(dy, i);
+    along = sum(along);
+    ALONG(i, n) put(dx, i, get(y, i) * (get(dy, i) - along));
+}
+
+// A target that is no class gives NaN.
+KERNEL(cross_entropy)(const real* logits, const number* target, wide* lse, double* each, number n, number ignored, double smoothing) {
+    number row = blockIdx.x, wanted = target[row];
+    logits += row * n;
+    wide top = top_of(logits, n), all = log(exponentials(logits, top, n)) + top;
+    double mean = 0;
+    if (smoothing) {
+        ALONG(i, n) mean += get(logits, i);
+        mean = sum(mean) / n;
+    }
+    if (threadIdx.x) return;
+    lse[row] = all;
+    if (wanted == ignored) each[row] = 0;
+    else if (wanted < 0 || wanted >= n) each[row] = nan("");
+    else {
+        double loss = all - get(logits, wanted);
+        each[row] = smoothing ? (1 - smoothing) * loss + smoothing * (all - mean) : loss;
+    }
+}
+
+KERNEL(cross_entropy_backward)(const real* logits, const number* target, const wide* lse, real* dx, number n, double seed, number ignored, double smoothing) {
+    number row = blockIdx.x, wanted = target[row];
+    wide share = smoothing / n, rest = 1 - smoothing, all = lse[row];
+    logits += row * n, dx += row * n;
+    ALONG(i, n) {
+        wide v = exp(get(logits, i) - all) - (i == wanted ? rest : 0) - share;
+        put(dx, i, wanted == ignored ? (wide)0 : v * (wide)seed);
+    }
+}
+
+// -- the gradient of looking up rows: `order` sorts the rows, and the first thread of a run adds it up ---------------
+
+template <typename Out> __device__ inline void add_runs(const number* order, const number* rows, const real* dy, Out* gw, number count, number n) {
+    number i = blockIdx.y * (number)blockDim.x + threadIdx.x, first = blockIdx.x;
+    if (i >= n || (first && rows[first] == rows[first - 1])) return;
+    wide v = 0;
+    for (number at = first; at < count && rows[at] == rows[first]; at++) v += get(dy, order[at] * n + i);
+    number place = rows[first] * n + i;
+    put(gw, place, get(gw, place) + v);
+}
+
+KERNEL(embedding)(const number* order, const number* rows, const real* dy, real* gw, number count, number n) { add_runs(order, rows, dy, gw, count, n); }
+KERNEL(embedding_wide)(const number* order, const number* rows, const real* dy, wide* gw, number count, number n) { add_runs(order, rows, dy, gw, count, n); }
+
+// -- formats, norms, dropout ------------------------------------------------------------------------------------------
+
+KERNEL(widen)(const real* x, wide* out, number n, int add) {
+    EACH(i, n) out[i] = add ? out[i] + get(x, i) : get(x, i);
+}
+
+KERNEL(narrow)(const wide* x, real* out, number n) {
+    EACH(i, n) put(out, i, x[i]);
+}
+
+KERNEL(square_sums)(const real* x, double* out, number n, number grain) {
+    number first = blockIdx.x * grain, size = n - first < grain ? n - first : grain;
+    double v = 0;
+    ALONG(i, size) v += (double)get(x, first + i) * (double)get(x, first + i);
+    v = sum(v);
+    if (threadIdx.x == 0) out[blockIdx.x] = v;
+}
+
+// Philox 4x64 with 10 rounds (Salmon et al., SC'11): numbers of places 4 (counter - 1) to 4 (counter - 1) + 3.
+__device__ inline void philox(unsigned long long counter, unsigned long long key0, unsigned long long key1, unsigned long long* out) {
+    const unsigned long long factor0 = 0xD2E7470EE14C6C93ull, factor1 = 0xCA5A826395121157ull;
+    unsigned long long a = counter, b = 0, c = 0, d = 0;
+    for (int round = 0; round < 10; round++) {
+        unsigned long long high0 = __umul64hi(factor0, a), low0 = factor0 * a, high1 = __umul64hi(factor1, c), low1 = factor1 * c;
+        a = high1 ^ b ^ key0, b = low1, c = high0 ^ d ^ key1, d = low0;
+        key0 += 0x9E3779B97F4A7C15ull, key1 += 0xBB67AE8584CAA73Bull;
+    }
+    out[0] = a, out[1] = b, out[2] = c, out[3] = d;
+}
+
+KERNEL(drop)(const real* x, real* y, bool* keep, number n, number start, unsigned long long key0, unsigned long long key1, float p, double scale) {
+    number ahead = start & 3;
+    EACH(group, (n + ahead + 3) / 4) {
+        unsigned long long numbers[4];
+        philox((start >> 2) + 1 + group, key0, key1, numbers);
+        for (int k = 0; k < 4; k++) {
+            number i = 4 * group + k - ahead;
+            if (i < 0 || i >= n) continue;
+            keep[i] = (float)(numbers[k] >> 40) * 5.9604644775390625e-8f >= p;
+            put(y, i, keep[i] ? get(x, i) * (wide)scale : (wide)0);
+        }
+    }
+}
+
+KERNEL(drop_backward)(const real* dy, const bool* keep, real* dx, number n, double scale) {
+    EACH(i, n) put(dx, i, keep[i] ? get(dy, i) * (wide)scale : (wide)0);
+}
+
+// -- updates of a flat shard: the operations of fsdpx/optim/compiled.py, in its order ---------------------------------
+
+#if KIND != 16
+
+KERNEL(sgd)(real* p, const real* g, number n, real scale, real l2, real lr) {
+    EACH(i, n) {
+        real a = g[i] * scale;
+        if (l2 != 0) a = a + p[i] * l2;
+        p[i] = p[i] - a * lr;
+    }
+}
+
+KERNEL(momentum)(real* p, const real* g, real* m, number n, real scale, real l2, real lr, real mu, real nesterov) {
+    EACH(i, n) {
+        real a = g[i] * scale;
+        if (l2 != 0) a = a + p[i] * l2;
+        m[i] = m[i] * mu + a;
+        a = nesterov != 0 ? a + m[i] * mu : m[i];
+        p[i] = p[i] - a * lr;
+    }
+}
+
+KERNEL(adam)(real* p, const real* g, real* m, real* v, number n, real scale, real l2, real keep, real share1, real beta2, real share2, real unbias, real eps, real rate) {
+    EACH(i, n) {
+        real x = p[i], a = g[i] * scale;
+        if (l2 != 0) a = a + x * l2;
+        real mi = m[i] + (a - m[i]) * share1, vi = v[i] * beta2 + (a * a) * share2;
+        m[i] = mi, v[i] = vi;
+        p[i] = x * keep - (mi / (sqrt(vi) * unbias + eps)) * rate;
+    }
+}
+
+KERNEL(lion)(real* p, const real* g, real* m, number n, real scale, real keep, real share1, real share2, real lr) {
+    EACH(i, n) {
+        real a = g[i] * scale, b = (a - m[i]) * share1 + m[i];
+        real sign = b > 0 ? 1 : b < 0 ? -1 : b;
+        p[i] = p[i] * keep - sign * lr;
+        m[i] = m[i] + (a - m[i]) * share2;
+    }
+}
+
+KERNEL(schedule_free)(real* p, const real* g, real* v, real* ahead, number n, real scale, real beta2, real share2, real eps, real decay, real share, real keep, real rate, real rate_ahead) {
+    EACH(i, n) {
+        real x = p[i], d = ahead[i], a = g[i] * scale;
+        real vi = v[i] * beta2 + (a * a) * share2;
+        v[i] = vi;
+        real u = a / (sqrt(vi) + eps);
+        if (decay != 0) u = u + x * decay;
+        p[i] = (x + d * share) - u * rate;
+        ahead[i] = (d - u * rate_ahead) * keep;
+    }
+}
+
+KERNEL(prodigy)(real* p, const real* g, real* m, real* v, real* s, real* away, number n, real scale, real share1, real beta2, real share2, real keep, real share, real eps, real decay, real rate) {
+    EACH(i, n) {
+        real a = g[i] * scale;
+        m[i] = m[i] + (a - m[i]) * share1;
+        v[i] = v[i] * beta2 + (a * a) * share2;
+        s[i] = s[i] * keep + a * share;
+        real u = m[i] / (sqrt(v[i]) + eps);
+        if (decay != 0) u = u + p[i] * decay;
+        p[i] = p[i] - u * rate;
+        away[i] = away[i] + u * rate;
+    }
+}
+
+KERNEL(moments)(real* m, real* v, const real* g, number n, real scale, real share1, real beta2, real share2) {
+    EACH(i, n) {
+        real a = g[i] * scale;
+        m[i] = m[i] + (a - m[i]) * share1;
+        v[i] = v[i] * beta2 + (a * a) * share2;
+    }
+}
+
+__device__ inline real step_of(const real* p, const real* m, const real* v, number i, real unbias1, real unbias2, real eps, real decay) {
+    real a = (m[i] * unbias1) / (sqrt(v[i]) * unbias2 + eps);
+    return decay != 0 ? a + p[i] * decay : a;
+}
+
+KERNEL(direction)(real* u, const real* p, const real* m, const real* v, number n, real unbias1, real unbias2, real eps, real decay) {
+    EACH(i, n) u[i] = step_of(p, m, v, i, unbias1, unbias2, eps, decay);
+}
+
+KERNEL(follow)(real* p, const real* m, const real* v, number n, real unbias1, real unbias2, real eps, real decay, real rate) {
+    EACH(i, n) p[i] = p[i] - step_of(p, m, v, i, unbias1, unbias2, eps, decay) * rate;
+}
+
+#endif

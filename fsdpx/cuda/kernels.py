@@ -1,0 +1,323 @@
+"""Kernels as CUDA C (`kernels.cu`), launched on arrays of CuPy: those of `fsdpx.array.kernels` and `fsdpx.optim` that
+are more than one pass over memory as array code. `on_gpu` finds the one for a call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.cuda.devices import cupy, is_on_gpu
+
+__all__ = ["FORMS", "UPDATES", "module", "on_gpu", "update"]
+
+THREADS = 256
+MOST_BLOCKS = 1 << 16
+"""Of a kernel over elements, whose threads take several where there are more."""
+PARTS, ROWS = 128, 64
+"""Sums over rows: at most so many parts, each of so many rows or more."""
+BLOCK = 1 << 14
+"""Elements of a partial sum of squares."""
+KINDS = {"float64": 64, "float32": 32, "bfloat16": 16}
+SOURCE = Path(__file__).with_name("kernels.cu")
+OPTIONS = ("--std=c++17", "--fmad=false")
+"""Without fused multiplications and additions, updates have the bits that the host computes."""
+
+Body = Callable[..., Any]
+
+
+@functools.cache
+def module(kind: int, gpu: int) -> Any:
+    """The kernels for a format, compiled when they are first needed, for the GPU that is current; CuPy keeps them on
+    disk."""
+    return cupy().RawModule(code=SOURCE.read_text(), options=(*OPTIONS, f"-DKIND={kind}"))
+
+
+class Launch:
+    """Launches kernels for one format. wide: the dtype of sums."""
+
+    def __init__(self, kind: int) -> None:
+        self.kind, self.xp = kind, cupy()
+        self.wide = np.dtype(np.float64 if kind == 64 else np.float32)
+
+    def __call__(self, name: str, grid: tuple[int, ...], *given: Any) -> None:
+        kernel = module(self.kind, self.xp.cuda.Device().id).get_function(f"fsdpx_{name}")
+        kernel(grid, (THREADS,), tuple(map(_typed, given)))
+
+    def each(self, name: str, n: int, *given: Any) -> None:
+        """Over n elements."""
+        self(name, (min(-(-n // THREADS), MOST_BLOCKS),), *given)
+
+    def parts(self, name: str, rows: int, n: int, arrays: int, *given: Any) -> list[Any]:
+        """Sums of n columns, each over a part of the rows. given: what the kernel takes before these arrays, and, as a
+        tuple, at its end."""
+        count = max(min(rows // ROWS, PARTS), 1)
+        some = -(-rows // count)
+        count = -(-rows // some)
+        made = [self.xp.empty((count, n), dtype=self.wide) for _ in range(arrays)]
+        self(name, (-(-n // THREADS), count), *given[:-1], *made, rows, n, some, *given[-1])
+        return made
+
+    def finish(self, parts: Any, out: Any, add: bool) -> None:
+        """out = the sum of the parts, or out += it."""
+        name = "add_parts_wide" if out.dtype == self.wide else "add_parts"
+        self.each(name, out.size, parts, out, parts.shape[0], out.size, add)
+
+
+def _typed(value: Any) -> Any:
+    """Numbers as the kernels declare them: `int` for a choice, `number` for a count, `double`; no array is a null."""
+    if value is None:
+        return np.uint64(0)
+    for kind, made in ((bool, np.int32), (int, np.int64), (float, np.float64)):
+        if type(value) is kind:
+            return made(value)
+    return value
+
+
+FORMS: dict[str, tuple[tuple[str, ...], Body]] = {}
+
+
+def form(roles: str) -> Callable[[Body], Body]:
+    """Register a function as the form of its namesake. roles: of its positional arguments. real: of the format. wide:
+    of the dtype of sums. sum: either. index, mask: integers, booleans. any: no array. `?`: may be None."""
+
+    def register(body: Body) -> Body:
+        FORMS[body.__name__] = (tuple(roles.split()), body)
+        return body
+
+    return register
+
+
+def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
+    """The form of kernel `name` for these arguments of it, called with the namespace before them; None: there is none
+    for arrays of these formats, or the arrays are not contiguous, or empty."""
+    roles, body = FORMS.get(name, ((), None))
+    if body is None:
+        return None
+    arrays = [a for a in arguments if is_on_gpu(a)]
+    kind = _kind(arrays)
+    wide = "float64" if kind == 64 else "float32"
+    if kind == 0 or not all(a.size and a.flags.c_contiguous for a in arrays):
+        return None
+    for role, value in zip(roles, arguments, strict=False):
+        if not _plays(role, value, kind, wide):
+            return None
+    return lambda xp, *given, **options: body(Launch(kind), *given, **options)
+
+
+def _kind(arrays: list[Any]) -> int:
+    """The narrowest format among the floating-point arrays; 0: one that no kernel takes."""
+    names = {a.dtype.name for a in arrays if a.dtype.kind not in "biu"}
+    return min(KINDS[name] for name in names) if names and names <= KINDS.keys() else 0
+
+
+def _plays(role: str, value: Any, kind: int, wide: str) -> bool:
+    if value is None:
+        return role.endswith("?")
+    role = role.removesuffix("?")
+    if role == "any":
+        return not is_on_gpu(value)
+    if not is_on_gpu(value):
+        return False
+    name = value.dtype.name
+    own = KINDS.get(name) == kind
+    found = {"real": own, "wide": name == wide, "sum": own or name == wide}
+    return found.get(role, value.dtype.kind == ("b" if role == "mask" else "i"))
+
+
+# -- norms ---------------------------------------------------------------------------------------------------------
+
+
+@form("real real? real? any")
+def layer_norm(launch: Launch, x: Any, weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+    (rows, n), xp = x.shape, launch.xp
+    y, mean, rstd = xp.empty_like(x), xp.empty(rows, dtype=launch.wide), xp.empty(rows, dtype=launch.wide)
+    launch("norm", (rows,), x, weight, bias, y, mean, rstd, n, float(eps), True)
+    return y, mean, rstd
+
+
+@form("real real? wide wide real")
+def layer_norm_backward_input(launch: Launch, x: Any, weight: Any, mean: Any, rstd: Any, dy: Any) -> Any:
+    dx = launch.xp.empty_like(x)
+    launch("norm_backward", (x.shape[0],), x, weight, mean, rstd, dy, dx, x.shape[1], True)
+    return dx
+
+
+@form("real wide wide real sum? sum?")
+def layer_norm_backward_params(launch: Launch, x: Any, mean: Any, rstd: Any, dy: Any, gw: Any, gb: Any) -> None:
+    made = launch.parts("norm_columns", *x.shape, 2, x, mean, rstd, dy, (True,))
+    for parts, out in zip(made, (gw, gb), strict=True):
+        if out is not None:
+            launch.finish(parts, out, True)
+
+
+@form("real real? any")
+def rms_norm(launch: Launch, x: Any, weight: Any, eps: float) -> tuple[Any, Any]:
+    (rows, n), xp = x.shape, launch.xp
+    y, rstd = xp.empty_like(x), xp.empty(rows, dtype=launch.wide)
+    launch("norm", (rows,), x, weight, None, y, None, rstd, n, float(eps), False)
+    return y, rstd
+
+
+@form("real real? wide real")
+def rms_norm_backward_input(launch: Launch, x: Any, weight: Any, rstd: Any, dy: Any) -> Any:
+    dx = launch.xp.empty_like(x)
+    launch("norm_backward", (x.shape[0],), x, weight, None, rstd, dy, dx, x.shape[1], False)
+    return dx
+
+
+@form("real wide real sum")
+def rms_norm_backward_params(launch: Launch, x: Any, rstd: Any, dy: Any, gw: Any) -> None:
+    launch.finish(launch.parts("norm_columns", *x.shape, 2, x, None, rstd, dy, (False,))[0], gw, True)
+
+
+# -- activations and sums --------------------------------------------------------------------------------------------
+
+
+@form("real any")
+def gelu(launch: Launch, x: Any, approximate: str = "none") -> Any:
+    y = launch.xp.empty_like(x)
+    launch.each("gelu", x.size, x, y, x.size, approximate == "tanh")
+    return y
+
+
+@form("real real any")
+def gelu_backward(launch: Launch, x: Any, dy: Any, approximate: str = "none") -> Any:
+    dx = launch.xp.empty_like(x)
+    launch.each("gelu_backward", x.size, x, dy, dx, x.size, approximate == "tanh")
+    return dx
+
+
+@form("real real any")
+def gelu_recompute(launch: Launch, x: Any, dy: Any, approximate: str = "none") -> Any:
+    y = launch.xp.empty_like(x)
+    launch.each("gelu_recompute", x.size, x, dy, y, x.size, approximate == "tanh")
+    return y
+
+
+@form("real real? any")
+def bias_gelu(launch: Launch, h: Any, bias: Any, approximate: str = "none") -> Any:
+    y = launch.xp.empty_like(h)
+    launch.each("bias_gelu", h.size, h, bias, y, h.size, h.shape[-1], approximate == "tanh")
+    return y
+
+
+@form("real sum any")
+def sum_rows(launch: Launch, rows: Any, out: Any, accumulate: bool = True) -> None:
+    launch.finish(launch.parts("columns", rows.shape[0], out.size, 1, rows, ())[0], out, bool(accumulate))
+
+
+@form("sum index real")
+def embedding_backward(launch: Launch, gw: Any, index: Any, dy: Any) -> None:
+    order = launch.xp.argsort(index, kind="stable").astype(np.int64, copy=False)
+    rows = index[order].astype(np.int64, copy=False)
+    count, n = dy.shape
+    name = "embedding_wide" if gw.dtype == launch.wide else "embedding"
+    launch(name, (count, -(-n // THREADS)), order, rows, dy, gw, count, n)
+
+
+# -- softmax and losses ----------------------------------------------------------------------------------------------
+
+
+@form("real")
+def softmax(launch: Launch, x: Any) -> Any:
+    y = launch.xp.empty_like(x)
+    launch("softmax", (x.size // x.shape[-1],), x, y, x.shape[-1])
+    return y
+
+
+@form("real real")
+def softmax_backward(launch: Launch, y: Any, dy: Any) -> Any:
+    dx = launch.xp.empty_like(y)
+    launch("softmax_backward", (y.size // y.shape[-1],), y, dy, dx, y.shape[-1])
+    return dx
+
+
+@form("real index any any")
+def cross_entropy(
+    launch: Launch, logits: Any, target: Any, ignore_index: int = -100, label_smoothing: float = 0.0
+) -> tuple[float, float, Any]:
+    (rows, n), xp = logits.shape, launch.xp
+    wanted = target.astype(np.int64, copy=False)
+    lse, each = xp.empty(rows, dtype=launch.wide), xp.empty(rows, dtype=np.float64)
+    launch("cross_entropy", (rows,), logits, wanted, lse, each, n, int(ignore_index), float(label_smoothing))
+    return float(each.sum()), float((wanted != ignore_index).sum()), lse
+
+
+@form("real index wide any any any")
+def cross_entropy_backward(
+    launch: Launch, logits: Any, target: Any, lse: Any, seed: float, ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:  # fmt: skip
+    dx, wanted = launch.xp.empty_like(logits), target.astype(np.int64, copy=False)
+    numbers = logits.shape[1], float(seed), int(ignore_index), float(label_smoothing)
+    launch("cross_entropy_backward", (logits.shape[0],), logits, wanted, lse, dx, *numbers)
+    return dx
+
+
+# -- formats, norms, dropout -------------------------------------------------------------------------------------------
+
+
+@form("sum sum")
+def store(launch: Launch, x: Any, out: Any) -> None:
+    if x.dtype == launch.wide:
+        launch.each("narrow", x.size, x, out, x.size)
+    else:
+        launch.each("widen", x.size, x, out, x.size, False)
+
+
+@form("real wide")
+def add_widened(launch: Launch, x: Any, out: Any) -> None:
+    launch.each("widen", x.size, x, out, x.size, True)
+
+
+@form("real any")
+def square_sums(launch: Launch, flat: Any, grain: int) -> Any:
+    out = launch.xp.empty(-(-flat.size // grain), dtype=np.float64)
+    launch("square_sums", (out.size,), flat, out, flat.size, int(grain))
+    return out
+
+
+@form("real")
+def square_sum(launch: Launch, flat: Any) -> float:
+    return float(square_sums(launch, flat, BLOCK).sum())
+
+
+@form("real any any")
+def drop(launch: Launch, x: Any, numbers: Any, p: float) -> tuple[Any, Any]:
+    y, keep = launch.xp.empty_like(x), launch.xp.empty(x.shape, dtype=bool)
+    given = x.size, int(numbers.start), *numbers.keys, np.float32(p), _scale(p)
+    launch.each("drop", -(-x.size // 4) + 1, x, y, keep, *given)
+    return y, keep
+
+
+@form("real mask any")
+def drop_backward(launch: Launch, dy: Any, keep: Any, p: float) -> Any:
+    dx = launch.xp.empty_like(dy)
+    launch.each("drop_backward", dy.size, dy, keep, dx, dy.size, _scale(p))
+    return dx
+
+
+def _scale(p: float) -> float:
+    """The factor that preserves the mean; 1 at p = 1, where no element is kept."""
+    return 1.0 / (1.0 - p) if p < 1.0 else 1.0
+
+
+# -- updates of a shard ------------------------------------------------------------------------------------------------
+
+UPDATES = ("sgd", "momentum", "adam", "lion", "schedule_free", "prodigy", "moments", "direction", "follow")
+
+
+def update(name: str, arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> bool:
+    """Run the update of `fsdpx.optim.kernels` with this name on flat arrays of one format; False: there is none for
+    these. numbers: in that format."""
+    kinds = {KINDS.get(array.dtype.name) for array in arrays}
+    (kind, *others) = kinds
+    if name not in UPDATES or others or kind not in (32, 64) or not all(a.flags.c_contiguous for a in arrays):
+        return False
+    launch, n = Launch(kind), arrays[0].size
+    launch.each(name, n, *arrays, n, *map(launch.wide.type, numbers))
+    return True

@@ -1,0 +1,75 @@
+// CUDA C as C++ of the host: the threads of a block are fibers, which take turns where they wait for each other. Blocks run
+// one after the other. What a thread gives to a shuffle the others read after all have given theirs.
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+
+#define __global__
+#define __device__
+#define __shared__ static
+
+struct Place { unsigned x, y, z; };
+static Place blockIdx, threadIdx, blockDim, gridDim;
+
+static const int MOST = 1024, STACK = 32 << 10;
+static ucontext_t scheduler, fibers[MOST];
+static bool done[MOST];
+static char* stacks;
+static void (*body)(void*);
+static void* given;
+static char lanes[MOST][8];
+
+static void begin(int thread) {
+    body(given);
+    done[thread] = true;
+    swapcontext(&fibers[thread], &scheduler);
+}
+
+static void __syncthreads() {
+    int thread = threadIdx.x;
+    swapcontext(&fibers[thread], &scheduler);
+    threadIdx.x = thread;
+}
+
+template <typename T> static T __shfl_xor_sync(unsigned, T v, int step) {
+    int thread = threadIdx.x;
+    memcpy(lanes[thread], &v, sizeof v);
+    __syncthreads();
+    T other;
+    memcpy(&other, lanes[thread ^ step], sizeof v);
+    __syncthreads();
+    return other;
+}
+
+static float __uint_as_float(unsigned bits) { float v; memcpy(&v, &bits, 4); return v; }
+static unsigned __float_as_uint(float v) { unsigned bits; memcpy(&bits, &v, 4); return bits; }
+static unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return (unsigned long long)(((unsigned __int128)a * b) >> 64);
+}
+
+template <typename Call> static void run(int blocks_x, int blocks_y, int threads, Call call) {
+    if (!stacks) stacks = (char*)malloc((size_t)MOST * STACK);
+    body = [](void* one) { (*(Call*)one)(); };
+    given = &call;
+    gridDim = {(unsigned)blocks_x, (unsigned)blocks_y, 1}, blockDim = {(unsigned)threads, 1, 1};
+    for (int block = 0; block < blocks_x * blocks_y; block++) {
+        blockIdx = {(unsigned)(block % blocks_x), (unsigned)(block / blocks_x), 0};
+        for (int thread = 0; thread < threads; thread++) {
+            done[thread] = false;
+            getcontext(&fibers[thread]);
+            fibers[thread].uc_stack.ss_sp = stacks + (size_t)thread * STACK;
+            fibers[thread].uc_stack.ss_size = STACK;
+            makecontext(&fibers[thread], (void (*)())begin, 1, thread);
+        }
+        for (int left = threads; left;)
+            for (int thread = 0; thread < threads; thread++)
+                if (!done[thread]) {
+                    threadIdx.x = thread;
+                    swapcontext(&scheduler, &fibers[thread]);
+                    left -= done[thread];
+                }
+    }
+}
+
+using std::exp; using std::fabs; using std::log; using std::sqrt; using std::erfc;

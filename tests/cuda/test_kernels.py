@@ -1,0 +1,218 @@
+"""The CUDA C of kernels: compiled for the host it gives what NumPy gives; NVRTC compiles it for GPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from stand_in import Cupy, Device, ndarray
+
+from fsdpx.array import kernels
+from fsdpx.array.random import Stretch
+from fsdpx.cuda import kernels as cuda
+from fsdpx.cuda.kernels import FORMS, OPTIONS, SOURCE, UPDATES, on_gpu
+from fsdpx.optim import kernels as updates
+from fsdpx.optim import plain
+
+BOUNDS = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 1e-2}
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++: CUDA C was not tried on the host")
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
+    made = Cupy()
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    cuda.module.cache_clear()
+    Device(0).use()
+    yield made
+    cuda.module.cache_clear()
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+ROWS, N = 70, 45  # more rows than a part of a sum has, and columns that no block divides
+X, DY, W, B = noise(ROWS, N), noise(ROWS, N, seed=1), noise(N, seed=2), noise(N, seed=3)
+TARGET = np.random.default_rng(4).integers(0, N, ROWS)
+TARGET[::7] = -100
+INDEX = np.random.default_rng(5).integers(0, 9, ROWS)
+MEAN, RSTD = X.mean(1), 1 / np.sqrt(X.var(1) + 1e-5)
+LSE = np.log(np.exp(X).sum(1))
+Y = np.exp(X - LSE[:, None])
+
+CALLS: dict[str, list[tuple[Any, ...]]] = {
+    "layer_norm": [(X, W, B, 1e-5), (X, None, None, 0.1)],
+    "layer_norm_backward_input": [(X, W, MEAN, RSTD, DY), (X, None, MEAN, RSTD, DY)],
+    "layer_norm_backward_params": [(X, MEAN, RSTD, DY, W, B), (X, MEAN, RSTD, DY, None, B)],
+    "rms_norm": [(X, W, 1e-5), (X, None, 0.1)],
+    "rms_norm_backward_input": [(X, W, RSTD, DY)],
+    "rms_norm_backward_params": [(X, RSTD, DY, W)],
+    "gelu": [(3 * X, "none"), (3 * X, "tanh")],
+    "gelu_backward": [(3 * X, DY, "none"), (3 * X, DY, "tanh")],
+    "gelu_recompute": [(X, DY, "none")],
+    "bias_gelu": [(X, B, "tanh"), (X, None, "none")],
+    "sum_rows": [(X, B, True), (X, B, False)],
+    "embedding_backward": [(noise(9, N), INDEX, DY)],
+    "softmax": [(5 * X,)],
+    "softmax_backward": [(Y, DY)],
+    "cross_entropy": [(X, TARGET), (X, TARGET, -100, 0.1)],
+    "cross_entropy_backward": [(X, TARGET, LSE, 0.3), (X, TARGET, LSE, 0.3, -100, 0.1)],
+    "square_sums": [(X.reshape(-1), 100)],
+    "square_sum": [(noise(40_000),)],
+    "drop": [(X, Stretch(1, "a@0", 5, 5 + X.size), 0.3), (X, Stretch(1, "a@0", 8, 8 + X.size), 0.0)],
+    "drop_backward": [(DY, X > 0, 0.3)],
+}
+WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2), "rms_norm_backward_input": (2,),
+        "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,)}  # fmt: skip
+"""Arguments that are of the format of sums."""
+
+
+def cast(value: Any, dtype: Any) -> Any:
+    return value.astype(dtype) if isinstance(value, np.ndarray) and value.dtype == np.float64 else value
+
+
+def close(got: Any, want: Any, bound: float) -> None:
+    if isinstance(want, tuple):
+        for one, other in zip(got, want, strict=True):
+            close(one, other, bound)
+    elif isinstance(want, np.ndarray):
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(np.asarray(got.get(), float), np.asarray(want, float), rtol=bound, atol=3 * bound)
+    else:
+        assert want is got is None or got == pytest.approx(want, rel=bound)
+
+
+def compare(cupy: Cupy, name: str, arguments: tuple[Any, ...], dtype: str) -> None:
+    """One call on the stand-in and the same, plain, on NumPy: results, and what is changed in place."""
+    wide = "float64" if dtype == "float64" else "float32"
+    format_of = [wide if place in WIDE.get(name, ()) else dtype for place in range(len(arguments))]
+    host = [cast(a, np.dtype(kind)) for a, kind in zip(arguments, format_of, strict=True)]
+    host = [a.copy() if isinstance(a, np.ndarray) else a for a in host]
+    there = [cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in host]
+    assert on_gpu(name, tuple(there)) is not None
+    with kernels.use("plain"):
+        want = getattr(kernels, name)(np, *host)
+    got = getattr(kernels, name)(cupy, *there)
+    close(got, want, BOUNDS[dtype])
+    close(
+        tuple(a for a in there if isinstance(a, ndarray)),
+        tuple(a for a in host if isinstance(a, np.ndarray)),
+        BOUNDS[dtype],
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_kernels_give_what_numpy_gives(cupy: Cupy, dtype: str) -> None:
+    assert {*CALLS} | {"store", "add_widened"} == {*FORMS}
+    for name, calls in CALLS.items():
+        for arguments in calls:
+            compare(cupy, name, arguments, dtype)
+
+
+@needs_compiler
+def test_dropout_has_the_numbers_of_the_host(cupy: Cupy) -> None:
+    for start in (0, 1, 2, 3, 2**33 + 1):
+        numbers = Stretch(7, "a.b@3", start, start + X.size)
+        y, keep = kernels.drop(cupy, cupy.asarray(X), numbers, 0.4)
+        want, kept = kernels.drop(np, X, numbers, 0.4)
+        assert (keep.get() == kept).all()
+        assert (y.get() == want).all()
+
+
+@needs_compiler
+def test_16_bits_are_rounded_to_the_nearest_and_added_in_float32(cupy: Cupy) -> None:
+    x = np.concatenate([noise(999).astype(np.float32), np.array([np.inf, -np.inf, np.nan, 3.4e38, 1e-40], np.float32)])
+    x[:2] = 1 + np.array([1, 3]) / 256  # ties
+    out, back = cupy.zeros(x.size, ml_dtypes.bfloat16), cupy.asarray(np.ones(x.size, np.float32))
+    kernels.store(cupy, cupy.asarray(x), out)
+    want = x.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(out.get().astype(float), want.astype(float))
+    kernels.add_widened(cupy, out, back)
+    np.testing.assert_array_equal(back.get(), 1 + want.astype(np.float32))
+    kernels.store(cupy, out, back)
+    np.testing.assert_array_equal(back.get(), want.astype(np.float32))
+    sums = cupy.zeros(N, np.float32)  # gradients of bfloat16 rows may be kept in float32
+    rows = X.astype(ml_dtypes.bfloat16)
+    kernels.sum_rows(cupy, cupy.asarray(rows), sums)
+    np.testing.assert_allclose(sums.get(), rows.astype(np.float64).sum(0), rtol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
+    shapes = {"sgd": (2, 3), "momentum": (3, 5), "adam": (4, 9), "lion": (3, 5), "schedule_free": (4, 9),
+              "prodigy": (6, 9), "moments": (3, 4), "direction": (4, 4), "follow": (3, 5)}  # fmt: skip
+    assert {*shapes} == {*UPDATES} == {*plain.KERNELS}
+    for name, (arrays, numbers) in shapes.items():
+        host = [abs(noise(1000, seed=n)).astype(dtype) for n in range(arrays)]
+        there = [cupy.asarray(a) for a in host]
+        values = tuple(dtype(v) for v in np.linspace(0.1, 0.9, numbers))
+        plain.KERNELS[name](np, tuple(host), values)
+        updates._run(name, cupy, tuple(there), values)
+        for got, want in zip(there, host, strict=True):
+            np.testing.assert_array_equal(got.get(), want, err_msg=name)
+
+
+def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
+    x, half = cupy.asarray(X), cupy.asarray(X.astype(np.float16))
+    w32 = cupy.asarray(W.astype(np.float32))
+    taken = on_gpu("layer_norm", (x, cupy.asarray(W), None, 1e-5))
+    assert taken is not None
+    for name, arguments in (
+        ("relu", (x,)),  # there is no form
+        ("gelu", (half,)),
+        ("gelu", (x[:, ::2],)),
+        ("gelu", (x[:0],)),
+        ("layer_norm", (x, w32, None, 1e-5)),  # formats that are mixed
+        ("drop_backward", (x, x, 0.1)),  # the mask is none
+        ("softmax", (X,)),  # on the host
+    ):
+        assert on_gpu(name, arguments) is None, name
+    assert not cuda.update("adam8", (x,), ())
+    assert not cuda.update("sgd", (half, half), (np.float16(1),) * 3)
+
+
+@needs_compiler
+def test_targets_that_are_no_classes_give_nan(cupy: Cupy) -> None:
+    total, _, _ = kernels.cross_entropy(cupy, cupy.asarray(X), cupy.asarray(np.full(ROWS, N)))
+    assert np.isnan(total)
+
+
+def nvrtc() -> Any:
+    """NVIDIA's compiler as a library, which needs no GPU."""
+    for path in (*map(Path, sys.path), Path("/usr/local/cuda/lib64")):
+        for found in itertools.chain(path.glob("nvidia/*/lib/libnvrtc.so.*"), path.glob("libnvrtc.so.1?")):
+            return ctypes.CDLL(str(found))
+    return None
+
+
+@pytest.mark.parametrize("kind", [16, 32, 64])
+def test_nvrtc_compiles_them(kind: int) -> None:
+    library = nvrtc()
+    if library is None:
+        pytest.skip("no NVRTC (pip install nvidia-cuda-nvrtc): CUDA C was not compiled for GPUs")
+    for architecture in ("sm_80", "sm_90"):
+        program, source = ctypes.c_void_p(), SOURCE.read_bytes()
+        assert library.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+        options = [*OPTIONS, f"-DKIND={kind}", f"-arch={architecture}"]
+        words = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+        status = library.nvrtcCompileProgram(program, len(options), words)
+        size = ctypes.c_size_t()
+        library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetProgramLog(program, log)
+        assert status == 0, log.value.decode()
+        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetCUBIN(program, code)
+        assert b"fsdpx_cross_entropy" in code.raw
