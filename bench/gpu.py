@@ -1,61 +1,252 @@
-"""How much faster is a step on one GPU than on the cores beside it? Prints one table, writes one JSON.
+"""How fast is fsdpx on one GPU, beside PyTorch? And do the tests for GPUs pass? Prints a table, writes one JSON.
 
     python bench/gpu.py
+    python bench/gpu.py --tests
 
-One process; both devices take turns. Arrays are CuPy's (extra `cuda12`); a step ends when its loss is on the host.
+GPT-2 with 124 million parameters in bf16, beside PyTorch as it is, with its own attention and fused AdamW, and
+compiled; the rate of the product of two large matrices, of which shares are given; and what kernels read and write per
+second. Each part is a process of its own that may take 90 seconds; what fails is written down with its reason.
 """
 
-import statistics
+import argparse
+import json
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
+from xml.etree import ElementTree
 
-from records import arguments, save
-from workloads import MODELS, batch, in_fsdpx
+import numpy as np
+from records import arguments, lines, save
+
+VOCAB, WIDTH, LAYERS, HEADS, TIME, ROWS = 50304, 768, 12, 12, 1024, 16
+PARAMETERS = 124e6
+SECONDS_OF_PART, SECONDS_OF_TESTS = 90, 440
+ROOT = Path(__file__).parents[1]
 
 
 def missing() -> str | None:
     """Why there is nothing to measure, or None."""
+    from fsdpx.cuda.devices import gpus
+    from fsdpx.errors import ConfigError
+
     try:
-        import cupy
+        gpus()
+    except ConfigError as error:
+        return str(error)
+    return None
 
-        return None if cupy.cuda.runtime.getDeviceCount() else "no GPU"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+
+def device() -> dict[str, Any]:
+    """What it was measured on."""
+    import cupy
+
+    found = cupy.cuda.runtime.getDeviceProperties(0)
+    versions = {"cupy": cupy.__version__, "driver": cupy.cuda.runtime.driverGetVersion()}
+    return {"device": found["name"].decode(), "memory": found["totalGlobalMem"], **versions}
 
 
-def steps(name: str, device: str, seconds: float) -> float:
-    """Median seconds of a step."""
-    from fsdpx import optim
-
-    layers, loss = in_fsdpx(MODELS[name])
-    trainer = layers.as_distributed(loss=loss, optimizer=optim.AdamW(lr=1e-4), strategy="ddp", device=device)
-    x, y = batch(MODELS[name])
-    taken, end = [], time.perf_counter() + seconds
-    trainer.step(x, y)
-    while time.perf_counter() < end or len(taken) < 3:
+def timed(step: Callable[[], Any], finish: Callable[[], Any], warm: int, rounds: int) -> float:
+    """Median seconds of `step`."""
+    for _ in range(warm):
+        step()
+    finish()
+    taken = []
+    for _ in range(rounds):
         begin = time.perf_counter()
-        trainer.step(x, y)
+        step()
+        finish()
         taken.append(time.perf_counter() - begin)
-    trainer.close()
-    return statistics.median(taken)
+    return median(taken)
+
+
+def products(quick: bool) -> dict[str, Any]:
+    """TFLOP/s of square matrices in bfloat16."""
+    import cupy
+    import ml_dtypes
+
+    from fsdpx.cuda.gemm import gemm
+
+    n = 1024 if quick else 8192
+    a, b, out = (cupy.ones((n, n), dtype=ml_dtypes.bfloat16) for _ in range(3))
+    seconds = timed(lambda: gemm(out, a, b), cupy.cuda.Device().synchronize, 3, 10)
+    return {"peak": 2 * n**3 / seconds / 1e12}
+
+
+def passes(quick: bool) -> dict[str, Any]:
+    """GB/s of kernels, by what they must read and write, on activations of GPT-2 and on its parameters."""
+    import cupy
+    import ml_dtypes
+
+    from fsdpx.array import kernels
+    from fsdpx.optim.kernels import adam
+
+    rows = ROWS * TIME // (8 if quick else 1)
+    x, w = cupy.ones((rows, 4 * WIDTH), dtype=ml_dtypes.bfloat16), cupy.ones(4 * WIDTH, dtype=ml_dtypes.bfloat16)
+    state = [cupy.ones(int(PARAMETERS) // (8 if quick else 1), dtype=np.float32) for _ in range(4)]
+    options = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True}
+    calls: dict[str, tuple[int, Callable[[], Any]]] = {
+        "layer_norm": (2 * x.nbytes, lambda: kernels.layer_norm(cupy, x, w, w, 1e-5)),
+        "gelu": (2 * x.nbytes, lambda: kernels.gelu(cupy, x, "tanh")),
+        "add": (3 * x.nbytes, lambda: kernels.add(cupy, x, x)),
+        "adam": (7 * state[0].nbytes, lambda: adam(cupy, *state, **options, step=1, scale=1.0)),
+    }
+    finish = cupy.cuda.Device().synchronize
+    return {name: nbytes / timed(call, finish, 2, 10) / 1e9 for name, (nbytes, call) in calls.items()}
+
+
+def batch() -> tuple[np.ndarray, np.ndarray]:
+    text = np.random.default_rng(0).integers(0, VOCAB, (ROWS, TIME + 1))
+    return text[:, :-1].copy(), text[:, 1:].copy()
+
+
+def gpt(quick: bool) -> dict[str, Any]:
+    """In fsdpx."""
+    import cupy
+
+    from fsdpx import nn, optim
+
+    model = nn.GPT(VOCAB, WIDTH, 2 if quick else LAYERS, HEADS, TIME)
+    adam, loss = optim.AdamW(lr=1e-4), nn.CrossEntropy()
+    trainer = model.as_distributed(loss=loss, optimizer=adam, strategy="ddp", precision="bf16", device="cuda")
+    x, y = (cupy.asarray(a) for a in batch())
+    losses: list[float] = []
+    seconds = timed(lambda: losses.append(trainer.step(x, y)), cupy.cuda.Device().synchronize, 3, 3 if quick else 10)
+    held = cupy.get_default_memory_pool().total_bytes()
+    return {"tokens": ROWS * TIME / seconds, "memory": held, "losses": [losses[0], losses[-1]]}
+
+
+def in_torch(quick: bool, compiled: bool) -> dict[str, Any]:
+    """The same in PyTorch."""
+    import torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            n, t, _ = x.shape
+            q, k, v = (a.view(n, t, HEADS, -1).transpose(1, 2) for a in self.qkv(self.norm1(x)).split(WIDTH, 2))
+            o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.out(o.transpose(1, 2).reshape(n, t, WIDTH))
+            return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+    class Gpt(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(TIME, WIDTH)
+            self.blocks = nn.Sequential(*(Block() for _ in range(2 if quick else LAYERS)))
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Any, y: Any) -> Any:
+            h = self.blocks(self.embed(x) + self.place.weight[: x.shape[1]])
+            logits = nn.functional.linear(self.norm(h), self.embed.weight)
+            return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), y.reshape(-1))
+
+    torch.set_float32_matmul_precision("high")
+    model: Any = Gpt().cuda()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    forward = torch.compile(model) if compiled else model
+    x, y = (torch.from_numpy(a).cuda() for a in batch())
+
+    def step() -> float:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = forward(x, y)
+        loss.backward()
+        adam.step()
+        adam.zero_grad(set_to_none=True)
+        return float(loss)
+
+    seconds = timed(step, torch.cuda.synchronize, 3, 3 if quick else 10)
+    return {"tokens": ROWS * TIME / seconds, "memory": torch.cuda.max_memory_reserved()}
+
+
+PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
+    "products": products,
+    "kernels": passes,
+    "fsdpx": gpt,
+    "PyTorch": lambda quick: in_torch(quick, compiled=False),
+    "PyTorch, compiled": lambda quick: in_torch(quick, compiled=True),
+}
+
+
+def part(name: str, quick: bool) -> dict[str, Any]:
+    """What a process of its own found; why not, if it failed."""
+    command = [sys.executable, __file__, "--part", name, *(["--quick"] if quick else [])]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_OF_PART)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done within {SECONDS_OF_PART} s"}
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or ["no reason given"])[-1]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def measure(options: argparse.Namespace) -> int:
+    found = {name: part(name, options.quick) for name in PARTS}
+    peak = found["products"].get("peak")
+    rows = []
+    for name in ("fsdpx", "PyTorch", "PyTorch, compiled"):
+        one = found[name]
+        if "tokens" not in one:
+            rows.append([name, one["failed"], "", ""])
+            continue
+        share = "" if peak is None else f"{6 * PARAMETERS * one['tokens'] / 1e12 / peak:.0%}"
+        rows.append([name, f"{one['tokens']:,.0f}", share, f"{one['memory'] / 2**30:.1f}"])
+    print(lines(["GPT-2 124M, bf16", "tokens/s", "of peak", "GiB"], rows))
+    print(f"peak of products: {peak} TFLOP/s; kernels, GB/s: {found['kernels']}")
+    save("gpu", options, {**device(), "parts": found})
+    return 0
+
+
+def tests(options: argparse.Namespace) -> int:
+    """The tests for GPUs: which passed, failed and were skipped."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "tests/cuda", "tests/engine", "-m", "gpu", "-rs", "-n", "0"]
+        try:
+            status = subprocess.run(
+                [*command, f"--junitxml={report}"], cwd=ROOT, timeout=SECONDS_OF_TESTS, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            print(f"the tests were not done within {SECONDS_OF_TESTS} s")
+            return 1
+        cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    kinds = {"failure": "failed", "error": "failed", "skipped": "skipped"}
+    ends: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": []}
+    for case in cases:
+        end = next((kinds[child.tag] for child in case if child.tag in kinds), "passed")
+        ends[end].append(f"{case.get('classname')}::{case.get('name')}")
+    print(", ".join(f"{len(names)} {end}" for end, names in ends.items()))
+    if (why := missing()) is None:
+        save("gpu-tests", options, {**device(), "ends": ends})
+    else:
+        print(f"nothing was run on a GPU: {why}")
+    return 0 if status in (0, 5) else status
 
 
 def main() -> int:
-    options = arguments(__doc__, rounds=2).parse_args()
-    if (why := missing()) is not None:
-        print(f"nothing measured: {why}")
+    parser = arguments(__doc__, rounds=1)
+    parser.add_argument("--tests", action="store_true", help="the tests for GPUs instead")
+    parser.add_argument("--part", choices=PARTS, help="only this, in this process")
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(PARTS[options.part](options.quick)))
         return 0
-    rates: dict[str, dict[str, Any]] = {}
-    for name in ("tiny", "small"):
-        found: dict[str, list[float]] = {"cpu": [], "cuda": []}
-        for _ in range(options.rounds):
-            for device, times in found.items():
-                times.append(MODELS[name].per_step / steps(name, device, 1.0 if options.quick else 5.0))
-        rates[name] = {device: statistics.median(times) for device, times in found.items()}
-        print(f"{name:6} cpu {rates[name]['cpu']:>9,.0f} cuda {rates[name]['cuda']:>9,.0f} {MODELS[name].unit}")
-    save("gpu", options, {"rates": rates})
-    return 0
+    if options.tests:
+        return tests(options)
+    if (why := missing()) is not None:
+        print(f"nothing measured: {why}; skipped: {', '.join(PARTS)}")
+        return 0
+    return measure(options)
 
 
 if __name__ == "__main__":

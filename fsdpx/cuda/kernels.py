@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.cuda.devices import cupy, is_on_gpu
+from fsdpx.cuda.gemm import batched
 
 __all__ = ["FORMS", "UPDATES", "module", "on_gpu", "update"]
 
@@ -82,7 +83,8 @@ FORMS: dict[str, tuple[tuple[str, ...], Body]] = {}
 
 def form(roles: str) -> Callable[[Body], Body]:
     """Register a function as the form of its namesake. roles: of its positional arguments. real: of the format. wide:
-    of the dtype of sums. sum: either. index, mask: integers, booleans. any: no array. `?`: may be None."""
+    of the dtype of sums. sum: either. index, mask: integers, booleans. All of these contiguous, but for view: real, of
+    any strides. any: no array. `?`: may be None."""
 
     def register(body: Body) -> Body:
         FORMS[body.__name__] = (tuple(roles.split()), body)
@@ -100,7 +102,7 @@ def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
     arrays = [a for a in arguments if is_on_gpu(a)]
     kind = _kind(arrays)
     wide = "float64" if kind == 64 else "float32"
-    if kind == 0 or not all(a.size and a.flags.c_contiguous for a in arrays):
+    if kind == 0 or not all(a.size for a in arrays):
         return None
     for role, value in zip(roles, arguments, strict=False):
         if not _plays(role, value, kind, wide):
@@ -124,8 +126,9 @@ def _plays(role: str, value: Any, kind: int, wide: str) -> bool:
         return False
     name = value.dtype.name
     own = KINDS.get(name) == kind
-    found = {"real": own, "wide": name == wide, "sum": own or name == wide}
-    return found.get(role, value.dtype.kind == ("b" if role == "mask" else "i"))
+    found = {"real": own, "view": own, "wide": name == wide, "sum": own or name == wide}
+    formed = found.get(role, value.dtype.kind == ("b" if role == "mask" else "i"))
+    return formed and (role == "view" or bool(value.flags.c_contiguous))
 
 
 # -- norms ---------------------------------------------------------------------------------------------------------
@@ -256,6 +259,44 @@ def cross_entropy_backward(
     numbers = logits.shape[1], float(seed), int(ignore_index), float(label_smoothing)
     launch("cross_entropy_backward", (logits.shape[0],), logits, wanted, lse, dx, *numbers)
     return dx
+
+
+# -- attention, one sample after the other -----------------------------------------------------------------------------
+
+
+@form("view view view any any")
+def attention(launch: Launch, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+    xp, (b, h, t, d), n = launch.xp, q.shape, k.shape[2]
+    o = xp.empty((b, t, h, d), dtype=q.dtype).swapaxes(1, 2)
+    lse, scores = xp.empty((b, h, t), dtype=launch.wide), xp.empty((h, t, n), dtype=launch.wide)
+    p = xp.empty((h, t, n), dtype=q.dtype)
+    for i in range(b):
+        batched(scores, q[i], k[i].swapaxes(1, 2), scale)
+        launch("attention_rows", (h * t,), scores, p, lse[i], t, n, bool(causal))
+        batched(o[i], p, v[i])
+    return o, lse
+
+
+@form("view view view view wide view any any")
+def attention_backward(
+    launch: Launch, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float
+) -> Any:
+    xp, (b, h, t, d), n = launch.xp, q.shape, k.shape[2]
+    if n == t:
+        made = xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
+    else:
+        made = tuple(xp.empty((b, x, h, d), dtype=q.dtype).swapaxes(1, 2) for x in (t, n, n))
+    dq, dk, dv = made[0], made[1], made[2]
+    scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
+    p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
+    for i in range(b):
+        batched(scores, q[i], k[i].swapaxes(1, 2), scale)
+        batched(dp, do[i], v[i].swapaxes(1, 2))
+        launch("attention_slopes", (h * t,), scores, dp, lse[i], p, ds, t, n, float(scale), bool(causal))
+        batched(dv[i], p.swapaxes(1, 2), do[i])
+        batched(dq[i], ds, k[i])
+        batched(dk[i], ds.swapaxes(1, 2), q[i])
+    return made
 
 
 # -- formats, norms, dropout -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import numpy as np
 
 from fsdpx.array import blas, kernels
 from fsdpx.array.packed import Packed
+from fsdpx.cuda.gemm import gemm, takes
 from fsdpx.nn.gradients import destination
 from fsdpx.shapes.array import as_one
 
@@ -39,6 +40,10 @@ def product(xp: Any, a: Any, b: Any) -> Any:
     if _halves(xp, a, b) and a.ndim == b.ndim == 2:
         out = np.empty((a.shape[0], b.shape[1]), a.dtype)
         blas.halves.product(out, a, b)
+        return out
+    if takes(a, b):
+        out = xp.empty((a.shape[0], b.shape[1]), dtype=a.dtype)
+        gemm(out, a, b)
         return out
     if np.dtype(a.dtype).itemsize != 2:
         return xp.matmul(a, b)
@@ -98,6 +103,8 @@ def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> Non
         blas.gemm(out, a, b, add)
     elif _halves(xp, a, b):
         blas.halves.product(out, a, b, add)
+    elif takes(a, b):
+        gemm(out, a, b, add)
     else:
         as_one(_add_plainly, xp, out, add, a, b)
 

@@ -14,6 +14,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
@@ -181,6 +182,47 @@ def _compiled(source: str, defines: list[str]) -> str:
     return str(made)
 
 
+FORMATS = {0: np.float32, 1: np.float64, 2: np.float16, 14: ml_dtypes.bfloat16}
+
+
+def by_columns(kind: Any, into: Any, shape: tuple[int, ...], alpha: float, a: int, lda: int, b: int, ldb: int,
+               beta: float, c: int, ldc: int) -> None:  # fmt: skip
+    """C = alpha op(A) op(B) + beta C of matrices that lie by columns, as cuBLAS has it. a, b, c: addresses."""
+    turn_a, turn_b, m, n, k = shape
+    one = _columns(a, kind, *((k, m) if turn_a else (m, k)), lda)
+    two = _columns(b, kind, *((n, k) if turn_b else (k, n)), ldb)
+    out, wide = _columns(c, into, m, n, ldc), np.float64 if kind is np.float64 else np.float32
+    product = (one.T if turn_a else one).astype(wide) @ (two.T if turn_b else two).astype(wide)
+    out[...] = wide(alpha) * product + (wide(beta) * out.astype(wide) if beta else 0)
+
+
+def _columns(at: int, kind: Any, rows: int, columns: int, ld: int) -> np.ndarray:
+    assert ld >= rows, "a leading dimension is at least as long as a column"
+    size = np.dtype(kind).itemsize
+    memory = (ctypes.c_char * (((columns - 1) * ld + rows) * size)).from_address(at)
+    return np.ndarray((rows, columns), kind, memory, strides=(size, ld * size))
+
+
+def _gemm(*given: Any) -> None:
+    """gemmEx: gemmStridedBatchedEx of one product."""
+    _gemms(*given[:10], 0, *given[10:13], 0, *given[13:17], 0, 1, *given[17:])
+
+
+def _gemms(*given: Any) -> None:
+    """gemmStridedBatchedEx."""
+    _, ta, tb, m, n, k, alpha, a, kind_a, lda, step_a, b, kind_b, ldb, step_b, *rest = given
+    beta, c, kind_c, ldc, step_c, count, compute, _ = rest
+    assert kind_a == kind_b
+    assert compute == (70 if kind_a == 1 else 68), "sums are in float32, or of float64"
+    number = ctypes.c_double if kind_a == 1 else ctypes.c_float
+    factors = [number.from_address(at).value for at in (alpha, beta)]
+    kind, into = FORMATS[kind_a], FORMATS[kind_c]
+    sizes = np.dtype(kind).itemsize, np.dtype(into).itemsize
+    for i in range(count):
+        at = a + i * step_a * sizes[0], b + i * step_b * sizes[0], c + i * step_c * sizes[1]
+        by_columns(kind, into, (ta, tb, m, n, k), factors[0], at[0], lda, at[1], ldb, factors[1], at[2], ldc)
+
+
 class Cupy(types.ModuleType):
     """The module. gpus: how many there are. error: what the driver says instead."""
 
@@ -196,6 +238,15 @@ class Cupy(types.ModuleType):
         )
         self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device)
         self.RawModule = RawModule
+        self.cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 1)
+
+    def modules(self) -> dict[str, types.ModuleType]:
+        """What `import` finds of it, cuBLAS too."""
+        libs, cublas = types.ModuleType("cupy_backends.cuda.libs"), types.ModuleType("cublas")
+        vars(cublas).update(gemmEx=_gemm, gemmStridedBatchedEx=_gemms)
+        vars(libs)["cublas"] = cublas
+        above = {name: types.ModuleType(name) for name in ("cupy_backends", "cupy_backends.cuda")}
+        return {"cupy": self, **above, "cupy_backends.cuda.libs": libs}
 
     def _count(self) -> int:
         if self.error:

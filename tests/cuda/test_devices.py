@@ -21,7 +21,8 @@ X, Y = np.ones((4, 6)), np.array([0, 1, 2, 0])
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
     made = Cupy(gpus=2)
-    monkeypatch.setitem(sys.modules, "cupy", made)
+    for name, module in made.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
     return made
 

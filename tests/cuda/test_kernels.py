@@ -13,11 +13,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from stand_in import Cupy, Device, ndarray
+from stand_in import Cupy, Device
 
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
 from fsdpx.cuda import kernels as cuda
+from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.cuda.kernels import FORMS, OPTIONS, SOURCE, UPDATES, on_gpu
 from fsdpx.optim import kernels as updates
 from fsdpx.optim import plain
@@ -29,7 +30,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++:
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cupy]:
     made = Cupy()
-    monkeypatch.setitem(sys.modules, "cupy", made)
+    for name, module in made.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     cuda.module.cache_clear()
     Device(0).use()
     yield made
@@ -49,6 +51,11 @@ MEAN, RSTD = X.mean(1), 1 / np.sqrt(X.var(1) + 1e-5)
 LSE = np.log(np.exp(X).sum(1))
 Y = np.exp(X - LSE[:, None])
 
+Q, K, V, DO = (noise(2, 3, 5, 4, seed=n) for n in range(4))
+K2, V2 = noise(2, 3, 7, 4, seed=5), noise(2, 3, 7, 4, seed=6)  # another length
+ATTENDED = kernels.attention(np, Q, K, V, True, 0.4)
+ACROSS = kernels.attention(np, Q, K2, V2, False, 0.4)
+
 CALLS: dict[str, list[tuple[Any, ...]]] = {
     "layer_norm": [(X, W, B, 1e-5), (X, None, None, 0.1)],
     "layer_norm_backward_input": [(X, W, MEAN, RSTD, DY), (X, None, MEAN, RSTD, DY)],
@@ -66,13 +73,15 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "softmax_backward": [(Y, DY)],
     "cross_entropy": [(X, TARGET), (X, TARGET, -100, 0.1)],
     "cross_entropy_backward": [(X, TARGET, LSE, 0.3), (X, TARGET, LSE, 0.3, -100, 0.1)],
+    "attention": [(Q, K, V, True, 0.4), (Q, K2, V2, False, 0.4)],
+    "attention_backward": [(Q, K, V, *ATTENDED, DO, True, 0.4), (Q, K2, V2, *ACROSS, DO, False, 0.4)],
     "square_sums": [(X.reshape(-1), 100)],
     "square_sum": [(noise(40_000),)],
     "drop": [(X, Stretch(1, "a@0", 5, 5 + X.size), 0.3), (X, Stretch(1, "a@0", 8, 8 + X.size), 0.0)],
     "drop_backward": [(DY, X > 0, 0.3)],
 }
 WIDE = {"layer_norm_backward_input": (2, 3), "layer_norm_backward_params": (1, 2), "rms_norm_backward_input": (2,),
-        "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,)}  # fmt: skip
+        "rms_norm_backward_params": (1,), "cross_entropy_backward": (2,), "attention_backward": (4,)}  # fmt: skip
 """Arguments that are of the format of sums."""
 
 
@@ -91,7 +100,7 @@ def close(got: Any, want: Any, bound: float) -> None:
         assert want is got is None or got == pytest.approx(want, rel=bound)
 
 
-def compare(cupy: Cupy, name: str, arguments: tuple[Any, ...], dtype: str) -> None:
+def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> None:
     """One call on the stand-in and the same, plain, on NumPy: results, and what is changed in place."""
     wide = "float64" if dtype == "float64" else "float32"
     format_of = [wide if place in WIDE.get(name, ()) else dtype for place in range(len(arguments))]
@@ -104,7 +113,7 @@ def compare(cupy: Cupy, name: str, arguments: tuple[Any, ...], dtype: str) -> No
     got = getattr(kernels, name)(cupy, *there)
     close(got, want, BOUNDS[dtype])
     close(
-        tuple(a for a in there if isinstance(a, ndarray)),
+        tuple(a for a in there if is_on_gpu(a)),
         tuple(a for a in host if isinstance(a, np.ndarray)),
         BOUNDS[dtype],
     )

@@ -1,0 +1,109 @@
+"""What only a GPU shows: kernels, products and training against the host. Without one these tests say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_kernels import BOUNDS, CALLS, compare
+from trials import job
+
+from fsdpx import nn, optim, spawn
+from fsdpx.array import kernels
+from fsdpx.array.random import Stretch
+from fsdpx.cuda.devices import gpus
+from fsdpx.cuda.gemm import gemm
+from fsdpx.errors import ConfigError
+from fsdpx.optim import kernels as updates
+from fsdpx.optim import plain
+
+try:
+    gpus()
+    WHY = ""
+except ConfigError as error:
+    WHY = str(error)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY), reason=f"not tried on a GPU: {WHY}")]
+
+
+@pytest.fixture
+def cupy() -> Any:
+    import cupy
+
+    return cupy
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_kernels_equal_the_host(cupy: Any, name: str, dtype: str) -> None:
+    for arguments in CALLS[name]:
+        compare(cupy, name, arguments, dtype)
+
+
+@pytest.mark.parametrize("start", [0, 3, 2**33 + 1])
+def test_dropout_has_the_numbers_of_the_host(cupy: Any, start: int) -> None:
+    numbers = Stretch(7, "a.b@3", start, start + 10_000)
+    _, keep = kernels.drop(cupy, cupy.ones(10_000, dtype="float32"), numbers, 0.4)
+    assert (keep.get() == kernels.drop(np, np.ones(10_000, np.float32), numbers, 0.4)[1]).all()
+
+
+def test_updates_have_the_bits_of_the_host(cupy: Any) -> None:
+    host = [abs(np.random.default_rng(n).standard_normal(100_000)).astype(np.float32) for n in range(4)]
+    there, values = [cupy.asarray(a) for a in host], tuple(map(np.float32, np.linspace(0.1, 0.9, 9)))
+    plain.KERNELS["adam"](np, tuple(host), values)
+    updates._run("adam", cupy, tuple(there), values)
+    for got, want in zip(there, host, strict=True):
+        np.testing.assert_array_equal(got.get(), want)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 1e-5)])
+def test_products_are_added_in_float32(cupy: Any, dtype: str, bound: float) -> None:
+    import ml_dtypes
+
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    a, b = (np.random.default_rng(n).standard_normal(s).astype(kind) for n, s in enumerate([(257, 129), (129, 65)]))
+    out = cupy.ones((257, 65), dtype="float64" if dtype == "float64" else "float32")
+    gemm(out, cupy.asarray(a), cupy.asarray(b), accumulate=True)
+    want = 1 + a.astype(float) @ b.astype(float)
+    np.testing.assert_allclose(out.get(), want, rtol=bound, atol=20 * bound)
+    gemm(out.T, cupy.asarray(b).T, cupy.asarray(a).T)
+    np.testing.assert_allclose(out.get(), want - 1, rtol=bound, atol=20 * bound)
+
+
+def train(comm: Any, **options: Any) -> list[float]:
+    model = nn.GPT(61, 32, 2, 4, 16, dropout=0.1)
+    loss, adam = nn.CrossEntropy(), optim.AdamW(lr=1e-3)
+    trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, **options)
+    text = np.random.default_rng(comm.rank).integers(0, 61, (4, 17))
+    return [trainer.step(text[:, :-1], text[:, 1:]) for _ in range(4)]
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("float64", 1e-11), ("float32", 1e-4), ("bf16", 2e-2)])
+def test_training_equals_the_host(precision: str, bound: float) -> None:
+    want = spawn(lambda comm: train(comm, precision=precision), 1)[0]
+    got = spawn(lambda comm: train(comm, precision=precision, device="cuda"), 1)[0]
+    np.testing.assert_allclose(got, want, rtol=bound)
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = {path!r}
+import fsdpx
+from test_on_gpu import train
+with fsdpx.init() as comm:
+    losses = train(comm, precision="float64", device="cuda")
+    if comm.rank == 0: print("losses", *losses, flush=True)
+"""
+
+
+def test_ranks_of_mpi_share_the_gpu(tmp_path: Path) -> None:
+    """Their arrays go through the host, or MPI takes them: the losses are those of thread ranks on the host."""
+    import sys
+
+    want = spawn(lambda comm: train(comm, precision="float64"), 2)[0]
+    done = job(tmp_path, PROGRAM.format(path=sys.path), ranks=2)
+    assert done.status == 0, done.err
+    (said,) = [line for line in done.out.splitlines() if line.startswith("losses")]
+    np.testing.assert_allclose([float(word) for word in said.split()[1:]], want, rtol=1e-11)
