@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from tiles import AGAIN, tiles
 from workloads import MODELS, TIME, Model, batch, in_fsdpx
 
 from fsdpx import optim
@@ -23,12 +24,9 @@ from fsdpx.array import blas, kernels
 from fsdpx.array.blas import gemm, halves  # under these names products stay unclocked
 from fsdpx.array.blas.halves import product
 from fsdpx.array.kernels.compiled import words
-from fsdpx.array.kernels.compiled.words import multiply as words_product
 from fsdpx.array.namespace import dtype
-from fsdpx.native.tools import jit
 
 TILE = 64  # rows of a tile of attention
-AGAIN = 50  # tiles of bf16 in one call, which takes longer than one of them
 
 Product = tuple[Any, Any, Any]  # out, a, b of out = a @ b
 
@@ -152,12 +150,6 @@ def tile(model: Model, seconds: float, bf16: bool) -> float:
         at = q.ctypes.data, 2 * width, 4, k.ctypes.data, 4 * TIME, s.ctypes.data, 4 * TIME, TILE, TIME, width // 2
         return AGAIN * 2 * TILE * TIME * width / _repeated(lambda: tiles(*at), seconds)
     return 2 * TILE * TIME * width / _repeated(lambda: gemm(s, q, k.T), seconds)
-
-
-@jit
-def tiles(a, down, along, b, b_row, c, c_row, rows, columns, words):
-    for _ in range(AGAIN):
-        words_product(a, down, along, b, b_row, c, c_row, rows, columns, words, False)
 
 
 def _repeated(run: Callable[[], Any], seconds: float) -> float:

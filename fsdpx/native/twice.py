@@ -23,8 +23,9 @@ _read: dict[str, ModuleType] = {}
 
 
 def dispatcher(function: Callable[..., Any], fastmath: Any) -> Any:
-    """Numba's dispatcher of a function of such a file; of any other function, of itself. What it compiles is called by
-    compiled code alone: Python takes an entry of `build`, or `for_python`. The caller holds the lock."""
+    """Numba's dispatcher of a function of such a file; of any other function, of itself, also of a script's, which
+    would run again. What it compiles is called by compiled code alone: Python takes an entry of `build`, or
+    `for_python`. The caller holds the lock."""
     key = function.__code__.co_filename, function.__qualname__
     for home in [function.__module__, *sorted(name for name in sys.modules if name.startswith("fsdpx."))]:
         if _is_code(home):
@@ -61,7 +62,8 @@ def _dispatcher(function: Any, fastmath: Any, entries: Any = BARE) -> Any:
 def _is_code(home: str) -> bool:
     module = sys.modules.get(home)
     file = getattr(module, "__file__", None)
-    return module is not None and file is not None and home != __name__ and f"from {TOOLS} " in Path(file).read_text()
+    known = module is not None and file is not None and home not in (__name__, "__main__")
+    return known and f"from {TOOLS} " in Path(file).read_text()
 
 
 def _again(home: str) -> ModuleType:

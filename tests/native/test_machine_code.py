@@ -1,11 +1,13 @@
 """Machine code on disk: Numba's bits, taken only for what it was made for, and made anew when it is no good."""
 
 import marshal
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
 
-from fsdpx.native import image, layout
+from fsdpx.native import image, layout, twice
 from fsdpx.native.compiled import REORDER, fixed, jit
 
 pytestmark = pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
@@ -97,3 +99,18 @@ def test_arrays_lie_as_machine_code_reads_them(monkeypatch):
     assert layout.as_expected()
     monkeypatch.setitem(layout.ARRAY, "nd", layout.ARRAY["dims"])
     assert not layout.as_expected.__wrapped__()
+
+
+def test_a_script_that_compiles_does_not_run_again(monkeypatch, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from fsdpx.native.tools import jit\nraise SystemExit('run again')\n")
+    main = ModuleType("__main__")
+    main.__file__ = str(script)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    twice._is_code.cache_clear()
+
+    def double(x):
+        return x + x
+
+    double.__module__ = "__main__"
+    assert twice.dispatcher(double, False).py_func is double
