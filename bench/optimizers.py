@@ -21,7 +21,7 @@ __all__ = ["tables"]
 
 def recommended(steps: int) -> dict[str, Callable[[], Any]]:
     """By name, AdamW first: as `make train` has it. The others: as their papers say, with the same warm-up where they
-    need one, and the same share of weight decay."""
+    need one (schedule-free AdamW, whose rate never falls, a longer one), and the same share of weight decay."""
     from fsdpx import optim
     from fsdpx.examples import gpt
 
@@ -35,7 +35,7 @@ def recommended(steps: int) -> dict[str, Callable[[], Any]]:
         "AdamW": lambda: same,
         "AdamW8bit": lambda: optim.AdamW8bit(lr=same.lr, betas=same.betas, **decay),
         "AdamWScheduleFree": lambda: optim.AdamWScheduleFree(
-            lr=optim.schedules.WarmUp(warm, 4e-3), betas=(0.95, 0.98), **decay
+            lr=optim.schedules.WarmUp(max(steps // 5, 1), 2e-3), betas=(0.95, 0.98), **decay
         ),
         "Muon": lambda: optim.Muon(lr=falling(2e-3), others=optim.AdamW(betas=same.betas), **decay),
         "Prodigy": lambda: optim.Prodigy(lr=falling(1.0), betas=(0.9, 0.99), **decay),
