@@ -19,6 +19,7 @@ from fsdpx.comm.fake import FakeCommunicator
 from fsdpx.comm.local import LocalCommunicator, single
 from fsdpx.comm.start import together
 from fsdpx.comm.steps import PATIENT
+from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ __all__ = ["BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of",
 
 
 class Asked(NamedTuple):
-    """What a communicator is wanted for. comm: of another library, to be adopted; rank, size: of a fake."""
+    """What a communicator is wanted for. comm: of another library, to be adopted; rank, size: of a fake; device_map:
+    which GPU each local rank takes, where it is of GPUs."""
 
     settings: environment.Environment
     comm: Any = None
     rank: int | None = None
     size: int | None = None
+    device_map: DeviceMap = None
 
 
 class Opener(NamedTuple):
@@ -47,28 +50,30 @@ class Opener(NamedTuple):
 
 
 def world(
-    backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None
-) -> Communicator:
+    backend: str | None = None, comm: Any = None, *, rank: int | None = None, size: int | None = None,
+    device_map: DeviceMap = None,
+) -> Communicator:  # fmt: skip
     """The communicator of all ranks of this job.
 
     backend: "node", MPI between machines and shared memory inside them; "mpi", messages only; "gloo", ranks without
     MPI that meet where MASTER_ADDR and MASTER_PORT or FSDPX_STORE say, Gloo between machines and shared memory inside
-    them; "local", one rank by itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing;
+    them; "nccl", MPI, and NCCL for arrays of GPUs, of which each rank takes one by `device_map`; "local", one rank by
+    itself (for several, `fsdpx.spawn`); "fake", rank `rank` of `size` that moves nothing;
     None: node if an MPI launcher started this process (mpi with FSDPX_NODE=0, and where ranks may die: shared memory
     does not outlive them), gloo if torchrun or alike did, else local. comm: an mpi4py communicator (duplicated) or a
     `Communicator` (taken as it is) instead. With MPI and Gloo, an uncaught exception from now on ends all ranks.
     LaunchError if MPI sees another number of ranks than the launcher started, or if ranks do not come."""
     if comm is not None:
-        return adopt(comm, backend)
+        return adopt(comm, backend, device_map)
     if backend not in (None, *BACKENDS):
         raise ConfigError(f"unknown backend {backend!r}: use one of {', '.join(BACKENDS)}, or None to find out")
     if backend != "fake" and (rank is not None or size is not None):
         started = f"backend={backend!r} has the ranks that were started"
         raise ConfigError(f"rank and size belong to backend='fake'; {started}")
-    return _open(backend, Asked(environment.read(), None, rank, size))
+    return _open(backend, Asked(environment.read(), None, rank, size, device_map))
 
 
-def adopt(comm: Any, backend: str | None = None) -> Communicator:
+def adopt(comm: Any, backend: str | None = None, device_map: DeviceMap = None) -> Communicator:
     """`comm` as a `Communicator`: itself, or around a duplicate of an mpi4py communicator."""
     if hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter"):
         return comm
@@ -78,7 +83,7 @@ def adopt(comm: Any, backend: str | None = None) -> Communicator:
     if backend not in (None, *able):
         library = type(comm).__module__.partition(".")[0]
         raise ConfigError(f"comm is an {library} communicator, but backend={backend!r}: leave backend out")
-    return _open(backend, Asked(environment.read(), comm))
+    return _open(backend, Asked(environment.read(), comm, device_map=device_map))
 
 
 def backend_name() -> str:
@@ -199,6 +204,15 @@ def _gloo(asked: Asked) -> Communicator:
     return _begun(GlooCommunicator(called, asked.settings.timeout or TIMEOUT), asked.settings.shares_memory)
 
 
+def _nccl(asked: Asked) -> Communicator:
+    carrier = _mpi(asked)
+    from fsdpx.comm import devices
+    from fsdpx.comm.nccl import NcclCommunicator, check_seats
+
+    check_seats(devices.take(carrier, asked.device_map))
+    return NcclCommunicator(carrier, asked.settings.timeout or TIMEOUT)
+
+
 def _begun(carrier: Carrier, shared: bool) -> Communicator:
     """All ranks of the job have met. shared: memory inside machines, where there are several ranks."""
     from fsdpx.array import cores
@@ -226,6 +240,7 @@ def _check_mpi(asked: Asked) -> None:
 BACKENDS = {
     "node": Opener(partial(_mpi, shared=True), _is_raw, lambda a: _is_mpi(a) and a.settings.shares_memory),
     "mpi": Opener(_mpi, _is_raw, _is_mpi),
+    "nccl": Opener(_nccl, _is_raw),
     "gloo": Opener(_gloo, suits=_is_gloo),
     "local": Opener(_local, suits=lambda asked: asked.comm is None),
     "fake": Opener(lambda a: FakeCommunicator(a.rank or 0, 1 if a.size is None else a.size)),

@@ -79,7 +79,7 @@ def distribute(
         `fsdpx.Gossip(...)`, "easgd" or `fsdpx.EASGD(...)`
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
-    backend : opens a communicator anew: "node", "mpi", "gloo" or "local"
+    backend : opens a communicator anew: "node", "mpi", "nccl", "gloo" or "local"
     microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
     seed : of initialisation and dropout, independent of the layout
     precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits beside a float32 shard), "bf16-true" (all
@@ -121,7 +121,7 @@ def distribute(
     choice = Elastic.of(elastic)
     _check_elastic(choice, backend, precision, offload, strategy, trace)
     # before choices are checked: what is wrong on all ranks is printed once for all of them
-    world: Any = _world(comm, backend) if choice is None else resilient(comm)
+    world: Any = _world(comm, backend, device, device_map) if choice is None else resilient(comm)
     recipe = Recipe(
         Training(
             model, loss, optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite, recompute, average
@@ -181,9 +181,11 @@ def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:
     return trainer
 
 
-def _world(comm: Any, backend: str | None) -> Communicator:
+def _world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:
+    if backend == "nccl" and device != "cuda":
+        raise ConfigError(f"backend='nccl' is of arrays of GPUs, and device={device!r}: say device='cuda'")
     if comm is not None:
-        adopted = adopt(comm, backend)
+        adopted = adopt(comm, backend, device_map)
         uses(adopted)
         return adopted
-    return default() if backend is None else open_world(backend)
+    return default() if backend is None else open_world(backend, device_map=device_map)

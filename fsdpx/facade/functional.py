@@ -55,7 +55,7 @@ def init(
 
     Parameters
     ----------
-    backend : "node", "mpi", "gloo", "local" or "fake", as in `fsdpx.comm.world`; found out if it is left out.
+    backend : "node", "mpi", "nccl", "gloo", "local" or "fake", as in `fsdpx.comm.world`; found out if it is left out.
     comm : used instead of all ranks: a Communicator, or one of mpi4py, which is duplicated.
     rank, size : of a fake communicator.
     """

@@ -20,6 +20,7 @@ from fsdpx.array import parallel
 from fsdpx.comm import aware, devices
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.nccl import missing
 from fsdpx.comm.opening import backend_name, node_of
 from fsdpx.cuda.devices import gpus as seen
 from fsdpx.errors import ConfigError
@@ -80,8 +81,8 @@ def diagnose(comm: Communicator) -> dict[str, Any]:
     mpi = _mpi(comm)
     seats, why_not = _gpus(comm)
     awareness = _awareness(comm, seats is not None) if mpi else None
-    ways = ways_of(comm, told, mpi, awareness)
-    warnings = warnings_of(told, mpi, [] if seats is None else devices.shared(seats))
+    sharing = [] if seats is None else devices.shared(seats)
+    ways, warnings = ways_of(comm, told, mpi, awareness, sharing), warnings_of(told, mpi, sharing)
     hosts = list(dict.fromkeys(one.host for one in told))
     return {
         "healthy": not any(row["wrong_ranks"] for row in speed) and not (why_not and any(one.gpus for one in told)),
@@ -199,33 +200,43 @@ def _awareness(comm: Communicator, gpus: bool) -> aware.Awareness:
 
 
 def ways_of(
-    comm: Communicator, told: Sequence[Told], mpi: dict[str, Any] | None, awareness: aware.Awareness | None
-) -> list[Way]:
+    comm: Communicator, told: Sequence[Told], mpi: dict[str, Any] | None, awareness: aware.Awareness | None,
+    sharing: Sequence[Sequence[int]],
+) -> list[Way]:  # fmt: skip
     """The transports with their evidence; of those for a kind of array one is chosen, what `distribute` takes."""
     node, name = node_of(comm), backend_name()
     no_mpi = "MPI did not start these ranks: mpiexec -n 2 python -m fsdpx doctor"
-    if mpi is None:
-        node_why = no_mpi
-    elif node is None:
-        one = "one rank" if comm.size == 1 else "FSDPX_NODE=0, or ranks may die"
-        node_why = f"{one}: no shared windows"
+    if node is None:
+        node_why = "one rank" if comm.size == 1 else "FSDPX_NODE=0, ranks may die, or ranks are threads"
     elif not node.shares:
         node_why = "no host has several ranks, or hosts have different numbers of them: messages only"
     else:
         node_why = f"{len(node.machine)} ranks on each of {len(node.machines)} hosts, {found.shared()}"
     windows = node is not None and node.shares
     ways = [
-        Way("node", "host", windows, node_why, name == "node" and windows),
+        Way("node", "host", windows, node_why, windows),
         Way("mpi", "host", mpi is not None, mpi["library"] if mpi else no_mpi, mpi is not None and not windows),
-        Way("local", "host", mpi is None, "one rank by itself, or threads of fsdpx.spawn", mpi is None),
+        Way("gloo", "host", name == "gloo", f"PyTorch {found.version('torch')}", name == "gloo" and not windows),
+        Way("local", "host", name == "local", "one rank by itself, or threads of fsdpx.spawn", name == "local"),
     ]
     gpus = all(one.gpus for one in told)
     direct = awareness is not None and awareness.able
     evidence = "; ".join(awareness.evidence) if awareness else no_mpi
     ways.append(Way("MPI on GPU memory", "gpu", gpus and direct, evidence, gpus and direct))
-    staged = "copies through pinned host memory, always possible" if gpus else _no_gpu(told)
+    ways.append(Way("nccl", "gpu", *_nccl(gpus, mpi is not None, sharing)))
+    staged = "copies through the host, always possible" if gpus else _no_gpu(told)
     ways.append(Way("staged through the host", "gpu", gpus, staged, gpus and not direct))
     return ways
+
+
+def _nccl(gpus: bool, mpi: bool, sharing: Sequence[Sequence[int]]) -> tuple[bool, str]:
+    if not gpus:
+        return False, "no GPU"
+    if (why := missing()) is not None:
+        return False, why
+    if sharing:
+        return False, f"{ranks_text(sharing[0])} share a GPU, and NCCL takes one rank per GPU"
+    return mpi, "taken with backend='nccl'" if mpi else "its ranks meet through MPI, which did not start these"
 
 
 def _no_gpu(told: Sequence[Told]) -> str:

@@ -238,6 +238,7 @@ class Cupy(types.ModuleType):
         )
         self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device)
         self.RawModule = RawModule
+        self.cuda.nccl = types.SimpleNamespace(available=False)
         self.cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 1)
 
     def modules(self) -> dict[str, types.ModuleType]:
@@ -246,7 +247,7 @@ class Cupy(types.ModuleType):
         vars(cublas).update(gemmEx=_gemm, gemmStridedBatchedEx=_gemms)
         vars(libs)["cublas"] = cublas
         above = {name: types.ModuleType(name) for name in ("cupy_backends", "cupy_backends.cuda")}
-        return {"cupy": self, **above, "cupy_backends.cuda.libs": libs}
+        return {"cupy": self, "cupy.cuda.nccl": self.cuda.nccl, **above, "cupy_backends.cuda.libs": libs}
 
     def _count(self) -> int:
         if self.error:

@@ -30,7 +30,8 @@ def test_without_a_gpu_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_two_ranks_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", Cupy(gpus=2))
+    for name, module in Cupy(gpus=2).modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
     report = spawn(diagnose, 2)[0]
     assert report["devices"][1]["bus"] == "0000:01:00.0"  # threads of a process share its GPU

@@ -1,0 +1,114 @@
+"""The backend on NCCL keeps the contract, on a stand-in that moves memory of thread ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import nccl_stand_in
+import numpy as np
+import pytest
+from stand_in import Cupy, Device, ndarray
+
+from fsdpx import nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.comm.calls import Call, Handle
+from fsdpx.comm.communicator import Wrapper
+from fsdpx.comm.devices import Seat
+from fsdpx.comm.nccl import NcclCommunicator, check_seats
+from fsdpx.errors import CommError, CommTimeout, ConfigError
+from fsdpx.testing.communicator import CommunicatorContract
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
+    made = Cupy(gpus=4)
+    nccl_stand_in.add_to(made)
+    for name, module in made.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    Device(0).use()
+    return made
+
+
+class OnGpu(Wrapper):
+    """Arrays of the host are given on as if their memory were a GPU's."""
+
+    def issue(self, call: Call) -> Handle:
+        given = call.arrays
+        return self.comm.issue(call.on(tuple(ndarray(a) if isinstance(a, np.ndarray) else a for a in given)))
+
+
+class TestContract(CommunicatorContract):
+    def run(self, body: Callable[[Communicator], Any]) -> Any:
+        for size in (1, 3):
+            spawn(lambda comm: body(OnGpu(NcclCommunicator(comm, timeout=20))), size, timeout=30)
+
+
+def test_arrays_of_the_host_and_messages_go_by_mpi(cupy: Cupy) -> None:
+    def body(mpi: Any) -> None:
+        comm = NcclCommunicator(mpi, timeout=20)
+        calls = comm.link.calls
+        x = np.ones(3)
+        comm.all_reduce(x).wait()
+        assert x.tolist() == [2, 2, 2]
+        y = cupy.asarray(np.full(2, float(comm.rank)))
+        other = 1 - comm.rank
+        handles = [comm.send(y, other), comm.recv(z := cupy.zeros(2), other)]
+        for handle in handles:
+            handle.wait()
+        assert z.get().tolist() == [other, other]
+        assert comm.link.calls == calls
+
+    spawn(body, 2)
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    seats = [Seat("n1", 0, 0, "0000:01:00.0"), Seat("n1", 1, 0, "0000:01:00.0")]
+    words = r"backend 'nccl': ranks 0, 1 are on one GPU \(0000:01:00.0 of n1\), and NCCL takes one rank per GPU: start "
+    with pytest.raises(ConfigError, match=words):
+        check_seats(seats)
+    check_seats([seats[0], seats[1]._replace(bus="0000:02:00.0")])
+
+
+def test_without_the_library_the_package_is_named(cupy: Cupy) -> None:
+    cupy.cuda.nccl.available = False
+    with pytest.raises(ConfigError, match=r"backend 'nccl': CuPy finds no libnccl.so.2: pip install nvidia-nccl-cu13"):
+        spawn(lambda comm: NcclCommunicator(comm, timeout=1), 1)
+
+
+def test_an_error_and_a_wait_in_vain_end_the_communicator(cupy: Cupy) -> None:
+    def body(mpi: Any) -> None:
+        comm = NcclCommunicator(mpi, timeout=20)
+        handle = comm.all_reduce(cupy.zeros(2), what="w")
+        comm.link.error = "unhandled system error"
+        with pytest.raises(CommError, match=rf"all_reduce of w on rank {mpi.rank} of 2: NCCL: unhandled system error"):
+            handle.wait()
+        assert comm.link is None
+        comm = NcclCommunicator(mpi, timeout=0.1)
+        comm.stream.stuck = True
+        link = comm.link
+        with pytest.raises(CommTimeout, match=rf"all_reduce of w on rank {mpi.rank} of 2 is not complete after 0.1 s"):
+            comm.all_reduce(cupy.zeros(2), what="w").wait()
+        assert link.error == "aborted"
+
+    spawn(body, 2)
+
+
+def test_it_is_of_gpus() -> None:
+    model, loss, sgd = nn.Linear(6, 3), nn.CrossEntropy(), optim.SGD(lr=0.1)
+    with pytest.raises(ConfigError, match=r"backend='nccl' is of arrays of GPUs, and device='cpu': say device='cuda'"):
+        model.as_distributed(loss=loss, optimizer=sgd, backend="nccl")
+
+
+def test_training_over_nccl_equals_training_through_the_host(cupy: Cupy) -> None:
+    def train(comm: Any) -> list[float]:
+        model, text = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
+        x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
+        loss, adam = nn.CrossEntropy(), optim.AdamW(lr=0.01)
+        trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", device="cuda")
+        return [trainer.step(x, y) for _ in range(2)]
+
+    want = spawn(train, 2)[0]
+    got = spawn(lambda comm: train(NcclCommunicator(comm, timeout=20)), 2)[0]
+    np.testing.assert_allclose(got, want, rtol=1e-12)
