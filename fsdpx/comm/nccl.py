@@ -69,7 +69,7 @@ class NcclCommunicator(Backend):
             raise ConfigError(f"backend 'nccl': {why}")
         self.nccl = _library()
         self.stream = self.xp.cuda.Stream(non_blocking=True)
-        self.link = self._open() if self.size > 1 else None
+        self.link: Any = self._open() if self.size > 1 else None
 
     def _open(self) -> Any:
         """NCCL's communicator of these ranks. Collective: rank 0 makes its name, and all have it before one begins."""

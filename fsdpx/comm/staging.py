@@ -9,6 +9,7 @@ import numpy as np
 from fsdpx.comm.calls import Call, Handle
 from fsdpx.comm.steps import Finish
 from fsdpx.comm.verbs import VERBS
+from fsdpx.cuda.devices import on
 
 __all__ = ["staged"]
 
@@ -36,6 +37,7 @@ def _through_host(call: Call, move: Callable[[Call], Handle]) -> Handle:
     def back() -> None:
         for index in verb.writes:
             if arrays[index] is not None:
-                arrays[index][...] = from_host(namespace_of(arrays[index]), host[index])
+                with on(arrays[index]):
+                    arrays[index][...] = from_host(namespace_of(arrays[index]), host[index])
 
     return Finish(handle, back)

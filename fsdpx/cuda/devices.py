@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from fsdpx import environment
 from fsdpx.errors import ConfigError
 
-__all__ = ["DeviceMap", "choose", "cupy", "current", "gpu_of", "gpus", "is_on_gpu", "synchronise", "take", "where"]
+__all__ = [
+    "DeviceMap", "choose", "cupy", "current", "gpu_of", "gpus", "is_on_gpu", "on", "synchronise", "take", "where",
+]  # fmt: skip
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
 """GPU of each local rank, numbered as this process sees them; None: one after the other."""
@@ -80,6 +83,11 @@ def is_on_gpu(array: Any) -> bool:
 def gpu_of(array: Any) -> int | None:
     """The number of the GPU that an array lies on; None: in the memory of the host."""
     return int(array.device.id) if is_on_gpu(array) else None
+
+
+def on(array: Any) -> AbstractContextManager[Any]:
+    """Inside, this thread computes on the GPU of `array`, if it lies on one: threads begin on GPU 0."""
+    return array.device if is_on_gpu(array) else nullcontext()
 
 
 def where(array: Any) -> str:

@@ -74,6 +74,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         return _wrapped(function(*_bare(tuple(arguments)), **{k: _bare(v) for k, v in options.items()}))
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        assert getattr(value, "gpu", self.gpu) == self.gpu, "arrays of two GPUs"
         self.memory[_bare(key)] = _bare(value)
 
     def __getitem__(self, key: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from stand_in import Cupy, Device
 
 from fsdpx import environment, nn, optim, spawn
 from fsdpx.comm import default, devices
+from fsdpx.comm.calls import DONE, Call, Handle
 from fsdpx.comm.devices import Seat, seats, shared
+from fsdpx.comm.staging import staged
 from fsdpx.cuda.devices import choose, gpus
 from fsdpx.errors import ConfigError, DataError, DesyncError
 
@@ -150,6 +153,21 @@ def test_send_and_recv_of_one_call_on_two_devices(cupy: Cupy) -> None:
             comm.all_gather(cupy.zeros(1), np.zeros(2), what="w")
 
     spawn(body, 2)
+
+
+def test_another_thread_writes_back_to_the_gpu_that_the_array_is_on(cupy: Cupy) -> None:
+    with Device(1):
+        buf = cupy.asarray(np.ones(3))
+
+    def move(call: Call) -> Handle:
+        call.arrays[0][:] *= 2
+        return DONE
+
+    handle = staged(Call("all_reduce", (buf,)), move)
+    thread = threading.Thread(target=handle.wait)  # as one that moves transfers on: it begins on GPU 0
+    thread.start()
+    thread.join()
+    assert buf.get().tolist() == [2, 2, 2]
 
 
 def test_a_map_belongs_to_gpus() -> None:
