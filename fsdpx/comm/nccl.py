@@ -151,7 +151,8 @@ class NcclCommunicator(Backend):
                         into = target if root == self.rank else part
                         self.link.reduce(_at(part), _at(into), part.size, _kind(part), op, root, self.stream.ptr)
         self._average(call.op, target)
-        copy(recv, target)
+        if not overlay(recv, target):
+            recv[...] = target.copy()  # the start of `send` may reach into its own piece
         return ()
 
     def _all_reduce(self, call: Call) -> Iterable[Array]:
