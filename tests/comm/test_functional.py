@@ -131,7 +131,7 @@ def test_the_environment_puts_a_guard_in_front(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"backend": "smoke"}, "unknown backend 'smoke': use one of node, mpi, gloo, local, fake"),
+        ({"backend": "smoke"}, "unknown backend 'smoke': use one of node, mpi, nccl, gloo, local, fake"),
         ({"backend": "local", "size": 2}, "rank and size belong to backend='fake'"),
         ({"comm": 3}, "comm=3 is neither an mpi4py communicator nor an fsdpx Communicator"),
         ({"backend": "fake", "rank": 4, "size": 4}, "rank 4 of 4 does not exist: 0 <= rank < size"),
