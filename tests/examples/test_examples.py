@@ -42,7 +42,7 @@ def run(ranks: int, module: str, *arguments: str) -> subprocess.CompletedProcess
 
 
 def test_digits_learns_and_does_not_see_the_ranks() -> None:
-    one, two = (run(n, "fsdpx.examples.digits", "--epochs", "5") for n in (1, 2))
+    one, two = (run(n, "fsdpx.examples.digits", "--epochs", "3") for n in (1, 2))
     matches = [re.search(r"accuracy on 1,000 new digits: (\d+\.\d) %", done.stdout) for done in (one, two)]
     assert all(matches)
     right = [float(match[1]) for match in matches if match]

@@ -40,7 +40,7 @@ def run(folder: Path, *options: str, **variables: str) -> subprocess.CompletedPr
     (folder / "test_some.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    world: all ranks\n    jobs: starts some\n")
     (folder / "tmp").mkdir()
-    path = f"{ROOT}:{ROOT / 'tests'}"
+    path = f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'comm'}"
     done = subprocess.run(
         [str(MPIEXEC), "-n", "3", sys.executable, "-m", "pytest", *options],
         cwd=folder, env=environment(PYTHONPATH=path, TMPDIR=str(folder / "tmp"), **variables),
@@ -51,7 +51,7 @@ def run(folder: Path, *options: str, **variables: str) -> subprocess.CompletedPr
     return done
 
 
-@pytest.mark.parametrize("options", [[], ["--with-mpi"], ["-m", "world"]])
+@pytest.mark.parametrize("options", [[], ["-m", "world", "--with-mpi"]])
 def test_ranks_run_what_is_theirs(tmp_path: Path, options: list[str]) -> None:
     done = run(tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
