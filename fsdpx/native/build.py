@@ -6,6 +6,7 @@ Numba has compiled."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any, cast
 
 import llvmlite.binding as llvm
@@ -142,8 +143,15 @@ def prepared(dispatcher: Any, wanted: tuple[str, ...] | None) -> Any:
 
 
 def _compile(dispatcher: Any, arguments: tuple[Any, ...]) -> None:
-    dispatcher.disable_compile(False)
-    dispatcher.compile(arguments)
+    """Without looking for garbage among the millions of objects that Numba makes: a tenth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        dispatcher.disable_compile(False)
+        dispatcher.compile(arguments)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _type(word: str) -> Any:

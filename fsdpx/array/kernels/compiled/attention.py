@@ -76,7 +76,9 @@ def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
                 lse[b, h, start + i] = top + np.log(totals[i])
             cblas(at, PLAIN, PLAIN, rows, width, keys, one, sp, keys, vp, ldv, zero, op, ldo)
             for i in range(rows):
-                o[b, start + i, h] *= one / totals[i]
+                out, part = o[b, start + i, h], one / totals[i]
+                for j in range(width):
+                    out[j] *= part
 
 
 @jit

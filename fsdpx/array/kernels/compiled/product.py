@@ -30,10 +30,9 @@ def cblas(typingctx: Any, at: Any, ta: Any, tb: Any, m: Any, n: Any, k: Any, alp
 
 
 @register_jitable
-def _order(x):
-    """The transpose flag of x for cblas and its leading dimension, 0 if neither dim has unit stride."""
-    size, rows, columns = x.itemsize, x.shape[0], x.shape[1]
-    down, across = x.strides[0], x.strides[1]
+def _order(size, rows, columns, down, across):
+    """The transpose flag of a matrix for cblas and its leading dimension, 0 if neither dim has unit stride. Of numbers,
+    not of an array, so that it is compiled once for all formats and layouts."""
     if (across == size or columns == 1) and down % size == 0 and (down >= columns * size or rows == 1):
         return PLAIN, max(down // size, columns, 1)
     if (down == size or rows == 1) and across % size == 0 and (across >= rows * size or columns == 1):
@@ -47,9 +46,9 @@ def multiply(at, out, a, b, alpha, beta):
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
-    ta, lda = _order(a)
-    tb, ldb = _order(b)
-    to, ldc = _order(out)
+    ta, lda = _order(a.itemsize, m, k, a.strides[0], a.strides[1])
+    tb, ldb = _order(b.itemsize, k, n, b.strides[0], b.strides[1])
+    to, ldc = _order(out.itemsize, m, n, out.strides[0], out.strides[1])
     if lda == 0 or ldb == 0 or ldc == 0:
         return False
     if to == PLAIN:
