@@ -188,5 +188,5 @@ def test_a_backend_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opening.adopt(Foreign()).size == 1
     with pytest.raises(ValueError, match="but backend='mpi': leave backend out"):
         opening.adopt(Foreign(), "mpi")
-    with pytest.raises(ValueError, match="use one of node, mpi, gloo, local, fake, foreign, or None to find out"):
+    with pytest.raises(ValueError, match="use one of node, mpi, nccl, gloo, local, fake, foreign, or None to find out"):
         opening.world("smoke")
