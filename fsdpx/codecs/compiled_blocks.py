@@ -9,6 +9,8 @@ from fsdpx.native.tools import jit
 
 __all__ = ["add_largest", "take_largest"]
 
+NEAR = 32
+"""Elements that are passed over together where none is large."""
 HIGHEST = 30
 """The highest bit of a size."""
 
@@ -16,12 +18,12 @@ HIGHEST = 30
 @jit
 def _least(sizes, count, k):
     """The largest number such that k sizes or more are no smaller, bit by bit; fewer bits where those are just k."""
-    least = np.uint32(0)
+    least = np.int32(0)
     for step in range(HIGHEST + 1):
-        trial = least | np.uint32(np.uint32(1) << np.uint32(HIGHEST - step))
-        reach = np.uint32(0)
+        trial = least | np.int32(1 << (HIGHEST - step))
+        reach = np.int32(0)
         for i in range(count):
-            reach += np.uint32(sizes[i] >= trial)
+            reach += np.int32(sizes[i] >= trial)
         if reach >= k:
             least = trial
             if reach == k:
@@ -30,41 +32,49 @@ def _least(sizes, count, k):
 
 
 @jit
-def _take(first, last, x, block, each, rest, values, places, lost, keep):
-    sizes = np.empty(block, np.uint32)
+def _take(first, last, x, block, each, rest, values, places, lost, keep, apart):
+    sizes = np.empty(block, np.int32)
     small = np.empty(block, np.float32)
-    mask = np.uint32(0x7FFFFFFF)
+    mask = np.int32(0x7FFFFFFF)
     for b in range(first, last):
         start = b * block
         count = min(block, x.size - start)
         k = each if count == block else rest
         for i in range(count):
             small[i] = np.float32(x[start + i])
-        bits = small.view(np.uint32)
+        bits = small.view(np.int32)
         for i in range(count):
             sizes[i] = bits[i] & mask
-            if keep:
-                lost[start + i] = x[start + i]
+        if apart:
+            for i in range(start, start + count):
+                lost[i] = x[i]
         least = _least(sizes, count, k)
         equals = k
         for i in range(count):
             equals -= sizes[i] > least
         at = b * each
         odd = False
-        for i in range(count):
-            if sizes[i] < least:
+        for begin in range(0, count, NEAR):
+            end = min(begin + NEAR, count)
+            some = np.int32(0)
+            for i in range(begin, end):
+                some += np.int32(sizes[i] >= least)
+            if some == 0:
                 continue
-            if sizes[i] == least:
-                if equals == 0:
+            for i in range(begin, end):
+                if sizes[i] < least:
                     continue
-                equals -= 1
-            value = small[i]
-            values[at] = value
-            places[at] = i
-            at += 1
-            odd |= not np.isfinite(value)
-            if keep:
-                lost[start + i] -= value
+                if sizes[i] == least:
+                    if equals == 0:
+                        continue
+                    equals -= 1
+                value = small[i]
+                values[at] = value
+                places[at] = i
+                at += 1
+                odd |= not np.isfinite(value)
+                if keep:
+                    lost[start + i] -= value
         if keep and odd:
             for i in range(start, start + count):
                 if not np.isfinite(lost[i]):
@@ -84,8 +94,8 @@ def take_largest(
     x: np.ndarray, block: int, each: int, rest: int, values: np.ndarray, places: np.ndarray, lost: np.ndarray | None
 ) -> None:
     """each, rest: how many are taken of a whole block, and of what is left."""
-    keep = lost is not None
-    _in_blocks(_take, x.size, block, x, block, each, rest, values, places, lost if keep else x, keep)
+    keep, apart = lost is not None, lost is not None and lost is not x
+    _in_blocks(_take, x.size, block, x, block, each, rest, values, places, lost if keep else x, keep, apart)
 
 
 def add_largest(values: np.ndarray, places: np.ndarray, block: int, each: int, rest: int, out: np.ndarray) -> None:

@@ -71,17 +71,20 @@ class Compressed(Codec):
         """Pack a sum of what was packed before, on its way from its owner to all ranks."""
         self.pack(xp, x, wire, lost, numbers)
 
-    def prepare(self, grad: Array, memory: Memory, turn: int) -> None:
-        """Make of a gradient what is packed, in place: what is kept of those before joins it."""
-        if "error" in memory:
-            grad += memory["error"]
+    def prepare(self, grad: Array, memory: Memory, turn: int) -> Array:
+        """What is packed of a gradient: what is kept of those before joins it, where it is kept."""
+        if "error" not in memory:
+            return grad
+        error = memory["error"]
+        error += grad
+        return error
 
     def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory, turn: int) -> None:
         """All parts of a gradient are packed, and lie in `parts`."""
         return
 
     def alone(self, grad: Array, memory: Memory) -> None:
-        self.prepare(grad, memory, self.next_turn(memory))
+        grad[...] = self.prepare(grad, memory, self.next_turn(memory))
         for name, kept in memory.items():
             if name == "error":
                 kept[...] = 0
@@ -167,9 +170,9 @@ class Compressed(Codec):
         """Pack a gradient in parts of so many elements, each to a wire of its own; it is lost. turn: number of the
         reduce. numbers: of each part."""
         xp, error = namespace_of(grad), memory.get("error")
-        self.prepare(grad, memory, turn)
+        whole = self.prepare(grad, memory, turn)
         kept = [None] * len(counts) if error is None else pieces_of(error, counts)
-        for x, wire, lost, stream in zip(pieces_of(grad, counts), wires, kept, numbers, strict=True):
+        for x, wire, lost, stream in zip(pieces_of(whole, counts), wires, kept, numbers, strict=True):
             self.pack(xp, x, wire, lost, stream)
         self.packed(wires, counts, memory, turn)
 

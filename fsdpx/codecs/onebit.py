@@ -45,12 +45,10 @@ class OneBit(Sign):
     def memory(self, size: int) -> Mapping[str, int]:
         return {**super().memory(size), "mean": size}
 
-    def prepare(self, grad: Array, memory: Memory, turn: int) -> None:
+    def prepare(self, grad: Array, memory: Memory, turn: int) -> Array:
         mean = memory["mean"]
         mean += (1 - self.beta) * (grad - mean)
-        if turn >= self.warmup:
-            grad[...] = mean
-            super().prepare(grad, memory, turn)
+        return grad if turn < self.warmup else super().prepare(mean, memory, turn)
 
     def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory, turn: int) -> None:
         keep_numbers(memory["mean"])

@@ -112,7 +112,7 @@ class PowerSGD(Codec):
         if two.size:
             handle.wait()  # what is summed next is made of this sum
             if real:
-                self._project_back(xp, grad, thin, one, two, memory["error"])
+                self._project_back(xp, thin, one, two, memory["error"])
             handle = comm.all_reduce(two, ReduceOp.SUM, what=what)
 
         def finish() -> None:
@@ -129,27 +129,31 @@ class PowerSGD(Codec):
 
     def _project(self, xp: Any, grad: Array, thin: Sequence[Thin], one: Array, memory: Memory) -> None:
         """P = M Q of what this rank has, with what it has kept, and all that travels whole."""
-        grad += memory["error"]
+        whole = memory["error"]
+        whole += grad
         for t in thin:
             q = self._factor(memory["basis"], t.right, t.columns)
             if not q.any():
                 numbers = normal(0, f"PowerSGD {t.start}", 0, q.size).astype(grad.dtype)
                 q[...] = xp.asarray(numbers).reshape(q.shape)
             with np.errstate(invalid="ignore", over="ignore"):
-                self._factor(one, t.left, t.rows)[...] = grad[t.start : t.stop].reshape(t.rows, t.columns) @ q
+                self._factor(one, t.left, t.rows)[...] = whole[t.start : t.stop].reshape(t.rows, t.columns) @ q
         for at, start, stop in self._whole(grad.size, thin):
-            one[at : at + stop - start] = grad[start:stop]
+            one[at : at + stop - start] = whole[start:stop]
+            whole[start:stop] = 0
 
-    def _project_back(self, xp: Any, grad: Array, thin: Sequence[Thin], one: Array, two: Array, error: Array) -> None:
-        """P becomes orthonormal, Q = M^T P of what this rank has, and M - P Q^T is kept. All ranks see the P that no
-        number is in, and keep nothing of its matrix."""
+    def _project_back(self, xp: Any, thin: Sequence[Thin], one: Array, two: Array, error: Array) -> None:
+        """P becomes orthonormal, Q = M^T P of what this rank has, and M - P Q^T is kept in the place of M. All ranks
+        see the P that no number is in, and keep nothing of its matrix."""
         for t in thin:
             p, q = self._factor(one, t.left, t.rows), self._factor(two, t.right, t.columns)
-            m, kept = (x[t.start : t.stop].reshape(t.rows, t.columns) for x in (grad, error))
+            kept = error[t.start : t.stop].reshape(t.rows, t.columns)
             _orthonormal(xp, p)
+            step = max(CACHED // t.columns, 1)
             with np.errstate(invalid="ignore", over="ignore"):
-                q[...] = m.T @ p
-                kept[...] = m - p @ q.T
+                q[...] = kept.T @ p
+                for top in range(0, t.rows, step):
+                    kept[top : top + step] -= p[top : top + step] @ q.T
             if not xp.isfinite(p).all():
                 kept[...] = 0
 

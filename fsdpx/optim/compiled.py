@@ -87,6 +87,19 @@ def adam(p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
 
 
 @kernel
+def adam_of_mean(p, g, m, v, scale, keep, unbias, eps, most, rate):
+    for i in range(p.size):
+        a = g[i] * scale
+        m[i] = a
+        step = a / (np.sqrt(v[i]) * unbias + eps)
+        if step > most:
+            step = most
+        elif step < -most:
+            step = -most
+        p[i] = p[i] * keep - step * rate
+
+
+@kernel
 def adam8(p, g, m, v, m_scale, v_scale, signed, unsigned, search_m, search_v, scale, keep, share1, beta2, share2,
           unbias, eps, rate):  # fmt: skip
     rows, n = p.shape

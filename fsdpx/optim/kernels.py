@@ -97,11 +97,12 @@ def adam(
 
 def adam_of_mean(
     xp: Any, p: Any, g: Any, m: Any, v: Any, *, lr: float, beta1: float, beta2: float, eps: float,
-    weight_decay: float, step: int, frozen: int, scale: float,
+    weight_decay: float, step: int, frozen: int, bound: float, scale: float,
 ) -> None:  # fmt: skip
-    """`adam`, decoupled, where g is the mean itself, which m becomes, and v stays as it was at step `frozen`."""
-    unbias, rate = (1.0 - beta2**frozen) ** -0.5, lr / (1.0 - beta1**step)
-    _run("adam", xp, (p, g, m, v), (scale, 0.0, 1.0 - lr * weight_decay, 1.0, 1.0, 0.0, unbias, eps, rate))
+    """`adam`, decoupled, where g is the mean itself, which m becomes, v stays as it was at step `frozen`, and no
+    element moves by more than bound lr."""
+    unbias, grown = (1.0 - beta2**frozen) ** -0.5, 1.0 - beta1**step
+    _run("adam_of_mean", xp, (p, g, m, v), (scale, 1.0 - lr * weight_decay, unbias, eps, bound * grown, lr / grown))
 
 
 def adam8(

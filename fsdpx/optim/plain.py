@@ -82,6 +82,19 @@ def momentum(xp, a, b, p, g, m, scale, l2, lr, mu, nesterov):
 
 
 @blocked
+def adam_of_mean(xp, a, b, p, g, m, v, scale, keep, unbias, eps, most, rate):
+    xp.multiply(g, scale, out=m)
+    xp.sqrt(v, out=b)
+    b *= unbias
+    b += eps
+    xp.divide(m, b, out=a)
+    xp.clip(a, -most, most, out=a)
+    a *= rate
+    p *= keep
+    p -= a
+
+
+@blocked
 def adam(xp, a, b, p, g, m, v, scale, l2, keep, share1, beta2, share2, unbias, eps, rate):
     _gradient(xp, a, b, p, g, scale, l2)
     _toward(xp, m, a, b, share1)

@@ -94,14 +94,21 @@ def test_digits_are_learnt_nearly_as_well(name: str, strategy: str) -> None:
     assert loss[name] < 1.15 * loss["plain"] + 0.02, loss
 
 
-def learn(name: str, strategy: str, steps: int = 60) -> float:
+def test_one_bit_adam_learns_digits_and_diverges_without_a_bound() -> None:
+    """As published it wants another eps: signs are as large where gradients are small, and v there does not grow."""
+    options: dict[str, Any] = {"lr": 4e-3, "warmup_steps": 15}
+    assert learn("plain", "ddp", 40, optimizer=optim.OneBitAdam(**options)) < 2.4
+    with pytest.warns(RuntimeWarning, match="the loss of step"):
+        assert not learn("plain", "ddp", 40, optimizer=optim.OneBitAdam(**options, bound=np.inf)) < 10
+
+
+def learn(name: str, strategy: str, steps: int = 60, **options: Any) -> float:
     images, labels = draw(64 * 16, seed=1)
+    codec = "plain" if name == "plain" else CODECS[name]()
+    options = {"optimizer": optim.AdamW(lr=4e-3)} | ({} if options else {"codec": codec}) | options
 
     def body(comm: Communicator) -> float:
-        codec = "plain" if name == "plain" else CODECS[name]()
-        trainer = digits().as_distributed(
-            loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=4e-3), strategy=strategy, comm=comm, codec=codec, seed=2
-        )
+        trainer = digits().as_distributed(loss=nn.CrossEntropy(), strategy=strategy, comm=comm, seed=2, **options)
         last = []
         for step in range(steps):
             rows = (np.arange(64) + 64 * step) % len(labels)
