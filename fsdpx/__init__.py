@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fsdpx.launch.call import launch
     from fsdpx.launch.info import info
     from fsdpx.launch.options import LaunchConfig
+    from fsdpx.observe.folder import RunFolder
     from fsdpx.observe.trace import Trace
     from fsdpx.optim.average import EMA, SWA
     from fsdpx.state.local import Local
@@ -58,6 +59,7 @@ _NAMES = {
     ),
     "fsdpx.launch.info": ("info",),
     "fsdpx.launch.options": ("LaunchConfig",),
+    "fsdpx.observe.folder": ("RunFolder",),
     "fsdpx.observe.trace": ("Trace",),
     "fsdpx.optim.average": ("EMA", "SWA"),
     "fsdpx.state.local": ("Local",),

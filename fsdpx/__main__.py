@@ -1,4 +1,4 @@
-"""The command line: python -m fsdpx info | doctor | run | show | ckpt | verify | trace."""
+"""The command line: python -m fsdpx info | doctor | run | show | ckpt | verify | trace | report | runs."""
 
 import argparse
 import os
@@ -45,6 +45,11 @@ def parser() -> argparse.ArgumentParser:
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
     _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
     _trace(commands.add_parser("trace", help="traces of all ranks in one file, on one clock, for Perfetto"))
+    report = commands.add_parser("report", help="one HTML page about a run: curves, a step, memory, bytes, waiting")
+    report.add_argument("run", type=Path, help="folder of the run, such as runs/x")
+    runs = commands.add_parser("runs", help="list the runs in runs/, or compare some of them")
+    runs.add_argument("run", nargs="*", type=Path, help="folders of runs to compare (default: list all)")
+    runs.add_argument("--in", dest="folder", type=Path, default=Path("runs"), help="where runs are (default: runs)")
     _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
     return p
 
@@ -73,10 +78,8 @@ def _run(args: argparse.Namespace) -> int:
         from fsdpx.launch.ckpt import ckpt
 
         return ckpt(args)
-    if args.command == "trace":
-        from fsdpx.launch.trace import trace
-
-        return trace(args)
+    if args.command in ("trace", "report", "runs"):
+        return _observe(args)
     from fsdpx.launch.verify import verify
 
     return verify(args)
@@ -108,10 +111,19 @@ def _ckpt(p: argparse.ArgumentParser) -> None:
     add_options(p)
 
 
-def _trace(p: argparse.ArgumentParser) -> None:
-    from fsdpx.launch.trace import add_options
+def _observe(args: argparse.Namespace) -> int:
+    from fsdpx.launch.report import report
+    from fsdpx.launch.runs import runs
+    from fsdpx.launch.trace import trace
 
-    add_options(p)
+    return {"trace": trace, "report": report, "runs": runs}[args.command](args)
+
+
+def _trace(p: argparse.ArgumentParser) -> None:
+    merge = p.add_subparsers(dest="action", required=True).add_parser(
+        "merge", help="write trace.json.gz beside the files"
+    )
+    merge.add_argument("folder", type=Path, help="what distribute(trace=...), --trace or FSDPX_TRACE named")
 
 
 def _start(p: argparse.ArgumentParser) -> None:

@@ -172,6 +172,11 @@ class Axes:
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 
+    @property
+    def uncounted(self) -> Communicator:
+        """All ranks, for what is no part of training."""
+        return self.world.comm if isinstance(self.world, Counted) else self.world
+
     def subgroup(self, name: str, ranks: Sequence[int]) -> Communicator:
         """One more communicator, of ranks of the world, counted under `name`. All ranks call this, each with its own
         group; the caller closes it."""

@@ -23,6 +23,7 @@ from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.trainer.batch import sum_of
 from fsdpx.trainer.recipe import Recipe
+from fsdpx.trainer.summary import Summary
 from fsdpx.trainer.trainer import Step, Trainer
 
 __all__ = ["ElasticTrainer"]
@@ -154,6 +155,9 @@ class ElasticTrainer(Trainer):
 
     def alone(self, what: str, do: Callable[[], T]) -> T:
         return self._until_all(lambda: Trainer.alone(self, what, do))
+
+    def summary(self) -> Summary:
+        return self._until_all(lambda: Trainer.summary(self))
 
     def most(self, values: np.ndarray, what: str) -> np.ndarray:
         def largest() -> np.ndarray:

@@ -17,11 +17,13 @@ import numpy as np
 
 import fsdpx
 from fsdpx import Checkpoints, data, environment, nn, optim
-from fsdpx.examples.folder import RunFolder, choose
+from fsdpx.errors import ConfigError
 from fsdpx.examples.mistakes import status_of
 from fsdpx.nn.models import BYTES, SIZES, Size, gpt
+from fsdpx.observe.folder import RunFolder, choose
+from fsdpx.observe.page import write_page
 from fsdpx.testing.chaos import parse, strike
-from fsdpx.trainer.report import peak_rss
+from fsdpx.trainer.summary import Summary
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,7 +62,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no-save", action="store_true", help="leave no folder")
     p.add_argument("--keep", type=int, default=2, help="checkpoints that stay; one is saved after each validation")
     p.add_argument("--sample", type=int, default=200, help="bytes of text that the model writes at the end")
-    p.add_argument("--trace", default=None, help="folder for a trace of the last steps, for Perfetto (docs/observe.md)")
+    p.add_argument(
+        "--trace",
+        nargs="?",
+        const="",
+        help="keep a trace of the last steps, in this folder (default: trace/ of the run)",
+    )
     p.add_argument("--verbose", action="store_true", help="print messages and time by kind at the end")
     p.add_argument("--hash", action="store_true", help="print the SHA-256 of all parameters at the end")
     p.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -130,6 +137,10 @@ def distributed(args: argparse.Namespace) -> fsdpx.Trainer:
     )
 
 
+MEANING = """\
+In the lines below: loss: of the step's batch, in nats per byte (a model that knows nothing: ln 256 = 5.55); tokens/s:
+bytes of all ranks per second of training, without validation and saving; lr: learning rate of the step; norm: length of
+the whole gradient before it is clipped to {clip:g}"""
 PASSING = ("chaos", "hash", "no_save", "resume", "run", "trace", "verbose")
 """Arguments that say nothing about the run, and are not taken up again with it."""
 
@@ -153,6 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train and validate, keep what came of it, and let the model write."""
     comm = fsdpx.init("mpi" if parser().parse_args(argv).no_node else None)
     args, folder = taken_up(argv, comm)
+    if args.trace == "":
+        if folder is None:
+            raise ConfigError("--trace: with --no-save there is no folder of the run; name one, --trace FOLDER")
+        args.trace = str(folder.trace)
     trainer = distributed(args)
     strike(trainer, parse(args.chaos), environment.read().restart)
     loader, validation = loaders(args, trainer.data, prints=comm.rank == 0)
@@ -160,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         count, on = trainer.placement.layout.size, f" ({trainer.placement.axes.mesh})" if args.mesh else ""
         print(
             f"model: {args.size}, {count:,} parameters; {args.strategy} on {comm.size} ranks{on}, {args.dtype}\n"
-            f"chosen: {trainer.placement.tuning}",
+            f"chosen: {trainer.placement.tuning}\n{MEANING.format(clip=args.clip)}",
             flush=True,
         )
     trainer.reset()  # the report is of training
@@ -176,18 +191,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             log=folder and folder.path,
             checkpoints=folder and Checkpoints(folder.checkpoints, every=args.validate, keep=args.keep),
         )
-    report, peaks = trainer.report(), trainer.world.all_gather_object(peak_rss())
+    report, summary = trainer.report(), trainer.summary()
     if trainer.rank == 0:
         print_result(history)
     if folder is not None:
-        keep(trainer, history, folder)
+        keep(trainer, history, folder, summary)
     if args.sample:
         text = generate(trainer, SIZES[args.size], args.sample, args.seed)
         if trainer.rank == 0:
             print(f"\nsample:\n{text.decode(errors='replace')}")
     if trainer.rank == 0:
         print(f"\n{report if args.verbose else report.memory_text}\n")
-        print("peak memory per rank: " + ", ".join(f"{p / 2**20:,.0f} MiB" for p in peaks), flush=True)
+        peaks = ", ".join(f"{one.peak_rss / 2**20:,.0f} MiB" for one in summary.reports)
+        print(f"{summary}\n\n" if args.verbose else "", end="")
+        print(f"peak memory per rank: {peaks}", flush=True)
     if args.hash:
         digest = trainer.fingerprint()
         if trainer.rank == 0:
@@ -205,14 +222,19 @@ def print_result(history: Any) -> None:
     print(f"\n{trained}validation loss {loss:.4f} = {loss / math.log(2):.3f} bits per byte", flush=True)
 
 
-def keep(trainer: fsdpx.Trainer, history: Any, folder: RunFolder) -> None:
-    """The trained model and the curve. Collective."""
+def keep(trainer: fsdpx.Trainer, history: Any, folder: RunFolder, summary: Summary) -> None:
+    """The trained model, the curve and the report. Collective."""
     drawn = trainer.alone(f"draw {folder.curve}", lambda: folder.draw() or folder.curve.exists())
     if history.losses or not trainer.alone(f"look for {folder.model}", folder.model.exists):
         trainer.save(folder.model)
     if trainer.rank == 0:
+        folder.finish(str(summary), summary.as_json())
+        write_page(folder)
         curve = "curve.png" if drawn else "no curve.png (pip install 'fsdpx[plot]')"
-        print(f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, checkpoints/, model/")
+        print(
+            f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, report.html, report.txt, "
+            "log.txt, checkpoints/, model/"
+        )
         print(
             f"weights: {folder.model / 'model.safetensors'}; to go on: --resume --steps {2 * history.steps}", flush=True
         )

@@ -5,18 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.program.action import Action
+from fsdpx.observe.svg import colour_of
 from fsdpx.program.timeline import Event
 from fsdpx.program.verbs import VERBS
 
 __all__ = ["draw"]
 
-COLOURS = {
-    "F": "#4c78a8", "E": "#4c78a8", "C": "#4c78a8", "R": "#9ecae9", "B": "#54a24b", "I": "#88d27a", "W": "#f58518",
-    "LOSS": "#b279a2", "SCORE": "#b279a2", "UPDATE": "#e45756",
-    "GATHER": "#72b7b2", "REDUCE": "#d67195", "JOIN": "#ff9da6", "SEND": "#eeca3b",
-}  # fmt: skip
-WAITING, OTHER = "#dddddd", "#79706e"
 LETTER = 0.011  # of the width of the picture that a character takes
 
 
@@ -35,7 +29,7 @@ def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
         _box(axes, event, zero, last - zero, shades.get((event.rank, event.action.unit), 1.0))
     axes.set(xlim=(0, last - zero), xlabel="time", title=title)
     verbs = [op for op in VERBS if any(event.action.op == op for event in shown)]
-    boxes = [patches.Patch(facecolor=_colour(Action(op)), label=op) for op in verbs]
+    boxes = [patches.Patch(facecolor=colour_of(op), label=op) for op in verbs]
     axes.legend(handles=boxes, ncols=len(boxes), loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     figure.savefig(path, dpi=120)
     return Path(path)
@@ -60,7 +54,7 @@ def _box(axes: Any, event: Event, zero: float, span: float, shade: float) -> Non
     computes = VERBS[event.action.op].lane == "compute"
     top, height = (-0.42, 0.64) if computes else (0.25, 0.17)
     start, length = event.start - zero, event.end - event.start
-    colour = _darker(_colour(event.action), shade)
+    colour = _darker(colour_of(event.action.op), shade)
     axes.broken_barh(
         [(start, length)], (event.rank + top, height), facecolors=colour, edgecolors="white", linewidth=0.4
     )
@@ -68,10 +62,6 @@ def _box(axes: Any, event: Event, zero: float, span: float, shade: float) -> Non
     if computes and text and length / span > LETTER * len(text):
         middle = (start + length / 2, event.rank + top + height / 2)
         axes.text(*middle, text, ha="center", va="center", color="white", fontsize=8)
-
-
-def _colour(action: Action) -> str:
-    return COLOURS.get(action.op, WAITING if VERBS[action.op].moves else OTHER)
 
 
 def _shades(events: Sequence[Event]) -> dict[tuple[int, int | None], float]:

@@ -1,17 +1,10 @@
 """`trace merge`: the traces of all ranks in one file, on one clock."""
 
 import argparse
-from pathlib import Path
 
 from fsdpx.observe.chrome import merge
 
-__all__ = ["add_options", "trace"]
-
-
-def add_options(p: argparse.ArgumentParser) -> None:
-    actions = p.add_subparsers(dest="action", required=True)
-    one = actions.add_parser("merge", help="write trace.json.gz beside the files of the ranks")
-    one.add_argument("folder", type=Path, help="what distribute(trace=...), --trace or FSDPX_TRACE named")
+__all__ = ["trace"]
 
 
 def trace(args: argparse.Namespace) -> int:

@@ -88,13 +88,13 @@ def traced(told: Told, turns: Sequence[Turn], place: Place) -> list[JSON]:
         if not turn.acted:
             continue
         for outside in turn.before:
-            lanes.slice(COMPUTE, outside.what, "outside", outside.begin, outside.end)
+            lanes.slice(COMPUTE, outside.what, "outside", outside.begin, outside.end, key=f"{turn.number}", stops=True)
         events = events_of(turn, place)
         lanes.step(turn, max(event.end for event in events))
         for wait in waits_of(turn, events):
             lanes.wait(wait)
         for one, event in zip(turn.acted, events, strict=True):
-            lanes.event(event)
+            lanes.event(event, stops=(event.start, event.end) == (one.ready, one.end))
             lanes.alive(one.end, one.alive)
     return [*lanes.names(), *lanes.found]
 
@@ -134,13 +134,14 @@ class _Lanes:
     def wait(self, event: Event) -> None:
         self.slice(COMPUTE, f"wait for {event.action}", "wait", event.start, event.end, key=_words(event))
 
-    def event(self, event: Event) -> None:
+    def event(self, event: Event, stops: bool) -> None:
+        """stops: the rank did nothing else."""
         verb = VERBS[event.action.op]
         occupies = verb.lane in ("compute", "host")
         tid = COMPUTE if occupies else self._thread(verb.lane, event)
         args: JSON = {"bytes": event.nbytes} if event.nbytes else {}
         if event.key is not None:
-            args["key"] = _words(event)
+            args |= {"key": _words(event), "stops": stops}
         self.slice(tid, str(event.action), verb.lane, event.start, event.end, **args)
         if event.nbytes and (verb.sends or verb.receives):
             self._arrow(tid, event, verb.sends)
@@ -162,7 +163,8 @@ class _Lanes:
         if sends:
             self.found.append({**told, "ph": "s", "ts": self._micro(event.start)})
         else:
-            inside = max(self._micro(event.end) - 0.001, self._micro(event.start))
+            start, end = self._micro(event.start), self._micro(event.end)
+            inside = max(end - 0.01, (start + end) / 2)  # an arrow belongs to the slice around its end
             self.found.append({**told, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 
     def _micro(self, at: float) -> float:

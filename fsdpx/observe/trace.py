@@ -56,7 +56,7 @@ class Tracer:
         self.engine, self.folder = engine, Path(trace.folder)
         self._axes = engine.placement.axes
         self._together(self._make)
-        self._begun = synchronise(self._axes.world)
+        self._begun = synchronise(self._axes.uncounted)
         engine.recording = self._recording = Recording(trace.steps)
 
     def write(self) -> None:
@@ -80,7 +80,7 @@ class Tracer:
 
     def _told(self, turns: list[Turn]) -> Told:
         axes = self._axes
-        clock = [self._begun, synchronise(axes.world)]
+        clock = [self._begun, synchronise(axes.uncounted)]
         place, memory = axes.coordinates._asdict(), self.engine.state.nbytes()
         told = Told(
             axes.world.rank,

@@ -108,7 +108,8 @@ class Row:
 class Ledger:
     """Rows in the order in which they were added, and the array of each row that is kept.
 
-    slower: gives the array of a row that lies in a slower level, as long as somebody looks at it."""
+    slower: gives the array of a row that lies in a slower level, as long as somebody looks at it. planned, most: bytes
+    by kind of memory of the rows that it began with, and the most there ever were."""
 
     def __init__(self, rows: Iterable[Row] = (), slower: Callable[[Row], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
@@ -116,6 +117,9 @@ class Ledger:
         self.sizes: dict[tuple[str, int], list[float]] = {}
         """(axis, page) -> of the last reduce there, for reports: see `state.gradients.Reduction`."""
         self._slower = slower
+        self.planned = self.nbytes()
+        self.most = Counter(self.planned)
+        self._now = Counter(self.planned)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows.values())
@@ -123,10 +127,17 @@ class Ledger:
     def add(self, row: Row, array: Any) -> None:
         assert row.key not in self.rows, f"{row.key} is there already"
         self.rows[row.key], self.arrays[row.key] = row, array
+        self._count(row, 1)
 
     def drop(self, key: Key) -> None:
-        del self.rows[key]
+        self._count(self.rows.pop(key), -1)
         self.arrays.pop(key, None)
+
+    def _count(self, row: Row, sign: int) -> None:
+        if row.kept and row.inside is None:
+            kind = KINDS[row.key.kind].memory
+            self._now[kind] += sign * (row.nbytes // row.sharers)
+            self.most[kind] = max(self.most[kind], self._now[kind])
 
     def array(self, kind: str, page: int | None, name: str = "") -> Any:
         """The array of a row; None if there is no such row, or if programs plan where it lies."""

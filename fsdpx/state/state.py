@@ -220,6 +220,12 @@ class TrainState:
         found = self.ledger.nbytes()
         return found | ({"working set": self.arena.slab_nbytes} if self.arena.slab_nbytes else {})
 
+    def high_water(self) -> dict[str, tuple[int, int]]:
+        """By kind of memory, the bytes that the placement lays out, and the most that were held at any time."""
+        ledger, slab = self.ledger, self.arena.slab_nbytes
+        found = {kind: (ledger.planned.get(kind, 0), most) for kind, most in ledger.most.items()}
+        return found | ({"working set": (slab, slab)} if slab else {})
+
     def close(self) -> None:
         """Free the memory that ranks share and the communicators that were made for it. Collective."""
         self.store.clear()

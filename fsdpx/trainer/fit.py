@@ -65,6 +65,7 @@ def fit(
     stop: Callable[[History], bool] | None = None,
     callbacks: Sequence[Any] = (),
     log: str | PathLike[str] | None = None,
+    tensorboard: bool | None = None,
     progress: bool = True,
     count: Callable[[Any], int] | None = None,
     unit: str = "samples",
@@ -87,7 +88,8 @@ def fit(
     callbacks : functions (trainer, history), called after each step, or objects with some of the methods
         on_train_begin, on_step_end, on_validation_end, on_save, on_epoch_end, on_train_end; called on all ranks; none
         where a finished run is started again
-    log : folder for metrics.csv, metrics.jsonl and TensorBoard's events
+    log : folder for metrics.csv, metrics.jsonl, log.txt (what is said here) and TensorBoard's events
+    tensorboard : write these events, or an error if tensorboardX is missing; False: none (default: if it is there)
     progress : show on rank 0 how it goes: a bar on a terminal, else a line every few seconds
     count : what a batch counts as in rates (default: its samples), times the data ranks
     unit : the word for what is counted
@@ -103,7 +105,7 @@ def fit(
     saves = Saves(trainer, loader, None if checkpoints is None else Checkpoints.of(checkpoints), history, best)
     listeners = [
         *([Progress(unit, _total(loader, limits), epochs, history)] if progress else []),
-        *([] if log is None else [Log(log, tuple(metrics or ()))]),
+        *([] if log is None else [Log(log, tuple(metrics or ()), tensorboard)]),
     ]
     loop = _Loop(
         trainer, loader, limits, history, saves,

@@ -1,18 +1,20 @@
-"""The log of `fit`: metrics.csv, metrics.jsonl and TensorBoard's events in one folder, written by rank 0."""
+"""The log of `fit`: metrics.csv, metrics.jsonl, TensorBoard's events and what was said, in one folder, by rank 0."""
 
 from __future__ import annotations
 
 import csv
 import json
+import logging
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
 
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.trainer.history import History
-from fsdpx.trainer.notices import say
+from fsdpx.trainer.notices import LOGGER, say
 from fsdpx.trainer.progress import Rate
 
 __all__ = ["Log"]
@@ -24,12 +26,18 @@ class Log:
     """A callback of `fit`: a row after each step, and one after each validation. A run that goes on from a checkpoint
     keeps the rows up to it; any other run begins the files anew."""
 
-    def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...]) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
+        """tensorboard: True: its events are wanted, ConfigError without the package; None: if it is installed."""
+        self.folder, self._tensorboard = Path(folder), tensorboard
+        if tensorboard and find_spec("tensorboardX") is None:
+            raise ConfigError(
+                "fit(tensorboard=True): TensorBoard's events need tensorboardX: pip install 'fsdpx[tensorboard]'"
+            )
         self._columns = ("step", "epoch", *STEP, "validation_loss", *metrics)
         self._rate = Rate()
         self._files: tuple[TextIO, TextIO] | None = None
         self._board: Any = None  # of tensorboardX
+        self._said: logging.Handler | None = None
 
     def on_train_begin(self, trainer: Any, history: History) -> None:
         try:
@@ -50,6 +58,9 @@ class Log:
     def on_train_end(self, trainer: Any, history: History) -> None:
         for file in self._files or ():
             file.close()
+        if self._said is not None:
+            LOGGER.removeHandler(self._said)
+            self._said.close()
         if self._board is not None:
             self._board.close()
 
@@ -69,6 +80,11 @@ class Log:
         """On the rank that writes; in elastic training it may be another one later."""
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
         self._files = (table.open("a", newline="", buffering=1), lines.open("a", buffering=1))
+        self._said = logging.FileHandler(self.folder / "log.txt", mode="a" if history.before else "w")
+        self._said.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        LOGGER.addHandler(self._said)
+        if self._tensorboard is False:
+            return
         try:
             from tensorboardX import SummaryWriter
         except ImportError:

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
-__all__ = ["SILENCE", "line", "say", "slow"]
+__all__ = ["LOGGER", "SILENCE", "line", "say", "slow"]
 
 SILENCE = 1.0
 """Seconds that something may take before it is named."""
 
 
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Writes each line in one piece to what is standard error at that moment."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr
+
+
+LOGGER = logging.getLogger("fsdpx")
+"""All that is said goes through it; `logging.getLogger("fsdpx").handlers` may be other ones."""
+LOGGER.addHandler(_StandardError())
+LOGGER.setLevel(logging.INFO)
+LOGGER.propagate = False
+
+
 def line(text: str) -> None:
-    """In one piece: where output is not buffered, `print` writes the end of a line by itself, and what others write
-    comes between."""
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
+    """A line on standard error, and wherever else the logger of fsdpx writes."""
+    LOGGER.info("%s", text)
 
 
 def say(who: Any, text: str) -> None:

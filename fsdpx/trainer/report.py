@@ -102,8 +102,9 @@ class Moved:
 @dataclass(frozen=True, kw_only=True)
 class Report(Moved):
     """memory: bytes by kind, of all that is held. disk: of what lies there. times: by verb. overlap: mesh axis -> share
-    of the time transfers were under way in which this rank computed. disk_time: if something lies on disk. activations:
-    the most bytes of them alive at once, if the trainer keeps a trace."""
+    of the time transfers were under way in which this rank computed. disk_time: if something lies on disk. high_water:
+    by kind of memory, the bytes that were planned, None where nobody says, and the most at any time; activations are
+    among them if the trainer keeps a trace."""
 
     rank: int
     ranks: int
@@ -117,7 +118,7 @@ class Report(Moved):
     overlap: dict[str, float]
     seconds: float
     disk_time: DiskTime | None = None
-    activations: int | None = None
+    high_water: dict[str, tuple[int | None, int]] = field(default_factory=dict)
     read_footprint: Callable[[], Footprint | None] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -187,9 +188,15 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         seconds=perf_counter() - clock.start,
         reduces=list(_reduces(engine)),
         disk_time=None if state.disk is None else _disk_time(state.disk, predicted, counted),
-        activations=None if engine.recording is None else engine.recording.activations.most,
+        high_water=_high_water(engine),
         read_footprint=None if place.imaginary else reading(state),
     )
+
+
+def _high_water(engine: Engine) -> dict[str, tuple[int | None, int]]:
+    traced = engine.recording
+    activations = {} if traced is None else {"activations": (None, traced.activations.most)}
+    return {**engine.state.high_water(), **activations}
 
 
 def _predicted(engine: Engine, programs: Sequence[tuple[Program, int]]) -> dict[tuple[str, str], Traffic]:

@@ -39,6 +39,7 @@ from fsdpx.trainer.outputs import cut_output, input_gradients
 from fsdpx.trainer.report import Report, report
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.settings import settings_of
+from fsdpx.trainer.summary import Summary
 from fsdpx.trainer.whole import (
     common_parameters,
     put_averages,
@@ -515,6 +516,12 @@ class Trainer:
     def report(self) -> Report:
         """Bytes and calls by collective and axis, memory by kind, time by verb, on this rank since the last `reset`."""
         return report(self.engine, self._session.round)
+
+    def summary(self) -> Summary:
+        """The reports of all ranks, with the same numbers: time by verb over ranks, bandwidth, overlap, imbalance, and
+        memory at its most beside the plan. Printed, a table. Collective."""
+        self._begin("summary")
+        return Summary(tuple(self.world.all_gather_object(self.report())))
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Measured:
         """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.observe.measure`."""

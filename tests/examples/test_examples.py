@@ -16,9 +16,9 @@ from fsdpx import spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.examples import digits
-from fsdpx.examples.folder import RunFolder, choose
 from fsdpx.launch import catalog
 from fsdpx.nn import models
+from fsdpx.observe.folder import RunFolder, choose
 
 ROOT = Path(__file__).parents[2]
 MPIEXEC = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -139,7 +139,7 @@ def wrote(out: str) -> str:
 
 
 def test_gpt_leaves_a_folder_and_goes_on_there(tmp_path: Path) -> None:
-    arguments = (*SHORT, "--run", str(tmp_path / "r"), "--sample", "5")
+    arguments = (*SHORT, "--run", str(tmp_path / "r"), "--sample", "5", "--trace")
     first = run(2, "fsdpx.examples.gpt", *arguments)
     folder, lines = tmp_path / "r", first.stdout.splitlines()
     result = next(k for k, line in enumerate(lines) if "bits per byte" in line)
@@ -148,7 +148,12 @@ def test_gpt_leaves_a_folder_and_goes_on_there(tmp_path: Path) -> None:
     assert len(wrote(first.stdout).encode()) >= 5
     assert first.stdout.index("bits per byte") < first.stdout.index("memory of this rank")
     assert "time by verb" not in first.stdout
-    assert {"config.json", "metrics.csv", "metrics.jsonl", "checkpoints", "model"} <= {p.name for p in folder.iterdir()}
+    assert "loss: of the step's batch, in nats per byte" in first.stdout
+    there = {"config.json", "environment.json", "metrics.csv", "metrics.jsonl", "log.txt", "checkpoints", "model"}
+    there |= {"report.html", "report.json", "report.txt", "trace"}
+    assert there <= {path.name for path in folder.iterdir()}
+    assert "rank 1 measured" in (folder / "report.html").read_text()
+    assert "step 1/2  loss " in (folder / "log.txt").read_text()
     assert (folder / "curve.png").exists() is ("no curve.png" not in first.stdout)
     assert (folder / "model" / "model.safetensors").exists()
 

@@ -72,7 +72,7 @@ def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
     for number, begin in begins.items():
         sent, came = (_around(by_thread, one) for one in (begin, ends[number]))
         assert sent["name"].replace("SEND", "RECV") == came["name"]
-        assert sent["args"] == came["args"]  # bytes and key
+        assert all(sent["args"][name] == came["args"][name] for name in ("bytes", "key"))
         assert begin["pid"] != ends[number]["pid"]
         assert begin["ts"] < ends[number]["ts"] + 1e6 * error  # nothing comes before it is sent
 
@@ -80,7 +80,7 @@ def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
 def _around(by_thread: dict[tuple[int, int], Any], flow: dict[str, Any]) -> Any:
     """The innermost slice in which an arrow begins or ends."""
     some = by_thread[flow["pid"], flow["tid"]]
-    return [e for e in some if e["ts"] <= flow["ts"] <= e["ts"] + e["dur"]][-1]
+    return [e for e in some if e["ts"] - 1e-6 <= flow["ts"] <= e["ts"] + e["dur"] + 1e-6][-1]
 
 
 def test_events_are_the_program_and_their_bytes_all_that_moved(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_activations_are_those_of_the_dry_run(tmp_path: Path) -> None:
         trainer = make(comm, "mlp", trace=tmp_path, microbatches=2)
         trainer.step(x, y)
         trainer.step(x, y)
-        return trainer.report().activations
+        return trainer.report().high_water["activations"][1]
 
     case = CASES["mlp"]
     optimizer = fsdpx.optim.AdamW(lr=1e-2, eps=1e-5)

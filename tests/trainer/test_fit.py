@@ -348,7 +348,7 @@ def test_a_log_without_tensorboard_says_so(
     assert said(capsys) == [
         f"fsdpx: log {tmp_path / 'log'}: CSV and JSON lines; for TensorBoard pip install 'fsdpx[tensorboard]'"
     ]
-    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["metrics.csv", "metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["log.txt", "metrics.csv", "metrics.jsonl"]
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

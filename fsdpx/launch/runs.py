@@ -1,0 +1,60 @@
+"""`runs`: what runs there are, and how some of them differ."""
+
+import argparse
+from typing import Any
+
+from fsdpx.errors import ConfigError
+from fsdpx.observe.folder import RunFolder
+from fsdpx.state.tables import table
+
+__all__ = ["runs"]
+
+
+def runs(args: argparse.Namespace) -> int:
+    """Print a table; the exit status."""
+    given = [path if (path / "config.json").exists() else args.folder / path for path in args.run]
+    for path in given:
+        if not (path / "config.json").exists():
+            raise ConfigError(
+                f"{path} holds no run: there is no config.json; `fsdpx runs` lists those in {args.folder}/"
+            )
+    found = given or sorted(path.parent for path in args.folder.glob("*/config.json"))
+    if not found:
+        raise ConfigError(f"{args.folder}/ holds no run: train one, or name the folder with --in")
+    folders = [RunFolder(path) for path in found]
+    print(_list(folders))
+    if len(given) > 1:
+        print(f"\n{_differences(folders)}")
+    return 0
+
+
+def _list(folders: list[RunFolder]) -> str:
+    rows: list[tuple[str, ...]] = [("run", "begun", "ranks", "steps", "loss", "validation", "rate", "ended")]
+    for folder in folders:
+        config, metrics = folder.told("config.json"), folder.metrics()
+        last = {name: row[name] for row in metrics for name in row}
+        best = min((row["validation_loss"] for row in metrics if "validation_loss" in row), default=None)
+        rates = [row["rate"] for row in metrics if "rate" in row][1:]
+        rate = sorted(rates)[len(rates) // 2] if rates else None
+        ended = "ended" in folder.told("report.json")
+        rows.append(
+            (
+                folder.path.name, str(config.get("begun", "")), str(config.get("ranks", "")), str(last.get("step", 0)),
+                _number(last.get("loss")), _number(best), "" if rate is None else f"{rate:,.0f}",
+                "yes" if ended else "no",
+            )
+        )  # fmt: skip
+    return table(rows)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _differences(folders: list[RunFolder]) -> str:
+    """The arguments that are not the same in all."""
+    given: list[dict[str, Any]] = [{"ranks": f.told("config.json").get("ranks"), **f.arguments()} for f in folders]
+    names = [n for n in dict.fromkeys(n for one in given for n in one) if len({str(one.get(n)) for one in given}) > 1]
+    rows = [("differ in", *(folder.path.name for folder in folders))]
+    rows += [(name, *(str(one.get(name, "")) for one in given)) for name in names]
+    return table(rows) if names else "no argument differs"

@@ -1,0 +1,195 @@
+"""The folder of a run: the summary over all ranks, the page about it, lists of runs, and who waits for whom."""
+
+import json
+import logging
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models import CASES, make
+
+from fsdpx import Mesh, data, spawn
+from fsdpx.__main__ import main
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError
+from fsdpx.observe.chrome import RankTrace, Told
+from fsdpx.observe.clocks import Reading
+from fsdpx.observe.folder import RunFolder
+from fsdpx.observe.waits import waits
+from fsdpx.trainer import notices
+
+
+def trained(path: Path, size: int = 2, **options: Any) -> RunFolder:
+    folder = RunFolder(path)
+
+    def run(comm: Communicator) -> None:
+        if comm.rank == 0:
+            folder.begin({"lr": 0.01, "name": "<b>"}, size)
+        comm.barrier().wait()
+        trainer = make(comm, "gpt", trace=folder.trace, **options)
+        x, y = CASES["gpt"].batch(np.random.default_rng(0), 24)
+        loader = data.DataLoader(data.ArrayDataset(x, y), 8, comm=trainer.data)
+        trainer.fit(loader, validation=[(x[:4], y[:4])], log=folder.path, progress=False)
+        summary = trainer.summary()
+        if comm.rank == 0:
+            folder.finish(str(summary), summary.as_json())
+
+    spawn(run, size)
+    return folder
+
+
+class Checked(HTMLParser):
+    """Tags that are opened are closed, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_of_a_run_is_whole_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = trained(tmp_path / "r", 4, mesh=Mesh(pipe=2, shard=2), microbatches=2)
+    assert main(["report", str(folder.path)]) == 0
+    assert capsys.readouterr().out == f"{folder.page}\n"
+    text = folder.page.read_text()
+    checked = Checked()
+    checked.feed(text)
+    assert checked.open == []
+    assert checked.seen.count("svg") == 6
+    assert "script" not in checked.seen
+    assert re.findall(r"(?:src|href|url)\s*[=(]|https?:", text) == []
+    assert "&lt;b&gt;" in text
+    assert "<b>" not in text
+    for words in ("rank 3 measured", "simulated", "% idle", "reduce-scatter, shard", "for 3", "seconds mean", "F3"):
+        assert words in text
+
+
+def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.begin({}, 1)
+    assert main(["report", str(tmp_path)]) == 0
+    assert folder.page.read_text().count("no trace was kept: --trace of the main job") == 4
+
+
+def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rate, loss in (("a", 0.1, 2.0), ("b", 0.2, 1.5)):
+        folder = RunFolder(tmp_path / name)
+        folder.begin({"lr": rate, "size": "tiny"}, 2)
+        rows = [{"step": step, "loss": loss, "rate": 100.0} for step in (1, 2)] + [{"step": 2, "validation_loss": loss}]
+        (folder.path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 3, "lo')
+    folder.finish("text", [])
+    assert main(["runs", "--in", str(tmp_path)]) == 0
+    head, _, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["run", "begun", "ranks", "steps", "loss", "validation", "rate", "ended"]
+    assert [line.split()[-5:] for line in lines] == [
+        ["2", "2.0000", "2.0000", "100", "no"],
+        ["2", "1.5000", "1.5000", "100", "yes"],
+    ]
+    assert main(["runs", "--in", str(tmp_path), "a", "b"]) == 0
+    assert "lr         0.1  0.2" in capsys.readouterr().out.splitlines()
+    assert main(["runs", "--in", str(tmp_path), "c"]) == 2
+    assert (
+        f"{tmp_path / 'c'} holds no run: there is no config.json; `fsdpx runs` lists those in"
+        in capsys.readouterr().err
+    )
+    assert main(["runs", "--in", str(tmp_path / "none")]) == 2
+    assert "none/ holds no run: train one, or name the folder with --in" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds no run: there is no config.json" in capsys.readouterr().err
+
+
+def test_the_summary_has_the_numbers_of_the_reports() -> None:
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "mlp", group_bytes=0)
+        trainer.reset()
+        for _ in range(2):
+            trainer.step(*CASES["mlp"].batch(np.random.default_rng(comm.rank), 4))
+        return trainer.summary()
+
+    summary = spawn(run, 3)[0]
+    text = str(summary)
+    moved = sum(one.nbytes for one in summary.spent("GATHER"))
+    assert moved == sum(report.traffic["shard", "all_gather"].bytes for report in summary.reports) > 0
+    assert summary.bandwidth("GATHER") > 0
+    assert summary.bandwidth("F") is None
+    assert sum(one.calls for one in summary.spent("F")) == 3 * 2 * 3
+    (line,) = (line for line in text.splitlines() if line.startswith("UPDATE "))
+    assert line.split()[1] == "18"
+    held = summary.reports[0].high_water
+    assert {kind: most for kind, (_, most) in held.items()} == summary.reports[0].memory
+    assert all(planned == most for planned, most in held.values())
+    assert "memory of a rank at its most  " in text
+
+
+def test_gradients_beyond_the_plan_are_seen() -> None:
+    """`no_sync` keeps whole gradients that the placement does not lay out."""
+
+    def run(comm: Communicator) -> Any:
+        trainer = make(comm, "mlp")
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 4)
+        with trainer.no_sync():
+            trainer.accumulate(x, y)
+        trainer.step(x, y)
+        return trainer.report()
+
+    report = spawn(run, 2)[0]
+    planned, most = report.high_water["gradients"]
+    assert most > planned == report.memory["gradients"]
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def rank_of(n: int, begins: float, ends: float, ahead: float = 0.0) -> RankTrace:
+    """A step of 10 ms with one meeting, in which the rank stands still; times in ms of rank 0. ahead: its clock, s."""
+    told = Told(n, 3, "", {}, "", 0.0, [Reading(0.0, ahead, 0.0)])
+    shift = 1e6 * ahead
+    step = {"ph": "X", "cat": "step", "ts": shift, "dur": 10e3, "args": {}}
+    computing = {"ph": "X", "cat": "compute", "ts": shift, "dur": 1e3 * begins, "args": {}}
+    args = {"key": "k", "stops": True}
+    meeting = {"ph": "X", "cat": "world", "ts": shift + 1e3 * begins, "dur": 1e3 * (ends - begins), "args": args}
+    return RankTrace(told, [step, computing, meeting])
+
+
+def test_who_comes_last_is_waited_for() -> None:
+    found = waits([rank_of(0, 1, 7), rank_of(1, 6, 7, ahead=5.0), rank_of(2, 2, 7, ahead=-3.0)])
+    np.testing.assert_allclose(found.matrix, [[0, 5e-3, 0], [0, 0, 0], [0, 4e-3, 0]], atol=1e-9)
+    np.testing.assert_allclose([span.moving for span in found.spans], [1e-3] * 3, atol=1e-9)
+    np.testing.assert_allclose([span.computing for span in found.spans], [1e-3, 6e-3, 2e-3], atol=1e-9)
+    assert found.steps == 1
+
+
+# -- logging -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_said_goes_through_logging(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    handler = logging.FileHandler(tmp_path / "own.txt")
+    notices.LOGGER.addHandler(handler)
+    try:
+        notices.line("100 % done")
+    finally:
+        notices.LOGGER.removeHandler(handler)
+        handler.close()
+    assert (tmp_path / "own.txt").read_text() == "100 % done\n"
+    assert capsys.readouterr().err == "100 % done\n"
+
+
+def test_tensorboard_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ConfigError, match=r"tensorboard=True\): .* pip install 'fsdpx\[tensorboard\]'"):
+        spawn(lambda comm: make(comm, "mlp").fit([], log=tmp_path, tensorboard=True), 1)
