@@ -149,9 +149,13 @@ def test_one_file_reads_the_environment() -> None:
     none(readers(PACKAGE))
 
 
-@pytest.mark.parametrize("statement", ["import fsdpx", "from fsdpx import nn, optim, data", "import fsdpx.comm"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import fsdpx", "from fsdpx import nn, optim, data", "import fsdpx.comm", "from fsdpx import distribute"],
+)
 def test_import_loads_nothing_heavy(statement: str) -> None:
-    code = f"{statement}; import sys; print([m for m in ('mpi4py', 'numba', 'cupy', 'torch') if m in sys.modules])"
+    heavy = "mpi4py", "numba", "cupy", "torch", "fsdpx.elastic.trainer"
+    code = f"{statement}; import sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

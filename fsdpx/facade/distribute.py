@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fsdpx.codecs import Choice
 from fsdpx.comm import default as defaults
@@ -17,7 +17,6 @@ from fsdpx.config import Apart, Offload, Precision, Sharding, apart
 from fsdpx.config import precision as precision_of
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.elastic.options import Elastic
-from fsdpx.elastic.trainer import ElasticTrainer
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.interop import handed_on, native, same_values
@@ -28,6 +27,9 @@ from fsdpx.trainer.calls import begin
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.watch.watchdog import note, unwatch, watch_axes
+
+if TYPE_CHECKING:
+    from fsdpx.elastic.trainer import ElasticTrainer
 
 __all__ = ["distribute"]
 
@@ -173,6 +175,8 @@ def _trainer(recipe: Recipe, world: Communicator, foreign: bool) -> Trainer:
 
 
 def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:
+    from fsdpx.elastic.trainer import ElasticTrainer  # for those alone who ask for it
+
     if apart(strategy := recipe.distribution.strategy) is not None:
         raise ConfigError(f"strategy {strategy!r}: elastic ranks step together; leave elastic out")
     trainer = ElasticTrainer(recipe, world, choice)

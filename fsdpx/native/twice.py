@@ -62,8 +62,9 @@ def _dispatcher(function: Any, fastmath: Any, entries: Any = BARE) -> Any:
 def _is_code(home: str) -> bool:
     module = sys.modules.get(home)
     file = getattr(module, "__file__", None)
-    known = module is not None and file is not None and home not in (__name__, "__main__")
-    return known and f"from {TOOLS} " in Path(file).read_text()
+    if module is None or file is None or home in (__name__, "__main__"):
+        return False
+    return f"from {TOOLS} " in Path(file).read_text()
 
 
 def _again(home: str) -> ModuleType:
