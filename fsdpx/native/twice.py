@@ -16,7 +16,7 @@ __all__ = ["dispatcher", "for_python"]
 
 TOOLS = f"{__package__}.tools"
 BARE: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-"""Without Numba's own entries for Python and C, which take more time to compile than most functions."""
+"""Without Numba's own entries for Python and C, which nothing calls."""
 _made: dict[tuple[str, str], Any] = {}  # by file and name
 _python = builtins.__import__
 _read: dict[str, ModuleType] = {}
