@@ -161,7 +161,7 @@ def test_16_bits_are_rounded_to_the_nearest_and_added_in_float32(cupy: Cupy) -> 
 def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
     shapes = {"sgd": (2, 3), "momentum": (3, 5), "adam": (4, 9), "lion": (3, 5), "schedule_free": (4, 9),
               "prodigy": (6, 9), "moments": (3, 4), "direction": (4, 4), "follow": (3, 5)}  # fmt: skip
-    assert {*shapes} == {*UPDATES} == {*plain.KERNELS}
+    assert {*shapes} == {*UPDATES} <= {*plain.KERNELS}  # others are left to array code
     for name, (arrays, numbers) in shapes.items():
         host = [abs(noise(1000, seed=n)).astype(dtype) for n in range(arrays)]
         there = [cupy.asarray(a) for a in host]
