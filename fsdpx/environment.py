@@ -73,7 +73,7 @@ class Environment:
     expected_size : the number of ranks that it started (FSDPX_EXPECT_SIZE takes precedence), or None
     watch : every rank has a watchdog and a flight record (FSDPX_WATCH=0: no)
     run : folder of this job, made by `fsdpx run`, for flight records and notes (FSDPX_RUN; None: temporary files)
-    restart : how often `fsdpx run` has restarted this job (FSDPX_RESTART)
+    restart : how often `fsdpx run` or Slurm has restarted this job (FSDPX_RESTART, SLURM_RESTART_COUNT)
     ulfm : Open MPI lets the job outlive its ranks (--with-ft ulfm, which sets OMPI_MCA_mpi_ft_enable)
     slurm_job : number of the Slurm job (SLURM_JOB_ID)
     threads : BLAS threads per rank that the user set (OPENBLAS_NUM_THREADS, MKL_NUM_THREADS, OMP_NUM_THREADS)
@@ -283,7 +283,7 @@ def _restart(environ: Mapping[str, str]) -> int:
     text = environ.get("FSDPX_RESTART", "0").strip()
     if not text.isdecimal():
         raise LaunchError(f"FSDPX_RESTART={text!r} is not a number of restarts: leave it to `python -m fsdpx run`")
-    return int(text)
+    return int(text) + (_count(environ, "SLURM_RESTART_COUNT") or 0)
 
 
 def _seconds(environ: Mapping[str, str], variable: str) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -18,6 +19,7 @@ from fsdpx.checkpoint.format import Entry, array_type
 from fsdpx.checkpoint.pieces import BLOCK, Held
 from fsdpx.checkpoint.rounding import rounded
 from fsdpx.checkpoint.worker import Worker
+from fsdpx.errors import CheckpointError
 
 __all__ = ["write"]
 
@@ -33,6 +35,10 @@ def write(folder: Path, plan: FileLayout, pieces: Iterable[Held]) -> np.ndarray:
 
     Returns what they add to the CRC of each tensor, uint64 in the order of `plan.tensors()`. Extra memory: two blocks.
     While a block is summed up, a thread writes it; another has the disk take those before."""
+    if not folder.exists():
+        raise CheckpointError(
+            f"{platform.node()} does not see {folder}, made by rank 0: all hosts must share the disk of checkpoints"
+        )
     sums: dict[str, int] = {}
     with ExitStack() as stack, Worker("fsdpx write") as writer, Worker("fsdpx sync") as syncer:
         files: dict[str, int] = {}

@@ -3,7 +3,6 @@ their holder dies."""
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import platform
@@ -19,7 +18,15 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.window import SharedParts
 from fsdpx.errors import ConfigError
 
-__all__ = ["FOLDER", "MappedWindow", "Mapping", "memory_here"]
+try:
+    import fcntl
+except ImportError:  # Windows: windows are MPI's there
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["FOLDER", "LOCKS", "MappedWindow", "Mapping", "memory_here"]
+
+LOCKS = fcntl is not None
+"""Whether processes can lock parts of a file here."""
 
 FOLDER = "/dev/shm"
 """Where Linux keeps files in memory."""

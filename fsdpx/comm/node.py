@@ -21,7 +21,7 @@ from fsdpx.comm.checks import copy, overlay
 from fsdpx.comm.communicator import EVEN, Communicator
 from fsdpx.comm.host import Host, Place
 from fsdpx.comm.lanes import Lanes
-from fsdpx.comm.mapped import MappedWindow, memory_here
+from fsdpx.comm.mapped import LOCKS, MappedWindow, memory_here
 from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.reduction import compilable, fold, is_half
 from fsdpx.comm.steps import Steps
@@ -308,7 +308,7 @@ class NodeCommunicator(Backend):
 
     def window(self, nbytes: int) -> Window:
         """In shared memory if all ranks are on one machine, else of the carrier's."""
-        if len(self.machines) == 1:
+        if LOCKS and len(self.machines) == 1:
             return MappedWindow(self.carrier, nbytes, self.timeout)
         return self.carrier.window(nbytes)
 

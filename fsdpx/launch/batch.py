@@ -28,12 +28,12 @@ set -uo pipefail
 # The ranks save, and the job ends with 85. After USR1 it is queued again here, after TERM by Slurm if it is to be.
 python -m fsdpx {words} & job=$!
 requeue=
-trap 'requeue=yes; kill -USR1 $job' USR1
-trap 'kill -USR1 $job' TERM
-status=128
-while (( status >= 128 )) && kill -0 $job 2>/dev/null; do wait $job; status=$?; done  # a trap interrupts wait
+trap 'requeue=yes; heard=yes; kill -USR1 $job' USR1
+trap 'heard=yes; kill -USR1 $job' TERM
+heard=yes
+while [[ $heard ]]; do heard=; wait $job; status=$?; done  # a trap interrupts wait
 [[ $requeue ]] && (( status == 85 )) && scontrol requeue "$SLURM_JOB_ID"
-exit $status
+exit "$status"
 """
 
 

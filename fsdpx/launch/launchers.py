@@ -98,18 +98,17 @@ _INSTEAD = (
 @dataclass(frozen=True)
 class Found:
     """The launcher of a job. words: how it is called. kind: its row, None if nobody knows it. chosen: by us, not given
-    by the user, who then says what options it needs. more: variables that its ranks need."""
+    by the user, who then says what options it needs."""
 
     words: tuple[str, ...]
     kind: Launcher | None
     chosen: bool = True
-    more: tuple[tuple[str, str], ...] = ()
 
 
 def find(config: LaunchConfig) -> Found:
-    """The launcher that was given; else inside an allocation srun or flux, then the mpiexec beside this Python, which
-    belongs to the MPI that mpi4py loads from a wheel, then the first on PATH. LaunchError if there is none, or if it
-    belongs to another MPI than mpi4py. Without MPI our own."""
+    """The launcher that was given; else the mpiexec beside this Python, which belongs to the MPI that mpi4py loads from
+    a wheel, and finds the hosts of an allocation itself; else inside an allocation srun or flux, then the first mpiexec
+    on PATH. LaunchError if there is none, or if it belongs to another MPI than mpi4py. Without MPI our own."""
     if config.backend == "gloo":
         return Found(tuple(starter()), None)
     if config.mpiexec is not None:
@@ -119,15 +118,17 @@ def find(config: LaunchConfig) -> Found:
                 f"{config.mpiexec} cannot be started: there is no such command; name one of PATH, or a file"
             )
         return _checked(words, config, chosen=False)
-    own = None if config.elastic else {"slurm": _srun, "flux": _flux}.get(environment.allocation())
-    found = own and own()
+    beside = Path(sys.executable).with_name("mpiexec.exe" if os.name == "nt" else "mpiexec")
+    if beside.exists():
+        return _checked([str(beside)], config, chosen=True, wheel=True)
+    scheduler = None if config.elastic else {"slurm": _srun, "flux": _flux}.get(environment.allocation())
+    found = scheduler and scheduler()
     if found is not None:
         return found
-    beside = Path(sys.executable).with_name("mpiexec.exe" if os.name == "nt" else "mpiexec")
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    mpiexec = shutil.which("mpiexec")
     if mpiexec is None:
         raise LaunchError("no mpiexec beside this Python or on PATH; install fsdpx[mpich], or name one: --mpiexec")
-    return _checked([mpiexec], config, chosen=True, wheel=beside.exists())
+    return _checked([mpiexec], config, chosen=True)
 
 
 def command(found: Found, config: LaunchConfig, ranks: int, program: Sequence[str], names: Iterable[str]) -> list[str]:
@@ -208,14 +209,9 @@ def _srun() -> Found | None:
     plugin = next((plugin for name, plugin in wanted.items() if loaded.startswith(name)), None)
     if plugin is None:  # the site's own library, such as Cray's, goes with the site's default
         return Found((srun,), kind)
-    has = _output([srun, "--mpi=list"])
-    if not re.search(rf"\b{plugin}\b", has):
+    if not re.search(rf"\b{plugin}\b", _output([srun, "--mpi=list"])):
         return None
-    prefix = Path(sys.prefix)
-    own = (
-        plugin == "pmix" and (prefix / "bin" / "prte").exists()
-    )  # a wheel's mpiexec would tell the library where it is
-    return Found((srun, f"--mpi={plugin}"), kind, more=(("OPAL_PREFIX", str(prefix)),) if own else ())
+    return Found((srun, f"--mpi={plugin}"), kind)
 
 
 def _flux() -> Found | None:

@@ -175,7 +175,7 @@ class Job:
     def variables(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
         """What the ranks of a start are told. folder: theirs."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
-        return {**own, **self.config.variables(), **dict(self.found.more), **self.more}
+        return {**own, **self.config.variables(), **self.more}
 
     def command(self, ranks: int) -> list[str]:
         return command(self.found, self.config, ranks, self.program, self.variables(Path(), 0, ranks))
@@ -425,7 +425,8 @@ class _Signals:
                 job.terminate()
                 stage, due = 2, now + _SECONDS_TO_END / 5
             elif stage == 0 and self.received:
-                job.send_signal(getattr(signal, "SIGUSR1", signal.SIGTERM))
+                if hasattr(signal, "SIGUSR1"):  # a console of Windows has told the ranks of Ctrl-C itself
+                    job.send_signal(signal.SIGUSR1)
                 stage, due = 1, now + self.grace
             elif stage == 1 and (now >= due or self._times > 1):
                 job.terminate()
@@ -441,5 +442,9 @@ class _Signals:
 
 
 def _kill(job: subprocess.Popen[bytes]) -> None:
+    """The launcher, and on POSIX all of its process group."""
     with suppress(OSError):
-        os.killpg(job.pid, signal.SIGKILL)
+        if hasattr(os, "killpg"):
+            os.killpg(job.pid, signal.SIGKILL)
+        else:
+            job.kill()

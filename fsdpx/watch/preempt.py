@@ -63,7 +63,7 @@ class Preemption:
         requeue: bool = False,
     ) -> None:
         self.save, self.requeue = save, requeue
-        self.signals = [_signal(name) for name in signals]
+        self.signals = [_signal(name) for name in signals if hasattr(signal, "SIGUSR1") or "USR" not in name]  # Windows
         self._asked, self._since = 0, 0.0
         self._before: dict[signal.Signals, Any] = {}
 

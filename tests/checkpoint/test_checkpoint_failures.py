@@ -148,6 +148,18 @@ def test_in_the_background_the_values_are_those_of_the_call(tmp_path: Path) -> N
     assert [loaded(tmp_path / f"step-{k}") for k in (1, 2)] == digests[1:]
 
 
+def test_a_host_with_a_disk_of_its_own_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(folder: Path, *args: Any) -> Any:
+        return write.write(folder / "not" if threading.current_thread().name == "rank 1" else folder, *args)
+
+    def body(comm: Communicator) -> None:
+        make(comm, "wide").save(tmp_path / "a")
+
+    monkeypatch.setattr("fsdpx.checkpoint.save.write", elsewhere)
+    with pytest.raises(CheckpointError, match=r"a: rank 1: .* does not see .*: all hosts must share the disk of"):
+        spawn(body, 2)
+
+
 def test_training_does_not_wait_for_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written are the values of the call, though the steps after it come first."""
     trained_on = threading.Event()

@@ -209,6 +209,6 @@ def test_tables_name_what_there_is() -> None:
     assert variables == set(re.findall(r"^\| `(FSDPX_\w+?)=", (DOCS / "launching.md").read_text(), re.M))
 
 
-@pytest.mark.parametrize("script", [*ROOT.glob("launch/*.sh"), *ROOT.glob("launch/*.sbatch")], ids=name)
+@pytest.mark.parametrize("script", [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("launch/**/*.sbatch")], ids=name)
 def test_launch_scripts_are_bash(script: Path) -> None:
     subprocess.run(["bash", "-n", str(script)], check=True)

@@ -118,6 +118,16 @@ def test_in_an_allocation_of_slurm_the_library_says_how(
         assert shown(capsys, "--hostfile", "hosts") == f"{starts} {alike} {nodes} --nodelist=n1,n2 {TAIL}"
 
 
+def test_the_mpiexec_of_a_wheel_finds_the_hosts_of_an_allocation_itself(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(site, "hydra", monkeypatch)
+    has(site, "srun", monkeypatch, also="pmi2")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setattr(sys, "executable", str(site / "bin" / "python"))
+    assert shown(capsys, "--nodes", "2").startswith("mpiexec -ppn 2 -n 4 ")
+
+
 def test_in_an_instance_of_flux(
     site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

