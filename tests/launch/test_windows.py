@@ -10,7 +10,7 @@ from pathlib import Path
 from trials import ROOT
 
 HIDE = """
-import ctypes, importlib.abc, mmap, os, select, signal, socket, subprocess, sys, time
+import ctypes, importlib.abc, mmap, os, pathlib, select, signal, socket, subprocess, sys, time
 import ml_dtypes, numpy, rich.console, rich.progress, threadpoolctl
 import numba
 
@@ -40,8 +40,9 @@ for module, names in NAMES.items():
     for name in names.split():
         if hasattr(module, name):
             delattr(module, name)
-isdir = os.path.isdir
+isdir, is_dir = os.path.isdir, pathlib.Path.is_dir
 os.path.isdir = lambda path: path != "/dev/shm" and isdir(path)
+pathlib.Path.is_dir = lambda path: str(path) != "/dev/shm" and is_dir(path)
 sys.platform = "win32"
 """
 USE = """
@@ -55,7 +56,10 @@ from fsdpx.__main__ import main
 mpi4py.rc.initialize = False
 for found in pkgutil.walk_packages(fsdpx.__path__, "fsdpx."):
     if not found.name.startswith(("fsdpx.examples", "fsdpx.testing")) and not found.name.endswith("__main__"):
-        importlib.import_module(found.name)
+        try:
+            importlib.import_module(found.name)
+        except ModuleNotFoundError as error:
+            assert error.name not in MODULES, error  # else a package that this machine does not have
 
 rng = np.random.default_rng(0)
 source = data.ArrayDataset(rng.standard_normal((8, 6)).astype(np.float32), rng.integers(0, 3, 8))
