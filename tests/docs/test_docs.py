@@ -164,7 +164,10 @@ def test_command_lines_parse(line: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def exists(dotted: str) -> bool:
-    """Whether a name such as fsdpx.nn.Chain leads to something, fields of dataclasses included."""
+    """Whether a name such as fsdpx.nn.Chain leads to something, fields of dataclasses included; those that need PyTorch
+    are looked up where it is installed."""
+    if dotted.startswith("fsdpx.interop.") and importlib.util.find_spec("torch") is None:
+        return True
     parts = dotted.split(".")
     for last in range(len(parts), 0, -1):
         with contextlib.suppress(ImportError):
