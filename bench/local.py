@@ -64,8 +64,9 @@ def job(name: str, asked: dict[str, Any]) -> int:
     if not begins and (chosen := STRATEGIES[name]) is not None:
         strategy = fsdpx.Local(**{**chosen, "outer": optim.SGD(**chosen["outer"])})
     trainer = nn.GPT(BYTES, WIDTH, BLOCKS, HEADS, CONTEXT, tie=True).as_distributed(
-        loss=nn.CrossEntropy(), optimizer=inner, clip_norm=1.0, strategy=strategy, seed=asked["seed"]
-    )
+        loss=nn.CrossEntropy(), optimizer=inner, clip_norm=1.0, strategy=strategy, seed=asked["seed"],
+        group_bytes="64KiB",  # several pages, of which fragments are made
+    )  # fmt: skip
     if not begins:
         trainer.load_weights(weights)
     text = {split: data.TextDataset(data.stdlib_sources(), CONTEXT, split=split) for split in ("train", "validation")}

@@ -83,8 +83,8 @@ def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, tmp_path
     after, later = everywhere(second, go_on)[0]
     assert before.keys() == after.keys()
     assert max(np.abs(array).max() for array in before.values()) > 1e-4
-    for name, array in before.items():
-        np.testing.assert_allclose(after[name], array, rtol=0, atol=1e-7 * np.abs(array).max())
+    for name, array in before.items():  # sums of up to 5 float32 numbers each, in another order
+        np.testing.assert_allclose(after[name], array, rtol=0, atol=5 * np.finfo(np.float32).eps * np.abs(array).max())
         if ALL[second][0] == 1:  # alone, it is paid back with the next gradient
             assert not later[name].any()
 
