@@ -91,7 +91,7 @@ for stage in sys.argv[1:]:
                 times += 1
         except RankLost as error:
             print(f"heard {since():.0f} ms {verb} {error}", flush=True)
-            assert times >= DEADLY
+            assert times >= DEADLY - 1  # who dies has all of a call that others have begun, perhaps not ended
         comm.revoke()
         assert comm.agree(7) == 0
         comm = comm.shrink()
