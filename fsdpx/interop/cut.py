@@ -5,6 +5,7 @@ Between units stand operations without parameters, such as masks and positions: 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -253,12 +254,25 @@ def _exported(module: torch.nn.Module, example: Sequence[Any], output: str | int
     tensors = tuple(a if isinstance(a, torch.Tensor) else tensor_of(np.asarray(a)) for a in example)
     sizes = tuple(dict.fromkeys(range(t.ndim), torch.export.Dim.AUTO) for t in tensors)
     try:
-        return torch.export.export(_Chosen(module, output), tensors, dynamic_shapes=(sizes,), strict=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, of what it does itself
+            program = torch.export.export(_Chosen(module, output), tensors, dynamic_shapes=(sizes,), strict=False)
+            program = program.run_decompositions({})  # in-place operations as those that give new tensors
     except Exception as error:
         raise ConfigError(
             f"{type(module).__name__} cannot be cut: torch.export says {str(error).strip().splitlines()[0]}; without "
             "an example it is one layer"
         ) from error
+    signature, modules = program.graph_signature, dict(module.named_modules())
+    wrote = list(signature.user_inputs_to_mutate.values())
+    for name in map(_stripped, signature.buffers_to_mutate.values()):
+        if not isinstance(modules[name.rpartition(".")[0]], _BatchNorm):
+            wrote.append(name)
+    if wrote:
+        raise ConfigError(
+            f"{type(module).__name__}: forward writes into {', '.join(wrote)}: compute new tensors instead"
+        )
+    return program
 
 
 class _Chosen(torch.nn.Module):

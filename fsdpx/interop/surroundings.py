@@ -141,6 +141,10 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return torch.dropout(x, p, train and _now.env.training)
 
 
+def _native_dropped(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, None]:
+    return _dropout(x, p, train), None
+
+
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **options: Any,
@@ -156,6 +160,7 @@ def _with_grad(enabled: bool, function: Callable[..., Any], *arguments: Any) -> 
 
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.dropout.default: _dropout,
+    aten.native_dropout.default: _native_dropped,
     aten.scaled_dot_product_attention.default: _attention,
     torch._higher_order_ops.wrap_with_set_grad_enabled: _with_grad,
 }
