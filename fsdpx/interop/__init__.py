@@ -12,14 +12,14 @@ __all__ = ["handed_on", "native", "same_values"]
 
 def native(model: Any, loss: Any) -> tuple[Any, Any]:
     """A model and a loss of PyTorch as those of fsdpx; all else as it is."""
-    torch = sys.modules.get("torch")
-    if torch is None or not (isinstance(model, torch.nn.Module) or isinstance(loss, torch.nn.Module)):
+    theirs = getattr(sys.modules.get("torch"), "nn", None)
+    if theirs is None or not (isinstance(model, theirs.Module) or isinstance(loss, theirs.Module)):
         return model, loss
     from fsdpx.interop.torch import Criterion, from_torch
 
-    if isinstance(model, torch.nn.Module):
+    if isinstance(model, theirs.Module):
         model = from_torch(model)
-    return model, Criterion(loss) if isinstance(loss, torch.nn.Module) else loss
+    return model, Criterion(loss) if isinstance(loss, theirs.Module) else loss
 
 
 def same_values(model: Any, comm: Communicator) -> None:
