@@ -123,43 +123,17 @@ def gpt(quick: bool) -> dict[str, Any]:
 def in_torch(quick: bool, compiled: bool) -> dict[str, Any]:
     """The same in PyTorch."""
     import torch
-    from torch import nn
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-            self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-        def forward(self, x: Any) -> Any:
-            n, t, _ = x.shape
-            q, k, v = (a.view(n, t, HEADS, -1).transpose(1, 2) for a in self.qkv(self.norm1(x)).split(WIDTH, 2))
-            o = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.out(o.transpose(1, 2).reshape(n, t, WIDTH))
-            return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
-
-    class Gpt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.place = nn.Embedding(VOCAB, WIDTH), nn.Embedding(TIME, WIDTH)
-            self.blocks = nn.Sequential(*(Block() for _ in range(2 if quick else LAYERS)))
-            self.norm = nn.LayerNorm(WIDTH)
-
-        def forward(self, x: Any, y: Any) -> Any:
-            h = self.blocks(self.embed(x) + self.place.weight[: x.shape[1]])
-            logits = nn.functional.linear(self.norm(h), self.embed.weight)
-            return nn.functional.cross_entropy(logits.reshape(-1, VOCAB), y.reshape(-1))
+    from workloads import gpt_in_torch
 
     torch.set_float32_matmul_precision("high")
-    model: Any = Gpt().cuda()
+    model = gpt_in_torch(VOCAB, WIDTH, 2 if quick else LAYERS, HEADS, TIME).cuda()
     adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     forward = torch.compile(model) if compiled else model
     x, y = (torch.from_numpy(a).cuda() for a in batch())
 
     def step() -> float:
         with torch.autocast("cuda", torch.bfloat16):
-            loss = forward(x, y)
+            loss = torch.nn.functional.cross_entropy(forward(x).reshape(-1, VOCAB), y.reshape(-1))
         loss.backward()
         adam.step()
         adam.zero_grad(set_to_none=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MODELS", "VOCAB", "Model", "batch", "in_fsdpx", "in_torch"]
+__all__ = ["MODELS", "VOCAB", "Model", "batch", "gpt_in_torch", "in_fsdpx", "in_torch"]
 
 VOCAB, TIME = 256, 256
 CLASSES = 10
@@ -97,7 +97,7 @@ def in_torch(model: Model) -> tuple[Any, Any, list[Any]]:
     from torch import nn
 
     if model.heads:
-        gpt = _gpt(model)
+        gpt = gpt_in_torch(VOCAB, model.width, model.layers, model.heads, TIME)
         return (
             gpt,
             lambda y, target: nn.functional.cross_entropy(y.reshape(-1, VOCAB), target.reshape(-1)),
@@ -134,11 +134,10 @@ def _resnet(model: Model) -> tuple[Any, list[Any]]:
     return nn.Sequential(*stem, *blocks, pool, nn.Flatten(), head), blocks
 
 
-def _gpt(model: Model) -> Any:
+def gpt_in_torch(vocabulary: int, width: int, layers: int, heads: int, time: int) -> Any:
+    """A GPT with tied embeddings as PyTorch's users write it; its blocks are in `blocks`."""
     import torch
     from torch import nn
-
-    width, heads = model.width, model.heads
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -157,11 +156,11 @@ def _gpt(model: Model) -> Any:
     class Gpt(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.position = nn.Embedding(VOCAB, width), nn.Embedding(TIME, width)
-            self.blocks, self.norm = nn.ModuleList(Block() for _ in range(model.layers)), nn.LayerNorm(width)
+            self.embed, self.position = nn.Embedding(vocabulary, width), nn.Embedding(time, width)
+            self.blocks, self.norm = nn.ModuleList(Block() for _ in range(layers)), nn.LayerNorm(width)
 
         def forward(self, x: Any) -> Any:
-            h = self.embed(x) + self.position(torch.arange(x.shape[1]))
+            h = self.embed(x) + self.position(torch.arange(x.shape[1], device=x.device))
             for block in self.blocks:
                 h = block(h)
             return nn.functional.linear(self.norm(h), self.embed.weight)

@@ -9,15 +9,15 @@ from typing import Any
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.runtime import rtsys
 
-from fsdpx.native.image import fingerprint
+from fsdpx.native.image import fingerprint, freedom
 
 __all__ = ["enable"]
 
 
-def enable(dispatcher: Any, function: Callable[..., Any], bare: bool) -> None:
+def enable(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
     """What the dispatcher of a function compiles is kept on disk. bare: it cannot be called by Python."""
     try:
-        dispatcher._cache = Cache(function, bare)
+        dispatcher._cache = Cache(function, fastmath, bare)
     except RuntimeError as error:
         _warn(error)
 
@@ -28,9 +28,9 @@ class Cache(FunctionCache):
     Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;
     and it checks only the kernel's own source file, not those of the functions it calls."""
 
-    def __init__(self, function: Callable[..., Any], bare: bool) -> None:
+    def __init__(self, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
         super().__init__(function)
-        self.bare = bare
+        self.made_as = freedom(fastmath), bare
         self.objects: dict[Any, bytes] = {}
         """By signature what was loaded: Numba lets go of it."""
 
@@ -65,7 +65,7 @@ class Cache(FunctionCache):
     def _open(self, sig: Any, codegen: Any) -> None:
         """Select the file of this signature; the caller holds the compiler's lock."""
         sources = fingerprint(Path(self._py_func.__code__.co_filename))
-        key = repr((str(sig), codegen.magic_tuple(), sources, self.bare))
+        key = repr((str(sig), codegen.magic_tuple(), sources, self.made_as))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
         self._cache_file = IndexDataCacheFile(self._cache_path, name, sources)
 

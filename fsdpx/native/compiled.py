@@ -84,7 +84,7 @@ class Compiled:
                 return self._loaded[wanted]
             entry = None
             if wanted is not None and image.able():
-                entry = image.load(self.function, wanted) or self._built(wanted)
+                entry = image.load(self.function, self.fastmath, wanted) or self._built(wanted)
             if entry is None:
                 from fsdpx.native import build
 
@@ -98,4 +98,4 @@ class Compiled:
         from fsdpx.native import build, twice
 
         made = build.build(twice.dispatcher(self.function, self.fastmath), wanted)
-        return None if made is None else image.keep(self.function, wanted, made)
+        return None if made is None else image.keep(self.function, self.fastmath, wanted, made)

@@ -28,7 +28,7 @@ from fsdpx.native.processor import told
 if TYPE_CHECKING:
     from fsdpx.native.link import Code
 
-__all__ = ["able", "fingerprint", "keep", "load"]
+__all__ = ["able", "fingerprint", "freedom", "keep", "load"]
 
 PACKAGE = Path(__file__).parents[1]
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
@@ -54,20 +54,20 @@ def able() -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64" and usual and layout.as_expected()
 
 
-def load(function: Callable[..., Any], wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+def load(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
     """What was kept for a function and kinds of arguments, if there is anything."""
     try:
-        data, start, inside, outside = marshal.loads(_file(function, wanted).read_bytes())
+        data, start, inside, outside = marshal.loads(_file(function, fastmath, wanted).read_bytes())
     except (OSError, ValueError, EOFError, TypeError):
         return None
     return _ready(function, data, start, inside, outside)
 
 
-def keep(function: Callable[..., Any], wanted: tuple[str, ...], code: Code) -> Callable[..., Any] | None:
+def keep(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], code: Code) -> Callable[..., Any] | None:
     """Put it on disk and load it. A disk that cannot be written is Numba's to complain of."""
     entry = _ready(function, *code)
     if entry is not None:
-        file = _file(function, wanted)
+        file = _file(function, fastmath, wanted)
         other = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -119,10 +119,15 @@ def _libraries() -> tuple[ctypes.CDLL, ...]:
     return ctypes.CDLL(None), ctypes.pythonapi, ctypes.CDLL("libm.so.6")
 
 
-def _file(function: Callable[..., Any], wanted: tuple[str, ...]) -> Path:
+def freedom(fastmath: Any) -> str:
+    """What the compiler may do with sums, as a part of a file's name: code without it has other bits."""
+    return " ".join(sorted(fastmath)) if isinstance(fastmath, set) else str(fastmath)
+
+
+def _file(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
     own = Path(function.__code__.co_filename)
     code = str(own), function.__qualname__, function.__code__.co_firstlineno
-    key = repr((*code, wanted, fingerprint(own), _entries(), _machine()))
+    key = repr((*code, freedom(fastmath), wanted, fingerprint(own), _entries(), _machine()))
     name = f"{own.stem}.{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read().cache / "code" / name
 

@@ -54,7 +54,7 @@ def _dispatcher(function: Any, fastmath: Any, entries: Any = BARE) -> Any:
 
     options = {"nogil": True, "error_model": "numpy", "fastmath": fastmath, **entries}
     made: Any = numba.njit(**options)(function)
-    cache.enable(made, function, bare=bool(entries))
+    cache.enable(made, function, fastmath, bare=bool(entries))
     return made
 
 

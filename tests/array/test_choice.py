@@ -97,7 +97,7 @@ def dispatcher(function):
 
 
 def test_no_folder_for_the_cache_warns_once(cache, monkeypatch):
-    def nowhere(function, bare):
+    def nowhere(function, fastmath, bare):
         raise RuntimeError("cannot cache function: no locator available")
 
     monkeypatch.setattr(cache, "Cache", nowhere)

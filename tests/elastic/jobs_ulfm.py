@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 __all__ = ["Done", "job", "unable"]
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +45,10 @@ def unable() -> str | None:
 
 
 def job(folder: Path, program: str, ranks: int, *args: str, seconds: float = 60.0, **variables: str) -> Done:
-    """Run `program` on ranks that survive each other, until all have ended; subprocess.TimeoutExpired if they hang."""
+    """Run `program` on ranks that survive each other, until all have ended; subprocess.TimeoutExpired if they hang.
+    A test is skipped where ranks cannot survive."""
+    if reason := unable():
+        pytest.skip(reason)
     (folder / "job.py").write_text(program)
     command = [
         str(MPIEXEC), "--with-ft", "ulfm", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "-n", str(ranks),

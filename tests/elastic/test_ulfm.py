@@ -5,15 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from jobs_ulfm import ROOT, job, unable
+from jobs_ulfm import ROOT, job
 
 pytestmark = pytest.mark.jobs
-
-
-@pytest.fixture(autouse=True)
-def _ranks_survive_each_other():
-    if reason := unable():
-        pytest.skip(reason)
 
 
 PROGRAM = """

@@ -60,6 +60,18 @@ def test_each_call_finds_what_was_made_for_its_arguments(cache):
     assert ("float32 2 A", "float32 1 A", "float", "bool") in function.ready
 
 
+def test_code_that_may_reorder_sums_is_not_taken_for_one_that_may_not(cache):
+    numbers = {}
+    for fastmath in (False, REORDER, False, True):
+        x, y = _numbers("float32")
+        numbers.setdefault(str(fastmath), set()).add(jit(_along, fastmath=fastmath)(x, y, 0.5, True))
+    in_order = np.float32(0)
+    for value in -x.ravel():
+        in_order += value
+    assert numbers["False"] == {float(in_order) * 0.5}
+    assert len(list(cache.iterdir())) == len(numbers) == 3
+
+
 def test_what_no_code_is_made_for_is_left_to_numba(cache):
     function = jit(lambda x, pair: x[0] + pair[0])
     assert function(np.ones(2), (3, 4)) == 4.0
