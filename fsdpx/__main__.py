@@ -1,4 +1,4 @@
-"""The command line: python -m fsdpx info | doctor | run | show | ckpt | verify | trace | report | runs."""
+"""The command line: python -m fsdpx info | doctor | run | train | show | ckpt | verify | trace | report | runs."""
 
 import argparse
 import os
@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="under mpiexec: what all ranks have, the ways between them, a test")
     doctor.add_argument("--json", action="store_true", help="the same for programs")
     _start(commands.add_parser("run", help="start N ranks; restart from the last checkpoint when a death ends the job"))
+    _train(commands.add_parser("train", help="train what a run file in TOML describes; under mpiexec on all ranks"))
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
     _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
     _trace(commands.add_parser("trace", help="traces of all ranks in one file, on one clock, for Perfetto"))
@@ -68,6 +69,10 @@ def _run(args: argparse.Namespace) -> int:
         from fsdpx.launch import run
 
         return run.main(args)
+    if args.command == "train":
+        from fsdpx.launch.train import train
+
+        return train(args)
     if args.command == "show":
         from fsdpx.launch.show import show
 
@@ -155,6 +160,20 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", help="script.py")
     p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # it may have none
+
+
+def _train(p: argparse.ArgumentParser) -> None:
+    p.add_argument("file", help="run.toml (docs/run-file.md)")
+    p.add_argument(
+        "--set",
+        dest="changes",
+        nargs="+",
+        default=(),
+        metavar="section.key=value",
+        help="instead of the file's",
+    )
+    p.add_argument("--run", default=None, help="folder of the run (default: runs/NAME-DATE-TIME, NAME of the file)")
+    p.add_argument("--resume", action="store_true", help="go on with the run in --run, or with the newest one")
 
 
 def _show(p: argparse.ArgumentParser) -> None:

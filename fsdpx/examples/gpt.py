@@ -19,11 +19,10 @@ import fsdpx
 from fsdpx import Checkpoints, data, environment, nn, optim
 from fsdpx.errors import ConfigError
 from fsdpx.examples.mistakes import status_of
+from fsdpx.facade.outcome import keep, result
 from fsdpx.nn.models import BYTES, SIZES, Size, gpt
 from fsdpx.observe.folder import RunFolder, choose
-from fsdpx.observe.page import write_page
 from fsdpx.testing.chaos import parse, strike
-from fsdpx.trainer.summary import Summary
 
 
 def parser() -> argparse.ArgumentParser:
@@ -193,9 +192,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     report, summary = trainer.report(), trainer.summary()
     if trainer.rank == 0:
-        print_result(history)
+        loss = history.validation[-1][1]
+        print(f"\n{result(history, 'tokens')} = {loss / math.log(2):.3f} bits per byte", flush=True)
     if folder is not None:
-        keep(trainer, history, folder, summary)
+        keep(trainer, history, folder, summary, f"--resume --steps {2 * history.steps}")
     if args.sample:
         text = generate(trainer, SIZES[args.size], args.sample, args.seed)
         if trainer.rank == 0:
@@ -210,34 +210,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         if trainer.rank == 0:
             print(f"sha256 {digest}")
     return 0
-
-
-def print_result(history: Any) -> None:
-    """What came of it. tokens/s: of training alone, without validation and saving."""
-    loss = history.validation[-1][1]
-    trained = ""
-    if history.losses:
-        rate = history.seen / history.seconds
-        trained = f"{len(history.losses)} steps, {rate:,.0f} tokens/s, training loss {history.losses[-1]:.4f}, "
-    print(f"\n{trained}validation loss {loss:.4f} = {loss / math.log(2):.3f} bits per byte", flush=True)
-
-
-def keep(trainer: fsdpx.Trainer, history: Any, folder: RunFolder, summary: Summary) -> None:
-    """The trained model, the curve and the report. Collective."""
-    drawn = trainer.alone(f"draw {folder.curve}", lambda: folder.draw() or folder.curve.exists())
-    if history.losses or not trainer.alone(f"look for {folder.model}", folder.model.exists):
-        trainer.save(folder.model)
-    if trainer.rank == 0:
-        folder.finish(str(summary), summary.as_json())
-        write_page(folder)
-        curve = "curve.png" if drawn else "no curve.png (pip install 'fsdpx[plot]')"
-        print(
-            f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, report.html, report.txt, "
-            "log.txt, checkpoints/, model/"
-        )
-        print(
-            f"weights: {folder.model / 'model.safetensors'}; to go on: --resume --steps {2 * history.steps}", flush=True
-        )
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class RunFolder:
             found = [(row["step"], row[name]) for row in rows if name in row]
             axes.plot(*zip(*found, strict=True), style, label=name.replace("_", " "), linewidth=1, markersize=4)
         axes.set_xlabel("step")
-        axes.set_ylabel("nats per byte")
+        axes.set_ylabel("loss")
         axes.grid(alpha=0.3)
         axes.legend()
         figure.savefig(self.curve, dpi=120)

@@ -68,6 +68,36 @@ def test_the_picture_in_the_readme_is_what_show_prints(capsys: pytest.CaptureFix
     assert shown[start : start + len(lines)] == lines
 
 
+def names(page: Path) -> set[str]:
+    """The dotted names of fsdpx in a page's code spans, those of a `trainer`, and `nn` and `optim` as usual."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    dotted = re.compile(r"(?<![\w./\-\"'])(trainer\.\w+|(?:fsdpx|nn|optim)(?:\.\w+)+)")
+    found = {one for span in re.findall(r"`([^`\n]+)`", text) for one in dotted.findall(span)}
+    return {one for one in found if not one.endswith((".py", ".toml", ".cu"))}
+
+
+def known(name: str) -> bool:
+    first, *rest = name.split(".")
+    homes = {"fsdpx": [fsdpx], "trainer": [fsdpx.Trainer, fsdpx.ElasticTrainer], "nn": [nn], "optim": [optim]}
+    return any(_reached(home, rest) for home in homes[first])
+
+
+def _reached(thing: Any, rest: list[str]) -> bool:
+    for part in rest:
+        if not hasattr(thing, part) and part not in getattr(thing, "__dataclass_fields__", ()):
+            try:
+                importlib.import_module(f"{thing.__name__}.{part}")
+            except (ImportError, AttributeError):
+                return False
+        thing = getattr(thing, part, None)
+    return True
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name)
+def test_names_of_the_library_are_in_it(page: Path) -> None:
+    assert sorted(name for name in names(page) if not known(name)) == []
+
+
 def walk() -> Any:
     spec = importlib.util.spec_from_file_location("walk", DOCS / "tutorial" / "walk.py")
     assert spec is not None

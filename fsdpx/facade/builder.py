@@ -1,0 +1,171 @@
+"""ModelBuilder: a trainer and its data from a table of plain values, as a run file in TOML holds them."""
+
+from __future__ import annotations
+
+import pkgutil
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import signature
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fsdpx import codecs, config, data, nn, optim
+from fsdpx.comm import mesh
+from fsdpx.data.loader import DataLoader
+from fsdpx.elastic import options as elastic
+from fsdpx.errors import ConfigError
+from fsdpx.facade.distribute import distribute
+from fsdpx.nn import models
+from fsdpx.observe import trace
+from fsdpx.optim import schedules
+from fsdpx.state import local
+from fsdpx.trainer.trainer import Trainer
+
+__all__ = ["SECTIONS", "ModelBuilder"]
+
+SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
+NEEDED = ("model", "loss", "optimizer")
+HOMES: tuple[Any, ...] = (
+    nn, models, optim, schedules, data, codecs, config, mesh, local, elastic, trace,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ModelBuilder:
+    """What a run file says, as the objects that it means; ConfigError for what cannot be, with the place.
+
+    A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
+    table with `use` is the thing itself: `{use = "no_decay"}`. Names are those of `fsdpx.nn`, `fsdpx.optim`, its
+    schedules, `fsdpx.data` and of what `distribute` takes (`Mesh`, `PowerSGD`, ...), or `module:name` of your own.
+
+    Parameters
+    ----------
+    plan : section -> its values: model, loss, optimizer; distribute, data, validation, loader, fit if wanted
+    source : where it comes from, for errors
+    """
+
+    plan: Mapping[str, Any]
+    source: str = "plan"
+
+    def __post_init__(self) -> None:
+        for name in self.plan:
+            if name not in SECTIONS:
+                raise ConfigError(f"{self.source}: there is no section [{name}]{_meant(name, SECTIONS)}")
+        for name in NEEDED:
+            if name not in self.plan:
+                raise ConfigError(f"{self.source}: the section [{name}] is missing")
+
+    @classmethod
+    def read(cls, path: str | PathLike[str], changes: Sequence[str] = ()) -> ModelBuilder:
+        """From a run file. changes: `section.key=value`, each in place of what the file says."""
+        try:
+            plan = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: no run file can be read there: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"{path}: this is not TOML: {error}") from error
+        for change in changes:
+            _change(plan, change)
+        return cls(plan, str(path))
+
+    def model(self) -> nn.Layer:
+        found: nn.Layer = self._called("model")
+        return found
+
+    def build(self, comm: Any = None) -> Trainer:
+        """The trainer, as `distribute(model, loss=..., optimizer=..., **distribute)` gives it. Collective."""
+        options = self._values("distribute")
+        if isinstance(options.get("mesh"), str):
+            options["mesh"] = mesh.Mesh.parse(options["mesh"])
+        options = {"loss": self._called("loss"), "optimizer": self._called("optimizer"), "comm": comm, **options}
+        model = self.model()
+        self._demand(distribute, [model], options, "distribute")
+        return distribute(model, **options)
+
+    def loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
+        """What [data], [validation] and [loader] say: batches to train on, and held-out ones. The loader cuts batches
+        for `trainer.data`; the held-out ones are in order."""
+        if "data" not in self.plan:
+            raise ConfigError(f"{self.source}: the section [data] is missing")
+        options = {"comm": trainer.data, "chunks": self.plan.get("distribute", {}).get("chunks")}
+        options |= self._values("loader")
+        self._demand(DataLoader, [None], options, "loader")
+        train = DataLoader(self._called("data"), **{"shuffle": True, "drop_last": True, **options})
+        if "validation" not in self.plan:
+            return train, None
+        return train, DataLoader(self._called("validation"), **{**options, "shuffle": False})
+
+    def fit_options(self) -> dict[str, Any]:
+        """What [fit] says, for `trainer.fit`."""
+        return self._values("fit")
+
+    def _called(self, section: str) -> Any:
+        given = self.plan[section]
+        if not isinstance(given, Mapping) or "make" not in given:
+            raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
+        return self._made(given, section)
+
+    def _values(self, section: str) -> dict[str, Any]:
+        given = self.plan.get(section, {})
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{self.source}: {section} is a section: write [{section}] and its values below")
+        return {name: self._made(value, f"{section}.{name}") for name, value in given.items()}
+
+    def _made(self, value: Any, where: str) -> Any:
+        """The value with every table in it that is a call or a name in its place."""
+        if isinstance(value, list):
+            return [self._made(one, f"{where}[{n}]") for n, one in enumerate(value)]
+        if not isinstance(value, Mapping):
+            return value
+        if "use" in value:
+            return self._named(value["use"], where)
+        inner = {name: self._made(one, f"{where}.{name}") for name, one in value.items() if name != "make"}
+        if "make" not in value:
+            return inner
+        function, args = self._named(value["make"], where), inner.pop("args", [])
+        self._demand(function, args, inner, where)
+        return function(*args, **inner)
+
+    def _named(self, name: Any, where: str) -> Any:
+        if isinstance(name, str) and ":" in name:
+            try:
+                return pkgutil.resolve_name(name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ConfigError(f"{self.source}: [{where}] {name}: {error}") from error
+        known = {one: home for home in reversed(HOMES) for one in home.__all__}
+        if name not in known:
+            meant = _meant(str(name), known) or "; names of your own are written module:name"
+            raise ConfigError(f"{self.source}: [{where}] there is no {name!r} in fsdpx{meant}")
+        return getattr(known[name], name)
+
+    def _demand(self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str) -> None:
+        """That a call has the arguments that it wants."""
+        try:
+            signature(function).bind(*args, **named)
+        except TypeError as error:
+            raise ConfigError(f"{self.source}: [{where}] {function.__name__}: {error}") from error
+
+
+def _meant(name: str, known: Any) -> str:
+    close = get_close_matches(name, known, 1)
+    return f": {close[0]}?" if close else ""
+
+
+def _change(plan: dict[str, Any], change: str) -> None:
+    """Put `section.key=value` into the plan. A value that is not TOML is a string: strategy=ddp."""
+    path, equals, text = change.partition("=")
+    *tables, key = path.strip().split(".")
+    if not equals or not key or not tables:
+        raise ConfigError(f"{change!r}: a change is written section.key=value, such as fit.steps=20")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    for table in tables:
+        plan = plan.setdefault(table, {})
+        if not isinstance(plan, dict):
+            raise ConfigError(f"{change!r}: {table} is a value, not a table")
+    plan[key] = value

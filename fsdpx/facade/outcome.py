@@ -1,0 +1,40 @@
+"""What a training leaves: a line that says how it went, and the folder of its run with model, curve and report."""
+
+from __future__ import annotations
+
+from fsdpx.observe.folder import RunFolder
+from fsdpx.observe.page import write_page
+from fsdpx.trainer.history import History
+from fsdpx.trainer.summary import Summary
+from fsdpx.trainer.trainer import Trainer
+
+__all__ = ["keep", "result"]
+
+
+def result(history: History, unit: str) -> str:
+    """One line. The rate, in `unit` per second, is that of training alone, without validation and saving."""
+    said = []
+    if history.losses:
+        rate = history.seen / history.seconds
+        said = [f"{len(history.losses)} steps", f"{rate:,.0f} {unit}/s", f"training loss {history.losses[-1]:.4f}"]
+    if history.validation:
+        said.append(f"validation loss {history.validation[-1][1]:.4f}")
+    return ", ".join(said)
+
+
+def keep(trainer: Trainer, history: History, folder: RunFolder, summary: Summary, again: str) -> None:
+    """The trained model, the curve and the report; rank 0 says where. Collective.
+
+    again: the arguments with which the run goes on."""
+    drawn = trainer.alone(f"draw {folder.curve}", lambda: folder.draw() or folder.curve.exists())
+    if history.losses or not trainer.alone(f"look for {folder.model}", folder.model.exists):
+        trainer.save(folder.model)
+    if trainer.rank == 0:
+        folder.finish(str(summary), summary.as_json())
+        write_page(folder)
+        curve = "curve.png" if drawn else "no curve.png (pip install 'fsdpx[plot]')"
+        print(
+            f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, report.html, report.txt, "
+            "log.txt, checkpoints/, model/"
+        )
+        print(f"weights: {folder.model / 'model.safetensors'}; to go on: {again}", flush=True)

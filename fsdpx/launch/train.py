@@ -1,0 +1,39 @@
+"""`train`: the job that a run file describes, with a folder that holds what came of it."""
+
+import argparse
+from itertools import islice
+from pathlib import Path
+
+from fsdpx.facade.builder import ModelBuilder
+from fsdpx.facade.functional import init
+from fsdpx.facade.outcome import keep, result
+from fsdpx.observe.folder import choose
+from fsdpx.trainer.series import Checkpoints
+
+__all__ = ["train"]
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train, validate and keep; the exit status. Collective."""
+    builder = ModelBuilder.read(args.file, args.changes)
+    options, comm = builder.fit_options(), init()
+    batches, unit = options.pop("validation_batches", None), options.get("unit", "samples")
+    folder, _ = choose(Path(args.file).stem, args.run, args.resume, comm)
+    trainer = builder.build(comm)
+    train_on, held_out = builder.loaders(trainer)
+    if held_out is not None:
+        with held_out:
+            options["validation"] = list(islice(held_out, batches)) if batches else held_out
+    if trainer.rank == 0:
+        folder.begin(dict(builder.plan), comm.size)
+        count = trainer.placement.layout.size
+        print(f"{args.file}: {count:,} parameters on {comm.size} ranks; chosen: {trainer.placement.tuning}", flush=True)
+    trainer.reset()  # the report is of training
+    checkpoints = Checkpoints(folder.checkpoints, every=options.get("every", 50), keep=2)
+    with train_on:
+        history = trainer.fit(train_on, **{"log": folder.path, "checkpoints": checkpoints, **options})
+    summary = trainer.summary()
+    if trainer.rank == 0:
+        print(f"\n{result(history, unit)}", flush=True)
+    keep(trainer, history, folder, summary, f"fsdpx train {args.file} --resume, with more steps")
+    return 0

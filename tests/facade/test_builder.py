@@ -1,0 +1,118 @@
+"""Run files: what they say is what is built, what cannot be is one line with its place, and `train` runs one."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import nn, optim
+from fsdpx.__main__ import main
+from fsdpx.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+PLAN = {
+    "model": {"make": "Chain", "args": [{"make": "Linear", "args": [4, 8], "bias": False}, {"make": "GELU"}]},
+    "loss": {"make": "MSE"},
+    "optimizer": {"make": "AdamW", "lr": {"make": "WarmUp", "steps": 4, "then": 0.1}, "groups": {"use": "no_decay"}},
+    "distribute": {"mesh": "replica=1,shard=2", "codec": {"make": "PowerSGD", "rank": 2}, "group_bytes": 0},
+}
+
+
+def test_a_plan_trains_as_the_same_calls_do():
+    r = np.random.default_rng(0)
+    x, y = r.standard_normal((6, 4)), r.standard_normal((6, 8))
+
+    def both(comm):
+        built = fsdpx.ModelBuilder(PLAN).build(comm)
+        called = fsdpx.distribute(
+            nn.Chain(nn.Linear(4, 8, bias=False), nn.GELU()),
+            loss=nn.MSE(),
+            optimizer=optim.AdamW(lr=optim.schedules.WarmUp(4, 0.1), groups=optim.no_decay),
+            comm=comm, mesh=fsdpx.Mesh(replica=1, shard=2), codec=fsdpx.PowerSGD(2), group_bytes=0,
+        )  # fmt: skip
+        for trainer in (built, called):
+            for _ in range(2):
+                trainer.step(x[comm.rank :: 2], y[comm.rank :: 2])
+        assert built.lr == called.lr == pytest.approx(0.075)
+        return built.fingerprint(), called.fingerprint()
+
+    for built, called in fsdpx.spawn(both, 2):
+        assert built == called
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"modle": 1}, "plan: there is no section [modle]: model?"),
+        ({"loss": "MSE"}, 'plan: [loss] says nothing to make: make = "Name"'),
+        ({"optimizer": {"make": "AdamV"}}, "plan: [optimizer] there is no 'AdamV' in fsdpx: Adam.*"),
+        ({"optimizer": {"make": "Qqq"}},
+         "plan: [optimizer] there is no 'Qqq' in fsdpx; names of your own are written module:name"),
+        ({"optimizer": {"make": "SGD", "lrr": 1}}, "plan: [optimizer] SGD: got an unexpected keyword argument 'lrr'"),
+        ({"model": {"make": "Chain", "args": [{"make": "Linear"}]}},
+         "plan: [model.args[0]] Linear: missing a required argument: 'in_features'"),
+        ({"model": {"make": "no.such:Layer"}}, "plan: [model] no.such:Layer: No module named 'no'"),
+        ({"model": {"make": "math:layer"}}, "plan: [model] math:layer: module 'math' has no attribute 'layer'"),
+        ({"distribute": {"stratgy": "ddp"}},
+         "plan: [distribute] distribute: got an unexpected keyword argument 'stratgy'"),
+        ({"distribute": 3}, "plan: distribute is a section: write [distribute] and its values below"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_with_its_place(change, said):
+    with pytest.raises(ConfigError) as error:
+        fsdpx.ModelBuilder({**PLAN, "distribute": {}, **change}).build()
+    assert re.fullmatch(re.escape(said).replace(r"\.\*", ".*"), str(error.value)), error.value
+
+
+def test_sections_that_are_missing():
+    with pytest.raises(ConfigError, match=re.escape("plan: the section [optimizer] is missing")):
+        fsdpx.ModelBuilder({name: PLAN[name] for name in ("model", "loss")})
+    trainer = fsdpx.ModelBuilder({**PLAN, "distribute": {}}).build()
+    with pytest.raises(ConfigError, match=re.escape("plan: the section [data] is missing")):
+        fsdpx.ModelBuilder(PLAN).loaders(trainer)
+
+
+def test_changes_of_a_file(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nmake = "GELU"\n[loss]\nmake = "MSE"\n[optimizer]\nmake = "SGD"\nlr = 0.1\n')
+    changes = ["optimizer.lr=0.5", "distribute.strategy=ddp", "fit.validation.every = 3"]
+    plan = fsdpx.ModelBuilder.read(file, changes).plan
+    assert plan["optimizer"] == {"make": "SGD", "lr": 0.5}
+    assert plan["distribute"] == {"strategy": "ddp"}
+    assert plan["fit"] == {"validation": {"every": 3}}
+    for change, said in (("lr=3", "a change is written section.key=value"), ("optimizer.lr.x=1", "lr is a value")):
+        with pytest.raises(ConfigError, match=said):
+            fsdpx.ModelBuilder.read(file, [change])
+    with pytest.raises(ConfigError, match="no run file can be read there: No such file or directory"):
+        fsdpx.ModelBuilder.read(tmp_path / "other.toml")
+    file.write_text("[model\n")
+    with pytest.raises(ConfigError, match="this is not TOML: "):
+        fsdpx.ModelBuilder.read(file)
+
+
+def test_train_runs_the_file_of_the_page_and_goes_on(tmp_path, monkeypatch, capsys):
+    block = re.search(r"```toml\n(.*?)```", (ROOT / "docs" / "run-file.md").read_text(), re.S)
+    assert block is not None
+    assert (ROOT / "launch" / "run.toml").read_text().endswith(block[1])
+    monkeypatch.chdir(tmp_path)
+    text = np.random.default_rng(0).integers(32, 127, 6000, dtype=np.uint8).tobytes()
+    Path("docs").mkdir()
+    Path("docs", "some.md").write_bytes(text)
+    small = ["model.d_model=16", "model.seq_len=8", "data.seq_len=8", "validation.seq_len=8", "loader.batch_size=4"]
+    line = ["train", str(ROOT / "launch" / "run.toml"), "--set", *small, "fit.every=4", "fit.validation_batches=1"]
+    fsdpx.finalize()
+    try:
+        assert main([*line, "fit.steps=4"]) == 0
+        assert re.search(r"\n4 steps, [\d,]+ samples/s, training loss 5\.\d+, validation", capsys.readouterr().out)
+        assert main([*line, "fit.steps=6", "--resume"]) == 0
+        assert "\n2 steps, " in capsys.readouterr().out
+        (folder,) = Path("runs").iterdir()
+        assert folder.name.startswith("run-")
+        for name in ("config.json", "report.html", "metrics.jsonl", "model/model.safetensors", "checkpoints/step-6"):
+            assert (folder / name).exists(), name
+        assert main(["train", "run.toml"]) == 2
+        assert "fsdpx train: run.toml: no run file can be read there" in capsys.readouterr().err
+    finally:
+        fsdpx.finalize()
