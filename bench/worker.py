@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +44,12 @@ def by_fsdpx(args: argparse.Namespace) -> Training:
     from fsdpx import optim
 
     comm = fsdpx.init(args.backend)
-    model, loss = in_fsdpx(MODELS[args.model])
+    model, loss = in_fsdpx(args.model)
     sums = "bf16" if args.library.endswith("-sums") else "float32"
     precision = fsdpx.Precision("bf16", reduce=sums) if half(args) else "float32"
     adamw = optim.AdamW(lr=3e-4)
     trainer = model.as_distributed(loss=loss, optimizer=adamw, strategy=args.strategy, precision=precision)
-    x, y = batch(MODELS[args.model], comm.rank, comm.size)
+    x, y = batch(args.model, comm.rank, comm.size)
     return Training(lambda: trainer.step(x, y), comm.all_gather_object, comm.rank)
 
 
@@ -63,10 +63,10 @@ def by_torch(args: argparse.Namespace) -> Training:
     if size > 1:
         dist.init_process_group("gloo", rank=rank, world_size=size)
     torch.manual_seed(0)
-    model, loss_of, parts = in_torch(MODELS[args.model])
+    model, loss_of, parts = in_torch(args.model)
     model = spread(model, parts, args.strategy, size, args.library)
     adamw = adamw_of(model, args.strategy)
-    x, y = (torch.from_numpy(a) for a in batch(MODELS[args.model], rank, size))
+    x, y = (torch.from_numpy(a) for a in batch(args.model, rank, size))
 
     def step() -> float:
         adamw.zero_grad()
@@ -179,7 +179,9 @@ def main() -> int:
     p.add_argument("--turns", type=Path, metavar="FOLDER", help="take turns with another job, see duel.py")
     p.add_argument("--backend", help="of fsdpx.init")
     p.add_argument("--flush", action="store_true", help="have PyTorch take denormals for 0")
+    p.add_argument("--rows", type=int, help="of the global batch (default: the model's)")
     args = p.parse_args()
+    args.model = replace(MODELS[args.model], **({"rows": args.rows} if args.rows else {}))
     training = by_fsdpx(args) if args.library.startswith("fsdpx") else by_torch(args)
     result = in_turns(training, args.turns) if args.turns else measure(training, args.seconds, args.steps)
     if training.rank == 0:

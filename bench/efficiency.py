@@ -1,0 +1,91 @@
+"""What do N ranks get done, beside N processes that train by themselves on the same cores?
+
+    python bench/efficiency.py [--models tiny small mlp] [--ranks 1 2 4] [--rounds 3] [--seconds 2] [--quick]
+
+Strong: the global batch of `workloads.py`, cut over the ranks; weak: that batch on every rank. Strategy fsdp, AdamW in
+float32, one thread per rank. The reference is the same number of processes at the same time, each with a model of its
+own and a rank's batch: what the cores can do at most, however many there are and whatever they share. Both take turns;
+medians over all steps of all rounds.
+"""
+
+import sys
+from statistics import median
+from typing import Any
+
+from jobs import Job, command, environ, finish, start
+from records import arguments, lines, save
+from workloads import MODELS
+
+__all__ = ["tables"]
+
+KINDS = ("strong", "weak")
+
+
+def jobs(ranks: int, apart: bool, model: str, rows: int, seconds: float) -> list[dict[str, Any]]:
+    """What each job said: one of `ranks` ranks, or `ranks` processes by themselves, each with its part of the rows."""
+    one, often = Job("fsdpx", "fsdp", 1 if apart else ranks), ("--seconds", str(seconds))
+    rows = rows // ranks if apart else rows
+    line = command(one, model, "--rows", str(rows), *often)
+    started = [start(line, environ()) for _ in range(ranks if apart else 1)]
+    return [finish(process, 240.0) for process in started]
+
+
+def rate(found: list[dict[str, Any]], rows: int) -> float:
+    """Rows per second of all jobs together; each has its share of them in a step."""
+    return sum(rows / len(found) / median(one["seconds"]) for one in found)
+
+
+def compared(model: str, kind: str, ranks: int, rounds: int, seconds: float) -> dict[str, Any]:
+    rows = MODELS[model].rows * (ranks if kind == "weak" else 1)
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    for turn in range(rounds):
+        for apart in (False, True) if turn % 2 else (True, False):
+            found = jobs(ranks, apart, model, rows, seconds)
+            failed = [one["failed"] for one in found if "failed" in one]
+            if failed:
+                return {"model": model, "kind": kind, "ranks": ranks, "failed": failed[0]}
+            rates[apart].append(rate(found, rows))
+    print(f"{model} {kind} {ranks}", file=sys.stderr, flush=True)
+    together, by_themselves = median(rates[False]), median(rates[True])
+    unit = MODELS[model].per_step / MODELS[model].rows
+    return {
+        "model": model, "kind": kind, "ranks": ranks, "rate": together * unit, "apart": by_themselves * unit,
+        "efficiency": together / by_themselves,
+    }  # fmt: skip
+
+
+def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(kind, _table([row for row in found["rows"] if row["kind"] == kind])) for kind in KINDS]
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    made = []
+    for row in rows:
+        if "failed" in row:
+            made.append([row["model"], str(row["ranks"]), "", "", row["failed"]])
+            continue
+        one = next((r["rate"] for r in rows if r["model"] == row["model"] and r["ranks"] == 1), None)
+        speedup = "" if one is None else f"{row['rate'] / one:.2f}"
+        rates = (f"{row['rate']:,.0f} {MODELS[row['model']].unit}", f"{row['apart']:,.0f}")
+        made.append([row["model"], str(row["ranks"]), *rates, f"{row['efficiency']:.0%}", speedup])
+    return lines(["model", "ranks", "together", "by themselves", "efficiency", "times one rank"], made)
+
+
+def main() -> int:
+    p = arguments(__doc__, rounds=3)
+    p.add_argument("--models", nargs="+", default=["tiny", "small", "mlp"], choices=[*MODELS])
+    p.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4])
+    p.add_argument("--seconds", type=float, default=2.0)
+    options = p.parse_args()
+    models, ranks = (["tiny"], [1, 2]) if options.quick else (options.models, options.ranks)
+    rounds, seconds = (1, 0.2) if options.quick else (options.rounds, options.seconds)
+    rows = [compared(m, kind, n, rounds, seconds) for m in models for kind in KINDS for n in ranks]
+    found = {"rows": rows}
+    save("efficiency", options, found)
+    for title, text in tables(found):
+        print(f"\n{title}\n{text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
