@@ -1,0 +1,71 @@
+"""Learning rates tried side by side: the ranks of one job are cut into groups that train at the same time.
+
+    mpiexec -n 4 python -m fsdpx.examples.sweep --groups 2 --rates 3e-4 1e-3 3e-3 1e-2
+
+A group is a communicator of its own, over which a model is distributed as over all ranks; groups do not wait for each
+other before the end. What is tried can be anything that `distribute` takes."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+import fsdpx
+from fsdpx import data, nn, optim
+from fsdpx.errors import ConfigError
+from fsdpx.examples.mistakes import status_of
+
+
+def trained(comm: Any, rate: float, args: argparse.Namespace) -> float:
+    """Validation loss of a small GPT after some steps at this rate. Collective over the group."""
+    model = nn.GPT(256, d_model=64, n_layers=2, n_heads=2, seq_len=32)
+    options = {"loss": nn.CrossEntropy(), "optimizer": optim.AdamW(lr=rate), "strategy": args.strategy}
+    source = args.data or data.stdlib_sources()
+    with model.as_distributed(comm=comm, **options) as trainer:
+        texts = [data.TextDataset(source, 32, split=split) for split in ("train", "validation")]
+        train, held = (data.DataLoader(text, args.batch, comm=trainer.data, shuffle=True) for text in texts)
+        with train, held:
+            for x, y in islice(train, args.steps):
+                trainer.step(x, y)
+            return float(np.mean([trainer.evaluate(x, y) for x, y in islice(held, 4)]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.sweep", description=__doc__.splitlines()[0])
+    p.add_argument("--groups", type=int, default=2, help="of ranks that train at the same time")
+    p.add_argument("--rates", type=float, nargs="+", default=[3e-4, 1e-3, 3e-3, 1e-2], help="learning rates to try")
+    p.add_argument("--steps", type=int, default=100)
+    p.add_argument("--batch", type=int, default=16, help="sequences of a group's global batch")
+    p.add_argument("--strategy", default="fsdp")
+    p.add_argument("--data", default=None, help="a file or folder of text (default: Python's standard library)")
+    args = p.parse_args(argv)
+    everyone = fsdpx.init()
+    if not 1 <= args.groups <= everyone.size:
+        raise ConfigError(f"--groups {args.groups} of {everyone.size} ranks: each group needs a rank")
+    mine = everyone.rank * args.groups // everyone.size
+    group = everyone.split(mine, everyone.rank)
+    found = {rate: trained(group, rate, args) for rate in args.rates[mine :: args.groups]}
+    told = everyone.all_gather_object((mine, found))
+    if everyone.rank == 0:
+        show(args, told)
+    return 0
+
+
+def show(args: argparse.Namespace, told: list[tuple[int, dict[float, float]]]) -> None:
+    """A line for each rate. told: by rank, its group and the losses by rate of that group."""
+    print(f"{args.groups} groups of {len(told)} ranks, {args.steps} steps each")
+    print(f"{'rate':>8} {'group':>6} {'ranks':>10} {'validation loss':>16}")
+    losses = {rate: loss for _, found in told for rate, loss in found.items()}
+    for n, rate in enumerate(args.rates):
+        group = n % args.groups
+        ranks = ",".join(str(rank) for rank, (its, _) in enumerate(told) if its == group)
+        print(f"{rate:>8g} {group:>6} {ranks:>10} {losses[rate]:>16.4f}")
+    best = min(losses, key=losses.__getitem__)
+    print(f"best: {best:g}, {losses[best]:.4f}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))
