@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.comm import checks, ring
+from fsdpx.comm import checks, ring, rounded
 from fsdpx.comm.calls import DONE, Call, Handle, pieces
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.messages import COLLECTIVES, Pairs
@@ -35,12 +35,16 @@ class Backend(Communicator):
             return _alone(call)
         if call.algorithm == "ring":
             return self._ring(call)
-        return self.move(call)
+        return self.move(call) if call.wire is None else self.move_rounded(call)
 
     def move(self, call: Call) -> Handle:
         """Begin a call whose arguments are good, among at least two ranks; a message may be to this rank itself."""
         call.tag = self._tag()
         return COLLECTIVES[call.verb](self, call)
+
+    def move_rounded(self, call: Call) -> Handle:
+        """The same for a sum whose summands are rounded to `call.wire` on their way."""
+        return rounded.COLLECTIVES[call.verb](self, call)
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Messages that belong to one call."""

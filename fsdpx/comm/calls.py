@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -88,7 +88,8 @@ class Call:
     verb: the method. arrays: in the order of its signature; None where only another rank has one. op: of reductions.
     root: the rank that has or gets the whole, or the other side of a message. counts: one entry for each array that is
     cut. what: names the action and the tensor in errors. tag: of the message, or of those that a collective is made of.
-    algorithm: of an all-reduce. cuts: `counts` resolved, once a backend has checked the call."""
+    algorithm: of an all-reduce. cuts: `counts` resolved, once a backend has checked the call. wire: the 16-bit dtype in
+    which summands travel, None if as they are."""
 
     verb: str
     arrays: Arrays = ()
@@ -99,11 +100,12 @@ class Call:
     tag: int = 0
     algorithm: str = "library"
     cuts: tuple[Pieces, ...] = ()
+    wire: Any = None
 
     def on(self, arrays: Arrays, cuts: tuple[Pieces, ...] | None = None) -> Call:
         """The same call on other arrays, of the same cuts or of others."""
         cuts = self.cuts if cuts is None else cuts
-        return Call(self.verb, arrays, self.op, self.root, self.counts, self.what, self.tag, self.algorithm, cuts)
+        return replace(self, arrays=arrays, cuts=cuts)
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -105,6 +105,18 @@ def operation(comm: Ranks, call: Call) -> None:
         complain(ConfigError, comm, call, f"unknown algorithm {call.algorithm!r}: use one of {known}")
     if call.algorithm == "ring" and is_half(dtype):
         complain(ConfigError, comm, call, f"a ring does not add {dtype} in rank order: use algorithm='library'")
+    if call.wire is not None:
+        _on_a_wire(comm, call, dtype)
+
+
+def _on_a_wire(comm: Ranks, call: Call, dtype: Any) -> None:
+    """What is asked for in `call.wire` can be had; from here on it is a dtype."""
+    call.wire = np.dtype(call.wire)
+    if kind_of(dtype) != "float" or not is_half(call.wire):
+        complain(ConfigError, comm, call, f"wire={call.wire.name} for {dtype}: float32 or float64 in a 16-bit format")
+    if call.op is not ReduceOp.SUM or call.algorithm != "library":
+        way = f"{call.op.name} by {call.algorithm!r}"
+        complain(ConfigError, comm, call, f"wire={call.wire.name} with {way}: use SUM, algorithm='library'")
 
 
 def tag_in_range(comm: Ranks, call: Call) -> None:

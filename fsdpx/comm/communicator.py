@@ -53,9 +53,9 @@ class Communicator(ABC):
 
     def _call(
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
-        tag: int = 0, how: str = "library",
+        tag: int = 0, how: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
-        return self.issue(Call(verb, arrays, op, root, counts, what, tag, how))
+        return self.issue(Call(verb, arrays, op, root, counts, what, tag, how, (), wire))
 
     def all_gather(self, send: Array, recv: Array, counts: Sequence[int] | None = None, *, what: str = "") -> Handle:
         """Put every rank's `send` into every rank's `recv`, in rank order: n(N-1)/N bytes. In place when `send` is
@@ -63,20 +63,28 @@ class Communicator(ABC):
         return self._call("all_gather", (send, recv), SUM, 0, EVEN if counts is None else (tuple(counts),), what)
 
     def reduce_scatter(
-        self, send: Array, recv: Array, op: ReduceOp = SUM, counts: Sequence[int] | None = None, *, what: str = ""
-    ) -> Handle:
+        self, send: Array, recv: Array, op: ReduceOp = SUM, counts: Sequence[int] | None = None, *, what: str = "",
+        wire: Any = None,
+    ) -> Handle:  # fmt: skip
         """Reduce `send` over the ranks and leave each rank its own piece in `recv`: n(N-1)/N bytes. Scratch: n for
         16-bit arrays, none else.
 
         In place when `recv` is the start of `send` (`send[:count]`) or its own piece there; the rest of `send` is
-        then undefined."""
-        return self._call("reduce_scatter", (send, recv), op, 0, EVEN if counts is None else (tuple(counts),), what)
+        then undefined.
 
-    def all_reduce(self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "") -> Handle:
+        wire: a 16-bit float dtype in which summands of a SUM of float32 or float64 travel, in fewer bytes: what several
+        ranks add are their summands rounded to it, in rank order in the dtype of `send`, which is then undefined.
+        Scratch: none if `counts` are all equal, else n in that dtype."""
+        cut = EVEN if counts is None else (tuple(counts),)
+        return self._call("reduce_scatter", (send, recv), op, 0, cut, what, wire=wire)
+
+    def all_reduce(
+        self, buf: Array, op: ReduceOp = SUM, algorithm: str = "library", *, what: str = "", wire: Any = None
+    ) -> Handle:
         """Reduce `buf` over the ranks into every rank's `buf`: 2n(N-1)/N bytes. `algorithm` is "library" (the
         backend's own; scratch n for 16-bit arrays) or "ring" (`fsdpx.comm.ring`; scratch n/N; not for 16-bit arrays).
-        """
-        return self._call("all_reduce", (buf,), op, 0, (), what, 0, algorithm)
+        wire: as of `reduce_scatter`, and the sum is rounded as well."""
+        return self._call("all_reduce", (buf,), op, 0, (), what, 0, algorithm, wire)
 
     def broadcast(self, buf: Array, root: int, *, what: str = "") -> Handle:
         """Copy `buf` of rank `root` into `buf` of all others: n bytes."""

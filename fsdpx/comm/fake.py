@@ -29,6 +29,9 @@ class FakeCommunicator(Backend):
     def move(self, call: Call) -> Handle:
         return DONE
 
+    def move_rounded(self, call: Call) -> Handle:
+        return DONE
+
     def _ring(self, call: Call) -> Handle:
         return DONE
 

@@ -125,26 +125,28 @@ class NodeCommunicator(Backend):
     # -- calls -----------------------------------------------------------------------------------
 
     def issue(self, call: Call) -> Handle:
-        known = self._known(call.verb, call.arrays, call.op, call.counts, call.algorithm)
+        known = self._known(call.verb, call.arrays, call.op, call.counts, call.algorithm, call.wire)
         return super().issue(call) if known is None else known.begin(call.arrays, call.what)
 
     def _call(
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
-        tag: int = 0, how: str = "library",
+        tag: int = 0, how: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
         """What is known need not become a `Call` first: that takes a tenth of the time of a small collective."""
-        known = self._known(verb, arrays, op, counts, how)
+        known = self._known(verb, arrays, op, counts, how, wire)
         if known is None:
-            return super()._call(verb, arrays, op, root, counts, what, tag, how)
+            return super()._call(verb, arrays, op, root, counts, what, tag, how, wire)
         return known.begin(arrays, what)
 
-    def _known(self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str) -> Persistent | None:
+    def _known(
+        self, verb: str, arrays: Arrays, op: ReduceOp, counts: AllCounts, how: str, wire: Any
+    ) -> Persistent | None:
         """A call that was made before with these arrays is known to be good, and how it goes. That no array is given
         another shape or dtype in place is taken for granted; that its id may belong to another by now is not."""
         if not arrays:
             return self._kept.get(verb)
         first, last = arrays[0], arrays[-1]
-        known = self._kept.get((verb, id(first), id(last), op, counts, how))
+        known = self._kept.get((verb, id(first), id(last), op, counts, how, wire))
         return known if known is not None and known.first() is first and known.last() is last else None
 
     def move(self, call: Call) -> Handle:
@@ -152,6 +154,11 @@ class NodeCommunicator(Backend):
         begin = _SHARED.get(call.verb)
         handle = begin(self, call, self.near) if begin is not None and self.near is not None else None
         return self.carrier.move(call) if handle is None else handle
+
+    def move_rounded(self, call: Call) -> Handle:
+        """Who reads the summands rounds them: nothing travels inside a machine."""
+        handle = _SHARED[call.verb](self, call, self.near) if self.near is not None and self.inside else None
+        return super().move_rounded(call) if handle is None else handle
 
     def _all_gather(self, call: Call, near: Neighbours) -> Handle | None:
         send, recv = call.arrays
@@ -203,7 +210,7 @@ class NodeCommunicator(Backend):
         target = own if aside else recv
 
         def add() -> None:
-            fold(near.sources(number, own, cut.displs[self.rank]), call.op, [target])
+            fold(near.sources(number, own, cut.displs[self.rank]), call.op, [target], call.wire)
 
         return near.meet(number, place, call, add, last=partial(np.copyto, recv, own) if aside else None)
 
@@ -222,7 +229,7 @@ class NodeCommunicator(Backend):
         def add() -> None:
             """Each rank adds one slice and writes the sum into every rank's buffer: no other touches that slice."""
             slices = near.sources(number, cut.part(buf, self.rank), cut.displs[self.rank])
-            fold(slices, call.op, slices)
+            fold(slices, call.op, slices, call.wire)
 
         return near.meet(number, place, call, add)
 
@@ -269,7 +276,7 @@ class NodeCommunicator(Backend):
             counts = [(cut.counts,)] + ([EVEN] if cut == even_pieces(cut.total, self.size) else [])
         for each in counts:
             first, last = call.arrays[0], call.arrays[-1]
-            self._kept[call.verb, id(first), id(last), call.op, each, call.algorithm] = made
+            self._kept[call.verb, id(first), id(last), call.op, each, call.algorithm, call.wire] = made
         return made.begin(call.arrays, call.what)
 
     @property
@@ -326,7 +333,8 @@ class NodeCommunicator(Backend):
 
 
 def _compiled(call: Call) -> bool:
-    return compilable(call.arrays[0].dtype, call.op)
+    dtype = call.arrays[0].dtype
+    return compilable(dtype, call.op) and (call.wire is None or dtype.char == "f")
 
 
 _SHARED: dict[str, Callable[[NodeCommunicator, Call, Neighbours], Handle | None]] = {

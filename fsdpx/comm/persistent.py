@@ -28,7 +28,10 @@ STREAM = 4 << 20
 from a cache shortly after is worth more."""
 
 Run = Callable[[int, int, int, int], int]
-_SUMS: dict[str, Run] = {"f": shared.meet32, "d": shared.meet64}
+_SUMS: dict[str, Run] = {
+    "f": shared.meet32, "d": shared.meet64, "bfloat16": shared.meet_bfloat16, "float16": shared.meet_float16
+}  # fmt: skip
+"""By the dtype of the arrays, or the format that summands of float32 are rounded to."""
 
 
 def gathered(near: Neighbours, call: Call, own: Array | None = None) -> Persistent:
@@ -42,8 +45,9 @@ def added(near: Neighbours, call: Call, place: Place, cut: Pieces) -> Persistent
     apart = len(call.arrays) > 1
     outs = [address(last)] if apart else [0] * near.size
     divisor = near.size if call.op is ReduceOp.AVG else 1
+    run = _SUMS[first.dtype.char if call.wire is None else call.wire.name]
     row = _row(near, cut.counts[rank], divisor, outs, stream=apart and last.nbytes >= STREAM)
-    made = Persistent(near, call, _SUMS[first.dtype.char], place, None, row)
+    made = Persistent(near, call, run, place, None, row)
     made.skip = cut.displs[rank] * first.dtype.itemsize
     made.take(near.lane, place)
     return made

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
-from fsdpx.array.kernels import add_widened, store
+from fsdpx.array.kernels import add_widened, narrowed, store
 from fsdpx.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
@@ -58,12 +59,13 @@ BLOCK = 1 << 15
 """Elements that `fold` adds at a time: a block of sums stays in cache until it is written everywhere."""
 
 
-def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array]) -> None:
+def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
     """Each of `outs` = arrays[0] op arrays[1] op ... in that order, 16-bit in float32, reading each array once. One of
-    `outs` may be one of `arrays`, as a whole."""
+    `outs` may be one of `arrays`, as a whole. wire: what arrays are rounded to before, and a sum that goes to several.
+    """
     ufunc, first = combine(op), outs[0]
     half = first.dtype.itemsize == 2
-    pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG
+    pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG and wire is None
     if pair and (len(outs) == 1 or first.size <= BLOCK):
         _pair(ufunc, arrays, outs)
         return
@@ -75,12 +77,12 @@ def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array]) -> None:
                 sums = ufunc(arrays[0][block], arrays[1][block], out=first[block])
             else:
                 sums = total[: block.stop - start]
-                _load(arrays[0][block], sums)
+                _load(_rounded(arrays[0][block], wire), sums)
                 for array in arrays[1:]:
-                    _merge(ufunc, array[block], sums)
+                    _merge(ufunc, _rounded(array[block], wire), sums)
                 if op is ReduceOp.AVG:
                     sums /= len(arrays)
-                _load(sums, first[block])
+                _load(_rounded(sums, wire if len(outs) > 1 else None), first[block])
             for out in outs[1:]:
                 out[block] = first[block]
 
@@ -91,6 +93,10 @@ def _pair(ufunc: np.ufunc, arrays: Sequence[Array], outs: Sequence[Array]) -> No
         ufunc(arrays[0], arrays[1], out=outs[0])
     for out in outs[1:]:
         out[...] = outs[0]
+
+
+def _rounded(x: Array, wire: Any) -> Array:
+    return x if wire is None else narrowed(np, x, wire)
 
 
 def _load(x: Array, out: Array) -> None:

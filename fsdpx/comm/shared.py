@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.control import X86
+from fsdpx.array.kernels.compiled.half import through_bfloat16, through_float16
 from fsdpx.native.tools import cgutils, extending, ir, jit, types
 
 __all__ = [
     "COMPLETE", "DIVISOR", "ELEMENTS", "HEAD", "HELD", "LANE", "LATE", "MOVED", "PLACE", "RANKS", "STREAM", "WRITTEN",
-    "add32", "add64", "come", "meet32", "meet64",
+    "add32", "add64", "add_bfloat16", "add_float16", "come", "meet32", "meet64", "meet_bfloat16", "meet_float16",
 ]  # fmt: skip
 
 intrinsic: Any = extending.intrinsic
@@ -88,8 +89,13 @@ def _pointer(builder: Any, address: Any, kind: Any) -> Any:
     return builder.inttoptr(address, kind.as_pointer())
 
 
-def adding(lines: int, streaming: bool = False) -> Any:
-    """An intrinsic that adds `lines` vectors, or one element if 0, at byte `at` of every array, in rank order."""
+def as_it_is(builder: Any, value: Any) -> Any:
+    return value
+
+
+def adding(lines: int, streaming: bool = False, through: Any = as_it_is) -> Any:
+    """An intrinsic that adds `lines` vectors, or one element if 0, at byte `at` of every array, in rank order. through:
+    what becomes of a summand on its way, and of a sum that goes to several."""
 
     @intrinsic
     def add(typingctx: Any, sources: Any, ranks: Any, outs: Any, written: Any, at: Any, divisor: Any, zero: Any) -> Any:
@@ -105,12 +111,17 @@ def adding(lines: int, streaming: bool = False) -> Any:
                 start = builder.load(builder.gep(_pointer(builder, table, WORD), [index]))
                 return _pointer(builder, builder.add(builder.add(start, at), WORD(line * LINE)), vector)
 
-            first = [builder.load(part(sources, WORD(0), i), align=itemsize) for i in every]
-            totals = [cgutils.alloca_once_value(builder, value) for value in first]
+            def summand(rank: Any, line: int) -> Any:
+                return through(builder, builder.load(part(sources, rank, line), align=itemsize))
+
+            totals = [cgutils.alloca_once_value(builder, summand(WORD(0), i)) for i in every]
             with cgutils.for_range_slice(builder, WORD(1), ranks, WORD(1)) as (rank, _):
                 for i in every:
-                    value = builder.load(part(sources, rank, i), align=itemsize)
-                    builder.store(builder.fadd(builder.load(totals[i]), value), totals[i])
+                    builder.store(builder.fadd(builder.load(totals[i]), summand(rank, i)), totals[i])
+            if through is not as_it_is:
+                with builder.if_then(builder.icmp_signed("!=", written, WORD(1))):
+                    for i in every:
+                        builder.store(through(builder, builder.load(totals[i])), totals[i])
             with builder.if_then(builder.icmp_signed("!=", divisor, WORD(1)), likely=False):
                 same = _splat(builder, builder.sitofp(divisor, zero.type), vector)
                 for i in every:
@@ -133,33 +144,6 @@ def _splat(builder: Any, value: Any, vector: Any) -> Any:
     for lane in range(vector.count):
         same = builder.insert_element(same, value, ir.IntType(32)(lane))
     return same
-
-
-_element, _lines, _streamed = adding(0), adding(STEP), adding(STEP, streaming=True)
-
-
-@jit
-def add32(row):
-    """Every array that is written = the sum of all arrays, in rank order; float32."""
-    _add(row, np.float32(0))
-
-
-@jit
-def add64(row):
-    """The same for float64."""
-    _add(row, np.float64(0))
-
-
-@jit
-def meet32(row, number, at, looks):
-    """Advance a meeting that runs `add32` as far as possible; `at` is the offset of its records on the boards."""
-    return _meet(row, number, at, looks, np.float32(0))
-
-
-@jit
-def meet64(row, number, at, looks):
-    """The same for float64."""
-    return _meet(row, number, at, looks, np.float64(0))
 
 
 @jit
@@ -193,36 +177,50 @@ def _in_place(row, at):
     return True
 
 
-@jit
-def _meet(row, number, at, looks, zero):
-    finished = load(row + 8 * (HEAD + load(row + 8 * LANE))) + at + FINISHED
-    if load(finished) < number:
-        if not _there(row, number, at + POSTED, looks):
-            return LATE
-        if not _in_place(row, at):
-            return MOVED
-        _add(row, zero)
-        store(finished, number)
-    return COMPLETE if _there(row, number, at + FINISHED, looks) else HELD
+def _sums(name, through, kind):
+    """Compiled: every array that is written = the sum of all arrays, in rank order; and a meeting that does so."""
+    element, lines, streamed = adding(0, through=through), adding(STEP, through=through), adding(STEP, True, through)
+    zero = kind(0)
 
-
-@jit
-def _add(row, zero):
-    ranks, written, divisor = load(row + 8 * RANKS), load(row + 8 * WRITTEN), load(row + 8 * DIVISOR)
-    itemsize = bytes_of(zero)
-    end, at, stride = load(row + 8 * ELEMENTS) * itemsize, 0, STEP * LINE
-    sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + PLACE) * ranks)
-    while at < end and (load(outs) + at) % LINE:  # streamed stores must be aligned, and others are faster if they are
-        _element(sources, ranks, outs, written, at, divisor, zero)
-        at += itemsize
-    if load(row + 8 * STREAM):
+    def add(row):
+        ranks, written, divisor = load(row + 8 * RANKS), load(row + 8 * WRITTEN), load(row + 8 * DIVISOR)
+        itemsize = bytes_of(zero)
+        end, at, stride = load(row + 8 * ELEMENTS) * itemsize, 0, STEP * LINE
+        sources, outs = row + 8 * (HEAD + ranks), row + 8 * (HEAD + (2 + PLACE) * ranks)
+        while at < end and (load(outs) + at) % LINE:  # streamed stores must be aligned, and others are faster if so
+            element(sources, ranks, outs, written, at, divisor, zero)
+            at += itemsize
+        if load(row + 8 * STREAM):
+            while at + stride <= end:
+                streamed(sources, ranks, outs, written, at, divisor, zero)
+                at += stride
+            drain()
         while at + stride <= end:
-            _streamed(sources, ranks, outs, written, at, divisor, zero)
+            lines(sources, ranks, outs, written, at, divisor, zero)
             at += stride
-        drain()
-    while at + stride <= end:
-        _lines(sources, ranks, outs, written, at, divisor, zero)
-        at += stride
-    while at < end:
-        _element(sources, ranks, outs, written, at, divisor, zero)
-        at += itemsize
+        while at < end:
+            element(sources, ranks, outs, written, at, divisor, zero)
+            at += itemsize
+
+    added = jit(add, name=f"add{name}")
+
+    def meet(row, number, at, looks):
+        """Advance a meeting as far as possible; `at` is the offset of its records on the boards."""
+        finished = load(row + 8 * (HEAD + load(row + 8 * LANE))) + at + FINISHED
+        if load(finished) < number:
+            if not _there(row, number, at + POSTED, looks):
+                return LATE
+            if not _in_place(row, at):
+                return MOVED
+            added(row)
+            store(finished, number)
+        return COMPLETE if _there(row, number, at + FINISHED, looks) else HELD
+
+    return added, jit(meet, name=f"meet{name}")
+
+
+add32, meet32 = _sums("32", as_it_is, np.float32)
+add64, meet64 = _sums("64", as_it_is, np.float64)
+add_bfloat16, meet_bfloat16 = _sums("_bfloat16", through_bfloat16, np.float32)
+add_float16, meet_float16 = _sums("_float16", through_float16, np.float32)
+"""The latter two of float32, rounded to these formats and back."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fsdpx.comm import checks
 from fsdpx.comm.calls import Array, Call, ReduceOp, even_pieces
 from fsdpx.comm.checks import Ranks
@@ -97,20 +99,21 @@ def moved(comm: Ranks, call: Call) -> int:
 
     n = bytes of the full array, own = this rank's piece. all_gather, reduce_scatter: n - own. all_reduce: 2 (n - own)
     of the balanced cut. broadcast, reduce: n. gather, scatter: n - own at root, own elsewhere. all_to_all: what goes
-    to others. send, recv: n. barrier: 0. One rank alone: 0."""
+    to others. send, recv: n. barrier: 0. One rank alone: 0. Elements of sums have the size that they travel in."""
     verb, arrays = VERBS[call.verb], call.arrays
     if comm.size == 1 or not arrays:
         return 0
+    dtype = next(array.dtype for array in arrays if array is not None) if call.wire is None else call.wire
     if len(verb.cut) == 1:
         whole, part = arrays if verb.cut[0] == "send" else arrays[::-1]
         elements = whole.size - part.size if not verb.at_root or comm.rank == call.root else part.size
-        return elements * part.dtype.itemsize
+        return elements * dtype.itemsize
     n = elements = arrays[0].size
     if call.verb == "all_reduce":
         elements = 2 * (n - even_pieces(n, comm.size).counts[comm.rank])
     elif call.verb == "all_to_all":
         elements = n - (call.counts[0] or even_pieces(n, comm.size).counts)[comm.rank]
-    return elements * arrays[0].dtype.itemsize
+    return elements * dtype.itemsize
 
 
 def terms(call: Call) -> dict[str, Any]:
@@ -123,6 +126,8 @@ def terms(call: Call) -> dict[str, Any]:
             found["elements"] = array.size
     if verb.reduces:
         found["op"] = ReduceOp.of(call.op).name
+        if call.wire is not None:
+            found["wire"] = np.dtype(call.wire).name
     if verb.cut and verb.alike:
         counts = call.cuts[0].counts if call.cuts else call.counts[0]
         found["counts"] = "even" if counts is None else list(counts)

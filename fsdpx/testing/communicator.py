@@ -17,6 +17,7 @@ from fsdpx.errors import ConfigError, ShapeError
 __all__ = ["CommunicatorContract"]
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+SUM = ReduceOp.SUM
 INTEGERS = ("int32", "int64", "uint8", "uint64")
 LENGTHS = (0, 1, 7, 60)
 
@@ -118,6 +119,29 @@ class CommunicatorContract:
         _same(buf, want)
         if comm.rank == root:
             _same(recv, want)
+
+    @pytest.mark.parametrize("dtype", ["float32", "float64"])
+    @pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+    @_on_every_rank
+    def test_summands_are_rounded_to_what_they_travel_in(self, comm: Communicator, dtype: str, wire: str) -> None:
+        for counts in (None, [2] * comm.size, [(3 * rank + 1) % 5 for rank in range(comm.size)]):
+            n = 61 if counts is None else sum(counts)
+            ours = [_values(dtype, n, seed=n + rank) for rank in range(comm.size)]
+            ours[0][:3] = np.array([np.inf, 1e5, -1e-6])[:n]  # too large and too small for float16
+            with np.errstate(over="ignore"):
+                want = ours[0].astype(wire).astype(dtype) if comm.size > 1 else ours[0]
+                for other in ours[1:]:
+                    want = want + other.astype(wire).astype(dtype)
+                rounded = want.astype(wire).astype(dtype) if comm.size > 1 else want
+            own = _part(want, comm, counts)
+            for start in (None, 0, sum((counts or split_evenly(n, comm.size))[: comm.rank])):
+                buf = ours[comm.rank].copy()
+                recv = np.zeros_like(own) if start is None else buf[start : start + own.size]
+                comm.reduce_scatter(buf, recv, counts=counts, wire=np.dtype(wire), what="x").wait()
+                _same(recv, own)
+            buf = ours[comm.rank].copy()
+            comm.all_reduce(buf, wire=np.dtype(wire)).wait()
+            _same(buf, rounded)
 
     @_on_every_rank
     def test_broadcast_from_every_root(self, comm: Communicator) -> None:
@@ -278,6 +302,10 @@ class CommunicatorContract:
             (ConfigError, "complex128", lambda: c.all_reduce(np.zeros(3, complex))),
             (ConfigError, "AVG of int64", lambda: c.all_reduce(np.zeros(3, np.int64), ReduceOp.AVG)),
             (ConfigError, "AVG of bool", lambda: c.all_reduce(np.zeros(3, bool), ReduceOp.AVG)),
+            (ConfigError, "wire=float32 for float64", lambda: c.all_reduce(x, wire="float32")),
+            (ConfigError, "wire=float16 for int64", lambda: c.all_reduce(np.zeros(3, np.int64), wire="float16")),
+            (ConfigError, "wire=bfloat16 with AVG", lambda: c.all_reduce(x, ReduceOp.AVG, wire="bfloat16")),
+            (ConfigError, "wire=float16 with SUM by 'ring'", lambda: c.all_reduce(x, SUM, "ring", wire="float16")),
             (ConfigError, "unknown algorithm 'tree'", lambda: c.all_reduce(x, ReduceOp.SUM, "tree")),
             (ConfigError, "unknown reduce operation 'mean'", lambda: c.all_reduce(x, "mean")),  # type: ignore[arg-type]
             (ShapeError, "is root and needs an array for recv", lambda: alone.gather(x, None, 0)),

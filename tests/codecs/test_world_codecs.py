@@ -16,6 +16,7 @@ from fsdpx.comm import Communicator
 pytestmark = [pytest.mark.world, pytest.mark.mpi]
 
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {
+    "bf16": lambda: {"codec": "bf16"},
     "int8": lambda: {"codec": "int8"},
     "sign": lambda: {"codec": "sign"},
     "topk": lambda: {"codec": fsdpx.TopK(0.1)},

@@ -42,6 +42,7 @@ def on_each_rank(size, calls):
             lambda c: c.reduce_scatter(np.zeros(3), np.zeros(1), ReduceOp.AVG),
             ("op SUM", "op AVG"),
         ),
+        (lambda c: c.all_reduce(np.zeros(2)), lambda c: c.all_reduce(np.zeros(2), wire="f2"), ("wire float16",)),
         (lambda c: c.broadcast(np.zeros(2), 0), lambda c: c.broadcast(np.zeros(2), 1), ("root 0", "root 1")),
         (
             lambda c: c.all_gather(np.zeros(1), np.zeros(3)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
 import numpy as np
 import pytest
 from ranks import carrier, together
@@ -46,7 +47,8 @@ def _terms(comm, n, dtype, seed=0):
     return [np.random.default_rng([seed, r]).standard_normal(n).astype(dtype) for r in range(comm.size)]
 
 
-def _total(terms, op=ReduceOp.SUM):
+def _total(terms, op=ReduceOp.SUM, wire=None):
+    terms = terms if wire is None else [term.astype(wire).astype(term.dtype) for term in terms]
     total = terms[0].copy()
     for term in terms[1:]:
         total += term
@@ -72,6 +74,29 @@ def test_repeated_sums_have_the_bits_of_sums_in_rank_order(world, room, dtype, o
                 assert buf.tobytes() == terms[comm.rank].tobytes()
                 comm.all_reduce(buf, op).wait()
                 assert buf.tobytes() == want.tobytes()
+
+    together(world, world, body)
+
+
+def test_repeated_sums_of_rounded_summands_read_them_where_they_lie(world, room):
+    """Nothing travels: the array is as it was. Sums of what is not rounded are others, of the same arrays."""
+    wire = np.dtype("bfloat16")
+
+    def body(comm):
+        if not comm.shares:
+            return
+        buf = room[64 : 64 + 4 * 4099].view(np.float32)
+        piece = np.empty(split_evenly(4099, comm.size)[comm.rank], np.float32)
+        start = sum(split_evenly(4099, comm.size)[: comm.rank])
+        for call in range(4):
+            terms, through = _terms(comm, 4099, np.float32, call), wire if call % 2 else None
+            want = _total(terms, wire=through)
+            buf[:] = terms[comm.rank]
+            comm.reduce_scatter(buf, piece, wire=through).wait()
+            assert piece.tobytes() == want[start : start + piece.size].tobytes()
+            assert buf.tobytes() == terms[comm.rank].tobytes()
+            comm.all_reduce(buf, wire=through).wait()
+            assert buf.tobytes() == (want if through is None else want.astype(wire).astype(np.float32)).tobytes()
 
     together(world, world, body)
 

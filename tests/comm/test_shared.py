@@ -5,18 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
 import numpy as np
 import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdpx.array.kernels import narrowed, store
 from fsdpx.comm.checks import address
 from fsdpx.native import image
 
 shared = pytest.importorskip("fsdpx.comm.shared")
 
-DTYPES = {"float32": shared.add32, "float64": shared.add64}
+ADD = {
+    ("float32", None): shared.add32, ("float64", None): shared.add64,
+    ("float32", "bfloat16"): shared.add_bfloat16, ("float32", "float16"): shared.add_float16,
+}  # fmt: skip
 
 
 def _row(sources, outs, divisor=1, stream=False):
@@ -26,19 +31,22 @@ def _row(sources, outs, divisor=1, stream=False):
     return np.array([*head, *[0] * ranks, *map(address, sources), *unused, *map(address, outs)], np.int64)
 
 
-def _wanted(sources, divisor):
-    total = sources[0].copy()
+def _wanted(sources, divisor, wire=None, written=1):
     with np.errstate(all="ignore"):
+        sources = [source if wire is None else narrowed(np, source, np.dtype(wire)) for source in sources]
+        total = sources[0].astype(sources[0].dtype if wire is None else np.float32)
         for source in sources[1:]:
-            total += source
+            total += source.astype(total.dtype)
         if divisor != 1:
             total /= divisor
+        if wire is not None and written > 1:
+            total = narrowed(np, total, np.dtype(wire)).astype(np.float32)
     return total
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(150))
 @given(
-    dtype=st.sampled_from(sorted(DTYPES)),
+    kind=st.sampled_from(list(ADD)),
     n=st.one_of(st.integers(0, 200), st.integers(500, 3000)),
     ranks=st.integers(1, 6),
     outs=st.integers(1, 3),
@@ -46,29 +54,44 @@ def _wanted(sources, divisor):
     average=st.booleans(),
     stream=st.booleans(),
 )
-def test_sums_have_the_bits_of_numpy_and_nothing_else_is_written(dtype, n, ranks, outs, shift, average, stream):
-    rng = np.random.default_rng(n)
+def test_sums_have_the_bits_of_numpy_and_nothing_else_is_written(kind, n, ranks, outs, shift, average, stream):
+    """Also those of summands that are rounded on their way, as the casts of messages round them."""
+    (dtype, wire), rng = kind, np.random.default_rng(n)
     sources = [rng.standard_normal(n + shift).astype(dtype)[shift:] for _ in range(ranks)]
     for source in sources:
         source[::7] = rng.choice(np.array([0.0, -0.0, np.inf, 1e-310 if dtype == "float64" else 1e-40], dtype))
+        source[3::7] *= np.array(2.0, dtype) ** rng.integers(-40, 40, source[3::7].size)
     whole = [np.full(n + shift + 1, 7, dtype) for _ in range(1 if stream else outs)]
-    divisor = ranks if average else 1
+    divisor = ranks if average and wire is None else 1
     row = _row(sources, [out[shift : shift + n] for out in whole], divisor, stream)
-    DTYPES[dtype](address(row))
-    want = _wanted(sources, divisor)
+    ADD[kind](address(row))
+    want = _wanted(sources, divisor, wire, len(whole))
     for out in whole:
         assert out[shift : shift + n].tobytes() == want.tobytes()
         assert (out[:shift] == 7).all()
         assert out[-1] == 7
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_a_sum_may_take_the_place_of_what_is_added(dtype):
-    sources = [np.random.default_rng(r).standard_normal(1001).astype(dtype) for r in range(3)]
-    want = _wanted(sources, 1)
+@pytest.mark.parametrize("kind", list(ADD))
+def test_a_sum_may_take_the_place_of_what_is_added(kind):
+    sources = [np.random.default_rng(r).standard_normal(1001).astype(kind[0]) for r in range(3)]
+    want = _wanted(sources, 1, kind[1], 3)
     row = _row(sources, sources)
-    DTYPES[dtype](address(row))
+    ADD[kind](address(row))
     assert all(source.tobytes() == want.tobytes() for source in sources)
+
+
+@pytest.mark.parametrize("wire", ["bfloat16", "float16"])
+def test_every_kind_of_number_is_rounded_as_casts_round_it(wire):
+    """All exponents with mantissas at and beside ties, NaN of all kinds among them."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    x, out = (upper[:, None] | lower).reshape(-1).view(np.float32), np.empty(upper.size * lower.size, np.float32)
+    row = _row([x], [out])
+    ADD["float32", wire](address(row))
+    want = np.empty_like(x)
+    store(np, narrowed(np, x, np.dtype(wire)), want)
+    np.testing.assert_array_equal(out.view(np.uint32), want.view(np.uint32))
 
 
 def test_streamed_sums_are_stored_past_the_caches():

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.comm.checks import address
 from fsdpx.comm.communicator import ReduceOp
 from fsdpx.comm.steps import Finish, progress_of
 
@@ -56,23 +57,24 @@ class InWindows:
             own = self._inside(send)
         return back(self.comm.all_gather(own, into, counts, what=what), recv, into)
 
-    def reduce_scatter(self, send, recv, op=ReduceOp.SUM, counts=None, *, what=""):
+    def reduce_scatter(self, send, recv, op=ReduceOp.SUM, counts=None, *, what="", wire=None):
         if not _flat(send, recv):
-            return self.comm.reduce_scatter(send, recv, op, counts, what=what)
+            return self.comm.reduce_scatter(send, recv, op, counts, what=what, wire=wire)
         given = self._inside(send)
         if recv.base is send or recv is send:
-            out = given[: recv.size]
+            start = (address(recv) - address(send)) // recv.itemsize
+            out = given[start : start + recv.size]
         elif self.used % 128 and recv.size * self.size == send.size:  # now and then onto its own piece
             out = given[recv.size * self.rank : recv.size * (self.rank + 1)]
         else:
             out = self._inside(recv)
-        return back(self.comm.reduce_scatter(given, out, op, counts, what=what), recv, out)
+        return back(self.comm.reduce_scatter(given, out, op, counts, what=what, wire=wire), recv, out)
 
-    def all_reduce(self, buf, op=ReduceOp.SUM, algorithm="library", *, what=""):
+    def all_reduce(self, buf, op=ReduceOp.SUM, algorithm="library", *, what="", wire=None):
         if not _flat(buf):
-            return self.comm.all_reduce(buf, op, algorithm, what=what)
+            return self.comm.all_reduce(buf, op, algorithm, what=what, wire=wire)
         inside = self._inside(buf)
-        return back(self.comm.all_reduce(inside, op, algorithm, what=what), buf, inside)
+        return back(self.comm.all_reduce(inside, op, algorithm, what=what, wire=wire), buf, inside)
 
     def broadcast(self, buf, root, *, what=""):
         inside = self._inside(buf)

@@ -3,6 +3,7 @@
 Loads and stores are uint32 and uint16 views, so nothing depends on what the processor or Numba know of 16-bit floats.
 """
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fsdpx.array.parallel import over
 from fsdpx.array.random import MIX, Stretch
 from fsdpx.native.tools import extending, ir, jit, types
 
-__all__ = ["add_widened", "round_randomly", "store"]
+__all__ = ["add_widened", "round_randomly", "store", "through_bfloat16", "through_float16"]
 
 intrinsic: Any = extending.intrinsic
 WORD, HALF, REAL = ir.IntType(32), ir.IntType(16), ir.FloatType()
@@ -84,6 +85,38 @@ def from_float16(typingctx: Any, h: Any) -> Any:
         return builder.bitcast(builder.or_(result, sign), REAL)
 
     return types.float32(types.uint16), code
+
+
+def through_bfloat16(builder: Any, x: Any) -> Any:
+    """`from_bfloat16(to_bfloat16(x))` of a vector of float32."""
+    c = partial(_same, x.type.count)
+    n = builder.bitcast(x, c(0).type)
+    odd = builder.and_(builder.lshr(n, c(16)), c(1))
+    nan = builder.icmp_unsigned(">", builder.and_(n, c(REST)), c(INFINITE))
+    rounded = builder.add(n, builder.add(odd, c(0x7FFF)))
+    kept = builder.select(nan, builder.or_(n, c(0x40 << 16)), rounded)
+    return builder.bitcast(builder.and_(kept, c(0xFFFF0000)), x.type)
+
+
+def through_float16(builder: Any, x: Any) -> Any:
+    """`from_float16(to_float16(x))` of a vector of float32."""
+    c = partial(_same, x.type.count)
+    n = builder.bitcast(x, c(0).type)
+    size = builder.and_(n, c(REST))
+    odd = builder.and_(builder.lshr(size, c(13)), c(1))
+    rounded = builder.and_(builder.add(size, builder.add(odd, c(0xFFF))), c(0xFFFFE000))
+    half = ir.Constant(x.type, [ir.Constant(REAL, 0.5)] * x.type.count)
+    small = builder.bitcast(builder.fsub(builder.fadd(builder.bitcast(size, x.type), half), half), n.type)
+    rounded = builder.select(builder.icmp_unsigned("<", size, c(113 << 23)), small, rounded)
+    large = builder.icmp_unsigned(">=", rounded, c(143 << 23))
+    nan = builder.icmp_unsigned(">", size, c(INFINITE))
+    rounded = builder.select(large, builder.select(nan, c(0x7FC00000), c(INFINITE)), rounded)
+    return builder.bitcast(builder.or_(rounded, builder.and_(n, c(SIGN))), x.type)
+
+
+def _same(count: int, number: int) -> Any:
+    """A word in every lane."""
+    return ir.Constant(ir.VectorType(WORD, count), [WORD(number)] * count)
 
 
 def _loops(name: str, to: Any, back: Any) -> dict[str, Any]:
