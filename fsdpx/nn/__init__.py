@@ -13,26 +13,32 @@ from fsdpx.nn.cut import Cut
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.function import Lambda
+from fsdpx.nn.gated import Gate, GatedMLP
 from fsdpx.nn.gpt import GPT
 from fsdpx.nn.graph import Graph
+from fsdpx.nn.grouped import GroupedQueryAttention
+from fsdpx.nn.heads import Attention, HeadNorm
 from fsdpx.nn.layer import Env, Layer, Spec
 from fsdpx.nn.linear import Linear
+from fsdpx.nn.llama import Llama, LlamaBlock
 from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
 from fsdpx.nn.marks import Column, Own, Row, Vocab
 from fsdpx.nn.norm import LayerNorm, RMSNorm
 from fsdpx.nn.plan import Planned, parallelise
+from fsdpx.nn.rotary import Rotary
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
-from fsdpx.nn.shape import Add, Concat, Flatten, Multiply
+from fsdpx.nn.shape import Add, Concat, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
 from fsdpx.nn.vocabulary import VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 
 __all__ = [
-    "GELU", "GPT", "MLP", "MSE", "Add", "AvgPool2d", "BCEWithLogits", "BatchNorm", "Chain", "Column", "ColumnLinear",
-    "Composite", "Concat", "Container", "Conv2d", "CrossEntropy", "Cut", "CutDropout", "Dropout", "Embedding", "Enter",
-    "Env", "Flatten", "Framed", "Graph", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Loss", "MaxPool2d",
+    "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AvgPool2d", "BCEWithLogits", "BatchNorm", "Chain", "Column",
+    "ColumnLinear", "Composite", "Concat", "Container", "Conv2d", "CrossEntropy", "Cut", "CutDropout", "Dropout",
+    "Embedding", "Enter", "Env", "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GroupedQueryAttention",
+    "HeadNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LlamaBlock", "Loss", "MaxPool2d",
     "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Planned", "RMSNorm", "ReLU", "Residual",
-    "Row", "RowLinear", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding",
-    "TransformerBlock", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "infer", "init",
-    "models", "parallelise", "shapes", "sort", "specs_of",
+    "Rotary", "Row", "RowLinear", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh",
+    "TokenEmbedding", "TransformerBlock", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding",
+    "infer", "init", "models", "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

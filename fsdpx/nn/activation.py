@@ -1,12 +1,13 @@
 """Activations: elementwise functions, and softmax over one dim."""
 
+from collections.abc import Callable
 from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn.layer import Array, Env, Layer, Params
 
-__all__ = ["GELU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh"]
+__all__ = ["GELU", "ReLU", "SiLU", "Sigmoid", "Softmax", "Tanh", "activation_of"]
 
 
 class ReLU(Layer):
@@ -118,3 +119,21 @@ class Softmax(Layer):
         shape = turned[0].shape
         rows = kernel(env.xp, *(a.reshape(-1, shape[-1]) for a in turned))
         return env.xp.moveaxis(rows.reshape(shape), -1, self.dim)
+
+
+NAMED: dict[str, Callable[[], Layer]] = {
+    "gelu": GELU,
+    "gelu_new": lambda: GELU("tanh"),
+    "gelu_pytorch_tanh": lambda: GELU("tanh"),
+    "relu": ReLU,
+    "silu": SiLU,
+    "tanh": Tanh,
+}
+"""Activations by the names that configurations of models have for them."""
+
+
+def activation_of(owner: object, name: str) -> Layer:
+    """The activation of this name."""
+    if name not in NAMED:
+        raise ConfigError(f"{type(owner).__name__}: activation must be one of {', '.join(NAMED)}, got {name!r}")
+    return NAMED[name]()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fsdpx.array import kernels
-from fsdpx.nn.activation import GELU
+from fsdpx.nn.activation import GELU, activation_of
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.check import positive
 from fsdpx.nn.container import Container, Step
@@ -138,6 +138,8 @@ class TransformerBlock(Container):
     d_hidden : hidden features of the MLP; None: 4 d_model
     dropout : on the attention weights and on the results of both branches
     bias : whether the Linear and LayerNorm layers have biases
+    activation : of the MLP, a name such as "gelu" or "gelu_new" (its tanh form)
+    eps : of the LayerNorm layers
     init : of all weights
     out_init : of the two weights that end a branch; None: `init`
     """
@@ -153,6 +155,8 @@ class TransformerBlock(Container):
         dropout: float = 0.0,
         bias: bool = True,
         *,
+        activation: str = "gelu",
+        eps: float = 1e-5,
         init: Init | None = None,
         out_init: Init | None = None,
     ) -> None:
@@ -160,12 +164,13 @@ class TransformerBlock(Container):
         self.causal = bool(causal)
         self.dropout = float(dropout)
         self.bias = bool(bias)
+        self.activation, self.eps = activation, float(eps)
         attention = MultiHeadAttention(d_model, n_heads, causal, dropout, bias, init=init, out_init=out_init or init)
-        branch = {"norm1": LayerNorm(d_model, bias=bias), "attn": attention}
+        branch = {"norm1": LayerNorm(d_model, eps, bias=bias), "attn": attention}
         branch |= {"dropout": Dropout(dropout)} if dropout else {}
         second: dict[str, Layer] = {
-            "norm2": LayerNorm(d_model, bias=bias),
-            "mlp": MLP(d_model, d_hidden, dropout, bias, init=init, out_init=out_init),
+            "norm2": LayerNorm(d_model, eps, bias=bias),
+            "mlp": MLP(d_model, d_hidden, dropout, bias, activation_of(self, activation), init=init, out_init=out_init),
         }
         steps = [*_branch("add1", "x", branch), *_branch("add2", "add1", second)]
         super().__init__(steps, ("x",), ("add2",))

@@ -11,6 +11,7 @@ from fsdpx.nn.embedding import TokenEmbedding
 from fsdpx.nn.init import normal, sinusoid
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linear import Linear
+from fsdpx.nn.marks import Vocab
 from fsdpx.nn.norm import LayerNorm
 
 __all__ = ["GPT"]
@@ -33,8 +34,13 @@ class GPT(Chain):
     tie : `head.weight` is `embed.weight`
     dropout : of the embedding, the attention weights and the residual branches
     bias : whether Linear and LayerNorm layers have biases
+    hidden : features inside the MLP of a block; None: 4 d_model
+    activation : of the MLP: "gelu", "gelu_new" (its tanh form, which GPT-2 was trained with), "relu", "silu" or "tanh"
+    eps : of the LayerNorm layers
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
+
+    plan = {"embed": Vocab(), "head": Vocab()}  # noqa: RUF012
 
     def __init__(
         self,
@@ -47,6 +53,9 @@ class GPT(Chain):
         dropout: float = 0.0,
         *,
         bias: bool = True,
+        hidden: int | None = None,
+        activation: str = "gelu",
+        eps: float = 1e-5,
         frozen: Sequence[str] = (),
     ) -> None:
         positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
@@ -55,14 +64,18 @@ class GPT(Chain):
         self.tie = bool(tie)
         self.dropout = float(dropout)
         self.bias = bool(bias)
+        self.hidden, self.activation, self.eps = hidden, activation, float(eps)
         init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
-        block = TransformerBlock(d_model, n_heads, dropout=dropout, bias=bias, init=init, out_init=out_init)
+        block = TransformerBlock(
+            d_model, n_heads, hidden, dropout=dropout, bias=bias, activation=activation, eps=eps, init=init,
+            out_init=out_init,
+        )  # fmt: skip
         layers: dict[str, Layer] = {
             "embed": TokenEmbedding(vocab, d_model, seq_len, init=init, position_init=sinusoid(0.04))
         }
         layers |= {"dropout": Dropout(dropout)} if dropout else {}
         layers["blocks"] = Chain(*[block] * n_layers)
-        layers["norm"] = LayerNorm(d_model, bias=bias)
+        layers["norm"] = LayerNorm(d_model, eps, bias=bias)
         layers["head"] = Linear(d_model, vocab, bias=False, init=init)
         super().__init__(layers, ties={"head.weight": "embed.weight"} if tie else None, frozen=frozen)
 

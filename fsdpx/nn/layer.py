@@ -133,6 +133,9 @@ class Layer(ABC):
     runs: tuple[str, ...] = ()
     """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""
 
+    plan: Mapping[str, Any] = {}
+    """Its own tensor plan: the name of a child -> the mark of it (`Column`, `Row`, `Vocab`)."""
+
     aliases: ClassVar[Mapping[str, str | None]] = {}
     """Names that other libraries have for its parameters -> the names of `specs`; None: needed for nothing here."""
 

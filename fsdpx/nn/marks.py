@@ -8,7 +8,6 @@ from typing import Any
 from fsdpx.errors import ConfigError
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.block import MLP
-from fsdpx.nn.gpt import GPT
 from fsdpx.nn.layer import Layer, dotted
 
 __all__ = ["Column", "Mark", "Own", "Row", "Vocab", "matched", "paths"]
@@ -46,7 +45,6 @@ class Own:
     layer; in a GPT the embedding and the head are cut by vocabulary too."""
 
 
-WITH_PLAN = (MultiHeadAttention, MLP, GPT)
 Mark = Column | Row | Vocab | Own
 
 
@@ -84,23 +82,26 @@ def paths(layer: Layer, path: str = "") -> Iterator[tuple[str, Layer]]:
 
 
 def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> set[str]:
-    """The paths at and below `path` that follow their own plan. Of a GPT's own plan two marks go into `marks`."""
+    """The paths at and below `path` that follow their own plan. The marks of plans of layers go into `marks`."""
     if isinstance(marks.get(path), Own):
-        if not inside and not any(isinstance(found, WITH_PLAN) for _, found in paths(layer)):
+        if not inside and not any(_has_plan(found) for _, found in paths(layer)):
             raise ConfigError(
                 f"tensor_plan: {path!r} {layer!r} has no plan of its own, only attention, MLP and GPT have: choose "
                 "nn.Column, nn.Row or nn.Vocab"
             )
         inside = True
         del marks[path]
-    if inside and isinstance(layer, GPT):
-        for end in ("embed", "head"):
-            if isinstance(marks.get(dotted(path, end), Own()), Own):
-                marks[dotted(path, end)] = Vocab()
+    for name, mark in layer.plan.items() if inside else ():
+        if isinstance(marks.get(dotted(path, name), Own()), Own):
+            marks[dotted(path, name)] = mark
     found = {path} if inside else set()
     for name, child in layer.children().items():
         found |= _own(child, dotted(path, name), marks, inside)
     return found
+
+
+def _has_plan(layer: Layer) -> bool:
+    return isinstance(layer, MultiHeadAttention | MLP) or bool(layer.plan)
 
 
 def _mark(pattern: Any, mark: Any) -> Mark:

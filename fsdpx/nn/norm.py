@@ -84,33 +84,46 @@ class RMSNorm(_Norm):
     normalized_shape : the size of the last dim, or those of several
     eps : added to the mean square; None: the machine epsilon of the dtype that is computed in, as in PyTorch
     elementwise_affine : whether there is a `weight`, ones at first, of normalized_shape
+    unit_offset : the factor is 1 + weight, which begins at zeros (Gemma)
     """
 
     runs = ("rms_norm", "rms_norm_backward_input", "rms_norm_backward_params")
 
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float | None = None, elementwise_affine: bool = True
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        unit_offset: bool = False,
     ) -> None:
         super().__init__(normalized_shape, elementwise_affine)
         self.eps = None if eps is None else float(eps)
+        self.unit_offset = bool(unit_offset)
 
     def specs(self) -> dict[str, Spec]:
-        return {"weight": Spec(self._shape, ones)} if self.elementwise_affine else {}
+        begin = zeros if self.unit_offset else ones
+        return {"weight": Spec(self._shape, begin)} if self.elementwise_affine else {}
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         eps = float(np.finfo(wide(x.dtype)).eps) if self.eps is None else self.eps
-        y, rstd = kernels.rms_norm(env.xp, _rows(self, x, self._shape), _flat(p, "weight"), eps)
+        y, rstd = kernels.rms_norm(env.xp, _rows(self, x, self._shape), self._factor(p), eps)
         return y.reshape(x.shape), (x, rstd)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         x, rstd = saved
         rows, drows = _rows(self, x, self._shape), _rows(self, dy, self._shape)
-        dx = kernels.rms_norm_backward_input(env.xp, rows, _flat(p, "weight"), rstd, drows)
+        dx = kernels.rms_norm_backward_input(env.xp, rows, self._factor(p), rstd, drows)
         return dx.reshape(x.shape), (rows, rstd, drows)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         if "weight" in g:
             kernels.rms_norm_backward_params(env.xp, *kept, _flat(g, "weight"))
+
+    def _factor(self, p: Params) -> Array | None:
+        weight = _flat(p, "weight")
+        if weight is None or not self.unit_offset:
+            return weight
+        return weight.astype(wide(weight.dtype), copy=False) + 1.0  # in 16 bits 1 + weight would lose most of weight
 
 
 def _dims(layer: Layer, shape: int | Sequence[int]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from fsdpx.nn.container import Container, Step
 from fsdpx.nn.context import PartTokenEmbedding, Ring, Ulysses
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
+from fsdpx.nn.heads import Attention, PerHead
 from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Column, Mark, Row, Vocab
@@ -175,6 +176,8 @@ class Rewriter:
         mark = self.marks.get(path)
         if mark is not None:
             return self._marked(layer, path, mark, kinds[0])
+        if isinstance(layer, PerHead):
+            return self._per_head(layer, path, kinds)
         kind = kinds[0] if kinds else Whole()
         if any(other != kind for other in kinds):
             got = ", ".join(map(str, kinds))
@@ -194,6 +197,25 @@ class Rewriter:
             self._by_itself(layer, path, kind, ("element", "position"))
             return self._dropout(layer, path, kind), kind
         return layer, kind
+
+    def _per_head(self, layer: PerHead, path: str, kinds: list[Kind]) -> tuple[Layer, Kind]:
+        """With a part of the heads a layer does what it does with all; parts of several inputs must be of the same."""
+        cut = [kind for kind in kinds if isinstance(kind, Features)]
+        if cut:
+            whole = all(kind.blocks == 1 and kind.grain % layer.d_head == 0 for kind in cut)
+            if len(cut) < len(kinds) or not whole or len({kind.total // kind.grain for kind in cut}) > 1:
+                raise ConfigError(
+                    f"{path!r} {layer!r} reads {', '.join(map(str, kinds))}, but needs heads of {layer.d_head} "
+                    f"features that stay together: give Columns a grain, such as nn.Column(grain={layer.d_head})"
+                )
+            self._add_partial(layer, path)
+            return layer, kinds[0]
+        if any(isinstance(kind, Part) for kind in kinds):
+            self._add_partial(layer, path)
+            if self.sequence == "ulysses" and isinstance(layer, Attention):
+                self._enough(path, layer.n_heads, "heads", 'sequence="ring"')
+            return layer.on_part(path, str(self.sequence)), Part()
+        return layer, kinds[0]
 
     def _marked(self, layer: Layer, path: str, mark: Mark, kind: Kind) -> tuple[Layer, Kind]:
         self.cuts += 1

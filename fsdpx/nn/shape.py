@@ -8,7 +8,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.check import positive
 from fsdpx.nn.layer import Array, Env, Layer, Params
 
-__all__ = ["Add", "Concat", "Flatten", "Multiply", "one_shape"]
+__all__ = ["Add", "Concat", "Flatten", "Multiply", "Scale", "one_shape"]
 
 
 class Flatten(Layer):
@@ -63,6 +63,30 @@ class Multiply(Layer):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
         # not y / x, which may be 0
         return tuple(math.prod((*saved[:i], *saved[i + 1 :]), start=dy) for i in range(len(saved))), ()
+
+
+class Scale(Layer):
+    """The input times a number.
+
+    Parameters
+    ----------
+    factor : the number
+    """
+
+    acts_on = "element"
+    cheap = True
+
+    def __init__(self, factor: float) -> None:
+        self.factor = float(factor)
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        return x * self.factor, (x,)
+
+    def recompute(self, env: Env, p: Params, saved: Any) -> Array:
+        return saved[0] * self.factor
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        return dy * self.factor, ()
 
 
 class Concat(Layer):

@@ -135,6 +135,36 @@ def gelu_tanh(x, dy, dtype) -> Cases:
     }
 
 
+def _rotated(x, dy, dtype) -> Case:
+    """Of rows as samples of one position and one head; an odd feature is left out."""
+    half = x.shape[1] // 2
+    a, b = x[:, :half], x[:, half : 2 * half]
+    cos, sin = np.cos(np.arange(half)), np.sin(np.arange(half))
+    want = np.concatenate((a * cos - b * sin, b * cos + a * sin), axis=1)
+    size = np.concatenate((np.abs(a * cos) + np.abs(b * sin), np.abs(b * cos) + np.abs(a * sin)), axis=1)
+
+    def run(xp, rows):
+        kind = np.float64 if rows.dtype == np.float64 else np.float32
+        turned = kernels.rotate(xp, rows[:, None, None, : 2 * half], *(f.astype(kind)[None] for f in (cos, sin)))
+        return turned[:, 0, 0]
+
+    return Case(run, (x,), want, size)
+
+
+def _gates(x, dy) -> Cases:
+    """Without gates that are all but closed: in float32 they are, and 0 Inf is NaN."""
+    x, far = np.where(np.abs(x) < 1e-30, 0, np.maximum(x, -60)), dy[::-1]
+    s = logistic(x)
+    slope, size = s + x * s * (1 - s), (s + np.abs(x) * s * (1 - s)) * (1 + np.abs(x))
+    want, terms = (far * dy * slope, far * x * s), (np.abs(far * dy) * size, np.abs(far * x) * s)
+    return {
+        "gated": [Case(kernels.gated, (x, dy), x * s * dy, np.abs(x * s * dy))],
+        "gated_backward": [
+            Case(lambda *a: np.stack(kernels.gated_backward(*a)), (x, dy, far), np.stack(want), np.stack(terms))
+        ],
+    }
+
+
 def elementwise(x, dy, dtype) -> Cases:
     s = logistic(x)
     slope, size = s + x * s * (1 - s), (s + np.abs(x) * s * (1 - s)) * (1 + np.abs(x))
@@ -145,6 +175,8 @@ def elementwise(x, dy, dtype) -> Cases:
         "relu": [Case(kernels.relu, (x,), np.maximum(x, 0), 0 * s)],
         "relu_backward": [Case(kernels.relu_backward, (x, dy), np.where(x > 0, dy, 0), 0 * s)],
         "sigmoid": [Case(kernels.sigmoid, (x,), s, s)],
+        **_gates(x, dy),
+        "rotate": [_rotated(x, dy, dtype)],
         "silu": [Case(kernels.silu, (x,), x * s, np.abs(x) * s)],
         "silu_backward": [Case(kernels.silu_backward, (x, dy), dy * slope, np.abs(dy) * size)],
     }

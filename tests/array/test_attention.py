@@ -1,12 +1,14 @@
 """Compiled attention: random shapes, special values, any number of threads, and denormals."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.array import blas, kernels, parallel
+from fsdpx.array import blas, dtype, kernels, parallel
 
 pytestmark = pytest.mark.skipif(blas.chosen() == "numpy", reason="compiled attention needs a BLAS to call")
 
@@ -111,3 +113,53 @@ def test_the_number_of_threads_does_not_show(causal: bool) -> None:
 def test_the_mode_of_the_processor_comes_back() -> None:
     run(*heads(3, 1, 1, 70, 4), True, 1.0)
     assert (np.full(4, 1e-40, "f4") * np.float32(1)).all()
+
+
+def everything(b: int, h: int, g: int, t: int, d: int, window: int, apart: bool) -> tuple[list[np.ndarray], list[Any]]:
+    """q, k, v and the gradient of o; then o, dq, dk, dv of heads repeated and masks written out, in float64."""
+    rng = np.random.default_rng([b, h, g, t, d, window])
+    shapes = (b, t, h, d), (b, t, g, d), (b, t, g, d), (b, t, h, d)
+    q, k, v, do = (rng.standard_normal(s).astype("f4").swapaxes(1, 2) for s in shapes)
+    segments = np.sort(rng.integers(5, 8, (b, t)), axis=1) if apart else None
+    seen = np.tri(t, dtype=bool) & (np.tri(t, k=-window, dtype=bool) == 0 if window else True)
+    seen = (
+        seen & (segments[:, :, None] == segments[:, None, :])[:, None] if apart else np.broadcast_to(seen, (b, 1, t, t))
+    )
+    q8, k8, v8, do8 = (a.astype("f8") for a in (q, np.repeat(k, h // g, 1), np.repeat(v, h // g, 1), do))
+    s = np.where(seen, 0.3 * q8 @ k8.swapaxes(-1, -2), -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    o = p @ v8
+    ds = p * (do8 @ v8.swapaxes(-1, -2) - (do8 * o).sum(-1, keepdims=True)) * 0.3
+    dk, dv = (a.reshape(b, g, h // g, t, d).sum(2) for a in (ds.swapaxes(-1, -2) @ q8, p.swapaxes(-1, -2) @ do8))
+    return [q, k, v, do], [segments, o, ds @ k8, dk, dv]
+
+
+@pytest.mark.parametrize("mode", ["numba", "plain"])
+@pytest.mark.parametrize(
+    ("h", "g", "t", "window", "apart"),
+    [(4, 2, 65, 0, False), (2, 2, 130, 7, False), (3, 1, 130, 70, True), (2, 1, 64, 0, True), (1, 1, 1, 1, True)],
+)
+def test_shared_keys_windows_and_segments(h, g, t, window, apart, mode) -> None:
+    (q, k, v, do), (segments, *want) = everything(2, h, g, t, 5, window, apart)
+    with kernels.use(mode):
+        o, lse = kernels.attention(np, q, k, v, True, 0.3, window, segments)
+        found = [o, *kernels.attention_backward(np, q, k, v, o, lse, do, True, 0.3, window, segments)]
+    for got, one in zip(found, want, strict=True):
+        assert got.shape == one.shape
+        assert np.abs(got - one).max() <= 2e-6 * max(1.0, np.abs(one).max())
+
+
+@pytest.mark.parametrize(("window", "apart"), [(0, False), (5, True)])
+def test_shared_keys_in_16_bits(window, apart) -> None:
+    """As near as rounding of what goes in and comes out lets it be, whichever code runs."""
+    arrays, (segments, *_) = everything(1, 4, 2, 70, 8, window, apart)
+    results = []
+    for kind in ("bf16", "float32"):
+        q, k, v, do = (kernels.narrowed(np, a, dtype("bf16")).astype(dtype(kind)) for a in arrays)
+        o, lse = kernels.attention(np, q, k, v, True, 0.3, window, segments)
+        d = kernels.attention_backward(np, q, k, v, o, lse, do, True, 0.3, window, segments)
+        assert o.dtype == d[1].dtype == q.dtype
+        results.append([np.asarray(a, "f4") for a in (o, *d)])
+    for got, want in zip(*results, strict=True):
+        assert np.abs(got - want).max() <= 2.0**-6 * np.abs(want).max()

@@ -179,6 +179,11 @@ KERNELS = {
         table := np.ones((71, 71), BF16),
         k.embedding_backward(np, table, TARGET[: len(x)], y),
     ][:1],
+    "gated": lambda k, x, y, b: k.gated(np, x, y),
+    "gated_backward": lambda k, x, y, b: list(k.gated_backward(np, x, y, x, "gelu tanh")),
+    "rotate norm": lambda k, x, y, b: k.rotate(
+        np, x[:, None, None, :70], *(np.full((1, 35), v, np.float32) for v in (0.6, 0.8))
+    ),
     "gelu": lambda k, x, y, b: k.gelu(np, x),
     "gelu_backward": lambda k, x, y, b: k.gelu_backward(np, x, y),
     "gelu_backward tanh": lambda k, x, y, b: k.gelu_backward(np, x, y, "tanh"),

@@ -83,6 +83,11 @@ CALLS = {
     "channel_sums_with": lambda k, xp, x, w, t, r: k.channel_sums_with(xp, x, x, r[:5], r[:5]),
     "channel_norm_backward": lambda k, xp, x, w, t, r: k.channel_norm_backward(xp, x, x, r[:5], r[:5], r[:5], r[:5]),
     "square_sum": lambda k, xp, x, w, t, r: k.square_sum(xp, x.reshape(-1)),
+    "gated": lambda k, xp, x, w, t, r: k.gated(xp, x, x),
+    "gated_backward": lambda k, xp, x, w, t, r: k.gated_backward(xp, x, x, x, "gelu"),
+    "rotate": lambda k, xp, x, w, t, r: k.rotate(
+        xp, x[:, : C // 2 * 2].reshape(1, 6, 1, C // 2 * 2), *[xp.zeros((6, C // 2), dtype=r.dtype)] * 2
+    ),
     "attention": lambda k, xp, x, w, t, r: k.attention(xp, *[x.reshape(1, 2, 3, C)] * 3, True, 0.5),
     "attention_backward": lambda k, xp, x, w, t, r: k.attention_backward(
         xp, *[x.reshape(1, 2, 3, C)] * 4, r.reshape(1, 2, 3), x.reshape(1, 2, 3, C), True, 0.5

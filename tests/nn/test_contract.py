@@ -71,6 +71,23 @@ CASES = {
     "LambdaOfTwo": (lambda: nn.Lambda(*POWER), lambda: (np.abs(rows(3, 5)) + 1.0, rows(3, 5))),
     "Concat": (nn.Concat, lambda: (rows(3, 2), rows(3, 4), rows(3, 1))),
     "ConcatOfDim1": (lambda: nn.Concat(dim=1), lambda: (rows(3, 2, 2), rows(3, 4, 2))),
+    "Scale": (lambda: nn.Scale(1.5), lambda: rows(4, 6)),
+    "Rotary": (lambda: nn.Rotary(4), lambda: rows(3, 5, 8)),
+    "HeadNorm": (lambda: nn.HeadNorm(3, 1e-5), lambda: rows(3, 4, 6)),
+    "Attention": (lambda: nn.Attention(4, 2, 3, window=3), lambda: (rows(3, 5, 12), rows(3, 5, 6), rows(3, 5, 6) + 1)),
+    "Gate": (nn.Gate, pair),
+    "GateGELU": (lambda: nn.Gate("gelu_new"), pair),
+    "GatedMLP": (lambda: nn.GatedMLP(4, 6, bias=True), lambda: rows(3, 2, 4)),
+    "RMSNormUnitOffset": (lambda: nn.RMSNorm(6, unit_offset=True), lambda: rows(3, 2, 6)),
+    "GroupedQueryAttention": (
+        lambda: nn.GroupedQueryAttention(6, 4, 2, nn.Rotary(4), qk_norm=1e-5, qkv_bias=True),
+        lambda: rows(3, 4, 6),
+    ),
+    "LlamaBlock": (
+        lambda: nn.LlamaBlock(nn.GroupedQueryAttention(6, 2, 1, nn.Rotary(4)), nn.GatedMLP(6, 5), unit_offset=True),
+        lambda: rows(3, 4, 6),
+    ),
+    "Llama": (lambda: nn.Llama(11, 8, 2, 2, 6, kv_heads=1, scale_embedding=True), lambda: ids(11, 3, 5)),
     "MultiHeadAttention": (lambda: nn.MultiHeadAttention(6, 2), lambda: rows(3, 4, 6)),
     "MultiHeadAttentionToAll": (lambda: nn.MultiHeadAttention(6, 3, causal=False), lambda: rows(3, 4, 6)),
     "MultiHeadAttentionDropout": (

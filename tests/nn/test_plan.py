@@ -35,6 +35,31 @@ def test_gpt(width, sequence, split):
         assert planned.partial == (partial if sequence else set())
 
 
+@pytest.mark.parametrize(
+    ("width", "sequence", "split"),
+    [(2, None, False), (3, None, True), (3, "parallel", False), (2, "ring", False), (3, "ulysses", True)],
+)
+def test_llama(width, sequence, split):
+    """Heads of keys that do not divide evenly, norms of heads, positions of a part of the sequence."""
+    x, target = tokens(23, 3, 11)
+    model = nn.Llama(23, 20, 2, 10, 12, kv_heads=5, d_head=4, qk_norm=True, qkv_bias=True, tie=True)
+    planned, runs = compare(model, nn.CrossEntropy(), x, target, width, split, sequence=sequence)
+    if sequence is None:
+        assert runs[0].y.shape == (3, 11, 23 // width)
+        assert planned.partial == {n for n in planned.model.specs() if n.endswith(("q_norm.weight", "k_norm.weight"))}
+
+
+def test_heads_stay_whole_and_a_window_stays_in_one_sequence():
+    model, loss = nn.Llama(23, 20, 1, 4, 12, kv_heads=2, d_head=4, window=3), nn.CrossEntropy()
+    with pytest.raises(ConfigError, match=r"'blocks.0.attn.q' has 2 runs of 8 results, fewer than the 3 ranks"):
+        parallelise(model, loss, 3)
+    with pytest.raises(ConfigError, match=r"'blocks.0.attn.attend': attention within a window of 3 works on whole"):
+        parallelise(model, loss, 2, sequence="ring")
+    plan = {f"*attn.{name}": nn.Column for name in "qkv"} | {"*attn.out": nn.Row}
+    with pytest.raises(ConfigError, match=r"needs heads of 4 features that stay together: .* nn.Column\(grain=4\)"):
+        parallelise(model, loss, 2, plan)
+
+
 @pytest.mark.parametrize("sequence", [None, "parallel"])
 def test_gpt_without_ties_frozen_in_part_and_shorter_than_its_positions(sequence):
     x, target = tokens(11, 2, 6)

@@ -21,6 +21,7 @@ from fsdpx.array.kernels.choice import NUMBA, chosen, use
 from fsdpx.array.kernels.convolution import conv2d, conv2d_backward_input, conv2d_backward_params
 from fsdpx.array.kernels.dropout import drop, drop_backward
 from fsdpx.array.kernels.embedding import embedding_backward
+from fsdpx.array.kernels.gate import gated, gated_backward
 from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store, widened
 from fsdpx.array.kernels.loss import (
     binary_entropy,
@@ -41,17 +42,19 @@ from fsdpx.array.kernels.norm import (
 from fsdpx.array.kernels.pooling import avg_pool2d, avg_pool2d_backward, max_pool2d, max_pool2d_backward
 from fsdpx.array.kernels.recompute import gelu_recompute
 from fsdpx.array.kernels.reduction import square_sum, square_sums
+from fsdpx.array.kernels.rotary import rotate
 from fsdpx.array.kernels.softmax import softmax, softmax_backward
 
 __all__ = [
     "NUMBA", "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool2d", "avg_pool2d_backward",
     "bias_gelu", "binary_entropy", "binary_entropy_backward", "channel_affine", "channel_norm_backward",
     "channel_squares", "channel_sums", "channel_sums_with", "chosen", "conv2d", "conv2d_backward_input",
-    "conv2d_backward_params", "cross_entropy", "cross_entropy_backward", "drop", "drop_backward", "embedding_backward",
-    "gelu", "gelu_backward", "gelu_recompute", "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params",
-    "max_pool2d", "max_pool2d_backward", "narrowed", "relu", "relu_backward", "rms_norm", "rms_norm_backward_input",
-    "rms_norm_backward_params", "round_randomly", "sigmoid", "silu", "silu_backward", "softmax", "softmax_backward",
-    "square_sum", "square_sums", "squared_error", "squared_error_backward", "store", "sum_rows", "use", "widened",
+    "conv2d_backward_params", "cross_entropy", "cross_entropy_backward", "drop", "drop_backward",
+    "embedding_backward", "gated", "gated_backward", "gelu", "gelu_backward", "gelu_recompute", "layer_norm",
+    "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward", "narrowed",
+    "relu", "relu_backward", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "rotate",
+    "round_randomly", "sigmoid", "silu", "silu_backward", "softmax", "softmax_backward", "square_sum", "square_sums",
+    "squared_error", "squared_error_backward", "store", "sum_rows", "use", "widened",
 ]  # fmt: skip
 
 

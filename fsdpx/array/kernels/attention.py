@@ -11,43 +11,51 @@ __all__ = ["attention", "attention_backward", "merged", "time_first"]
 
 
 @kernel()
-def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+def attention(
+    xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
+) -> tuple[Any, Any]:
     """softmax(scale q k^T) v per head (Vaswani et al. 2017); causal: a position attends to none that is later.
 
-    q: (B, H, T, D); k, v: the same, or (B, H, S, D) if not causal; any strides, S > 0. Returns o (B, H, T, D) and
-    lse (B, H, T), the logarithm of each row's sum of exponentials, which is all that backward needs (Rabe and Staats
-    2021). In memory o has time before heads, so that merging the heads is a view. Peak: one head's T x S; compiled, 64
-    rows of it."""
+    q: (B, H, T, D); k, v: (B, G, T, D), or (B, G, S, D) if not causal, each of G heads for H / G heads of q (Ainslie et
+    al. 2023); any strides, S > 0. window: with `causal` a position attends to itself and the window - 1 before it; 0:
+    to all before it. segments: (B, T) of integers, k as long as q: a position attends to those of its own number only.
+    Returns o (B, H, T, D) and lse (B, H, T), the logarithm of each row's sum of exponentials, which is all that
+    backward needs (Rabe and Staats 2021). In memory o has time before heads, so that merging the heads is a view. Peak:
+    one head's T x S; compiled, 64 rows of it."""
     o, lse = time_first(xp, q), xp.empty(q.shape[:3], dtype=q.dtype)
-    mask = _mask(xp, q) if causal else None
+    mask, group = _mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
     for b, h in _heads(xp, q):
-        scores = _scores(xp, q[b, h], k[b, h], mask, scale)
+        scores = _scores(xp, q[b, h], k[b, h // group], _within(xp, mask, segments, b, q), scale)
         top = xp.max(scores, axis=-1, keepdims=True) if scores.size else xp.sum(scores, axis=-1, keepdims=True)
         scores = xp.exp(scores - top)
         total = xp.sum(scores, axis=-1, keepdims=True)
-        o[b, h] = (scores @ v[b, h]) / total
+        o[b, h] = (scores @ v[b, h // group]) / total
         lse[b, h] = (top + xp.log(total))[:, 0]
     return o, lse
 
 
 @kernel(narrow=3)
-def attention_backward(xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float) -> Any:
+def attention_backward(
+    xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
+    segments: Any = None,
+) -> Any:  # fmt: skip
     """dq, dk, dv of `attention` as one array (3, B, H, T, D), probabilities recomputed from lse (Dao et al. 2022).
 
     In memory it is (B, T, 3, H, D): the gradient of queries, keys and values that came from one product. Where k has
-    another length than q, three arrays.
+    another length than q, or fewer heads, three arrays.
 
     With p the probabilities and dp = do v^T: dv = p^T do, ds = p (dp - sum(do o)) scale, dq = ds k, dk = ds^T q."""
     d = merged(xp, q, k)
     dq, dk, dv = d[0], d[1], d[2]
-    mask = _mask(xp, q) if causal else None
+    mask, group = _mask(xp, q, window) if causal else None, q.shape[1] // k.shape[1]
     for b, h in _heads(xp, q):
-        p = xp.exp(_scores(xp, q[b, h], k[b, h], mask, scale) - lse[b, h][:, None])
-        dv[b, h] = p.T @ do[b, h]
+        at, first = (b, h // group), h % group == 0
+        p = xp.exp(_scores(xp, q[b, h], k[at], _within(xp, mask, segments, b, q), scale) - lse[b, h][:, None])
         along = xp.sum(do[b, h] * o[b, h], axis=-1, keepdims=True)
-        ds = p * (do[b, h] @ v[b, h].T - along) * scale
-        dq[b, h] = ds @ k[b, h]
-        dk[b, h] = ds.T @ q[b, h]
+        ds = p * (do[b, h] @ v[at].T - along) * scale
+        dq[b, h] = ds @ k[at]
+        dv[at] = p.T @ do[b, h] if first else dv[at] + p.T @ do[b, h]
+        dk[at] = ds.T @ q[b, h] if first else dk[at] + ds.T @ q[b, h]
     return d
 
 
@@ -60,7 +68,7 @@ def time_first(xp: Any, q: Any) -> Any:
 def merged(xp: Any, q: Any, k: Any) -> Any:
     """Empty, three arrays of q's shape in one: (3, B, H, T, D), and (B, T, 3, H, D) in memory; or as q, k and k."""
     b, h, t, d = q.shape
-    if k.shape[2] != t:
+    if k.shape[1:3] != q.shape[1:3]:
         return time_first(xp, q), time_first(xp, k), time_first(xp, k)
     return xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
 
@@ -75,8 +83,22 @@ def _scores(xp: Any, q: Any, k: Any, mask: Any, scale: float) -> Any:
     return scores if mask is None else scores + mask
 
 
-def _mask(xp: Any, q: Any) -> Any:
-    """0 at positions that are attended to, -inf at later ones, (T, T)."""
+def _mask(xp: Any, q: Any, window: int) -> Any:
+    """0 at positions that are attended to, -inf at later ones and at those before the window, (T, T)."""
     time = xp.arange(q.shape[2])
     hidden = time[None, :] > time[:, None]
+    if window:
+        hidden = hidden | (time[None, :] <= time[:, None] - window)
+    return _infinite(xp, hidden, q)
+
+
+def _within(xp: Any, mask: Any, segments: Any, b: int, q: Any) -> Any:
+    """The mask of sample b: also -inf at positions of other segments."""
+    if segments is None:
+        return mask
+    apart = _infinite(xp, segments[b][None, :] != segments[b][:, None], q)
+    return apart if mask is None else mask + apart
+
+
+def _infinite(xp: Any, hidden: Any, q: Any) -> Any:
     return xp.where(hidden, xp.full((), -np.inf, dtype=q.dtype), xp.zeros((), dtype=q.dtype))

@@ -21,6 +21,7 @@ from fsdpx.array.kernels.compiled.batchnorm import (
 from fsdpx.array.kernels.compiled.convolution import conv2d, conv2d_backward_input, conv2d_backward_params
 from fsdpx.array.kernels.compiled.dropout import drop, drop_backward
 from fsdpx.array.kernels.compiled.embedding import embedding_backward
+from fsdpx.array.kernels.compiled.gate import gated, gated_backward
 from fsdpx.array.kernels.compiled.half import add_widened, round_randomly, store
 from fsdpx.array.kernels.compiled.loss import (
     cross_entropy,
@@ -40,15 +41,16 @@ from fsdpx.array.kernels.compiled.normal import normal
 from fsdpx.array.kernels.compiled.pooling import avg_pool2d, avg_pool2d_backward, max_pool2d, max_pool2d_backward
 from fsdpx.array.kernels.compiled.recompute import gelu_recompute
 from fsdpx.array.kernels.compiled.reduction import square_sum, square_sums
+from fsdpx.array.kernels.compiled.rotary import rotate
 from fsdpx.array.kernels.compiled.softmax import softmax, softmax_backward
 
 __all__ = [
     "add", "add_bias", "add_widened", "attention", "attention_backward", "avg_pool2d", "avg_pool2d_backward",
     "bias_gelu", "channel_affine", "channel_norm_backward", "channel_squares", "channel_sums", "channel_sums_with",
     "conv2d", "conv2d_backward_input", "conv2d_backward_params", "cross_entropy", "cross_entropy_backward", "drop",
-    "drop_backward", "embedding_backward", "gelu", "gelu_backward", "gelu_recompute", "layer_norm",
-    "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward", "normal", "relu",
-    "relu_backward", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "round_randomly", "sigmoid",
-    "silu", "silu_backward", "softmax", "softmax_backward", "square_sum", "square_sums", "squared_error",
-    "squared_error_backward", "store", "sum_rows",
+    "drop_backward", "embedding_backward", "gated", "gated_backward", "gelu", "gelu_backward", "gelu_recompute",
+    "layer_norm", "layer_norm_backward_input", "layer_norm_backward_params", "max_pool2d", "max_pool2d_backward",
+    "normal", "relu", "relu_backward", "rms_norm", "rms_norm_backward_input", "rms_norm_backward_params", "rotate",
+    "round_randomly", "sigmoid", "silu", "silu_backward", "softmax", "softmax_backward", "square_sum", "square_sums",
+    "squared_error", "squared_error_backward", "store", "sum_rows",
 ]  # fmt: skip

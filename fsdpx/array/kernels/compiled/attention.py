@@ -50,29 +50,58 @@ def _slopes(s, dp, scale, lse, along):
 
 
 @jit
-def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
+def _bounds(start, stop, full, causal, window):
+    """The keys that the rows from `start` to `stop` see."""
+    return max(start - window + 1, 0) if window else 0, stop if causal else full
+
+
+@jit
+def _seen(i, start, low, keys, causal, window):
+    """Those of the keys from `low` on that row i of a block sees: from, to."""
+    row = start + i - low
+    return max(row - window + 1, 0) if window else 0, row + 1 if causal else keys
+
+
+@jit
+def _split(x, names, name, value):
+    """x = value where names differ from `name`."""
+    for j in range(x.size):
+        if names[j] != name:
+            x[j] = value
+
+
+@jit
+def _forward(at, q, k, v, o, lse, scratch, factor, names, causal, window, first, last):
     """o and lse of the pairs (sample, head) from `first` to `last`; o has time before heads."""
     widest()
     heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
-    full = k.shape[2]
+    full, group, apart = k.shape[2], q.shape[1] // k.shape[1], names.size > 0
     one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
     ldq, ldk, ldv, ldo = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, o.strides[1] // size
     hidden, totals = lse.dtype.type(HIDDEN), np.empty(BLOCK, lse.dtype)
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
-        kp, vp = k[b, h].ctypes.data, v[b, h].ctypes.data
+        g = h // group
         for start in range(0, time, BLOCK):
             stop = min(start + BLOCK, time)
-            rows, keys = stop - start, stop if causal else full
+            low, high = _bounds(start, stop, full, causal, window)
+            rows, keys = stop - start, high - low
             s = scratch[: rows * keys].reshape(rows, keys)
             sp, qp, op = s.ctypes.data, q[b, h, start:].ctypes.data, o[b, start, h:].ctypes.data
+            kp, vp = k[b, g, low:].ctypes.data, v[b, g, low:].ctypes.data
             cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
             for i in range(rows):
-                seen = start + i + 1 if causal else keys
-                top = largest(s[i, :seen])
+                since, seen = _seen(i, start, low, keys, causal, window)
+                if apart:
+                    _split(s[i], names[b, low:high], names[b, start + i], -lse.dtype.type(np.inf))
+                top = largest(s[i, since:seen])
+                s[i, :since] = top - hidden
                 s[i, seen:] = top - hidden
                 totals[i] = _exponentials(s[i], top)
+                s[i, :since] = 0
                 s[i, seen:] = 0
+                if apart:
+                    _split(s[i], names[b, low:high], names[b, start + i], zero)
                 lse[b, h, start + i] = top + np.log(totals[i])
             cblas(at, PLAIN, PLAIN, rows, width, keys, one, sp, keys, vp, ldv, zero, op, ldo)
             for i in range(rows):
@@ -82,76 +111,93 @@ def _forward(at, q, k, v, o, lse, scratch, factor, causal, first, last):
 
 
 @jit
-def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, causal, first, last):
-    """dq, dk and dv of the pairs from `first` to `last`: the last block of rows sees all keys, so it goes first and
-    writes dk and dv, to which the others add. o and do have time before heads."""
+def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causal, window, first, last):
+    """dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`: the last block of rows sees all
+    keys, so it goes first and writes dk and dv, to which the others add, and other heads of queries; within a window
+    they begin as zeros. o and do have time before heads."""
     widest()
-    heads, time, width, size = q.shape[1], q.shape[2], q.shape[3], q.itemsize
-    full = k.shape[2]
+    shared, time, width, size = k.shape[1], q.shape[2], q.shape[3], q.itemsize
+    full, group, apart = k.shape[2], q.shape[1] // k.shape[1], names.size > 0
     one, zero, scale = lse.dtype.type(1), lse.dtype.type(0), lse.dtype.type(factor[0])
     ldq, ldk, ldv, ldd = q.strides[2] // size, k.strides[2] // size, v.strides[2] // size, do.strides[1] // size
-    ldg, hidden = dq.strides[2] // size, lse.dtype.type(HIDDEN)
+    ldg, lde, hidden = dq.strides[2] // size, dk.strides[2] // size, lse.dtype.type(HIDDEN)
     for pair in range(first, last):
-        b, h = pair // heads, pair % heads
-        kp, vp = k[b, h].ctypes.data, v[b, h].ctypes.data
-        dkp, dvp = dk[b, h].ctypes.data, dv[b, h].ctypes.data
+        b, g = pair // shared, pair % shared
         beta = zero
-        for start in range((time - 1) // BLOCK * BLOCK, -1, -BLOCK):
-            stop = min(start + BLOCK, time)
-            rows, keys = stop - start, stop if causal else full
-            s = scratch[0, : rows * keys].reshape(rows, keys)
-            dp = scratch[1, : rows * keys].reshape(rows, keys)
-            sp, dpp = s.ctypes.data, dp.ctypes.data
-            qp, dop, dqp = q[b, h, start:].ctypes.data, do[b, start, h:].ctypes.data, dq[b, h, start:].ctypes.data
-            cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
-            cblas(at, PLAIN, TURNED, rows, keys, width, one, dop, ldd, vp, ldv, zero, dpp, keys)
-            for i in range(rows):
-                seen, row = start + i + 1 if causal else keys, start + i
-                s[i, seen:] = lse[b, h, row] - hidden
-                _slopes(s[i], dp[i], scale, lse[b, h, row], dot(do[b, row, h], o[b, row, h]))
-                s[i, seen:] = 0
-                dp[i, seen:] = 0
-            cblas(at, TURNED, PLAIN, keys, width, rows, one, dpp, keys, qp, ldq, beta, dkp, ldg)
-            cblas(at, TURNED, PLAIN, keys, width, rows, one, sp, keys, dop, ldd, beta, dvp, ldg)
-            cblas(at, PLAIN, PLAIN, rows, width, keys, one, dpp, keys, kp, ldk, zero, dqp, ldg)
+        if window:
+            dk[b, g], dv[b, g] = 0, 0
             beta = one
+        for h in range(g * group, (g + 1) * group):
+            for start in range((time - 1) // BLOCK * BLOCK, -1, -BLOCK):
+                stop = min(start + BLOCK, time)
+                low, high = _bounds(start, stop, full, causal, window)
+                rows, keys = stop - start, high - low
+                s = scratch[0, : rows * keys].reshape(rows, keys)
+                dp = scratch[1, : rows * keys].reshape(rows, keys)
+                sp, dpp = s.ctypes.data, dp.ctypes.data
+                qp, dop, dqp = q[b, h, start:].ctypes.data, do[b, start, h:].ctypes.data, dq[b, h, start:].ctypes.data
+                kp, vp = k[b, g, low:].ctypes.data, v[b, g, low:].ctypes.data
+                dkp, dvp = dk[b, g, low:].ctypes.data, dv[b, g, low:].ctypes.data
+                cblas(at, PLAIN, TURNED, rows, keys, width, scale, qp, ldq, kp, ldk, zero, sp, keys)
+                cblas(at, PLAIN, TURNED, rows, keys, width, one, dop, ldd, vp, ldv, zero, dpp, keys)
+                for i in range(rows):
+                    row = start + i
+                    since, seen = _seen(i, start, low, keys, causal, window)
+                    s[i, :since] = lse[b, h, row] - hidden
+                    s[i, seen:] = lse[b, h, row] - hidden
+                    if apart:
+                        _split(s[i], names[b, low:high], names[b, row], lse[b, h, row] - hidden)
+                    _slopes(s[i], dp[i], scale, lse[b, h, row], dot(do[b, row, h], o[b, row, h]))
+                    for some in (s[i], dp[i]):
+                        some[:since] = 0
+                        some[seen:] = 0
+                        if apart:
+                            _split(some, names[b, low:high], names[b, row], zero)
+                cblas(at, TURNED, PLAIN, keys, width, rows, one, dpp, keys, qp, ldq, beta, dkp, lde)
+                cblas(at, TURNED, PLAIN, keys, width, rows, one, sp, keys, dop, ldd, beta, dvp, lde)
+                cblas(at, PLAIN, PLAIN, rows, width, keys, one, dpp, keys, kp, ldk, zero, dqp, ldg)
+                beta = one
 
 
-FORWARD = "i A4r A4r A4r C4 C3 C1 C1r b i i"
-BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r b i i"
+FORWARD = "i A4r A4r A4r C4 C3 C1 C1r C2r b i i i"
+BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r C2r b i i i"
 
 
-def attention(xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def attention(
+    xp: Any, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
     at = blas.pointer(wide(q.dtype))
     bits = q.dtype == np.uint16
-    if not (available() if bits else at):
-        return plainly(plain, xp, q, k, v, causal, scale)
+    if not (available() and not window and segments is None if bits else at):
+        return plainly(plain, xp, q, k, v, causal, scale, window, segments)
     samples, heads, _, _ = q.shape
     o, lse = time_first(np, q), np.empty(q.shape[:3], wide(q.dtype))
     q, k, v = _rows(q), _rows(k), _rows(v)
-    factor = np.array([scale], lse.dtype)
+    factor, names = np.array([scale], lse.dtype), _names(segments, lse.dtype)
 
     def some(first: int, last: int) -> None:
         if bits:
             attention16.forward(q, k, v, o, lse, factor, causal, first, last)
             return
         scratch = np.empty(BLOCK * k.shape[2], q.dtype)
-        fixed(_forward, FORWARD)(at, q, k, v, o.swapaxes(1, 2), lse, scratch, factor, causal, first, last)
+        run = fixed(_forward, FORWARD)
+        run(at, q, k, v, o.swapaxes(1, 2), lse, scratch, factor, names, causal, window, first, last)
 
     parallel.run(some, _pieces(samples * heads))
     return o, lse
 
 
 def attention_backward(
-    xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float
-) -> np.ndarray | tuple[np.ndarray, ...]:
+    xp: Any, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
+    segments: Any = None,
+) -> np.ndarray | tuple[np.ndarray, ...]:  # fmt: skip
     at = blas.pointer(wide(q.dtype))
     bits = q.dtype == np.uint16
-    if not (available() if bits else at):
-        return plainly(plain_backward, xp, q, k, v, o, lse, do, causal, scale)
-    d, pairs = merged(np, q, k), q.shape[0] * q.shape[1]
+    if not (available() and not window and segments is None if bits else at):
+        return plainly(plain_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
+    d, pairs = merged(np, q, k), k.shape[0] * k.shape[1]
     q, k, v, lse = _rows(q), _rows(k), _rows(v), np.ascontiguousarray(lse)
-    factor = np.array([scale], lse.dtype)
+    factor, names = np.array([scale], lse.dtype), _names(segments, lse.dtype)
     if bits:
         o, do = _rows(o), _rows(do)
     else:
@@ -162,11 +208,18 @@ def attention_backward(
             attention16.backward(q, k, v, o, lse, do, d[0], d[1], d[2], factor, causal, first, last)
             return
         scratch = np.empty((2, BLOCK * k.shape[2]), q.dtype)
-        run = fixed(_backward, BACKWARD)
-        run(at, q, k, v, o, lse, do, d[0], d[1], d[2], scratch, factor, causal, first, last)
+        run, grads = fixed(_backward, BACKWARD), (d[0], d[1], d[2])
+        run(at, q, k, v, o, lse, do, *grads, scratch, factor, names, causal, window, first, last)
 
     parallel.run(some, _pieces(pairs))
     return d
+
+
+def _names(segments: Any, dtype: Any) -> np.ndarray:
+    """Segments numbered from 0 on, in the format that is computed in; none for None."""
+    if segments is None:
+        return np.empty((0, 0), dtype)
+    return np.unique(segments, return_inverse=True)[1].reshape(segments.shape).astype(dtype)
 
 
 def _rows(x: np.ndarray) -> np.ndarray:

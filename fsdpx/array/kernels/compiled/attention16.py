@@ -84,16 +84,16 @@ def _rounded(x, factors, out):
 def _forward(q, k, v, o, lse, factor, causal, first, last):
     """o and lse of the pairs (sample, head) from `first` to `last`."""
     heads, time, full, scale = q.shape[1], q.shape[2], k.shape[2], factor[0]
-    width, length = padded(q.shape[3]), padded(full)
+    width, length, group = padded(q.shape[3]), padded(full), q.shape[1] // k.shape[1]
     plain, block = np.zeros((length, width), np.uint16), np.zeros((BLOCK, width), np.uint16)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((length // 2, width), np.uint32)
     s, p = np.empty((BLOCK, length), np.float32), np.zeros((BLOCK, length), np.uint16)
     sums, shares = np.empty((BLOCK, width), np.float32), np.empty(BLOCK, np.float32)
     for pair in range(first, last):
         b, h = pair // heads, pair % heads
-        _load(k, b, h, 0, full, plain)
+        _load(k, b, h // group, 0, full, plain)
         turned(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
-        _load(v, b, h, 0, full, plain)
+        _load(v, b, h // group, 0, full, plain)
         woven(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * width)
         for start in range(0, time, BLOCK):
             stop = min(start + BLOCK, time)
@@ -114,10 +114,10 @@ def _forward(q, k, v, o, lse, factor, causal, first, last):
 
 @jit
 def _backward(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
-    """dq, dk and dv of the pairs from `first` to `last`: the last block of rows sees all keys, so it goes first and
-    writes the sums of dk and dv, to which the others add."""
-    heads, time, full, scale = q.shape[1], q.shape[2], k.shape[2], factor[0]
-    width, length = padded(q.shape[3]), padded(full)
+    """dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`: the last block of rows sees all keys,
+    so it goes first and writes the sums of dk and dv, to which the others add, and other heads of queries."""
+    shared, time, full, scale = k.shape[1], q.shape[2], k.shape[2], factor[0]
+    width, length, group = padded(q.shape[3]), padded(full), q.shape[1] // k.shape[1]
     plain, ones = np.zeros((length, width), np.uint16), np.ones(length, np.float32)
     keys, values = np.empty((width // 2, length), np.uint32), np.empty((width // 2, length), np.uint32)
     ways = np.empty((length // 2, width), np.uint32)  # from slopes of scores to those of queries: the keys, woven
@@ -128,42 +128,44 @@ def _backward(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
     seen_words, sums = np.empty((2, BLOCK // 2, length), np.uint32), np.empty((2, length, width), np.float32)
     sums_q = np.empty((BLOCK, width), np.float32)
     for pair in range(first, last):
-        b, h = pair // heads, pair % heads
-        _load(v, b, h, 0, full, plain)
+        b, g = pair // shared, pair % shared
+        _load(v, b, g, 0, full, plain)
         turned(plain.ctypes.data, 2 * width, length, width, values.ctypes.data, 4 * length)
-        _load(k, b, h, 0, full, plain)
+        _load(k, b, g, 0, full, plain)
         turned(plain.ctypes.data, 2 * width, length, width, keys.ctypes.data, 4 * length)
         woven(plain.ctypes.data, 2 * width, length, width, ways.ctypes.data, 4 * width)
         end = (time - 1) // BLOCK * BLOCK
-        for start in range(end, -1, -BLOCK):
-            stop = min(start + BLOCK, time)
-            rows, there = stop - start, padded(stop) if causal else length
-            even = (rows + 1) // 2 * 2
-            _load(q, b, h, start, stop, queries)
-            _load(do, b, h, start, stop, slopes)
-            _load(o, b, h, start, stop, results)
-            for rest in (queries, slopes, p, ds):
-                rest[rows:even] = 0
-            multiply(queries.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
-                     s.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
-            multiply(slopes.ctypes.data, 2 * width, 4, values.ctypes.data, 4 * length,
-                     dp.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
-            for i in range(rows):
-                along, seen = dot(slopes[i], results[i]), start + i + 1 if causal else full
-                _slopes(s[i], dp[i], scale, lse[b, h, start + i], along, p[i, :there], ds[i, :there], seen)
-            multiply(ds.ctypes.data, 2 * length, 4, ways.ctypes.data, 4 * width,
-                     sums_q.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
-            _rounded(sums_q, ones[:rows], results)
-            _store(dq, b, h, start, stop, results)
-            for n, (left, right) in enumerate(((ds, queries), (p, slopes))):
-                woven(left.ctypes.data, 2 * length, even, there, seen_words[n].ctypes.data, 4 * length)
-                woven(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
-                multiply(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
-                         sums[n].ctypes.data, 4 * width, there, width, even // 2, start < end)  # fmt: skip
+        for h in range(g * group, (g + 1) * group):
+            for start in range(end, -1, -BLOCK):
+                stop = min(start + BLOCK, time)
+                rows, there = stop - start, padded(stop) if causal else length
+                even = (rows + 1) // 2 * 2
+                _load(q, b, h, start, stop, queries)
+                _load(do, b, h, start, stop, slopes)
+                _load(o, b, h, start, stop, results)
+                for rest in (queries, slopes, p, ds):
+                    rest[rows:even] = 0
+                multiply(queries.ctypes.data, 2 * width, 4, keys.ctypes.data, 4 * length,
+                         s.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
+                multiply(slopes.ctypes.data, 2 * width, 4, values.ctypes.data, 4 * length,
+                         dp.ctypes.data, 4 * length, rows, there, width // 2, False)  # fmt: skip
+                for i in range(rows):
+                    along, seen = dot(slopes[i], results[i]), start + i + 1 if causal else full
+                    _slopes(s[i], dp[i], scale, lse[b, h, start + i], along, p[i, :there], ds[i, :there], seen)
+                multiply(ds.ctypes.data, 2 * length, 4, ways.ctypes.data, 4 * width,
+                         sums_q.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
+                _rounded(sums_q, ones[:rows], results)
+                _store(dq, b, h, start, stop, results)
+                more = start < end or h > g * group
+                for n, (left, right) in enumerate(((ds, queries), (p, slopes))):
+                    woven(left.ctypes.data, 2 * length, even, there, seen_words[n].ctypes.data, 4 * length)
+                    woven(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
+                    multiply(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
+                             sums[n].ctypes.data, 4 * width, there, width, even // 2, more)  # fmt: skip
         _rounded(sums[0], ones[:full], plain)
-        _store(dk, b, h, 0, full, plain)
+        _store(dk, b, g, 0, full, plain)
         _rounded(sums[1], ones[:full], plain)
-        _store(dv, b, h, 0, full, plain)
+        _store(dv, b, g, 0, full, plain)
         plain[:] = 0
 
 

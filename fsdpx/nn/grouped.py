@@ -1,0 +1,88 @@
+"""Grouped-query attention: rotary positions, and heads of queries that share keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpx.nn.check import positive
+from fsdpx.nn.composite import Composite
+from fsdpx.nn.heads import Attention, HeadNorm
+from fsdpx.nn.init import Init, zeros
+from fsdpx.nn.layer import Env, Params
+from fsdpx.nn.linear import Linear
+from fsdpx.nn.marks import Column, Row
+from fsdpx.nn.rotary import Rotary
+
+__all__ = ["GroupedQueryAttention"]
+
+
+class GroupedQueryAttention(Composite):
+    """Causal attention of Llama and its kin: `(samples, time, d_model)` to the same, one unit.
+
+    Weights `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, `out.weight
+    (d_model, n_heads d_head)`; with `qk_norm` also `q_norm.weight` and `k_norm.weight (d_head,)`. With "attention" in
+    `env.recompute` only queries, keys and values are saved for backward of the attention itself.
+
+    Parameters
+    ----------
+    d_model : features of the input and the result
+    n_heads, kv_heads : heads of queries, and of keys and values, as in `Attention`
+    rotary : how positions turn queries and keys; its d_head is that of all heads
+    window : as in `Attention`
+    qk_norm : None, or the eps of an RMSNorm of each head of queries and keys, before positions (Qwen3)
+    qkv_bias, out_bias : whether q, k and v, and the last Linear, have biases
+    init, out_init : of the weights; None: as in `Linear`
+    """
+
+    unit = True
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        kv_heads: int,
+        rotary: Rotary,
+        *,
+        window: int | None = None,
+        qk_norm: float | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        init: Init | None = None,
+        out_init: Init | None = None,
+    ) -> None:
+        positive(self, d_model=d_model, n_heads=n_heads, kv_heads=kv_heads)
+        self.d_model, self.n_heads, self.kv_heads = d_model, n_heads, kv_heads
+        d_head = rotary.d_head
+        self.attend = Attention(n_heads, kv_heads, d_head, window=window)
+        self.rotary = rotary
+        self.q = Linear(d_model, n_heads * d_head, qkv_bias, init=init, bias_init=zeros)
+        self.k = Linear(d_model, kv_heads * d_head, qkv_bias, init=init, bias_init=zeros)
+        self.v = Linear(d_model, kv_heads * d_head, qkv_bias, init=init, bias_init=zeros)
+        self.out = Linear(n_heads * d_head, d_model, out_bias, init=out_init or init, bias_init=zeros)
+        if qk_norm is not None:
+            self.q_norm, self.k_norm = HeadNorm(d_head, qk_norm), HeadNorm(d_head, qk_norm)
+        grain = n_heads // kv_heads * d_head  # a rank that has a head of keys has all queries that read it
+        keys = Column(grain=d_head)
+        self.plan = {"q": Column(grain=grain), "k": keys, "v": keys, "out": Row()}
+
+    def compose(self, x: Any) -> Any:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        return self.out(self.attend(self.rotary(q), self.rotary(k), v))
+
+    def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
+        y, saved = super().forward(env, p, x)
+        *rest, held, last = saved
+        if "attention" in env.recompute and len(held) == 5 and len(last) == 1 and last[0] is held[3]:
+            saved = (*rest, held[:3], ())
+        return y, saved
+
+    def _backwards(self, env: Env, parts: Any, one: Any, saved: Any, *rest: Any) -> Any:
+        """With what forward left out made again."""
+        *before, held, last = saved
+        if last == ():
+            step = self.steps[-2]
+            merged, held = step.layer.forward(env.at(step.name), {}, held)
+            last = (merged,)
+        return super()._backwards(env, parts, one, (*before, held, last), *rest)

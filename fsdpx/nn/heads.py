@@ -1,0 +1,158 @@
+"""Layers that treat each head alone: attention of queries that share keys and values, and a norm within heads."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from fsdpx.array import kernels
+from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.nn.attention import Core, Heads
+from fsdpx.nn.check import positive
+from fsdpx.nn.context import Ring, Ulysses
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
+from fsdpx.nn.norm import RMSNorm
+
+__all__ = ["Attention", "HeadNorm", "PerHead"]
+
+
+class PerHead(Layer):
+    """A layer that gets features of heads side by side, and so can be given a part of the heads.
+
+    Parameters of it are of one head, which all heads share: with a part of the heads their gradient is a part."""
+
+    d_head: int
+
+    def on_part(self, path: str, sequence: str) -> Layer:
+        """The layer that does the same with a part of the sequence, of all heads."""
+        return self
+
+
+class HeadNorm(PerHead):
+    """`RMSNorm` of each head: `(samples, time, heads x d_head)` to the same.
+
+    Parameters
+    ----------
+    d_head : features of a head; `weight (d_head,)` is that of all heads
+    eps, unit_offset : as in `RMSNorm`
+    """
+
+    acts_on = "position"
+    cheap = True
+
+    def __init__(self, d_head: int, eps: float | None = None, unit_offset: bool = False) -> None:
+        self.d_head, self.eps, self.unit_offset = d_head, eps, bool(unit_offset)
+        self._norm = RMSNorm(d_head, eps, unit_offset=unit_offset)
+        self.runs = self._norm.runs
+
+    def specs(self) -> dict[str, Spec]:
+        return self._norm.specs()
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        y, (_, rstd) = self._norm.forward(env, p, self._apart(x))
+        return y.reshape(x.shape), (x, rstd)
+
+    def recompute(self, env: Env, p: Params, saved: Any) -> Array:
+        return self.forward(env, p, saved[0])[0]
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        x, rstd = saved
+        dx, kept = self._norm.backward_input(env, p, (self._apart(x), rstd), self._apart(dy))
+        return dx.reshape(x.shape), kept
+
+    def backward_params(self, env: Env, g: Params, kept: Any) -> None:
+        self._norm.backward_params(env, g, kept)
+
+    def _apart(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:-1], x.shape[-1] // self.d_head, self.d_head)
+
+
+class Attention(PerHead):
+    """softmax(q k^T / sqrt(d_head)) v per head, of queries, keys and values that come as three inputs.
+
+    Queries are `(samples, time, heads x d_head)`, keys and values `(samples, time, kv_heads x d_head)`: queries of
+    heads / kv_heads heads, one after the other, share a head of keys and values (Ainslie et al. 2023).
+
+    Parameters
+    ----------
+    n_heads, kv_heads : heads of queries, and of keys and values; n_heads is a multiple of kv_heads
+    d_head : features of a head
+    causal : a position attends to itself and to earlier positions only
+    window : with `causal`, to itself and the window - 1 positions before it (Beltagy et al. 2020); None: to all
+    """
+
+    n_inputs = 3
+    runs = ("attention", "attention_backward")
+
+    def __init__(
+        self, n_heads: int, kv_heads: int, d_head: int, causal: bool = True, window: int | None = None
+    ) -> None:
+        positive(self, n_heads=n_heads, kv_heads=kv_heads, d_head=d_head)
+        if window is not None:
+            positive(self, window=window)
+        if n_heads % kv_heads:
+            raise ConfigError(f"Attention: n_heads {n_heads} is not a multiple of kv_heads {kv_heads}")
+        if window is not None and not causal:
+            raise ConfigError("Attention: a window needs causal=True")
+        self.n_heads, self.kv_heads, self.d_head = n_heads, kv_heads, d_head
+        self.causal, self.window = bool(causal), window
+        self.core: Core | None = None
+
+    def on_part(self, path: str, sequence: str) -> Layer:
+        if sequence not in ("ring", "ulysses"):
+            raise ConfigError(
+                f"{path!r}: attention needs the whole sequence, but gets a part of it: cut it by heads with nn.Own"
+            )
+        if self.window is not None:
+            raise ConfigError(
+                f"{path!r}: attention within a window of {self.window} works on whole sequences: use a tensor plan, or "
+                f"sequence='parallel', instead of {sequence!r}"
+            )
+        new, heads = copy(self), Heads(self.n_heads, self.d_head, self.causal, 0.0)
+        new.core = Ring(heads) if sequence == "ring" else Ulysses(heads)
+        return new
+
+    def forward(self, env: Env, p: Params, x: tuple[Array, Array, Array]) -> tuple[Array, Any]:
+        q, k, v = x
+        if q.shape[2] * self.kv_heads != k.shape[2] * self.n_heads or k.shape != v.shape or q.shape[:2] != k.shape[:2]:
+            got = ", ".join(str(tuple(a.shape)) for a in x)
+            wanted = f"(samples, time, {self.n_heads} x {self.d_head}) and twice (.., {self.kv_heads} x {self.d_head})"
+            raise ShapeError(f"{self!r} wants queries, keys and values {wanted}, got {got}")
+        if self.core is not None:
+            merged, kept = self.core.forward(env, self._repeated(env, q, k, v))
+            return merged, (kept,)
+        o, lse = kernels.attention(env.xp, *map(self._apart, x), self.causal, self._scale, self.window or 0)
+        merged = o.swapaxes(1, 2).reshape(q.shape)
+        return merged, (q, k, v, merged, lse)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
+        if self.core is not None:
+            return self._summed(env, self.core.backward(env, saved[0], dy)), ()
+        q, k, v, merged, lse = saved
+        arrays = [self._apart(a) for a in (q, k, v, merged)]
+        d = kernels.attention_backward(
+            env.xp, *arrays, lse, self._apart(dy), self.causal, self._scale, self.window or 0
+        )
+        return tuple(part.swapaxes(1, 2).reshape(a.shape) for part, a in zip(d, (q, k, v), strict=True)), ()
+
+    @property
+    def _scale(self) -> float:
+        return float(self.d_head**-0.5)
+
+    def _apart(self, x: Array) -> Array:
+        """(samples, heads, time, d_head), a view."""
+        return x.reshape(*x.shape[:2], x.shape[2] // self.d_head, self.d_head).swapaxes(1, 2)
+
+    def _repeated(self, env: Env, q: Array, k: Array, v: Array) -> Array:
+        """Queries, keys and values side by side, with a head of keys and values for each of the queries."""
+        shape = (*q.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)
+        more = [env.xp.broadcast_to(a.reshape(*shape[:3], 1, self.d_head), shape).reshape(q.shape) for a in (k, v)]
+        return env.xp.concatenate((q, *more), axis=2)
+
+    def _summed(self, env: Env, d: Array) -> tuple[Array, ...]:
+        """The gradients of q, k and v from that of `_repeated`."""
+        width = self.n_heads * self.d_head
+        dq, *rest = (d[:, :, i * width : (i + 1) * width] for i in range(3))
+        shape = (*d.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)
+        kv = (*d.shape[:2], self.kv_heads * self.d_head)
+        return dq, *(env.xp.sum(part.reshape(shape), axis=3).reshape(kv) for part in rest)

@@ -1,0 +1,124 @@
+"""Llama: a decoder-only transformer with rotary positions (Touvron et al. 2023), and models built like it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fsdpx.nn.check import positive
+from fsdpx.nn.composite import Composite
+from fsdpx.nn.container import Chain
+from fsdpx.nn.embedding import Embedding
+from fsdpx.nn.gated import GatedMLP
+from fsdpx.nn.grouped import GroupedQueryAttention
+from fsdpx.nn.init import normal
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.linear import Linear
+from fsdpx.nn.marks import Vocab
+from fsdpx.nn.norm import RMSNorm
+from fsdpx.nn.rotary import Rotary
+from fsdpx.nn.shape import Scale
+
+__all__ = ["Llama", "LlamaBlock"]
+
+
+class LlamaBlock(Composite):
+    """x + attn(norm1(x)), then x + mlp(norm2(x)): `(samples, time, d_model)` to the same, one unit.
+
+    Parameters
+    ----------
+    attn : the attention, a layer
+    mlp : a layer
+    eps, unit_offset : of the two RMSNorm
+    """
+
+    unit = True
+
+    def __init__(self, attn: GroupedQueryAttention, mlp: Layer, eps: float = 1e-6, unit_offset: bool = False) -> None:
+        self.norm1 = RMSNorm(attn.d_model, eps, unit_offset=unit_offset)
+        self.attn = attn
+        self.norm2 = RMSNorm(attn.d_model, eps, unit_offset=unit_offset)
+        self.mlp = mlp
+
+    def compose(self, x: Any) -> Any:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(Chain):
+    """Tokens `(samples, time)` -> logits `(samples, time, vocab)`.
+
+    Children: "embed" (`embed.weight`), "blocks.0" ..., "norm", "head" (Linear without bias). A block has
+    `norm1.weight`, `attn.q.weight`, `attn.k.weight`, `attn.v.weight`, `attn.out.weight`, `norm2.weight`,
+    `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Weights begin as N(0, 0.02), those that end in a residual
+    sum as N(0, 0.02 / sqrt(2 n_layers)). The defaults are Llama's; what others need is said by options: Mistral
+    `window`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, Gemma `scale_embedding`, `unit_offset`, `activation` and `tie`.
+
+    Parameters
+    ----------
+    vocab : tokens are integers in [0, vocab)
+    d_model : features between the blocks
+    n_layers : blocks
+    n_heads : heads of queries per block
+    seq_len : the time that the model is made for; longer ones are computed too, and matter to `rope_scaling` only
+    kv_heads : heads of keys and values, of which n_heads is a multiple; None: n_heads
+    d_head : features of a head; None: d_model / n_heads
+    hidden : features inside the MLP; None: 8 d_model / 3, with d_model / 3 rounded up
+    theta, rope_scaling : of the positions, see `Rotary`
+    window : a position attends to itself and the window - 1 before it; None: to all before it
+    qk_norm : an RMSNorm of each head of queries and keys
+    qkv_bias, bias : whether queries, keys and values have biases; whether all Linear of the blocks have
+    activation : of the gate, "silu", "gelu", "gelu_new" or "gelu_pytorch_tanh"
+    eps : of the RMSNorm layers
+    tie : `head.weight` is `embed.weight`
+    scale_embedding : rows of the embedding are multiplied by sqrt(d_model)
+    unit_offset : RMSNorm layers multiply by 1 + weight
+    frozen : name patterns (fnmatch) of parameters that are not trained
+    """
+
+    plan = {"embed": Vocab(), "head": Vocab()}  # noqa: RUF012
+
+    def __init__(
+        self,
+        vocab: int,
+        d_model: int,
+        n_layers: int,
+        n_heads: int,
+        seq_len: int,
+        *,
+        kv_heads: int | None = None,
+        d_head: int | None = None,
+        hidden: int | None = None,
+        theta: float = 10000.0,
+        rope_scaling: Mapping[str, Any] | None = None,
+        window: int | None = None,
+        qk_norm: bool = False,
+        qkv_bias: bool = False,
+        bias: bool = False,
+        activation: str = "silu",
+        eps: float = 1e-6,
+        tie: bool = False,
+        scale_embedding: bool = False,
+        unit_offset: bool = False,
+        frozen: Sequence[str] = (),
+    ) -> None:
+        positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
+        self.vocab, self.d_model, self.n_layers, self.n_heads = vocab, d_model, n_layers, n_heads
+        self.seq_len, self.tie = seq_len, bool(tie)
+        init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
+        rotary = Rotary(d_head or max(d_model // n_heads, 1), theta, rope_scaling, seq_len)
+        attention = GroupedQueryAttention(
+            d_model, n_heads, kv_heads or n_heads, rotary, window=window, qk_norm=eps if qk_norm else None,
+            qkv_bias=qkv_bias or bias, out_bias=bias, init=init, out_init=out_init,
+        )  # fmt: skip
+        mlp = GatedMLP(d_model, hidden or -(-d_model // 3) * 8, activation, bias, init=init, out_init=out_init)
+        layers: dict[str, Layer] = {"embed": Embedding(vocab, d_model, init=init)}
+        layers |= {"scale": Scale(math.sqrt(d_model))} if scale_embedding else {}
+        layers["blocks"] = Chain(*[LlamaBlock(attention, mlp, eps, unit_offset)] * n_layers)
+        layers["norm"] = RMSNorm(d_model, eps, unit_offset=unit_offset)
+        layers["head"] = Linear(d_model, vocab, bias=False, init=init)
+        super().__init__(layers, ties={"head.weight": "embed.weight"} if tie else None, frozen=frozen)
+
+    def __repr__(self) -> str:
+        return Layer.__repr__(self)

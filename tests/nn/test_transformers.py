@@ -1,0 +1,215 @@
+"""Models of the library transformers with random weights: the same logits, gradients and AdamW steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import fsdpx  # noqa: E402
+from fsdpx import nn, optim  # noqa: E402
+from fsdpx.comm import Communicator, spawn  # noqa: E402
+from fsdpx.nn.rotary import frequencies  # noqa: E402
+
+from .setting import env  # noqa: E402
+
+VOCAB, WIDTH, LAYERS, HEADS, TIME, SAMPLES = 53, 32, 2, 4, 12, 4
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "attn_implementation": "sdpa", "pad_token_id": None, "bos_token_id": 0,
+    "eos_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def theirs(kind: str, **options: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **options})
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def ours(**options: Any) -> nn.Llama:
+    given: dict[str, Any] = {"kv_heads": 2, "hidden": 48, "eps": 1e-5, **options}
+    return nn.Llama(VOCAB, WIDTH, LAYERS, HEADS, 64, **given)
+
+
+GEMMA = {"activation": "gelu_pytorch_tanh", "scale_embedding": True, "unit_offset": True, "tie": True, "d_head": 16}
+PAIRS = {
+    "llama": (lambda: theirs("Llama"), lambda: ours()),
+    "llama with stretched positions": (
+        lambda: theirs("Llama", rope_parameters={**LLAMA3, "rope_theta": 500.0}, tie_word_embeddings=True),
+        lambda: ours(theta=500.0, rope_scaling=LLAMA3, tie=True),
+    ),
+    "mistral": (lambda: theirs("Mistral", sliding_window=5), lambda: ours(window=5)),
+    "qwen2": (lambda: theirs("Qwen2"), lambda: ours(qkv_bias=True)),
+    "qwen3": (lambda: theirs("Qwen3", head_dim=16), lambda: ours(qk_norm=True, d_head=16)),
+    "gemma": (
+        lambda: theirs("Gemma", head_dim=16, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
+        lambda: ours(**GEMMA),
+    ),
+    "gpt2": (
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=VOCAB, n_positions=64, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_inner=48,
+                layer_norm_epsilon=1e-3, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )
+        ),
+        lambda: nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, 64, hidden=48, activation="gelu_new", eps=1e-3),
+    ),
+}  # fmt: skip
+NAMES = {
+    "model.": "", "transformer.": "", "layers.": "blocks.", "h.": "blocks.", "embed_tokens": "embed",
+    "self_attn.": "attn.", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out", "gate_proj": "gate",
+    "up_proj": "up", "down_proj": "down", "input_layernorm": "norm1", "post_attention_layernorm": "norm2",
+    "lm_head": "head", "wte": "embed", "wpe.weight": "embed.position", "ln_f": "norm", "ln_1": "norm1",
+    "ln_2": "norm2", "attn.c_attn": "attn.qkv", "attn.c_proj": "attn.out", "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+}  # fmt: skip
+
+
+def renamed(name: str) -> str:
+    for old, new in NAMES.items():
+        name = name.replace(old, new)
+    return name
+
+
+def arrays(net: Any, gradients: bool = False) -> dict[str, np.ndarray]:
+    """Its parameters by our names; GPT-2 has its matrices the other way round."""
+    found = {}
+    for name, p in net.named_parameters():
+        a = (p.grad if gradients else p).detach().numpy().copy()
+        found[renamed(name)] = a.T.copy() if ".c_" in name and a.ndim == 2 else a
+    return found
+
+
+def made(name: str, dtype: Any) -> tuple[Any, nn.Layer]:
+    torch.manual_seed(1)
+    net = PAIRS[name][0]().to(dtype)
+    with torch.no_grad():
+        for p in net.parameters():
+            p += 0.05 * torch.randn_like(p)
+    return net, PAIRS[name][1]()
+
+
+def widened(net: Any, model: Any) -> Any:
+    """In float64 throughout: their norms and positions are computed in float32 whatever the model is in."""
+
+    def norm(self: Any, x: Any) -> Any:
+        eps = getattr(self, "variance_epsilon", None) or self.eps
+        factor = 1.0 + self.weight if type(self).__name__ == "GemmaRMSNorm" else self.weight
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * factor
+
+    def positions(self: Any, x: Any, position_ids: Any) -> Any:
+        rotary = model.children()["blocks"].children()["0"].attn.rotary
+        cos, sin = rotary.table(np, 0, TIME, TIME, np.float64)
+        both = (torch.tensor(np.concatenate((a, a), axis=1))[None] for a in (cos, sin))
+        return tuple(both)
+
+    for module in net.modules():
+        if "RMSNorm" in type(module).__name__:
+            module.forward = norm.__get__(module)
+        if hasattr(module, "embed_scale"):
+            module.embed_scale = torch.tensor(module.embedding_dim**0.5, dtype=torch.float64)
+        if "RotaryEmbedding" in type(module).__name__:
+            module.forward = positions.__get__(module)
+    return net
+
+
+def tokens(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    text = np.random.default_rng(seed).integers(0, VOCAB, (SAMPLES, TIME + 1))
+    return text[:, :-1], text[:, 1:]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_logits_are_the_same(name: str) -> None:
+    net, model = made(name, torch.float32)
+    p = arrays(net)
+    if "head.weight" not in model.specs():
+        p.pop("head.weight", None)
+    assert {n: a.shape for n, a in p.items()} == {n: s.shape for n, s in model.specs().items()}
+    x, _ = tokens()
+    y, _ = model.forward(env(training=False), p, x)
+    np.testing.assert_allclose(y, net(torch.tensor(x)).logits.detach().numpy(), rtol=1e-5, atol=1e-5)
+
+
+def plain(net: Any) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01)
+    losses, first = [], {}
+    for step in range(10):
+        x, y = map(torch.tensor, tokens(step))
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(net(x).logits.flatten(0, 1), y.flatten())
+        loss.backward()
+        first = first or arrays(net, gradients=True)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, first, arrays(net)
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "fsdp": {"strategy": "fsdp"},
+    "pipe": {"mesh": fsdpx.Mesh(pipe=2), "schedule": "1f1b", "microbatches": 2},
+    "tensor": {"mesh": fsdpx.Mesh(tensor=2)},
+    "sequence": {"mesh": fsdpx.Mesh(tensor=2), "sequence": "parallel"},
+}
+CASES = [(name, "alone") for name in PAIRS] + [
+    ("llama", "fsdp"), ("mistral", "pipe"), ("qwen3", "tensor"), ("qwen2", "sequence"), ("gemma", "tensor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_gradients_and_ten_steps_are_the_same(name: str, mesh: str) -> None:
+    net, model = made(name, torch.float64)
+    net = widened(net, model) if name != "gpt2" else net
+    begin, (losses, want, end) = arrays(net), plain(net)
+
+    def run(comm: Communicator) -> Any:
+        trainer = fsdpx.distribute(
+            model, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3, weight_decay=0.01), comm=comm,
+            precision="float64", **MESHES[mesh],
+        )  # fmt: skip
+        trainer.load_parameters({n: begin[n] for n in trainer.parameters()})
+        part = slice(comm.rank * 2, comm.rank * 2 + 2) if mesh == "fsdp" else slice(None)
+        found, first = [], {}
+        for step in range(10):
+            x, y = tokens(step)
+            found.append(trainer.accumulate(x[part], y[part]))
+            first = first or trainer.gradients()
+            trainer.update()
+        return found, first, trainer.parameters()
+
+    found, first, parameters = spawn(run, 1 if mesh == "alone" else 2)[0]
+    np.testing.assert_allclose(found, losses, rtol=1e-9)
+    for n, value in parameters.items():
+        np.testing.assert_allclose(first[n], want[n], rtol=1e-9, atol=1e-11, err_msg=n)
+        np.testing.assert_allclose(value, end[n], rtol=1e-9, atol=1e-9, err_msg=n)
+
+
+@pytest.mark.parametrize("time", [12, 200])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {"rope_type": "dynamic", "factor": 3.0},
+        LLAMA3,
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ],
+    ids=lambda said: said["rope_type"],
+)
+def test_positions_are_stretched_as_there(scaling: dict[str, Any], time: int) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = transformers.LlamaConfig(**{**TINY, "rope_parameters": {**scaling, "rope_theta": 10000.0}})
+    want, size = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu", seq_len=time)
+    got, factor = frequencies(WIDTH // HEADS, 10000.0, scaling, 64, time)
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
+    assert factor == pytest.approx(size, rel=1e-12)
