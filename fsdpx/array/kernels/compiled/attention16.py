@@ -66,18 +66,14 @@ def _load(x, b, h, start, stop, out):
 
 
 @jit
-def _store(out, b, h, start, stop, x):
-    at = out.ctypes.data + b * out.strides[0] + h * out.strides[1]
-    for t in range(start, stop):
-        copy(at + t * out.strides[2], x.ctypes.data + (t - start) * x.strides[0], 2 * out.shape[3])
-
-
-@jit
-def _rounded(x, factors, out):
-    """out = x, row i times factors[i]."""
+def _store(out, b, h, start, stop, x, factors, block):
+    """Rows of a head from sums: row i of x times factors[i], rounded in `block`."""
     for i in range(factors.size):
         for j in range(x.shape[1]):
-            out[i, j] = put(out, x[i, j] * factors[i])
+            block[i, j] = put(block, x[i, j] * factors[i])
+    at = out.ctypes.data + b * out.strides[0] + h * out.strides[1]
+    for t in range(start, stop):
+        copy(at + t * out.strides[2], block.ctypes.data + (t - start) * block.strides[0], 2 * out.shape[3])
 
 
 @jit
@@ -108,8 +104,7 @@ def _forward(q, k, v, o, lse, factor, causal, first, last):
                 lse[b, h, start + i] = top + np.log(total)
             multiply(p.ctypes.data, 2 * length, 4, values.ctypes.data, 4 * width,
                      sums.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
-            _rounded(sums, shares[:rows], block)
-            _store(o, b, h, start, stop, block)
+            _store(o, b, h, start, stop, sums, shares[:rows], block)
 
 
 @jit
@@ -154,18 +149,15 @@ def _backward(q, k, v, o, lse, do, dq, dk, dv, factor, causal, first, last):
                     _slopes(s[i], dp[i], scale, lse[b, h, start + i], along, p[i, :there], ds[i, :there], seen)
                 multiply(ds.ctypes.data, 2 * length, 4, ways.ctypes.data, 4 * width,
                          sums_q.ctypes.data, 4 * width, rows, width, there // 2, False)  # fmt: skip
-                _rounded(sums_q, ones[:rows], results)
-                _store(dq, b, h, start, stop, results)
+                _store(dq, b, h, start, stop, sums_q, ones[:rows], results)
                 more = start < end or h > g * group
                 for n, (left, right) in enumerate(((ds, queries), (p, slopes))):
                     woven(left.ctypes.data, 2 * length, even, there, seen_words[n].ctypes.data, 4 * length)
                     woven(right.ctypes.data, 2 * width, even, width, words[n].ctypes.data, 4 * width)
                     multiply(seen_words[n].ctypes.data, 4, 4 * length, words[n].ctypes.data, 4 * width,
                              sums[n].ctypes.data, 4 * width, there, width, even // 2, more)  # fmt: skip
-        _rounded(sums[0], ones[:full], plain)
-        _store(dk, b, g, 0, full, plain)
-        _rounded(sums[1], ones[:full], plain)
-        _store(dv, b, g, 0, full, plain)
+        _store(dk, b, g, 0, full, sums[0], ones[:full], plain)
+        _store(dv, b, g, 0, full, sums[1], ones[:full], plain)
         plain[:] = 0
 
 
