@@ -1,4 +1,4 @@
-"""The command line: python -m fsdpx info | doctor | run | train | show | ckpt | verify | trace | report | runs."""
+"""The command line: python -m fsdpx info, doctor, bench, run, train, show, ckpt, verify, trace, report, runs."""
 
 import argparse
 import os
@@ -40,6 +40,7 @@ def parser() -> argparse.ArgumentParser:
     info.add_argument("--left", action="store_true", help="only the files that killed MPI jobs have left in /dev/shm")
     doctor = commands.add_parser("doctor", help="under mpiexec: what all ranks have, the ways between them, a test")
     doctor.add_argument("--json", action="store_true", help="the same for programs")
+    _bench(commands.add_parser("bench", help="under mpiexec: how fast the verbs of a communicator are"))
     _start(commands.add_parser("run", help="start N ranks; restart from the last checkpoint when a death ends the job"))
     _train(commands.add_parser("train", help="train what a run file in TOML describes; under mpiexec on all ranks"))
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
@@ -65,6 +66,10 @@ def _run(args: argparse.Namespace) -> int:
         from fsdpx.launch.doctor import doctor
 
         return doctor(args)
+    if args.command == "bench":
+        from fsdpx.launch.bench import bench
+
+        return bench(args)
     if args.command == "run":
         from fsdpx.launch import run
 
@@ -111,6 +116,12 @@ def _say(line: str) -> int:
 
 def _ckpt(p: argparse.ArgumentParser) -> None:
     from fsdpx.launch.ckpt import add_options
+
+    add_options(p)
+
+
+def _bench(p: argparse.ArgumentParser) -> None:
+    from fsdpx.launch.bench import add_options
 
     add_options(p)
 

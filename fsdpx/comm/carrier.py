@@ -31,6 +31,11 @@ class Carrier(Backend):
     def takes_threads(self) -> bool:
         """Whether other threads than the first of a rank may use it, one at a time."""
 
+    @property
+    @abstractmethod
+    def native(self) -> frozenset[str]:
+        """Verbs that the library does itself where it can add the numbers; all others are made of messages."""
+
     def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         """An all-gather of pieces that need not follow each other in `recv`, nor fill it; up to 2^31 elements."""
         send, recv = call.arrays

@@ -63,6 +63,10 @@ class GlooCommunicator(Carrier):
     def takes_threads(self) -> bool:
         return True
 
+    @property
+    def native(self) -> frozenset[str]:
+        return frozenset(_LIBRARY)
+
     # -- calls -----------------------------------------------------------------------------------
 
     def move(self, call: Call) -> Handle:

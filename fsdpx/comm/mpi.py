@@ -56,6 +56,10 @@ class MpiCommunicator(Carrier):
     def takes_threads(self) -> bool:
         return MPI.Query_thread() >= MPI.THREAD_SERIALIZED
 
+    @property
+    def native(self) -> frozenset[str]:
+        return frozenset(_LIBRARY)
+
     def __repr__(self) -> str:
         return f"MpiCommunicator(rank={self.rank}, size={self.size})"
 

@@ -98,15 +98,27 @@ class Lab:
         for name in ("log", "state", "spool", "tmp"):
             (folder / name).mkdir(parents=True)
         Path("/run/sshd").mkdir(exist_ok=True)
-        addresses = {LOGIN: "10.99.0.100"} | {f"n{number}": f"10.99.0.{number}" for number in range(1, hosts + 1)}
+        self._addresses = {
+            LOGIN: "10.99.0.100",
+            **{f"n{number}": f"10.99.0.{number}" for number in range(1, hosts + 1)},
+        }
         (folder / "hosts").write_text(
-            "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items())
+            "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **self._addresses}.items())
         )
         try:
             for name in self.names:
                 self._host(name)
-            self._network(addresses)
-            self._ssh()
+            self._keys()
+            for words in (
+                "link add br0 type bridge",
+                f"addr add {self._addresses[LOGIN]}/24 dev br0",
+                "link set br0 up",
+            ):
+                self.run(LOGIN, "ip", *words.split())
+            for name in self.names[1:]:
+                self._connect(name)
+            for name in self.names:
+                self._sshd(name)
             if slurm:
                 self._slurm(hosts)
         except BaseException:
@@ -150,9 +162,18 @@ class Lab:
         process.kill()
         process.wait()
 
+    def revive(self, host: str) -> None:
+        """A host that was killed is there again, with ssh and without Slurm."""
+        self._host(host)
+        self._connect(host)
+        self._sshd(host)
+
     def cut(self, host: str) -> None:
         """Nothing comes to the host or from it any more, and nobody is told."""
         self.run(LOGIN, "ip", "link", "set", f"v{host}", "down")
+
+    def mend(self, host: str) -> None:
+        self.run(LOGIN, "ip", "link", "set", f"v{host}", "up")
 
     def down(self) -> None:
         for name in [*self._hosts]:
@@ -161,6 +182,7 @@ class Lab:
     def _host(self, name: str) -> None:
         """The first process of a host is a shell that reaps; what it was started by ends them all."""
         ready = self.folder / f"{name}.up"
+        ready.unlink(missing_ok=True)
         text = HOST.format(name=name, tmp=self.tmp, hosts=self.folder / "hosts", ready=ready)
         with (self.folder / "log" / name).open("w") as log:
             self._hosts[name] = subprocess.Popen(
@@ -174,22 +196,19 @@ class Lab:
         process = self._hosts[host].pid
         return int(Path(f"/proc/{process}/task/{process}/children").read_text().split()[0])
 
-    def _network(self, addresses: dict[str, str]) -> None:
-        for words in ("link add br0 type bridge", f"addr add {addresses[LOGIN]}/24 dev br0", "link set br0 up"):
-            self.run(LOGIN, "ip", *words.split())
-        for name in self.names[1:]:
-            here, there = f"lab-{name}-{os.getpid()}"[:15], f"bal-{name}-{os.getpid()}"[:15]
-            pair = f"ip link add {here} type veth peer name {there}"
-            subprocess.run(pair.split(), check=True)
-            ends = ((here, LOGIN, f"v{name}"), (there, name, "eth0"))
-            for end, host, called in ends:
-                words = f"ip link set {end} netns {self._first(host)} name {called}"
-                subprocess.run(words.split(), check=True)
-            self.run(LOGIN, "ip", "link", "set", f"v{name}", "master", "br0", "up")
-            self.run(name, "ip", "addr", "add", f"{addresses[name]}/24", "dev", "eth0")
-            self.run(name, "ip", "link", "set", "eth0", "up")
+    def _connect(self, name: str) -> None:
+        """Join the host to the bridge."""
+        here, there = f"lab-{name}-{os.getpid()}"[:15], f"bal-{name}-{os.getpid()}"[:15]
+        pair = f"ip link add {here} type veth peer name {there}"
+        subprocess.run(pair.split(), check=True)
+        for end, host, called in ((here, LOGIN, f"v{name}"), (there, name, "eth0")):
+            words = f"ip link set {end} netns {self._first(host)} name {called}"
+            subprocess.run(words.split(), check=True)
+        self.run(LOGIN, "ip", "link", "set", f"v{name}", "master", "br0", "up")
+        self.run(name, "ip", "addr", "add", f"{self._addresses[name]}/24", "dev", "eth0")
+        self.run(name, "ip", "link", "set", "eth0", "up")
 
-    def _ssh(self) -> None:
+    def _keys(self) -> None:
         for key in ("hostkey", "id"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / key)], check=True)
         public = " ".join((self.folder / "hostkey.pub").read_text().split()[:2])
@@ -201,9 +220,10 @@ class Lab:
         for name, text in files.items():
             (self.folder / name).write_text(text)
         (self.folder / "ssh").chmod(0o755)
-        for name in self.names:
-            log = self.folder / "log" / f"sshd.{name}"
-            self.run(name, "/usr/sbin/sshd", "-f", self.folder / "sshd_config", "-E", log)
+
+    def _sshd(self, name: str) -> None:
+        log = self.folder / "log" / f"sshd.{name}"
+        self.run(name, "/usr/sbin/sshd", "-f", self.folder / "sshd_config", "-E", log)
 
     def _slurm(self, hosts: int) -> None:
         (self.folder / "slurm.conf").write_text(SLURM.format(folder=self.folder, tmp=self.tmp, hosts=hosts))

