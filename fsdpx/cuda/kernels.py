@@ -84,7 +84,7 @@ FORMS: dict[str, tuple[tuple[str, ...], Body]] = {}
 def form(roles: str) -> Callable[[Body], Body]:
     """Register a function as the form of its namesake. roles: of its positional arguments. real: of the format. wide:
     of the dtype of sums. sum: either. index, mask: integers, booleans. All of these contiguous, but for view: real, of
-    any strides. any: no array. `?`: may be None."""
+    any strides. any: no array. 0: nothing but 0 or None. `?`: may be None."""
 
     def register(body: Body) -> Body:
         FORMS[body.__name__] = (tuple(roles.split()), body)
@@ -104,6 +104,8 @@ def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
     wide = "float64" if kind == 64 else "float32"
     if kind == 0 or not all(a.size for a in arrays):
         return None
+    if name.startswith("attention") and arguments[0].shape[1] != arguments[1].shape[1]:  # queries that share keys
+        return None
     for role, value in zip(roles, arguments, strict=False):
         if not _plays(role, value, kind, wide):
             return None
@@ -117,8 +119,8 @@ def _kind(arrays: list[Any]) -> int:
 
 
 def _plays(role: str, value: Any, kind: int, wide: str) -> bool:
-    if value is None:
-        return role.endswith("?")
+    if value is None or role == "0":
+        return role.endswith("?") or (role == "0" and not is_on_gpu(value) and not value)
     role = role.removesuffix("?")
     if role == "any":
         return not is_on_gpu(value)
@@ -264,8 +266,10 @@ def cross_entropy_backward(
 # -- attention, one sample after the other -----------------------------------------------------------------------------
 
 
-@form("view view view any any")
-def attention(launch: Launch, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
+@form("view view view any any 0 0")
+def attention(
+    launch: Launch, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
+) -> tuple[Any, Any]:
     xp, (b, h, t, d), n = launch.xp, q.shape, k.shape[2]
     o = xp.empty((b, t, h, d), dtype=q.dtype).swapaxes(1, 2)
     lse, scores = xp.empty((b, h, t), dtype=launch.wide), xp.empty((h, t, n), dtype=launch.wide)
@@ -277,10 +281,11 @@ def attention(launch: Launch, q: Any, k: Any, v: Any, causal: bool, scale: float
     return o, lse
 
 
-@form("view view view view wide view any any")
+@form("view view view view wide view any any 0 0")
 def attention_backward(
-    launch: Launch, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float
-) -> Any:
+    launch: Launch, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
+    segments: Any = None,
+) -> Any:  # fmt: skip
     xp, (b, h, t, d), n = launch.xp, q.shape, k.shape[2]
     if n == t:
         made = xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)

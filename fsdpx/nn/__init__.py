@@ -4,6 +4,7 @@ from fsdpx.nn import init, models
 from fsdpx.nn.activation import GELU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.batchnorm import BatchNorm
+from fsdpx.nn.bert import Bert, BertEmbedding
 from fsdpx.nn.block import MLP, TransformerBlock
 from fsdpx.nn.composite import Composite
 from fsdpx.nn.container import Chain, Container, Residual
@@ -16,29 +17,31 @@ from fsdpx.nn.function import Lambda
 from fsdpx.nn.gated import Gate, GatedMLP
 from fsdpx.nn.gpt import GPT
 from fsdpx.nn.graph import Graph
-from fsdpx.nn.grouped import GroupedQueryAttention
+from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.heads import Attention, HeadNorm
 from fsdpx.nn.layer import Env, Layer, Spec
 from fsdpx.nn.linear import Linear
-from fsdpx.nn.llama import Llama, LlamaBlock
+from fsdpx.nn.llama import Llama
 from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
 from fsdpx.nn.marks import Column, Own, Row, Vocab
 from fsdpx.nn.norm import LayerNorm, RMSNorm
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.rotary import Rotary
 from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
-from fsdpx.nn.shape import Add, Concat, Flatten, Multiply, Scale
+from fsdpx.nn.shape import Add, Concat, First, Flatten, Multiply, Scale
 from fsdpx.nn.sort import Node, Sorted, infer, shapes, sort, specs_of
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
+from fsdpx.nn.vit import Patches, ViT
 from fsdpx.nn.vocabulary import VocabCrossEntropy, VocabEmbedding, VocabTokenEmbedding
 
 __all__ = [
-    "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AvgPool2d", "BCEWithLogits", "BatchNorm", "Chain", "Column",
-    "ColumnLinear", "Composite", "Concat", "Container", "Conv2d", "CrossEntropy", "Cut", "CutDropout", "Dropout",
-    "Embedding", "Enter", "Env", "Flatten", "Framed", "Gate", "GatedMLP", "Graph", "GroupedQueryAttention",
-    "HeadNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear", "Llama", "LlamaBlock", "Loss", "MaxPool2d",
-    "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Planned", "RMSNorm", "ReLU", "Residual",
-    "Rotary", "Row", "RowLinear", "Scale", "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh",
-    "TokenEmbedding", "TransformerBlock", "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding",
-    "infer", "init", "models", "parallelise", "shapes", "sort", "specs_of",
+    "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool2d", "BCEWithLogits", "BatchNorm",
+    "Bert", "BertEmbedding", "Chain", "Column", "ColumnLinear", "Composite", "Concat", "Container", "Conv2d",
+    "CrossEntropy", "Cut", "CutDropout", "Dropout", "Embedding", "Enter", "Env", "First", "Flatten", "Framed", "Gate",
+    "GatedMLP", "Graph", "GroupedQueryAttention", "HeadNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear",
+    "Llama", "Loss", "MaxPool2d", "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding", "Patches",
+    "Planned", "RMSNorm", "ReLU", "Residual", "Rotary", "Row", "RowLinear", "Scale", "SequenceLoss", "SiLU",
+    "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding", "TransformerBlock", "ViT", "Vocab",
+    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "infer", "init", "models", "parallelise", "shapes",
+    "sort", "specs_of",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from fsdpx.array import kernels
 from fsdpx.nn.activation import GELU, activation_of
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.check import positive
-from fsdpx.nn.container import Container, Step
+from fsdpx.nn.container import Container, Step, chained
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params
@@ -62,7 +62,7 @@ class MLP(Container):
         if isinstance(layers["activation"], GELU):
             form = layers["activation"].approximate
             self.runs = tuple(name if form == "none" else f"{name} {form}" for name in ("bias_gelu", "gelu_recompute"))
-        super().__init__(*_chained(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
+        super().__init__(*chained(layers | ({"dropout": Dropout(dropout)} if dropout else {})))
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         up, gelu, down = self._layers()
@@ -176,16 +176,7 @@ class TransformerBlock(Container):
         super().__init__(steps, ("x",), ("add2",))
 
 
-def _chained(layers: dict[str, Layer], source: str = "x") -> tuple[list[Step], tuple[str], tuple[str]]:
-    """Steps of `layers` in a chain from the value `source`; its name; the name of the last value."""
-    steps, value = [], source
-    for name, layer in layers.items():
-        steps.append(Step(name, layer, (value,), (name,)))
-        value = name
-    return steps, (source,), (value,)
-
-
 def _branch(name: str, source: str, layers: dict[str, Layer]) -> list[Step]:
     """`name = source + layers(source)`."""
-    steps, _, (end,) = _chained(layers, source)
+    steps, _, (end,) = chained(layers, source)
     return [*steps, Step(name, Add(), (source, end), (name,))]

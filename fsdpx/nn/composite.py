@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABCMeta, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from fsdpx.errors import ConfigError
@@ -146,6 +147,9 @@ class Composite(Container, metaclass=Composing):
     are named by attributes (`gate.weight`). ConfigError for a layer with parameters that is no attribute, for one that
     is never called, and for anything but layers done with a value."""
 
+    reads: tuple[str, ...] = ()
+    """The names of the inputs, where `compose(self, *x)` takes more or fewer of them by what `__init__` was told."""
+
     def __init__(self) -> None:
         """Subclasses need not call it: the steps come from `compose`."""
 
@@ -158,8 +162,10 @@ class Composite(Container, metaclass=Composing):
         owner = type(self).__name__
         if taken := sorted({"steps", "inputs", "outputs", "ties"} & vars(self).keys()):
             raise ConfigError(f"{owner}: {taken[0]!r} is an attribute that every container has; choose another name")
-        inputs = inspect.signature(self.compose).parameters
-        if not inputs or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in inputs.values()):
+        inputs: Mapping[str, Any] = inspect.signature(self.compose).parameters
+        if self.reads:
+            inputs = dict.fromkeys(self.reads)
+        elif not inputs or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in inputs.values()):
             raise ConfigError(f"{owner}: compose takes one argument by name for each input, compose(self, x)")
         named = {check_name(owner, name): child for name, child in vars(self).items() if isinstance(child, Layer)}
         trace = Trace(owner, named, tuple(inputs))

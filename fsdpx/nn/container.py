@@ -18,7 +18,7 @@ from fsdpx.nn.shape import Add
 from fsdpx.nn.ties import resolve_ties
 from fsdpx.program import constants
 
-__all__ = ["Chain", "Container", "Residual", "Step", "check_name"]
+__all__ = ["Chain", "Container", "Residual", "Step", "chained", "check_name"]
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,19 @@ class Residual(Container):
         self.body = body
         steps = [Step("body", body, ("x",), ("body",)), Step("add", Add(), ("x", "body"), ("add",))]
         super().__init__(steps, ("x",), ("add",))
+
+
+def chained(
+    layers: Mapping[str, Layer], source: str = "x", shared: Sequence[str] = ()
+) -> tuple[list[Step], tuple[str, ...], tuple[str, ...]]:
+    """Steps of `layers` in a chain from the value `source`; the names of the inputs; that of the last value.
+
+    shared: values that layers of several inputs read too, after the one that comes along the chain."""
+    steps, value = [], source
+    for name, layer in layers.items():
+        steps.append(Step(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
+        value = name
+    return steps, (source, *shared), (value,)
 
 
 def check_name(owner: str, name: object) -> str:

@@ -1,23 +1,25 @@
-"""Grouped-query attention: rotary positions, and heads of queries that share keys and values."""
+"""Grouped-query attention, and the block of a transformer around it."""
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
+from fsdpx.errors import ConfigError
 from fsdpx.nn.check import positive
 from fsdpx.nn.composite import Composite
 from fsdpx.nn.heads import Attention, HeadNorm
 from fsdpx.nn.init import Init, zeros
-from fsdpx.nn.layer import Env, Params
+from fsdpx.nn.layer import Env, Layer, Params
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Column, Row
 from fsdpx.nn.rotary import Rotary
 
-__all__ = ["GroupedQueryAttention"]
+__all__ = ["AttentionBlock", "GroupedQueryAttention"]
 
 
 class GroupedQueryAttention(Composite):
-    """Causal attention of Llama and its kin: `(samples, time, d_model)` to the same, one unit.
+    """Attention of Llama and its kin: `(samples, time, d_model)` to the same, one unit.
 
     Weights `q.weight (n_heads d_head, d_model)`, `k.weight` and `v.weight (kv_heads d_head, d_model)`, `out.weight
     (d_model, n_heads d_head)`; with `qk_norm` also `q_norm.weight` and `k_norm.weight (d_head,)`. With "attention" in
@@ -27,8 +29,9 @@ class GroupedQueryAttention(Composite):
     ----------
     d_model : features of the input and the result
     n_heads, kv_heads : heads of queries, and of keys and values, as in `Attention`
-    rotary : how positions turn queries and keys; its d_head is that of all heads
-    window : as in `Attention`
+    rotary : how positions turn queries and keys; its d_head is that of all heads. None: they do not, and d_head is
+        d_model / n_heads
+    causal, window, segments : as in `Attention`; with segments they are a second input
     qk_norm : None, or the eps of an RMSNorm of each head of queries and keys, before positions (Qwen3)
     qkv_bias, out_bias : whether q, k and v, and the last Linear, have biases
     init, out_init : of the weights; None: as in `Linear`
@@ -41,10 +44,12 @@ class GroupedQueryAttention(Composite):
         d_model: int,
         n_heads: int,
         kv_heads: int,
-        rotary: Rotary,
+        rotary: Rotary | None,
         *,
+        causal: bool = True,
         window: int | None = None,
         qk_norm: float | None = None,
+        segments: bool = False,
         qkv_bias: bool = False,
         out_bias: bool = False,
         init: Init | None = None,
@@ -52,9 +57,10 @@ class GroupedQueryAttention(Composite):
     ) -> None:
         positive(self, d_model=d_model, n_heads=n_heads, kv_heads=kv_heads)
         self.d_model, self.n_heads, self.kv_heads = d_model, n_heads, kv_heads
-        d_head = rotary.d_head
-        self.attend = Attention(n_heads, kv_heads, d_head, window=window)
+        d_head = rotary.d_head if rotary else _share(d_model, n_heads)
+        self.attend = Attention(n_heads, kv_heads, d_head, causal, window, segments)
         self.rotary = rotary
+        self.reads = ("x", "segments") if segments else ("x",)
         self.q = Linear(d_model, n_heads * d_head, qkv_bias, init=init, bias_init=zeros)
         self.k = Linear(d_model, kv_heads * d_head, qkv_bias, init=init, bias_init=zeros)
         self.v = Linear(d_model, kv_heads * d_head, qkv_bias, init=init, bias_init=zeros)
@@ -65,17 +71,19 @@ class GroupedQueryAttention(Composite):
         keys = Column(grain=d_head)
         self.plan = {"q": Column(grain=grain), "k": keys, "v": keys, "out": Row()}
 
-    def compose(self, x: Any) -> Any:
+    def compose(self, x: Any, *segments: Any) -> Any:
         q, k, v = self.q(x), self.k(x), self.v(x)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
-        return self.out(self.attend(self.rotary(q), self.rotary(k), v))
+        if self.rotary is not None:
+            q, k = self.rotary(q), self.rotary(k)
+        return self.out(self.attend(q, k, v, *segments))
 
     def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
         y, saved = super().forward(env, p, x)
         *rest, held, last = saved
-        if "attention" in env.recompute and len(held) == 5 and len(last) == 1 and last[0] is held[3]:
-            saved = (*rest, held[:3], ())
+        if "attention" in env.recompute and len(held) == 3 and len(last) == 1 and last[0] is held[1]:
+            saved = (*rest, held[:1], ())
         return y, saved
 
     def _backwards(self, env: Env, parts: Any, one: Any, saved: Any, *rest: Any) -> Any:
@@ -83,6 +91,38 @@ class GroupedQueryAttention(Composite):
         *before, held, last = saved
         if last == ():
             step = self.steps[-2]
-            merged, held = step.layer.forward(env.at(step.name), {}, held)
+            merged, held = step.layer.forward(env.at(step.name), {}, held[0])
             last = (merged,)
         return super()._backwards(env, parts, one, (*before, held, last), *rest)
+
+
+class AttentionBlock(Composite):
+    """x + attn(norm1(x)), then x + mlp(norm2(x)): `(samples, time, d_model)` to the same, one unit.
+
+    Parameters
+    ----------
+    attn : the attention; a second input of it, its segments, is one of the block
+    mlp : a layer
+    norm : what both norms are like
+    post : norm1(x + attn(x)), then norm2(x + mlp(x)), as in BERT
+    """
+
+    unit = True
+
+    def __init__(self, attn: GroupedQueryAttention, mlp: Layer, norm: Layer, post: bool = False) -> None:
+        self.norm1, self.attn, self.norm2, self.mlp = copy(norm), attn, copy(norm), mlp
+        self.post = bool(post)
+        self.reads = attn.reads
+
+    def compose(self, x: Any, *segments: Any) -> Any:
+        if self.post:
+            x = self.norm1(x + self.attn(x, *segments))
+            return self.norm2(x + self.mlp(x))
+        x = x + self.attn(self.norm1(x), *segments)
+        return x + self.mlp(self.norm2(x))
+
+
+def _share(d_model: int, n_heads: int) -> int:
+    if d_model % n_heads:
+        raise ConfigError(f"GroupedQueryAttention: d_model {d_model} is not a multiple of n_heads {n_heads}")
+    return d_model // n_heads

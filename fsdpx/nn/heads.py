@@ -6,12 +6,13 @@ from copy import copy
 from typing import Any
 
 from fsdpx.array import kernels
-from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.attention import Core, Heads
 from fsdpx.nn.check import positive
 from fsdpx.nn.context import Ring, Ulysses
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.norm import RMSNorm
+from fsdpx.nn.numeric import is_index
 
 __all__ = ["Attention", "HeadNorm", "PerHead"]
 
@@ -79,13 +80,20 @@ class Attention(PerHead):
     d_head : features of a head
     causal : a position attends to itself and to earlier positions only
     window : with `causal`, to itself and the window - 1 positions before it (Beltagy et al. 2020); None: to all
+    segments : a fourth input, whole numbers (samples, time): a position attends to those of its own number only.
+        Documents that are packed into one sequence have a number each, and padding another one
     """
 
-    n_inputs = 3
     runs = ("attention", "attention_backward")
 
     def __init__(
-        self, n_heads: int, kv_heads: int, d_head: int, causal: bool = True, window: int | None = None
+        self,
+        n_heads: int,
+        kv_heads: int,
+        d_head: int,
+        causal: bool = True,
+        window: int | None = None,
+        segments: bool = False,
     ) -> None:
         positive(self, n_heads=n_heads, kv_heads=kv_heads, d_head=d_head)
         if window is not None:
@@ -96,6 +104,7 @@ class Attention(PerHead):
             raise ConfigError("Attention: a window needs causal=True")
         self.n_heads, self.kv_heads, self.d_head = n_heads, kv_heads, d_head
         self.causal, self.window = bool(causal), window
+        self.segments, self.n_inputs = bool(segments), 4 if segments else 3
         self.core: Core | None = None
 
     def on_part(self, path: str, sequence: str) -> Layer:
@@ -108,32 +117,49 @@ class Attention(PerHead):
                 f"{path!r}: attention within a window of {self.window} works on whole sequences: use a tensor plan, or "
                 f"sequence='parallel', instead of {sequence!r}"
             )
+        if self.segments:
+            raise ConfigError(
+                f"{path!r}: attention within segments works on whole sequences: use a tensor plan, or "
+                f"sequence='parallel', instead of {sequence!r}"
+            )
         new, heads = copy(self), Heads(self.n_heads, self.d_head, self.causal, 0.0)
         new.core = Ring(heads) if sequence == "ring" else Ulysses(heads)
         return new
 
-    def forward(self, env: Env, p: Params, x: tuple[Array, Array, Array]) -> tuple[Array, Any]:
-        q, k, v = x
-        if q.shape[2] * self.kv_heads != k.shape[2] * self.n_heads or k.shape != v.shape or q.shape[:2] != k.shape[:2]:
-            got = ", ".join(str(tuple(a.shape)) for a in x)
-            wanted = f"(samples, time, {self.n_heads} x {self.d_head}) and twice (.., {self.kv_heads} x {self.d_head})"
-            raise ShapeError(f"{self!r} wants queries, keys and values {wanted}, got {got}")
+    def forward(self, env: Env, p: Params, x: tuple[Array, ...]) -> tuple[Array, Any]:
+        self._want(x)
+        q, k, v, *segments = x
         if self.core is not None:
             merged, kept = self.core.forward(env, self._repeated(env, q, k, v))
             return merged, (kept,)
-        o, lse = kernels.attention(env.xp, *map(self._apart, x), self.causal, self._scale, self.window or 0)
+        o, lse = kernels.attention(env.xp, *map(self._apart, (q, k, v)), *self._form(env, segments))
         merged = o.swapaxes(1, 2).reshape(q.shape)
-        return merged, (q, k, v, merged, lse)
+        return merged, (tuple(x), merged, lse)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Any, Any]:
         if self.core is not None:
             return self._summed(env, self.core.backward(env, saved[0], dy)), ()
-        q, k, v, merged, lse = saved
+        (q, k, v, *segments), merged, lse = saved
         arrays = [self._apart(a) for a in (q, k, v, merged)]
-        d = kernels.attention_backward(
-            env.xp, *arrays, lse, self._apart(dy), self.causal, self._scale, self.window or 0
-        )
-        return tuple(part.swapaxes(1, 2).reshape(a.shape) for part, a in zip(d, (q, k, v), strict=True)), ()
+        d = kernels.attention_backward(env.xp, *arrays, lse, self._apart(dy), *self._form(env, segments))
+        parts = [part.swapaxes(1, 2).reshape(a.shape) for part, a in zip(d, (q, k, v), strict=True)]
+        return (*parts, *(None for _ in segments)), ()
+
+    def _want(self, x: tuple[Array, ...]) -> None:
+        q, k, v, *segments = x
+        fits = q.shape[2] * self.kv_heads == k.shape[2] * self.n_heads and k.shape == v.shape
+        if not fits or any(a.shape[:2] != q.shape[:2] for a in x):
+            wanted = f"(samples, time, {self.n_heads} x {self.d_head}), twice (.., {self.kv_heads} x {self.d_head})"
+            got = ", ".join(str(tuple(a.shape)) for a in x)
+            more = " and segments (samples, time)" if self.segments else ""
+            raise ShapeError(f"{self!r} wants queries, keys and values {wanted}{more}, got {got}")
+        if any(not is_index(a) for a in segments):
+            raise DataError(f"{self!r} wants whole numbers as segments, got {segments[0].dtype}")
+
+    def _form(self, env: Env, segments: list[Array]) -> tuple[Any, ...]:
+        """What the kernel takes after its arrays."""
+        names = segments[0].astype(env.xp.int64, copy=False) if segments else None
+        return self.causal, self._scale, self.window or 0, names
 
     @property
     def _scale(self) -> float:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpx.nn.check import positive
-from fsdpx.nn.composite import Composite
-from fsdpx.nn.container import Chain
+from fsdpx.nn.container import Container, chained
 from fsdpx.nn.embedding import Embedding
 from fsdpx.nn.gated import GatedMLP
-from fsdpx.nn.grouped import GroupedQueryAttention
+from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
 from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linear import Linear
@@ -20,33 +19,10 @@ from fsdpx.nn.norm import RMSNorm
 from fsdpx.nn.rotary import Rotary
 from fsdpx.nn.shape import Scale
 
-__all__ = ["Llama", "LlamaBlock"]
+__all__ = ["Llama"]
 
 
-class LlamaBlock(Composite):
-    """x + attn(norm1(x)), then x + mlp(norm2(x)): `(samples, time, d_model)` to the same, one unit.
-
-    Parameters
-    ----------
-    attn : the attention, a layer
-    mlp : a layer
-    eps, unit_offset : of the two RMSNorm
-    """
-
-    unit = True
-
-    def __init__(self, attn: GroupedQueryAttention, mlp: Layer, eps: float = 1e-6, unit_offset: bool = False) -> None:
-        self.norm1 = RMSNorm(attn.d_model, eps, unit_offset=unit_offset)
-        self.attn = attn
-        self.norm2 = RMSNorm(attn.d_model, eps, unit_offset=unit_offset)
-        self.mlp = mlp
-
-    def compose(self, x: Any) -> Any:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-class Llama(Chain):
+class Llama(Container):
     """Tokens `(samples, time)` -> logits `(samples, time, vocab)`.
 
     Children: "embed" (`embed.weight`), "blocks.0" ..., "norm", "head" (Linear without bias). A block has
@@ -74,6 +50,7 @@ class Llama(Chain):
     tie : `head.weight` is `embed.weight`
     scale_embedding : rows of the embedding are multiplied by sqrt(d_model)
     unit_offset : RMSNorm layers multiply by 1 + weight
+    segments : a second input, whole numbers (samples, time): a position attends to those of its own number only
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
@@ -101,6 +78,7 @@ class Llama(Chain):
         tie: bool = False,
         scale_embedding: bool = False,
         unit_offset: bool = False,
+        segments: bool = False,
         frozen: Sequence[str] = (),
     ) -> None:
         positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len)
@@ -109,16 +87,18 @@ class Llama(Chain):
         init, out_init = normal(0.02), normal(0.02 / math.sqrt(2 * n_layers))
         rotary = Rotary(d_head or max(d_model // n_heads, 1), theta, rope_scaling, seq_len)
         attention = GroupedQueryAttention(
-            d_model, n_heads, kv_heads or n_heads, rotary, window=window, qk_norm=eps if qk_norm else None,
-            qkv_bias=qkv_bias or bias, out_bias=bias, init=init, out_init=out_init,
+            d_model, n_heads, kv_heads or n_heads, rotary, window=window, segments=segments, qkv_bias=qkv_bias or bias,
+            qk_norm=eps if qk_norm else None, out_bias=bias, init=init, out_init=out_init,
         )  # fmt: skip
         mlp = GatedMLP(d_model, hidden or -(-d_model // 3) * 8, activation, bias, init=init, out_init=out_init)
         layers: dict[str, Layer] = {"embed": Embedding(vocab, d_model, init=init)}
         layers |= {"scale": Scale(math.sqrt(d_model))} if scale_embedding else {}
-        layers["blocks"] = Chain(*[LlamaBlock(attention, mlp, eps, unit_offset)] * n_layers)
-        layers["norm"] = RMSNorm(d_model, eps, unit_offset=unit_offset)
+        norm, shared = RMSNorm(d_model, eps, unit_offset=unit_offset), ("segments",) if segments else ()
+        block = AttentionBlock(attention, mlp, norm)
+        layers["blocks"] = Container(*chained(dict.fromkeys(map(str, range(n_layers)), block), "x", shared))
+        layers["norm"] = norm
         layers["head"] = Linear(d_model, vocab, bias=False, init=init)
-        super().__init__(layers, ties={"head.weight": "embed.weight"} if tie else None, frozen=frozen)
+        super().__init__(*chained(layers, "x", shared), {"head.weight": "embed.weight"} if tie else None, frozen)
 
     def __repr__(self) -> str:
         return Layer.__repr__(self)

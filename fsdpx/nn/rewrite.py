@@ -108,11 +108,13 @@ class Rewriter:
         return self.sequence is not None and isinstance(kind, Whole) and not self._takes_whole(layer, path, place)
 
     def _takes_whole(self, layer: Layer, path: str, place: int) -> bool:
-        """Whether `layer` needs all tokens: an embedding that is cut by rows does."""
+        """Whether `layer` needs all of an input: an embedding that is cut by rows does, and attention its segments."""
         if isinstance(layer, Container) and not isinstance(layer, MLP):
             name = layer.inputs[place]
             readers = [(s, i) for s in layer.steps for i, source in enumerate(s.sources) if source == name]
             return any(self._takes_whole(s.layer, dotted(path, s.name), i) for s, i in readers)
+        if isinstance(layer, Attention):
+            return place == 3
         return isinstance(layer, Embedding | TokenEmbedding) and path in self.marks
 
     def _ties(self, layer: Container, path: str, steps: Sequence[Step]) -> None:
@@ -200,6 +202,7 @@ class Rewriter:
 
     def _per_head(self, layer: PerHead, path: str, kinds: list[Kind]) -> tuple[Layer, Kind]:
         """With a part of the heads a layer does what it does with all; parts of several inputs must be of the same."""
+        kinds = kinds[:3]  # without segments, which are whole
         cut = [kind for kind in kinds if isinstance(kind, Features)]
         if cut:
             whole = all(kind.blocks == 1 and kind.grain % layer.d_head == 0 for kind in cut)

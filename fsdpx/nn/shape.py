@@ -8,7 +8,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.check import positive
 from fsdpx.nn.layer import Array, Env, Layer, Params
 
-__all__ = ["Add", "Concat", "Flatten", "Multiply", "Scale", "one_shape"]
+__all__ = ["Add", "Concat", "First", "Flatten", "Multiply", "Scale", "one_shape"]
 
 
 class Flatten(Layer):
@@ -87,6 +87,18 @@ class Scale(Layer):
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         return dy * self.factor, ()
+
+
+class First(Layer):
+    """The first position of each sample: `(samples, time, ...)` -> `(samples, ...)`."""
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        return x[:, 0], (tuple(x.shape),)
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
+        dx = env.xp.zeros(saved[0], dtype=dy.dtype)
+        dx[:, 0] = dy
+        return dx, ()
 
 
 class Concat(Layer):

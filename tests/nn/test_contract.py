@@ -83,11 +83,19 @@ CASES = {
         lambda: nn.GroupedQueryAttention(6, 4, 2, nn.Rotary(4), qk_norm=1e-5, qkv_bias=True),
         lambda: rows(3, 4, 6),
     ),
-    "LlamaBlock": (
-        lambda: nn.LlamaBlock(nn.GroupedQueryAttention(6, 2, 1, nn.Rotary(4)), nn.GatedMLP(6, 5), unit_offset=True),
-        lambda: rows(3, 4, 6),
+    "AttentionBlock": (
+        lambda: nn.AttentionBlock(
+            nn.GroupedQueryAttention(6, 2, 1, None, causal=False, segments=True), nn.MLP(6, 5), nn.LayerNorm(6), True
+        ),
+        lambda: (rows(3, 4, 6), ids(2, 3, 4)),
     ),
     "Llama": (lambda: nn.Llama(11, 8, 2, 2, 6, kv_heads=1, scale_embedding=True), lambda: ids(11, 3, 5)),
+    "LlamaSegments": (lambda: nn.Llama(11, 8, 1, 2, 6, segments=True), lambda: (ids(11, 3, 5), ids(2, 3, 5))),
+    "First": (nn.First, lambda: rows(3, 4, 6)),
+    "BertEmbedding": (lambda: nn.BertEmbedding(11, 6, 5), lambda: (ids(11, 3, 4), ids(2, 3, 4))),
+    "Bert": (lambda: nn.Bert(11, 6, 1, 2, 5), lambda: (ids(11, 3, 4), ids(2, 3, 4), ids(2, 3, 4))),
+    "Patches": (lambda: nn.Patches(4, 2, 3, 5), lambda: rows(3, 3, 4, 4)),
+    "ViT": (lambda: nn.ViT(4, 2, 6, 1, 2, 3, channels=1), lambda: rows(3, 1, 4, 4)),
     "MultiHeadAttention": (lambda: nn.MultiHeadAttention(6, 2), lambda: rows(3, 4, 6)),
     "MultiHeadAttentionToAll": (lambda: nn.MultiHeadAttention(6, 3, causal=False), lambda: rows(3, 4, 6)),
     "MultiHeadAttentionDropout": (

@@ -65,7 +65,38 @@ PAIRS = {
         lambda: nn.GPT(VOCAB, WIDTH, LAYERS, HEADS, 64, hidden=48, activation="gelu_new", eps=1e-3),
     ),
 }  # fmt: skip
+ENCODER: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "intermediate_size": 48, "max_position_embeddings": 16, "hidden_dropout_prob": 0.0, "image_size": 8,
+    "patch_size": 4, "attention_probs_dropout_prob": 0.0, "num_labels": 5,
+}  # fmt: skip
+PAIRS |= {
+    "bert": (
+        lambda: transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)),
+        lambda: nn.Bert(VOCAB, WIDTH, LAYERS, HEADS, 16, hidden=48),
+    ),
+    "bert for classes": (
+        lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**ENCODER)),
+        lambda: nn.Bert(VOCAB, WIDTH, LAYERS, HEADS, 16, hidden=48, classes=5),
+    ),
+    "vit": (
+        lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**ENCODER)),
+        lambda: nn.ViT(8, 4, WIDTH, LAYERS, HEADS, 5, hidden=48),
+    ),
+}
 NAMES = {
+    "bert.embeddings.word_embeddings": "embed.tokens", "bert.embeddings.position_embeddings.weight":
+    "embed.tokens.position", "bert.embeddings.token_type_embeddings": "embed.types",
+    "bert.embeddings.LayerNorm": "embed.norm", "bert.encoder.layer.": "blocks.", "attention.self.query": "attn.q",
+    "attention.self.key": "attn.k", "attention.self.value": "attn.v", "attention.output.dense": "attn.out",
+    "attention.output.LayerNorm": "norm1", "intermediate.dense": "mlp.up", "output.dense": "mlp.down",
+    "output.LayerNorm": "norm2", "cls.predictions.transform.dense": "dense",
+    "cls.predictions.transform.LayerNorm": "norm", "cls.predictions.bias": "head.bias",
+    "bert.pooler.dense": "pooler", "classifier": "head", "vit.layers.": "blocks.",
+    "vit.embeddings.cls_token": "embed.token", "vit.embeddings.position_embeddings": "embed.position",
+    "vit.embeddings.patch_embeddings.projection": "embed", "vit.layernorm": "norm", "attention.q_proj": "attn.q",
+    "attention.k_proj": "attn.k", "attention.v_proj": "attn.v", "attention.o_proj": "attn.out",
+    "layernorm_before": "norm1", "layernorm_after": "norm2", "mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down",
     "model.": "", "transformer.": "", "layers.": "blocks.", "h.": "blocks.", "embed_tokens": "embed",
     "self_attn.": "attn.", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out", "gate_proj": "gate",
     "up_proj": "up", "down_proj": "down", "input_layernorm": "norm1", "post_attention_layernorm": "norm2",
@@ -86,6 +117,7 @@ def arrays(net: Any, gradients: bool = False) -> dict[str, np.ndarray]:
     found = {}
     for name, p in net.named_parameters():
         a = (p.grad if gradients else p).detach().numpy().copy()
+        a = a.reshape(a.shape[-1:] if "cls_token" in name else a.shape[1:]) if a.shape[0] == 1 and a.ndim == 3 else a
         found[renamed(name)] = a.T.copy() if ".c_" in name and a.ndim == 2 else a
     return found
 
@@ -128,6 +160,23 @@ def tokens(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return text[:, :-1], text[:, 1:]
 
 
+def batch(name: str, seed: int = 0) -> tuple[tuple[np.ndarray, ...], dict[str, Any], np.ndarray]:
+    """Our inputs, theirs, and the target. Of BERT's samples one is padded at its end, and one at its beginning."""
+    x, y = tokens(seed)
+    rng = np.random.default_rng([seed, 1])
+    if name == "vit":
+        images = rng.standard_normal((SAMPLES, 3, 8, 8))
+        return (images,), {"pixel_values": torch.tensor(images)}, y[:, 0] % 5
+    if "bert" not in name:
+        return (x,), {"input_ids": torch.tensor(x)}, y
+    x = np.maximum(x, 1)  # token 0 pads: its row gets no gradient there
+    kinds, mask = rng.integers(0, 2, x.shape), np.ones_like(x)
+    mask[1, 8:], mask[2, :3] = 0, 0 if name == "bert" else 1
+    words = ("input_ids", "token_type_ids", "attention_mask")
+    given = {word: torch.tensor(a) for word, a in zip(words, (x, kinds, mask), strict=True)}
+    return (x, kinds, mask), given, np.where(mask == 1, y, -100) if name == "bert" else y[:, 0] % 5
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_logits_are_the_same(name: str) -> None:
     net, model = made(name, torch.float32)
@@ -135,18 +184,22 @@ def test_logits_are_the_same(name: str) -> None:
     if "head.weight" not in model.specs():
         p.pop("head.weight", None)
     assert {n: a.shape for n, a in p.items()} == {n: s.shape for n, s in model.specs().items()}
-    x, _ = tokens()
-    y, _ = model.forward(env(training=False), p, x)
-    np.testing.assert_allclose(y, net(torch.tensor(x)).logits.detach().numpy(), rtol=1e-5, atol=1e-5)
+    x, given, target = batch(name)
+    x = tuple(a.astype(np.float32) if a.dtype.kind == "f" else a for a in x)
+    y, _ = model.forward(env(training=False), p, x[0] if len(x) == 1 else x)
+    want = net(**{k: a.float() if a.is_floating_point() else a for k, a in given.items()}).logits.detach().numpy()
+    counts = target >= 0
+    np.testing.assert_allclose(y[counts], want[counts], rtol=1e-5, atol=1e-5)
 
 
-def plain(net: Any) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+def plain(name: str, net: Any) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.01)
     losses, first = [], {}
     for step in range(10):
-        x, y = map(torch.tensor, tokens(step))
+        _, given, y = batch(name, step)
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(net(x).logits.flatten(0, 1), y.flatten())
+        logits = net(**given).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.tensor(y).flatten())
         loss.backward()
         first = first or arrays(net, gradients=True)
         optimizer.step()
@@ -163,14 +216,15 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 CASES = [(name, "alone") for name in PAIRS] + [
     ("llama", "fsdp"), ("mistral", "pipe"), ("qwen3", "tensor"), ("qwen2", "sequence"), ("gemma", "tensor"),
+    ("bert", "sequence"), ("bert for classes", "pipe"), ("vit", "fsdp"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_gradients_and_ten_steps_are_the_same(name: str, mesh: str) -> None:
     net, model = made(name, torch.float64)
-    net = widened(net, model) if name != "gpt2" else net
-    begin, (losses, want, end) = arrays(net), plain(net)
+    net = widened(net, model) if isinstance(model, nn.Llama) else net
+    begin, (losses, want, end) = arrays(net), plain(name, net)
 
     def run(comm: Communicator) -> Any:
         trainer = fsdpx.distribute(
@@ -181,8 +235,9 @@ def test_gradients_and_ten_steps_are_the_same(name: str, mesh: str) -> None:
         part = slice(comm.rank * 2, comm.rank * 2 + 2) if mesh == "fsdp" else slice(None)
         found, first = [], {}
         for step in range(10):
-            x, y = tokens(step)
-            found.append(trainer.accumulate(x[part], y[part]))
+            x, _, y = batch(name, step)
+            given = tuple(a[part] for a in x)
+            found.append(trainer.accumulate(given[0] if len(given) == 1 else given, y[part]))
             first = first or trainer.gradients()
             trainer.update()
         return found, first, trainer.parameters()
