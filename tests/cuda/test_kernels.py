@@ -175,8 +175,9 @@ def test_updates_have_the_bits_of_the_host(cupy: Cupy, dtype: Any) -> None:
 def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
     x, half = cupy.asarray(X), cupy.asarray(X.astype(np.float16))
     w32 = cupy.asarray(W.astype(np.float32))
-    taken = on_gpu("layer_norm", (x, cupy.asarray(W), None, 1e-5))
-    assert taken is not None
+    q = cupy.asarray(Q)
+    assert on_gpu("layer_norm", (x, cupy.asarray(W), None, 1e-5)) is not None
+    assert on_gpu("attention", (q, q, q, True, 0.4, 0, None)) is not None
     for name, arguments in (
         ("relu", (x,)),  # there is no form
         ("gelu", (half,)),
@@ -185,6 +186,8 @@ def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
         ("layer_norm", (x, w32, None, 1e-5)),  # formats that are mixed
         ("drop_backward", (x, x, 0.1)),  # the mask is none
         ("softmax", (X,)),  # on the host
+        ("attention", (q, q, q, True, 0.4, 3, None)),  # a window
+        ("attention", (q, q[:, :1], q[:, :1], True, 0.4, 0, None)),  # fewer heads of keys
     ):
         assert on_gpu(name, arguments) is None, name
     assert not cuda.update("adam8", (x,), ())
