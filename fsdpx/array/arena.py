@@ -135,6 +135,15 @@ class Arena:
         made, self._rest = self._rest[:used].view(dtype), self._rest[nbytes:]
         return made
 
+    def fresh(self, size: int, dtype: Any) -> Any:
+        """A buffer of `size` elements that lives as long as somebody holds it, filled with whatever was there."""
+        if self.xp is not np:
+            return self.xp.empty((size,), dtype=dtype)
+        nbytes = size * np.dtype(dtype).itemsize
+        block = np.empty(nbytes + ALIGN, np.uint8)
+        start = -address(block) % ALIGN
+        return block[start : start + nbytes].view(dtype)
+
     def adopt(self, name: Hashable, buffer: Any) -> None:
         """Take `buffer`, made elsewhere, as the kept one of this name."""
         self.kept[name] = buffer

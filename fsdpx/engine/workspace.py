@@ -30,7 +30,8 @@ class Workspace:
         self.births: Counter[Slot] = Counter()
         pages, ledger = self.place.pages, state.ledger  # looked up once: what is kept stays where it is
         self._full = {p: ledger.array("full", p) for p in pages}
-        self._part = {p: ledger.array("part", p) for p in pages}
+        parts = {p: row for p in pages if (row := ledger.rows.get(Key("part", p)))}
+        self._part = {p: ledger.array("part", p) for p, row in parts.items() if not row.passing}
         self._grads = {p: ledger.rows[Key("grad", p)] for p in self.place.stage.trained}
         self._local = {s.at for s in program.begins | program.ends if s.kind == "grad"}
         self._scratch: dict[tuple[str, int], int] = {}
@@ -66,8 +67,9 @@ class Workspace:
         return self.buffer(slot.kind, slot.at, nbytes, "uint8")
 
     def part(self, page: int) -> Any:
-        """Where the reduced gradient of a page is kept."""
-        return self._part[page]
+        """Where the reduced gradient of a page is kept until its update."""
+        kept = self._part.get(page)
+        return self.state.passing(Key("part", page)) if kept is None else kept
 
     def delta(self, page: int) -> Any:
         """Where the outer gradient of a page is found."""

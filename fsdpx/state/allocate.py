@@ -41,7 +41,7 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     disk = open_disk(placement, rows)
     ledger = Ledger(rows, None if disk is None else disk.mapped)
     for row in rows:
-        if row.kept:
+        if row.kept and not row.passing:
             ledger.arrays[row.key] = _memory(arena, ledger, row, disk)
     state = TrainState(placement, arena, ledger, connect_ties(placement), Beyond(disk, exchange))
     if not placement.imaginary:  # random numbers take time, and there is nowhere to put them

@@ -76,7 +76,8 @@ def held(state: TrainState, ranks_here: int) -> dict[str, Part]:
     blocks = sum(block.nbytes for block in arena.blocks) - common
     own = max(blocks, 0) + (arena.slab_nbytes if arena.slab_shared else 0)
     read = own * (ranks_here - 1) // ranks_here
-    private = max(total - share - own, 0)
+    passing = sum(row.nbytes for row in state.ledger if row.passing)  # these lie where activations were
+    private = max(total - share - own - passing, 0)
     parts = {"arena": Part(private, private), "shared windows": Part(common + own + read, share + own)}
     return {name: part for name, part in parts.items() if part.rss}
 

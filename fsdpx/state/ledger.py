@@ -57,9 +57,11 @@ Level = Literal["device", "host", "disk", "map", "rank"]
 """Where the bytes are: with the arrays that are computed on, in host memory, on disk, there as well but mapped, so that
 the system keeps of it what memory has room for, or in the memory of another rank."""
 
-Lifetime = Literal["run", "step", "use"]
+Lifetime = Literal["run", "step", "pass", "use"]
 """How long the contents are good: as long as there is a trainer, until the next update, or while an action uses them.
-What lives for a use has no memory of its own: programs plan where it lies."""
+What lives for a use has no memory of its own: programs plan where it lies. What lives for a
+"pass" is as good as what lives for a step, but has memory from its first use to the update alone: where activations lay
+that are gone by then."""
 
 
 class Key(NamedTuple):
@@ -97,8 +99,13 @@ class Row:
 
     @property
     def kept(self) -> bool:
-        """Whether it has memory between programs."""
+        """Whether it has memory between programs, once it is there."""
         return self.lifetime != "use" and self.level != "disk"
+
+    @property
+    def passing(self) -> bool:
+        """Whether it has none after an update."""
+        return self.lifetime == "pass"
 
     @property
     def saved(self) -> bool:

@@ -93,7 +93,8 @@ def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterat
     full = Row(Key("grad", p), dtype, Range(0, page.size), "private", lifetime, level if kept else "device", times)
     yield full
     inside, at = (full.key, page.mine.start * windows) if kept else (None, 0)
-    yield Row(Key("part", p), dtype, page.mine, lifetime="step", level=level, inside=inside, at=at)
+    alone = inside is None and level == "device" and placement.rounds is None
+    yield Row(Key("part", p), dtype, page.mine, lifetime="pass" if alone else "step", level=level, inside=inside, at=at)
 
 
 def _memory(placement: Placement, page: ShardedPage) -> Iterator[Row]:

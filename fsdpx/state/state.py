@@ -10,7 +10,7 @@ from fsdpx.array.arena import Arena
 from fsdpx.array.random import Moment, Random
 from fsdpx.program import Slot
 from fsdpx.state.exchange import Exchange
-from fsdpx.state.ledger import KINDS, Ledger, Row
+from fsdpx.state.ledger import KINDS, Key, Ledger, Row
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.scaler import Scaler
@@ -144,6 +144,9 @@ class TrainState:
         self.samples, self.adding = 0, ""
         self.ran = {"updated"}
         self.drop_local()
+        for row in self.ledger:
+            if row.passing:
+                self.ledger.arrays.pop(row.key, None)
 
     def follow(self, steps: int, value: float, good: int) -> None:
         """An update that other ranks have made."""
@@ -202,6 +205,14 @@ class TrainState:
         self.set_aside(but=())
 
     # -- memory --------------------------------------------------------------------------------------------------------
+
+    def passing(self, key: Key) -> Any:
+        """The array of a row that lives for a pass, until the next update has come to its end: not sooner, since after
+        an error a transfer may still write into it."""
+        if key not in self.ledger.arrays:
+            row = self.ledger.rows[key]
+            self.ledger.arrays[key] = self.arena.fresh(row.elements, row.dtype)
+        return self.ledger.arrays[key]
 
     def local_gradient(self, row: Row) -> Any:
         """Memory for a whole gradient that stays on this rank until the update, while `no_sync` asks for it."""

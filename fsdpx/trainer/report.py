@@ -143,7 +143,7 @@ class Report(Moved):
     def _held(self) -> str:
         rows = [("memory of this rank", "bytes")]
         rows += [(kind, bytes_text(n)) for kind, n in sorted(self.memory.items())]
-        rows += [("arena in all", bytes_text(sum(self.memory.values())))]
+        rows += [("in all", bytes_text(sum(self.memory.values())))]
         rows += [(f"on disk: {kind}", bytes_text(n)) for kind, n in sorted(self.disk.items())]
         process = [] if self.footprint is None else [str(self.footprint)]
         return "\n\n".join([table(rows), *process, f"peak of the process (RSS): {bytes_text(self.peak_rss)}"])

@@ -42,7 +42,7 @@ def test_rows_follow_the_placement(strategy: str) -> None:
         whole = state.placement.axes.shard.size == 1
         for row in state.ledger:
             array = state.ledger.arrays.get(row.key)
-            assert (array is not None) == row.kept
+            assert (array is not None) == (row.kept and not row.passing)
             assert array is None or (array.size, array.dtype) == (row.elements, row.dtype)
         kept = {kind: {row.kept for row in state.ledger if row.key.kind == kind} for kind in ("full", "grad")}
         assert kept["full"] == {whole or strategy in ("zero1", "zero2")}
@@ -51,6 +51,30 @@ def test_rows_follow_the_placement(strategy: str) -> None:
         assert spans == {state.placement.pages[0].mine.size}
         assert {row.owner for row in state.ledger if row.key.kind == "grad"} == {"private"}
         assert {row.owner for row in state.ledger if row.key.kind == "statistic"} == {"all"}
+
+    spawn(run, 2)
+
+
+def test_sums_of_gradients_take_memory_from_their_reduce_to_the_update() -> None:
+    """Activations are gone by then, and so is their memory when the next ones are made."""
+
+    def run(comm: Communicator) -> None:
+        trainer = make(comm, "fsdp")
+        ledger, seen = trainer.engine.state.ledger, dict[str, int]()
+        parts = [row.key for row in ledger if row.key.kind == "part"]
+
+        def held() -> int:
+            return sum(key in ledger.arrays for key in parts)
+
+        trainer.engine.observers.append(lambda action: seen.update({str(action): held()}))
+        before = trainer.report().memory
+        step(trainer, 0)
+        first = len(parts) - 1
+        assert seen[f"B{first}.0"] == 0
+        assert [seen[f"REDUCE{p}"] for p in range(first, -1, -1)] == list(range(1, len(parts) + 1))
+        assert seen["SCALE"] == len(parts)
+        assert held() == 0
+        assert trainer.report().memory["gradients"] == before["gradients"] == sum(ledger.rows[k].nbytes for k in parts)
 
     spawn(run, 2)
 
