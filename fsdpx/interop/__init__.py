@@ -1,4 +1,4 @@
-"""Models of other libraries: `fsdpx.interop.torch`. This file loads none of them."""
+"""Models of other libraries: `fsdpx.interop.torch`, `.jax` and `.autograd`. This file loads none of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 from fsdpx.comm.communicator import Communicator
+from fsdpx.interop.values import values_in
+from fsdpx.nn.layer import Layer
 
 __all__ = ["handed_on", "native", "same_values"]
 
@@ -22,19 +24,14 @@ def native(model: Any, loss: Any) -> tuple[Any, Any]:
     return model, Criterion(loss) if isinstance(loss, theirs.Module) else loss
 
 
-def same_values(model: Any, comm: Communicator) -> None:
-    """First values as on rank 0, where they are those of PyTorch, whose generator every process seeds by itself.
+def same_values(model: Layer, comm: Communicator) -> None:
+    """First values as on rank 0, where they come from a library whose generator every process seeds by itself.
     Collective."""
-    if "fsdpx.interop.torch" in sys.modules:
-        from fsdpx.interop.torch import agree
-
-        agree(model, comm)
+    for values in values_in(model):
+        values.agree(comm)
 
 
-def handed_on(model: Any) -> None:
+def handed_on(model: Layer) -> None:
     """Every rank has taken its part of the first values: none keeps them all."""
-    if "fsdpx.interop.torch" in sys.modules:
-        from fsdpx.interop.torch import modules_of
-
-        for module in modules_of(model):
-            module.values.clear()
+    for values in values_in(model):
+        values.clear()

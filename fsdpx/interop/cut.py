@@ -17,7 +17,7 @@ from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.errors import ConfigError
-from fsdpx.interop.module import Differentiated, Module, Values, chosen
+from fsdpx.interop.module import Differentiated, Module, chosen, values_of
 from fsdpx.interop.recorded import Run
 from fsdpx.interop.surroundings import REPLACED
 from fsdpx.interop.tensors import tensor_of
@@ -48,7 +48,7 @@ class Part(Differentiated):
         name: str,
     ) -> None:  # fmt: skip
         self.n_inputs, self.name = inputs, name
-        self.values = Values({n: t.detach() for n, t in parameters.items()})
+        self.values = values_of({n: t.detach() for n, t in parameters.items()})
         self.trained = frozenset(n for n, t in parameters.items() if t.requires_grad)
         self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
         self._graph, self._constants = graph, tuple(constants)

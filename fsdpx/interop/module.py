@@ -6,8 +6,7 @@ import copy
 import inspect
 import threading
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,39 +18,18 @@ from fsdpx.errors import ConfigError
 from fsdpx.interop.recorded import Recorded, Run
 from fsdpx.interop.surroundings import GlobalNorm, around
 from fsdpx.interop.tensors import array_of
+from fsdpx.interop.values import Values
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.numeric import is_index
 
-__all__ = ["Differentiated", "Module", "Values", "chosen"]
+__all__ = ["Differentiated", "Module", "chosen", "values_of"]
 
 
-class Values(dict[str, torch.Tensor]):
-    """Name -> first values of a parameter. Emptied when ranks have taken their parts: none keeps them all."""
-
-    def specs(
-        self, shapes: Mapping[str, tuple[int, ...]], trained: Collection[str], state: Collection[str] = ()
-    ) -> dict[str, Spec]:
-        """The specs of parameters that begin with these values."""
-        return {
-            name: Spec(shape, _Given(self, name), trainable=name in trained, state=name in state)
-            for name, shape in shapes.items()
-        }
-
-
-@dataclass(frozen=True, eq=False)
-class _Given:
-    """Initial values: those that the module had when it became a layer."""
-
-    values: Values
-    name: str
-
-    def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-        if self.name not in self.values:
-            raise ConfigError(f"{name!r}: the values of this torch module were handed on; make a layer of it anew")
-        tensor = self.values[self.name]
-        if tensor.is_meta:
-            raise ConfigError(f"{name!r} is on PyTorch's device 'meta', without values: make the module on the CPU")
-        return tensor.reshape(-1)[start:stop].double().numpy()
+def values_of(tensors: Mapping[str, torch.Tensor]) -> Values:
+    """First values: those that a module has now."""
+    missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
+    here = {name: array_of(np, t) for name, t in tensors.items() if not t.is_meta}
+    return Values(here, {name: missing for name, t in tensors.items() if t.is_meta})
 
 
 class Differentiated(Layer):
@@ -137,8 +115,8 @@ class Module(Differentiated):
         self.inputs = inputs if inputs is None else (inputs,) if isinstance(inputs, str) else tuple(inputs)
         self.output = output
         self.n_inputs = _needed(module) if self.inputs is None else len(self.inputs)
-        self.values = Values()
-        self._bare = _Bare(module, self.values)
+        self._bare = _Bare(module)
+        self.values = self._bare.values
         self.trained = self._bare.trained
         self.collective = self._bare.norms
         self.aliases = dict.fromkeys(self._bare.counts)  # type: ignore[misc]
@@ -189,13 +167,14 @@ class _Bare:
     shapes: of parameters and saved buffers by name. state: names of running statistics. counts: names of buffers of
     integers, which are left out."""
 
-    def __init__(self, module: torch.nn.Module, values: Values) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
         held = _held(module)
         self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.counts = [name for name, t in held.items() if not t.is_floating_point()]
-        values.update({name: t.detach() for name, t in held.items() if t.is_floating_point()})
-        self.shapes = {name: tuple(t.shape) for name, t in values.items()}
+        floats = {name: t.detach() for name, t in held.items() if t.is_floating_point()}
+        self.values = values_of(floats)
+        self.shapes = {name: tuple(t.shape) for name, t in floats.items()}
         empty = {id(t): _without_data(t) for t in held.values()}
         self._module = copy.deepcopy(module, empty)
         self._still = {name for name, child in module.named_modules() if module.training and not child.training}
@@ -206,7 +185,7 @@ class _Bare:
             self._module = _replaced(self._module, name, GlobalNorm(norm, name))
         if getattr(self._module, "inplace", False):
             self._module.inplace = False  # its input belongs to the layer before it
-        self._constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in values}
+        self._constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
         self._threads = threading.local()
 
     def here(self, env: Env) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:

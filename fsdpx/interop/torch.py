@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
 from fsdpx.interop.criterion import Criterion
-from fsdpx.interop.cut import Part, cut, shared
+from fsdpx.interop.cut import cut, shared
 from fsdpx.interop.module import Module
 from fsdpx.interop.tensors import array_of, tensor_of
 from fsdpx.nn.container import Chain
@@ -67,18 +65,3 @@ def _children(module: torch.nn.Module) -> dict[str, Layer] | None:
         return None
     inner = ((name, child, _children(child)) for name, child in module._modules.items() if child is not None)
     return {name: Module(child) if layers is None else Chain(layers) for name, child, layers in inner}
-
-
-def modules_of(layer: Layer) -> list[Module | Part]:
-    """All layers inside whose first values are PyTorch's."""
-    found: list[Module | Part] = [layer] if isinstance(layer, Module | Part) else []
-    return found + [one for child in layer.children().values() for one in modules_of(child)]
-
-
-def agree(layer: Layer, comm: Communicator) -> None:
-    """First values as on rank 0: PyTorch draws them from a generator that every process seeds by itself. Collective."""
-    for module in modules_of(layer):
-        for name, tensor in module.values.items():
-            if not tensor.is_meta:
-                module.values[name] = tensor = tensor.contiguous()
-                comm.broadcast(array_of(np, tensor).reshape(-1), 0, what=f"first values of {name}").wait()

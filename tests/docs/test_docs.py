@@ -40,8 +40,8 @@ def shell(page: Path) -> list[str]:
 
 @pytest.mark.parametrize("page", few([p for p in PAGES if "```python" in p.read_text()], 2), ids=name)
 def test_blocks_run_and_print_what_follows(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "import torch\n" in page.read_text():
-        pytest.importorskip("torch")
+    for library in re.findall(r"^import (torch|jax|autograd)\b", page.read_text(), re.M):
+        pytest.importorskip(library)
     monkeypatch.chdir(tmp_path)
     fsdpx.finalize()
     scope: dict[str, Any] = {"__name__": "page"}
