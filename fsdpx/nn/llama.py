@@ -6,15 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fsdpx.errors import ConfigError
 from fsdpx.nn.check import positive
 from fsdpx.nn.container import Container, chained
 from fsdpx.nn.embedding import Embedding
 from fsdpx.nn.gated import GatedMLP
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
-from fsdpx.nn.init import normal
+from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Vocab
+from fsdpx.nn.moe import MoE
 from fsdpx.nn.norm import RMSNorm
 from fsdpx.nn.rotary import Rotary
 from fsdpx.nn.shape import Scale
@@ -29,7 +31,8 @@ class Llama(Container):
     `norm1.weight`, `attn.q.weight`, `attn.k.weight`, `attn.v.weight`, `attn.out.weight`, `norm2.weight`,
     `mlp.gate.weight`, `mlp.up.weight` and `mlp.down.weight`. Weights begin as N(0, 0.02), those that end in a residual
     sum as N(0, 0.02 / sqrt(2 n_layers)). The defaults are Llama's; what others need is said by options: Mistral
-    `window`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, Gemma `scale_embedding`, `unit_offset`, `activation` and `tie`.
+    `window`, Mixtral `experts`, Qwen2 `qkv_bias`, Qwen3 `qk_norm`, Gemma `scale_embedding`, `unit_offset`, `activation`
+    and `tie`.
 
     Parameters
     ----------
@@ -50,6 +53,7 @@ class Llama(Container):
     tie : `head.weight` is `embed.weight`
     scale_embedding : rows of the embedding are multiplied by sqrt(d_model)
     unit_offset : RMSNorm layers multiply by 1 + weight
+    experts, active : the MLP of a block is a `MoE` of so many experts, so many of them for each position; None: one MLP
     segments : a second input, whole numbers (samples, time): a position attends to those of its own number only
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
@@ -78,6 +82,8 @@ class Llama(Container):
         tie: bool = False,
         scale_embedding: bool = False,
         unit_offset: bool = False,
+        experts: int | None = None,
+        active: int = 2,
         segments: bool = False,
         frozen: Sequence[str] = (),
     ) -> None:
@@ -90,7 +96,10 @@ class Llama(Container):
             d_model, n_heads, kv_heads or n_heads, rotary, window=window, segments=segments, qkv_bias=qkv_bias or bias,
             qk_norm=eps if qk_norm else None, out_bias=bias, init=init, out_init=out_init,
         )  # fmt: skip
-        mlp = GatedMLP(d_model, hidden or -(-d_model // 3) * 8, activation, bias, init=init, out_init=out_init)
+        inside = hidden or -(-d_model // 3) * 8
+        mlp: Layer = GatedMLP(d_model, inside, activation, bias, init=init, out_init=out_init)
+        if experts is not None:
+            mlp = _mixture(d_model, inside, experts, active, activation, bias, init=init, out_init=out_init)
         layers: dict[str, Layer] = {"embed": Embedding(vocab, d_model, init=init)}
         layers |= {"scale": Scale(math.sqrt(d_model))} if scale_embedding else {}
         norm, shared = RMSNorm(d_model, eps, unit_offset=unit_offset), ("segments",) if segments else ()
@@ -102,3 +111,11 @@ class Llama(Container):
 
     def __repr__(self) -> str:
         return Layer.__repr__(self)
+
+
+def _mixture(
+    d_model: int, hidden: int, experts: int, active: int, activation: str, bias: bool, init: Init, out_init: Init
+) -> MoE:
+    if activation != "silu" or bias:
+        raise ConfigError("Llama: experts have activation='silu' and no bias")
+    return MoE(d_model, hidden, experts, active, init=init, out_init=out_init)

@@ -91,6 +91,7 @@ CASES = {
     ),
     "Llama": (lambda: nn.Llama(11, 8, 2, 2, 6, kv_heads=1, scale_embedding=True), lambda: ids(11, 3, 5)),
     "LlamaSegments": (lambda: nn.Llama(11, 8, 1, 2, 6, segments=True), lambda: (ids(11, 3, 5), ids(2, 3, 5))),
+    "MoE": (lambda: nn.MoE(4, 3, 5, 2, init=normal(0.7)), lambda: rows(3, 2, 4)),
     "First": (nn.First, lambda: rows(3, 4, 6)),
     "BertEmbedding": (lambda: nn.BertEmbedding(11, 6, 5), lambda: (ids(11, 3, 4), ids(2, 3, 4))),
     "Bert": (lambda: nn.Bert(11, 6, 1, 2, 5), lambda: (ids(11, 3, 4), ids(2, 3, 4), ids(2, 3, 4))),

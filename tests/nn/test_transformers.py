@@ -55,6 +55,10 @@ PAIRS = {
         lambda: theirs("Gemma", head_dim=16, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
         lambda: ours(**GEMMA),
     ),
+    "mixtral": (
+        lambda: theirs("Mixtral", num_local_experts=5, num_experts_per_tok=2, experts_implementation="eager"),
+        lambda: ours(experts=5, theta=1e6),
+    ),
     "gpt2": (
         lambda: transformers.GPT2LMHeadModel(
             transformers.GPT2Config(
@@ -97,7 +101,8 @@ NAMES = {
     "vit.embeddings.patch_embeddings.projection": "embed", "vit.layernorm": "norm", "attention.q_proj": "attn.q",
     "attention.k_proj": "attn.k", "attention.v_proj": "attn.v", "attention.o_proj": "attn.out",
     "layernorm_before": "norm1", "layernorm_after": "norm2", "mlp.fc1": "mlp.up", "mlp.fc2": "mlp.down",
-    "model.": "", "transformer.": "", "layers.": "blocks.", "h.": "blocks.", "embed_tokens": "embed",
+    "mlp.gate.weight": "mlp.router", "mlp.experts.": "mlp.", "model.": "", "transformer.": "", "layers.": "blocks.",
+    "h.": "blocks.", "embed_tokens": "embed",
     "self_attn.": "attn.", "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "out", "gate_proj": "gate",
     "up_proj": "up", "down_proj": "down", "input_layernorm": "norm1", "post_attention_layernorm": "norm2",
     "lm_head": "head", "wte": "embed", "wpe.weight": "embed.position", "ln_f": "norm", "ln_1": "norm1",
@@ -118,6 +123,10 @@ def arrays(net: Any, gradients: bool = False) -> dict[str, np.ndarray]:
     for name, p in net.named_parameters():
         a = (p.grad if gradients else p).detach().numpy().copy()
         a = a.reshape(a.shape[-1:] if "cls_token" in name else a.shape[1:]) if a.shape[0] == 1 and a.ndim == 3 else a
+        if "gate_up_proj" in name:  # of all experts, gates above the others
+            halves = zip(("gate_proj", "up_proj"), np.split(a, 2, axis=1), strict=True)
+            found |= {renamed(name.replace("gate_up_proj", way)): half for way, half in halves}
+            continue
         found[renamed(name)] = a.T.copy() if ".c_" in name and a.ndim == 2 else a
     return found
 
@@ -145,7 +154,14 @@ def widened(net: Any, model: Any) -> Any:
         both = (torch.tensor(np.concatenate((a, a), axis=1))[None] for a in (cos, sin))
         return tuple(both)
 
+    def choice(self: Any, x: Any) -> Any:
+        logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        top, chosen = torch.topk(torch.softmax(logits, dim=-1), self.top_k, dim=-1)
+        return logits, top / top.sum(dim=-1, keepdim=True), chosen
+
     for module in net.modules():
+        if "TopKRouter" in type(module).__name__:
+            module.forward = choice.__get__(module)
         if "RMSNorm" in type(module).__name__:
             module.forward = norm.__get__(module)
         if hasattr(module, "embed_scale"):
