@@ -1,15 +1,17 @@
-"""What does each codec save and cost: step time and bytes on slow networks, and where training ends beside plain?
+"""What does each way to send less save and cost: step time and bytes on slow networks?
 
-    python bench/compression.py [--model small] [--ranks 2 4] [--gbit 1 10] [--seconds 5] [--steps 300] [--quick]
+    python bench/compression.py [--model small] [--ranks 2 4] [--gbit 1 10] [--seconds 4] [--precision bf16] [--quick]
 
 Data parallelism ("ddp") over virtual hosts, one rank each, whose links carry so many gigabits a second (`hosts.py`;
 needs root); elsewhere, and with --delay, over a communicator that lets each call take its time, bytes / bandwidth.
 From the times at both bandwidths follow the seconds of a step that do not depend on it, and the bandwidth below which
-a codec is faster than plain. Losses do not depend on what else the machine does.
+a codec is faster than plain. A step of local training is a mean over whole rounds. Where training ends with each codec
+is the question of `lossy.py`.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -26,12 +28,13 @@ from records import arguments, lines, save
 
 import fsdpx
 from fsdpx import optim
-from fsdpx.comm import Communicator, spawn
+from fsdpx.array.blas import halves
+from fsdpx.comm import Communicator
 from fsdpx.comm.calls import Call, Handle
 from fsdpx.comm.communicator import Wrapper
 from fsdpx.comm.verbs import moved
 
-__all__ = ["CODECS", "LOSSES", "Delayed", "fitted", "tables"]
+__all__ = ["CODECS", "Delayed", "fitted", "tables"]
 
 CODECS: dict[str, Callable[[], dict[str, Any]]] = {
     "plain": lambda: {"codec": "plain"},
@@ -43,7 +46,11 @@ CODECS: dict[str, Callable[[], dict[str, Any]]] = {
     "powersgd 2": lambda: {"codec": fsdpx.PowerSGD(2)},
     "powersgd 4": lambda: {"codec": fsdpx.PowerSGD(4)},
     "1-bit adam": lambda: {"optimizer": optim.OneBitAdam(lr=3e-4, warmup_steps=1)},
+    "local SGD, H = 8": lambda: {"strategy": "local_sgd"},
+    "DiLoCo, H = 50": lambda: {"strategy": "diloco"},
+    "plain, float32": lambda: {"codec": "plain", "precision": "float32"},
 }
+"""Options by which each row differs from the others, which all compute in the same precision."""
 LATENCY = 50e-6
 
 
@@ -82,23 +89,42 @@ class Late:
 
 def job(args: argparse.Namespace) -> int:
     """One training, timed; rank 0 prints its seconds per step, and the bytes of a step of the rank that sends most."""
-    from worker import Training, measure
     from workloads import MODELS, batch, in_fsdpx
 
     comm = fsdpx.init()
     model, loss = in_fsdpx(MODELS[args.model])
-    options = {"optimizer": optim.AdamW(lr=3e-4), **CODECS[args.job]()}
+    options = {"optimizer": optim.AdamW(lr=3e-4), "strategy": "ddp", "precision": args.precision, **CODECS[args.job]()}
     whole = comm if args.delayed is None else Delayed(comm, args.delayed)
-    trainer = model.as_distributed(loss=loss, strategy="ddp", comm=whole, tune=False, **options)
+    trainer = model.as_distributed(loss=loss, comm=whole, tune=False, **options)
     x, y = batch(replace(MODELS[args.model], rows=args.rows * comm.size), comm.rank, comm.size)
-    timed = measure(Training(lambda: trainer.step(x, y), comm.all_gather_object, comm.rank), args.seconds, None)
-    trainer.reset()
-    trainer.step(x, y)
-    sent = sum(count.bytes for (axis, _), count in trainer.report().traffic.items() if axis == "replica")
+    local = trainer.placement.options.local
+    seconds, sent = measured(lambda: trainer.step(x, y), trainer, comm, args.seconds, local.every if local else 1)
     everyone = comm.all_gather_object(sent)
     if comm.rank == 0:
-        print(json.dumps({"seconds": statistics.median(timed["seconds"]), "bytes": max(everyone)}), flush=True)
+        print(json.dumps({"seconds": seconds, "bytes": max(everyone)}), flush=True)
     return 0
+
+
+def measured(
+    step: Callable[[], float], trainer: Any, comm: Communicator, seconds: float, every: int
+) -> tuple[float, float]:
+    """The median time of a step, and the bytes that this rank sends in one. every: steps of a round, of which only
+    whole ones count."""
+
+    def round_() -> float:
+        begin = time.perf_counter()
+        for _ in range(every):
+            step()
+        return (time.perf_counter() - begin) / every
+
+    for _ in range(3 if every == 1 else 1):
+        round_()
+    alike = max(comm.all_gather_object(round_()))  # ranks must agree on how many rounds there are
+    taken = [round_() for _ in range(max(math.ceil(seconds / (alike * every)), 3 if every == 1 else 1))]
+    trainer.reset()
+    round_()
+    traffic = trainer.report().traffic
+    return statistics.median(taken), sum(n.bytes for (axis, _), n in traffic.items() if axis == "replica") / every
 
 
 def times(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -113,6 +139,7 @@ def times(options: argparse.Namespace) -> list[dict[str, Any]]:
             for name, each in found.items():
                 good = [one for one in each if "failed" not in one]
                 row = {"codec": name, "ranks": ranks, "gbit": gbit, "network": "virtual" if virtual else "delayed"}
+                row["precision"] = CODECS[name]().get("precision", options.precision)
                 row |= good[0] | {"seconds": statistics.median(o["seconds"] for o in good)} if good else each[0]
                 rows.append(row)
                 print(json.dumps(row), flush=True)
@@ -121,7 +148,7 @@ def times(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _ran(name: str, ranks: int, gbit: float, options: argparse.Namespace, virtual: bool) -> dict[str, Any]:
     command = [str(Path(__file__)), "--job", name, "--model", options.model, "--rows", str(options.rows)]
-    command += ["--seconds", str(options.seconds)]
+    command += ["--seconds", str(options.seconds), "--precision", options.precision]
     if not virtual:
         return finish(start([*mpiexec(ranks), *command, "--delayed", str(gbit)], environ()), 600)
     with virtual_hosts(ranks, gbit) as folder:
@@ -145,85 +172,6 @@ def _break_even(plain: tuple[float, float], other: tuple[float, float]) -> str:
     return f"{saved / spent:,.1f} Gbit/s" if spent > 0 else "always"
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-LOSSES = ("plain", "int8", "1-bit adam", "plain sgd", "sign", "top 1 %", "random 10 %", "powersgd 4")
-"""The first three beside AdamW, the others beside SGD with momentum."""
-
-
-def trained(name: str, lr: float, sgd: float, steps: int) -> dict[str, Any]:
-    """Optimiser and codec. lr: of AdamW. sgd: of SGD with momentum 0.9; without it the rate is ten times that, as long
-    are its steps."""
-    rate = optim.schedules.WarmUp(max(steps // 10, 1), optim.schedules.Cosine(lr, steps, final=0.0))
-    slow = optim.schedules.WarmUp(max(steps // 10, 1), optim.schedules.Cosine(sgd, steps, final=0.0))
-    fast = optim.schedules.WarmUp(max(steps // 10, 1), optim.schedules.Cosine(10 * sgd, steps, final=0.0))
-    momentum, none = optim.SGD(lr=slow, momentum=0.9), optim.SGD(lr=fast)
-    options: dict[str, Callable[[], dict[str, Any]]] = {
-        "plain": lambda: {"optimizer": optim.AdamW(lr=rate), "codec": "plain"},
-        "int8": lambda: {"optimizer": optim.AdamW(lr=rate), "codec": "int8"},
-        "1-bit adam": lambda: {"optimizer": optim.OneBitAdam(lr=rate, warmup_steps=max(steps // 4, 1))},
-        "plain sgd": lambda: {"optimizer": momentum, "codec": "plain"},
-        "sign": lambda: {"optimizer": none, "codec": "sign"},
-        "top 1 %": lambda: {"optimizer": none, "codec": fsdpx.TopK(0.01, warmup=steps // 4)},
-        "random 10 %": lambda: {"optimizer": none, "codec": fsdpx.RandomK(0.1)},
-        "powersgd 4": lambda: {"optimizer": momentum, "codec": fsdpx.PowerSGD(4)},
-    }
-    return options[name]()
-
-
-def digits(name: str, steps: int, ranks: int = 4) -> float:
-    """The loss of the example's network on new digits."""
-    from fsdpx import nn
-    from fsdpx.examples.digits import draw
-    from fsdpx.nn.models import digits as network
-
-    images, labels = draw(4096, seed=1)
-    held = draw(1024, seed=2)
-
-    def body(comm: Communicator) -> float:
-        options = trained(name, 4e-3, 0.05, steps)
-        trainer = network().as_distributed(loss=nn.CrossEntropy(), strategy="ddp", comm=comm, seed=2, **options)
-        for step in range(steps):
-            rows = (np.arange(64) + 64 * step) % len(labels)
-            mine = rows[64 * comm.rank // comm.size : 64 * (comm.rank + 1) // comm.size]
-            trainer.step(images[mine], labels[mine])
-        own = slice(1024 * comm.rank // comm.size, 1024 * (comm.rank + 1) // comm.size)
-        return float(trainer.evaluate(held[0][own], held[1][own]))
-
-    return float(spawn(body, ranks, timeout=3600)[0])
-
-
-def tiny(name: str, steps: int, ranks: int = 2) -> float:
-    """The validation loss of the main job."""
-    from fsdpx import nn
-    from fsdpx.examples import gpt
-    from fsdpx.nn.models import gpt as model
-
-    args = gpt.parser().parse_args(["--steps", str(steps), "--no-save"])
-
-    def body(comm: Communicator) -> float:
-        options = trained(name, args.lr, 0.3, steps)
-        trainer = model("tiny").as_distributed(
-            loss=nn.CrossEntropy(), strategy="ddp", comm=comm, clip_norm=args.clip, seed=args.seed, **options
-        )
-        loader, validation = gpt.loaders(args, trainer.data, prints=False)
-        with loader:
-            history = trainer.fit(loader, epochs=None, steps=steps, validation=validation, every=steps)
-        return float(history.validation[-1][1])
-
-    return spawn(body, ranks, timeout=36000)[0]
-
-
-def losses(options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    for name in LOSSES:
-        rows.append({"codec": name, "digits": digits(name, options.steps)})
-        if not options.quick:
-            rows[-1]["tiny"] = tiny(name, options.steps)
-        print(json.dumps(rows[-1]), flush=True)
-    return rows
-
-
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
@@ -238,32 +186,19 @@ def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
             each = [known.get((name, g), {}) for g in gbits]
             if any("seconds" not in one for one in each):
                 reason = next(one.get("failed", "not measured") for one in each if "seconds" not in one)
-                text.append([name, *[""] * (2 * len(gbits)), "", reason])
+                text.append([name, *[""] * (2 * len(gbits) + 2), reason])
                 continue
             base = {g: known.get(("plain", g), {}).get("seconds", 0.0) for g in gbits}
             beside = [base[one["gbit"]] / one["seconds"] for one in each]
             mine = fitted(rows, ranks, name)
             even = _break_even(plain, mine) if plain and mine and name != "plain" else ""
             seconds = [f"{1e3 * one['seconds']:,.0f} ms" for one in each]
-            text.append([name, f"{each[0]['bytes'] / 1e6:,.2f} MB", *seconds, *(f"{b:.2f}" for b in beside), even])
-        head = ["codec", "sent", *(f"{g:g} Gbit/s" for g in gbits), *(f"x at {g:g}" for g in gbits), "faster below"]
+            sent = f"{each[0]['bytes'] / 1e6:,.2f} MB"
+            text.append([name, each[0]["precision"], sent, *seconds, *(f"{b:.2f}" for b in beside), even])
+        at = [*(f"{g:g} Gbit/s" for g in gbits), *(f"x at {g:g}" for g in gbits)]
+        head = ["codec", "computing", "sent", *at, "faster below"]
         made.append((f"{ranks} ranks", lines(head, text)))
-    if found.get("losses"):
-        made.append(("losses", _losses(found["losses"])))
     return made
-
-
-def _losses(rows: list[dict[str, Any]]) -> str:
-    base: dict[str, Any] = {}
-    text = []
-    for row in rows:
-        base = row if row["codec"].startswith("plain") else base
-        cells = [row["codec"]]
-        for task in ("digits", "tiny"):
-            apart = f"{100 * (row[task] / base[task] - 1):+.1f} %" if task in row and row is not base else ""
-            cells += [f"{row[task]:.4f}" if task in row else "", apart]
-        text.append(cells)
-    return lines(["codec", "digits", "to plain", "tiny", "to plain"], text)
 
 
 def plot(folder: Path, found: dict[str, Any], model: str) -> None:
@@ -285,9 +220,9 @@ def main() -> int:
     p.add_argument("--rows", type=int, default=1, help="samples of a rank: the fewer, the more a step waits")
     p.add_argument("--ranks", nargs="+", type=int, default=[2, 4])
     p.add_argument("--gbit", nargs="+", type=float, default=[1.0, 10.0])
+    p.add_argument("--precision", default="bf16" if halves.candidates() else "float32", help="of layers")
     p.add_argument("--codecs", nargs="+", default=list(CODECS), choices=CODECS)
-    p.add_argument("--seconds", type=float, default=5.0, help="how long each training is timed")
-    p.add_argument("--steps", type=int, default=300, help="of each training whose loss is shown; 0: none")
+    p.add_argument("--seconds", type=float, default=4.0, help="how long each training is timed")
     p.add_argument("--delay", action="store_true", help="a communicator that delays, instead of virtual hosts")
     p.add_argument("--job", help=argparse.SUPPRESS)
     p.add_argument("--delayed", type=float, help=argparse.SUPPRESS)
@@ -296,12 +231,8 @@ def main() -> int:
         return job(options)
     if options.quick:
         options.model, options.ranks, options.seconds = "tiny", options.ranks[:1], 0.5
-        options.steps = min(options.steps, 60)
-    found: dict[str, Any] = {"model": options.model, "samples": options.rows, "rows": times(options), "losses": []}
+    found: dict[str, Any] = {"model": options.model, "samples": options.rows, "rows": times(options)}
     folder = save("compression", options, found)
-    if options.steps:
-        found["losses"] = losses(options)
-        save("compression", options, found)
     plot(folder, found, options.model)
     for title, text in tables(found):
         print(f"{title}\n{text}\n", flush=True)

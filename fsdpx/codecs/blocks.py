@@ -7,7 +7,7 @@ import numpy as np
 
 from fsdpx.codecs.forms import compiles
 
-__all__ = ["SIZE", "add_largest", "chosen", "in_whole", "take_largest"]
+__all__ = ["add_largest", "chosen", "in_whole", "take_largest"]
 
 SIZE = np.uint32(0x7FFFFFFF)
 """The bits of a float32 but for its sign: as whole numbers they order as sizes do, with NaN above all."""
@@ -25,8 +25,8 @@ def _each(size: int, block: int, share: float) -> tuple[int, int]:
 
 
 def take_largest(xp: Any, x: Any, block: int, share: float, values: Any, places: Any, lost: Any | None) -> None:
-    """values (float32), places (uint16, in its block): of each block of `x`, flat float32 or float64, the `chosen` ones
-    that are largest in size in the order in which they lie, of equals the first. lost: becomes what of x does not
+    """values (float32), places (integers, in its block): of each block of `x`, flat float32 or float64, the `chosen`
+    ones that are largest in size in the order in which they lie, of equals the first. lost: becomes what of x does not
     arrive, 0 where that is no number; it may be x."""
     if compiles(xp):
         from fsdpx.codecs.compiled_blocks import take_largest as body

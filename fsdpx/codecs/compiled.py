@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.compiled.half import WORD, intrinsic, mixed
+from fsdpx.array.kernels.compiled.scalar import order, unorder, widest
 from fsdpx.array.parallel import GRAIN, cuts, run
 from fsdpx.array.random import Stretch
 from fsdpx.codecs.levels import BLOCK, LARGEST, LEVELS, TINY
@@ -37,45 +38,56 @@ def fraction(typingctx: Any, place: Any, key0: Any, key1: Any) -> Any:
 
 
 @kernel
-def _scale(x, start, stop):
-    largest = abs(x[start])
-    odd = False
-    for i in range(start, stop):
-        size = abs(x[i])
-        odd |= not size <= LARGEST
-        largest = size if size > largest else largest
-    scale = np.float32(np.nan) if odd else np.float32(largest / x.dtype.type(LEVELS))
+def _scale(x):
+    most = order(abs(x[0]))
+    for i in range(x.size):
+        most = max(most, order(abs(x[i])))
+    largest = unorder(most)
+    scale = np.float32(largest / x.dtype.type(LEVELS)) if largest <= LARGEST else np.float32(np.nan)
     return np.float32(0) if scale < TINY else scale
 
 
 @kernel
-def _quantise(first, last, x, q, scales, lost, keep, by_chance, at, key0, key1):
+def _quantise(first, last, all_x, all_q, scales, keep, by_chance, at, key0, key1):
+    widest()
+    half, low, high = all_x.dtype.type(0.5), all_x.dtype.type(-LEVELS), all_x.dtype.type(LEVELS)
     for b in range(first, last):
-        start, stop = b * BLOCK, min((b + 1) * BLOCK, x.size)
-        scales[b] = scale = _scale(x, start, stop)
+        start = b * BLOCK
+        x, q = all_x[start : start + BLOCK], all_q[start : start + BLOCK]  # places from 0 on: LLVM sees them in a row
+        scales[b] = scale = _scale(x)
         if not scale > 0:
-            odd = scale != 0
-            for i in range(start, stop):
-                q[i] = 0
+            q[:] = 0
+            if keep and scale != 0:
+                x[:] = 0
+        elif by_chance:
+            for i in range(x.size):
+                up = x.dtype.type(fraction(at + start + i, key0, key1))
+                level = min(max(np.floor(x[i] / scale + up), low), high)
+                q[i] = np.int8(np.int32(level))
                 if keep:
-                    lost[i] = x.dtype.type(0) if odd else x[i]
-            continue
-        half, low, high = x.dtype.type(0.5), x.dtype.type(-LEVELS), x.dtype.type(LEVELS)
-        for i in range(start, stop):
-            up = x.dtype.type(fraction(at + i, key0, key1)) if by_chance else half
-            level = min(max(np.floor(x[i] / scale + up), low), high)
-            if keep:
-                lost[i] = x[i] - level * scale
-            q[i] = np.int8(level)
+                    x[i] -= level * scale
+        elif keep:
+            for i in range(x.size):
+                level = min(max(np.floor(x[i] / scale + half), low), high)
+                q[i] = np.int8(np.int32(level))
+                x[i] -= level * scale
+        else:
+            for i in range(x.size):
+                q[i] = np.int8(np.int32(min(max(np.floor(x[i] / scale + half), low), high)))
 
 
 @kernel
-def _add(first, last, q, scales, out, add):
+def _add(first, last, all_q, scales, all_out, add):
+    widest()
     for b in range(first, last):
-        scale = scales[b]
-        for i in range(b * BLOCK, min((b + 1) * BLOCK, q.size)):
-            found = out.dtype.type(q[i]) * scale
-            out[i] = out[i] + found if add else found
+        start = b * BLOCK
+        q, out, scale = all_q[start : start + BLOCK], all_out[start : start + BLOCK], scales[b]
+        if add:
+            for i in range(q.size):
+                out[i] += out.dtype.type(q[i]) * scale
+        else:
+            for i in range(q.size):
+                out[i] = out.dtype.type(q[i]) * scale
 
 
 def quantise(
@@ -84,8 +96,10 @@ def quantise(
     if not x.size:
         return
     _, at, key0, key1 = (slice(0), 0, 0, 0) if numbers is None else next(numbers.words())
+    if lost is not None and lost is not x:
+        lost[...] = x
     keep, by_chance = lost is not None, numbers is not None
-    _in_blocks(_quantise, scales.size, x, q, scales, lost if keep else x, keep, by_chance, at, key0, key1)
+    _in_blocks(_quantise, scales.size, x if lost is None else lost, q, scales, keep, by_chance, at, key0, key1)
 
 
 def add_quantised(q: np.ndarray, scales: np.ndarray, out: np.ndarray, add: bool) -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import GRAIN, cuts, run
 from fsdpx.native.tools import jit
 
@@ -13,6 +14,8 @@ NEAR = 32
 """Elements that are passed over together where none is large."""
 HIGHEST = 30
 """The highest bit of a size."""
+MANY = 1 << 12
+"""Elements of a block from which on a library finds the least of its largest sooner."""
 
 
 @jit
@@ -32,23 +35,23 @@ def _least(sizes, count, k):
 
 
 @jit
-def _take(first, last, x, block, each, rest, values, places, lost, keep, apart):
+def _take(first, last, all_x, block, each, rest, known, values, places, keep):
+    widest()
     sizes = np.empty(block, np.int32)
     small = np.empty(block, np.float32)
     mask = np.int32(0x7FFFFFFF)
     for b in range(first, last):
-        start = b * block
-        count = min(block, x.size - start)
+        x = all_x[b * block : (b + 1) * block]  # places from 0 on: LLVM sees that they follow each other
+        count = x.size
         k = each if count == block else rest
+        if k == 0:
+            continue
         for i in range(count):
-            small[i] = np.float32(x[start + i])
+            small[i] = np.float32(x[i])
         bits = small.view(np.int32)
         for i in range(count):
             sizes[i] = bits[i] & mask
-        if apart:
-            for i in range(start, start + count):
-                lost[i] = x[i]
-        least = _least(sizes, count, k)
+        least = known if known >= 0 else _least(sizes, count, k)
         equals = k
         for i in range(count):
             equals -= sizes[i] > least
@@ -74,11 +77,11 @@ def _take(first, last, x, block, each, rest, values, places, lost, keep, apart):
                 at += 1
                 odd |= not np.isfinite(value)
                 if keep:
-                    lost[start + i] -= value
+                    x[i] -= value
         if keep and odd:
-            for i in range(start, start + count):
-                if not np.isfinite(lost[i]):
-                    lost[i] = 0
+            for i in range(count):
+                if not np.isfinite(x[i]):
+                    x[i] = 0
 
 
 @jit
@@ -94,8 +97,21 @@ def take_largest(
     x: np.ndarray, block: int, each: int, rest: int, values: np.ndarray, places: np.ndarray, lost: np.ndarray | None
 ) -> None:
     """each, rest: how many are taken of a whole block, and of what is left."""
-    keep, apart = lost is not None, lost is not None and lost is not x
-    _in_blocks(_take, x.size, block, x, block, each, rest, values, places, lost if keep else x, keep, apart)
+    if lost is not None and lost is not x:
+        lost[...] = x
+    left = x if lost is None else lost
+    known = _least_of_all(left, each) if x.size == block > MANY else np.int32(-1)
+    _in_blocks(_take, x.size, block, left, block, each, rest, known, values, places, lost is not None)
+
+
+def _least_of_all(x: np.ndarray, k: int) -> np.int32:
+    """The same of all elements. Most of them may be zeros, as in sums of what was chosen before: those are left out,
+    since equals are what takes long."""
+    with np.errstate(over="ignore", under="ignore"):
+        sizes = x.astype(np.float32, copy=False).view(np.int32) & np.int32(0x7FFFFFFF)
+    if np.count_nonzero(sizes) < x.size // 2:
+        sizes = sizes[sizes > 0]
+    return np.partition(sizes, sizes.size - k)[sizes.size - k] if k <= sizes.size else np.int32(0)
 
 
 def add_largest(values: np.ndarray, places: np.ndarray, block: int, each: int, rest: int, out: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import normal
 from fsdpx.codecs.codec import Codec, Memory, Moves, Recut
 from fsdpx.codecs.compressed import check_floats, keep_numbers
+from fsdpx.codecs.forms import compiles
 from fsdpx.comm.calls import Array, Handle, ReduceOp, split_evenly
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.steps import Finish
@@ -71,6 +72,10 @@ class PowerSGD(Codec):
 
     def check(self, dtype: Any) -> None:
         check_floats(self, dtype)
+
+    def warm(self, dtype: Any) -> None:
+        thin, out = np.zeros((2, self.rank), dtype), np.zeros(4, dtype)
+        outer(np, thin, thin, 0, out)
 
     def memory(self, size: int) -> Mapping[str, int]:
         return {"error": size, "basis": self._sizes(size)[1]}
@@ -149,28 +154,18 @@ class PowerSGD(Codec):
             p, q = self._factor(one, t.left, t.rows), self._factor(two, t.right, t.columns)
             kept = error[t.start : t.stop].reshape(t.rows, t.columns)
             _orthonormal(xp, p)
-            step = max(CACHED // t.columns, 1)
             with np.errstate(invalid="ignore", over="ignore"):
                 q[...] = kept.T @ p
-                for top in range(0, t.rows, step):
-                    kept[top : top + step] -= p[top : top + step] @ q.T
+            outer(xp, p, q, 0, error[t.start : t.stop], take=True)
             if not xp.isfinite(p).all():
                 kept[...] = 0
 
     def _multiply(self, xp: Any, t: Thin, one: Array, two: Array, out: Array, first: int) -> None:
-        """The elements of P Q^T that lie in [first, first + out.size), to `out`. Column by column, not as a matrix
-        product, whose last bits may depend on where its arrays lie: every rank gets the same."""
+        """The elements of P Q^T that lie in [first, first + out.size), to `out`."""
         p, q = self._factor(one, t.left, t.rows), self._factor(two, t.right, t.columns)
         low, high = max(t.start, first), min(t.stop, first + out.size)
-        step = max(CACHED // t.columns, 1)
-        for top in range((low - t.start) // t.columns, -(-(high - t.start) // t.columns) if low < high else 0, step):
-            rows = p[top : top + step]
-            block = rows[:, :1] * q[:, 0]
-            for k in range(1, self.rank):
-                block += rows[:, k : k + 1] * q[:, k]
-            at = t.start + top * t.columns
-            a, b = max(at, low), min(at + block.size, high)
-            out[a - first : b - first] = block.reshape(-1)[a - at : b - at]
+        if low < high:
+            outer(xp, p, q, low - t.start, out[low - first : high - first])
 
     def _factor(self, flat: Array, at: int, rows: int) -> Array:
         return flat[at : at + rows * self.rank].reshape(rows, self.rank)
@@ -212,6 +207,31 @@ class PowerSGD(Codec):
         needed = (one + two) * grad.dtype.itemsize
         flat = scratch[:needed].view(grad.dtype) if needed <= scratch.size else xp.empty((one + two,), dtype=grad.dtype)
         return flat[:one], flat[one:]
+
+
+def outer(xp: Any, p: Array, q: Array, at: int, out: Array, take: bool = False) -> None:
+    """out = the elements of P Q^T from number `at` on, row by row; or `take` them from it. Column by column, not as a
+    matrix product, whose last bits may depend on where its arrays lie: every rank gets the same."""
+    if compiles(xp):
+        from fsdpx.codecs.compiled_outer import outer as body
+
+        body(p, q, at, out, take)
+        return
+    columns = len(q)
+    step = max(CACHED // columns, 1)
+    for top in range(at // columns, -(-(at + out.size) // columns), step):
+        rows = p[top : top + step]
+        with np.errstate(invalid="ignore", over="ignore"):
+            block = rows[:, :1] * q[:, 0]
+            for k in range(1, q.shape[1]):
+                block += rows[:, k : k + 1] * q[:, k]
+        begin = top * columns
+        a, b = max(begin, at), min(begin + block.size, at + out.size)
+        part, found = out[a - at : b - at], block.reshape(-1)[a - begin : b - begin]
+        if take:
+            part -= found
+        else:
+            part[...] = found
 
 
 def _orthonormal(xp: Any, p: Array) -> None:

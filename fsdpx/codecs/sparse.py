@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.array.namespace import namespace_of
 from fsdpx.array.random import Stretch
 from fsdpx.array.random import block as raw
-from fsdpx.codecs.blocks import SIZE, add_largest, chosen, in_whole, take_largest
+from fsdpx.codecs.blocks import add_largest, chosen, in_whole, take_largest
 from fsdpx.codecs.codec import Memory, Recut
 from fsdpx.codecs.compressed import GRAIN, TURNS, Compressed, keep_numbers, pieces_of
 from fsdpx.comm.calls import Array
@@ -73,41 +73,31 @@ class TopK(Compressed):
         return super().prepare(velocity, memory, turn)
 
     def pack(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
-        if self.block is None:
-            places, values = self._fields(wire)
-            _largest(xp, x, places)
-            _take(xp, x, places, values, lost)
-            return
-        share = self.share(numbers.seed)
-        values, places = self._in_blocks(wire, x.size, share)
-        take_largest(xp, x, self.block, share, values, places, lost)
+        if x.size:
+            share = self.share(numbers.seed)
+            take_largest(xp, x, self.block or x.size, share, *self._fields(wire, x.size, share), lost)
 
     def packed(self, parts: Sequence[Array], counts: Sequence[int], memory: Memory, turn: int) -> None:
         if self.momentum is None:
             return
+        share = self.share(turn)
         for part, velocity in zip(parts, pieces_of(memory["velocity"], counts), strict=True):
-            places, values = self._fields(part)
+            values, places = self._fields(part, velocity.size, share)
             if self.block is not None:
-                share = self.share(turn)
-                values, places = self._in_blocks(part, velocity.size, share)
                 places = in_whole(namespace_of(velocity), velocity.size, self.block, share, places)
             if self.masking:
                 velocity[places] = 0
             _forget(namespace_of(velocity), values, velocity)
 
     def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
+        if out.size:
+            share = self.share(numbers.seed)
+            add_largest(xp, *self._fields(wire, out.size, share), self.block or out.size, share, out, add)
+
+    def _fields(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
+        """Values, and places: in the part, or in their blocks."""
         if self.block is None:
-            _put(*self._fields(wire), out, add)
-            return
-        share = self.share(numbers.seed)
-        add_largest(xp, *self._in_blocks(wire, out.size, share), self.block, share, out, add)
-
-    def _fields(self, wire: Array) -> tuple[Array, Array]:
-        return wire[: wire.size // 2].view(np.int32), wire[wire.size // 2 :].view(np.float32)
-
-    def _in_blocks(self, wire: Array, size: int, share: float) -> tuple[Array, Array]:
-        """Values, and places in their blocks."""
-        assert self.block is not None
+            return wire[wire.size // 2 :].view(np.float32), wire[: wire.size // 2].view(np.int32)
         k = sum(chosen(size, self.block, share))
         wire[6 * k :] = 0
         return wire[: 4 * k].view(np.float32), wire[4 * k : 6 * k].view(np.uint16)
@@ -204,18 +194,6 @@ def _stretches(size: int, share: float) -> tuple[np.ndarray, np.ndarray]:
     k = math.ceil(share * size)
     edges = np.arange(k + 1) * size // max(k, 1)
     return edges[:-1], np.diff(edges)
-
-
-def _largest(xp: Any, x: Array, places: Array) -> None:
-    """places (k of int32) become those of the k largest |x| in order, of equals the first."""
-    k = places.size
-    if not k:
-        return
-    with np.errstate(over="ignore", under="ignore"):
-        sizes = x.astype(np.float32, copy=False).view(np.uint32) & SIZE
-    least = xp.partition(sizes, x.size - k)[x.size - k]
-    above, equal = xp.flatnonzero(sizes > least), xp.flatnonzero(sizes == least)
-    places[...] = xp.sort(xp.concatenate([above, equal[: k - above.size]]))
 
 
 def _take(xp: Any, x: Array, places: Array, values: Array, lost: Array | None) -> None:

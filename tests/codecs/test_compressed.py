@@ -280,18 +280,23 @@ def test_both_forms_of_signs_give_the_same_bits(dtype: str, n: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("n", "share"), [(1, 0.1), (300, 0.1), (1000, 0.01), (1024, 1.0), (2500, 0.3)])
-def test_both_forms_of_the_largest_in_blocks_give_the_same_bits(dtype: str, n: int, share: float) -> None:
-    """Equals are among them, and in the last block what is no number."""
+@pytest.mark.parametrize("block", [256, None])
+def test_both_forms_of_the_largest_in_blocks_give_the_same_bits(
+    dtype: str, n: int, share: float, block: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equals are among them, many zeros, and in the last block what is no number. None: one block is all."""
+    monkeypatch.setattr("fsdpx.codecs.compiled_blocks.MANY", 256)
+    block = block or n
     x = np.round(spread(n, dtype), 1)
     x[-1:], x[n // 2 : n // 2 + 1] = np.nan, np.inf
     found = []
     for way in ("plain", "numba"):
-        k = sum(chosen(n, 256, share))
+        k = sum(chosen(n, block, share))
         values, places, lost = np.zeros(k, np.float32), np.zeros(k, np.uint16), np.zeros(n, dtype)
         with kernels.use(way):
-            take_largest(np, x, 256, share, values, places, lost)
+            take_largest(np, x, block, share, values, places, lost)
             again = lost.copy()
-            add_largest(np, values, places, 256, share, again, True)
+            add_largest(np, values, places, block, share, again, True)
         assert np.isfinite(lost).all()
         good = np.isfinite(again)
         np.testing.assert_array_equal(again[good], x[good])

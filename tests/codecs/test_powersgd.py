@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdpx.array import kernels
 from fsdpx.codecs import Plain, PowerSGD
+from fsdpx.codecs.powersgd import outer
 from fsdpx.comm import Communicator, spawn
 from fsdpx.comm.counted import Counted, Counters
 from fsdpx.errors import ConfigError
@@ -174,3 +176,21 @@ def test_zeros_stay_zeros_and_other_numbers_are_refused() -> None:
 def test_bad_ranks_are_named(rank: Any) -> None:
     with pytest.raises(ConfigError, match=rf"PowerSGD\(rank={rank}\): a number of columns, 1 or more"):
         PowerSGD(rank)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rank", [1, 3])
+def test_both_forms_of_products_give_the_same_bits(dtype: str, rank: int) -> None:
+    """Of parts that begin and end within rows, also where they are taken off."""
+    rng = np.random.default_rng(rank)
+    p, q = (rng.standard_normal((n, rank)).astype(dtype) for n in (7, 11))
+    for at, size in ((0, 77), (5, 3), (9, 24), (33, 44)):
+        forms = []
+        for way in ("plain", "numba"):
+            out = np.arange(2 * size, dtype=dtype)
+            with kernels.use(way):
+                outer(np, p, q, at, out[:size])
+                outer(np, p, q, at, out[size:], take=True)
+            forms.append(out)
+        np.testing.assert_array_equal(*forms)
+        np.testing.assert_allclose(forms[0][:size], (p @ q.T).reshape(-1)[at : at + size], rtol=1e-4, atol=1e-5)

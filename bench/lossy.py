@@ -1,0 +1,125 @@
+"""Where does training end with each codec, beside plain training of as many steps?
+
+    python bench/lossy.py [--steps 150] [--seeds 0] [--ranks 2] [--jobs 1] [--quick]
+
+Data parallelism, with the settings that docs/compression.md recommends: first by AdamW, then by SGD. Losses do not
+depend on what else the machine does.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import trainings
+from records import lines
+
+__all__ = ["tables"]
+
+RATES = {"digits": (4e-3, 0.05), "tiny": (1e-3, 0.3)}
+"""Of each task the largest rates of AdamW, and of SGD with momentum 0.9."""
+
+
+def variants(steps: int, adam: float, sgd: float) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Optimiser and codec by name; each plain one is what those after it are compared with. Without momentum the rate
+    of SGD is ten times as high, as long are its steps with it."""
+    import fsdpx
+    from fsdpx import optim
+
+    def rate(lr: float) -> Any:
+        return optim.schedules.WarmUp(max(steps // 10, 1), optim.schedules.Cosine(lr, steps))
+
+    adamw = optim.AdamW(lr=rate(adam))
+    momentum, none = optim.SGD(lr=rate(sgd), momentum=0.9), optim.SGD(lr=rate(10 * sgd))
+    warmup = max(steps // 4, 1)
+    return {
+        "plain": lambda: {"optimizer": adamw, "codec": "plain"},
+        "int8": lambda: {"optimizer": adamw, "codec": "int8"},
+        "1-bit adam": lambda: {"optimizer": optim.OneBitAdam(lr=rate(adam), warmup_steps=warmup)},
+        "plain sgd": lambda: {"optimizer": momentum, "codec": "plain"},
+        "powersgd 4": lambda: {"optimizer": momentum, "codec": fsdpx.PowerSGD(4)},
+        "sign": lambda: {"optimizer": none, "codec": "sign"},
+        "top 1 %": lambda: {"optimizer": none, "codec": fsdpx.TopK(0.01, warmup=warmup)},
+        "random 10 %": lambda: {"optimizer": none, "codec": fsdpx.RandomK(0.1)},
+    }
+
+
+def main() -> int:
+    if (this := trainings.job()) is not None:
+        return job(*this)
+    p = trainings.parser(__doc__, "--codecs", variants(1, 1.0, 1.0), seeds=[0], ranks=2, steps=150)
+    p.add_argument("--batch", type=int, default=4, help="sequences of the global batch of `tiny`")
+    p.add_argument("--jobs", type=int, default=1, help="trainings at a time")
+    options = p.parse_args()
+    asked = {"steps": 20 if options.quick else options.steps, "batch": options.batch}
+    return trainings.compare(__file__, "codec", options, asked, tables, options.jobs)
+
+
+def job(name: str, asked: dict[str, Any]) -> int:
+    """One training of each task; rank 0 prints where they end."""
+    import fsdpx
+
+    comm = fsdpx.init()
+    found = {task: train(comm, variants(asked["steps"], *RATES[task])[name](), asked) for task, train in TASKS.items()}
+    if comm.rank == 0:
+        print(json.dumps(found))
+    return 0
+
+
+def digits(comm: Any, options: dict[str, Any], asked: dict[str, Any]) -> float:
+    """The loss of the example's network on new digits."""
+    from fsdpx import nn
+    from fsdpx.examples.digits import draw
+    from fsdpx.nn.models import digits as network
+
+    images, labels = draw(4096, seed=1)
+    held = draw(1024, seed=2)
+    trainer = network().as_distributed(
+        loss=nn.CrossEntropy(), strategy="ddp", comm=comm, seed=2 + asked["seed"], **options
+    )
+    for step in range(asked["steps"]):
+        rows = (np.arange(64) + 64 * step) % len(labels)
+        mine = rows[64 * comm.rank // comm.size : 64 * (comm.rank + 1) // comm.size]
+        trainer.step(images[mine], labels[mine])
+    own = slice(1024 * comm.rank // comm.size, 1024 * (comm.rank + 1) // comm.size)
+    return float(trainer.evaluate(held[0][own], held[1][own]))
+
+
+def tiny(comm: Any, options: dict[str, Any], asked: dict[str, Any]) -> float:
+    """The validation loss of the main job."""
+    from fsdpx import nn
+    from fsdpx.examples import gpt
+    from fsdpx.nn.models import gpt as model
+
+    words = [word for key in ("seed", "steps", "batch") for word in (f"--{key}", str(asked[key]))]
+    args = gpt.parser().parse_args([*words, "--no-save"])
+    trainer = model("tiny").as_distributed(
+        loss=nn.CrossEntropy(), strategy="ddp", comm=comm, clip_norm=args.clip, seed=args.seed, **options
+    )
+    loader, validation = gpt.loaders(args, trainer.data, prints=False)
+    with loader:
+        trainer.fit(loader, epochs=None, steps=args.steps, progress=False)
+    return mean(trainer.evaluate(*batch) for batch in validation)
+
+
+TASKS = {"digits": digits, "tiny": tiny}
+
+
+def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = [row for row in found["rows"] if "failed" not in row]
+    text, base = [], dict[str, float]()
+    for name in dict.fromkeys(row["codec"] for row in rows):
+        mine = {task: mean(row[task] for row in rows if row["codec"] == name) for task in TASKS}
+        base = mine if name.startswith("plain") else base
+        cells = [name]
+        for task, loss in mine.items():
+            apart = f"{100 * (loss / base[task] - 1):+.1f} %" if task in base and base is not mine else ""
+            cells += [f"{loss:.4f}", apart]
+        text.append(cells)
+    return [("losses", lines(["codec", "digits", "to plain", "tiny", "to plain"], text))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
