@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from amount import in_full
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
@@ -69,6 +70,7 @@ def test_mixed_dtypes_take_the_plain_code():
     assert kernels.layer_norm(np, x, w, w, 1e-5)[0].dtype == np.float64
 
 
+@in_full
 def test_compiled_code_is_looked_for_by_the_first_kernel_that_needs_it():
     code = """
 import sys, numpy as np

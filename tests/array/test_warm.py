@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 
 from fsdpx.array import dtype as dtype_of
 from fsdpx.array import kernels
@@ -58,6 +58,7 @@ assert ready() != before
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
 
 
+@in_full
 @pytest.mark.parametrize("precision", few(["'float32'", "Precision(compute='bf16')"], 2))
 def test_a_step_finds_all_kernels_warm(precision):
     code = (
@@ -81,6 +82,7 @@ assert ready() == before, ready() ^ before
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=180)
 
 
+@in_full
 def test_a_read_only_cache_is_said_once_and_kernels_run():
     code = """
 import errno, os, warnings

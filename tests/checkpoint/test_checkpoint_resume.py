@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from models import KNOWN, STRATEGIES, make, part
 from savers import build, contents, everywhere, loader, steps
 
@@ -124,6 +124,7 @@ def test_fit_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert part_of.validation[-1] == history.validation[-1]
 
 
+@in_full
 def test_fit_of_whole_epochs_and_of_nothing_left(tmp_path: Path) -> None:
     whole = spawn(lambda comm: fitted(comm, "one", None, epochs=3), 1)[0][0]
     everywhere("fsdp 3", lambda comm: fitted(comm, "fsdp 3", tmp_path, epochs=1))
@@ -206,6 +207,7 @@ def test_gradients_that_wait_are_not_lost_silently(tmp_path: Path) -> None:
     spawn(body, 2)
 
 
+@in_full
 def test_after_load_a_shared_mesh_still_trains_alike(tmp_path: Path) -> None:
     """Parameters that a strategy keeps gathered are gathered anew."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, pairs
+from amount import few, in_full, pairs
 from meshes import OPTIONS, compare, train
 from models import CASES, KNOWN, distance, make, part
 
@@ -56,7 +56,7 @@ CHUNKS = [
 ]
 
 
-@pytest.mark.parametrize("case", ["deep", "mlp"])
+@pytest.mark.parametrize("case", few(["deep", "mlp"], 2))
 def test_one_hash_with_chunks(case: str) -> None:
     hashes = {}
     for mesh, strategy, schedule in few(CHUNKS, 4):
@@ -72,6 +72,7 @@ def test_one_hash_with_chunks(case: str) -> None:
     assert len(set.union(*hashes.values())) == 1, hashes
 
 
+@in_full
 @pytest.mark.parametrize("mesh", few([Mesh(shard=1, pipe=2), Mesh(shard=2)], 2))
 def test_recompute_changes_no_bit(mesh: Mesh) -> None:
     some_units = "60KiB" if mesh.pipe == 1 else "110KiB"

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, pairs
+from amount import few, in_full, pairs
 from meshes import compare, train
 from models import make
 
@@ -41,6 +41,7 @@ def test_sequences_need_not_divide_on_any_mesh(on: tuple[Mesh, dict[str, Any]], 
     compare("uneven", on[0], sequence=sequence, microbatches=3, **on[1])
 
 
+@in_full
 @pytest.mark.parametrize("sequence", few(SEQUENCES[1:], 3))
 def test_uneven_sequences_have_one_hash(sequence: str) -> None:
     def run(comm: Communicator, recompute: Any) -> str:

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from models import CASES, STRATEGIES, make, part, placed
 
 from fsdpx import Precision, nn, optim, spawn
@@ -97,6 +98,7 @@ def test_half_precision_moves_half_the_bytes() -> None:
     assert sum(c.bytes for c in data(half).values()) == total / 2
 
 
+@in_full
 def test_many_small_layers_become_few_collectives() -> None:
     def run(comm: Communicator) -> Any:
         model = nn.Chain(*(nn.Linear(32, 32) for _ in range(1000)))

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from amount import in_full
 
 from fsdpx.errors import ConfigError
 from fsdpx.launch.draw import draw
@@ -32,6 +33,7 @@ def text_of(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+@in_full
 def test_verbs_ranks_and_microbatches_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx
 from fsdpx import nn, optim
@@ -54,6 +55,7 @@ def test_without_neighbours_nothing_is_shared():
     assert footprint.parts["interpreter and libraries"].rss > 20 * MIB
 
 
+@in_full
 def test_full_parameters_are_on_a_host_once_and_gradients_are_read_by_all():
     run = dry(4, 4, "fsdp")
     windows, slab = run.footprint.parts["shared windows"], run.report.memory["working set"]
@@ -64,6 +66,7 @@ def test_full_parameters_are_on_a_host_once_and_gradients_are_read_by_all():
     assert ddp.rss == pytest.approx(PARAMETERS * 1.75, rel=0.01)
 
 
+@in_full
 def test_hosts_share_by_themselves():
     apart, together = dry(4, 2, "fsdp"), dry(4, 4, "fsdp")
     assert apart.footprint.ranks_here == 2
@@ -72,6 +75,7 @@ def test_hosts_share_by_themselves():
     assert apart.report.memory["working set"] > together.report.memory["working set"], "pages travel between hosts"
 
 
+@in_full
 def test_messages_instead_of_windows_share_nothing(monkeypatch):
     monkeypatch.setenv("FSDPX_NODE", "0")
     assert "shared windows" not in dry(4, 4, "fsdp").footprint.parts
@@ -175,6 +179,7 @@ def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
     module.baseline.cache_clear()
 
 
+@in_full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux")
 def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it():
     large = np.ones(60 * MIB)

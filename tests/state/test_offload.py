@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 
 import fsdpx
 from fsdpx import EMA, Mesh, Offload, nn, optim, spawn
@@ -138,6 +138,7 @@ def test_the_report_says_what_lies_where(tmp_path: Path) -> None:
     assert f"on disk: optimiser {2 * own / 1024:.2f} KiB" in lines
 
 
+@in_full
 def test_the_plan_and_the_report_say_how_long_the_disk_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
