@@ -41,6 +41,10 @@ def elementwise(x: np.ndarray, dy: np.ndarray, size: str) -> Iterator[Case]:
     yield "sigmoid", size, lambda: kernels.sigmoid(np, x)
     yield "silu", size, lambda: kernels.silu(np, x)
     yield "silu_backward", size, lambda: kernels.silu_backward(np, x, dy)
+    yield "gated", size, lambda: kernels.gated(np, x, dy)
+    yield "gated_backward", size, lambda: kernels.gated_backward(np, x, dy, x)
+    turned, angles = x.reshape(-1, 8, 1, x.shape[1]), np.ones((8, x.shape[1] // 2), x.dtype)
+    yield "rotate", size, lambda: kernels.rotate(np, turned, angles, angles)
     yield "square_sum", size, lambda: kernels.square_sum(np, x.reshape(-1))
     yield "square_sums", size, lambda: kernels.square_sums(np, x.reshape(-1), 1024)
     yield "drop", size, lambda: kernels.drop(np, x, Stretch(0, "a", 0, x.size), 0.1)
@@ -109,6 +113,10 @@ def heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, size: str) -> Iterator[Ca
     o, lse = kernels.attention(np, q, k, v, True, scale)
     yield "attention", size, lambda: kernels.attention(np, q, k, v, True, scale)
     yield "attention_backward", size, lambda: kernels.attention_backward(np, q, k, v, o, lse, q, True, scale)
+    few = k[:, :1], v[:, :1]
+    segments = np.repeat(np.arange(q.shape[2]) // 16, q.shape[0]).reshape(q.shape[2], q.shape[0]).T
+    for way, options in (("shared keys", (0, None)), ("window", (16, None)), ("segments", (0, segments))):
+        yield f"attention ({way})", size, lambda o=options: kernels.attention(np, q, *few, True, scale, *o)
 
 
 def images(x: np.ndarray, size: str) -> Iterator[Case]:

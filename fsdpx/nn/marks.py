@@ -86,7 +86,7 @@ def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> set[s
     if isinstance(marks.get(path), Own):
         if not inside and not any(_has_plan(found) for _, found in paths(layer)):
             raise ConfigError(
-                f"tensor_plan: {path!r} {layer!r} has no plan of its own, only attention, MLP and GPT have: choose "
+                f"tensor_plan: {path!r} {layer!r} has no plan of its own, attention, MLPs and models have: choose "
                 "nn.Column, nn.Row or nn.Vocab"
             )
         inside = True

@@ -43,7 +43,7 @@ def parallelise(
 
     Parameters
     ----------
-    model : any layer; MultiHeadAttention, MLP and GPT have a plan of their own
+    model : any layer; attention, MLPs, GPT, Llama, Bert and ViT have a plan of their own (`Layer.plan`)
     loss : needs `acts_on = "position"` if `sequence` leaves the model's output cut along dim 1
     width : ranks of the tensor axis
     plan : name pattern (fnmatch) -> `Column`, `Row`, `Vocab` or `Own`; None: the layers' own plans
