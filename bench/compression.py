@@ -117,14 +117,13 @@ def measured(
             step()
         return (time.perf_counter() - begin) / every
 
-    for _ in range(3 if every == 1 else 1):
+    for _ in range(3 if every == 1 else 0):
         round_()
-    alike = max(comm.all_gather_object(round_()))  # ranks must agree on how many rounds there are
-    taken = [round_() for _ in range(max(math.ceil(seconds / (alike * every)), 3 if every == 1 else 1))]
     trainer.reset()
-    round_()
-    traffic = trainer.report().traffic
-    return statistics.median(taken), sum(n.bytes for (axis, _), n in traffic.items() if axis == "replica") / every
+    alike = max(comm.all_gather_object(round_()))  # ranks must agree on how many rounds there are
+    sent = sum(n.bytes for (axis, _), n in trainer.report().traffic.items() if axis == "replica") / every
+    rounds = max(math.ceil(seconds / (alike * every)), 3 if every == 1 else 1)
+    return statistics.median(round_() for _ in range(rounds)), sent
 
 
 def times(options: argparse.Namespace) -> list[dict[str, Any]]:

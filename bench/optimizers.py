@@ -21,7 +21,8 @@ __all__ = ["tables"]
 
 def recommended(steps: int) -> dict[str, Callable[[], Any]]:
     """By name, AdamW first: as `make train` has it. The others: as their papers say, with the same warm-up where they
-    need one (schedule-free AdamW, whose rate never falls, a longer one), and the same share of weight decay."""
+    need one (schedule-free AdamW, whose rate never falls, a longer one; Prodigy, whose rate rises by itself, none, but
+    in so few steps it should begin higher), and the same share of weight decay."""
     from fsdpx import optim
     from fsdpx.examples import gpt
 
@@ -38,7 +39,7 @@ def recommended(steps: int) -> dict[str, Callable[[], Any]]:
             lr=optim.schedules.WarmUp(max(steps // 5, 1), 2e-3), betas=(0.95, 0.98), **decay
         ),
         "Muon": lambda: optim.Muon(lr=falling(2e-3), others=optim.AdamW(betas=same.betas), **decay),
-        "Prodigy": lambda: optim.Prodigy(lr=falling(1.0), betas=(0.9, 0.99), **decay),
+        "Prodigy": lambda: optim.Prodigy(d0=1e-4, lr=optim.schedules.Cosine(1.0, steps), betas=(0.9, 0.99), **decay),
         "SOAP": lambda: optim.SOAP(lr=falling(2e-3), **decay),
         "Adafactor": lambda: optim.Adafactor(lr=falling(3e-2), groups=same.groups),
     }
