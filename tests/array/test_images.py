@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import few
 
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.kernels import use
@@ -21,7 +22,7 @@ WINDOWS = [
     ((2, 5), (1, 3), (1, 2)),
 ]
 SHAPES = [(3, 16, 12, 12, 32), (2, 16, 7, 9, 16), (2, 3, 8, 8, 5), (0, 16, 8, 8, 16), (1, 32, 4, 4, 16)]
-TOLERANCE = {"float64": 1e-13, "float32": 6e-6}
+TOLERANCE = {"float32": 6e-6, "float64": 1e-13}
 
 
 def far(got: np.ndarray, want: np.ndarray) -> float:
@@ -46,7 +47,7 @@ def setting(dtype: str, shape: tuple[int, ...], window: Window) -> tuple[np.ndar
     return tuple(a.astype(dtype) for a in (x, weight * scale, rng.normal(size=outer), dy))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [Window(*w) for w in WINDOWS], ids=str)
 def test_convolutions_equal_the_plain_ones(window: Window, shape: tuple[int, ...], dtype: str) -> None:
@@ -135,7 +136,7 @@ def test_pools_equal_the_plain_ones(window: Any, order: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(70, 5), (6, 5, 7), (6, 32, 5, 7), (0, 4, 3, 3), (2, 3, 2, 3, 4)], ids=str)
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", few(["float32", "float64"], 2))
 def test_batch_norm_equals_the_plain_one(shape: tuple[int, ...], dtype: str) -> None:
     rng = np.random.default_rng(2)
     x, dy = (rng.normal(3, 2, size=shape).astype(dtype) for _ in range(2))

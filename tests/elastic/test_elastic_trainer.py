@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from jobs_threads import BATCHES, ROWS, Kill, Killer, make, train
 
 import fsdpx
@@ -247,6 +247,7 @@ def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
             assert all(one.losses == wanted.losses and one.fingerprint == wanted.fingerprint for one in got)
 
 
+@in_full
 def test_a_rank_dies_in_the_last_step() -> None:
     """Nobody is left waiting when the others have gone home."""
 

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from amount import few
 
 from fsdpx.native import image, layout, twice
 from fsdpx.native.compiled import REORDER, fixed, jit
@@ -38,7 +39,7 @@ def _numbers(dtype, order="C"):
     return np.asarray(numbers.standard_normal((7, 33)).astype(dtype), order=order), np.ones(33, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", few(["float32", "float64"], 2))
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_the_bits_are_those_of_numba(dtype, order):
     function = jit(_along, fastmath=REORDER)
