@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fsdpx.config import EASGD, Async, Gossip, Offload, Precision, Sharding
     from fsdpx.elastic.options import Elastic
     from fsdpx.elastic.trainer import ElasticTrainer
+    from fsdpx.facade.adapters import load_adapter, merged_parameters, save_adapter
     from fsdpx.facade.builder import ModelBuilder
     from fsdpx.facade.distribute import distribute
     from fsdpx.facade.dryrun import dry_run
@@ -52,6 +53,7 @@ _NAMES = {
     "fsdpx.config": ("EASGD", "Async", "Gossip", "Offload", "Precision", "Sharding"),
     "fsdpx.elastic.options": ("Elastic",),
     "fsdpx.elastic.trainer": ("ElasticTrainer",),
+    "fsdpx.facade.adapters": ("load_adapter", "merged_parameters", "save_adapter"),
     "fsdpx.facade.builder": ("ModelBuilder",),
     "fsdpx.facade.distribute": ("distribute",),
     "fsdpx.facade.dryrun": ("dry_run",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from typing import Any, NoReturn, TypeVar
 
@@ -86,8 +86,8 @@ class ElasticTrainer(Trainer):
 
         return self._together("predict", mine)
 
-    def parameters(self, with_: str = "parameters") -> dict[str, np.ndarray]:
-        return self._together("parameters", lambda: Trainer.parameters(self, with_))
+    def parameters(self, with_: str = "parameters", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        return self._together("parameters", lambda: Trainer.parameters(self, with_, names))
 
     def load_parameters(self, values: Mapping[str, Any]) -> None:
         self._replaced("load_parameters", lambda: Trainer.load_parameters(self, values))

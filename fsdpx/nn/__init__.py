@@ -23,6 +23,7 @@ from fsdpx.nn.layer import Env, Layer, Spec
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.llama import Llama
 from fsdpx.nn.losses import MSE, BCEWithLogits, CrossEntropy, Loss
+from fsdpx.nn.lowrank import LoRALinear, lora
 from fsdpx.nn.marks import Column, Own, Row, Vocab
 from fsdpx.nn.moe import MoE
 from fsdpx.nn.norm import LayerNorm, RMSNorm
@@ -40,9 +41,9 @@ __all__ = [
     "Bert", "BertEmbedding", "Chain", "Column", "ColumnLinear", "Composite", "Concat", "Container", "Conv2d",
     "CrossEntropy", "Cut", "CutDropout", "Dropout", "Embedding", "Enter", "Env", "First", "Flatten", "Framed", "Gate",
     "GatedMLP", "Graph", "GroupedQueryAttention", "HeadNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear",
-    "Llama", "Loss", "MaxPool2d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Own", "PartTokenEmbedding",
-    "Patches", "Planned", "RMSNorm", "ReLU", "Residual", "Rotary", "Row", "RowLinear", "Scale", "SequenceLoss",
-    "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding", "TransformerBlock", "ViT", "Vocab",
-    "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "infer", "init", "models", "parallelise", "shapes",
-    "sort", "specs_of",
+    "Llama", "LoRALinear", "Loss", "MaxPool2d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Own",
+    "PartTokenEmbedding", "Patches", "Planned", "RMSNorm", "ReLU", "Residual", "Rotary", "Row", "RowLinear", "Scale",
+    "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding", "TransformerBlock", "ViT",
+    "Vocab", "VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding", "infer", "init", "lora", "models",
+    "parallelise", "shapes", "sort", "specs_of",
 ]  # fmt: skip

@@ -92,6 +92,24 @@ class Container(Layer):
         new._specs = {name: replace(fresh[name], trainable=spec.trainable) for name, spec in self._specs.items()}
         return new
 
+    def with_layers(self, layers: Mapping[str, Layer]) -> Container:
+        """A copy with other layers under the same names, which may have more parameters; what was frozen stays so."""
+        new = copy(self)
+        new.steps = tuple(replace(step, layer=layers[step.name]) for step in self.steps)
+        new.collective = any(step.layer.collective for step in new.steps)
+        fresh = {name: spec for name, spec in prefixed(new.children().items()).items() if name not in self.ties}
+        kept = {name for name, spec in self._specs.items() if not spec.trainable}
+        new._specs = {
+            name: replace(spec, trainable=spec.trainable and name not in kept) for name, spec in fresh.items()
+        }
+        return new
+
+    def with_frozen(self, trained: tuple[str, ...]) -> Container:
+        """A copy that trains those parameters alone whose names end in one of `trained`."""
+        new = copy(self)
+        new._specs = {n: s if n.endswith(trained) else replace(s, trainable=False) for n, s in self._specs.items()}
+        return new
+
     def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
         parts = self._parts(p)
         values = dict(zip(self.inputs, _unpack(x, len(self.inputs)), strict=True))

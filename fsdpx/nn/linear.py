@@ -23,7 +23,7 @@ class Linear(Layer):
     """
 
     acts_on = "position"
-    runs = ("linear",)
+    runs: tuple[str, ...] = ("linear",)
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -228,17 +228,18 @@ class Trainer:
 
     # -- parameters --------------------------------------------------------------------------------------------------
 
-    def parameters(self, with_: str = "parameters") -> dict[str, np.ndarray]:
+    def parameters(self, with_: str = "parameters", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
-        with_: as in `evaluate`."""
+        with_: as in `evaluate`. names: these alone, the same on all ranks; no more than what lies with them is sent."""
         exchange = self._session.state.exchange
         if exchange is not None and with_ == "parameters":
             self._open("parameters")
-            return common_parameters(self._session.state, exchange)
-        self._begin("parameters")
-        with self._with(with_):
-            found = whole_parameters(self._session.state) | whole_state(self._session.state)
-        return {name: found[name] for name in self.placement.layout.specs}
+            found = common_parameters(self._session.state, exchange)
+        else:
+            self._begin("parameters")
+            with self._with(with_):
+                found = whole_parameters(self._session.state, names) | whole_state(self._session.state)
+        return {n: found[n] for n in self.placement.layout.specs if names is None or n in names}
 
     @contextmanager
     def _with(self, which: str) -> Iterator[None]:

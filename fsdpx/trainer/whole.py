@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import prod
 from typing import Any
 
@@ -27,13 +27,13 @@ BLOCK = 1 << 16
 """Elements of an average that are made at once."""
 
 
-def whole_parameters(state: TrainState) -> dict[str, np.ndarray]:
-    """Canonical name -> full array, on every rank's host. Collective."""
+def whole_parameters(state: TrainState, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """Canonical name -> full array, on every rank's host. names: pages without any of them are left out. Collective."""
 
     def flat(page: Page) -> Any:
         return _over_shards(state, page, state.ledger.array("master", page.index))
 
-    return _everywhere(state, flat, trained=False)
+    return _everywhere(state, flat, trained=False, names=names)
 
 
 def common_parameters(state: TrainState, exchange: Exchange) -> dict[str, np.ndarray]:
@@ -131,13 +131,17 @@ def put_averages(state: TrainState) -> Callable[[], None]:
     return put_back
 
 
-def _everywhere(state: TrainState, flat: Callable[[Page], Any], trained: bool) -> dict[str, np.ndarray]:
+def _everywhere(
+    state: TrainState, flat: Callable[[Page], Any], trained: bool, names: Collection[str] | None = None
+) -> dict[str, np.ndarray]:
     """flat: this rank's line of the tensor axis' elements of a page, for pages of this rank of the pipe."""
     found: dict[str, np.ndarray] = {}
     dtype = state.placement.formats.gradients if trained else state.placement.formats.master
     homes = {p: stage.rank for stage in reversed(state.placement.stages) for p in stage.pages}
     for page in state.placement.layout.pages:
         if trained and not page.trainable:
+            continue
+        if names is not None and not any(f.source in names for f in page.fields):
             continue
         parts = _parts(page, to_host(flat(page))) if page.index in state.placement.pages else None
         for f in page.fields:

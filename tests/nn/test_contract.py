@@ -38,6 +38,8 @@ POWER = np.power, (lambda a, b: b * np.power(a, b - 1.0), lambda a, b: np.power(
 CASES = {
     "Linear": (lambda: nn.Linear(5, 3), lambda: rows(4, 5)),
     "LinearOfSequences": (lambda: nn.Linear(5, 3, bias=False), lambda: rows(4, 2, 5)),
+    "LoRALinear": (lambda: nn.LoRALinear(nn.Linear(5, 3), 2, 4.0, 0.3), lambda: rows(4, 2, 5)),
+    "LoRAOfMLP": (lambda: nn.lora(nn.MLP(4, dropout=0.2), 2, 4.0, 0.3, targets="*"), lambda: rows(3, 2, 4)),
     "Embedding": (lambda: nn.Embedding(7, 4), lambda: ids(7, 3, 5)),
     "LayerNorm": (lambda: nn.LayerNorm(6), lambda: rows(3, 2, 6)),
     "LayerNormOfTwoDims": (lambda: nn.LayerNorm((2, 6), bias=False), lambda: rows(3, 2, 6)),

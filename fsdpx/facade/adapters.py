@@ -1,0 +1,129 @@
+"""Adapters of `nn.lora` on disk, in the format of PEFT, and merged into the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.checkpoint.agree import alone, place
+from fsdpx.checkpoint.format import code_of, lay, read_json
+from fsdpx.checkpoint.source import contents
+from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.nn.layer import Layer, dotted
+from fsdpx.nn.lowrank import LOW, LoRALinear
+from fsdpx.trainer.trainer import Trainer
+
+__all__ = ["load_adapter", "merged_parameters", "save_adapter"]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT puts before the names of the model."""
+
+
+def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str = "") -> None:
+    """Write the adapters alone, as PEFT does: `adapter_config.json` and `adapter_model.safetensors`. Collective.
+
+    Parameters
+    ----------
+    trainer : of a model of `nn.lora`
+    folder : is made if it is not there; files of these names are replaced
+    base_model : `base_model_name_or_path` of the file
+    """
+    adapted = _adapted(trainer, "save_adapter")
+    path = place(trainer.world, "save_adapter", folder)
+    arrays = trainer.parameters(names=_names(adapted))
+    alone(trainer.world, f"save_adapter {path}", lambda: _write(path, adapted, arrays, base_model))
+
+
+def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
+    """Take adapters that `save_adapter` or PEFT wrote for the same names of layers. Collective.
+
+    CheckpointError on all ranks, before anything changes, where the file has other layers, another rank or alpha.
+
+    Parameters
+    ----------
+    trainer : of a model of `nn.lora`
+    folder : with `adapter_config.json` and `adapter_model.safetensors`
+    convert : round or widen floats of another format
+    """
+    adapted = _adapted(trainer, "load_adapter")
+    path = place(trainer.world, "load_adapter", folder)
+    alone(trainer.world, f"load_adapter {path}", lambda: _demand_fit(path, adapted))
+    trainer.load_weights(path / WEIGHTS, strict=False, rename={f"{PREFIX}*": "*"}, convert=convert)
+
+
+def merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
+    """The parameters of the model without adapters, W + alpha / rank B A in their place: what `load_weights` of a
+    trainer of the plain model takes. All of them on every rank's host, as `Trainer.parameters`. Collective."""
+    adapted = _adapted(trainer, "merged_parameters")
+    for weight in (dotted(name, "weight") for name in adapted):
+        if (other := trainer.placement.layout.canonical(weight)) != weight:
+            raise ConfigError(f"merged_parameters: {weight!r} is tied to {other!r}, which has no adapter")
+    arrays = trainer.parameters()
+    for name, layer in adapted.items():
+        down, up = (arrays.pop(dotted(name, low)) for low in LOW)
+        weight = dotted(name, "weight")
+        arrays[weight] = (arrays[weight] + layer.scale * (up @ down)).astype(arrays[weight].dtype)
+    return arrays
+
+
+def _adapted(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
+    """The layers with adapters by name."""
+    found = {
+        path: layer
+        for node in trainer.placement.model.nodes
+        for path, layer in _walk(node.path, node.layer)
+        if isinstance(layer, LoRALinear)
+    }
+    if not found:
+        raise ConfigError(f"{call}: the model has no adapters: make it with nn.lora(model, targets=...)")
+    return found
+
+
+def _walk(path: str, layer: Layer) -> Iterator[tuple[str, Layer]]:
+    yield path, layer
+    for name, child in layer.children().items():
+        yield from _walk(dotted(path, name), child)
+
+
+def _names(adapted: dict[str, LoRALinear]) -> list[str]:
+    return [dotted(name, low) for name in adapted for low in LOW]
+
+
+def _settings(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
+    """The first layer's; `nn.lora` gives all the same."""
+    layer = next(iter(adapted.values()))
+    return {"r": layer.rank, "lora_alpha": layer.alpha}
+
+
+def _write(path: Path, adapted: dict[str, LoRALinear], arrays: dict[str, np.ndarray], base_model: str) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    config = _settings(adapted) | {
+        "peft_type": "LORA", "base_model_name_or_path": base_model or None, "bias": "none", "fan_in_fan_out": False,
+        "inference_mode": True, "init_lora_weights": True, "lora_dropout": next(iter(adapted.values())).dropout,
+        "target_modules": list(adapted), "task_type": None,
+    }  # fmt: skip
+    (path / CONFIG).write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
+    tensors = {f"{PREFIX}{name}": array for name, array in arrays.items()}
+    plan = lay({name: (code_of(array.dtype), array.shape) for name, array in tensors.items()}, {"format": "pt"})
+    with (path / WEIGHTS).open("wb") as file:
+        file.write(plan.header)
+        for name in sorted(plan.tensors, key=lambda name: plan.tensors[name].start):
+            file.write(np.ascontiguousarray(tensors[name]).tobytes())
+
+
+def _demand_fit(path: Path, adapted: dict[str, LoRALinear]) -> None:
+    found = read_json((path / CONFIG).read_bytes())
+    for key, value in _settings(adapted).items():
+        if found.get(key) != value:
+            raise CheckpointError(f"{CONFIG} has {key} {found.get(key)}, the model {value}: make it with nn.lora alike")
+    theirs = {name.removeprefix(PREFIX) for name in contents(path / WEIGHTS).tensors}
+    ours = set(_names(adapted))
+    for what, names in (("missing", ours - theirs), ("not in the model", theirs - ours)):
+        if names:
+            raise CheckpointError(f"{WEIGHTS}: {what}: {', '.join(sorted(names))}")
