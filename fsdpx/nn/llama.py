@@ -12,7 +12,7 @@ from fsdpx.nn.container import Container, chained
 from fsdpx.nn.embedding import Embedding
 from fsdpx.nn.gated import GatedMLP
 from fsdpx.nn.grouped import AttentionBlock, GroupedQueryAttention
-from fsdpx.nn.init import Init, normal
+from fsdpx.nn.init import normal
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.marks import Vocab
@@ -54,6 +54,7 @@ class Llama(Container):
     scale_embedding : rows of the embedding are multiplied by sqrt(d_model)
     unit_offset : RMSNorm layers multiply by 1 + weight
     experts, active : the MLP of a block is a `MoE` of so many experts, so many of them for each position; None: one MLP
+    balance : with experts, the weight of the loss that balances their load, of each block, see `MoE`
     segments : a second input, whole numbers (samples, time): a position attends to those of its own number only
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
@@ -84,6 +85,7 @@ class Llama(Container):
         unit_offset: bool = False,
         experts: int | None = None,
         active: int = 2,
+        balance: float = 0.0,
         segments: bool = False,
         frozen: Sequence[str] = (),
     ) -> None:
@@ -99,7 +101,8 @@ class Llama(Container):
         inside = hidden or -(-d_model // 3) * 8
         mlp: Layer = GatedMLP(d_model, inside, activation, bias, init=init, out_init=out_init)
         if experts is not None:
-            mlp = _mixture(d_model, inside, experts, active, activation, bias, init=init, out_init=out_init)
+            _plain_experts(activation, bias)
+            mlp = MoE(d_model, inside, experts, active, balance, init=init, out_init=out_init)
         layers: dict[str, Layer] = {"embed": Embedding(vocab, d_model, init=init)}
         layers |= {"scale": Scale(math.sqrt(d_model))} if scale_embedding else {}
         norm, shared = RMSNorm(d_model, eps, unit_offset=unit_offset), ("segments",) if segments else ()
@@ -113,9 +116,6 @@ class Llama(Container):
         return Layer.__repr__(self)
 
 
-def _mixture(
-    d_model: int, hidden: int, experts: int, active: int, activation: str, bias: bool, init: Init, out_init: Init
-) -> MoE:
+def _plain_experts(activation: str, bias: bool) -> None:
     if activation != "silu" or bias:
         raise ConfigError("Llama: experts have activation='silu' and no bias")
-    return MoE(d_model, hidden, experts, active, init=init, out_init=out_init)

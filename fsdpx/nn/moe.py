@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
 from fsdpx.nn.check import positive, want_last
@@ -28,6 +30,9 @@ class MoE(Layer):
     d_hidden : features inside an expert
     experts : so many MLPs
     active : so many of them for each position
+    balance : weight of the loss that balances the load (Fedus et al. 2022): experts x the sum over experts e of
+        f_e P_e, f_e the choices of e per position and P_e the mean of the softmax of all its logits. It is that of the
+        positions computed together, of one microbatch, and acts in backward only: reported losses are without it
     init, out_init : of `router`, `gate` and `up`, and of `down`; None: N(0, 0.02)
     """
 
@@ -40,6 +45,7 @@ class MoE(Layer):
         d_hidden: int,
         experts: int,
         active: int = 2,
+        balance: float = 0.0,
         *,
         init: Init | None = None,
         out_init: Init | None = None,
@@ -48,6 +54,7 @@ class MoE(Layer):
         if active > experts:
             raise ConfigError(f"MoE: active {active} is more than the {experts} experts")
         self.d_model, self.d_hidden, self.experts, self.active = d_model, d_hidden, experts, active
+        self.balance = float(balance)
         self.init = init or normal(0.02)
         self.out_init = out_init or self.init
 
@@ -62,6 +69,8 @@ class MoE(Layer):
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         want_last(self, x, self.d_model)
+        if self.balance and np.dtype(x.dtype) == np.float16:
+            raise ConfigError(f"{self!r}: balance does not know by how much float16 scales the loss: use bf16")
         xp, rows = env.xp, flat(x)
         logits = affine(xp, rows, p["router"], None)
         chosen = xp.argsort(-logits, axis=1, kind="stable")[:, : self.active]
@@ -74,10 +83,10 @@ class MoE(Layer):
             o = affine(xp, kernels.gated(xp, a, b), p["down"][e], None)
             y[mine] += o * weights.reshape(-1)[at][:, None]
             held.append((at, a, b))
-        return y.astype(x.dtype, copy=False).reshape(x.shape), (rows, chosen, weights, tuple(held))
+        return y.astype(x.dtype, copy=False).reshape(x.shape), (rows, logits, chosen, weights, tuple(held))
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        rows, chosen, weights, held = saved
+        rows, logits, chosen, weights, held = saved
         xp, drows, dtype = env.xp, flat(dy), wide(dy.dtype)
         dx, kept = xp.zeros(rows.shape, dtype=dtype), []
         dweights = xp.zeros((weights.size,), dtype=weights.dtype)
@@ -92,6 +101,8 @@ class MoE(Layer):
         dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
         dlogits = xp.zeros((rows.shape[0], self.experts), dtype=dy.dtype)
         xp.put_along_axis(dlogits, chosen, dpicked.astype(dy.dtype, copy=False), axis=1)
+        if self.balance:
+            dlogits += self._balancing(xp, logits, [len(at) for at, *_ in held]).astype(dy.dtype, copy=False)
         dx += product(xp, dlogits, p["router"])
         return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (rows, dlogits, kept)
 
@@ -103,6 +114,14 @@ class MoE(Layer):
             for name, left, right in (("gate", da, xs), ("up", db, xs), ("down", do, h)):
                 if name in g:
                     add_product(env.xp, {name: g[name][e]}, name, left.T, right)
+
+    def _balancing(self, xp: Any, logits: Array, counts: list[int]) -> Array:
+        """The gradient of the balancing loss times the number of positions: losses are sums over positions here."""
+        odds = kernels.softmax(xp, logits.astype(wide(logits.dtype), copy=False))
+        factor = self.balance * self.experts / max(logits.shape[0], 1)
+        slopes = xp.zeros(odds.shape, dtype=odds.dtype)
+        slopes += xp.asarray([count * factor for count in counts], dtype=odds.dtype)
+        return kernels.softmax_backward(xp, odds, slopes)
 
     def _routes(self, xp: Any, chosen: Array) -> list[Array]:
         """For each expert where it is in the flat `chosen`; without data, as many for each."""

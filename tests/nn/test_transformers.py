@@ -150,7 +150,7 @@ def widened(net: Any, model: Any) -> Any:
 
     def positions(self: Any, x: Any, position_ids: Any) -> Any:
         rotary = model.children()["blocks"].children()["0"].attn.rotary
-        cos, sin = rotary.table(np, 0, TIME, TIME, np.float64)
+        cos, sin = rotary.table(np, 0, x.shape[1], x.shape[1], np.float64)
         both = (torch.tensor(np.concatenate((a, a), axis=1))[None] for a in (cos, sin))
         return tuple(both)
 
@@ -284,3 +284,29 @@ def test_positions_are_stretched_as_there(scaling: dict[str, Any], time: int) ->
     got, factor = frequencies(WIDTH // HEADS, 10000.0, scaling, 64, time)
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-6)
     assert factor == pytest.approx(size, rel=1e-12)
+
+
+def test_the_balancing_loss_is_theirs() -> None:
+    """Of one block: theirs is of all blocks together, ours of each."""
+    torch.manual_seed(1)
+    options = {
+        "num_local_experts": 5,
+        "num_hidden_layers": 1,
+        "router_aux_loss_coef": 0.1,
+        "output_router_logits": True,
+    }
+    net = theirs("Mixtral", experts_implementation="eager", **options).double()
+    with torch.no_grad():
+        net.model.layers[0].mlp.gate.weight += torch.randn_like(net.model.layers[0].mlp.gate.weight)
+    model = nn.Llama(VOCAB, WIDTH, 1, HEADS, 64, kv_heads=2, hidden=48, eps=1e-5, theta=1e6, experts=5, balance=0.1)
+    x, y = (a[:, :8] for a in tokens())  # of 32 positions they have exact shares, in float32
+    net = widened(net, model)
+    out = net(torch.tensor(x))
+    loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), torch.tensor(y).flatten()) + 0.1 * out.aux_loss
+    loss.backward()
+    p, want = arrays(net), arrays(net, gradients=True)
+    trainer = model.as_distributed(loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-3), precision="float64")
+    trainer.load_parameters(p)
+    trainer.accumulate(x, y)
+    for n, value in trainer.gradients().items():
+        np.testing.assert_allclose(value, want[n], rtol=1e-9, atol=1e-11, err_msg=n)
