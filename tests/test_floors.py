@@ -21,6 +21,7 @@ FLOORS = (
     ("state",),
     ("engine",),
     ("checkpoint", "watch"),
+    ("models",),
     ("observe",),
     ("trainer",),
     ("elastic",),

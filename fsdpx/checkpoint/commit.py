@@ -23,7 +23,7 @@ try:
 except ImportError:  # Windows: two jobs there are not told apart
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Target", "current", "named", "numbered", "prune"]
+__all__ = ["Target", "current", "named", "numbered", "prune", "put"]
 
 PREVIOUS, PARTIAL, LOCK, REMOVED = ".previous", ".partial-", ".lock", ".removed"
 
@@ -57,11 +57,11 @@ class Target:
         """The data are there: headers, manifest, and the new name. Until the last rename, `path` or its `.previous` is
         the old checkpoint; after it, `path` is the new one."""
         for name, contents in plan.files.items():
-            _write(self.partial / name, contents.header)
+            put(self.partial / name, contents.header)
         note = {} if plan.note is None else {WRITTEN: plan.note}
         for name, text in {**plan.texts, **note, MANIFEST: manifest.text()}.items():
             create(self.partial / name, len(text))
-            _write(self.partial / name, text)
+            put(self.partial / name, text)
         sync_folder(self.partial)
         previous = beside(self.path, PREVIOUS)
         if self.path.exists() and is_checkpoint(self.path):
@@ -214,7 +214,8 @@ def _still(fd: int, name: Path) -> bool:
         return False
 
 
-def _write(path: Path, data: Any) -> None:
+def put(path: Path, data: Any) -> None:
+    """Write the first bytes of a file that is there, and wait for the disk."""
     with opened(path, writing=True) as fd:
         write_at(fd, data, 0)
         sync(fd)

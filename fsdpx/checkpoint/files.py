@@ -10,7 +10,7 @@ from functools import cached_property
 
 from fsdpx.checkpoint.format import SIZES, Contents, Entry, lay
 
-__all__ = ["INDEX", "STATE", "STATE_KEY", "WEIGHTS", "WRITTEN", "FileLayout", "Tensors", "lay_out", "split"]
+__all__ = ["INDEX", "STATE", "STATE_KEY", "WEIGHTS", "WRITTEN", "FileLayout", "Tensors", "index_of", "lay_out", "split"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -52,7 +52,7 @@ def lay_out(weights: Tensors, slots: Tensors | None, state: str | None, shard_by
     count = len(groups)
     names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     files = {name: lay(group) for name, group in zip(names, groups, strict=True)}
-    texts = {INDEX: _index(files)} if len(files) > 1 else {}
+    texts = {INDEX: index_of(files)} if len(files) > 1 else {}
     if state is not None:
         files[STATE] = lay(slots or {}, {STATE_KEY: state})
     return FileLayout(files, texts)
@@ -72,7 +72,7 @@ def split(tensors: Tensors, most: int) -> list[Tensors]:
     return groups
 
 
-def _index(files: Mapping[str, Contents]) -> bytes:
+def index_of(files: Mapping[str, Contents]) -> bytes:
     """As Hugging Face writes it."""
     total = sum(entry.nbytes for contents in files.values() for entry in contents.tensors.values())
     weights = {name: file for file, contents in files.items() for name in contents.tensors}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec
@@ -14,7 +14,7 @@ from fsdpx.state.placement import Placement
 from fsdpx.state.rows import saved_name, tensor_name
 from fsdpx.state.state import TrainState
 
-__all__ = ["BLOCK", "Block", "Held", "Run", "held", "owned"]
+__all__ = ["BLOCK", "Block", "Held", "Piece", "Run", "held", "owned"]
 
 BLOCK = 4 << 20
 """Bytes that are moved at a time: what saving and loading need beside the shard is a few of these."""
@@ -65,6 +65,16 @@ class Held:
         if self.spec.cut is None or self.width == 1:
             return iter([(first, last)])
         return self.spec.cut.runs(self.spec.shape, self.rank, self.width, first, last)
+
+
+class Piece(Protocol):
+    """A part of tensor `name` that can be written: what `Held` is, too."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def array(self) -> Any: ...
+    def blocks(self, elements: int) -> Iterator[Block]: ...
 
 
 def held(state: TrainState, replicas: int | None = None) -> Iterator[Held]:

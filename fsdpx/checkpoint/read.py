@@ -20,7 +20,7 @@ from fsdpx.checkpoint.source import Source
 from fsdpx.errors import CheckpointError
 from fsdpx.layout.ranges import Range, overlap
 
-__all__ = ["read", "sums", "take"]
+__all__ = ["elements", "read", "sums", "take"]
 
 SPARSE = 8
 """Runs are read together, with what lies between them, as long as that is at most this many times as much."""
@@ -62,6 +62,18 @@ def read(source: Source, pieces: Iterable[Held], xp: Any) -> None:
                 assert at == len(data), f"{piece.name}: runs and elements differ"
                 if host is not block.array:
                     block.array[...] = from_host(xp, rounded(host, np.dtype(block.array.dtype)))
+
+
+def elements(source: Source, name: str, runs: Iterable[Run]) -> np.ndarray:
+    """These runs of elements of a tensor, one after the other, in its own format. No byte beside them is read."""
+    file, entry = source.places[name]
+    chosen, dtype = list(runs), array_type(entry.code)
+    host = np.empty(sum(stop - start for start, stop in chosen), dtype)
+    data, at = host.view(np.uint8).data, 0
+    with Files(source) as files:
+        for run in chosen:
+            at += _read_runs(source, files, file, entry, [run], data[at:])
+    return host
 
 
 def take(arrays: Mapping[str, np.ndarray], pieces: Iterable[Held], xp: Any) -> None:

@@ -7,12 +7,14 @@ from copy import copy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradients import Gradients
+from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
 from fsdpx.nn.shape import Add
 from fsdpx.nn.ties import resolve_ties
@@ -55,6 +57,9 @@ class Container(Layer):
 
     unit = False
     """`sort` leaves the container whole, as one node that is gathered and computed together, instead of opening it."""
+
+    initial: Mapping[str, Init] = MappingProxyType({})
+    """Name -> how a parameter begins, instead of as its layer says: read from a file, see `fsdpx.models`."""
 
     def __init__(
         self,

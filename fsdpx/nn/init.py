@@ -12,7 +12,7 @@ from fsdpx.array import random
 __all__ = ["Init", "constant", "normal", "ones", "sinusoid", "uniform", "values", "zeros"]
 
 Init = Callable[[int, str, int, int, tuple[int, ...]], np.ndarray]
-"""`init(seed, name, start, stop, shape)`: float64 values of the flat elements [start, stop) of `name`."""
+"""`init(seed, name, start, stop, shape)`: values of the flat elements [start, stop) of `name`; float64 if computed."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A model as the list of its leaf layers in execution order: what the program is compiled from."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from fsdpx.array.random import Random
 from fsdpx.comm.mesh import Axes, alone
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import Container, input_names
+from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Env, Layer, Params, Spec, dotted, time_of
 from fsdpx.nn.ties import canonical
 
@@ -32,13 +33,15 @@ class Node:
 class Sorted:
     """Leaves in execution order over numbered values: first the model's inputs, then one value per node.
 
-    ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze."""
+    ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze. initial: canonical
+    name -> how a parameter begins, where a container says it."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]
     outputs: tuple[int, ...]
     ties: dict[str, str]
     frozen: frozenset[str] = frozenset()
+    initial: Mapping[str, Init] = field(default_factory=dict)
 
 
 def sort(model: Layer, at: str = "", units: bool = False) -> Sorted:
@@ -49,6 +52,7 @@ def sort(model: Layer, at: str = "", units: bool = False) -> Sorted:
     nodes: list[Node] = []
     ties: dict[str, str] = {}
     frozen: set[str] = set()
+    initial: dict[str, Init] = {}
 
     def visit(layer: Layer, path: str, values: Sequence[int]) -> list[int]:
         if not isinstance(layer, Container) or (layer.unit and not units):
@@ -56,6 +60,8 @@ def sort(model: Layer, at: str = "", units: bool = False) -> Sorted:
             return [nodes[-1].output]
         ties.update({dotted(path, alias): dotted(path, name) for alias, name in layer.ties.items()})
         frozen.update(dotted(path, name) for name, spec in layer.specs().items() if not spec.trainable)
+        for name, init in layer.initial.items():
+            initial.setdefault(dotted(path, name), init)
         here = dict(zip(layer.inputs, values, strict=True))
         for step in layer.steps:
             given = visit(step.layer, dotted(path, step.name), [here[source] for source in step.sources])
@@ -64,7 +70,7 @@ def sort(model: Layer, at: str = "", units: bool = False) -> Sorted:
 
     outputs = visit(model, at, range(len(inputs)))
     ends = {alias: canonical(ties, alias) for alias in ties}
-    return Sorted(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()))
+    return Sorted(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial)
 
 
 def specs_of(model: Sorted) -> dict[str, Spec]:
@@ -74,7 +80,8 @@ def specs_of(model: Sorted) -> dict[str, Spec]:
         for name, spec in node.layer.specs().items():
             full = dotted(node.path, name)
             if full not in model.ties:
-                specs[full] = replace(spec, trainable=spec.trainable and full not in model.frozen)
+                trainable, init = spec.trainable and full not in model.frozen, model.initial.get(full, spec.init)
+                specs[full] = replace(spec, trainable=trainable, init=init)
     return specs
 
 

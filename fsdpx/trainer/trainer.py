@@ -26,6 +26,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, DataError, RankLost
+from fsdpx.models.writing import save_pretrained
 from fsdpx.observe.measure import Measured, measure
 from fsdpx.optim import rate
 from fsdpx.program import Program, Slot
@@ -335,6 +336,23 @@ class Trainer:
         if with_ != "parameters" and loader is not None:
             raise ConfigError(f"save(with_={with_!r}): weights alone have no place in the data; leave loader out")
         self.checkpoint(path, Choices(dtype, shard_bytes, keep, with_=with_), loader, None, background)
+
+    def save_pretrained(self, folder: str | PathLike[str], *, dtype: str | None = None) -> None:
+        """Write the weights of a model of `fsdpx.models.from_pretrained` as the folder that transformers opens, all
+        ranks at once: names and files as they were, `config.json` and the tokenizer copied. Collective.
+
+        Parameters
+        ----------
+        folder : not there yet, or empty
+        dtype : of the weights: "bf16", "float16", "float32" or "float64" (default: that of the files that were read)
+
+        Raises
+        ------
+        CheckpointError : the same on all ranks, if it cannot be written; nothing is left then
+        """
+        self._begin("save_pretrained")
+        with self._with("parameters"):
+            save_pretrained(self._session.state, folder, dtype)
 
     def wait_saved(self) -> None:
         """Return when a save in the background is whole; CheckpointError on all ranks if it cannot be. Collective."""

@@ -1,0 +1,168 @@
+"""A model from a folder: made without numbers; each rank reads the elements that it holds when it makes its shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.checkpoint.format import read_json
+from fsdpx.checkpoint.read import elements
+from fsdpx.checkpoint.rounding import rounded
+from fsdpx.checkpoint.source import Source, weights
+from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.models.architecture import Architecture, Config
+from fsdpx.models.tables import ARCHITECTURES
+from fsdpx.models.turned import boxes
+from fsdpx.nn.container import Container
+from fsdpx.nn.sort import sort, specs_of
+
+__all__ = ["CONFIG", "Stored", "from_pretrained"]
+
+CONFIG = "config.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a parameter begins: as tensor `name` of files, which have it the other way round if `turned`."""
+
+    source: Source = field(repr=False)
+    name: str
+    turned: bool = False
+
+    def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        if not self.turned:
+            return _wide(elements(self.source, self.name, [(start, stop)]))
+        parts = []
+        for box in boxes([(start, stop)], shape[1]):
+            found = elements(self.source, self.name, box.turned(shape[0]))
+            parts.append(found.reshape(box.shape[::-1]).T.reshape(-1))
+        return _wide(np.concatenate(parts))
+
+
+def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
+    """The model of a folder as transformers writes it: `config.json` and safetensors files, of which an index may tell.
+
+    Nothing but headers is read here. When `distribute` makes a rank's shards, the rank reads the elements that it
+    holds, and converts them to its format. `trainer.save_pretrained` writes such a folder again.
+
+    Parameters
+    ----------
+    folder : a path; nothing is downloaded
+    options : of the layer, instead of what the configuration says: `dropout=0.1`, `frozen=("blocks.*",)`,
+        `segments=True`
+
+    Returns
+    -------
+    Container : `nn.GPT`, `nn.Llama`, `nn.Bert` or `nn.ViT`
+
+    Raises
+    ------
+    ConfigError : no such folder, no configuration, an architecture or an option of it that is not known, a tokenizer
+        with tokens that the model has not
+    CheckpointError : files that cannot be read; tensors that are missing, left over or of another shape
+    """
+    path = Path(folder)
+    config = _config(path)
+    architecture = _architecture(path, config)
+    _demand_tokens(path, config)
+    try:
+        model = architecture.make(config, **options)
+    except KeyError as error:
+        raise ConfigError(f"{path / CONFIG}: it does not say {error}") from None
+    model.initial = _stored(weights(path), model, architecture)
+    return model
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    """In a format that NumPy itself has."""
+    return array if array.dtype in (np.float32, np.float64) else rounded(array, np.dtype(np.float32))
+
+
+def _config(path: Path) -> Config:
+    if not path.is_dir():
+        raise ConfigError(f"{str(path)!r} is no folder here, and nothing is downloaded: give the path of a folder")
+    try:
+        config = read_json((path / CONFIG).read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no {CONFIG}; a folder as transformers writes it has one") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path / CONFIG}: this is no JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path / CONFIG}: a configuration is an object, this is {type(config).__name__}")
+    return config
+
+
+def _architecture(path: Path, config: Config) -> Architecture:
+    names = [*(config.get("architectures") or ()), config.get("model_type")]
+    found = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if found is None:
+        known = ", ".join(name for name in ARCHITECTURES if name.islower())
+        raise ConfigError(f"{path / CONFIG}: the model_type {names[-1]!r} is not known; known are {known}")
+    for name, value in found.plain.items():
+        if config.get(name, value) != value:
+            raise ConfigError(f"{path / CONFIG}: {name}={config[name]!r} is computed nowhere here, {value!r} is")
+    return found
+
+
+def _demand_tokens(path: Path, config: Config) -> None:
+    """Every token of the tokenizer beside the model has a row of its embedding."""
+    if "vocab_size" not in config or not (path / "tokenizer.json").is_file():
+        return
+    table = json.loads((path / "tokenizer.json").read_bytes())
+    vocab = table.get("model", {}).get("vocab", {})
+    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+    ids += [token["id"] for token in table.get("added_tokens", ())]
+    if ids and max(ids) >= config["vocab_size"]:
+        raise ConfigError(
+            f"{path}: the tokenizer has the token {max(ids)}, the model a vocabulary of {config['vocab_size']}: "
+            "they do not belong together"
+        )
+
+
+def _stored(source: Source, model: Container, architecture: Architecture) -> dict[str, Stored]:
+    """Name in the model -> where it lies. A tied parameter may be there once or under each of its names."""
+    ordered = sort(model)
+    base = architecture.base
+    headless = not any(name.startswith(base) for name in source.places)
+    theirs = {name: architecture.theirs(name) for name in [*specs_of(ordered), *ordered.ties]}
+    if headless:
+        theirs = {name: other.removeprefix(base) for name, other in theirs.items()}
+    found = {
+        name: Stored(source, other, architecture.is_turned(name))
+        for name, other in theirs.items()
+        if other in source.places
+    }
+    for alias, name in ordered.ties.items():  # the file may have the second name alone
+        if name not in found and alias in found:
+            found[name] = found[alias]
+    missing = [theirs[name] for name in specs_of(ordered) if name not in found]
+    known = {stored.name for stored in found.values()}
+    extra = [name for name in source.places if name not in known and not architecture.is_unused(name)]
+    problems = [*_listed("missing", missing), *_listed("not in the model", extra), *_misshapen(found, model)]
+    if problems:
+        raise CheckpointError(f"{source.folder}: {'; '.join(problems)}")
+    return found
+
+
+def _listed(what: str, names: list[str]) -> Iterator[str]:
+    if names:
+        yield f"{what}: {', '.join(names[:5])}" + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _misshapen(found: dict[str, Stored], model: Container) -> Iterator[str]:
+    for name, spec in specs_of(sort(model)).items():
+        if name in found:
+            stored = found[name]
+            code, shape = stored.source.tensors[stored.name]
+            wanted = spec.shape[::-1] if stored.turned and len(spec.shape) == 2 else spec.shape
+            if tuple(n for n in shape if n != 1) != tuple(n for n in wanted if n != 1):
+                yield f"{stored.name} is {shape} instead of {wanted}"
+            if code not in FLOATS:
+                yield f"{stored.name} has the format {code}: weights are {', '.join(FLOATS)}"

@@ -1,0 +1,134 @@
+"""A folder that transformers opens, from what ranks hold: each writes its own elements, under the names they had."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fsdpx.array.namespace import dtype as dtype_of
+from fsdpx.checkpoint.agree import alone, place, together
+from fsdpx.checkpoint.commit import put
+from fsdpx.checkpoint.disk import create, sync_folder
+from fsdpx.checkpoint.files import INDEX, FileLayout, index_of
+from fsdpx.checkpoint.format import code_of, lay
+from fsdpx.checkpoint.pieces import Held, owned
+from fsdpx.checkpoint.source import Source
+from fsdpx.checkpoint.write import write
+from fsdpx.errors import CheckpointError
+from fsdpx.models.reading import CONFIG, Stored
+from fsdpx.models.turned import Turned, turned
+from fsdpx.state.state import TrainState
+
+__all__ = ["save_pretrained"]
+
+BESIDE = (
+    "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "*.model", "*preprocessor_config.json",
+)  # fmt: skip
+"""What is copied as it is."""
+
+
+def save_pretrained(state: TrainState, folder: Any, dtype: str | None = None) -> None:
+    """Write the folder. dtype: of the weights, None for that of the files that were read. Collective."""
+    world = state.placement.axes.world
+    path = place(world, "save_pretrained", folder, dtype=repr(dtype))
+    where = f"save_pretrained {path}"
+    together(world, where, lambda: _demand(state, dtype))
+    stored = _stored(state)
+    source = next(iter(stored.values())).source
+    plan = _plan(source, {one.name for one in stored.values()}, dtype)
+    partial = alone(world, where, lambda: _begin(path, plan))
+    try:
+        together(world, where, lambda: write(partial, plan, _pieces(state, stored)))
+        alone(world, where, lambda: _finish(path, partial, plan, source, dtype))
+    except BaseException:
+        if world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _stored(state: TrainState) -> dict[str, Stored]:
+    """Name in the model, aliases too, -> what it was read from."""
+    return {name: init for name, init in state.placement.model.initial.items() if isinstance(init, Stored)}
+
+
+def _demand(state: TrainState, dtype: str | None) -> None:
+    if state.placement.imaginary:
+        raise CheckpointError("a dry run has no data to save")
+    if dtype is not None and dtype_of(dtype).name not in ("float64", "float32", "float16", "bfloat16"):
+        raise CheckpointError(f"dtype={dtype!r}: choose float64, float32, float16 or bf16")
+    stored = _stored(state)
+    if not stored:
+        raise CheckpointError("the model is not of fsdpx.models.from_pretrained; trainer.save writes any model")
+    if strange := [name for name in state.placement.layout.specs if name not in stored]:
+        raise CheckpointError(f"the architecture has no {', '.join(strange[:5])}; trainer.save writes any model")
+
+
+def _plan(source: Source, names: set[str], dtype: str | None) -> FileLayout:
+    """The files that were read, byte for byte their headers, unless what they hold changes."""
+    code = None if dtype is None else code_of(dtype_of(dtype))
+    files = {}
+    for file, contents in source.files.items():
+        kept = {name: entry for name, entry in contents.tensors.items() if name in names}
+        same = len(kept) == len(contents.tensors) and all(code in (None, entry.code) for entry in kept.values())
+        made = {name: (code or entry.code, entry.shape) for name, entry in kept.items()}
+        files[file] = contents if same else lay(made, contents.metadata)
+    if not (source.folder / INDEX).is_file():
+        return FileLayout(files)
+    same = files == source.files
+    return FileLayout(files, {INDEX: (source.folder / INDEX).read_bytes() if same else index_of(files)})
+
+
+def _pieces(state: TrainState, stored: dict[str, Stored]) -> Iterator[Held | Turned]:
+    """What this rank writes; of a tied parameter as often as the files have it."""
+    layout = state.placement.layout
+    tensors: dict[str, dict[str, Stored]] = {}
+    for name, one in stored.items():
+        tensors.setdefault(layout.canonical(name), {})[one.name] = one
+    for piece in owned(state):
+        for one in tensors.get(piece.name, {}).values():
+            matrix = one.turned and len(piece.spec.shape) == 2
+            yield from turned(one.name, piece) if matrix else [replace(piece, name=one.name)]
+
+
+def _begin(path: Path, plan: FileLayout) -> Path:
+    if path.exists() and (not path.is_dir() or os.listdir(path)):
+        raise CheckpointError(f"{path} is there, and no empty folder: choose another place")
+    partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir(parents=True)
+    for name, contents in plan.files.items():
+        create(partial / name, contents.size)
+    return partial
+
+
+def _finish(path: Path, partial: Path, plan: FileLayout, source: Source, dtype: str | None) -> None:
+    for name, contents in plan.files.items():
+        put(partial / name, contents.header)
+    for name, text in {**plan.texts, CONFIG: _config(source, dtype)}.items():
+        create(partial / name, len(text))
+        put(partial / name, text)
+    for pattern in BESIDE:
+        for file in source.folder.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, partial / file.name)
+    sync_folder(partial)
+    if path.exists():
+        path.rmdir()
+    os.rename(partial, path)
+    sync_folder(path.parent)
+
+
+def _config(source: Source, dtype: str | None) -> bytes:
+    """As it was; another format of the weights is told in it."""
+    text = (source.folder / CONFIG).read_bytes()
+    if dtype is None:
+        return text
+    config = json.loads(text)
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_of(dtype).name
+    return (json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,140 @@
+"""Folders of other libraries: each byte is read once and by its owner, and comes out as it went in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fsdpx
+from fsdpx import models, nn, optim
+from fsdpx.checkpoint import disk
+from fsdpx.checkpoint.files import lay_out
+from fsdpx.comm import Communicator, spawn
+from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.models.turned import boxes
+
+WIDTH, VOCAB, TIME = 8, 11, 6
+CONFIG: dict[str, Any] = {
+    "model_type": "gpt2", "vocab_size": VOCAB, "n_embd": WIDTH, "n_layer": 2, "n_head": 2, "n_positions": TIME,
+    "activation_function": "gelu_new",
+}  # fmt: skip
+BLOCK = {
+    "ln_1.weight": (WIDTH,), "ln_1.bias": (WIDTH,), "ln_2.weight": (WIDTH,), "ln_2.bias": (WIDTH,),
+    "attn.c_attn.weight": (WIDTH, 3 * WIDTH), "attn.c_attn.bias": (3 * WIDTH,), "attn.c_proj.weight": (WIDTH, WIDTH),
+    "attn.c_proj.bias": (WIDTH,), "mlp.c_fc.weight": (WIDTH, 4 * WIDTH), "mlp.c_fc.bias": (4 * WIDTH,),
+    "mlp.c_proj.weight": (4 * WIDTH, WIDTH), "mlp.c_proj.bias": (WIDTH,),
+}  # fmt: skip
+SHAPES: dict[str, tuple[int, ...]] = {
+    "transformer.wte.weight": (VOCAB, WIDTH), "transformer.wpe.weight": (TIME, WIDTH),
+    "transformer.ln_f.weight": (WIDTH,), "transformer.ln_f.bias": (WIDTH,),
+    **{f"transformer.h.{i}.{name}": shape for i in range(2) for name, shape in BLOCK.items()},
+}  # fmt: skip
+
+
+def folder(path: Path, shapes: dict[str, tuple[int, ...]] = SHAPES, shard_bytes: int | None = None) -> dict[str, Any]:
+    """A GPT-2 of these tensors, and what is in it."""
+    path.mkdir()
+    plan, rng = lay_out({name: ("F32", shape) for name, shape in shapes.items()}, None, None, shard_bytes), Rng(0)
+    arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    for file, contents in plan.files.items():
+        (path / file).write_bytes(contents.header + b"".join(arrays[name].tobytes() for name in contents.tensors))
+    for file, text in {**plan.texts, "config.json": json.dumps(CONFIG).encode(), "merges.txt": b"a b"}.items():
+        (path / file).write_bytes(text)
+    return arrays
+
+
+Rng = np.random.default_rng
+
+
+def on(ranks: int, path: Path, use: Any, **options: Any) -> Any:
+    def run(comm: Communicator) -> Any:
+        given: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), **options}
+        return use(fsdpx.distribute(models.from_pretrained(path), comm=comm, **given))
+
+    return spawn(run, ranks)[0]
+
+
+def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays, read = folder(tmp_path / "a"), []
+    plain = disk._read
+
+    def counted(fd: int, view: memoryview, offset: int) -> int:
+        read.append(done := plain(fd, view, offset))
+        return done
+
+    model = models.from_pretrained(tmp_path / "a")
+    monkeypatch.setattr(disk, "_read", counted)
+
+    def run(comm: Communicator) -> Any:
+        loss, optimizer = nn.CrossEntropy(), optim.SGD(lr=0.1)
+        return fsdpx.distribute(model, comm=comm, loss=loss, optimizer=optimizer).parameters()
+
+    found = spawn(run, 3)[0]
+    assert sum(read) == sum(array.nbytes for array in arrays.values())
+    np.testing.assert_array_equal(found["embed.weight"], arrays["transformer.wte.weight"])
+    np.testing.assert_array_equal(found["blocks.1.mlp.up.weight"], arrays["transformer.h.1.mlp.c_fc.weight"].T)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shard_bytes", "options"),
+    [(1, None, {}), (3, 2000, {}), (2, None, {"mesh": fsdpx.Mesh(tensor=2)}), (2, 2000, {"mesh": fsdpx.Mesh(pipe=2)})],
+    ids=["alone", "fsdp", "tensor", "pipe"],
+)
+def test_what_is_not_trained_is_saved_as_it_was(
+    tmp_path: Path, ranks: int, shard_bytes: int | None, options: dict[str, Any]
+) -> None:
+    folder(tmp_path / "a", shard_bytes=shard_bytes)
+    on(ranks, tmp_path / "a", lambda trainer: trainer.save_pretrained(tmp_path / "b"), **options)
+    assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == {
+        p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()
+    }
+
+
+def test_another_format_and_names_without_a_base(tmp_path: Path) -> None:
+    shapes = {name.removeprefix("transformer."): shape for name, shape in SHAPES.items()}
+    arrays = folder(tmp_path / "a", shapes | {"h.0.attn.bias": (1, 1, TIME, TIME)})
+    on(2, tmp_path / "a", lambda trainer: trainer.save_pretrained(tmp_path / "b", dtype="bf16"))
+    assert json.loads((tmp_path / "b" / "config.json").read_bytes())["dtype"] == "bfloat16"
+    back = on(2, tmp_path / "b", lambda trainer: trainer.parameters())
+    np.testing.assert_allclose(back["blocks.0.mlp.down.weight"].T, arrays["h.0.mlp.c_proj.weight"], rtol=2**-8)
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'gpt2' is no folder here, and nothing is downloaded"):
+        models.from_pretrained("gpt2")
+    with pytest.raises(ConfigError, match=r"there is no config\.json"):
+        models.from_pretrained(tmp_path)
+    shapes = {**SHAPES, "transformer.more": (2,), "transformer.wpe.weight": (TIME + 1, WIDTH)}
+    del shapes["transformer.ln_f.bias"]
+    folder(tmp_path / "a", shapes)
+    wrong = (
+        r"missing: transformer\.ln_f\.bias; not in the model: transformer\.more; "
+        r"transformer\.wpe\.weight is \(7, 8\) instead of \(6, 8\)"
+    )
+    with pytest.raises(CheckpointError, match=wrong):
+        models.from_pretrained(tmp_path / "a")
+    tokenizer = {"model": {"vocab": {"a": 0, "b": 11}}, "added_tokens": [{"id": 5}]}
+    (tmp_path / "a" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="the tokenizer has the token 11, the model a vocabulary of 11"):
+        models.from_pretrained(tmp_path / "a")
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "model_type": "gpt3"}))
+    with pytest.raises(ConfigError, match=r"'gpt3' is not known; known are gpt2, llama, mistral, qwen2, .*, vit"):
+        models.from_pretrained(tmp_path / "a")
+
+
+def test_a_model_of_another_origin_is_not_saved(tmp_path: Path) -> None:
+    trainer = nn.Linear(2, 2).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    with pytest.raises(CheckpointError, match=r"not of fsdpx\.models\.from_pretrained; trainer\.save writes any"):
+        trainer.save_pretrained(tmp_path / "b")
+    assert not list(tmp_path.iterdir())
+
+
+def test_boxes_are_the_runs() -> None:
+    whole = np.arange(35).reshape(7, 5)
+    for run in [(0, 35), (3, 4), (3, 29), (5, 15), (4, 6), (7, 7)]:
+        parts = [whole[b.top : b.bottom, b.left : b.right].reshape(-1) for b in boxes([run], 5)]
+        assert np.concatenate([[], *parts]).tolist() == list(range(*run))
