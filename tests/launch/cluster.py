@@ -74,9 +74,9 @@ def undisturbed(lab: Lab) -> str:
     return hash_of(lab.run("n1", *command(), "--no-save", env=environment(lab), seconds=200))
 
 
-def submitted(lab: Lab, template: str, *words: str) -> str:
-    """The number of a job of one of the templates, with 2 ranks on each host."""
-    asked = ["--parsable", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=5", "--output=%j.out"]
+def submitted(lab: Lab, template: str, *words: str, more: tuple[str, ...] = ("--output=%j.out",)) -> str:
+    """The number of a job of one of the templates, with 2 ranks on each host. more: options of sbatch."""
+    asked = ["--parsable", "--ntasks-per-node=2", "--cpus-per-task=1", "--time=5", *more]
     text = lab.run(LOGIN, "sbatch", *asked, TEMPLATES / template, *GPT, *words, env=environment(lab))
     return text.strip()
 
@@ -119,6 +119,21 @@ def test_speed_is_measured_inside_hosts_and_between_them(lab: Lab) -> None:
 def test_a_batch_file_trains_on_two_hosts(lab: Lab, undisturbed: str) -> None:
     job = submitted(lab, "several_hosts.sbatch", "--no-save")
     assert hash_of(output(lab, job, "COMPLETED", "FAILED")) == undisturbed
+
+
+def test_batch_files_of_one_host_and_of_several_seeds(lab: Lab, undisturbed: str) -> None:
+    one = submitted(lab, "one_host.sbatch", "--no-save")
+    assert hash_of(output(lab, one, "COMPLETED", "FAILED")) == undisturbed
+    seeds = submitted(lab, "array.sbatch", more=("--array=0-1", "--output=seed-%a.out"))
+
+    def ended() -> bool:
+        text = lab.run(LOGIN, "scontrol", "show", "job", seeds)
+        return set(re.findall(r"JobState=(\w+)", text)) <= {"COMPLETED", "FAILED"}
+
+    until(ended, f"the jobs of {seeds}", 200)
+    hashes = [hash_of(Path(f"seed-{seed}.out").read_text()) for seed in (0, 1)]
+    assert hashes[0] == undisturbed != hashes[1]
+    assert {path.name for path in Path("runs").glob(f"{seeds}-*")} == {f"{seeds}-0", f"{seeds}-1"}
 
 
 def test_a_job_whose_time_is_over_goes_on_where_it_was(lab: Lab, undisturbed: str) -> None:
