@@ -23,6 +23,11 @@ __all__ = ["load_adapter", "merged_parameters", "save_adapter"]
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """What PEFT puts before the names of the model."""
+ALIKE = {
+    "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "lora_bias": False, "rank_pattern": {},
+    "alpha_pattern": {}, "modules_to_save": None,
+}  # fmt: skip
+"""Options of PEFT that compute something else, at the only value that `LoRALinear` knows."""
 
 
 def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str = "") -> None:
@@ -122,6 +127,9 @@ def _demand_fit(path: Path, adapted: dict[str, LoRALinear]) -> None:
     for key, value in _settings(adapted).items():
         if found.get(key) != value:
             raise CheckpointError(f"{CONFIG} has {key} {found.get(key)}, the model {value}: make it with nn.lora alike")
+    for key, known in ALIKE.items():
+        if (value := found.get(key)) and value != known:
+            raise CheckpointError(f"{CONFIG} has {key} {value!r}, which nn.lora does not know: only {known!r}")
     theirs = {name.removeprefix(PREFIX) for name in contents(path / WEIGHTS).tensors}
     ours = set(_names(adapted))
     for what, names in (("missing", ours - theirs), ("not in the model", theirs - ours)):

@@ -139,6 +139,11 @@ def test_files_of_peft(tmp_path: Path) -> None:
     assert "base_model.model.blocks.0.mlp.up.lora_A.weight" in names
     with pytest.raises(CheckpointError, match=r"has r 2, the model 3: make it with nn.lora alike"):
         spawn(lambda comm: fsdpx.load_adapter(run(comm, rank=3), tmp_path / "a"), 2)
+    for key, value in (("use_rslora", True), ("rank_pattern", {"mlp.up": 8}), ("bias", "all")):
+        (tmp_path / "c").mkdir(exist_ok=True)
+        (tmp_path / "c/adapter_config.json").write_text(json.dumps({**config, key: value}))
+        with pytest.raises(CheckpointError, match=f"has {key} .*, which nn.lora does not know: only"):
+            spawn(lambda comm: fsdpx.load_adapter(run(comm), tmp_path / "c"), 2)
     with pytest.raises(CheckpointError, match=r"not in the model: blocks\.0\.mlp\.down\.lora_A\.weight"):
         spawn(lambda comm: fsdpx.load_adapter(run(comm, targets="mlp.up"), tmp_path / "a"), 2)
     with pytest.raises(ConfigError, match=r"save_adapter: the model has no adapters: make it with nn.lora"):
