@@ -17,7 +17,7 @@ FLOORS = (
     ("array",),
     ("comm",),
     ("nn", "optim", "data", "codecs"),
-    ("layout", "interop"),
+    ("layout", "interop", "generation"),
     ("state",),
     ("engine",),
     ("checkpoint", "watch"),
@@ -37,6 +37,7 @@ NARROWER = {
     "program": {"errors"},
     "optim": {"array", "cuda", "native", *GROUND},
     "data": {"array", "comm", *GROUND},
+    "generation": {"array", *GROUND},
     "testing": {"array", "shapes", "comm", "codecs", "nn", "optim", "program", *GROUND},
 }
 """Folders that may import less than all that is below."""

@@ -86,6 +86,10 @@ class ElasticTrainer(Trainer):
 
         return self._together("predict", mine)
 
+    def generate(self, prompt: Any, max_new_tokens: int = 128, **options: Any) -> Any:
+        """As every trainer's; begun again if a rank is lost, and `stream` with it. Idle ranks have no `stream`."""
+        return self._together("generate", lambda: Trainer.generate(self, prompt, max_new_tokens, **options))
+
     def parameters(self, with_: str = "parameters", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         return self._together("parameters", lambda: Trainer.parameters(self, with_, names))
 

@@ -9,6 +9,7 @@ from typing import Any
 from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
+from fsdpx.nn.cache import Cache
 from fsdpx.nn.layer import Env, time_of
 from fsdpx.program import Action, Outer, Stage
 from fsdpx.state.exchange import Exchange
@@ -34,11 +35,13 @@ class Worlds:
         self._root = Env(place.xp, place.axes, state.random, recompute=place.options.recompute.cores)
         self._units, self._made = place.layout.units, dict[tuple[bool, bool], tuple[Env, list[list[Env]]]]()
 
-    def of(self, training: bool, again: bool, inputs: Sequence[Any]) -> tuple[Env, list[list[Env]]]:
+    def of(
+        self, training: bool, again: bool, inputs: Sequence[Any], cache: Cache | None = None
+    ) -> tuple[Env, list[list[Env]]]:
         """Of the model as a whole, and of each node of each unit. again: this is a recompute. inputs: of the model."""
         time = time_of(inputs) if self._root.mesh.tensor.size > 1 else None
-        if time != self._root.time:
-            self._root = replace(self._root, time=time)
+        if time != self._root.time or cache is not self._root.cache:
+            self._root = replace(self._root, time=time, cache=cache)
             self._made.clear()
         if (training, again) not in self._made:
             root = replace(self._root, training=training, recomputing=again)
@@ -98,7 +101,7 @@ class Run:
     def worlds_at(self, batch: Microbatch, again: bool = False) -> tuple[Env, list[list[Env]]]:
         """The world at this microbatch, as the loss sees it, and as each node of each unit does."""
         self.worlds.moment.step, self.worlds.moment.row = self.step, batch.row
-        return self.worlds.of(self.feed.training, again, batch.inputs)
+        return self.worlds.of(self.feed.training, again, batch.inputs, self.feed.cache)
 
 
 Operation = Callable[[Run, Action, Values, Values, Values], Values]

@@ -13,14 +13,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 import fsdpx
 from fsdpx import Checkpoints, data, environment, nn, optim
 from fsdpx.errors import ConfigError
 from fsdpx.examples.mistakes import status_of
 from fsdpx.facade.outcome import keep, result
-from fsdpx.nn.models import BYTES, SIZES, Size, gpt
+from fsdpx.generation.terminal import Printed, of_bytes
+from fsdpx.nn.models import SIZES, gpt
 from fsdpx.observe.folder import RunFolder, choose
 from fsdpx.testing.chaos import parse, strike
 
@@ -102,15 +101,13 @@ def loaders(args: argparse.Namespace, comm: Any, prints: bool) -> tuple[data.Dat
     return loader, batches
 
 
-def generate(trainer: fsdpx.Trainer, size: Size, count: int, seed: int, prompt: bytes = b"\ndef ") -> bytes:
-    """Text from the model, one byte at a time. Collective; the same bytes on every rank."""
-    text, rng = list(prompt), np.random.Generator(np.random.Philox(seed))
-    for _ in range(count):
-        context = np.array([text[-size.seq_len :]])
-        logits = np.asarray(trainer.predict(context))[0, -1].astype(np.float64)
-        p = np.exp((logits - logits.max()) / 0.8)
-        text.append(int(rng.choice(BYTES, p=p / p.sum())))
-    return bytes(text)
+def sample(trainer: fsdpx.Trainer, count: int, seed: int, cache: bool, prompt: str = "\ndef ") -> None:
+    """Let the model write; rank 0 prints it while it does. Collective. cache: as in `generate`."""
+    prints = trainer.rank == 0
+    printed = Printed(of_bytes, lambda text: print(text, end="", flush=True) if prints else None)
+    printed.write(f"\nsample:\n{prompt}")
+    trainer.generate(list(prompt.encode()), count, temperature=0.8, seed=seed, stream=printed, cache=cache)
+    printed.end()
 
 
 def distributed(args: argparse.Namespace) -> fsdpx.Trainer:
@@ -197,9 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if folder is not None:
         keep(trainer, history, folder, summary, f"--resume --steps {2 * history.steps}")
     if args.sample:
-        text = generate(trainer, SIZES[args.size], args.sample, args.seed)
-        if trainer.rank == 0:
-            print(f"\nsample:\n{text.decode(errors='replace')}")
+        sample(trainer, args.sample, args.seed, cache=args.sequence is None)
     if trainer.rank == 0:
         print(f"\n{report if args.verbose else report.memory_text}\n")
         peaks = ", ".join(f"{one.peak_rss / 2**20:,.0f} MiB" for one in summary.reports)

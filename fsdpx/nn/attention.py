@@ -79,6 +79,10 @@ class MultiHeadAttention(Layer):
         new._qkv, new._out, new._core = qkv or self._qkv, out or self._out, core or self._core
         return new
 
+    @property
+    def caches(self) -> bool:  # type: ignore[override]
+        return self.causal and type(self._core) is Heads
+
     def children(self) -> dict[str, Layer]:
         return {"qkv": self._qkv, "out": self._out}
 
@@ -159,9 +163,12 @@ class Heads:
 
     def forward(self, env: Env, qkv: Array) -> tuple[Array, Any]:
         q, k, v = split_heads(qkv, 3, self.d_head)
-        if not env.training or self.dropout == 0.0:
+        rest: tuple[Array, ...] = ()
+        if env.cache is not None:
+            o = env.cache.attend(env.xp, env.random.path, q, k, v, self.scale)
+        elif not env.training or self.dropout == 0.0:
             o, lse = kernels.attention(env.xp, q, k, v, self.causal, self.scale)
-            rest: tuple[Array, ...] = (lse,)
+            rest = (lse,)
         else:
             keep = self._keep(env, (*q.shape[:3], k.shape[2]))
             weights = self._weights(env.xp, q, k)

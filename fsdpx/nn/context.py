@@ -43,6 +43,8 @@ class PartTokenEmbedding(Tokens):
     vocab, d_model, seq_len, init, position_init : as in `TokenEmbedding`
     """
 
+    caches = False
+
     def _want(self, env: Env, x: Array) -> None:
         if x.ndim != 2 or env.place(x.shape[1])[1] > self.seq_len:
             wanted = f"(samples, time <= {self.seq_len})"

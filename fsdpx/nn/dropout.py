@@ -24,6 +24,7 @@ class Dropout(Layer):
     """
 
     runs = ("drop", "drop_backward")
+    caches = True  # it does nothing when not training
 
     def __init__(self, p: float = 0.5) -> None:
         fraction(self, p=p)

@@ -55,6 +55,7 @@ class Tokens(Layer):
     does not hold all rows of `weight`, how rows are looked up and their gradients added (`_rows`, `_add_rows`)."""
 
     runs = ("embedding_backward",)
+    caches = True
 
     def __init__(
         self, vocab: int, d_model: int, seq_len: int, *, init: Init | None = None, position_init: Init | None = None
@@ -73,7 +74,10 @@ class Tokens(Layer):
         self._want(env, x)
         check_index(self, x, self.vocab)
         y = self._rows(env, p["weight"], x)
-        kernels.add_bias(env.xp, y, p["position"][self._positions(env, x)])
+        if env.cache is None:
+            kernels.add_bias(env.xp, y, p["position"][self._positions(env, x)])
+        else:
+            y += p["position"][env.xp.asarray(env.cache.positions(x.shape[1]))]
         return y, (x,)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:

@@ -107,6 +107,10 @@ class Attention(PerHead):
         self.segments, self.n_inputs = bool(segments), 4 if segments else 3
         self.core: Core | None = None
 
+    @property
+    def caches(self) -> bool:  # type: ignore[override]
+        return self.causal and self.core is None and not self.segments
+
     def on_part(self, path: str, sequence: str) -> Layer:
         if sequence not in ("ring", "ulysses"):
             raise ConfigError(
@@ -132,6 +136,10 @@ class Attention(PerHead):
         if self.core is not None:
             merged, kept = self.core.forward(env, self._repeated(env, q, k, v))
             return merged, (kept,)
+        if env.cache is not None:
+            heads = self._apart(q), self._apart(k), self._apart(v)
+            o = env.cache.attend(env.xp, env.random.path, *heads, self._scale, self.window or 0)
+            return o.swapaxes(1, 2).reshape(q.shape), ()
         o, lse = kernels.attention(env.xp, *map(self._apart, (q, k, v)), *self._form(env, segments))
         merged = o.swapaxes(1, 2).reshape(q.shape)
         return merged, (tuple(x), merged, lse)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from fsdpx.array.random import Random
 from fsdpx.comm.mesh import Axes
 from fsdpx.errors import ConfigError
+from fsdpx.nn.cache import Cache
 from fsdpx.nn.cut import Cut, share
 from fsdpx.nn.describe import describe
 from fsdpx.nn.gradients import Gradients
@@ -72,6 +73,7 @@ class Env:
     recompute : names of activations that layers recompute in backward instead of saving ("attention")
     recomputing : this forward repeats an earlier one for backward, so it must not update state a second time
     time : full length of the sequences that are cut along dim 1 over the tensor axis; None: their parts are equal
+    cache : the input goes on where texts ended, of which this has keys and values; None: it is whole texts
     """
 
     xp: Any
@@ -81,11 +83,14 @@ class Env:
     recompute: frozenset[str] = frozenset()
     recomputing: bool = False
     time: int | None = None
+    cache: Cache | None = None
 
     def at(self, name: str) -> Env:
         """The environment of child `name`: the same but for its random numbers."""
         random = self.random.at(name)
-        return Env(self.xp, self.mesh, random, self.training, self.recompute, self.recomputing, self.time)
+        return Env(
+            self.xp, self.mesh, random, self.training, self.recompute, self.recomputing, self.time, self.cache
+        )  # fmt: skip
 
     def place(self, part: int) -> tuple[int, int]:
         """Where the `part` positions of this rank begin in a sequence that is cut over the tensor axis, and its full
@@ -129,6 +134,10 @@ class Layer(ABC):
     acts_on: str = "sample"
     """The least it can treat alone: "sample" (dim 0), "position" (dims 0 and 1) or "element". Layers that act on
     positions can run on a part of a sequence, those that act on elements also on a part of the features."""
+
+    caches: bool | None = None
+    """Whether a text may come piece by piece, as `env.cache` has it; None: containers ask their children, other layers
+    may if `acts_on` is "position" or "element"."""
 
     runs: tuple[str, ...] = ()
     """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""

@@ -63,6 +63,8 @@ class Rotary(PerHead):
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         if x.ndim != 3 or x.shape[2] % self.d_head:
             raise ShapeError(f"{self!r} wants (samples, time, heads x {self.d_head}), got {tuple(x.shape)}")
+        if env.cache is not None:
+            return self._turned_at(env, env.cache.positions(x.shape[1]), env.cache.capacity, x), ()
         first, total = env.place(x.shape[1]) if self.part else (0, x.shape[1])
         cos, sin = self.table(env.xp, first, x.shape[1], total, x.dtype)
         return self._turned(env, x, cos, sin), (cos, sin)
@@ -77,6 +79,14 @@ class Rotary(PerHead):
         cos, sin = _table(self.d_head, self.theta, self._scaling, self.seq_len, longest, first + count)
         kind = wide(dtype)
         return xp.asarray(cos[first:].astype(kind)), xp.asarray(sin[first:].astype(kind))
+
+    def _turned_at(self, env: Env, positions: np.ndarray, longest: int, x: Array) -> Array:
+        """positions: (samples, time), below `longest`."""
+        if self._scaling and self._scaling[0] == "dynamic":
+            raise ConfigError(f"{self!r}: the angles of all tokens change with the length of the text: use cache=False")
+        cos, sin = self.table(env.xp, 0, longest, longest, x.dtype)
+        at = env.xp.asarray(positions.reshape(-1))
+        return self._turned(env, x.reshape(1, at.size, x.shape[2]), cos[at], sin[at]).reshape(x.shape)
 
     def _turned(self, env: Env, x: Array, cos: Array, sin: Array) -> Array:
         heads = x.reshape(*x.shape[:2], x.shape[2] // self.d_head, self.d_head)

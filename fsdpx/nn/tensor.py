@@ -36,6 +36,7 @@ class _CutLinear(Layer):
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         self.init, self.bias_init = linear.init, linear.bias_init
         self.sequence, self.grain = bool(sequence), grain
+        self.caches = not sequence
         cut.grains((linear.out_features, linear.in_features))
 
 

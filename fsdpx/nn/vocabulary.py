@@ -41,6 +41,7 @@ class VocabEmbedding(Layer):
         self._embedding = Embedding(num_embeddings, embedding_dim, init=init)
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.sequence = bool(sequence)
+        self.caches = not sequence
         self.init = init
 
     def specs(self) -> dict[str, Spec]:
@@ -82,6 +83,7 @@ class VocabTokenEmbedding(Tokens):
     ) -> None:
         super().__init__(vocab, d_model, seq_len, init=init, position_init=position_init)
         self.sequence = bool(sequence)
+        self.caches = not sequence
 
     def specs(self) -> dict[str, Spec]:
         specs = super().specs()

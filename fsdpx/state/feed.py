@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdpx.nn.cache import Cache
+
 __all__ = ["Feed", "Microbatch"]
 
 
@@ -19,8 +21,9 @@ class Microbatch:
 @dataclass(frozen=True)
 class Feed:
     """batch: the microbatches of this rank; None in place of one without samples. training: the mode of layers such as
-    dropout. commit: called with the mean loss and the scale of a step before it updates."""
+    dropout. commit: called with the mean loss and the scale of a step before it updates. cache: as `Env` has it."""
 
     batch: list[Microbatch | None] = field(default_factory=list)
     training: bool = True
     commit: Callable[[Any, Any], None] | None = None
+    cache: Cache | None = None

@@ -18,6 +18,7 @@ from fsdpx.engine.executable import Executable
 from fsdpx.engine.finite import demand_finite
 from fsdpx.engine.results import Mean, Scale
 from fsdpx.errors import ConfigError, FsdpxError
+from fsdpx.nn.cache import Cache
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.sort import Sorted, infer
 from fsdpx.observe.trace import Tracer
@@ -153,6 +154,13 @@ class Session:
         self.engine.outside(BATCHES, begin)
         return Feed(microbatches, training, self.commit)
 
+    def tokens(self, tokens: Any, row: int, cache: Cache | None) -> Feed:
+        """The same for tokens of texts that all ranks know to be good. row: number of the first text. cache: of keys
+        and values; None: the tokens are whole texts."""
+        inputs = batches.inputs_of(self.place, tokens)
+        self._validate(inputs, None)
+        return Feed([Microbatch(inputs, None, row)], training=False, cache=cache)
+
     def _by_itself(self, kind: str) -> bool:
         """Whether no other rank comes to a program of this kind."""
         return self.place.imaginary or (self.place.apart is not None and kind == "step")
@@ -188,6 +196,16 @@ class Session:
         if place.options.check_finite:
             for name, array in zip(place.layout.inputs, inputs, strict=True):
                 demand_finite(place, array, f"input {name!r}")
+
+    def vocab(self, tokens: Any) -> int:
+        """How many tokens the model tells apart; ConfigError unless it gives one row of logits for each of `tokens`."""
+        inputs = batches.inputs_of(self.place, tokens)
+        self._validate(inputs, None)
+        shape, *more = self._fits[_shapes(inputs)]
+        if more or len(shape) != 3 or shape[:2] != inputs[0].shape:
+            got = ", ".join(map(str, [shape, *more]))
+            raise ConfigError(f"generate: for tokens {inputs[0].shape} the model gives {got}, not logits of each")
+        return shape[2]
 
     def freeze(self, patterns: Sequence[str], call: str, change: Callable[..., frozenset[str]]) -> None:
         """Change which parameters are left alone for now. Collective: ranks compare the patterns."""

@@ -26,6 +26,8 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, DataError, RankLost
+from fsdpx.generation.sampling import Sampling
+from fsdpx.generation.texts import Stream, is_one
 from fsdpx.models.writing import save_pretrained
 from fsdpx.observe.measure import Measured, measure
 from fsdpx.optim import rate
@@ -35,6 +37,7 @@ from fsdpx.state.placement import Placement
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
 from fsdpx.trainer.fit import fit
+from fsdpx.trainer.generate import generate
 from fsdpx.trainer.history import History
 from fsdpx.trainer.outputs import cut_output, input_gradients
 from fsdpx.trainer.report import Report, report
@@ -212,6 +215,45 @@ class Trainer:
         session, feed = self._session, self._feed(x, None, "predict", training=False)
         with self._with(with_), session.aside():
             return _one(session.outputs(session.run("predict", feed), feed))
+
+    def generate(
+        self,
+        prompt: Any,
+        max_new_tokens: int = 128,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: int | Collection[int] = (),
+        seed: int = 0,
+        stream: Stream | None = None,
+        cache: bool = True,
+    ) -> Any:
+        """The tokens that go on after a prompt, or after each of several (docs/generation.md). Collective: all ranks
+        give the same prompts and get the same tokens. Prompts are shared out among data ranks.
+
+        Parameters
+        ----------
+        prompt : tokens, whole numbers; or a list of such prompts, which may differ in length
+        max_new_tokens : of each prompt
+        temperature, top_k, top_p, repetition_penalty, seed : how a token is chosen, see `Sampling`; by default it is
+            the most likely one
+        stop : a token, or several, that end a text; it is the last one returned
+        stream : called on every rank with the number of the prompt and the token, for each new token
+        cache : keep keys and values; False: compute the whole text anew for each token, which any causal model can
+
+        Returns
+        -------
+        int64 array of new tokens, or a list of them if several prompts were given
+        """
+        sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
+        several = not is_one(prompt)
+        with self._with("parameters"), self._session.aside():
+            found = generate(
+                self._session, prompt if several else [prompt], max_new_tokens, stop, sampling, stream, cache
+            )
+        return found if several else found[0]
 
     def fit(self, loader: Any, **options: Any) -> History:
         _demand_known(options)

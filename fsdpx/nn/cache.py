@@ -1,0 +1,61 @@
+"""Keys and values of the tokens that a model has read, so that it reads each token once when it writes text."""
+
+from typing import Any
+
+import numpy as np
+
+from fsdpx.array import kernels
+
+__all__ = ["Cache"]
+
+
+class Cache:
+    """What attention layers keep between forwards, each under its path; `Env.cache` gives it to all layers.
+
+    Row i of a forward's input holds the tokens at positions `lengths[i]`, `lengths[i] + 1`, ... of its text. Who runs
+    the model sets `lengths` before each forward, so a row may also be read again from where it was.
+
+    Parameters
+    ----------
+    rows : texts
+    capacity : tokens of the longest text
+    """
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.lengths = np.zeros(rows, np.int64)
+        self._held: dict[str, tuple[Any, Any]] = {}
+
+    def positions(self, time: int) -> np.ndarray:
+        """Of the tokens of a forward's input, (rows, time), int64."""
+        return np.asarray(self.lengths[:, None] + np.arange(time))
+
+    def attend(self, xp: Any, path: str, q: Any, k: Any, v: Any, scale: float, window: int = 0) -> Any:
+        """Causal attention of new tokens to themselves and to all before: (rows, heads, time, d_head).
+
+        path: of the layer. The others are those of the kernel.
+
+        Texts begin with any number of tokens, those of shorter ones filled up behind; then all go on by one token."""
+        time = q.shape[2]
+        if path not in self._held:
+            self._held[path] = tuple(xp.empty((*a.shape[:2], self.capacity, a.shape[3]), dtype=a.dtype) for a in (k, v))
+        keys, values = self._held[path]
+        if not self.lengths.any():
+            keys[:, :, :time], values[:, :, :time] = k, v
+            return kernels.attention(xp, q, k, v, True, scale, window)[0]
+        assert time == 1, f"{time} tokens behind others"
+        if (self.lengths == self.lengths[0]).all():
+            return _one(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
+        o = xp.empty(q.shape, dtype=q.dtype)
+        for i, length in enumerate(self.lengths.tolist()):  # each row as if it were alone: the same bits
+            row = slice(i, i + 1)
+            o[row] = _one(xp, (q[row], k[row], v[row]), (keys[row], values[row]), length, scale, window)
+        return o
+
+
+def _one(xp: Any, new: tuple[Any, Any, Any], held: tuple[Any, Any], length: int, scale: float, window: int) -> Any:
+    """Of one token per row, behind `length` others."""
+    (q, k, v), (keys, values) = new, held
+    keys[:, :, length], values[:, :, length] = k[:, :, 0], v[:, :, 0]
+    seen = slice(max(length + 1 - window, 0) if window else 0, length + 1)
+    return kernels.attention(xp, q, keys[:, :, seen], values[:, :, seen], False, scale)[0]

@@ -1,0 +1,45 @@
+"""Which token is chosen: each rule by hand, and draws that follow the probabilities."""
+
+import numpy as np
+import pytest
+
+from fsdpx.generation.sampling import NO_TOKEN, Sampling
+from fsdpx.generation.texts import window
+
+LOGITS = np.log([0.4, 0.3, 0.2, 0.1])
+
+
+def drawn(sampling: Sampling, count: int = 400) -> np.ndarray:
+    return np.bincount([sampling.pick(LOGITS, [0], 0, i) for i in range(count)], minlength=4) / count
+
+
+def test_draws_follow_the_probabilities() -> None:
+    np.testing.assert_allclose(drawn(Sampling(1.0)), [0.4, 0.3, 0.2, 0.1], atol=0.06)
+    np.testing.assert_allclose(drawn(Sampling(0.5)), np.array([16, 9, 4, 1]) / 30, atol=0.06)
+    np.testing.assert_allclose(drawn(Sampling(1.0, top_k=2)), [4 / 7, 3 / 7, 0, 0], atol=0.06)
+    np.testing.assert_allclose(drawn(Sampling(1.0, top_p=0.75)), [4 / 9, 3 / 9, 2 / 9, 0], atol=0.06)
+    np.testing.assert_allclose(drawn(Sampling(1.0, top_p=1.0)), drawn(Sampling(1.0)))
+
+
+def test_greedy_takes_the_first_of_the_most_likely_and_a_penalty_pushes_it_down() -> None:
+    assert Sampling().pick(np.array([1.0, 2.0, 2.0]), [], 0, 0) == 1
+    assert Sampling(repetition_penalty=2.0).pick(np.array([1.5, 2.0, -1.0]), [1, 1, 2], 0, 0) == 0
+    assert Sampling(repetition_penalty=2.0).pick(np.array([-1.5, -1.0]), [1], 0, 0) == 0
+
+
+def test_a_draw_is_a_function_of_seed_row_and_number() -> None:
+    flat = np.zeros(1000)
+    one = Sampling(1.0, seed=4).pick(flat, [1], 2, 3)
+    assert one == Sampling(1.0, seed=4).pick(flat, [5, 6], 2, 3)
+    others = [Sampling(1.0, seed=5).pick(flat, [1], 2, 3), Sampling(1.0, seed=4).pick(flat, [1], 3, 3)]
+    assert one not in [*others, Sampling(1.0, seed=4).pick(flat, [1], 2, 4)]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_logits_that_are_no_numbers_give_no_token(bad: float) -> None:
+    assert Sampling().pick(np.array([1.0, bad]), [], 0, 0) == NO_TOKEN
+
+
+def test_a_full_context_leaves_out_its_older_half() -> None:
+    assert [window(n, 8) for n in (1, 8, 9, 12, 13, 16, 17)] == [0, 0, 4, 4, 8, 8, 12]
+    assert [window(n, 1) for n in (1, 2, 3)] == [0, 1, 2]
