@@ -46,6 +46,7 @@ class LoRALinear(Linear):
         self.scale = self.alpha / rank
         if dropout:
             self.acts_on = "sample"  # the mask is that of whole sequences
+            self.caches = True  # there is none when not training
             self.runs = ("linear", "drop", "drop_backward")
 
     def specs(self) -> dict[str, Spec]:
