@@ -24,6 +24,7 @@ PAGES = (
     DOCS / "checkpoints.md",
     DOCS / "offload.md",
     DOCS / "observe.md",
+    DOCS / "generation.md",
     DOCS / "launching.md",
 )
 MARK = re.compile(r"(<!-- (\w+): ([\w ,.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

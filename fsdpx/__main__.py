@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     _bench(commands.add_parser("bench", help="under mpiexec: how fast the verbs of a communicator are"))
     _start(commands.add_parser("run", help="start N ranks; restart from the last checkpoint when a death ends the job"))
     _train(commands.add_parser("train", help="train what a run file in TOML describes; under mpiexec on all ranks"))
+    _generate(commands.add_parser("generate", help="let a model of a folder go on with a text"))
     _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
     _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
     _trace(commands.add_parser("trace", help="traces of all ranks in one file, on one clock, for Perfetto"))
@@ -74,6 +75,10 @@ def _run(args: argparse.Namespace) -> int:
         from fsdpx.launch import run
 
         return run.main(args)
+    if args.command == "generate":
+        from fsdpx.launch.generate import generate
+
+        return generate(args)
     if args.command == "train":
         from fsdpx.launch.train import train
 
@@ -171,6 +176,12 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", help="script.py")
     p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # it may have none
+
+
+def _generate(p: argparse.ArgumentParser) -> None:
+    from fsdpx.launch.generate import add_options
+
+    add_options(p)
 
 
 def _train(p: argparse.ArgumentParser) -> None:

@@ -1,0 +1,145 @@
+"""Conversations from a file of JSON lines, of which the answers alone are learnt."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError, DataError
+
+__all__ = ["SupervisedDataset"]
+
+LEFT_OUT = -100
+"""The target of positions that are not learnt: `nn.CrossEntropy(ignore_index)`."""
+Pieces = list[tuple[str, bool]]
+"""Texts of a conversation, and whether each is an answer."""
+
+
+def _role_and_content(role: str, content: str) -> tuple[str, str]:
+    return f"{role}: ", f"{content}\n"
+
+
+class SupervisedDataset:
+    """Each line is `{"prompt": ..., "completion": ...}`, or `{"messages": [{"role": ..., "content": ...}, ...]}` where
+    what the role "assistant" says is learnt. Sample: tokens `(seq_len,)`, and targets, the tokens one further on, with
+    -100 where they are no answer. The loss is then the mean over tokens of answers.
+
+    What is longer than seq_len + 1 tokens is cut at its end; conversations without an answer in what is left are left
+    out (`left_out` says how many). The file is read once, when the dataset is made.
+
+    Parameters
+    ----------
+    path : of the file
+    encode : text -> tokens: `lambda text: tokenizer.encode(text, add_special_tokens=False).ids` of tokenizers
+    seq_len : tokens of a sample
+    end : the token that ends an answer, which is learnt; it also fills up samples that are shorter
+    packed : put several conversations into one sample, as they come; it is then ((tokens, segments), targets), where
+        segments count conversations from 0, for models with `segments=True` (docs/models.md)
+    template : (role, content) -> what comes before what is said, and what is said; None: "role: " and "content\\n"
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        encode: Callable[[str], Sequence[int]],
+        seq_len: int,
+        *,
+        end: int,
+        packed: bool = False,
+        template: Callable[[str, str], tuple[str, str]] | None = None,
+    ) -> None:
+        if seq_len < 1:
+            raise ConfigError(f"SupervisedDataset(seq_len={seq_len}): 1 or more")
+        self.path, self.seq_len, self.end, self.packed = Path(path), seq_len, end, packed
+        self.left_out = 0
+        found = []
+        for where, line in _lines(self.path):
+            tokens, learnt = self._encoded(_pieces(line, where, template or _role_and_content), encode, where)
+            if learnt[1:].any():
+                found.append((tokens, learnt))
+            else:
+                self.left_out += 1
+        if not found:
+            raise DataError(f"{path}: no conversation has an answer within {seq_len + 1} tokens")
+        self.samples = _packed(found, seq_len) if packed else [[one] for one in found]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Any, np.ndarray]:
+        tokens = np.full(self.seq_len, self.end, np.int32)
+        targets = np.full(self.seq_len, LEFT_OUT, np.int32)
+        segments = np.full(self.seq_len, len(self.samples[index]), np.int32)
+        at = 0
+        for n, (words, learnt) in enumerate(self.samples[index]):
+            place = slice(at, at + len(words) - 1)
+            tokens[place], segments[place] = words[:-1], n
+            targets[place] = np.where(learnt[1:], words[1:], LEFT_OUT)
+            at = place.stop
+        return ((tokens, segments) if self.packed else tokens), targets
+
+    def __repr__(self) -> str:
+        return f"SupervisedDataset({self.path.name}, {len(self)} samples of {self.seq_len} tokens)"
+
+    def _encoded(self, pieces: Pieces, encode: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+        tokens: list[int] = []
+        learnt: list[bool] = []
+        for text, answer in pieces:
+            words = [*encode(text), *([self.end] if answer else [])]
+            tokens += words
+            learnt += [answer] * len(words)
+        if len(tokens) < 2:
+            raise DataError(f"{where}: a conversation needs two tokens or more")
+        return np.array(tokens[: self.seq_len + 1], np.int32), np.array(learnt[: self.seq_len + 1])
+
+
+def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    for n, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {n}"
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{where}: this is no JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise DataError(f"{where}: a line is an object, this is {type(found).__name__}")
+        yield where, found
+
+
+def _pieces(line: Mapping[str, Any], where: str, template: Callable[[str, str], tuple[str, str]]) -> Pieces:
+    if isinstance(line.get("prompt"), str) and isinstance(line.get("completion"), str):
+        return [(line["prompt"], False), (line["completion"], True)]
+    messages = line.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f'{where}: it has neither "prompt" and "completion" nor "messages": {sorted(line)}')
+    pieces: Pieces = []
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise DataError(f'{where}: a message has a "role" and a "content", texts both')
+        before, said = template(message["role"], message["content"])
+        pieces += [(before, False), (said, message["role"] == "assistant")]
+    return pieces
+
+
+def _packed(found: Sequence[tuple[np.ndarray, np.ndarray]], room: int) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    """Conversations in their order, as many in a sample as go into it whole."""
+    samples: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    left = 0
+    for one in found:
+        need = len(one[0]) - 1
+        if need > left:
+            samples.append([])
+            left = room
+        samples[-1].append(one)
+        left -= need
+    return samples

@@ -1,0 +1,161 @@
+"""LoRA on a language model: a folder of transformers and conversations in JSON lines, or a small model made here.
+
+    mpiexec -n 4 python -m fsdpx.examples.finetune FOLDER DATA.jsonl --out tuned
+    mpiexec -n 4 python -m fsdpx.examples.finetune
+
+FOLDER has config.json, safetensors and tokenizer.json. Without arguments a tokenizer and a small Llama are made from
+the sources of Python's standard library, trained for a short time, and then taught to answer in another way. Needs the
+tokenizers library (pip install 'fsdpx[text]')."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+import fsdpx
+from fsdpx import data, models, nn, optim
+from fsdpx.errors import ConfigError
+from fsdpx.examples.mistakes import status_of
+
+VOCAB, SEQ_LEN = 512, 64
+END = "<|end|>"
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.finetune", description=__doc__.splitlines()[0])
+    p.add_argument("folder", nargs="?", help="of a model, as transformers writes it (default: a small one, made here)")
+    p.add_argument("data", nargs="?", help="JSON lines: prompt and completion, or messages (default: made here)")
+    p.add_argument("--targets", nargs="+", default=["attn.q", "attn.v"], help="layers that get adapters")
+    p.add_argument("--rank", type=int, default=8, help="of the adapters")
+    p.add_argument("--alpha", type=float, default=16.0, help="adapters are scaled by alpha / rank")
+    p.add_argument("--steps", type=int, default=200, help="of fine-tuning")
+    p.add_argument("--first-steps", type=int, default=300, help="that the small model is trained before")
+    p.add_argument("--batch", type=int, default=16, help="conversations of the global batch")
+    p.add_argument("--seq-len", type=int, default=SEQ_LEN, help="tokens of a conversation")
+    p.add_argument("--lr", type=float, default=1e-2)
+    p.add_argument("--strategy", default="fsdp")
+    p.add_argument("--precision", default="float32")
+    p.add_argument("--ask", action="append", help="a prompt that is answered before and after (may be repeated)")
+    p.add_argument("--out", help="folder for the adapters, in PEFT's format")
+    return p
+
+
+def tokenizer_of(folder: str | None, comm: Any) -> Any:
+    """That of the folder, or one of byte pairs, which rank 0 trains on some of Python's sources."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise ConfigError("this example needs the tokenizers library: pip install 'fsdpx[text]'") from error
+    if folder is not None:
+        return Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
+    text = None
+    if comm.rank == 0:
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        files = sorted(data.stdlib_sources().glob("*.py"))[:40]
+        made.train(
+            [str(file) for file in files],
+            trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False),
+        )
+        text = made.to_str()
+    return Tokenizer.from_str(comm.all_gather_object(text)[0])
+
+
+def conversations(path: Path, count: int = 400) -> None:
+    """Questions whose answers have a form that no source file has."""
+    random = np.random.default_rng(0)
+    names = ["size", "name", "path", "value", "index", "lines", "width", "count"]
+    with path.open("w") as file:
+        for _ in range(count):
+            first, second = random.choice(names, 2)
+            line = {"prompt": f"def {first}({second}):", "completion": f" -> {second} gives {first}."}
+            file.write(json.dumps(line) + "\n")
+
+
+def pretrained(args: argparse.Namespace, tokenizer: Any, comm: Any) -> tuple[Any, dict[str, np.ndarray] | None]:
+    """The model, and its parameters where they are not in a folder."""
+    if args.folder is not None:
+        return models.from_pretrained(args.folder), None
+    model = nn.Llama(VOCAB, d_model=64, n_layers=2, n_heads=4, seq_len=args.seq_len, kv_heads=2)
+    files = sorted(data.stdlib_sources().glob("*.py"))[:10]
+    tokens = np.concatenate([tokenizer.encode(file.read_text(errors="replace")).ids for file in files])
+    rows = tokens[: len(tokens) // (args.seq_len + 1) * (args.seq_len + 1)].reshape(-1, args.seq_len + 1)
+    texts = data.ArrayDataset(rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32))
+    with model.as_distributed(
+        loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=3e-3), strategy=args.strategy, comm=comm
+    ) as trainer:
+        train(trainer, texts, args.first_steps, args.batch, "the small model")
+        return model, trainer.parameters()
+
+
+def train(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, what: str) -> None:
+    with data.DataLoader(samples, batch, comm=trainer.data, shuffle=True, drop_last=True) as loader:
+        losses: list[float] = []
+        while len(losses) < steps:
+            begun = len(losses)
+            losses += [trainer.step(x, y) for x, y in islice(loader, steps - begun)]
+            loader.set_epoch(loader.epoch + 1)
+    if trainer.rank == 0:
+        print(f"{what}: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
+
+
+def answers(trainer: fsdpx.Trainer, tokenizer: Any, asked: Sequence[str], end: int, when: str) -> None:
+    found = trainer.generate([tokenizer.encode(text).ids for text in asked], 24, stop=end)
+    if trainer.rank == 0:
+        for text, tokens in zip(asked, found, strict=True):
+            print(f"{when}: {text!r} {tokenizer.decode(tokens.tolist())!r}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if (args.folder is None) != (args.data is None):
+        raise ConfigError("give a folder and data, or neither of them")
+    comm = fsdpx.init()
+    tokenizer = tokenizer_of(args.folder, comm)
+    end = tokenizer.token_to_id(END) if args.folder is None else end_of(args.folder)
+    model, weights = pretrained(args, tokenizer, comm)
+    adapted = nn.lora(model, args.rank, args.alpha, targets=args.targets)
+    trainer = adapted.as_distributed(
+        loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=args.lr, weight_decay=0.0), strategy=args.strategy,
+        precision=args.precision, comm=comm,
+    )  # fmt: skip
+    if weights is not None:
+        trainer.load_weights(weights, strict=False)
+    with TemporaryDirectory() as folder:
+        file = Path(args.data or Path(folder, "data.jsonl"))
+        if args.data is None:
+            conversations(file)
+        samples = data.SupervisedDataset(
+            file, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, args.seq_len, end=end
+        )
+    if comm.rank == 0:
+        trained = sum(spec.size for spec in adapted.specs().values() if spec.trainable)
+        print(f"{trainer.placement.layout.size:,} parameters, {trained:,} of them trained; {samples}", flush=True)
+    asked = args.ask or (["def size(path):"] if args.data is None else [])
+    if asked:
+        answers(trainer, tokenizer, asked, end, "before")
+    train(trainer, samples, args.steps, args.batch, "adapters")
+    if asked:
+        answers(trainer, tokenizer, asked, end, "after")
+    if args.out:
+        fsdpx.save_adapter(trainer, args.out, args.folder or "")
+    return 0
+
+
+def end_of(folder: str) -> int:
+    """The token that ends a text."""
+    found = json.loads(Path(folder, "config.json").read_text()).get("eos_token_id")
+    if found is None:
+        raise ConfigError(f"{folder}/config.json has no eos_token_id, with which answers end")
+    return int(found[0] if isinstance(found, list) else found)
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))

@@ -1,0 +1,77 @@
+"""`generate`: a model of a folder goes on with a text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fsdpx import nn, optim
+from fsdpx.checkpoint.format import read_json
+from fsdpx.comm.mesh import Mesh
+from fsdpx.errors import ConfigError
+from fsdpx.facade.distribute import distribute
+from fsdpx.facade.functional import init
+from fsdpx.generation.terminal import Printed
+from fsdpx.models import from_pretrained
+
+__all__ = ["add_options", "generate"]
+
+TOKENIZER = "tokenizer.json"
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    p.add_argument("folder", type=Path, help="config.json, safetensors and tokenizer.json, as transformers writes them")
+    p.add_argument("--prompt", required=True, help="the text to go on with")
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the most likely token")
+    p.add_argument("--top-k", type=int, help="draw from so many of the most likely tokens only")
+    p.add_argument("--top-p", type=float, help="draw from the fewest most likely tokens of this probability")
+    p.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="above 1: tokens of the text become less likely"
+    )
+    p.add_argument("--seed", type=int, default=0, help="of the draws")
+    p.add_argument(
+        "--strategy", default="ddp", help="ddp: every rank holds the model; fsdp: a part, gathered per token"
+    )
+    p.add_argument("--mesh", default=None, help="widths of axes, such as tensor=2 or pipe=2")
+    p.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Print the prompt and what follows, while it is written; the exit status. Collective."""
+    model, comm = from_pretrained(args.folder), init()
+    tokenizer = _tokenizer(args.folder)
+    trainer = distribute(
+        model, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.0), comm=comm, strategy=args.strategy,
+        mesh=None if args.mesh is None else Mesh.parse(args.mesh), precision=args.precision,
+    )  # fmt: skip
+    printed = Printed(tokenizer.decode, lambda text: print(text, end="", flush=True) if comm.rank == 0 else None)
+    printed.write(args.prompt)
+    trainer.generate(
+        tokenizer.encode(args.prompt).ids, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
+        top_p=args.top_p, repetition_penalty=args.repetition_penalty, seed=args.seed, stop=_ends(args.folder),
+        stream=printed,
+    )  # fmt: skip
+    printed.end()
+    return 0
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise ConfigError("fsdpx generate needs the tokenizers library: pip install 'fsdpx[text]'") from error
+    if not (folder / TOKENIZER).exists():
+        raise ConfigError(f"{folder}: there is no {TOKENIZER}: trainer.generate takes tokens of any other tokenizer")
+    return Tokenizer.from_file(str(folder / TOKENIZER))
+
+
+def _ends(folder: Path) -> list[int]:
+    """The tokens that end a text."""
+    for name in ("generation_config.json", "config.json"):
+        file = folder / name
+        found = read_json(file.read_bytes()).get("eos_token_id") if file.exists() else None
+        if found is not None:
+            return list(found) if isinstance(found, list) else [int(found)]
+    return []

@@ -1,0 +1,36 @@
+"""The fine-tuning example: what it makes itself, and a folder with conversations."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import fsdpx
+from fsdpx.errors import ConfigError
+from fsdpx.examples import finetune
+
+pytest.importorskip("tokenizers")
+
+
+@pytest.fixture(autouse=True)
+def _alone():
+    fsdpx.finalize()
+    yield
+    fsdpx.finalize()
+
+
+def test_without_arguments_it_makes_all_it_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert finetune.main(["--first-steps", "100", "--steps", "100", "--out", str(tmp_path / "a"), "--seq-len", "24"]) == 0
+    out = capsys.readouterr().out
+    losses = [float(n) for n in re.search(r"adapters: 100 steps, loss (\S+) -> (\S+)\n", out).groups()]
+    assert losses[1] < 0.6 * losses[0]
+    assert re.search(r"before: 'def size\(path\):' '.*'\n", out)
+    assert re.search(r"after: 'def size\(path\):' '.*'\n", out)
+    config = json.loads((tmp_path / "a/adapter_config.json").read_text())
+    assert (config["r"], "blocks.1.attn.v" in config["target_modules"]) == (8, True)
+
+
+def test_half_of_the_arguments_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match="give a folder and data, or neither of them"):
+        finetune.main(["folder"])
