@@ -4,11 +4,15 @@ from fsdpx.data.augment import Augmentation, Draw, RandomCrop, RandomFlip
 from fsdpx.data.dataset import ArrayDataset, Dataset
 from fsdpx.data.images import ImageFolder
 from fsdpx.data.loader import DataLoader
+from fsdpx.data.mixture import Mixture
 from fsdpx.data.sampler import DistributedSampler, Share
+from fsdpx.data.shards import TarDataset
 from fsdpx.data.supervised import SupervisedDataset
 from fsdpx.data.text import TextDataset, stdlib_sources
+from fsdpx.data.tokens import TokenDataset
 
 __all__ = [
-    "ArrayDataset", "Augmentation", "DataLoader", "Dataset", "DistributedSampler", "Draw", "ImageFolder", "RandomCrop",
-    "RandomFlip", "Share", "SupervisedDataset", "TextDataset", "stdlib_sources",
+    "ArrayDataset", "Augmentation", "DataLoader", "Dataset", "DistributedSampler", "Draw", "ImageFolder", "Mixture",
+    "RandomCrop", "RandomFlip", "Share", "SupervisedDataset", "TarDataset", "TextDataset", "TokenDataset",
+    "stdlib_sources",
 ]  # fmt: skip

@@ -1,0 +1,66 @@
+"""Tokens in a file that stays on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdpx.errors import ConfigError, DataError
+
+__all__ = ["TokenDataset"]
+
+
+class TokenDataset:
+    """A file of token numbers, one after the other, through a memory map: sample i is `x = tokens[i T : i T + T]`,
+    `y = tokens[i T + 1 : i T + T + 1]` with T = seq_len, each `(T,)` int32.
+
+    Parameters
+    ----------
+    path : a `.npy` file of one dim, or bare numbers of `dtype`, as `tokens.tofile(path)` writes them
+    seq_len : tokens of a sample; the file must have at least one more
+    dtype : of bare numbers
+    """
+
+    def __init__(self, path: str | os.PathLike[str], seq_len: int, *, dtype: Any = np.uint16) -> None:
+        if not isinstance(seq_len, int) or seq_len < 1:
+            raise ConfigError(f"TokenDataset(seq_len={seq_len!r}): a whole number of tokens, 1 or more, is needed")
+        self.path, self.seq_len = Path(path), seq_len
+        try:
+            if self.path.suffix == ".npy":
+                self.tokens = np.load(self.path, mmap_mode="r")
+            else:
+                self.tokens = np.memmap(self.path, np.dtype(dtype), "r")
+        except (OSError, ValueError) as error:
+            raise DataError(f"TokenDataset: {path}: {getattr(error, 'strerror', None) or error}") from error
+        if self.tokens.ndim != 1 or self.tokens.dtype.kind not in "iu":
+            shape = f"{self.tokens.dtype}{list(self.tokens.shape)}"
+            raise DataError(f"TokenDataset: {path} has {shape}: token numbers in one row are needed")
+        if len(self.tokens) < seq_len + 1:
+            raise DataError(
+                f"TokenDataset: seq_len {seq_len} needs at least {seq_len + 1} tokens, {path} has {len(self.tokens)}"
+            )
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"sample {i} of {len(self)}")
+        row = self._row(i % len(self))
+        return row[:-1].copy(), row[1:].copy()
+
+    def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
+        rows = np.empty((len(indices), self.seq_len + 1), np.int32)
+        for n, i in enumerate(indices):
+            rows[n] = self._row(int(i))
+        return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+
+    def _row(self, i: int) -> np.ndarray:
+        return self.tokens[i * self.seq_len : (i + 1) * self.seq_len + 1].astype(np.int32)
+
+    def __repr__(self) -> str:
+        return f"TokenDataset({self.path.name}, {len(self.tokens):,} tokens, seq_len={self.seq_len})"
