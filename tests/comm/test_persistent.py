@@ -172,10 +172,10 @@ def test_a_plan_is_not_taken_for_another_array_of_the_same_id(world, room):
             return
         buf, piece = room[:800].view(np.float64), np.empty(split_evenly(100, comm.size)[comm.rank])
         comm.reduce_scatter(buf, piece).wait()
-        key = ("reduce_scatter", id(buf), id(piece), ReduceOp.SUM, (None,), "library")
+        key = ("reduce_scatter", id(buf), id(piece), ReduceOp.SUM, (None,), "library", None)
         assert key in comm._kept
         other = np.empty(piece.size + 1)
-        comm._kept["reduce_scatter", id(buf), id(other), ReduceOp.SUM, (None,), "library"] = comm._kept[key]
+        comm._kept["reduce_scatter", id(buf), id(other), ReduceOp.SUM, (None,), "library", None] = comm._kept[key]
         with pytest.raises(ShapeError, match=r"reduce_scatter of page 0 on rank \d+: recv has \d+ elements"):
             comm.reduce_scatter(buf, other, what="page 0")
 

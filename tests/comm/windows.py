@@ -37,6 +37,10 @@ class InWindows:
         place[...] = array
         return place
 
+    def _even(self, own: int, total: int, counts: Any) -> bool:
+        """Whether the pieces of all ranks are equal."""
+        return own * self.size == total and counts in (None, [own] * self.size)
+
     def _common(self, array: np.ndarray) -> np.ndarray:
         self.used_shared = self.used_shared % (ROOM - (1 << 14))
         place = self.shared[self.used_shared : self.used_shared + array.nbytes].view(array.dtype)
@@ -64,7 +68,7 @@ class InWindows:
         if recv.base is send or recv is send:
             start = (address(recv) - address(send)) // recv.itemsize
             out = given[start : start + recv.size]
-        elif self.used % 128 and recv.size * self.size == send.size:  # now and then onto its own piece
+        elif self.used % 128 and self._even(recv.size, send.size, counts):  # now and then onto its own piece
             out = given[recv.size * self.rank : recv.size * (self.rank + 1)]
         else:
             out = self._inside(recv)
