@@ -24,8 +24,9 @@ __all__ = ["Patches", "ViT"]
 class Patches(Layer):
     """Images `(samples, channels, size, size)` -> a class token and a token for each patch, with positions added.
 
-    The result is `(samples, 1 + patches, d_model)`, patches row by row. Weights:
-    `weight (d_model, channels, patch, patch)`, `bias (d_model,)`, `token (d_model,)`, `position (1 + patches, d_model)`.
+    The result is `(samples, 1 + patches, d_model)`, patches row by row. Weights are
+    `weight (d_model, channels, patch, patch)`, `bias (d_model,)`, `token (d_model,)` and
+    `position (1 + patches, d_model)`.
 
     Parameters
     ----------
