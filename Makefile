@@ -127,6 +127,7 @@ bench: $(VENV)/.ready
 	$(PY) -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)plot]"
 	$(PY) bench/kernels.py --json bench/results/kernels.json
 	$(PY) bench/breakdown.py $(ARGS)
+	$(PY) bench/blocked.py $(ARGS)
 	$(PY) bench/collectives.py $(ARGS)
 	$(PY) bench/scaling.py $(ARGS)
 	$(PY) bench/side_by_side.py $(ARGS)

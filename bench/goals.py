@@ -62,6 +62,7 @@ GOALS = [
     *(Goal(model, "pss", "fsdpx fsdp 2x1", most=0.6) for model in ALL),
     Goal("small", "pss", "fsdpx ddp 1x1", most=0.8),
     *(Goal(model, "first", job, most=FIRST[model]) for model in ALL for job in ("fsdpx ddp 2x1", "fsdpx fsdp 2x1")),
+    *(Goal(m, "first", f"fsdpx-bf16 {s} 2x1", most=FIRST[m]) for m in ("tiny", "small") for s in ("ddp", "fsdp")),
 ]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import mean
 from typing import Any
+
+import numpy as np
 
 from fsdpx.state.clock import Spent
 from fsdpx.state.tables import bytes_text, table
@@ -63,8 +64,8 @@ class Summary:
             rows.append(
                 (
                     verb, f"{sum(one.calls for one in spent):,}",
-                    f"{mean(seconds):.3f}", f"{least:.3f}", f"{most:.3f}",
-                    f"{most / least:.2f}" if least else "", f"{mean(one.waited for one in spent):.3f}",
+                    f"{np.mean(seconds):.3f}", f"{least:.3f}", f"{most:.3f}",
+                    f"{most / least:.2f}" if least else "", f"{np.mean([one.waited for one in spent]):.3f}",
                     bytes_text(moved) if moved else "", f"{rate / 1e9:.3f}" if rate else "",
                     "" if hidden is None else f"{100 * hidden:.0f} %",
                 )

@@ -28,7 +28,6 @@ from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, DataError, RankLost
 from fsdpx.generation.sampling import Sampling
 from fsdpx.generation.texts import Stream, is_one
-from fsdpx.models.writing import save_pretrained
 from fsdpx.observe.measure import Measured, measure
 from fsdpx.optim import rate
 from fsdpx.program import Program, Slot
@@ -392,6 +391,8 @@ class Trainer:
         ------
         CheckpointError : the same on all ranks, if it cannot be written; nothing is left then
         """
+        from fsdpx.models.writing import save_pretrained  # few need it: a first step is sooner without
+
         self._begin("save_pretrained")
         with self._with("parameters"):
             save_pretrained(self._session.state, folder, dtype)
