@@ -162,10 +162,11 @@ def _start(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--timeout", type=float, help="seconds that ranks wait in MPI's start for others (default: 60)")
     p.add_argument("--max-restarts", type=int, default=3, help="at most so many restarts (default: 3)")
-    p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks of a restart (default: as many as -n)")
+    p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks of a restart (default: -n, elastic: 1)")
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
     p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
-    p.add_argument("--folder", type=Path, default=None, help="where records of failed starts are kept")
+    p.add_argument("--folder", type=Path, default=None, help="the job's: records of failed starts stay; see --join")
+    p.add_argument("--join", type=Path, metavar="FOLDER", help="-n more ranks for the job that runs with this --folder")
     p.add_argument("--logs", type=Path, help="folder for rank-0003.log and rank-0003.json; lines get [3] before them")
     p.add_argument(
         "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs/elastic.md)"
@@ -174,7 +175,7 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("--dry-run", action="store_true", help="print the command that would start the ranks")
     p.add_argument("--print-sbatch", action="store_true", help="print a batch file for Slurm")
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
-    p.add_argument("script", help="script.py")
+    p.add_argument("script", nargs="?", help="script.py")
     p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # it may have none
 
 

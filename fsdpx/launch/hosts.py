@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["Host", "look_up", "read_hosts", "share"]
+__all__ = ["Host", "look_up", "read_hosts", "room", "share", "write_hosts"]
 
 _LINE = re.compile(r"(?P<name>[\w.-]+)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
@@ -72,6 +72,18 @@ def share(hosts: Sequence[Host], config: LaunchConfig, ranks: int) -> list[tuple
             shared.append((host.name, min(slots, left)))
             left -= shared[-1][1]
     return shared
+
+
+def room(hosts: Sequence[Host], config: LaunchConfig, ranks: int) -> int:
+    """For how many of the ranks there is place; for all, on hosts that name no slots."""
+    most = config.per_node or ranks
+    return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
+
+
+def write_hosts(hosts: Sequence[Host], path: Path) -> Path:
+    """A hostfile of ours."""
+    path.write_text("".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts))
+    return path
 
 
 def look_up(hosts: Sequence[Host], path: Path) -> None:

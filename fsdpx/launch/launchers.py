@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +16,11 @@ from pathlib import Path
 from fsdpx import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch.here import starter
-from fsdpx.launch.hosts import read_hosts, share
+from fsdpx.launch.hosts import Host, read_hosts, share
 from fsdpx.launch.library import library
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["LAUNCHERS", "Found", "Launcher", "command", "find"]
+__all__ = ["LAUNCHERS", "Found", "Launcher", "answering", "command", "find"]
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,32 @@ def command(found: Found, config: LaunchConfig, ranks: int, program: Sequence[st
     always, passes = ([], []) if kind is None else (_filled(kind.always), _passed(kind.passes, sorted(names)))
     options = [*always, *where, *passes] if found.chosen else [*where, *(passes if where else [])]
     return [*found.words, *options, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *program]
+
+
+def answering(found: Found, hosts: Sequence[Host], seconds: float = 15.0) -> list[Host]:
+    """The hosts on which the launcher can start a process within so many seconds; all, where nobody knows how it is
+    told of hosts."""
+    kind = found.kind
+    if kind is None or not kind.on:
+        return list(hosts)
+    always = _filled(kind.always) if found.chosen else []
+    asked = []
+    for name in (host.name for host in hosts):
+        one = _filled(kind.on, nodes=1, per_node=1, hosts=name, slots=f"{name}:1", pairs=f"{name} 1")
+        words = [*found.words, *always, *one, "-n", "1", sys.executable, "-c", ""]
+        quiet = subprocess.DEVNULL
+        asked.append(subprocess.Popen(words, stdin=quiet, stdout=quiet, stderr=quiet))
+    end = time.monotonic() + seconds
+    return [host for host, process in zip(hosts, asked, strict=True) if _ended_well(process, end)]
+
+
+def _ended_well(process: subprocess.Popen[bytes], end: float) -> bool:
+    try:
+        return process.wait(max(end - time.monotonic(), 0)) == 0
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return False
 
 
 def _where(found: Found, config: LaunchConfig, ranks: int) -> list[str]:

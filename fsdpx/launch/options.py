@@ -34,7 +34,7 @@ class LaunchConfig:
     timeout : seconds that ranks wait in MPI's start for those that do not come (None: 60, or FSDPX_START_TIMEOUT)
     grace : seconds to save in after a signal
     max_restarts : at most so many further starts
-    min_ranks : fewest ranks of a further start (None: `ranks`)
+    min_ranks : fewest ranks of a further start (None: `ranks`, of an elastic job 1)
     backoff : seconds before the first further start; they double up to 60
     folder : where records of failed starts are kept (None: a temporary one)
     logs : a folder for what each rank prints, rank-0003.log, and how it ended, rank-0003.json; the launcher then
@@ -67,7 +67,9 @@ class LaunchConfig:
 
     @property
     def least(self) -> int:
-        return self.ranks if self.min_ranks is None else self.min_ranks
+        if self.min_ranks is not None:
+            return self.min_ranks
+        return 1 if self.elastic else self.ranks
 
     def spread(self, ranks: int) -> tuple[int, int] | None:
         """Hosts and ranks per host for so many ranks, None if nothing was said about them."""

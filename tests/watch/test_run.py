@@ -51,6 +51,14 @@ def test_done_and_preempted_are_ends() -> None:
     assert decide(RestartPlan(2, 1, 3), Ending("preempted", 85)) == ("preempted", None)
 
 
+def test_ranks_that_join_are_no_restart() -> None:
+    plan = RestartPlan(4, 2, 1)
+    assert decide(plan, Ending("joined", 85)) == ("4 ranks", 0.0)
+    assert decide(plan, died(1, 4)) == ("4 ranks", 1.0)
+    assert decide(plan, Ending("joined", 85)) == ("4 ranks", 0.0)
+    assert decide(plan, died(1, 4)) == ("1 of 1 restarts are used up", None)
+
+
 def test_the_same_rank_twice_makes_one_rank_fewer() -> None:
     plan = RestartPlan(3, 2, 9)
     assert decide(plan, died(1, 4)) == ("3 ranks", 1.0)

@@ -1,0 +1,126 @@
+"""`fsdpx run --join FOLDER -n K`: ranks that were not there when a job began.
+
+Who asks leaves a file in the folder of the job, and the job's launcher answers there. No MPI takes processes in among
+ranks that may die, so those that run save first, and the next start has more of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from fsdpx.errors import LaunchError
+from fsdpx.launch.rank import read_notes
+
+__all__ = ["Guests", "join"]
+
+_ASKS, _ANSWER, _NO = "joins-", "answer-", "no: "
+_SECONDS_BETWEEN = 0.5
+
+
+def join(folder: Path, ranks: int, seconds: float) -> str:
+    """Ask the launcher of a job for so many ranks more; what it says. LaunchError if it refuses, or says nothing.
+
+    folder: the job's. seconds: to wait until its ranks are ready to save."""
+    if ranks < 1:
+        raise LaunchError(f"--join -n {ranks}: one or more is needed")
+    if not folder.is_dir():
+        raise LaunchError(f"--join {folder}: there is no such folder; it is what --folder was when the job was started")
+    name = f"{platform.node()}-{os.getpid()}"
+    asks, answer = folder / f"{_ASKS}{name}", folder / f"{_ANSWER}{name}"
+    end = time.monotonic() + seconds
+    try:
+        _write(asks, str(ranks))
+        while not answer.exists():
+            if time.monotonic() > end:
+                raise LaunchError(
+                    f"--join {folder}: no answer for {seconds:g} s: no fsdpx run --folder {folder} runs there, or none "
+                    "of its ranks on the launcher's host saves when it is asked to stop (fit(..., checkpoints=...))"
+                )
+            time.sleep(0.1)
+        said = answer.read_text()
+    finally:
+        for file in (asks, answer):
+            file.unlink(missing_ok=True)
+    if said.startswith(_NO):
+        raise LaunchError(f"--join {folder}: {said.removeprefix(_NO)}")
+    return said
+
+
+class Guests:
+    """At the launcher of a job: those who ask to join. ranks: how many more the next start is to have."""
+
+    def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
+        """folder: of the job. fits: LaunchError if there is no place for so many ranks more."""
+        self.ranks = 0
+        self._folder, self._fits, self._due = folder, fits, 0.0
+        for left in folder.glob(f"{_ASKS}*"):
+            left.unlink(missing_ok=True)
+
+    def look(self, notes: Path) -> None:
+        """Called often: answers, and has the job save, as soon as one of its ranks would. notes: the ranks' folder."""
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + _SECONDS_BETWEEN
+        asking = list(self._folder.glob(f"{_ASKS}*"))
+        listener = _listener(notes) if asking else None
+        if listener is None:
+            return
+        for asks in asking:
+            self._answer(asks)
+        if self.ranks:
+            with suppress(ProcessLookupError):
+                os.kill(listener, signal.SIGUSR1)
+
+    def take(self) -> int:
+        """They are in the next start."""
+        came, self.ranks = self.ranks, 0
+        return came
+
+    def close(self) -> None:
+        """The job is over."""
+        for asks in self._folder.glob(f"{_ASKS}*"):
+            self._say(asks, f"{_NO}the job has ended")
+
+    def _answer(self, asks: Path) -> None:
+        with suppress(FileNotFoundError):  # no longer asked for
+            more = int(asks.read_text())
+            try:
+                self._fits(self.ranks + more)
+            except LaunchError as error:
+                self._say(asks, f"{_NO}{error}")
+            else:
+                self.ranks += more
+                self._say(asks, f"the job saves and goes on with {more} more")
+
+    def _say(self, asks: Path, text: str) -> None:
+        asks.unlink(missing_ok=True)
+        _write(asks.with_name(asks.name.replace(_ASKS, _ANSWER, 1)), text)
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole, as soon as it is there."""
+    partial = file.with_name(f"partial-{file.name}")
+    partial.write_text(text)
+    partial.replace(file)
+
+
+def _listener(notes: Path) -> int | None:
+    """A rank of this host that would save at USR1, as within `Preemption`: it is enough that one hears it. To others
+    the signal would be the end."""
+    here = (n for n in read_notes(notes).values() if n.host == platform.node() and n.status is None)
+    return next((note.process for note in here if _catches(note.process, signal.SIGUSR1)), None)
+
+
+def _catches(process: int, number: int) -> bool:
+    """Whether a process of this Linux has a handler for a signal."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> number - 1 & 1)
+    return False
