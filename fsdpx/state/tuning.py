@@ -94,7 +94,7 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
             records.write("tuning", key, asdict(found))
     if found.blas != blas.chosen():
         blas.choose(found.blas)
-    if found.sixteen and found.sixteen != blas.halves.chosen():
+    if found.sixteen:
         blas.halves.choose(found.sixteen)
     return found
 
@@ -275,7 +275,7 @@ def _key(world: Communicator) -> dict[str, Any]:
     return {
         "machine": platform.node(),
         "processor": told("model name") or platform.processor(),
-        "libraries": blas.available() | blas.halves.available(),
+        "libraries": blas.present(),
         "version": __version__,
         "backend": _way(node) if node is not None else alone if imagined else type(world).__name__,
         "ranks": world.size,

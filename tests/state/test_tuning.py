@@ -15,6 +15,7 @@ import pytest
 import fsdpx
 from fsdpx import environment, nn, optim
 from fsdpx.array import blas
+from fsdpx.array.blas import libraries, mkl, onednn
 from fsdpx.comm.fake import FakeNode
 from fsdpx.launch.info import info
 from fsdpx.state import records, tuning
@@ -48,6 +49,21 @@ def test_measured_once_then_read_from_disk(cache, monkeypatch):
     assert tune_for(_single(), True, np) == first
     assert [t for _, t, _ in stored()] == [first]
     assert "GFLOP/s per thread" in first.measured
+
+
+def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
+    """Each that is loaded takes memory in every rank, and time before the first step."""
+    for cached in (libraries.library, onednn.found, mkl.found):
+        cached.cache_clear()
+    loaded = []
+    with monkeypatch.context() as within:
+        within.setattr(libraries, "load", lambda path: loaded.append(path) or pytest.fail(f"{path} is loaded"))
+        here = tuning._key(_single())["libraries"]
+        assert here == blas.present()
+        for name in {"onednn", "mkl"} & set(here):
+            blas.halves.choose(name)
+        blas.halves.choose(None)
+    assert loaded == []
 
 
 def test_info_tells_what_was_chosen(cache):

@@ -5,7 +5,7 @@ import importlib.util
 
 import numpy as np
 
-from fsdpx.array.blas.libraries import Library, found, preferred
+from fsdpx.array.blas.libraries import NAMES, Library, library, preferred
 from fsdpx.errors import ConfigError
 
 __all__ = ["ADDRESSES", "available", "choose", "chosen", "pointer", "threads"]
@@ -19,14 +19,15 @@ cut = 1  # see `threads`
 
 def available() -> dict[str, str]:
     """Name -> path and version of the libraries that `choose` accepts."""
-    libraries = {name: f"{one.path} ({one.version})" for name, one in (found() if _numba() else {}).items()}
-    return {**libraries, NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
+    found = [(name, library(name)) for name in NAMES if _numba()]
+    where = {name: f"{one.path} ({one.version})" for name, one in found if one is not None}
+    return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
 
 def choose(name: str | None) -> None:
     """Compute products with library `name` from now on; None: the default. All ranks of a job must choose alike."""
     global asked
-    if name is not None and name not in available():
+    if name not in (None, NUMPY) and _library(str(name)) is None:
         raise ConfigError(f"BLAS {name!r} is not here: choose one of {', '.join(available())}")
     asked = name
     ADDRESSES.clear()
@@ -49,23 +50,23 @@ def threads(n: int | None = None) -> int:
     global cut
     if n is not None:
         cut = n
-        if (library := _library()) is not None:
-            library.single()
+        if (used := _library(chosen())) is not None:
+            used.single()
     return cut
 
 
-def _library() -> Library | None:
-    return found().get(chosen()) if _numba() else None
+def _library(name: str) -> Library | None:
+    return library(name) if name in NAMES and _numba() else None
 
 
 class Addresses(dict[str, int]):
     """Character of a dtype -> address of its gemm, found when it is first used."""
 
     def __missing__(self, char: str) -> int:
-        library = _library() if char in "fd" else None
-        if library is not None:
-            library.single()
-        self[char] = 0 if library is None else library.sgemm if char == "f" else library.dgemm
+        used = _library(chosen()) if char in "fd" else None
+        if used is not None:
+            used.single()
+        self[char] = 0 if used is None else used.sgemm if char == "f" else used.dgemm
         return self[char]
 
 

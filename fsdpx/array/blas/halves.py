@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.array import parallel
 from fsdpx.array.blas import choice, mkl, onednn
-from fsdpx.array.blas.libraries import intel
+from fsdpx.array.blas.libraries import intel, present
 from fsdpx.array.blas.products import gemm, pieces, round_off, small_product
 from fsdpx.array.kernels.half import widened
 from fsdpx.array.namespace import dtype
@@ -39,7 +39,7 @@ def available() -> dict[str, str]:
 def choose(name: str | None) -> None:
     """Compute 16-bit products with library `name` from now on; None: the default. All ranks of a job choose alike."""
     global asked
-    if name is not None and name not in available():
+    if name not in (None, WIDENED) and (name not in LIBRARIES["bfloat16"] or name not in present()):
         raise ConfigError(f"16-bit products by {name!r} are not here: choose one of {', '.join(available())}")
     asked = name
 

@@ -3,16 +3,21 @@
 import ctypes
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from fsdpx.native.processor import told
 
-__all__ = ["Library", "beside_python", "found", "intel", "load", "preferred"]
+__all__ = ["NAMES", "Library", "files", "intel", "library", "load", "preferred", "present"]
+
+NAMES = ("mkl", "openblas")
+"""Of those that compute in float32 and float64."""
+WHEELS = {"mkl": "libmkl_rt.so*", "onednn": "libdnnl.so*"}
+"""Name -> what a wheel puts beside Python's own libraries."""
 
 SEQUENTIAL = 1  # of MKL_Set_Threading_Layer: no OpenMP runtime comes into the process
 AUTO, STRICT = 2, 0x10000  # of MKL_CBWR_Set
@@ -34,41 +39,37 @@ class Library:
 
 
 @cache
-def found() -> dict[str, Library]:
-    """All that could be loaded, by name."""
-    makers: tuple[tuple[Callable[[], Iterator[Path]], Callable[[Path], Library]], ...] = (
-        (partial(beside_python, "libmkl_rt.so*"), _mkl),
-        (_openblas_files, _openblas),
-    )
-    libraries: dict[str, Library] = {}
-    for files, make in makers:
-        for path in files():
-            try:
-                library = make(path)
-            except (OSError, AttributeError):  # it cannot be loaded, or lacks the functions that are needed
-                continue
-            libraries.setdefault(library.name, library)
-    return libraries
+def library(name: str) -> Library | None:
+    """One of NAMES, loaded; None if it is not here. A library that nobody asks for takes no memory."""
+    make = _mkl if name == "mkl" else _openblas
+    for path in files(name):
+        try:
+            return make(path)
+        except (OSError, AttributeError):  # it cannot be loaded, or lacks the functions that are needed
+            continue
+    return None
 
 
 def preferred() -> str | None:
     """The default: MKL on Intel's processors, else NumPy's own OpenBLAS; None if neither was found."""
-    names = list(found())
-    if "mkl" in names and ("openblas" not in names or intel()):
-        return "mkl"
-    return "openblas" if "openblas" in names else None
+    order = NAMES if intel() else NAMES[::-1]
+    return next((name for name in order if library(name) is not None), None)
 
 
-def beside_python(pattern: str) -> Iterator[Path]:
-    """Libraries that wheels put beside Python's own, such as those of `mkl`; the newest first."""
-    for prefix in dict.fromkeys((sys.prefix, sys.base_prefix)):
-        yield from sorted(Path(prefix, "lib").glob(pattern), reverse=True)
-
-
-def _openblas_files() -> Iterator[Path]:
+def files(name: str) -> list[Path]:
+    """Where "mkl", "openblas" or "onednn" may be, the newest of a folder first."""
+    if name in WHEELS:
+        folders = [Path(prefix, "lib") for prefix in dict.fromkeys((sys.prefix, sys.base_prefix))]
+        return [path for folder in folders for path in sorted(folder.glob(WHEELS[name]), reverse=True)]
     package = Path(np.__file__).parent
-    for folder in (package.parent / "numpy.libs", package / ".dylibs"):
-        yield from sorted(folder.glob("libscipy_openblas64_*"))
+    folders = [package.parent / "numpy.libs", package / ".dylibs"]
+    return [path for folder in folders for path in sorted(folder.glob("libscipy_openblas64_*"))]
+
+
+def present() -> dict[str, str]:
+    """Name -> file, size and time of each library that is here, none of them loaded: other libraries, other times."""
+    first = {name: found[0] for name in (*NAMES, "onednn") if (found := files(name))}
+    return {name: f"{path} {path.stat().st_size} {path.stat().st_mtime_ns}" for name, path in first.items()}
 
 
 def _mkl(path: Path) -> Library:

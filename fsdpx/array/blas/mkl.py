@@ -5,8 +5,8 @@ from ctypes import CFUNCTYPE, c_float, c_int, c_int64, c_void_p
 
 import numpy as np
 
+from fsdpx.array.blas import libraries
 from fsdpx.array.blas.libraries import Library
-from fsdpx.array.blas.libraries import found as libraries
 from fsdpx.array.blas.products import round_off
 
 __all__ = ["MKL", "found"]
@@ -51,5 +51,5 @@ def _operand(a: np.ndarray) -> tuple[int, tuple[int, int]]:
 @functools.cache
 def found() -> MKL | None:
     """MKL as `fsdpx[mkl]` installs it, if it has these products."""
-    library = libraries().get("mkl")
+    library = libraries.library("mkl")
     return MKL(library) if library is not None and library.bgemm else None

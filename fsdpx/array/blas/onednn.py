@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.blas.libraries import beside_python, load
+from fsdpx.array.blas.libraries import files, load
 
 __all__ = ["OneDNN", "found"]
 
@@ -126,7 +126,7 @@ class OneDNN:
 @functools.cache
 def found() -> OneDNN | None:
     """The library of the wheel that `fsdpx[onednn]` installs, if it can be loaded."""
-    for path in beside_python("libdnnl.so*"):
+    for path in files("onednn"):
         try:
             return OneDNN(path)
         except (OSError, AttributeError):
