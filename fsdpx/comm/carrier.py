@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import Call, Handle
 from fsdpx.comm.checks import copy
+from fsdpx.comm.relay import in_chunks
+from fsdpx.comm.staging import staged
 
 __all__ = ["TIMEOUT", "Carrier"]
 
@@ -35,6 +37,18 @@ class Carrier(Backend):
     @abstractmethod
     def native(self) -> frozenset[str]:
         """Verbs that the library does itself where it can add the numbers; all others are made of messages."""
+
+    def message(self, call: Call) -> Handle:
+        """Begin a "send" or a "recv"."""
+        pairs = [(call.root, call.arrays[0])]
+        return self.exchange(call, pairs, []) if call.verb == "send" else self.exchange(call, [], pairs)
+
+    def move_from_gpu(self, call: Call, move: Callable[[Call], Handle]) -> Handle:
+        """Begin a call of arrays of a GPU by a library that knows memory of the host: small ones go there whole, and
+        `move` does the rest; large ones by messages in chunks, and what is added is added on the GPU."""
+        if not in_chunks(call):
+            return staged(call, move)
+        return self.message(call) if call.verb in ("send", "recv") else Backend.move(self, call)
 
     def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         """An all-gather of pieces that need not follow each other in `recv`, nor fill it; up to 2^31 elements."""

@@ -20,9 +20,9 @@ from fsdpx.comm.checks import copy
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import LocalCommunicator
 from fsdpx.comm.messages import Pairs
+from fsdpx.comm.relay import of_gpu, relayed
 from fsdpx.comm.rendezvous import Group, World
 from fsdpx.comm.roll import Roll
-from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import Finish, Progress, spin
 from fsdpx.errors import CommTimeout
 
@@ -36,7 +36,7 @@ class GlooCommunicator(Carrier):
     """Ranks that `roll` has called. timeout: seconds a wait lasts before CommTimeout.
 
     Gloo's threads move what is under way, so a transfer makes progress by itself. Sums of float16 and bfloat16 are
-    made by messages, in rank order. Arrays on a GPU are copied to the host and back."""
+    made by messages, in rank order. Arrays on a GPU go through the host."""
 
     library = "gloo"
 
@@ -71,7 +71,7 @@ class GlooCommunicator(Carrier):
 
     def move(self, call: Call) -> Handle:
         with self.roll.naming(f"{call.name} on rank {self.rank} of {self.size}"):
-            return staged(call, self._move)
+            return self.move_from_gpu(call, self._move) if of_gpu(call.arrays) else self._move(call)
 
     def _move(self, call: Call) -> Handle:
         begin = _LIBRARY.get(call.verb)
@@ -81,20 +81,21 @@ class GlooCommunicator(Carrier):
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         """Nothing is sent for empty arrays: both sides know."""
+        if of_gpu([part for _, part in (*outgoing, *incoming)]):
+            return relayed(self, call, outgoing, incoming)
         receives = [(rank, _bytes(part)) for rank, part in incoming if part.size]
         sends = [(rank, _bytes(part)) for rank, part in outgoing if part.size]
         works = [self._gloo.recv([data], rank, call.tag) for rank, data in receives]
         works += [self._gloo.send([data], rank, call.tag) for rank, data in sends]
         return Works(self, call, [Waited(works)], (receives, sends)) if works else DONE
 
-    def _message(self, call: Call) -> Handle:
+    def message(self, call: Call) -> Handle:
         """Gloo connects no rank to itself."""
-        pairs = [(call.root, call.arrays[0])]
         if call.root == self.rank:
             call = call.on(call.arrays)
             call.root = 0
             return self._itself.move(call)
-        return self.exchange(call, pairs, []) if call.verb == "send" else self.exchange(call, [], pairs)
+        return super().message(call)
 
     def _all_gather(self, call: Call) -> Handle:
         (send, recv), (cut,) = call.arrays, call.cuts
@@ -255,7 +256,7 @@ _LIBRARY: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
     "all_reduce": GlooCommunicator._all_reduce,
     "broadcast": GlooCommunicator._broadcast,
     "barrier": GlooCommunicator._barrier,
-    "send": GlooCommunicator._message,
-    "recv": GlooCommunicator._message,
+    "send": GlooCommunicator.message,
+    "recv": GlooCommunicator.message,
 }
 """What Gloo does well; everything else by messages."""

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
+from fsdpx.array.namespace import namespace_of
 from fsdpx.comm.calls import Array, Call, Handle, Pieces, even_pieces
 from fsdpx.comm.checks import copy
 from fsdpx.comm.reduction import fold
@@ -70,7 +71,7 @@ def reduce(comm: Messenger, call: Call) -> Handle:
     """A reduce-scatter and a gather at `root`: 2n(N-1)/N bytes there, n elsewhere; scratch n + n/N."""
     send, recv = call.arrays
     cut = even_pieces(send.size, comm.size)
-    own = np.empty(cut.counts[comm.rank], send.dtype)
+    own = namespace_of(send).empty(cut.counts[comm.rank], dtype=send.dtype)
     collect = partial(gather, comm, call.on((own, recv), (cut,)))
     return Steps(_reduce_to_owners(comm, call, send, own, cut, collect), comm.progress)
 
@@ -116,7 +117,7 @@ def _reduce_to_owners(
     comm: Messenger, call: Call, send: Array, recv: Array, cut: Pieces, then: Callable[[], Handle] | None = None
 ) -> Iterator[Handle]:
     own = cut.part(send, comm.rank)
-    rows = np.empty((comm.size, own.size), send.dtype)
+    rows = namespace_of(send).empty((comm.size, own.size), dtype=send.dtype)
     yield comm.exchange(call, _cut(comm, send, cut), [(rank, rows[rank]) for rank in _others(comm)])
     fold([own if rank == comm.rank else rows[rank] for rank in range(comm.size)], call.op, [recv])
     if then is not None:

@@ -22,11 +22,11 @@ from fsdpx.comm.deaths import finalize_without_the_dead, lost, ulfm_active
 from fsdpx.comm.mapped import MappedWindow
 from fsdpx.comm.messages import Pairs
 from fsdpx.comm.reduction import is_half
+from fsdpx.comm.relay import of_gpu, relayed
 from fsdpx.comm.requests import Requests, mpi_op, translated, wire
-from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import Finish, Progress, spin
 from fsdpx.comm.window import Window
-from fsdpx.cuda.devices import is_on_gpu, synchronise
+from fsdpx.cuda.streams import synchronise
 from fsdpx.errors import CommError, CommTimeout
 
 __all__ = ["LIMIT", "MpiCommunicator", "World"]
@@ -40,7 +40,8 @@ class MpiCommunicator(Carrier):
 
     timeout: seconds a wait lasts before CommTimeout. limit: elements of one MPI message; longer transfers are cut into
     several. A transfer makes progress while some handle of the process is tested or waited for, by one thread at a
-    time. Arrays on a GPU are copied to the host and back, or given to MPI if `takes_gpus` (`fsdpx.comm.aware`)."""
+    time. Arrays on a GPU are given to MPI if it `takes_gpus` (`fsdpx.comm.aware`), else they go through the host: small
+    ones at once, large ones by messages, whose sums are made on the GPU."""
 
     library = "mpi"
 
@@ -68,10 +69,9 @@ class MpiCommunicator(Carrier):
     def move(self, call: Call) -> Handle:
         """Errors that MPI raises here are translated like those of its requests."""
         try:
-            if self.takes_gpus and _moves_on_gpu(call):
-                synchronise()
+            if self.takes_gpus or not of_gpu(call.arrays):
                 return self._move(call)
-            return staged(call, self._move)
+            return self.move_from_gpu(call, self._move)
         except MPI.Exception as error:
             raise self._translated(error, call) from error
 
@@ -80,9 +80,15 @@ class MpiCommunicator(Carrier):
         begin = _LIBRARY.get(call.verb)
         if begin is None or (call.verb in _REDUCTIONS and is_half(call.arrays[0].dtype)):
             return super().move(call)
+        if self.takes_gpus and of_gpu(call.arrays):
+            synchronise()
         return begin(self, call)
 
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        if of_gpu([part for _, part in (*outgoing, *incoming)]):
+            if not self.takes_gpus:
+                return relayed(self, call, outgoing, incoming)
+            synchronise()
         comm, chunks, tag = self.raw, self._chunks, call.tag
         try:
             requests = [comm.Irecv(c, rank, tag) for rank, part in incoming for c in chunks(wire(part))]
@@ -255,14 +261,6 @@ def _duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
     return made
 
 
-def _moves_on_gpu(call: Call) -> bool:
-    """Whether it is of arrays of a GPU and made by MPI alone: what this package adds, it adds on the host."""
-    arrays = [array for array in call.arrays if array is not None]
-    if not arrays or not is_on_gpu(arrays[0]) or call.verb not in _LIBRARY:
-        return False
-    return call.verb not in _REDUCTIONS or not is_half(arrays[0].dtype)
-
-
 _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "all_gather": MpiCommunicator._all_gather,
     "reduce_scatter": MpiCommunicator._reduce_scatter,
@@ -270,8 +268,8 @@ _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "broadcast": MpiCommunicator._broadcast,
     "reduce": MpiCommunicator._reduce,
     "barrier": MpiCommunicator._barrier,
-    "send": lambda comm, call: comm.exchange(call, [(call.root, call.arrays[0])], []),
-    "recv": lambda comm, call: comm.exchange(call, [], [(call.root, call.arrays[0])]),
+    "send": MpiCommunicator.message,
+    "recv": MpiCommunicator.message,
 }
 """What MPI libraries do well; everything else by messages."""
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")

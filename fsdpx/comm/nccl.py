@@ -11,18 +11,17 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, even_pieces
 from fsdpx.comm.checks import copy, overlay
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.devices import Seat, shared
-from fsdpx.comm.reduction import combine, is_half
+from fsdpx.comm.reduction import fold, is_half
 from fsdpx.comm.steps import spin
 from fsdpx.comm.window import Window
 from fsdpx.cuda.devices import cupy, is_on_gpu
+from fsdpx.cuda.streams import Side
 from fsdpx.errors import CommError, CommTimeout, ConfigError
 
 __all__ = ["NcclCommunicator", "check_seats", "missing"]
@@ -68,7 +67,8 @@ class NcclCommunicator(Backend):
         if (why := missing()) is not None:
             raise ConfigError(f"backend 'nccl': {why}")
         self.nccl = _library()
-        self.stream = self.xp.cuda.Stream(non_blocking=True)
+        self.side = Side()
+        self.stream = self.side.stream
         self.link: Any = self._open() if self.size > 1 else None
 
     def _open(self) -> Any:
@@ -92,21 +92,11 @@ class NcclCommunicator(Backend):
         if body is None or not arrays or not is_on_gpu(arrays[0]):
             return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
         try:
-            with self._in_turn() as event:
+            with self.side.inside() as event:
                 scratch = body(self, call)
         except self.nccl.NcclError as error:
             raise CommError(f"{self._at(call)}: NCCL: {error}") from error
         return _Work(self, self._at(call), event, (*call.arrays, *scratch))
-
-    @contextmanager
-    def _in_turn(self) -> Iterator[Any]:
-        """Inside, CuPy issues on NCCL's stream, behind all that this thread has issued; the event is at the end."""
-        cuda = self.xp.cuda
-        self.stream.wait_event(cuda.get_current_stream().record(cuda.Event(disable_timing=True)))
-        end = cuda.Event(disable_timing=True)
-        with self.stream:
-            yield end
-        end.record(self.stream)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -227,12 +217,8 @@ class NcclCommunicator(Backend):
         others = self._others()
         self._exchange([(r, cut.part(send, r)) for r in others], [(r, rows[r]) for r in others])
         rows[self.rank] = own
-        total = rows[0].astype(np.float32)
-        for row in rows[1:]:
-            combine(op)(total, row.astype(np.float32), out=total)
-        self._average(op, total)
-        recv[...] = total.astype(send.dtype)
-        return rows, total
+        fold(list(rows), op, [recv])
+        return (rows,)
 
     def _exchange(self, outgoing: Sequence[tuple[int, Array]], incoming: Sequence[tuple[int, Array]]) -> None:
         with self._together():

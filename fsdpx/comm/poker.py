@@ -18,9 +18,11 @@ EVERY = 200e-6
 
 
 class Poker:
-    """One per trainer; its thread begins with the first use, sleeps between uses and ends with the process."""
+    """One per trainer; its thread begins with the first use, sleeps between uses and ends with the process. prepare:
+    called in the thread first, to take the GPU of the rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], object] = lambda: None) -> None:
+        self._prepare = prepare
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._poke: Callable[[], object] | None = None
@@ -46,6 +48,7 @@ class Poker:
             raise error
 
     def _run(self) -> None:
+        self._prepare()
         while True:
             self._wake.wait()
             with self._lock:

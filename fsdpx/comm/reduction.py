@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels import add_widened, narrowed, store
+from fsdpx.array.namespace import namespace_of
 from fsdpx.comm.calls import Array, ReduceOp
 from fsdpx.errors import ConfigError
 
@@ -56,7 +57,7 @@ def objection(op: ReduceOp, dtype: np.dtype) -> str | None:
 
 
 BLOCK = 1 << 15
-"""Elements that `fold` adds at a time: a block of sums stays in cache until it is written everywhere."""
+"""Elements that `fold` adds at a time on the host: a block of sums stays in cache until it is written everywhere."""
 
 
 def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any = None) -> None:
@@ -64,25 +65,27 @@ def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any
     `outs` may be one of `arrays`, as a whole. wire: what arrays are rounded to before, and a sum that goes to several.
     """
     ufunc, first = combine(op), outs[0]
+    xp = np if type(first) is np.ndarray else namespace_of(first)
+    block_size = BLOCK if xp is np else max(first.size, 1)
     half = first.dtype.itemsize == 2
     pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG and wire is None
-    if pair and (len(outs) == 1 or first.size <= BLOCK):
+    if pair and (len(outs) == 1 or first.size <= block_size):
         _pair(ufunc, arrays, outs)
         return
-    total = np.empty(0 if pair else min(BLOCK, first.size), np.float32 if half else first.dtype)
+    total = xp.empty(0 if pair else min(block_size, first.size), dtype=np.float32 if half else first.dtype)
     with np.errstate(all="ignore"):
-        for start in range(0, first.size, BLOCK):
-            block = slice(start, min(start + BLOCK, first.size))
+        for start in range(0, first.size, block_size):
+            block = slice(start, min(start + block_size, first.size))
             if pair:
                 sums = ufunc(arrays[0][block], arrays[1][block], out=first[block])
             else:
                 sums = total[: block.stop - start]
-                _load(_rounded(arrays[0][block], wire), sums)
+                _load(xp, _rounded(arrays[0][block], wire), sums)
                 for array in arrays[1:]:
-                    _merge(ufunc, _rounded(array[block], wire), sums)
+                    _merge(xp, ufunc, _rounded(array[block], wire), sums)
                 if op is ReduceOp.AVG:
                     sums /= len(arrays)
-                _load(_rounded(sums, wire if len(outs) > 1 else None), first[block])
+                _load(xp, _rounded(sums, wire if len(outs) > 1 else None), first[block])
             for out in outs[1:]:
                 out[block] = first[block]
 
@@ -99,17 +102,17 @@ def _rounded(x: Array, wire: Any) -> Array:
     return x if wire is None else narrowed(np, x, wire)
 
 
-def _load(x: Array, out: Array) -> None:
+def _load(xp: Any, x: Array, out: Array) -> None:
     """out = x, either of them perhaps of 16 bits."""
     if x.dtype == out.dtype:
         out[...] = x
     else:
-        store(np, x, out)
+        store(xp, x, out)
 
 
-def _merge(ufunc: np.ufunc, x: Array, total: Array) -> None:
+def _merge(xp: Any, ufunc: np.ufunc, x: Array, total: Array) -> None:
     """total = total op x, x perhaps of 16 bits."""
     if ufunc is np.add and x.dtype != total.dtype:
-        add_widened(np, x, total)
+        add_widened(xp, x, total)
     else:
         ufunc(total, x.astype(total.dtype, copy=False), out=total)

@@ -1,4 +1,5 @@
-"""Arrays on a GPU go through the host: copied there before MPI sees them, and back at the end."""
+"""Arrays on a GPU go through the host as a whole: copied there before MPI sees them, and back at the end.
+Large ones have `fsdpx.comm.relay`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from fsdpx import environment
 from fsdpx.errors import ConfigError
 
 __all__ = [
-    "DeviceMap", "choose", "cupy", "current", "gpu_of", "gpus", "is_on_gpu", "on", "synchronise", "take", "where",
+    "DeviceMap", "choose", "cupy", "current", "gpu_of", "gpus", "is_on_gpu", "on", "take", "where",
 ]  # fmt: skip
 
 DeviceMap = Sequence[int] | Mapping[int, int] | None
@@ -68,11 +68,6 @@ def take(number: int) -> None:
 def current() -> int:
     """The GPU on which this thread computes."""
     return int(cupy().cuda.Device().id)
-
-
-def synchronise() -> None:
-    """Return when the GPU has done all that this thread has issued: before MPI reads or writes an array of it."""
-    cupy().cuda.get_current_stream().synchronize()
 
 
 def is_on_gpu(array: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.mesh import Axes, Mesh, connect
 from fsdpx.comm.poker import Poker
 from fsdpx.config import Offload, Precision, Sharding
+from fsdpx.cuda.devices import current, take
 from fsdpx.engine.engine import Engine, Recorder
 from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError
@@ -343,7 +345,9 @@ def _poker(progress: str, place: Placement) -> Poker | None:
     if progress not in ("loop", "thread"):
         raise ConfigError(f"progress={progress!r}: choose loop or thread")
     busy = place.axes.tensor.size > 1 or any(is_collective(node.layer) for node in place.model.nodes)
-    return Poker() if progress == "thread" and not busy else None
+    if progress != "thread" or busy:
+        return None
+    return Poker(partial(take, current())) if place.xp.__name__ == "cupy" else Poker()
 
 
 def _stages(

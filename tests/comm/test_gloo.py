@@ -128,7 +128,13 @@ def free_port() -> int:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_contract_and_training_without_mpi(ranks: int, tmp_path: Path) -> None:
     """What ranks of MPI pass: the contract over messages and in windows, and training equal to one process."""
-    files = ["comm/test_gloo.py", "comm/test_node.py", "engine/test_world.py", "engine/test_world_axes.py"]
+    files = [
+        "comm/test_gloo.py",
+        "comm/test_node.py",
+        "cuda/test_relay.py",
+        "engine/test_world.py",
+        "engine/test_world_axes.py",
+    ]
     words = ["-m", "world", "-p", "no:cacheprovider", "-p", "no:pytest_mpi", "-p", "no:xdist"]
     done = job(tmp_path, ranks, "-m", "pytest", *words, *(str(TESTS / file) for file in files))
     assert done.returncode == 0, done.stdout + done.stderr

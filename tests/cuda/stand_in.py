@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import os
 import re
 import subprocess
 import tempfile
 import threading
 import types
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -100,6 +102,90 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
 
 
 ndarray.__module__ = "cupy"
+
+
+class Event:
+    """Done when its stream has come there: streams beside the one that computes do nothing until they are looked at for
+    the second time, so that what does not wait for them finds old numbers."""
+
+    def __init__(self, disable_timing: bool = False) -> None:
+        self.stream: Any = None
+        self.at = self.looks = 0
+
+    def record(self, stream: Any = None) -> None:
+        self.stream = stream
+        self.at, self.looks = 0 if stream is None else stream.issued, 0
+
+    @property
+    def done(self) -> bool:
+        self.looks += 1
+        if self.stream is None or self.stream.stuck:
+            return self.stream is None
+        if self.looks > 1:
+            self.stream.run(self.at)
+        return self.stream.ran >= self.at
+
+    def synchronize(self) -> None:
+        while not self.done:
+            pass
+
+
+class Stream:
+    """ptr tells streams apart; 0 is the one that computes, at once. stuck: it does nothing any more."""
+
+    known: ClassVar[weakref.WeakValueDictionary[int, Stream]] = weakref.WeakValueDictionary()
+    numbers = itertools.count(7)
+
+    def __init__(self, non_blocking: bool = False, ptr: int | None = None) -> None:
+        self.ptr = next(self.numbers) if ptr is None else ptr
+        self.work: list[Any] = []
+        self.issued = self.ran = self.waited = 0
+        self.stuck = False
+        self.lock = threading.RLock()  # threads share the stream of their GPU
+        self.known[self.ptr] = self
+
+    def issue(self, what: Any) -> None:
+        with self.lock:
+            self.issued += 1
+            self.work.append(what)
+
+    def run(self, until: int) -> None:
+        with self.lock:
+            while self.ran < until:
+                self.work.pop(0)()
+                self.ran += 1
+
+    def record(self, event: Event) -> Event:
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        event.synchronize()
+        self.waited += 1
+
+    def synchronize(self) -> None:
+        self.run(self.issued)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+COMPUTE = Stream(ptr=0)
+
+
+def _memcpy_async(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+    assert kind in (1, 2)
+    assert stream != 0, "copies are beside what computes"
+    assert nbytes > 0
+    Stream.known[stream].issue(lambda: ctypes.memmove(target, source, nbytes))
+
+
+def _pinned(nbytes: int) -> Any:
+    """Full of what an earlier owner has left."""
+    return (ctypes.c_char * nbytes).from_buffer(bytearray(b"\x7f" * nbytes))
 
 
 def _bare(value: Any) -> Any:
@@ -235,9 +321,11 @@ class Cupy(types.ModuleType):
         self.gpus, self.error = gpus, error
         runtime = types.SimpleNamespace(
             getDeviceCount=self._count,
-            deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0",
-        )
-        self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device)
+            deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0", memcpyAsync=_memcpy_async,
+        )  # fmt: skip
+        self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device, Stream=Stream, Event=Event)
+        self.cuda.get_current_stream = lambda: COMPUTE
+        self.cuda.alloc_pinned_memory = _pinned
         self.RawModule = RawModule
         self.cuda.nccl = types.SimpleNamespace(available=False)
         self.cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 1)

@@ -1,6 +1,5 @@
 """Layers that compute in bfloat16 beside float32 masters: right, the same everywhere, and half as large where said."""
 
-import warnings
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -256,10 +255,7 @@ def test_fp16_layers_recover_from_overflow_on_all_ranks_alike() -> None:
             seen.append((trainer.last.skipped, trainer.engine.state.scaler.value, before == trainer.fingerprint()))
         return seen, trainer.steps
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fsdpx: float16 is computed as float32", RuntimeWarning)
-        warnings.filterwarnings("ignore", "fsdpx: float16 is computed as float32", UserWarning)
-        (seen, made), other = fsdpx.spawn(run, 2)
+    (seen, made), other = fsdpx.spawn(run, 2)
     assert (seen, made) == other
     skipped = [n for n, (skip, _, _) in enumerate(seen) if skip]
     assert skipped == list(range(len(skipped)))

@@ -1,0 +1,184 @@
+"""Arrays of a GPU in chunks through pinned memory. Copies of the stand-in lag: who does not wait finds old numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import carrier, together
+from stand_in import Cupy, Device, Stream, ndarray
+
+from fsdpx import nn, optim, spawn
+from fsdpx.comm import Communicator, relay
+from fsdpx.comm.calls import Call, Handle
+from fsdpx.comm.carrier import Carrier
+from fsdpx.comm.communicator import Wrapper
+from fsdpx.comm.messages import Pairs
+from fsdpx.comm.relay import relayed
+from fsdpx.comm.steps import Steps
+from fsdpx.cuda import streams
+from fsdpx.errors import CommTimeout
+from fsdpx.testing.communicator import CommunicatorContract
+
+
+@pytest.fixture(autouse=True)
+def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
+    made = Cupy(gpus=2)
+    for name, module in made.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    Device(0).use()
+    streams._side.cache_clear()
+    monkeypatch.setattr(relay, "CHUNK", 16)
+    return made
+
+
+class Threads(Carrier):
+    """Thread ranks, as a library that carries memory of the host and refuses a GPU's."""
+
+    library = "threads"
+    takes_threads = True
+    native = frozenset({"send", "recv"})
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__(comm.rank, comm.size, comm.progress)
+        self.comm, self.timeout, self.chunks = comm, 20.0, 0
+
+    def move(self, call: Call) -> Handle:
+        return self.move_from_gpu(call, self.comm.move) if relay.of_gpu(call.arrays) else self.comm.move(call)
+
+    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        if relay.of_gpu([part for _, part in (*outgoing, *incoming)]):
+            return relayed(self, call, outgoing, incoming)
+        assert all(part.nbytes <= relay.CHUNK for _, part in (*outgoing, *incoming))
+        self.chunks += len(outgoing)
+        handles = [self.comm.move(Call("recv", (part,), root=rank, tag=call.tag)) for rank, part in incoming]
+        handles += [self.comm.move(Call("send", (part,), root=rank, tag=call.tag)) for rank, part in outgoing]
+        return Steps(iter(handles), self.progress)
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        part = self.comm.split(color, key)
+        return None if part is None else Threads(part)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return list(self.comm.all_gather_object(obj))
+
+    def close(self) -> None:
+        self.comm.close()
+
+    def abort(self, code: int = 1) -> None:
+        self.comm.abort(code)
+
+
+class OnGpu(Wrapper):
+    """Arrays of the host are given on as if their memory were a GPU's."""
+
+    def issue(self, call: Call) -> Handle:
+        given = call.arrays
+        return self.comm.issue(call.on(tuple(ndarray(a) if isinstance(a, np.ndarray) else a for a in given)))
+
+
+class TestContract(CommunicatorContract):
+    def run(self, body: Callable[[Communicator], Any]) -> Any:
+        for size in (1, 3):
+            spawn(lambda comm: body(OnGpu(Threads(comm))), size, timeout=30)
+
+
+def test_a_large_array_goes_in_chunks_in_few_slots(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While chunks are copied others are under way, and never more than there are slots."""
+    taken: list[int] = []
+    monkeypatch.setattr(relay, "pinned", lambda nbytes: (taken.append(nbytes), streams.pinned(nbytes))[1])
+
+    def body(comm: Any) -> None:
+        over, other = Threads(comm), 1 - comm.rank
+        x, y = cupy.asarray(np.arange(100.0) + comm.rank), cupy.zeros(100)
+        handles = [over.send(x, other, what="w"), over.recv(y, other, what="w")]
+        for handle in handles:
+            handle.wait()
+        assert over.chunks == 50
+        np.testing.assert_array_equal(y.get(), np.arange(100.0) + other)
+
+    spawn(body, 2)
+    assert taken == [16] * relay.SLOTS * 4  # an array that is sent and one that is received, of two ranks
+
+
+def test_sums_are_made_on_the_gpu_in_rank_order(cupy: Cupy) -> None:
+    def body(comm: Any) -> Any:
+        x = cupy.asarray((np.arange(50) / (3 + comm.rank)).astype("float32"))
+        Threads(comm).all_reduce(x, "avg").wait()
+        return x.get()
+
+    got = spawn(body, 3)
+    parts = [(np.arange(50) / (3 + rank)).astype("float32") for rank in range(3)]
+    for one in got:
+        np.testing.assert_array_equal(one, (parts[0] + parts[1] + parts[2]) / np.float32(3))
+
+
+def test_copies_wait_for_what_was_issued_before(cupy: Cupy) -> None:
+    side = streams.side_of(cupy.zeros(1))
+    assert side.stream.waited == 1
+    source, target = cupy.asarray(np.arange(4.0)), streams.pinned(32)
+    handle = side.copy(target, source)
+    assert (target == 0x7F).all(), "nothing is copied before somebody looks"
+    handle.wait()
+    assert target.view(float).tolist() == [0, 1, 2, 3]
+    assert streams.side_of(cupy.zeros(1)) is side
+    with Device(1):
+        assert streams.side_of(cupy.zeros(1)) is not side
+
+
+@pytest.mark.world
+def test_over_mpi_and_gloo(world: Communicator, cupy: Cupy) -> None:
+    """Libraries that get chunks of the host, and once, where they take all of it, the array itself."""
+    messages: Any = carrier(30)
+
+    def body(comm: Communicator) -> None:
+        ranks, mine = range(comm.size), comm.rank
+        for dtype in ("float32", "bfloat16"):
+            ours = [(np.arange(99) + 5 * rank).astype(dtype) for rank in ranks]
+            buf, whole, own = cupy.asarray(ours[mine]), cupy.zeros(comm.size * 99, dtype), cupy.zeros(99, dtype)
+            comm.all_reduce(buf).wait()
+            want = np.sum([one.astype(float) for one in ours], 0).astype(dtype)
+            np.testing.assert_array_equal(buf.get(), want)
+            comm.all_gather(cupy.asarray(ours[mine]), whole).wait()
+            np.testing.assert_array_equal(whole.get(), np.concatenate(ours))
+            comm.reduce_scatter(whole, own, "max").wait()
+            np.testing.assert_array_equal(own.get(), ours[mine])
+            comm.all_to_all(whole, swapped := cupy.zeros(comm.size * 99, dtype)).wait()
+            np.testing.assert_array_equal(swapped.get(), np.tile(ours[mine], comm.size))
+            following, before = (mine + 1) % comm.size, (mine - 1) % comm.size
+            handles = [comm.send(cupy.asarray(ours[mine]), following), comm.recv(own, before)]
+            for handle in handles:
+                handle.wait()
+            np.testing.assert_array_equal(own.get(), ours[before])
+
+    together(world, messages, body)
+    if hasattr(messages, "takes_gpus"):
+        messages.takes_gpus = True  # as the stand-in's memory is the host's
+        together(world, messages, body)
+    messages.close()
+
+
+def test_a_wait_in_vain_ends_with_the_name_of_the_call(cupy: Cupy) -> None:
+    def body(comm: Any) -> None:
+        over = Threads(comm)
+        over.wait_up_to(0.1)
+        if comm.rank == 0:
+            with pytest.raises(CommTimeout, match=r"recv of ACT1 on rank 0 of 2 is not complete after 0.1 s: a peer "):
+                over.recv(cupy.zeros(100), 1, what="ACT1").wait()
+
+    spawn(body, 2)
+
+
+def test_training_has_the_bits_of_copies_as_a_whole(cupy: Cupy) -> None:
+    def train(comm: Any) -> list[float]:
+        model, text = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
+        x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
+        loss, adam = nn.CrossEntropy(), optim.AdamW(lr=0.01)
+        trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", device="cuda")
+        return [trainer.step(x, y) for _ in range(2)]
+
+    assert spawn(lambda comm: train(Threads(comm)), 2)[0] == spawn(train, 2)[0]
+    assert any(stream.issued for stream in Stream.known.values())
