@@ -133,6 +133,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/side_by_side.py $(ARGS)
 	$(PY) bench/halves.py $(ARGS)
 	$(PY) bench/gloo.py $(ARGS)
+	$(PY) bench/modules.py $(ARGS)
 	$(PY) bench/footprint.py $(ARGS)
 	$(PY) bench/axes.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)

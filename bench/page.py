@@ -26,6 +26,7 @@ PAGES = (
     DOCS / "observe.md",
     DOCS / "generation.md",
     DOCS / "launching.md",
+    DOCS / "pytorch.md",
 )
 MARK = re.compile(r"(<!-- (\w+): ([\w ,.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -48,6 +48,7 @@ JOBS = [
 DUELS = (
     "fsdpx ddp 1x1", "fsdpx ddp 1x2", "fsdpx ddp 2x1", "fsdpx fsdp 2x1", "fsdpx-bf16 ddp 1x1", "fsdpx-bf16 ddp 2x1",
     "fsdpx-bf16 fsdp 2x1", "fsdpx-bf16-sums fsdp 2x1", "fsdpx-gloo ddp 2x1", "fsdpx-gloo fsdp 2x1",
+    "fsdpx-module ddp 2x1", "fsdpx-module fsdp 2x1",
 )  # fmt: skip
 """Who takes turns with whom it is compared with."""
 
@@ -181,10 +182,14 @@ def main() -> int:
     return compare(__doc__, "side_by_side", JOBS)
 
 
-def compare(doc: str, name: str, jobs: Sequence[Job], also: Callable[[dict[str, Any]], str] | None = None) -> int:
-    """Run these jobs as the options of the command line say. name: of the results. also: a text to print at the end."""
+def compare(
+    doc: str, name: str, jobs: Sequence[Job], also: Callable[[dict[str, Any]], str] | None = None,
+    models: Sequence[str] = tuple(MODELS),
+) -> int:  # fmt: skip
+    """Run these jobs as the options of the command line say. name: of the results. also: a text to print at the end.
+    models: unless others are asked for."""
     p = arguments(doc, rounds=6)
-    p.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    p.add_argument("--models", nargs="+", default=list(models), choices=MODELS)
     p.add_argument("--seconds", type=float, default=1.0, help="timed steps of a job by itself last about so long")
     p.add_argument("--only", default="", help="jobs whose name contains this")
     options = p.parse_args()

@@ -1,9 +1,9 @@
 """One job of the side-by-side benchmark: a model trained by fsdpx or by PyTorch, timed step by step.
 
-    python bench/worker.py fsdpx|torch --model tiny --strategy fsdp [--seconds 3 | --steps 8 | --turns FOLDER]
+    python bench/worker.py fsdpx|torch|... --model tiny --strategy fsdp [--seconds 3 | --steps 8 | --turns FOLDER]
 
-fsdpx-gloo is fsdpx without MPI. fsdpx-bf16 and torch-bf16 compute in bfloat16 beside float32 masters; with -sums they
-reduce gradients in it as well.
+fsdpx-gloo is fsdpx without MPI, and fsdpx-module trains the `torch.nn.Module` that torch trains. fsdpx-bf16 and
+torch-bf16 compute in bfloat16 beside float32 masters; with -sums they reduce gradients in it as well.
 
 Rank 0 prints one line of JSON: seconds of each timed step, seconds from the start of the job to the end of the first
 step, and for every rank the peak RSS of its life and the peak PSS of some steps that follow the timed ones.
@@ -23,7 +23,9 @@ from typing import Any
 from memory import PeakPss, peak_rss
 from workloads import MODELS, batch, in_fsdpx, in_torch
 
-LIBRARIES = ("fsdpx", "torch", "fsdpx-gloo", "fsdpx-bf16", "torch-bf16", "fsdpx-bf16-sums", "torch-bf16-sums")
+LIBRARIES = (
+    "fsdpx", "torch", "fsdpx-gloo", "fsdpx-module", "fsdpx-bf16", "torch-bf16", "fsdpx-bf16-sums", "torch-bf16-sums",
+)  # fmt: skip
 
 START = float(os.environ.get("BENCH_START", time.time()))  # when the driver started this job
 TURN = 1.0  # seconds of whole steps, at least
@@ -44,13 +46,26 @@ def by_fsdpx(args: argparse.Namespace) -> Training:
     from fsdpx import optim
 
     comm = fsdpx.init(args.backend)
-    model, loss = in_fsdpx(args.model)
+    model, loss = by_module(args) if args.library == "fsdpx-module" else in_fsdpx(args.model)
     sums = "bf16" if args.library.endswith("-sums") else "float32"
     precision = fsdpx.Precision("bf16", reduce=sums) if half(args) else "float32"
     adamw = optim.AdamW(lr=3e-4)
     trainer = model.as_distributed(loss=loss, optimizer=adamw, strategy=args.strategy, precision=precision)
     x, y = batch(args.model, comm.rank, comm.size)
     return Training(lambda: trainer.step(x, y), comm.all_gather_object, comm.rank)
+
+
+def by_module(args: argparse.Namespace) -> tuple[Any, Any]:
+    """PyTorch's model as layers, and our loss: what a user of PyTorch's models has."""
+    import torch
+
+    from fsdpx import nn
+    from fsdpx.interop.torch import from_torch
+
+    torch.set_num_threads(args.threads)
+    module, _, _ = in_torch(args.model)
+    x, _ = batch(args.model)
+    return from_torch(module, x[:2]), nn.CrossEntropy()
 
 
 def by_torch(args: argparse.Namespace) -> Training:

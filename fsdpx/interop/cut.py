@@ -18,7 +18,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.errors import ConfigError
 from fsdpx.interop.module import Differentiated, Module, chosen, values_of
+from fsdpx.interop.operations import Operations
 from fsdpx.interop.recorded import Run
+from fsdpx.interop.replaced import fuse
 from fsdpx.interop.surroundings import REPLACED
 from fsdpx.interop.tensors import tensor_of
 from fsdpx.nn.container import Container, Step
@@ -37,21 +39,22 @@ class Part(Differentiated):
 
     Parameters
     ----------
-    graph : takes the inputs, then parameters, then constants
+    operations : take the inputs, then parameters, then constants
     parameters : names in the order of the graph, and their tensors
     constants : buffers and constants, in the order of the graph
     name : of the unit, for messages
     """
 
     def __init__(
-        self, graph: fx.GraphModule, inputs: int, parameters: Mapping[str, torch.Tensor], constants: Sequence[Any],
+        self, operations: Operations, inputs: int, parameters: Mapping[str, torch.Tensor], constants: Sequence[Any],
         name: str,
     ) -> None:  # fmt: skip
         self.n_inputs, self.name = inputs, name
         self.values = values_of({n: t.detach() for n, t in parameters.items()})
         self.trained = frozenset(n for n, t in parameters.items() if t.requires_grad)
         self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
-        self._graph, self._constants = graph, tuple(constants)
+        self._operations, self._constants = operations, tuple(constants)
+        self.compiled = operations.backend is not None
 
     def specs(self) -> dict[str, Spec]:
         return self.values.specs(self._shapes, self.trained)
@@ -60,9 +63,11 @@ class Part(Differentiated):
         return f"Part({self.name})"
 
     def _run(self, env: Env) -> Run:
+        operations = self._operations.run(env.training, not getattr(env.xp, "holds_no_data", False))
+
         def run(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
             constants = [c.to(inputs[0].device) for c in self._constants]
-            return self._graph(*inputs, *(given[name] for name in self._shapes), *constants)
+            return operations(*inputs, *(given[name] for name in self._shapes), *constants)
 
         return run
 
@@ -81,25 +86,32 @@ class Cut(Container):
 
 
 def cut(
-    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
-) -> Cut:
+    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None,
+    backend: str | None,
+) -> Cut:  # fmt: skip
     """See `fsdpx.interop.torch.from_torch`."""
     with _tracing:
-        return _cut(module, example, units, output)
+        return _cut(module, example, units, output, backend)
 
 
 def _cut(
-    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
-) -> Cut:
+    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None,
+    backend: str | None,
+) -> Cut:  # fmt: skip
     modules = dict(module.named_modules())
     program = _exported(module, example, output)
-    plan = _Plan(program, modules, _chooser(units, modules))
+    plan = _Plan(program, modules, _chooser(units, modules), backend)
     steps: list[Step] = []
     for segment in plan.segments():
         layer, reads = plan.layer(segment)
         steps.append(Step(segment.name, layer, tuple(value.name for value in reads), (segment.result.name,)))
     made = {dotted(step.name, local) for step in steps for local in step.layer.specs()}
     ties = {alias: name for alias, name in shared(module).items() if {alias, name} <= made}
+    for alias, names in plan.borrowed.items():
+        name = next((name for name in names if name in made), None)
+        if name is None:
+            raise ConfigError(f"{alias!r} is of no unit but of a module around several: choose other units")
+        ties[alias] = ties.get(name, name)
     return Cut(steps, [value.name for value in plan.inputs], [plan.result.name], ties)
 
 
@@ -122,9 +134,13 @@ class _Segment:
 
 
 class _Plan:
-    """Which operations become which layers."""
+    """Which operations become which layers.
 
-    def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
+    borrowed: parameters of other units that a unit reads, name there -> names that they have in the module."""
+
+    def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units, backend: str | None) -> None:
+        self._backend, self._made = backend, dict[str, Operations]()
+        self.borrowed: dict[str, list[str]] = {}
         self.modules, self._unit, self._program = modules, unit, program
         signature, placeholders = program.graph_signature, [n for n in program.graph.nodes if n.op == "placeholder"]
         self.inputs = [n for n in placeholders if n.name in signature.user_inputs]
@@ -173,8 +189,12 @@ class _Plan:
                 at[node] = _size_from(graph, node, reads, at) or _copied(graph, node, at, segment.name)
         graph.output(at[segment.result])
         named = {self._local(segment.name, n): self._tensor(n) for n in parameters}
-        made = fx.GraphModule(self._program.graph_module, graph)
-        return Part(made, len(reads), named, [self._constants[n] for n in constants], segment.name), reads
+        fuse(graph)
+        operations = self._made.get(does := _does(graph))
+        if operations is None:
+            made = fx.GraphModule(self._program.graph_module, graph)
+            operations = self._made[does] = Operations(made, self._backend)
+        return Part(operations, len(reads), named, [self._constants[n] for n in constants], segment.name), reads
 
     def _needed(self, segment: _Segment) -> list[fx.Node]:
         """The operations of a segment and what they read, operations without parameters before it included, in order;
@@ -208,12 +228,14 @@ class _Plan:
             at = ".".join(names[:i])
             if at in self.modules and (self._unit(at, self.modules[at]) or _owns(self.modules[at])):
                 return at
-        if any(source in self._parameters for source in node.all_input_nodes):
+        reads = [self._parameters[source] for source in node.all_input_nodes if source in self._parameters]
+        if any("." not in name for name in reads):
             raise ConfigError(
-                f"{type(self.modules['']).__name__} itself reads "
-                f"{', '.join(self._parameters[s] for s in node.all_input_nodes if s in self._parameters)}, "
-                "so that it cannot be cut into units: leave the example out, and it is one layer"
+                f"{type(self.modules['']).__name__} itself reads {', '.join(reads)}, so that it cannot be cut into "
+                "units: leave the example out, and it is one layer"
             )
+        if reads:  # of a unit, in an operation outside, such as a product with the table of an embedding
+            return node.name if node.name not in self.modules else f"{node.name}_"
         return None
 
     def _is_read(self, node: fx.Node, segment: _Segment) -> bool:
@@ -242,7 +264,8 @@ class _Plan:
         names = [n for n, p in self.modules[""].named_parameters(remove_duplicate=False) if p is tensor]
         inside = next((n for n in (full, *names) if n.startswith(f"{segment}.") or not segment), None)
         if inside is None:
-            raise ConfigError(f"{segment!r} reads the parameter {full!r} of another unit: choose units with their own")
+            self.borrowed[dotted(segment, full)] = names
+            return full
         return inside[len(segment) + 1 :] if segment else inside
 
     def _tensor(self, node: fx.Node) -> torch.Tensor:
@@ -358,10 +381,18 @@ def _size_from(
 
 
 def _copied(graph: fx.Graph, node: fx.Node, at: Mapping[fx.Node, fx.Node], unit: str) -> fx.Node:
-    """An operation in its layer's graph; those that differ between training and evaluation ask which it is."""
+    """An operation in its layer's graph, or what runs in its place."""
     copied = graph.node_copy(node, at.__getitem__)
+    copied.meta = {}  # what export knew of it is large, and nobody reads it
     if copied.target in REPLACED:
         copied.target = REPLACED[copied.target]
     elif any(word in str(node.target) for word in ("batch_norm", "dropout")):
         raise ConfigError(f"{unit!r}: {node.target} is not known inside a unit; choose smaller units")
     return copied
+
+
+def _does(graph: fx.Graph) -> str:
+    """The same text for graphs that do the same, whatever their values are called."""
+    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    parts = ((n.op, n.target if n.op != "placeholder" else "", (n.args, n.kwargs)) for n in graph.nodes)
+    return repr([(op, target, fx.node.map_arg(given, number.get)) for op, target, given in parts])

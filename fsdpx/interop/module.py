@@ -19,6 +19,7 @@ from fsdpx.interop.recorded import Recorded, Run
 from fsdpx.interop.surroundings import GlobalNorm, around
 from fsdpx.interop.tensors import array_of
 from fsdpx.interop.values import Values
+from fsdpx.nn.gradients import destination
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.numeric import is_index
 
@@ -39,6 +40,8 @@ class Differentiated(Layer):
     """Names of the parameters that have a gradient."""
     device = "meta"
     """PyTorch's, on which shapes are followed: "cpu", with zeros, where that does not work without values."""
+    compiled = False
+    """Whether arrays with data go through `torch.compile`."""
 
     @abstractmethod
     def _run(self, env: Env) -> Run:
@@ -60,8 +63,12 @@ class Differentiated(Layer):
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
         for name, gradient in kept.items():
-            if name in g:
-                g[name][...] += gradient
+            if (into := destination(g, name)) is not None:
+                out, add = into
+                if add:
+                    out += gradient
+                else:
+                    out[...] = gradient
 
     def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Any:
         dx, gradients = self._backward(env, p, saved, dy, True, list(g))
@@ -72,10 +79,11 @@ class Differentiated(Layer):
         self.backward_params(env, g, self._backward(env, p, saved, dy, False, list(g))[1])
 
     def _recorded(self, env: Env, read: tuple[Array, ...], p: Params, trained: frozenset[str]) -> Recorded:
-        run = self._run(env)
-        with around(env, read[0].shape[0]):
-            if self.device == "cpu" or not getattr(env.xp, "holds_no_data", False):
-                return Recorded(env.xp, run, read, p, trained, "cpu")
+        run, bare = self._run(env), getattr(env.xp, "holds_no_data", False)
+        compiled = self.compiled and not bare
+        with around(env, read[0].shape[0], compiled):
+            if self.device == "cpu" or not bare:
+                return Recorded(env.xp, run, read, p, trained, "cpu", compiled)
             try:
                 return Recorded(env.xp, run, read, p, trained)
             except (RuntimeError, NotImplementedError):  # it looks at values, or makes tensors on the CPU

@@ -50,11 +50,13 @@ class Recorded:
     given : parameters and buffers by name
     trained : the names of those that have a gradient
     device : of PyTorch, for arrays that hold no data
+    compiled : `run` is, and its compiler must not look at what is done around it
     """
 
     def __init__(
-        self, xp: Any, run: Run, inputs: Sequence[Any], given: Arrays, trained: frozenset[str], device: str = "meta"
-    ) -> None:
+        self, xp: Any, run: Run, inputs: Sequence[Any], given: Arrays, trained: frozenset[str], device: str = "meta",
+        compiled: bool = False,
+    ) -> None:  # fmt: skip
         self._device, self._bare = device, getattr(xp, "holds_no_data", False)
         self.kept: tuple[Any, ...] = ()
         self._tensors = {name: tensor_of(a, device).requires_grad_(name in trained) for name, a in given.items()}
@@ -63,7 +65,10 @@ class Recorded:
         self._held: list[torch.Tensor] = []
         read = [_Inlet.apply(torch.empty(0, requires_grad=True), [tensor_of(a, device)]) for a in inputs]
         self._inlets = [get_gradient_edge(t) if t.requires_grad else None for t in read]
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
+        hooks = (self._pack, self._unpack)
+        if compiled:
+            hooks = (torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack))
+        with torch.enable_grad(), saved_tensors_hooks(*hooks):
             y = run(self._tensors, read)
         self.wrote = [name for name, tensor in self._tensors.items() if tensor._version]
         self.wrote += [f"input {i}" for i, tensor in enumerate(read) if tensor._version]

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdpx import nn
 from fsdpx.errors import ConfigError
+from fsdpx.interop.replaced import NATIVE, attention
 from fsdpx.interop.tensors import array_of, tensor_of
 from fsdpx.nn.layer import Env
 
-__all__ = ["REPLACED", "GlobalNorm", "around"]
+__all__ = ["REPLACED", "GlobalNorm", "around", "settled"]
 
 _now = threading.local()
 aten: Any = torch.ops.aten
 
 
 @contextmanager
-def around(env: Env, samples: int) -> Iterator[None]:
+def around(env: Env, samples: int, compiled: bool = False) -> Iterator[None]:
     """Inside, modules of this thread run in `env` on so many samples, and draw its random numbers when training.
 
-    ConfigError if one draws from PyTorch's generator all the same: its numbers depend on how ranks are laid out."""
-    _now.env = env
+    compiled: their operations ask for those by themselves (`settled`). ConfigError if one draws from PyTorch's
+    generator all the same: its numbers depend on how ranks are laid out."""
+    _now.env, _now.drawn = env, _Drawn(env, samples)
     before = torch.default_generator.get_state() if env.training else None
     try:
-        with _Drawn(env, samples) if env.training else nullcontext():
+        with _now.drawn if env.training and not compiled else nullcontext():
             yield
     finally:
-        _now.env = None
+        _now.env = _now.drawn = None
     if before is not None and not torch.equal(before, torch.default_generator.get_state()):
         raise ConfigError(
             "the module draws random numbers in a way that is not known here (dropout and torch.rand_like are): the "
@@ -51,9 +55,11 @@ class _Drawn(TorchDispatchMode):
         own = _OWN.get(func)
         return func(*args, **(kwargs or {})) if own is None else own(self, *args, **(kwargs or {}))
 
-    def fractions(self, like: torch.Tensor) -> torch.Tensor:
-        """One number in [0, 1) for each element of a tensor whose elements lie sample after sample."""
-        name, self.draws = f"draw{self.draws}", self.draws + 1
+    def fractions(self, like: torch.Tensor, draw: int | None = None) -> torch.Tensor:
+        """One number in [0, 1) for each element of a tensor whose elements lie sample after sample. draw: which one of
+        this forward it is; None: the next."""
+        name = f"draw{self.draws if draw is None else draw}"
+        self.draws += 1
         if getattr(self.env.xp, "holds_no_data", False):
             return torch.zeros(like.shape, device=like.device)
         if self.samples == 0 or like.numel() % self.samples:
@@ -149,8 +155,7 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, **options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    p = dropout_p if _now.env.training else 0.0
-    return aten.scaled_dot_product_attention.default(q, k, v, mask, p, is_causal, **options)
+    return attention(q, k, v, mask, dropout_p if _now.env.training else 0.0, is_causal, **options)
 
 
 def _with_grad(enabled: bool, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -163,5 +168,70 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropped,
     aten.scaled_dot_product_attention.default: _attention,
     torch._higher_order_ops.wrap_with_set_grad_enabled: _with_grad,
+    **NATIVE,
 }
-"""Operations of an exported module, which was exported in training, and what runs in their place."""
+"""Operations of an exported module, exported in training, and what runs in their place: some ask for the mode."""
+
+
+@torch.library.custom_op("fsdpx::kept", mutates_args=(), schema="(Tensor x, float p, int draw) -> Tensor")
+def _kept(x: Any, p: float, draw: int) -> Any:
+    """Which elements dropout keeps; a compiler does not look inside."""
+    return _now.drawn.fractions(x, draw) >= p
+
+
+@_kept.register_fake
+def _(x: Any, p: float, draw: int) -> Any:
+    return torch.empty_like(x, dtype=torch.bool, memory_format=torch.contiguous_format)
+
+
+def _scaled(x: torch.Tensor, p: float, draw: int | None) -> torch.Tensor:
+    if draw is None:
+        return x
+    return x * (_kept(x, p, draw).to(x.dtype) * (1.0 / (1.0 - p) if p < 1.0 else 0.0))
+
+
+def _settled_dropout(draw: int | None, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    return _scaled(x, p, draw)
+
+
+def _settled_native(draw: int | None, x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, None]:
+    return _scaled(x, p, draw), None
+
+
+def _settled_attention(
+    draw: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    if draw is None:
+        return aten.scaled_dot_product_attention.default(q, k, v, mask, 0.0, is_causal, scale=scale, **options)
+    if is_causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    if options.get("enable_gqa"):
+        k, v = (a.repeat_interleave(q.shape[-3] // a.shape[-3], -3) for a in (k, v))
+    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    return _scaled(scores.softmax(-1), dropout_p, draw) @ v
+
+
+_SETTLED: dict[Any, tuple[Callable[..., Any], int]] = {
+    _dropout: (_settled_dropout, 1),
+    _native_dropped: (_settled_native, 1),
+    _attention: (_settled_attention, 4),
+}
+"""What runs in the place of functions that ask whether this is training, and where their probability stands."""
+
+
+def settled(graph: fx.GraphModule, training: bool) -> fx.GraphModule:
+    """A copy of operations for training, or for evaluation, in which every draw has its number, those of training that
+    runs them one by one: a compiler may change their order."""
+    made, draws = copy.deepcopy(graph), 0
+    for node in made.graph.nodes:
+        if node.target in _SETTLED:
+            function, at = _SETTLED[node.target]
+            p = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
+            draw = draws if training and p and node.args[2:3] != (False,) else None
+            draws += draw is not None
+            node.target, node.args = function, (draw, *node.args)
+    made.recompile()
+    return made

@@ -14,6 +14,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.interop.criterion import Criterion
 from fsdpx.interop.cut import cut, shared
 from fsdpx.interop.module import Module
+from fsdpx.interop.operations import backend_of
 from fsdpx.interop.tensors import array_of, tensor_of
 from fsdpx.nn.container import Chain
 from fsdpx.nn.layer import Layer, dotted
@@ -26,6 +27,7 @@ def from_torch(
     *example: Any,
     units: Callable[[str, torch.nn.Module], bool] | Sequence[str] | None = None,
     output: str | int | None = None,
+    compile: bool | str = False,
 ) -> Layer:
     """The layer, or the layers, that compute what `module` does. Parameters keep their names; shared ones are tied.
 
@@ -40,16 +42,20 @@ def from_torch(
     units : patterns (fnmatch) of classes or paths, such as "LlamaDecoderLayer", or a function of (path, module); None:
         the elements of each `torch.nn.ModuleList`. Other modules with parameters are units by themselves
     output : see `Module`
+    compile : `torch.compile` the units of a module that is cut, batch norms excepted; units that do the same are
+        compiled once. True: by PyTorch's own backend, which needs a C++ compiler; or the name of a backend
 
     Raises
     ------
-    ConfigError : for a module that PyTorch cannot export, a pattern that fits nothing, and units that give several
-        tensors
+    ConfigError : for a module that PyTorch cannot export, a pattern that fits nothing, units that give several
+        tensors, and a backend that cannot work here
     """
     if example:
-        return cut(module, example, units, output)
-    if units is not None:
-        raise ConfigError("from_torch(units=...) needs an example of the inputs: from_torch(module, x, units=...)")
+        return cut(module, example, units, output, backend_of(compile))
+    for name, given in (("units", units is not None), ("compile", bool(compile))):
+        if given:
+            example_of = f"from_torch(module, x, {name}=...)"
+            raise ConfigError(f"from_torch({name}=...) needs an example of the inputs: {example_of}")
     if output is not None:
         return Module(module, output=output)
     layers = _children(module)

@@ -175,6 +175,120 @@ def test_units_of_a_module_train_as_in_pytorch(way: str) -> None:
         np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
 
 
+class Shared(tnn.Module):
+    """Its result is a product with the table of an embedding, outside of any module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = tnn.Embedding(VOCAB, 8), tnn.ModuleList([Block(8, 0.0) for _ in range(3)])
+
+    def forward(self, tokens: Any, scale: Any) -> Any:
+        x = self.embed(tokens) * scale.unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x, None)
+        return tnn.functional.linear(x, self.embed.weight)
+
+
+@pytest.mark.parametrize("way", ["fsdp", "pipe"])
+def test_an_operation_outside_of_units_may_read_a_parameter_of_one(way: str) -> None:
+    torch.manual_seed(2)
+    net, (x, y) = Shared().double(), text()
+    losses, end = plain(net, x, y)
+    ranks, options = WAYS[way]
+    model = from_torch(net, *(a[:4] for a in x))
+    assert len(model.children()) == 5
+    found, parameters, _ = train(model, x, y, ranks, **options)
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    assert parameters.keys() == end.keys()
+    np.testing.assert_allclose(parameters["embed.weight"], end["embed.weight"], atol=1e-9)
+
+
+class Gated(tnn.Module):
+    """An argument by name, a frozen parameter, and buffers that are saved and that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.gate = tnn.Linear(4, 5), tnn.Linear(4, 5)
+        self.gate.weight.requires_grad_(False)
+        self.register_buffer("shift", torch.linspace(0, 1, 5))
+        self.register_buffer("factor", torch.full((1,), 1.5), persistent=False)
+
+    def forward(self, x: Any, mask: Any = None, *, scale: Any) -> Any:
+        assert mask is None
+        return self.lin(x) * torch.sigmoid(self.gate(x)) * scale * self.factor + self.shift
+
+
+class ByPlace(tnn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any, scale: Any) -> Any:
+        return self.inner(x, scale=scale)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one layer", "units"])
+def test_arguments_by_name_frozen_parameters_and_buffers_are_as_in_pytorch(cut: bool) -> None:
+    torch.manual_seed(6)
+    net, r = ByPlace(Gated()).double(), np.random.default_rng(3)
+    x, y = (r.standard_normal((SAMPLES, 4)), r.standard_normal((SAMPLES, 1))), r.integers(0, 5, SAMPLES)
+    losses, end = plain(net, x, y)
+    example = [a[:4] for a in x]
+    model = from_torch(net, *example, units=["Gated"]) if cut else Module(net.inner, inputs=("x", "scale"))
+    found, parameters, _ = train(model, x, y, 3, strategy="zero2")
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    for name, value in parameters.items():
+        np.testing.assert_allclose(value, end[name if cut else f"inner.{name}"], atol=1e-9, err_msg=name)
+    frozen = parameters["inner.gate.weight" if cut else "gate.weight"]
+    np.testing.assert_array_equal(frozen, net.inner.gate.weight.numpy())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler looks at it, and hides this
+def test_compiled_units_do_what_operations_one_by_one_do() -> None:
+    torch.manual_seed(3)
+    net, (x, y) = Language(3, drop=0.3).double(), text()
+    example = [a[:4] for a in x]
+    wanted, end, predicted = train(from_torch(net, *example), x, y, 2, recompute="all")
+    compiled = from_torch(net, *example, compile="aot_eager")
+    found, parameters, still = train(compiled, x, y, 2, recompute="all")
+    np.testing.assert_allclose(found, wanted, rtol=1e-12)
+    np.testing.assert_allclose(still, predicted, rtol=1e-9)
+    for name, value in parameters.items():
+        np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_units_that_do_the_same_are_compiled_once() -> None:
+    graphs = []
+
+    @torch._dynamo.register_backend(name="counted")
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    net, (x, y) = Shared(), text()
+    train(from_torch(net, *(a[:4] for a in x), compile="counted"), x, y, precision="float32")
+    done = len(graphs)
+    for _ in range(2):
+        net.blocks.append(Block(8, 0.0))
+    graphs.clear()
+    train(from_torch(net, *(a[:4] for a in x), compile="counted"), x, y, precision="float32")
+    assert len(graphs) == done > 0
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as config
+
+    x = np.ones((3, 4), np.float32)
+    with pytest.raises(ConfigError, match=r"compile='nvcc': PyTorch has no such backend; there are aot_eager, "):
+        from_torch(tnn.Sequential(tnn.Linear(4, 4)), x, compile="nvcc")
+    with pytest.raises(ConfigError, match=r"from_torch\(compile=\.\.\.\) needs an example of the inputs"):
+        from_torch(tnn.Linear(4, 4), compile=True)
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
+    with pytest.raises(ConfigError, match=r"compile=True needs a C\+\+ compiler, and PyTorch finds none: "):
+        from_torch(tnn.Sequential(tnn.Linear(4, 4)), x, compile=True)
+
+
 def test_units_are_the_elements_of_module_lists_and_modules_with_parameters() -> None:
     (x, _) = text()
     cut = from_torch(Language(), *(a[:4] for a in x))
@@ -318,6 +432,10 @@ def test_other_wrong_choices_are_named() -> None:
         from_torch(Branching(), x)
     with pytest.raises(ConfigError, match="on PyTorch's device 'meta', without values"):
         fsdpx.distribute(tnn.Linear(4, 4, device="meta"), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    whole = tnn.Linear(4, 4)
+    whole.steps = tnn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"Linear: 'steps' is torch\.int64 on cpu; parameters must be floats"):
+        fsdpx.distribute(whole, loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
     with pytest.raises(ConfigError, match="reduction='sum' gives no mean over a batch"):
         Criterion(tnn.MSELoss(reduction="sum"))
     with pytest.raises(ConfigError, match="momentum=None and track_running_stats=False are not known"):

@@ -1,0 +1,146 @@
+"""Operations of exported modules that fsdpx's products and kernels compute: in the library that is fastest here, and
+with less kept for backward. In PyTorch's own way for other formats and devices, and under its compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from fsdpx.array import blas, kernels
+from fsdpx.interop.tensors import array_of, tensor_of
+from fsdpx.nn.numeric import affine
+
+__all__ = ["NATIVE", "attention", "fuse"]
+
+aten: Any = torch.ops.aten
+EXACT = (torch.float32, torch.float64)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`aten.linear`."""
+    if not _ours(x, weight, bias):
+        return aten.linear.default(x, weight, bias)
+    return _linear(x, weight, bias, None)
+
+
+def addmm(
+    bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """`aten.addmm`, of matrices whose inputs are rows."""
+    if not _ours(x, weight, bias) or bias.ndim != 1 or beta != 1 or alpha != 1:
+        return aten.addmm.default(bias, x, weight, beta=beta, alpha=alpha)
+    return _linear(x, weight.t(), bias, None)
+
+
+def gelu_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none"
+) -> torch.Tensor:
+    """`aten.linear` of `aten.gelu`: backward makes the result of the GELU anew."""
+    if not _ours(x, weight, bias):
+        return linear(aten.gelu.default(x, approximate=approximate), weight, bias)
+    return _linear(x, weight, bias, approximate)
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """`aten.scaled_dot_product_attention`."""
+    alike = q.ndim == 4 and (enable_gqa or q.shape[1] == k.shape[1]) and (not is_causal or q.shape[2] == k.shape[2])
+    if mask is not None or dropout_p or not alike or q.shape[0] != k.shape[0] or not _ours(q, k, v):
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return aten.scaled_dot_product_attention.default(q, k, v, mask, dropout_p, is_causal, **options)
+    return _Attention.apply(q, k, v, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
+
+
+NATIVE = {aten.linear.default: linear, aten.addmm.default: addmm}
+"""Operations and what runs in their place. Attention has dropout, and is among those that ask for the mode."""
+
+
+def fuse(graph: fx.Graph) -> None:
+    """A GELU and the product that alone reads it as one operation."""
+    for node in graph.nodes:
+        source = node.args[0] if node.target is linear else None
+        if isinstance(source, fx.Node) and source.target is aten.gelu.default and len(source.users) == 1:
+            node.target, node.kwargs = gelu_linear, dict(source.kwargs)
+            node.args = (source.args[0], *node.args[1:])
+            graph.erase_node(source)
+
+
+def _ours(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    if torch.compiler.is_compiling() or first.dtype not in EXACT or first.device.type not in ("cpu", "meta"):
+        return False
+    return first.numel() > 0 and all(a is None or (a.dtype == first.dtype and a.numel() > 0) for a in others)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: Any, gelu: str | None) -> torch.Tensor:
+    y = _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, gelu)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+class _Linear(torch.autograd.Function):
+    """x weight^T + bias of `(rows, n)`, or that of gelu(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: Any, gelu: str | None) -> torch.Tensor:
+        ctx.gelu, ctx.biased = gelu, bias is not None
+        ctx.save_for_backward(x, weight)
+        if x.is_meta:
+            return x.new_empty(x.shape[0], weight.shape[0])
+        a = array_of(np, x)
+        if gelu is not None:
+            a = kernels.gelu(np, a, gelu)
+        return tensor_of(affine(np, a, array_of(np, weight), None if bias is None else array_of(np, bias)))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        inner, outer, last = wanted[0], wanted[1], wanted[2]
+        if x.is_meta:
+            found = (torch.empty_like(x), torch.empty_like(weight), x.new_empty(weight.shape[0]))
+            return *(d if want else None for d, want in zip(found, wanted, strict=False)), None
+        a, w, dy = array_of(np, x), array_of(np, weight), array_of(np, dys[0].contiguous())
+        dx = np.empty(a.shape, a.dtype) if inner else None
+        if dx is not None and ctx.gelu is not None:
+            blas.gemm(dx, dy, w)
+            a = kernels.gelu_recompute(np, a, dx, ctx.gelu)
+        elif ctx.gelu is not None:
+            a = kernels.gelu(np, a, ctx.gelu)
+        dw = np.empty_like(w) if outer else None
+        db = np.empty(w.shape[0], w.dtype) if last else None
+        into = (None if dw is None else (dw, False)), (None if db is None else (db, False))
+        if dx is not None and ctx.gelu is None:
+            blas.linear_backward(dx, *into, dy, a, w)
+        else:
+            blas.linear_gradients(*into, dy, a)
+        return *(None if d is None else tensor_of(d) for d in (dx, dw, db)), None
+
+
+class _Attention(torch.autograd.Function):
+    """softmax(scale q k^T) v per head."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    ) -> torch.Tensor:
+        ctx.causal, ctx.scale = causal, scale
+        if q.is_meta:
+            samples, heads, time, width = q.shape
+            o, lse = q.new_empty(samples, time, heads, width).transpose(1, 2), q.new_empty(q.shape[:3])
+        else:
+            found = kernels.attention(np, *(array_of(np, a) for a in (q, k, v)), causal, scale)
+            o, lse = (tensor_of(a) for a in found)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *dos: torch.Tensor) -> tuple[Any, ...]:
+        if dos[0].is_meta:
+            return *(torch.empty_like(a) for a in ctx.saved_tensors[:3]), None, None
+        arrays = (array_of(np, a) for a in (*ctx.saved_tensors, dos[0]))
+        dq, dk, dv = kernels.attention_backward(np, *arrays, ctx.causal, ctx.scale)
+        return *(tensor_of(d) for d in (dq, dk, dv)), None, None
