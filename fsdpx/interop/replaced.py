@@ -3,6 +3,7 @@ with less kept for backward. In PyTorch's own way for other formats and devices,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def attention(
     return _Attention.apply(q, k, v, is_causal, q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-NATIVE = {aten.linear.default: linear, aten.addmm.default: addmm}
+NATIVE: dict[Any, Callable[..., Any]] = {aten.linear.default: linear, aten.addmm.default: addmm}
 """Operations and what runs in their place. Attention has dropout, and is among those that ask for the mode."""
 
 
