@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdpx.array.kernels import square_sums
 
-__all__ = ["GRAIN", "PARTS", "block_squares", "exact_sum", "expansion"]
+__all__ = ["GRAIN", "PARTS", "block_squares", "exact_sum", "expansion", "padded"]
 
 GRAIN = 1024
 """Elements of a block. Cuts of parameters at multiples of it leave the blocks whole."""
@@ -38,3 +38,9 @@ def expansion(values: Sequence[float]) -> list[float]:
             break
         rest = math.fsum([*values, *(-part for part in parts)])
     return parts
+
+
+def padded(values: Sequence[float]) -> list[float]:
+    """Their expansion as `PARTS` numbers, zeros at the end: as long on every rank."""
+    parts = expansion(values)
+    return [*parts, *[0.0] * (PARTS - len(parts))]

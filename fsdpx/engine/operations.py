@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from fsdpx.array.kernels import square_sum, store
-from fsdpx.array.sums import PARTS, block_squares, exact_sum, expansion
+from fsdpx.array.sums import PARTS, block_squares, exact_sum, padded
 from fsdpx.codecs.compressed import pieces_of
 from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
@@ -161,12 +161,7 @@ def _squares(run: Run, totals: Values) -> list[float]:
     xp, parts = run.place.xp, _once(run, totals)
     if not run.place.accumulation.bitwise:
         return [exact_sum([square_sum(xp, part) for part in parts])]
-    return _padded(expansion([square for part in parts for square in block_squares(xp, part)]))
-
-
-def _padded(parts: list[float]) -> list[float]:
-    """All ranks send as many numbers."""
-    return [*parts, *[0.0] * (PARTS - len(parts))]
+    return padded([square for part in parts for square in block_squares(xp, part)])
 
 
 def _once(run: Run, totals: Values) -> list[Any]:
@@ -207,7 +202,7 @@ def gauge(run: Run, action: Action, taken: Values, read: Values, added: Values) 
         for column, sums in zip(columns, optimizer.terms(place.xp, totals[n][at], mine), strict=True):
             column += sums
     known = [one for s in ([] if place.imaginary else slots) for one in s["gauge"].reshape(-1, 3).tolist()]
-    here = [_padded(expansion(column)) for column in columns]
+    here = [padded(column) for column in columns]
     rows = place.everyone([*max(known, default=[0.0] * 3), *here[0], *here[1]], "GAUGE")
     dot, size = (exact_sum([x for row in rows for x in row[3 + i * PARTS : 3 + (i + 1) * PARTS]]) for i in range(2))
     found = optimizer.gauge(max(tuple(row[:3]) for row in rows), dot * scale.factor, size, scale.rate)

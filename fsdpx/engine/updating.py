@@ -21,8 +21,8 @@ __all__ = ["adopt", "delta", "move", "outer", "share", "update"]
 def update(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, scale, (master, slots) = number_of(action), read[0], added
     if run.place.imaginary:
-        for call, nbytes in run.place.parts_moved(p):
-            run.place.axes.counters.add("shard", call, nbytes)
+        for axis, call, nbytes in run.place.parts_moved(p):
+            run.place.axes.counters.add(axis, call, nbytes)
     if not scale.skip:
         told = {"gauge": scale.gauge} if scale.gauge else {}
         move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor, **told)

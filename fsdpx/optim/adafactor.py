@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fsdpx.array.sums import PARTS, block_squares, exact_sum, expansion
+from fsdpx.array.sums import PARTS, block_squares, exact_sum, padded
 from fsdpx.errors import ConfigError
 from fsdpx.optim.factored import Divisors, Piece, elements, matrix, portion, together
 from fsdpx.optim.kept import Kept, places
@@ -118,9 +118,7 @@ def _told(xp: Any, s: Segment, p: Any, g: Any, scale: Any, divisors: Divisors) -
         scaled = (g[start:stop] * scale).astype(np.float64)
         return scaled * scaled
 
-    numbers = expansion(block_squares(xp, p))
-    padded = xp.asarray([*numbers, *[0.0] * (PARTS - len(numbers))])
-    return xp.concatenate([padded, portion(xp, squares, divisors, _piece(s))])
+    return xp.concatenate([xp.asarray(padded(block_squares(xp, p))), portion(xp, squares, divisors, _piece(s))])
 
 
 def _directions(xp: Any, s: Segment, g: Any, scale: Any, a: Any, b: Any) -> Iterator[tuple[slice, Any]]:

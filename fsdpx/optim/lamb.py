@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from fsdpx.array.sums import block_squares
+from fsdpx.array.sums import PARTS, block_squares
 from fsdpx.optim import kernels
 from fsdpx.optim.optimizer import Rate, Slots, check_options, has_data
 from fsdpx.optim.plain import BLOCK
@@ -18,8 +18,7 @@ class LAMB:
 
     m, v are bias-corrected; the ratio is 1 where one of the norms is 0. Norms are added in float64 over blocks of 1024
     elements and then exactly: shards cut at block edges give the same bits as the full array, others the same to
-    rounding. Slots: m, v. One all-gather of a few numbers per parameter for each update of a shard, by
-    `segments.exchange`.
+    rounding. Slots: m, v. One all-gather of `gathers` numbers per parameter for each update of a page.
 
     Parameters
     ----------
@@ -36,6 +35,7 @@ class LAMB:
     weight_decay: float = 0.01
     groups: Groups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m", "v")
+    gathers: ClassVar[int] = 2 * PARTS
 
     def __post_init__(self) -> None:
         check_options(self)

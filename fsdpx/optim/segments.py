@@ -7,13 +7,16 @@ from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
 
-from fsdpx.array.sums import exact_sum, expansion
+from fsdpx.array.sums import PARTS, exact_sum, padded
 from fsdpx.errors import ConfigError
 
-__all__ = ["Groups", "Peers", "Run", "Segment", "Segments"]
+__all__ = ["Exchange", "Groups", "Peers", "Run", "Segment", "Segments"]
 
 Groups = Mapping[str, Mapping[str, float]]
 """Name pattern (fnmatch, on dotted names; the first that matches wins) -> {"weight_decay": ..., "lr_scale": ...}."""
+
+Exchange = Callable[[Mapping[str, Sequence[float]], int], Mapping[str, Sequence[Sequence[float]]]]
+"""What this rank tells of each parameter that it has a part of, and how many numbers -> what all ranks told."""
 
 Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 
@@ -78,12 +81,13 @@ class Peers:
 class Segments:
     """What a shard holds: its segments in order, without gaps, from element 0 on; none if the shard is empty.
 
-    exchange: `comm.all_gather_object` of the ranks that hold shards of the same flat array, for sums of a few numbers
-    per parameter; peers: the same ranks, for what is large. None if there is one shard. Only optimisers that need
-    something of full parameters use one of them: once per update, on every rank."""
+    exchange: tells the ranks that hold shards of the same flat array so many numbers of each parameter, and gets those
+    of all of them, for sums of a few numbers per parameter; peers: the same ranks, for what is large. None if there is
+    one shard. Only optimisers that need something of full parameters use one of them: once per update, on every rank.
+    """
 
     items: tuple[Segment, ...]
-    exchange: Callable[[Any], list[Any]] | None = None
+    exchange: Exchange | None = None
     peers: Peers | None = None
 
     def __post_init__(self) -> None:
@@ -179,24 +183,16 @@ class Segments:
             for rank, items in enumerate(self.peers.items)
         ]
 
-    def everyone(self, mine: Sequence[tuple[str, Any]]) -> dict[str, list[Any]]:
-        """What all ranks say, this one (name, anything) `mine`, of the parameters that this rank has a part of."""
-        rows = [mine] if self.exchange is None else self.exchange(mine)
-        known: dict[str, list[Any]] = {s.name: [] for s in self.items}
-        for name, said in (entry for row in rows for entry in row):
-            if name in known:
-                known[name].append(said)
-        return known
-
     def square_sums(self, *columns: Sequence[Sequence[float]]) -> tuple[list[float], ...]:
         """Sums over full parameters: per column and segment, of all partial sums of its parameter on all ranks.
 
         Each column has one list of partial sums per segment. The sums are correctly rounded, so they do not depend on
-        how the partial sums lie in shards."""
-        mine = [(s.name, [expansion(column[i]) for column in columns]) for i, s in enumerate(self.items)]
-        known = self.everyone(mine)
+        how the partial sums lie in shards. `PARTS` numbers of each column and parameter are sent, see `gathers`."""
+        mine = {s.name: [x for column in columns for x in padded(column[i])] for i, s in enumerate(self.items)}
+        alone = {name: [row] for name, row in mine.items()}
+        known = alone if self.exchange is None else self.exchange(mine, PARTS * len(columns))
         return tuple(
-            [exact_sum([number for said in known[s.name] for number in said[c]]) for s in self.items]
+            [exact_sum([x for row in known[s.name] for x in row[c * PARTS : (c + 1) * PARTS]]) for s in self.items]
             for c in range(len(columns))
         )
 

@@ -33,7 +33,8 @@ class Sizes:
     edges: Mapping[tuple[int, int], int] = field(default_factory=dict)  # (edge, microbatch) -> bytes
     packed: Container[int] = ()  # pages whose elements are bytes
     records: Mapping[tuple[int, int | None], int] = field(default_factory=dict)  # (record, microbatch) -> bytes
-    parts: Mapping[int, Moves] = field(default_factory=dict)  # page -> what its update sends
+    # page -> what its update sends: axis, collective, bytes
+    parts: Mapping[int, tuple[tuple[str, str, int], ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def _moved(action: Action, sizes: Sizes) -> Iterator[tuple[str, str, int]]:
         elif move.amount == "record":
             yield move.axis, move.call, sizes.records.get((action.unit, action.mb), 0)
         elif move.amount == "parts":
-            yield from ((move.axis, call, nbytes) for call, nbytes in sizes.parts.get(action.unit, ()))
+            yield from sizes.parts.get(action.unit, ())
         elif move.axis == "peers":
             for axis, call, elements in sizes.ties[action.unit]:
                 yield axis, call, elements * itemsizes[move.format]

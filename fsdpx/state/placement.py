@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from fsdpx.optim import Segment, Segments
 from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.optim.rounded import inside
 from fsdpx.optim.segments import Peers
-from fsdpx.program import Moves, Rounds, Stage
+from fsdpx.program import Rounds, Stage
 from fsdpx.state import eight
 from fsdpx.state.accumulation import Accumulation, accumulation
 from fsdpx.state.local import Local
@@ -196,12 +196,12 @@ class Placement:
     def segments(self) -> dict[int, Segments]:
         """What this rank's shard of each page holds, in the optimiser's terms."""
         alone = self.axes.shard.size == self.axes.tensor.size == 1
-        exchange = None if alone else partial(_exchange, self, self.axes.shard)
-        return {p: self._segments(p, self.axes.shard, self.pages[p].shards, exchange) for p in self.stage.trained}
+        return {p: self._segments(p, self.axes.shard, self.pages[p].shards, alone) for p in self.stage.trained}
 
-    def _segments(self, page: int, comm: Communicator, parts: Sequence[Range], exchange: Any) -> Segments:
-        """What this rank of `comm` holds where its ranks hold these elements of a page."""
+    def _segments(self, page: int, comm: Communicator, parts: Sequence[Range], alone: bool) -> Segments:
+        """What this rank of `comm` holds where its ranks hold these elements of a page. alone: nobody else has any."""
         of = self.pages[page].page
+        exchange = None if alone else partial(_exchange, self, page, comm)
 
         def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
             comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.name(page)})").wait()
@@ -209,12 +209,17 @@ class Placement:
         peers = Peers(lambda: [segments_of(of, part) for part in parts], comm.rank, all_to_all)
         return Segments(segments_of(of, parts[comm.rank]), exchange, None if comm.size == 1 else peers)
 
-    def parts_moved(self, page: int) -> Moves:
-        """What the optimiser sends of this rank's part of a page, to ranks that have other parts of its parameters."""
+    def parts_moved(self, page: int) -> tuple[tuple[str, str, int], ...]:
+        """What the optimiser sends of this rank's part of a page, to ranks that have other parts of its parameters:
+        axis, collective, and bytes."""
         optimizer = inside(self.optimizer)
+        if gathers := getattr(optimizer, "gathers", 0):
+            told, shard, tensor = 8 * gathers * len(self.sources(page)), self.axes.shard.size, self.axes.tensor.size
+            sent = {"shard": told * (shard - 1), "tensor": told * shard * (tensor - 1)}
+            return tuple((axis, "all_gather", nbytes) for axis, nbytes in sent.items() if nbytes)
         count = self.segments[page].sent(optimizer.sends) if hasattr(optimizer, "sends") else None
         itemsize = np.dtype(getattr(optimizer, "sends_as", "") or self.formats.gradients).itemsize
-        return () if count is None else (("all_to_all", count * itemsize),)
+        return () if count is None else (("shard", "all_to_all", count * itemsize),)
 
     # -- replicas that train by themselves -----------------------------------------------------------------------------
 
@@ -265,12 +270,11 @@ class Placement:
         """What these hold, in the optimiser's terms."""
         axes, mesh = self.axes, self.axes.mesh
         alone = axes.data.size == axes.tensor.size == 1
-        exchange = None if alone else partial(_exchange, self, axes.data)
         whole = axes.data.size == axes.world.size
         ranks = range(axes.world.size) if whole else mesh.line(axes.coordinates, ("replica", "shard"))
         places = [mesh.coordinates(rank) for rank in ranks]
         parts = {p: [self._replica_part(p, place) for place in places] for p in self.stage.trained}
-        return {p: self._segments(p, axes.data, parts[p], exchange) for p in self.stage.trained}
+        return {p: self._segments(p, axes.data, parts[p], alone) for p in self.stage.trained}
 
     @cached_property
     def kept(self) -> dict[str, Kept]:
@@ -302,6 +306,10 @@ class Placement:
     def name(self, page: int) -> str:
         """A page in words, for errors: the names it holds."""
         return self._names[page]
+
+    def sources(self, page: int) -> list[str]:
+        """The parameters of a page."""
+        return list(dict.fromkeys(f.source for f in self.pages[page].page.fields))
 
     @cached_property
     def _names(self) -> list[str]:
@@ -373,9 +381,19 @@ def segments_of(page: Page, mine: Range) -> tuple[Segment, ...]:
     return tuple(items)
 
 
-def _exchange(placement: Placement, holders: Communicator, mine: list[tuple[str, Any]]) -> list[list[tuple[str, Any]]]:
-    """Sums over parameters of all ranks that hold a part of them; what the tensor axis holds twice counts once."""
-    layout, tensor = placement.layout, placement.axes.tensor
-    counted = [entry for entry in mine if tensor.rank == 0 or layout.specs[entry[0]].cut is not None]
-    rows = holders.all_gather_object(counted)
-    return [row for line in tensor.all_gather_object(rows) for row in line] if tensor.size > 1 else rows
+def _exchange(
+    placement: Placement, page: int, holders: Communicator, mine: Mapping[str, Sequence[float]], width: int
+) -> dict[str, list[list[float]]]:
+    """Of each parameter of a page, `width` numbers of every rank that may hold a part of it; what the tensor axis holds
+    twice counts once."""
+    layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
+    names, what = placement.sources(page), f"UPDATE{page} ({placement.name(page)})"
+    for name in names:
+        told = mine.get(name) if tensor.rank == 0 or layout.specs[name].cut is not None else None
+        row += [0.0] * width if told is None else told
+    rows = placement.everyone(row, what, holders)
+    if tensor.size > 1:
+        rows = placement.everyone([x for row in rows for x in row], what, tensor)
+    told = [x for row in rows for x in row]
+    every = len(names) * width
+    return {name: [told[at : at + width] for at in range(i * width, len(told), every)] for i, name in enumerate(names)}

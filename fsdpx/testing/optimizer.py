@@ -1,7 +1,7 @@
 """OptimizerContract: tests of what every optimiser must do, to be inherited."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.optim import Optimizer, Segment, Segments, rate
 from fsdpx.optim.kept import kept_of, places, zeros
-from fsdpx.optim.segments import Peers
+from fsdpx.optim.segments import Exchange, Peers
 
 __all__ = ["OptimizerContract"]
 
@@ -131,7 +131,7 @@ class OptimizerContract:
         def train(r: int) -> dict[str, Any]:
             low, high = bounds[r], bounds[r + 1]
             p, g, slots = self._state(dtype, slice(low, high))
-            segments = _segments(low, high, threads.exchange(r), threads.peers(r, bounds))
+            segments = _segments(low, high, threads.told(r), threads.peers(r, bounds))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
             found = {"p": p}
@@ -168,9 +168,7 @@ def _places() -> dict[str, slice]:
     return places
 
 
-def _segments(
-    low: int, high: int, exchange: Callable[[Any], list[Any]] | None = None, peers: Peers | None = None
-) -> Segments:
+def _segments(low: int, high: int, exchange: Exchange | None = None, peers: Peers | None = None) -> Segments:
     """The segments of a shard [low, high) of all parameters."""
     items = []
     for name, place in _places().items():
@@ -195,6 +193,16 @@ class _Threads:
             return gathered
 
         return all_gather
+
+    def told(self, rank: int) -> Exchange:
+        exchange = self.exchange(rank)
+
+        def tell(mine: Mapping[str, Sequence[float]], width: int) -> dict[str, list[Sequence[float]]]:
+            assert all(len(row) == width for row in mine.values())
+            rows = exchange(mine)
+            return {name: [row[name] for row in rows if name in row] for name in SIZES}
+
+        return tell
 
     def peers(self, rank: int, bounds: Sequence[int]) -> Peers | None:
         exchange = self.exchange(rank)

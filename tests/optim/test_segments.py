@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx import optim
-from fsdpx.array.sums import expansion
+from fsdpx.array.sums import PARTS, expansion, padded
 from fsdpx.errors import ConfigError
 from fsdpx.optim import Run, Segment, Segments
 
@@ -50,15 +50,19 @@ def test_no_decay_knows_norms_and_biases_by_name(name, decays):
 
 
 def test_sums_go_over_all_shards_of_a_parameter():
-    others = [("b", [[5.0], [50.0]]), ("c", [[7.0], [70.0]])]
-    held = segments("a", "b", exchange=lambda mine: [mine, others])
+    def exchange(mine, width):
+        theirs = {"b": [*padded([5.0]), *padded([50.0])], "c": [*padded([7.0]), *padded([70.0])]}
+        assert all(len(row) == width for row in (*mine.values(), *theirs.values()))
+        return {name: [rows[name] for rows in (mine, theirs) if name in rows] for name in "abc"}
+
+    held = segments("a", "b", exchange=exchange)
     assert held.square_sums([[1.0, 2.0], [3.0]], [[10.0], [20.0]]) == ([3.0, 8.0], [10.0, 70.0])
 
 
 def test_an_empty_shard_takes_part_in_the_exchange():
     exchanged = []
-    assert Segments((), lambda mine: exchanged.append(mine) or [mine]).square_sums([], []) == ([], [])
-    assert exchanged == [[]]
+    assert Segments((), lambda *told: exchanged.append(told) or {}).square_sums([], []) == ([], [])
+    assert exchanged == [({}, 2 * PARTS)]
 
 
 @settings(derandomize=True, database=None, deadline=None, max_examples=examples(60))

@@ -75,6 +75,34 @@ def test_ranks_send_parts_of_matrices_as_arrays(optimizer: Any, nbytes: int) -> 
         assert report.traffic.get(("shard", "all_to_all")) == report.predicted.get(("shard", "all_to_all")) == wanted
 
 
+@pytest.mark.parametrize("mesh", [Mesh(shard=2), Mesh(shard=2, tensor=2)])
+def test_lamb_sends_its_norms_as_arrays(mesh: Mesh) -> None:
+    """Two sums of each of four parameters go to the other rank of the shard axis, and those of both over the tensor
+    axis."""
+    width = mesh.width("tensor")
+    plan = {"0": nn.Column, "2": nn.Row} if width > 1 else None
+    options: dict[str, Any] = {"loss": nn.MSE(), "tune": False, "mesh": mesh, "tensor_plan": plan}
+
+    def run(comm: Communicator) -> Any:
+        found = []
+        for optimizer in (optim.LAMB(), optim.AdamW()):
+            model = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
+            trainer = model.as_distributed(comm=comm, optimizer=optimizer, **options)
+            for axis in (trainer.placement.axes.shard, trainer.placement.axes.tensor):
+                axis.all_gather_object = None  # no objects are sent
+            trainer.step(X, Y)
+            report = trainer.report()
+            assert {key: report.traffic[key] for key in report.predicted} == report.predicted
+            found.append({axis: report.predicted.get((axis, "all_gather")) for axis in ("shard", "tensor")})
+        return found
+
+    one = 8 * 2 * PARTS * 4
+    for lamb, adamw in spawn(run, 2 * width):
+        assert lamb["shard"] == Traffic(adamw["shard"].calls + 1, adamw["shard"].bytes + one)
+        tensor = adamw["tensor"] or Traffic()
+        assert lamb["tensor"] == (Traffic(tensor.calls + 1, tensor.bytes + 2 * one) if width > 1 else None)
+
+
 @ALL
 def test_a_checkpoint_goes_on_at_another_number_of_ranks(name: str, tmp_path: Path) -> None:
     def save(comm: Communicator) -> str:
