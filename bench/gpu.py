@@ -5,7 +5,8 @@
 
 GPT-2 with 124 million parameters in bf16, beside PyTorch as it is, with its own attention and fused AdamW, and
 compiled; the rate of the product of two large matrices, of which shares are given; and what kernels read and write per
-second. Each part is a process of its own that may take 90 seconds; what fails is written down with its reason.
+second, and how fast MPI moves arrays through the host. Each part is a process of its own that may take 90 seconds; what
+fails is written down with its reason.
 """
 
 import argparse
@@ -99,6 +100,32 @@ def passes(quick: bool) -> dict[str, Any]:
     return {name: nbytes / timed(call, finish, 2, 10) / 1e9 for name, (nbytes, call) in calls.items()}
 
 
+def staging(quick: bool) -> dict[str, Any]:
+    """GB/s of an array of this rank to itself by MPI, through the host: in chunks, and as a whole."""
+    import cupy
+    from mpi4py import MPI
+
+    from fsdpx.comm import relay
+    from fsdpx.comm.mpi import MpiCommunicator
+
+    comm = MpiCommunicator(MPI.COMM_SELF)
+    n = (16 if quick else 256) << 20
+    source, target = cupy.ones(n, dtype="uint8"), cupy.zeros(n, dtype="uint8")
+
+    def once() -> None:
+        handles = [comm.recv(target, 0), comm.send(source, 0)]
+        for handle in handles:
+            handle.wait()
+
+    rates = {}
+    for name, chunk in (("chunks", relay.CHUNK), ("whole", n)):
+        relay.CHUNK = chunk
+        rates[name] = n / timed(once, cupy.cuda.Device().synchronize, 1, 5) / 1e9
+    if not (target == source).all():
+        raise ValueError("other bytes than were sent")
+    return rates
+
+
 def batch() -> tuple[np.ndarray, np.ndarray]:
     text = np.random.default_rng(0).integers(0, VOCAB, (ROWS, TIME + 1))
     return text[:, :-1].copy(), text[:, 1:].copy()
@@ -146,6 +173,7 @@ def in_torch(quick: bool, compiled: bool) -> dict[str, Any]:
 PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "products": products,
     "kernels": passes,
+    "staging": staging,
     "fsdpx": gpt,
     "PyTorch": lambda quick: in_torch(quick, compiled=False),
     "PyTorch, compiled": lambda quick: in_torch(quick, compiled=True),
@@ -176,7 +204,7 @@ def measure(options: argparse.Namespace) -> int:
         share = "" if peak is None else f"{6 * PARAMETERS * one['tokens'] / 1e12 / peak:.0%}"
         rows.append([name, f"{one['tokens']:,.0f}", share, f"{one['memory'] / 2**30:.1f}"])
     print(lines(["GPT-2 124M, bf16", "tokens/s", "of peak", "GiB"], rows))
-    print(f"peak of products: {peak} TFLOP/s; kernels, GB/s: {found['kernels']}")
+    print(f"peak of products: {peak} TFLOP/s; GB/s: kernels {found['kernels']}, through the host {found['staging']}")
     save("gpu", options, {**device(), "parts": found})
     return 0
 

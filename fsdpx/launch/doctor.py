@@ -22,6 +22,7 @@ from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.nccl import missing
 from fsdpx.comm.opening import backend_name, node_of
+from fsdpx.comm.relay import CHUNK
 from fsdpx.cuda.devices import gpus as seen
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
@@ -211,7 +212,8 @@ def ways_of(
     elif not node.shares:
         node_why = "no host has several ranks, or hosts have different numbers of them: messages only"
     else:
-        node_why = f"{len(node.machine)} ranks on each of {len(node.machines)} hosts, {found.shared()}"
+        hosts = "one host" if len(node.machines) == 1 else f"each of {len(node.machines)} hosts"
+        node_why = f"{len(node.machine)} ranks on {hosts}, {found.shared()}"
     windows = node is not None and node.shares
     ways = [
         Way("node", "host", windows, node_why, windows),
@@ -224,7 +226,7 @@ def ways_of(
     evidence = "; ".join(awareness.evidence) if awareness else no_mpi
     ways.append(Way("MPI on GPU memory", "gpu", gpus and direct, evidence, gpus and direct))
     ways.append(Way("nccl", "gpu", *_nccl(gpus, mpi is not None, sharing)))
-    staged = "copies through the host, always possible" if gpus else _no_gpu(told)
+    staged = f"always possible; above {bytes_text(CHUNK)} in chunks" if gpus else _no_gpu(told)
     ways.append(Way("staged through the host", "gpu", gpus, staged, gpus and not direct))
     return ways
 

@@ -98,6 +98,39 @@ with fsdpx.init() as comm:
 """
 
 
+CHUNKS = """
+import sys
+sys.path[:0] = {path!r}
+import numpy as np
+import cupy, fsdpx
+from fsdpx.comm.mpi import MpiCommunicator
+mpi = MpiCommunicator()
+ours = [np.random.default_rng(rank).standard_normal(3_000_001).astype("float32") for rank in range(mpi.size)]
+for turn in range(5):  # what does not wait is right now and then
+    buf = cupy.asarray(ours[mpi.rank])
+    buf *= 2
+    mpi.all_reduce(buf).wait()
+    buf /= 2
+    whole = cupy.zeros(mpi.size * buf.size, dtype="float32")
+    mpi.all_gather(buf, whole).wait()
+    assert (whole.get().reshape(mpi.size, -1) == ours[0] + ours[1]).all(), turn
+    swapped = cupy.zeros_like(buf)
+    handles = [mpi.recv(swapped, 1 - mpi.rank), mpi.send(cupy.asarray(ours[mpi.rank]), 1 - mpi.rank)]
+    for handle in handles:
+        handle.wait()
+    assert (swapped.get() == ours[1 - mpi.rank]).all(), turn
+print("right")
+"""
+
+
+def test_large_arrays_go_through_the_host_in_chunks(tmp_path: Path) -> None:
+    import sys
+
+    done = job(tmp_path, CHUNKS.format(path=sys.path), ranks=2)
+    assert done.status == 0, done.err
+    assert done.out.count("right") == 2
+
+
 def test_ranks_of_mpi_share_the_gpu(tmp_path: Path) -> None:
     """Their arrays go through the host, or MPI takes them: the losses are those of thread ranks on the host."""
     import sys
