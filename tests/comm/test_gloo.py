@@ -212,6 +212,18 @@ def test_without_pytorch_the_error_says_what_to_install(monkeypatch: pytest.Monk
         find(LaunchConfig(2, backend="gloo"))
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"elastic": True}, "backend='gloo': all ranks end when one dies; leave elastic out, or start them by MPI"),
+        ({"nodes": 2, "mpiexec": "mpirun"}, "on this host, without MPI; leave nodes and mpiexec out"),
+    ],
+)
+def test_what_fsdpx_run_cannot_start_without_mpi_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        LaunchConfig(2, backend="gloo", **options)
+
+
 def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdpx.comm import roll
 
