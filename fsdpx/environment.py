@@ -8,8 +8,9 @@ from pathlib import Path
 
 from fsdpx.errors import LaunchError
 
-__all__ = ["Environment", "Launcher", "Store", "allocation", "alone", "check_alone", "check_size", "read"]
+__all__ = ["Environment", "Launcher", "Store", "alike", "allocation", "alone", "check_alone", "check_size", "read"]
 
+ALIKE = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
 _YES = ("1", "true", "yes", "on")
 _NO = ("", "0", "false", "no", "off")
 
@@ -140,6 +141,11 @@ def allocation(environ: Mapping[str, str] = os.environ) -> str:
     """The scheduler that has given this process an allocation: "slurm", "flux", "pbs" or ""."""
     marks = {"slurm": "SLURM_JOB_ID", "flux": "FLUX_URI", "pbs": "PBS_NODEFILE"}
     return next((name for name, variable in marks.items() if environ.get(variable)), "")
+
+
+def alike(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The variables of this process that all hosts must have alike: other code or other bits come of others."""
+    return [name for name in environ if name.startswith(ALIKE)]
 
 
 def check_size(size: int, environment: Environment, library: str = "MPI") -> None:

@@ -26,6 +26,7 @@ from fsdpx.config import byte_count
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init
 from fsdpx.launch import found
+from fsdpx.launch.plot import able, plot
 from fsdpx.state.tables import table
 from fsdpx.version import __version__
 
@@ -132,6 +133,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     comm.add_argument("--sizes", default=SIZES, help=f"bytes of the full array (default: {SIZES})")
     comm.add_argument("--seconds", type=float, default=0.05, help="for each verb and size, about (default: 0.05)")
     comm.add_argument("--json", type=Path, metavar="FILE", help="write the same for programs")
+    comm.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as PNG, SVG or PDF (needs matplotlib)")
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -142,9 +144,13 @@ def bench(args: argparse.Namespace) -> int:
     if unknown:
         raise LaunchError(f"--verbs {unknown[0]}: there are {', '.join(VERBS)}")
     with init() as comm:
-        wrong = comm.all_gather_object(_unwritable(args.json))[0]
-        if wrong:
-            raise LaunchError(f"--json {args.json} cannot be written ({wrong}): name a file in a folder that is there")
+        for option, path in (("--json", args.json), ("--plot", args.plot)):
+            wrong = comm.all_gather_object(_unwritable(path))[0]
+            if wrong:
+                raise LaunchError(f"{option} {path} cannot be written ({wrong}): name a file in a folder that is there")
+        missing = comm.all_gather_object(able() if args.plot is not None else "")[0]
+        if missing:
+            raise LaunchError(f"--plot {args.plot}: {missing}")
         if comm.size == 1:
             raise LaunchError("one rank has nobody to speak to: mpiexec -n 2 python -m fsdpx bench comm")
         report = measure(comm, sizes, verbs, args.seconds)
@@ -152,6 +158,8 @@ def bench(args: argparse.Namespace) -> int:
             print(_text(report))
             if args.json is not None:
                 args.json.write_text(json.dumps(report, indent=1))
+            if args.plot is not None:
+                plot(report, args.plot)
     return 0
 
 

@@ -22,6 +22,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
+from fsdpx import environment
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.start import late, lives, ours, owner, waiting
 from fsdpx.errors import LaunchError
@@ -212,7 +213,8 @@ class Job:
         return {**own, **self.config.variables(), **self.more}
 
     def command(self, ranks: int) -> list[str]:
-        return command(self.found, self.config, ranks, self.program, self.variables(Path(), 0, ranks))
+        names = {*self.variables(Path(), 0, ranks), *environment.alike()}
+        return command(self.found, self.config, ranks, self.program, names)
 
 
 def _place(config: LaunchConfig) -> Path:

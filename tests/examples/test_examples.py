@@ -11,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from amount import few
 
 from fsdpx import spawn
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.examples import digits
+from fsdpx.examples import digits, strategies
 from fsdpx.launch import catalog
 from fsdpx.nn import models
 from fsdpx.observe.folder import RunFolder, choose
@@ -128,6 +129,43 @@ def test_a_sweep_trains_groups_of_ranks_side_by_side() -> None:
     assert lines[5] == f"best: {float(rows[losses.index(min(losses))][0]):g}, {min(losses):.4f}"
     assert losses[1] > max(losses[0], losses[2])
     assert "--groups 2 of 1 ranks" in start(1, "-m", "fsdpx.examples.sweep").stderr
+
+
+THEIR_OWN_WAY = {"async", "gossip", "easgd", "local_sgd", "diloco"}
+
+
+@pytest.mark.parametrize("name", few(strategies.CHOICES, 9))
+def test_every_strategy_and_axis_trains_the_same_model(name: str, tmp_path: Path) -> None:
+    ranks = 8 if name == "3d" else 4
+    steps = 10 if name in THEIR_OWN_WAY else 3
+    ends = spawn(strategies.train, ranks, name, steps, str(tmp_path))
+    (before, after, report), *_ = ends
+    assert {end[:2] for end in ends} == {(before, after)}
+    assert report.steps == steps
+    if name in THEIR_OWN_WAY:
+        assert after < before
+    else:
+        assert (before, after) == pytest.approx(alone(), rel=1e-5)
+
+
+@cache
+def alone() -> tuple[float, float]:
+    before, after, _ = spawn(strategies.train, 1, "ddp", 3)[0]
+    assert after < before - 0.1
+    return before, after
+
+
+def test_the_example_of_strategies_says_what_a_rank_holds_and_moves() -> None:
+    out = run(2, "fsdpx.examples.strategies", "--strategy", "offload", "--steps", "2").stdout
+    said = r"offload on 2 ranks: loss 4\.131, after 2 steps \d\.\d+\nrank 0 holds [\d,]+ KiB in memory, (\d+) on disk\n"
+    found = re.match(said + r"and moves per step: .*shard [\d.,]+ KiB", out)
+    assert found, out
+    assert int(found[1]) > 0
+
+
+def test_the_table_of_strategies_has_each_of_them() -> None:
+    rows = re.findall(r"^\| (`[a-z0-9_`, ]+`) \| `.*?` \|", (ROOT / "docs" / "strategies.md").read_text(), re.M)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == list(strategies.CHOICES)
 
 
 SHORT = ("--data", str(ROOT / "fsdpx" / "comm"), "--steps", "2", "--batch", "8", "--validate", "2")

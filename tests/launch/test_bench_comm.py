@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from amount import few
 
 from fsdpx import spawn
 from fsdpx.__main__ import main
+from fsdpx.errors import LaunchError
 from fsdpx.launch.bench import VERBS, _groups, _text, measure
+from fsdpx.launch.plot import able, plot
 
 
 def test_every_verb_has_its_time_and_what_it_moved() -> None:
@@ -41,6 +44,29 @@ def test_every_verb_has_its_time_and_what_it_moved() -> None:
     ]
 
 
+def test_a_picture_has_each_verb_at_each_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"verb": "send", "bytes": 64, "seconds": 1e-6, "bus_bandwidth": 6e7, "raw_seconds": 2e-6}
+    rows = [row, row | {"bytes": 4096}, row | {"verb": "all_reduce", "raw_seconds": None}, row | {"bytes": 0}]
+    inside = {"level": "inside a host", "host": "n1", "ranks": 2, "rows": rows}
+    report = {"levels": [inside, {"level": "all ranks", "host": "n1", "ranks": 4, "rows": rows}]}
+    if able():
+        pytest.skip(able())
+    plot(report, tmp_path / "links.svg")
+    drawn = (tmp_path / "links.svg").read_text()
+    assert all(f"<!-- {words} -->" in drawn for words in ("inside a host of n1, 2 ranks", "all ranks, 4 ranks"))
+    assert drawn.count("<!-- send -->") == drawn.count("<!-- all_reduce -->") == 1  # once in the legend
+    with pytest.raises(LaunchError, match=r"--plot .*links.xyz: Format 'xyz' is not supported"):
+        plot(report, tmp_path / "links.xyz")
+
+
+def test_without_matplotlib_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["bench", "comm", "--plot", str(tmp_path / "x.png")]) == 2
+    assert capsys.readouterr().err.endswith("x.png: matplotlib is not installed: pip install 'fsdpx[plot]'\n")
+
+
 def test_the_levels_are_those_of_the_machine() -> None:
     def run(hosts: dict[str, list[int]]) -> Any:
         def sizes(comm: Any) -> list[tuple[str, int]]:
@@ -61,6 +87,7 @@ def test_the_levels_are_those_of_the_machine() -> None:
         ([], "fsdpx bench: one rank has nobody to speak to: mpiexec -n 2 python -m fsdpx bench comm"),
         (["--verbs", "send,allreduce"], "fsdpx bench: --verbs allreduce: there are send, all_gather, "),
         (["--sizes", "4KiB,many"], "fsdpx bench: --sizes='many': a number of bytes is needed"),
+        (["--plot", "missing/x.png"], "fsdpx bench: --plot missing/x.png cannot be written (ENOENT)"),
         (["--json", "missing/found.json"], "fsdpx bench: --json missing/found.json cannot be written (ENOENT)"),
     ],
 )
@@ -78,9 +105,11 @@ def test_under_mpiexec(tmp_path: Path, messages: bool) -> None:
     from trials import job
 
     words = ["bench", "comm", "--sizes", "64,64KiB", "--seconds", "0.002", "--json", "found.json"]
+    words += [] if able() else ["--plot", "links.png"]
     program = f"import sys\nfrom fsdpx.__main__ import main\nsys.exit(main({words}))"
     done = job(tmp_path, program, ranks=2, **({"FSDPX_NODE": "0"} if messages else {}))
     assert done.status == 0, done.err
+    assert bool(able()) or (tmp_path / "links.png").stat().st_size > 10_000
     report = json.loads((tmp_path / "found.json").read_text())
     assert report["backend"] == ("mpi" if messages else "node")
     assert done.out.startswith(f"{report['backend']}, {report['library']}; ")

@@ -1,0 +1,93 @@
+"""One small GPT under any strategy and on any axis: what a rank holds and moves, and that it learns the same.
+
+    mpiexec -n 4 python -m fsdpx.examples.strategies --strategy zero2
+
+What each one is good for, and what to mind, is a table of docs/strategies.md."""
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import fsdpx
+from fsdpx import Mesh, nn, optim
+from fsdpx.examples.mistakes import status_of
+
+VOCABULARY, LENGTH, SAMPLES = 61, 16, 16
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3": {"strategy": "zero3"},
+    "fsdp": {"strategy": "fsdp"},
+    "hybrid": {"strategy": "hybrid"},
+    "pipe": {"mesh": Mesh(pipe=2), "schedule": "zb-h1"},
+    "tensor": {"mesh": Mesh(tensor=2)},
+    "sequence": {"mesh": Mesh(tensor=2), "sequence": "parallel"},
+    "ulysses": {"mesh": Mesh(tensor=2), "sequence": "ulysses"},
+    "ring": {"mesh": Mesh(tensor=2), "sequence": "ring"},
+    "3d": {"mesh": Mesh(pipe=2, tensor=2), "strategy": "zero1", "sequence": "parallel"},
+    "async": {"strategy": fsdpx.Async(staleness=4)},
+    "gossip": {"strategy": "gossip"},
+    "easgd": {"strategy": fsdpx.EASGD(every=5)},
+    "local_sgd": {"strategy": "local_sgd"},
+    "diloco": {"strategy": fsdpx.Local(every=10)},
+    "offload": {"offload": "a folder"},
+}
+"""Name -> options of `as_distributed`."""
+
+
+def train(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[float, float, Any]:
+    """Loss of the batch before and after some steps, and the report of this rank. Collective.
+
+    folder: of this job alone, where something is to lie on disk."""
+    options = dict(CHOICES[name])
+    if "offload" in options:
+        options["offload"] = fsdpx.Offload(folder, what=("optimizer", "parameters"))
+    model = nn.GPT(VOCABULARY, d_model=32, n_layers=4, n_heads=4, seq_len=LENGTH)
+    made = model.as_distributed(
+        loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=3e-3), group_bytes=0, tune=False, comm=comm, **options
+    )
+    with made as trainer:
+        tokens = 7 * np.arange(SAMPLES)[:, None] + 3 * np.arange(LENGTH + 1) ** 2
+        rank, size = trainer.data.rank, trainer.data.size  # ranks of a line of pipe or tensor bring the same samples
+        mine = tokens[SAMPLES * rank // size : SAMPLES * (rank + 1) // size] % VOCABULARY
+        x, y = mine[:, :-1], mine[:, 1:]
+        before = trainer.evaluate(x, y)
+        trainer.reset()  # the report is of steps
+        for _ in range(steps):
+            trainer.step(x, y)
+        report = trainer.report()
+        trainer.finish()  # where ranks go at their own speed: all come together
+        return before, trainer.evaluate(x, y), report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and let rank 0 say what came of it."""
+    p = argparse.ArgumentParser(prog="python -m fsdpx.examples.strategies", description=__doc__.splitlines()[0])
+    p.add_argument("--strategy", choices=CHOICES, default="fsdp", help="or the axis")
+    p.add_argument("--steps", type=int, default=40)
+    args = p.parse_args(argv)
+    comm = fsdpx.init()
+    made = tempfile.mkdtemp(prefix="fsdpx-offload-") if comm.rank == 0 else ""
+    before, after, report = train(comm, args.strategy, args.steps, comm.all_gather_object(made)[0])
+    comm.barrier().wait()
+    if comm.rank == 0:
+        shutil.rmtree(made)
+        moved: dict[str, float] = {}
+        for (axis, _), count in report.traffic.items():
+            moved[axis] = moved.get(axis, 0.0) + count.bytes / args.steps / 1024
+        held, disk = (sum(some.values()) / 1024 for some in (report.memory, report.disk))
+        print(f"{args.strategy} on {comm.size} ranks: loss {before:.3f}, after {args.steps} steps {after:.3f}")
+        print(f"rank 0 holds {held:,.0f} KiB in memory, {disk:,.0f} on disk")
+        print("and moves per step:", ", ".join(f"{axis} {kib:,.1f} KiB" for axis, kib in moved.items()) or "nothing")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(status_of(main))
