@@ -41,28 +41,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """No rank of a job starts another job. `make check` leaves out what `first_of_each` does."""
+    """No rank of a job starts another job. `make check` leaves out what `some_of_each` does."""
     for item in items:
         if item.get_closest_marker("jobs"):
             item.add_marker(pytest.mark.mpi_skip)
     yield
     if settings.get_current_profile_name() == "check":
-        left_out = first_of_each(items)
+        left_out = some_of_each(items)
         config.hook.pytest_deselected(items=left_out)
 
 
-def first_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Keep the cases of each test that are the first one with some value of some parameter; returns the others.
-
-    Every value of every parameter is tried, but not every pair of values."""
+def some_of_each(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Keep the first and the last case of each test among those that are the first with some value of some parameter;
+    returns the others."""
     seen: set[tuple[str, str, str]] = set()
-    kept, others = [], []
+    cases: dict[str, list[pytest.Item]] = {}
     for item in items:
+        name = item.nodeid.partition("[")[0]
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        values = {(item.nodeid.partition("[")[0], name, repr(value)) for name, value in parameters.items()}
-        (kept if not values or values - seen else others).append(item)
+        values = {(name, parameter, repr(value)) for parameter, value in parameters.items()}
+        if not values or values - seen:
+            cases.setdefault(name, []).append(item)
         seen |= values
-    items[:] = kept
+    kept = {item for found in cases.values() for item in (found[0], found[-1])}
+    others = [item for item in items if item not in kept]
+    items[:] = [item for item in items if item in kept]
     return others
 
 

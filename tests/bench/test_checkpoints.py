@@ -4,10 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from amount import in_full
 
 import fsdpx
 
 
+@in_full
 def test_a_job_writes_and_reads_as_many_bytes_as_a_checkpoint_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def test_50_and_50_steps_are_100(first: str, second: str, half: int, tmp_path: P
     assert contents(tmp_path / "a") == contents(tmp_path / "whole")
 
 
+@in_full
 @pytest.mark.parametrize("name", few(["tensor 2", "3D"], 2))
 def test_a_tensor_axis_resumes_exactly_on_itself(name: str, tmp_path: Path) -> None:
     whole = everywhere(name, run, name, 0, 8, tmp_path / "whole")
@@ -107,6 +108,7 @@ def fitted(comm: Communicator, name: str, folder: Path | None, **options: Any) -
     return digest, history
 
 
+@in_full
 def test_fit_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """9 steps make an epoch; each part of the run is on another mesh."""
     whole, history = spawn(lambda comm: fitted(comm, "one", None, epochs=4, steps=31), 1)[0]

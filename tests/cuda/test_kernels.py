@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from stand_in import Cupy, Device
 
 from fsdpx.array import kernels
@@ -120,6 +120,7 @@ def compare(cupy: Any, name: str, arguments: tuple[Any, ...], dtype: str) -> Non
     )
 
 
+@in_full
 @needs_compiler
 @pytest.mark.parametrize("dtype", few(BOUNDS, 3))
 def test_kernels_give_what_numpy_gives(cupy: Cupy, dtype: str) -> None:

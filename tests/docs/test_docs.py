@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 
 import fsdpx
 from fsdpx import environment, nn, optim, spawn
@@ -56,6 +56,7 @@ def test_blocks_run_and_print_what_follows(page: Path, tmp_path: Path, monkeypat
         fsdpx.finalize()
 
 
+@in_full
 def test_the_picture_in_the_readme_is_what_show_prints(capsys: pytest.CaptureFixture[str]) -> None:
     from fsdpx.__main__ import main
 

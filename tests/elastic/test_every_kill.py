@@ -4,7 +4,7 @@ undisturbed run. `make thorough`: each rank at each action."""
 from __future__ import annotations
 
 import pytest
-from amount import CHECK, examples, few, pairs
+from amount import CHECK, examples, few, in_full, pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs_threads import STEPS, Kill, train
@@ -66,6 +66,7 @@ POINTS = [
 ]  # fmt: skip
 
 
+@in_full
 @pytest.mark.parametrize("point", few(POINTS, 3))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, pairs
+from amount import few, in_full, pairs
 from models import CASES, KNOWN, make, part, placed
 
 import fsdpx
@@ -87,6 +87,7 @@ def test_a_dry_run_predicts_the_same(name: str, strategy: str, size: int) -> Non
     assert counted == dry.report.predicted
 
 
+@in_full
 @pytest.mark.parametrize(("strategy", "name"), few(pairs(["ddp", "fsdp", "hybrid"], ["int8", "unbiased"]), 3))
 def test_digits_are_learnt_nearly_as_well(name: str, strategy: str) -> None:
     """The convolutional network of the example: after 60 steps the loss is within 15 % of plain training's."""
@@ -94,6 +95,7 @@ def test_digits_are_learnt_nearly_as_well(name: str, strategy: str) -> None:
     assert loss[name] < 1.15 * loss["plain"] + 0.02, loss
 
 
+@in_full
 def test_one_bit_adam_learns_digits_and_diverges_without_a_bound() -> None:
     """As published it wants another eps: signs are as large where gradients are small, and v there does not grow."""
     options: dict[str, Any] = {"lr": 4e-3, "warmup_steps": 15}

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import examples
+from amount import examples, in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,6 +222,7 @@ def test_the_arena_keeps_by_name() -> None:
     assert arena.generation > generation, "views of what is gone are stale"
 
 
+@in_full
 def test_no_sync_gives_its_memory_back() -> None:
     """Whole gradients are held while they are local, and by nobody after the update."""
     import gc

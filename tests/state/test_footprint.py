@@ -48,6 +48,7 @@ def test_a_footprint_is_the_sum_of_its_parts_and_keeps_a_budget_by_its_share():
         footprint.fits("much")
 
 
+@in_full
 def test_without_neighbours_nothing_is_shared():
     footprint = dry(4, 1, "fsdp").footprint
     assert "shared windows" not in footprint.parts

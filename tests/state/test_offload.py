@@ -185,6 +185,7 @@ def test_memory_is_that_of_a_few_pages(tmp_path: Path) -> None:
     )
 
 
+@in_full
 def test_show_counts_it_without_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "mlp", "--ranks", "2", "--offload", "optimizer,parameters"]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx
 from fsdpx import environment, nn, optim
@@ -66,6 +67,7 @@ def test_libraries_are_told_apart_and_chosen_without_loading_them(monkeypatch):
     assert loaded == []
 
 
+@in_full
 def test_info_tells_what_was_chosen(cache):
     assert "nothing yet: the first job measures" in str(info())
     tune_for(_single(), True, np)
@@ -182,6 +184,7 @@ def test_another_library_is_taken_only_if_clearly_faster(monkeypatch, faster, ta
     assert (blas.chosen() == other) == taken
 
 
+@in_full
 def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
     """The same bits at any number of ranks, whatever a busy moment makes of a measurement."""
     if len(blas.available()) < 2:
