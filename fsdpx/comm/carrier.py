@@ -48,7 +48,7 @@ class Carrier(Backend):
         `move` does the rest; large ones by messages in chunks, and what is added is added on the GPU."""
         if not in_chunks(call):
             return staged(call, move)
-        return self.message(call) if call.verb in ("send", "recv") else Backend.move(self, call)
+        return self.message(call) if call.verb in ("send", "recv") else super().move(call)
 
     def all_gather_at(self, call: Call, counts: Sequence[int], displs: Sequence[int]) -> Handle:
         """An all-gather of pieces that need not follow each other in `recv`, nor fill it; up to 2^31 elements."""
