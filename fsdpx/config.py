@@ -257,8 +257,9 @@ class Precision:
     loss_scale : factor on the loss before backward, or "dynamic" (Micikevicius et al. 2018)
     initial_scale : where a dynamic scale begins; it halves on overflow
     growth_interval : steps without overflow after which a dynamic scale doubles
-    frozen : "int8": matrices that are never trained are kept, sent and multiplied in 8 bits; None: like the others
-    block : elements of a row of such a matrix that share a scale; None: all of them
+    frozen : "int8" or "nf4": matrices that are never trained are kept and sent in 8 bits, or in 4 (NF4 of QLoRA, with
+        double quantisation), and multiplied so or widened piece by piece; None: like the others
+    block : elements of a row of such a matrix in int8 that share a scale; None: all of them. Of nf4 it is always 64
     """
 
     compute: str = "float32"
@@ -292,16 +293,17 @@ class Precision:
         self._check_frozen()
 
     def _check_frozen(self) -> None:
-        if self.frozen not in (None, "int8"):
-            raise ConfigError(f"Precision(frozen={self.frozen!r}): choose int8 or None")
+        self._choose("frozen", None, "int8", "nf4")
+        said = f"frozen={self.frozen!r}"
         if self.frozen and self.compute not in ("float32", "bf16"):
-            raise ConfigError(f"Precision(compute={self.compute!r}, frozen='int8'): int8 goes with float32 or bf16")
+            raise ConfigError(f"Precision(compute={self.compute!r}, {said}): {self.frozen} goes with float32 or bf16")
         if self.frozen and self.master == "bf16":
-            raise ConfigError("Precision(master='bf16', frozen='int8'): beside int8 a master is float32")
+            raise ConfigError(f"Precision(master='bf16', {said}): beside {self.frozen} a master is float32")
         if self.block is None:
             return
-        if self.frozen is None:
-            raise ConfigError(f"Precision(block={self.block!r}): blocks are of frozen='int8'")
+        if self.frozen != "int8":
+            beside = f", {said}" * (self.frozen is not None)
+            raise ConfigError(f"Precision(block={self.block!r}{beside}): blocks are of frozen='int8'")
         if type(self.block) is not int or self.block < LEAST_BLOCK:
             raise ConfigError(f"Precision(block={self.block!r}): a whole number of elements, {LEAST_BLOCK} or more")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.data.windows import maps
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["TarDataset"]
@@ -55,6 +56,7 @@ class TarDataset:
         self.fields, self._decode = tuple(fields), [known[field] for field in fields]
         given = [paths] if isinstance(paths, str | os.PathLike) else paths
         self.files = [file for path in given for file in _tars(Path(path))]
+        self._map = maps()
         self._places = [place for n, file in enumerate(self.files) for place in self._indexed(n, file)]
         if not self._places:
             raise DataError(f"TarDataset: no sample in {', '.join(map(str, given))}")
@@ -64,15 +66,12 @@ class TarDataset:
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         number, key, places = self._places[index]
-        with self.files[number].open("rb") as file:
-            found = []
-            for field, decode, (start, size) in zip(self.fields, self._decode, places, strict=True):
-                file.seek(start)
-                raw = file.read(size)
-                try:
-                    found.append(decode(raw))
-                except (ValueError, OSError) as error:
-                    raise DataError(f"{self.files[number]}: {key}.{field} cannot be read: {error}") from error
+        whole, found = self._map(self.files[number]), []
+        for field, decode, (start, size) in zip(self.fields, self._decode, places, strict=True):
+            try:
+                found.append(decode(whole[start : start + size].tobytes()))
+            except (ValueError, OSError) as error:
+                raise DataError(f"{self.files[number]}: {key}.{field} cannot be read: {error}") from error
         return tuple(found)
 
     def __repr__(self) -> str:

@@ -4,7 +4,6 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from operator import index
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fsdpx.data.windows import maps, windows
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["TextDataset", "stdlib_sources"]
 
 SKIPPED = ("__pycache__", "site-packages", "dist-packages", "node_modules")
-OPEN_FILES = 64  # memory maps kept open; each holds a file descriptor
 STRETCHES = 16  # into which the text is split at most,
 STRETCH = 1 << 16  # each of at least so many bytes
 
@@ -70,7 +69,7 @@ class TextDataset:
         whole = [(file, 0, os.path.getsize(file)) for file in self.files]
         self._pieces = whole if split == "all" else _cut(whole, split == "validation", fraction)
         self._ends = list(accumulate(stop - start for _, start, stop in self._pieces))
-        self._map = lru_cache(OPEN_FILES)(_map)
+        self._map = maps()
         if self.nbytes < self.seq_len + 1:
             raise DataError(
                 f"TextDataset: seq_len {self.seq_len} needs at least {self.seq_len + 1} bytes, but the "
@@ -94,10 +93,7 @@ class TextDataset:
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
-        rows = np.empty((len(indices), self.seq_len + 1), self.dtype)
-        for row, i in zip(rows, indices, strict=True):
-            self._read(int(i) * self.seq_len, row)
-        return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+        return windows(indices, self.seq_len, self.dtype, self._read)
 
     def _read(self, start: int, out: np.ndarray) -> None:
         """Bytes [start, start + len(out)) of the split."""
@@ -112,10 +108,6 @@ class TextDataset:
     def __repr__(self) -> str:
         size = f"{len(self.files)} files, {self.nbytes:,} bytes"
         return f"TextDataset({size}, seq_len={self.seq_len}, {self.split})"
-
-
-def _map(file: Path) -> np.ndarray:
-    return np.memmap(str(file), np.uint8, "r")  # a Path would be resolved, link by link
 
 
 def _find(roots: Sequence[Path], suffixes: tuple[str, ...]) -> Iterator[Path]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.data.windows import windows
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["TokenDataset"]
@@ -49,18 +50,15 @@ class TokenDataset:
     def __getitem__(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         if not -len(self) <= i < len(self):
             raise IndexError(f"sample {i} of {len(self)}")
-        row = self._row(i % len(self))
-        return row[:-1].copy(), row[1:].copy()
+        x, y = self.take(np.array([i % len(self)]))
+        return x[0], y[0]
 
     def take(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The windows at `indices` `(k,)`: x, y, each `(k, seq_len)`; k may be 0."""
-        rows = np.empty((len(indices), self.seq_len + 1), np.int32)
-        for n, i in enumerate(indices):
-            rows[n] = self._row(int(i))
-        return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+        return windows(indices, self.seq_len, np.int32, self._read)
 
-    def _row(self, i: int) -> np.ndarray:
-        return self.tokens[i * self.seq_len : (i + 1) * self.seq_len + 1].astype(np.int32)
+    def _read(self, start: int, out: np.ndarray) -> None:
+        out[...] = self.tokens[start : start + len(out)]
 
     def __repr__(self) -> str:
         return f"TokenDataset({self.path.name}, {len(self.tokens):,} tokens, seq_len={self.seq_len})"

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,8 +21,10 @@ import numpy as np
 
 import fsdpx
 from fsdpx import data, models, nn, optim
+from fsdpx.config import precision as precision_of
 from fsdpx.errors import ConfigError
 from fsdpx.examples.mistakes import status_of
+from fsdpx.models.beside import ends_of, tokenizer_of
 
 VOCAB, SEQ_LEN = 512, 64
 END = "<|end|>"
@@ -41,19 +44,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--lr", type=float, default=1e-2)
     p.add_argument("--strategy", default="fsdp")
     p.add_argument("--precision", default="float32")
+    p.add_argument("--frozen", choices=("int8", "nf4"), help="keep the frozen matrices in 8 or 4 bits")
     p.add_argument("--ask", action="append", help="a prompt that is answered before and after (may be repeated)")
     p.add_argument("--out", help="folder for the adapters, in PEFT's format")
     return p
 
 
-def tokenizer_of(folder: str | None, comm: Any) -> Any:
-    """That of the folder, or one of byte pairs, which rank 0 trains on some of Python's sources."""
+def tokenizer_made(comm: Any) -> Any:
+    """One of byte pairs, which rank 0 trains on some of Python's sources."""
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise ConfigError("this example needs the tokenizers library: pip install 'fsdpx[text]'") from error
-    if folder is not None:
-        return Tokenizer.from_file(str(Path(folder, "tokenizer.json")))
     text = None
     if comm.rank == 0:
         made = Tokenizer(models.BPE())
@@ -106,8 +108,8 @@ def train(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, what: st
         print(f"{what}: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
 
 
-def answers(trainer: fsdpx.Trainer, tokenizer: Any, asked: Sequence[str], end: int, when: str) -> None:
-    found = trainer.generate([tokenizer.encode(text).ids for text in asked], 24, stop=end)
+def answers(trainer: fsdpx.Trainer, tokenizer: Any, asked: Sequence[str], ends: list[int], when: str) -> None:
+    found = trainer.generate([tokenizer.encode(text).ids for text in asked], 24, stop=ends)
     if trainer.rank == 0:
         for text, tokens in zip(asked, found, strict=True):
             print(f"{when}: {text!r} {tokenizer.decode(tokens.tolist())!r}", flush=True)
@@ -118,13 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.folder is None) != (args.data is None):
         raise ConfigError("give a folder and data, or neither of them")
     comm = fsdpx.init()
-    tokenizer = tokenizer_of(args.folder, comm)
-    end = tokenizer.token_to_id(END) if args.folder is None else end_of(args.folder)
+    tokenizer = tokenizer_made(comm) if args.folder is None else tokenizer_of(args.folder)
+    ends = [tokenizer.token_to_id(END)] if args.folder is None else ends_of(args.folder)
+    if not ends:
+        raise ConfigError(f"{args.folder}/config.json has no eos_token_id, with which answers end")
     model, weights = pretrained(args, tokenizer, comm)
     adapted = nn.lora(model, args.rank, args.alpha, targets=args.targets)
     trainer = adapted.as_distributed(
         loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=args.lr, weight_decay=0.0), strategy=args.strategy,
-        precision=args.precision, comm=comm,
+        precision=replace(precision_of(args.precision), frozen=args.frozen), comm=comm,
     )  # fmt: skip
     if weights is not None:
         trainer.load_weights(weights, strict=False)
@@ -133,28 +137,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.data is None:
             conversations(file)
         samples = data.SupervisedDataset(
-            file, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, args.seq_len, end=end
+            file, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, args.seq_len, end=ends[0]
         )
     if comm.rank == 0:
         trained = sum(spec.size for spec in adapted.specs().values() if spec.trainable)
         print(f"{trainer.placement.layout.size:,} parameters, {trained:,} of them trained; {samples}", flush=True)
     asked = args.ask or (["def size(path):"] if args.data is None else [])
     if asked:
-        answers(trainer, tokenizer, asked, end, "before")
+        answers(trainer, tokenizer, asked, ends, "before")
     train(trainer, samples, args.steps, args.batch, "adapters")
     if asked:
-        answers(trainer, tokenizer, asked, end, "after")
+        answers(trainer, tokenizer, asked, ends, "after")
     if args.out:
         fsdpx.save_adapter(trainer, args.out, args.folder or "")
     return 0
-
-
-def end_of(folder: str) -> int:
-    """The token that ends a text."""
-    found = json.loads(Path(folder, "config.json").read_text()).get("eos_token_id")
-    if found is None:
-        raise ConfigError(f"{folder}/config.json has no eos_token_id, with which answers end")
-    return int(found[0] if isinstance(found, list) else found)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from fsdpx.checkpoint.agree import alone, place
 from fsdpx.checkpoint.format import code_of, lay, read_json
 from fsdpx.checkpoint.source import contents
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.models.reading import Stored
 from fsdpx.nn.layer import Layer, dotted
 from fsdpx.nn.lowrank import LOW, LoRALinear
 from fsdpx.trainer.trainer import Trainer
@@ -33,6 +34,9 @@ ALIKE = {
 def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str = "") -> None:
     """Write the adapters alone, as PEFT does: `adapter_config.json` and `adapter_model.safetensors`. Collective.
 
+    Layers have the names that they have in the folder of `fsdpx.models.from_pretrained`, beside which PEFT loads them;
+    of another model, its own.
+
     Parameters
     ----------
     trainer : of a model of `nn.lora`
@@ -41,8 +45,10 @@ def save_adapter(trainer: Trainer, folder: str | PathLike[str], base_model: str 
     """
     adapted = _adapted(trainer, "save_adapter")
     path = place(trainer.world, "save_adapter", folder)
+    theirs, turned = _theirs(trainer, adapted)
     arrays = trainer.parameters(names=_names(adapted))
-    alone(trainer.world, f"save_adapter {path}", lambda: _write(path, adapted, arrays, base_model))
+    tensors = {f"{PREFIX}{theirs[name]}": array for name, array in arrays.items()}
+    alone(trainer.world, f"save_adapter {path}", lambda: _write(path, adapted, tensors, turned, base_model))
 
 
 def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = False) -> None:
@@ -58,8 +64,10 @@ def load_adapter(trainer: Trainer, folder: str | PathLike[str], convert: bool = 
     """
     adapted = _adapted(trainer, "load_adapter")
     path = place(trainer.world, "load_adapter", folder)
-    alone(trainer.world, f"load_adapter {path}", lambda: _demand_fit(path, adapted))
-    trainer.load_weights(path / WEIGHTS, strict=False, rename={f"{PREFIX}*": "*"}, convert=convert)
+    theirs, _ = _theirs(trainer, adapted)
+    alone(trainer.world, f"load_adapter {path}", lambda: _demand_fit(path, adapted, theirs))
+    rename = {f"{PREFIX}{other}": name for name, other in theirs.items()}
+    trainer.load_weights(path / WEIGHTS, strict=False, rename=rename, convert=convert)
 
 
 def merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
@@ -100,21 +108,34 @@ def _names(adapted: dict[str, LoRALinear]) -> list[str]:
     return [dotted(name, low) for name in adapted for low in LOW]
 
 
+def _theirs(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
+    """What each matrix of adapters is called in files, and whether the files have weights the other way round."""
+    found: dict[str, str] = {}
+    turned = False
+    for name in adapted:
+        begun = trainer.placement.model.initial.get(dotted(name, "weight"))
+        layer = begun.name.removesuffix(".weight") if isinstance(begun, Stored) else name
+        found |= {dotted(name, low): dotted(layer, low) for low in LOW}
+        turned |= isinstance(begun, Stored) and begun.turned
+    return found, turned
+
+
 def _settings(adapted: dict[str, LoRALinear]) -> dict[str, Any]:
     """The first layer's; `nn.lora` gives all the same."""
     layer = next(iter(adapted.values()))
     return {"r": layer.rank, "lora_alpha": layer.alpha}
 
 
-def _write(path: Path, adapted: dict[str, LoRALinear], arrays: dict[str, np.ndarray], base_model: str) -> None:
+def _write(
+    path: Path, adapted: dict[str, LoRALinear], tensors: dict[str, np.ndarray], turned: bool, base_model: str
+) -> None:
     path.mkdir(parents=True, exist_ok=True)
     config = _settings(adapted) | {
-        "peft_type": "LORA", "base_model_name_or_path": base_model or None, "bias": "none", "fan_in_fan_out": False,
+        "peft_type": "LORA", "base_model_name_or_path": base_model or None, "bias": "none", "fan_in_fan_out": turned,
         "inference_mode": True, "init_lora_weights": True, "lora_dropout": next(iter(adapted.values())).dropout,
-        "target_modules": list(adapted), "task_type": None,
+        "target_modules": sorted({_layer(name) for name in tensors}), "task_type": None,
     }  # fmt: skip
     (path / CONFIG).write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
-    tensors = {f"{PREFIX}{name}": array for name, array in arrays.items()}
     plan = lay({name: (code_of(array.dtype), array.shape) for name, array in tensors.items()}, {"format": "pt"})
     with (path / WEIGHTS).open("wb") as file:
         file.write(plan.header)
@@ -122,7 +143,12 @@ def _write(path: Path, adapted: dict[str, LoRALinear], arrays: dict[str, np.ndar
             file.write(np.ascontiguousarray(tensors[name]).tobytes())
 
 
-def _demand_fit(path: Path, adapted: dict[str, LoRALinear]) -> None:
+def _layer(name: str) -> str:
+    """The layer of a tensor of the file."""
+    return name.removeprefix(PREFIX).partition(".lora_")[0]
+
+
+def _demand_fit(path: Path, adapted: dict[str, LoRALinear], names: dict[str, str]) -> None:
     found = read_json((path / CONFIG).read_bytes())
     for key, value in _settings(adapted).items():
         if found.get(key) != value:
@@ -131,7 +157,7 @@ def _demand_fit(path: Path, adapted: dict[str, LoRALinear]) -> None:
         if (value := found.get(key)) and value != known:
             raise CheckpointError(f"{CONFIG} has {key} {value!r}, which nn.lora does not know: only {known!r}")
     theirs = {name.removeprefix(PREFIX) for name in contents(path / WEIGHTS).tensors}
-    ours = set(_names(adapted))
-    for what, names in (("missing", ours - theirs), ("not in the model", theirs - ours)):
-        if names:
-            raise CheckpointError(f"{WEIGHTS}: {what}: {', '.join(sorted(names))}")
+    ours = set(names.values())
+    for what, some in (("missing", ours - theirs), ("not in the model", theirs - ours)):
+        if some:
+            raise CheckpointError(f"{WEIGHTS}: {what}: {', '.join(sorted(some))}")

@@ -148,8 +148,8 @@ def _check_elastic(
         return
     if backend not in (None, "mpi"):
         raise ConfigError(f"backend={backend!r}: elastic ranks exchange messages; leave backend out")
-    if precision_of(precision).frozen is not None:
-        raise ConfigError("Precision(frozen='int8'): elastic ranks do not hand on matrices in 8 bits; leave it out")
+    if (frozen := precision_of(precision).frozen) is not None:
+        raise ConfigError(f"Precision(frozen={frozen!r}): elastic ranks do not hand on packed matrices; leave it out")
     if offload is not None:
         raise ConfigError("offload: elastic ranks keep copies of each other's state in memory; leave elastic out")
     if trace is not None:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from fsdpx import nn, optim
-from fsdpx.checkpoint.format import read_json
 from fsdpx.comm.mesh import Mesh
-from fsdpx.errors import ConfigError
 from fsdpx.facade.distribute import distribute
 from fsdpx.facade.functional import init
 from fsdpx.generation.terminal import Printed
 from fsdpx.models import from_pretrained
+from fsdpx.models.beside import ends_of, tokenizer_of
 
 __all__ = ["add_options", "generate"]
-
-TOKENIZER = "tokenizer.json"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -41,7 +37,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def generate(args: argparse.Namespace) -> int:
     """Print the prompt and what follows, while it is written; the exit status. Collective."""
     model, comm = from_pretrained(args.folder), init()
-    tokenizer = _tokenizer(args.folder)
+    tokenizer = tokenizer_of(args.folder)
     trainer = distribute(
         model, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.0), comm=comm, strategy=args.strategy,
         mesh=None if args.mesh is None else Mesh.parse(args.mesh), precision=args.precision,
@@ -50,28 +46,8 @@ def generate(args: argparse.Namespace) -> int:
     printed.write(args.prompt)
     trainer.generate(
         tokenizer.encode(args.prompt).ids, args.max_new_tokens, temperature=args.temperature, top_k=args.top_k,
-        top_p=args.top_p, repetition_penalty=args.repetition_penalty, seed=args.seed, stop=_ends(args.folder),
+        top_p=args.top_p, repetition_penalty=args.repetition_penalty, seed=args.seed, stop=ends_of(args.folder),
         stream=printed,
     )  # fmt: skip
     printed.end()
     return 0
-
-
-def _tokenizer(folder: Path) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ConfigError("fsdpx generate needs the tokenizers library: pip install 'fsdpx[text]'") from error
-    if not (folder / TOKENIZER).exists():
-        raise ConfigError(f"{folder}: there is no {TOKENIZER}: trainer.generate takes tokens of any other tokenizer")
-    return Tokenizer.from_file(str(folder / TOKENIZER))
-
-
-def _ends(folder: Path) -> list[int]:
-    """The tokens that end a text."""
-    for name in ("generation_config.json", "config.json"):
-        file = folder / name
-        found = read_json(file.read_bytes()).get("eos_token_id") if file.exists() else None
-        if found is not None:
-            return list(found) if isinstance(found, list) else [int(found)]
-    return []

@@ -35,7 +35,7 @@ class Page:
     """A flat array of `size` elements that holds `fields` without gaps.
 
     partial: each rank of the tensor axis computes only a part of its gradient. packing: its parameters are matrices in
-    8 bits, and its elements are bytes. codec: the number of what carries its gradient."""
+    8 or 4 bits, and its elements are bytes. codec: the number of what carries its gradient."""
 
     index: int
     fields: tuple[Field, ...]

@@ -37,7 +37,7 @@ class Spec:
     trainable : it has a gradient and is updated
     state : `forward` writes it when training (running statistics); never trainable
     cut : how it is cut over the tensor axis; None: every rank holds all of it
-    packs : a matrix that the layer uses by `fsdpx.nn.numeric` or by rows, so it may be stored in 8 bits where frozen
+    packs : a matrix that the layer uses by `fsdpx.nn.numeric` or by rows, so it may be kept in 8 or 4 bits where frozen
     """
 
     shape: tuple[int, ...]

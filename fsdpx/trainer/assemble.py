@@ -15,7 +15,8 @@ from fsdpx.array import blas
 from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
-from fsdpx.array.packed import Packing
+from fsdpx.array.nf4 import NF4
+from fsdpx.array.packed import Int8, Packing
 from fsdpx.codecs import Choice, Codec, Codecs, OneBit
 from fsdpx.codecs import codec as codec_of
 from fsdpx.comm import devices
@@ -224,7 +225,7 @@ def _layout(
     wanted = distribution.group_bytes
     group = tuning.group_bytes if wanted is None else config.byte_count(wanted, "group_bytes")
     dtype = dtype_of(formats.compute)
-    packing = None if formats.frozen is None else Packing(formats.block, dtype)
+    packing = _packing(formats, dtype)
 
     def carried(names: Sequence[str]) -> tuple[int, bool]:
         number = codecs.number(names)
@@ -233,9 +234,15 @@ def _layout(
     layout = lay_out(ordered, dtype.itemsize, group, training.frozen, spread, packing, carried)
     for pattern, _ in codecs.rules[:-1]:  # the last one is for what none fits
         layout.matching(pattern)
-    if packing is not None and (wide := left_wide(ordered, layout)):
-        say(axes.world, f"int8 is not for {', '.join(wide)}: kept in {formats.updated}")
+    if packing is not None and (wide := left_wide(ordered, layout, formats.frozen)):
+        say(axes.world, f"{formats.frozen} is not for {', '.join(wide)}: kept in {formats.updated}")
     return layout
+
+
+def _packing(formats: Precision, dtype: np.dtype) -> Packing | None:
+    """How frozen matrices are stored, if not as all others."""
+    known: dict[str | None, Packing | None] = {None: None, "int8": Int8(formats.block, dtype), "nf4": NF4(dtype)}
+    return known[formats.frozen]
 
 
 def _planned(model: Layer, loss: Any, axes: Axes, plan: Any, sequence: str | None) -> Planned:

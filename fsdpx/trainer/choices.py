@@ -192,16 +192,16 @@ def check_offload(offload: Offload | None, optimizer: Any, average: Any) -> None
         raise ConfigError(f"offload={offload!r}: {type(optimizer).__name__} keeps no state; leave it out")
 
 
-def left_wide(model: Sorted, layout: Layout) -> list[str]:
-    """The frozen matrices that are not kept in 8 bits, as their layers do not take them so: name and layer of each.
-    ConfigError if there are no others."""
+def left_wide(model: Sorted, layout: Layout, frozen_as: str | None) -> list[str]:
+    """The frozen matrices that are not kept in 8 or 4 bits, as their layers do not take them so: name and layer of
+    each. ConfigError if there are no others."""
     packed = {f.source for page in layout.pages for f in page.fields if page.packing is not None}
     frozen = {name for name, spec in layout.specs.items() if not (spec.trainable or spec.state)}
     users = {layout.canonical(dotted(n.path, local)): n.layer for n in model.nodes for local in n.layer.specs()}
     wide = [n for n in layout.specs if n in frozen - packed and len(layout.specs[n].shape) > 1]
     found = [f"{name} of {type(users[name]).__name__}" for name in wide if name in users]
     if not packed:
-        raise ConfigError("Precision(frozen='int8'): " + (NOT_FROZEN if not frozen else _none_packs(found)))
+        raise ConfigError(f"Precision(frozen={frozen_as!r}): " + (NOT_FROZEN if not frozen else _none_packs(found)))
     return found
 
 
@@ -210,7 +210,7 @@ NOT_FROZEN = "no parameter is frozen for good; say distribute(frozen=['*']) for 
 
 def _none_packs(found: list[str]) -> str:
     names = ", ".join(found) or "there is no matrix among them"
-    return f"nothing of what is frozen can be kept in 8 bits ({names}); Linear and Embedding layers can"
+    return f"nothing of what is frozen can be kept in 8 or 4 bits ({names}); Linear and Embedding layers can"
 
 
 def is_collective(layer: Layer) -> bool:

@@ -14,7 +14,7 @@ from fsdpx import shapes
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.blas import integers, onednn
 from fsdpx.array.namespace import dtype
-from fsdpx.array.packed import Packed, Packing
+from fsdpx.array.packed import Int8, Packed
 from fsdpx.errors import DataError
 from fsdpx.layout.packed import Rows
 from fsdpx.nn import numeric
@@ -27,7 +27,7 @@ BLOCKS = st.sampled_from([None, 8, 31, 64])
 
 
 def stored(values: np.ndarray, block: int | None = None, of: Any = SINGLE) -> Packed:
-    packing = Packing(block, of)
+    packing = Int8(block, of)
     flat = np.full(packing.nbytes(values.shape), 77, np.uint8)
     rows = Rows("w", flat.reshape(-1, packing.stride(values.shape[1])), values.shape[1], packing)
     rows[...] = values.reshape(-1)
@@ -57,8 +57,8 @@ def test_what_is_stored_is_half_a_scale_away_at_most(rows, columns, block, seed)
     assert np.all(np.abs(matrix.dense().astype("f8") - values) <= scale / 2)
     top = np.abs(values).max(axis=1, keepdims=True)
     assert np.all(scale <= np.maximum(top / 127.0 * (1 + 2.0**-15), 2.0**-120))
-    assert np.abs(matrix.codes.astype("i4")).max() <= 127
-    np.testing.assert_array_equal(matrix.dense(), matrix.codes * scale)  # without rounding
+    assert np.abs(matrix.numbers.astype("i4")).max() <= 127
+    np.testing.assert_array_equal(matrix.dense(), matrix.numbers * scale)  # without rounding
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -77,9 +77,9 @@ def test_any_floats_denormal_and_huge_and_once_more_the_same(numbers, block) -> 
 
 
 def test_rows_take_their_numbers_and_scales() -> None:
-    assert Packing(None, SINGLE).nbytes((10, 64)) == 10 * (64 + 4)
-    assert Packing(None, SINGLE).nbytes((10, 65)) == 10 * (68 + 4)
-    assert Packing(16, SINGLE).nbytes((10, 65)) == 10 * (68 + 5 * 4)
+    assert Int8(None, SINGLE).nbytes((10, 64)) == 10 * (64 + 4)
+    assert Int8(None, SINGLE).nbytes((10, 65)) == 10 * (68 + 4)
+    assert Int8(16, SINGLE).nbytes((10, 65)) == 10 * (68 + 5 * 4)
     assert stored(np.zeros((3, 5), "f4")).dense().tolist() == np.zeros((3, 5)).tolist()
 
 
@@ -92,7 +92,7 @@ def test_what_is_no_number_is_refused_by_name(bad: float) -> None:
 
 
 def test_rows_are_read_and_filled_in_parts() -> None:
-    values, packing = normal((6, 5), 0), Packing(None, SINGLE)
+    values, packing = normal((6, 5), 0), Int8(None, SINGLE)
     flat = np.zeros(packing.nbytes((6, 5)), np.uint8)
     rows = Rows("w", flat.reshape(6, -1), 5, packing)
     assert (rows.size, rows.grain) == (30, 5)
@@ -157,7 +157,7 @@ def test_arrays_are_made_of_it_where_somebody_wants_one() -> None:
 
 
 def test_shapes_alone() -> None:
-    packing = Packing(8, SINGLE)
+    packing = Int8(8, SINGLE)
     weight = Packed(shapes.empty(packing.nbytes((5, 12)), np.uint8), (5, 12), packing)
     x = shapes.empty((3, 12), np.float32)
     assert numeric.affine(shapes, x, weight, shapes.empty(5, np.float32)).shape == (3, 5)

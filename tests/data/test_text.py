@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fsdpx.data import DataLoader, TextDataset, stdlib_sources, text
+from fsdpx.data import DataLoader, TextDataset, stdlib_sources, windows
 from fsdpx.errors import ConfigError, DataError
 
 
@@ -92,7 +92,7 @@ def test_splits_are_disjoint_and_whole(tmp_path, size):
 
 
 def test_only_some_files_are_open_at_a_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "OPEN_FILES", 3)
+    monkeypatch.setattr(windows, "OPEN_FILES", 3)
     for i in range(20):
         (tmp_path / f"{i:02}.txt").write_bytes(bytes([i, i]))
     data = TextDataset(tmp_path, 5, split="all")

@@ -33,6 +33,15 @@ def test_without_arguments_it_makes_all_it_needs(tmp_path: Path, capsys: pytest.
     assert (config["r"], "blocks.1.attn.v" in config["target_modules"]) == (8, True)
 
 
+def test_options_of_the_adapters_and_of_what_is_frozen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--targets", "mlp.down", "--alpha", "4", "--rank", "2", "--frozen", "nf4", "--out", str(tmp_path / "a")]
+    assert finetune.main(["--first-steps", "2", "--steps", "2", "--seq-len", "24", *options]) == 0
+    assert "adapters: 2 steps" in capsys.readouterr().out
+    config = json.loads((tmp_path / "a/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (2, 4.0)
+    assert config["target_modules"] == ["blocks.0.mlp.down", "blocks.1.mlp.down"]
+
+
 def test_half_of_the_arguments_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match="give a folder and data, or neither of them"):
         finetune.main(["folder"])

@@ -50,6 +50,16 @@ def test_the_text_is_that_of_transformers(folder: Path, capsys: pytest.CaptureFi
     assert out.removeprefix("a rank that").split() == [WORDS[token] for token in wanted]
 
 
+def test_a_mesh_and_a_strategy_change_no_word(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for options in ([], ["--mesh", "pipe=1", "--strategy", "fsdp"]):
+        assert run(str(folder), "--prompt", "a rank that", "--max-new-tokens", "5", *options) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+    assert run(str(folder), "--prompt", "a", "--mesh", "tensor=2") == 2
+    assert "tensor" in capsys.readouterr().err
+
+
 def test_what_is_missing_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "tokenizer.json").unlink()
     assert run(str(folder), "--prompt", "a") == 2

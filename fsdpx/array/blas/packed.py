@@ -1,4 +1,4 @@
-"""Products with matrices in 8 bits, `fsdpx.array.packed`: their values are never in memory all at once."""
+"""Products with matrices in few bits, `fsdpx.array.packed`: their values are never in memory all at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fsdpx.array.blas import halves, integers
 from fsdpx.array.blas.products import gemm
 from fsdpx.array.kernels.choice import installed
 from fsdpx.array.kernels.half import narrowed, widened
-from fsdpx.array.packed import Packed
+from fsdpx.array.nf4 import BLOCK, LEVELS, NF4
+from fsdpx.array.packed import Int8, Packed
 
 __all__ = ["affine", "product"]
 
@@ -33,9 +34,9 @@ NOTHING = np.empty(0, np.float32)
 
 def affine(out: np.ndarray, x: np.ndarray, weight: Packed, bias: np.ndarray | None) -> None:
     """out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)` in the dtype of x, float32 or bfloat16."""
-    rows, alone = x.shape[0], weight.packing.block is None
+    rows, alone, whole = x.shape[0], weight.packing.block is None, isinstance(weight.packing, Int8)
     digits = alone and x.shape[1] <= LONGEST and installed() and integers.library() is not None
-    if rows <= (FEWER if digits or not alone else FEW) and installed():
+    if whole and rows <= (FEWER if digits or not alone else FEW) and installed():
         total = np.empty((weight.shape[0], rows), np.float32)
         some = (total, weight.stored, weight.scales)
         parallel.over(_compiled("dots"), some, _plain(widened(np, x)), _block(weight), work=total.size * x.shape[1])
@@ -63,7 +64,7 @@ def _by_digits(out: np.ndarray, x: np.ndarray, weight: Packed, bias: np.ndarray)
         out += bias if bias.size else 0
         return
     products = np.empty((3, *out.shape), np.float32)
-    library.product(products.reshape(-1, out.shape[1]), digits.reshape(-1, x.shape[1]), weight.codes.T, False, None)
+    library.product(products.reshape(-1, out.shape[1]), digits.reshape(-1, x.shape[1]), weight.numbers.T, False, None)
     _compiled("together")(out, products, unit, weight.scales[:, 0].copy(), bias)
 
 
@@ -102,8 +103,12 @@ def _pieces(weight: Packed, dtype: np.dtype) -> Iterator[tuple[int, int, np.ndar
         values = room[: stop - start]
         if installed():
             seen = values if dtype == np.float32 else values.view(np.uint16)
-            some = (seen, weight.stored[start:stop], weight.scales[start:stop])
-            parallel.over(_compiled("widen"), some, _block(weight))
+            part = weight.rows(start, stop)
+            some = (seen, part.stored, part.scales)
+            if isinstance(weight.packing, NF4):
+                parallel.over(_compiled("widen_levels"), some, LEVELS, BLOCK)
+            else:
+                parallel.over(_compiled("widen"), some, _block(weight))
         else:
             values[...] = weight[start:stop]
         yield start, stop, values

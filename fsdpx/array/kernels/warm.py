@@ -9,7 +9,8 @@ from numpy.lib.stride_tricks import as_strided
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
 from fsdpx.array.kernels.window import Window
-from fsdpx.array.packed import Packed, Packing
+from fsdpx.array.nf4 import NF4
+from fsdpx.array.packed import Int8, Packed
 from fsdpx.array.random import Stretch, normal
 
 __all__ = ["SAMPLES", "warm"]
@@ -159,8 +160,8 @@ def _linear(x: Any, w: Any, s: Any) -> None:
 
 
 def _packed(dtype: Any) -> None:
-    """Products with matrices in 8 bits, of few rows and of many, and their gradients."""
-    for packing in (Packing(None, dtype), Packing(2, dtype)):
+    """Products with matrices in few bits, of few rows and of many, and their gradients."""
+    for packing in (Int8(None, dtype), Int8(2, dtype), NF4(dtype)):
         weight = Packed(np.zeros(packing.nbytes((3, 3)), np.uint8), (3, 3), packing)
         for x in (np.zeros((rows, 3), dtype) for rows in (1, 16)):
             blas.packed.affine(np.empty_like(x), x, weight, None)

@@ -1,4 +1,4 @@
-"""Loops over matrices in 8 bits: products with a few rows, and rows widened to a float format.
+"""Loops over matrices in few bits: products with a few rows, and rows widened to a float format.
 
 Each loop runs over slices, which is what LLVM turns into vectors of numbers that are widened as they are read."""
 
@@ -10,7 +10,7 @@ from fsdpx.array.kernels.compiled.bits import put
 from fsdpx.native.compiled import REORDER
 from fsdpx.native.tools import jit
 
-__all__ = ["apart", "dots", "together", "widen"]
+__all__ = ["apart", "dots", "together", "widen", "widen_levels"]
 
 DIGIT = np.float32(254)
 """A rest of half a unit at most is 127 units of the next digit."""
@@ -47,6 +47,25 @@ def widen(out: Any, stored: Any, scales: Any, block: int) -> None:
             row = numbers[j, b * block : min(b * block + block, columns)]
             for n in range(into.size):
                 into[n] = put(out, np.float32(row[n]) * scale)
+
+
+@jit
+def widen_levels(out: Any, stored: Any, scales: Any, levels: Any, block: int) -> None:
+    """`widen` of codes of 4 bits, two in a byte, the first in its upper half; `block` is even."""
+    columns = out.shape[1]
+    own = np.empty(16, np.float32)
+    for j in range(out.shape[0]):
+        row = stored[j]
+        for b in range(scales.shape[1]):
+            for n in range(16):
+                own[n] = levels[n] * scales[j, b]
+            first, stop = b * block, min(b * block + block, columns)
+            for n in range(first, stop - 1, 2):
+                pair = row[n >> 1]
+                out[j, n] = put(out, own[pair >> 4])
+                out[j, n + 1] = put(out, own[pair & 15])
+            if (stop - first) & 1:
+                out[j, stop - 1] = put(out, own[row[(stop - 1) >> 1] >> 4])
 
 
 @jit
