@@ -34,6 +34,7 @@ section { border: 1px solid #ddd; border-radius: 6px; padding: 12px; min-width: 
 .scroll svg { min-width: 760px; }
 svg { width: 100%; height: auto; display: block; font-size: 12px; }
 svg text { fill: #444; }
+@media (max-width: 640px) { section > svg { font-size: 14px; } }
 .grid { stroke: #e4e4e4; }
 table { border-collapse: collapse; }
 td, th { padding: 2px 10px 2px 0; text-align: left; vertical-align: top; overflow-wrap: anywhere; }

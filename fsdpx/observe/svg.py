@@ -57,13 +57,14 @@ def curves(series: Mapping[str, Sequence[tuple[float, float]]], x: str, y: str) 
 
 def bars(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
     """One bar per row, of several parts behind each other."""
+    left, right = 170, 125  # of the bars, for their names and numbers
     most = max((sum(parts) for _, parts in rows), default=0.0) or 1.0
     made = []
     for n, (name, values) in enumerate(rows):
-        top, at = 6 + 22 * n, 150.0
-        made.append(f'<text x="142" y="{top + 12}" text-anchor="end">{escape(name)}</text>')
+        top, at = 6 + 22 * n, float(left)
+        made.append(f'<text x="{left - 8}" y="{top + 12}" text-anchor="end">{escape(name)}</text>')
         for colour, value in zip(_colours(len(values)), values, strict=True):
-            long = value / most * (WIDTH - 150 - 125)
+            long = value / most * (WIDTH - left - right)
             made.append(f'<rect x="{at:.1f}" y="{top}" width="{long:.1f}" height="15" fill="{colour}"/>')
             at += long
         made.append(f'<text x="{at + 6:.1f}" y="{top + 12}">{_number(sum(values))} {unit}</text>')
@@ -116,7 +117,7 @@ def _frame(xs: tuple[float, float], ys: tuple[float, float], x: str, y: str) -> 
         place = _along(at, xs, LEFT, WIDTH - RIGHT)
         yield f'<text x="{place:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{_number(at)}</text>'
     yield f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x)}</text>'
-    yield f'<text transform="translate(11,{HEIGHT / 2 - 12}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
+    yield f'<text transform="translate(13,{HEIGHT / 2 - 12}) rotate(-90)" text-anchor="middle">{escape(y)}</text>'
 
 
 def _axis(values: Sequence[float]) -> tuple[float, float]:

@@ -3,6 +3,8 @@
 import json
 import logging
 import re
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from models import CASES, make
 
 from fsdpx import Mesh, data, spawn
@@ -19,6 +22,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.observe.chrome import RankTrace, Told
 from fsdpx.observe.clocks import Reading
 from fsdpx.observe.folder import RunFolder
+from fsdpx.observe.page import page
 from fsdpx.observe.waits import waits
 from fsdpx.trainer import notices
 
@@ -77,6 +81,32 @@ def test_the_page_of_a_run_is_whole_by_itself(tmp_path: Path, capsys: pytest.Cap
     assert "<b>" not in text
     for words in ("rank 3 measured", "simulated", "% idle", "reduce-scatter, shard", "for 3", "seconds mean", "F3"):
         assert words in text
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LOOK = """<script>
+const out = (one, around) => one.right > around.right + 1 || one.left < around.left - 1;
+const box = (one) => one.getBoundingClientRect();
+const texts = [...document.querySelectorAll("svg text")].filter((t) => out(box(t), box(t.ownerSVGElement)));
+const cards = [...document.querySelectorAll("section")].filter((c) => out(box(c), {left: 0, right: innerWidth}));
+document.title = texts.length + cards.length + " out of " + innerWidth;
+</script>"""
+
+
+@in_full
+@pytest.mark.jobs
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("width", [1280, 500])  # no window is narrower
+def test_nothing_of_the_page_is_outside_of_a_window(tmp_path: Path, width: int) -> None:
+    folder = trained(tmp_path / "r", 4, mesh=Mesh(pipe=2, shard=2), microbatches=2)
+    looked_at = tmp_path / "page.html"
+    looked_at.write_text(page(folder).replace("</body>", f"{LOOK}</body>"))
+    words = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    shown = subprocess.run(
+        [str(CHROMIUM), *words, f"--window-size={width},2000", "--dump-dom", looked_at.as_uri()],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert f"<title>0 out of {width}</title>" in shown.stdout, shown.stdout[:600]
 
 
 def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
