@@ -21,12 +21,13 @@ __all__ = ["tables"]
 
 def recommended(steps: int) -> dict[str, Callable[[], Any]]:
     """By name, AdamW first: as `make train` has it. The others: as their papers say, with the same warm-up where they
-    need one (schedule-free AdamW, whose rate never falls, a longer one; Prodigy, whose rate rises by itself, none, but
-    in so few steps it should begin higher), and the same share of weight decay."""
+    need one (schedule-free AdamW, whose rate never falls, and Prodigy, whose second moment follows a rate that rises, a
+    longer one), and the same share of weight decay. Prodigy begins higher, with half of its estimate: its authors'
+    range is 0.5 to 2."""
     from fsdpx import optim
     from fsdpx.examples import gpt
 
-    warm, same = max(min(steps // 10, 100), 1), gpt.optimizer(1e-3, steps)
+    warm, longer, same = max(min(steps // 10, 100), 1), max(steps // 5, 1), gpt.optimizer(1e-3, steps)
     decay = {"weight_decay": same.weight_decay, "groups": same.groups}
 
     def falling(lr: float) -> Any:
@@ -36,10 +37,16 @@ def recommended(steps: int) -> dict[str, Callable[[], Any]]:
         "AdamW": lambda: same,
         "AdamW8bit": lambda: optim.AdamW8bit(lr=same.lr, betas=same.betas, **decay),
         "AdamWScheduleFree": lambda: optim.AdamWScheduleFree(
-            lr=optim.schedules.WarmUp(max(steps // 5, 1), 2e-3), betas=(0.95, 0.98), **decay
+            lr=optim.schedules.WarmUp(longer, 2e-3), betas=(0.95, 0.98), **decay
         ),
         "Muon": lambda: optim.Muon(lr=falling(2e-3), others=optim.AdamW(betas=same.betas), **decay),
-        "Prodigy": lambda: optim.Prodigy(d0=1e-4, lr=optim.schedules.Cosine(1.0, steps), betas=(0.9, 0.99), **decay),
+        "Prodigy": lambda: optim.Prodigy(
+            lr=optim.schedules.WarmUp(longer, optim.schedules.Cosine(1.0, max(steps - longer, 1))),
+            betas=(0.9, 0.99),
+            d0=1e-4,
+            d_coef=0.5,
+            **decay,
+        ),
         "SOAP": lambda: optim.SOAP(lr=falling(2e-3), **decay),
         "Adafactor": lambda: optim.Adafactor(lr=falling(3e-2), groups=same.groups),
     }

@@ -133,10 +133,11 @@ class PowerSGD(Codec):
         return Finish(handle, finish) if real else handle
 
     def _project(self, xp: Any, grad: Array, thin: Sequence[Thin], one: Array, memory: Memory) -> None:
-        """P = M Q of what this rank has, with what it has kept, and all that travels whole."""
+        """P = M Q of what this rank has, with what it has kept, and all that travels whole. Matrix by matrix: what was
+        added to is still in the cache."""
         whole = memory["error"]
-        whole += grad
         for t in thin:
+            whole[t.start : t.stop] += grad[t.start : t.stop]
             q = self._factor(memory["basis"], t.right, t.columns)
             if not q.any():
                 numbers = normal(0, f"PowerSGD {t.start}", 0, q.size).astype(grad.dtype)
@@ -144,7 +145,7 @@ class PowerSGD(Codec):
             with np.errstate(invalid="ignore", over="ignore"):
                 self._factor(one, t.left, t.rows)[...] = whole[t.start : t.stop].reshape(t.rows, t.columns) @ q
         for at, start, stop in self._whole(grad.size, thin):
-            one[at : at + stop - start] = whole[start:stop]
+            xp.add(whole[start:stop], grad[start:stop], out=one[at : at + stop - start])
             whole[start:stop] = 0
 
     def _project_back(self, xp: Any, thin: Sequence[Thin], one: Array, two: Array, error: Array) -> None:

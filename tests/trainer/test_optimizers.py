@@ -23,6 +23,7 @@ MAKE: dict[str, Any] = {
     "Prodigy": lambda: optim.Prodigy(d0=1e-3),
     "SOAP": lambda: optim.SOAP(lr=1e-2, block=32, every=2),
     "AdamW8bit": lambda: optim.AdamW8bit(lr=1e-2, block=64),
+    "LAMB": lambda: optim.LAMB(lr=1e-2),
     "Muon": lambda: optim.Muon(lr=1e-2),
 }
 ALL = pytest.mark.parametrize("name", MAKE)
@@ -224,3 +225,12 @@ def test_prodigy_as_in_its_paper(options: Any) -> None:
     theirs, d = prodigy(first, gradient, 40, 0.9, 1e-6)
     assert d > 1e-3
     np.testing.assert_allclose(last, theirs, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", MAKE)
+def test_processes_find_the_bits_of_one(world: Communicator, name: str) -> None:
+    with make(world, name, group_bytes=0) as trainer:
+        found = train(trainer, 2)
+    assert found == spawn(lambda comm: train(make(comm, name), 2), 1)[0]
