@@ -1,5 +1,5 @@
-"""Matrices in 8 bits beside float32 and bf16: products of x (rows, n) and a matrix (n, n) in microseconds, and a GPT of
-25 million parameters that is evaluated, in milliseconds.
+"""Matrices in 8 and 4 bits beside float32 and bf16: products of x (rows, n) and a matrix (n, n) in microseconds, and a
+GPT of 25 million parameters that is evaluated, in milliseconds.
 
     python bench/packed.py [--rows 1 8 64 512 4096] [--sizes 512 2048] [--seconds 1] [--threads 1]
 
@@ -17,7 +17,8 @@ import numpy as np
 from fsdpx import Precision, nn, optim
 from fsdpx.array import blas, parallel
 from fsdpx.array.namespace import dtype
-from fsdpx.array.packed import Packed, Packing
+from fsdpx.array.nf4 import NF4
+from fsdpx.array.packed import Int8, Packed, Packing
 from fsdpx.layout.packed import Rows
 from fsdpx.nn import numeric
 
@@ -25,16 +26,17 @@ SINGLE, BF16 = np.dtype(np.float32), dtype("bf16")
 FEW, MEMORY = 64, 64 << 20
 WAYS: dict[str, tuple[Any, Callable[[np.ndarray], Any]]] = {
     "float32": (SINGLE, lambda w: w),
-    "int8": (SINGLE, lambda w: packed(w, None, SINGLE)),
-    "int8, block 64": (SINGLE, lambda w: packed(w, 64, SINGLE)),
+    "int8": (SINGLE, lambda w: packed(w, Int8(None, SINGLE))),
+    "int8, block 64": (SINGLE, lambda w: packed(w, Int8(64, SINGLE))),
+    "nf4": (SINGLE, lambda w: packed(w, NF4(SINGLE))),
     "bf16": (BF16, lambda w: w.astype(BF16)),
-    "bf16, int8": (BF16, lambda w: packed(w, None, BF16)),
+    "bf16, int8": (BF16, lambda w: packed(w, Int8(None, BF16))),
 }
 """Name -> the format of x, and the matrix as it is multiplied by."""
 
 
-def packed(values: np.ndarray, block: int | None, of: np.dtype) -> Packed:
-    packing, columns = Packing(block, of), values.shape[1]
+def packed(values: np.ndarray, packing: Packing) -> Packed:
+    columns = values.shape[1]
     stored = np.zeros((len(values), packing.stride(columns)), np.uint8)
     Rows("", stored, columns, packing)[...] = values.reshape(-1)
     return Packed(stored.reshape(-1), (len(values), columns), packing)
@@ -62,6 +64,7 @@ FORMATS = {
     "float32": Precision(),
     "int8": Precision(frozen="int8"),
     "int8, block 64": Precision(frozen="int8", block=64),
+    "nf4": Precision(frozen="nf4"),
     "bf16": Precision("bf16"),
     "bf16, int8": Precision("bf16", frozen="int8"),
 }

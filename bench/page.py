@@ -26,6 +26,8 @@ PAGES = (
     DOCS / "observe.md",
     DOCS / "generation.md",
     DOCS / "launching.md",
+    DOCS / "models.md",
+    DOCS / "finetuning.md",
     DOCS / "pytorch.md",
 )
 MARK = re.compile(r"(<!-- (\w+): ([\w ,.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -1,6 +1,7 @@
 """Data: datasets, the order in which ranks train on their samples, and reading them ahead."""
 
 from fsdpx.data.augment import Augmentation, Draw, RandomCrop, RandomFlip
+from fsdpx.data.columns import ParquetDataset
 from fsdpx.data.dataset import ArrayDataset, Dataset
 from fsdpx.data.images import ImageFolder
 from fsdpx.data.loader import DataLoader
@@ -13,6 +14,6 @@ from fsdpx.data.tokens import TokenDataset
 
 __all__ = [
     "ArrayDataset", "Augmentation", "DataLoader", "Dataset", "DistributedSampler", "Draw", "ImageFolder", "Mixture",
-    "RandomCrop", "RandomFlip", "Share", "SupervisedDataset", "TarDataset", "TextDataset", "TokenDataset",
-    "stdlib_sources",
+    "ParquetDataset", "RandomCrop", "RandomFlip", "Share", "SupervisedDataset", "TarDataset", "TextDataset",
+    "TokenDataset", "stdlib_sources",
 ]  # fmt: skip
