@@ -53,7 +53,7 @@ def made(folder: Path, gib: float) -> None:
         "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "hidden_act": "silu",
     }  # fmt: skip
     one = 4 * d * d + 3 * d * config["intermediate_size"]
-    config["num_hidden_layers"] = round((gib * 2**30 / 4 - config["vocab_size"] * d) / one)
+    config["num_hidden_layers"] = max(round((gib * 2**30 / 4 - config["vocab_size"] * d) / one), 1)
     (folder / "config.json").write_text(json.dumps(config))
     names, weight_map = list(shapes(config).items()), {}
     random = np.random.default_rng(0).standard_normal(MIB, np.float32) * np.float32(0.02)
@@ -138,7 +138,7 @@ def main() -> int:
         if comm.rank == 0:
             made(folder, gib)
             (folder / "small").mkdir()
-            made(folder / "small", 0.02)
+            made(folder / "small", 0.03)
         comm.barrier().wait()
         load(folder / "small", comm)  # kernels are compiled
         gc.collect()
