@@ -4,6 +4,7 @@ Between units stand operations without parameters, such as masks and positions: 
 
 from __future__ import annotations
 
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -192,7 +193,9 @@ class _Plan:
         fuse(graph)
         operations = self._made.get(does := _does(graph))
         if operations is None:
-            made = fx.GraphModule(self._program.graph_module, graph)
+            get = operator.attrgetter  # of inner graphs; the whole program would keep the module's parameters
+            inner = {n.target: get(n.target)(self._program.graph_module) for n in graph.nodes if n.op == "get_attr"}
+            made = fx.GraphModule(inner, graph)
             operations = self._made[does] = Operations(made, self._backend)
         return Part(operations, len(reads), named, [self._constants[n] for n in constants], segment.name), reads
 
