@@ -229,10 +229,18 @@ MESHES: dict[str, dict[str, Any]] = {
     "pipe": {"mesh": fsdpx.Mesh(pipe=2), "schedule": "1f1b", "microbatches": 2},
     "tensor": {"mesh": fsdpx.Mesh(tensor=2)},
     "sequence": {"mesh": fsdpx.Mesh(tensor=2), "sequence": "parallel"},
+    "fsdp on 3": {"strategy": "fsdp"},
+    "pipe x fsdp": {"mesh": fsdpx.Mesh(pipe=2, shard=2), "schedule": "1f1b", "microbatches": 2},
+    "tensor x fsdp": {"mesh": fsdpx.Mesh(tensor=2, shard=2)},
 }
+RANKS = {"alone": 1, "fsdp on 3": 3, "pipe x fsdp": 4, "tensor x fsdp": 4}
 CASES = [(name, "alone") for name in PAIRS] + [
     ("llama", "fsdp"), ("mistral", "pipe"), ("qwen3", "tensor"), ("qwen2", "sequence"), ("gemma", "tensor"),
     ("bert", "sequence"), ("bert for classes", "pipe"), ("vit", "fsdp"),
+    ("llama", "pipe x fsdp"), ("llama", "tensor"), ("mistral", "tensor x fsdp"), ("qwen2", "pipe x fsdp"),
+    ("qwen3", "pipe x fsdp"), ("gemma", "pipe x fsdp"), ("mixtral", "fsdp on 3"), ("mixtral", "pipe"),
+    ("gpt2", "pipe x fsdp"), ("gpt2", "tensor x fsdp"), ("bert", "pipe x fsdp"),
+    ("bert for classes", "tensor x fsdp"), ("vit", "pipe"), ("vit", "tensor"),
 ]  # fmt: skip
 
 
@@ -248,7 +256,8 @@ def test_gradients_and_ten_steps_are_the_same(name: str, mesh: str) -> None:
             precision="float64", **MESHES[mesh],
         )  # fmt: skip
         trainer.load_parameters({n: begin[n] for n in trainer.parameters()})
-        part = slice(comm.rank * 2, comm.rank * 2 + 2) if mesh == "fsdp" else slice(None)
+        rank, size = trainer.data.rank, trainer.data.size
+        part = slice(SAMPLES * rank // size, SAMPLES * (rank + 1) // size)
         found, first = [], {}
         for step in range(10):
             x, _, y = batch(name, step)
@@ -258,7 +267,7 @@ def test_gradients_and_ten_steps_are_the_same(name: str, mesh: str) -> None:
             trainer.update()
         return found, first, trainer.parameters()
 
-    found, first, parameters = spawn(run, 1 if mesh == "alone" else 2)[0]
+    found, first, parameters = spawn(run, RANKS.get(mesh, 2))[0]
     np.testing.assert_allclose(found, losses, rtol=1e-9)
     for n, value in parameters.items():
         np.testing.assert_allclose(first[n], want[n], rtol=1e-9, atol=1e-11, err_msg=n)
