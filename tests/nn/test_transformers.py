@@ -239,6 +239,7 @@ CASES = [(name, "alone") for name in PAIRS] + [
     ("bert", "sequence"), ("bert for classes", "pipe"), ("vit", "fsdp"),
     ("llama", "pipe x fsdp"), ("llama", "tensor"), ("mistral", "tensor x fsdp"), ("qwen2", "pipe x fsdp"),
     ("qwen3", "pipe x fsdp"), ("gemma", "pipe x fsdp"), ("mixtral", "fsdp on 3"), ("mixtral", "pipe"),
+    ("mixtral", "tensor"),
     ("gpt2", "pipe x fsdp"), ("gpt2", "tensor x fsdp"), ("bert", "pipe x fsdp"),
     ("bert for classes", "tensor x fsdp"), ("vit", "pipe"), ("vit", "tensor"),
 ]  # fmt: skip
