@@ -9,6 +9,7 @@ from typing import Any
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.runtime import rtsys
 
+from fsdpx import environment
 from fsdpx.native.image import fingerprint, freedom
 
 __all__ = ["enable"]
@@ -65,7 +66,7 @@ class Cache(FunctionCache):
     def _open(self, sig: Any, codegen: Any) -> None:
         """Select the file of this signature; the caller holds the compiler's lock."""
         sources = fingerprint(Path(self._py_func.__code__.co_filename))
-        key = repr((str(sig), codegen.magic_tuple(), sources, self.made_as))
+        key = repr((str(sig), codegen.magic_tuple(), sources, self.made_as, environment.compiler()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
         self._cache_file = IndexDataCacheFile(self._cache_path, name, sources)
 

@@ -2,13 +2,14 @@
 
 import marshal
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from amount import few
 
 from fsdpx.native import image, layout, twice
+from fsdpx.native.cache import Cache
 from fsdpx.native.compiled import REORDER, fixed, jit
 
 pytestmark = pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
@@ -71,6 +72,16 @@ def test_code_that_may_reorder_sums_is_not_taken_for_one_that_may_not(cache):
         in_order += value
     assert numbers["False"] == {float(in_order) * 0.5}
     assert len(list(cache.iterdir())) == len(numbers) == 3
+
+
+def test_code_is_not_taken_for_that_of_a_compiler_told_otherwise(monkeypatch):
+    kept, codegen = Cache(_along, False, False), SimpleNamespace(magic_tuple=lambda: ("a processor",))
+    files = []
+    for level in ("3", "1", "3"):
+        monkeypatch.setenv("NUMBA_OPT", level)
+        kept._open("a signature", codegen)
+        files.append(kept._cache_file._index_path)
+    assert files[0] == files[2] != files[1]
 
 
 def test_what_no_code_is_made_for_is_left_to_numba(cache):
