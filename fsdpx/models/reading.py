@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.checkpoint.format import read_json
-from fsdpx.checkpoint.read import elements
+from fsdpx.checkpoint.format import array_type, read_json
+from fsdpx.checkpoint.pieces import Held
+from fsdpx.checkpoint.read import elements, read
 from fsdpx.checkpoint.rounding import rounded
 from fsdpx.checkpoint.source import Source, weights
 from fsdpx.errors import CheckpointError, ConfigError
@@ -20,6 +21,7 @@ from fsdpx.models.architecture import Architecture, Config
 from fsdpx.models.tables import ARCHITECTURES
 from fsdpx.models.turned import boxes
 from fsdpx.nn.container import Container
+from fsdpx.nn.layer import Spec
 from fsdpx.nn.sort import sort, specs_of
 
 __all__ = ["CONFIG", "Stored", "from_pretrained"]
@@ -44,6 +46,17 @@ class Stored:
             found = elements(self.source, self.name, box.turned(shape[0]))
             parts.append(found.reshape(box.shape[::-1]).T.reshape(-1))
         return _wide(np.concatenate(parts))
+
+    def into(self, target: Any, start: int) -> bool:
+        """Fill an array with the elements from `start` on, without another copy of them; False where their order or
+        format is another one, and not one that its own holds exactly."""
+        dtype = array_type(self.source.tensors[self.name][0])
+        exact = isinstance(target, np.ndarray) and (
+            target.dtype == dtype or (target.dtype == np.float32 and dtype.itemsize == 2)
+        )
+        if exact and not self.turned:
+            read(self.source, [Held(self.name, target, start, Spec(target.shape), 0, 1)], np)
+        return exact and not self.turned
 
 
 def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -94,22 +94,34 @@ def initialise(state: TrainState) -> None:
         runs = list(spec.cut.runs(spec.shape, spread.rank, spread.width, start, stop))
         return np.concatenate([part for some in _near(runs) for part in _of_runs(spec, seed, name, some)])
 
-    fill(state, values, BLOCK)
+    def read(name: str, start: int, target: Any) -> bool:
+        """Whether what is in a file is there now: it goes to its place without a copy in between."""
+        spec = layout.specs[name]
+        into = getattr(spec.init, "into", None) if spec.cut is None or spread.width == 1 else None
+        return into is not None and into(target, start)
+
+    fill(state, values, BLOCK, read)
     for row, array in state.ledger.saved():
         if row.key.kind == "outer":
             array[...] = state.ledger.array("master", row.key.page)
 
 
-def fill(state: TrainState, values: Any, most: int = sys.maxsize) -> None:
+def fill(
+    state: TrainState, values: Any, most: int = sys.maxsize, read: Callable[[str, int, Any], bool] | None = None
+) -> None:
     """Set this rank's shards from `values(parameter name, first element, one past the last)`, of what its line of the
-    tensor axis holds of the parameter. most: elements that are asked for at a time."""
+    tensor axis holds of the parameter. most: elements that are asked for at a time. read: fills an array with the
+    elements from one on by itself, or says that it does not."""
     for p, page in state.placement.pages.items():
         for field, first, own in page.page.held(state.ledger.array("master", p), page.mine):
             size, grain = int(own.size), getattr(own, "grain", 1)
             step = max(most // grain, 1) * grain
             for start in range(0, size, step):
                 stop = min(start + step, size)
-                host, target = values(field.source, first + start, first + stop), own[start:stop]
+                target = own[start:stop]
+                if read is not None and read(field.source, first + start, target):
+                    continue
+                host = values(field.source, first + start, first + stop)
                 target[...] = from_host(state.placement.xp, host.astype(target.dtype, copy=False))
 
 
