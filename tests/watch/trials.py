@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -60,7 +61,16 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def job(folder: Path, program: str, *, ranks: int = 3, args: tuple[str, ...] = (), **variables: str) -> Done:
-    """Run `program` on MPI ranks until the end; what temporary files it makes are in folder/tmp."""
+    """Run `program` on MPI ranks until the end; what temporary files it makes are in folder/tmp.
+
+    Open MPI's launcher (5.0.11) now and then crashes by itself after it has told how a job ended. What status it would
+    have had is lost, so the job is run once more."""
+    done = _job(folder, program, ranks, args, variables)
+    crashed = done.status == -signal.SIGSEGV and "prterun has exited" in done.err
+    return _job(folder, program, ranks, args, variables) if crashed and none_left(folder) else done
+
+
+def _job(folder: Path, program: str, ranks: int, args: tuple[str, ...], variables: dict[str, str]) -> Done:
     (folder / "tmp").mkdir(exist_ok=True)
     (folder / "job.py").write_text(program)
     begin = time.monotonic()
