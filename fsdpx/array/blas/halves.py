@@ -22,9 +22,8 @@ WIDENED = "widened"
 """Operands as float32, and their product by the library of float32: always there, and the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 LIBRARIES = {"bfloat16": ("onednn", "mkl"), "float16": ("onednn",)}
-CHECKED = {(1, 1, 1): "T", (3, 5, 2): "N", (17, 70, 33): "T", (64, 32, 96): "N"}
-"""(rows, summed, columns) of the products by which a library proves itself; "T": rows by rows, "N": columns by columns.
-Each is compiled first, which the first step waits for."""
+CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
+"""(rows, summed, columns) of the products by which a library proves itself."""
 
 asked: str | None = None  # by `choose`
 
@@ -123,13 +122,13 @@ def _proven(name: str, kind: str) -> bool:
 def _computes(library: onednn.OneDNN | mkl.MKL, kind: str) -> bool:
     """Whether it multiplies as the reference does: terms are exact in float32, sums may differ by their rounding."""
     numbers, half = np.random.default_rng(0), dtype(kind)
-    for (m, k, n), order in CHECKED.items():
+    for m, k, n in CHECKED:
         a, b = (numbers.standard_normal(shape, np.float32).astype(half) for shape in ((m, k), (n, k)))
-        x, y = (a, b.T) if order == "T" else (np.asfortranarray(a), np.ascontiguousarray(b.T))
-        out = np.empty((m, n), np.float32)
-        library.product(out, x, y, False, None)
-        exact = [v.astype(np.float64) for v in (x, y)]
-        bound = (k + 1) * 2.0**-23 * (np.abs(exact[0]) @ np.abs(exact[1]))
-        if not np.all(np.abs(out - exact[0] @ exact[1]) <= bound):
-            return False
+        for x, y in ((a, b.T), (np.asfortranarray(a), np.ascontiguousarray(b.T))):
+            out = np.empty((m, n), np.float32)
+            library.product(out, x, y, False, None)
+            exact = [v.astype(np.float64) for v in (x, y)]
+            bound = (k + 1) * 2.0**-23 * (np.abs(exact[0]) @ np.abs(exact[1]))
+            if not np.all(np.abs(out - exact[0] @ exact[1]) <= bound):
+                return False
     return True
