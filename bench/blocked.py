@@ -23,7 +23,7 @@ SHAPES = [(2048, 512, 1536), (2048, 512, 2048), (2048, 2048, 512), (2048, 256, 1
 """Rows, summed, columns: of `small`, `tiny` and `mlp`."""
 ANY, OF_WEIGHTS = 1, 131
 """Values of dnnl.h: a layout that the library chooses, and the question for that of the weights."""
-SOURCE, WEIGHTS, RESULT = 1, 33, 17
+ROLES = {"source": onednn.SOURCE, "weights": onednn.WEIGHTS, "result": onednn.RESULT}
 
 
 def ways(library: onednn.OneDNN, rows: int, summed: int, columns: int) -> tuple[Callable[[], None], ...]:
@@ -35,7 +35,13 @@ def ways(library: onednn.OneDNN, rows: int, summed: int, columns: int) -> tuple[
     api.dnnl_primitive_desc_query_md.restype = c_void_p
     api.dnnl_memory_desc_get_size.restype = c_size_t
     of_x, of_w, of_out = (library._layout(array) for array in (x, w.T, again))
-    chosen = made("dnnl_memory_desc_create_with_tag", 2, (c_int64 * 2)(summed, columns), c_int(2), c_int(ANY))
+    chosen = made(
+        "dnnl_memory_desc_create_with_tag",
+        2,
+        (c_int64 * 2)(summed, columns),
+        c_int(onednn.TYPES["bfloat16"]),
+        c_int(ANY),
+    )
     options = made("dnnl_primitive_attr_create")
     product = made("dnnl_matmul_primitive_desc_create", engine, of_x, chosen, None, of_out, options)
     layout = c_void_p(api.dnnl_primitive_desc_query_md(product, OF_WEIGHTS, 0))
@@ -49,8 +55,12 @@ def ways(library: onednn.OneDNN, rows: int, summed: int, columns: int) -> tuple[
     def ready(described: Any, **operands: Any) -> Callable[[], None]:
         primitive = made("dnnl_primitive_create", described)
         handed = (onednn.Argument * len(operands))(*[onednn.Argument(ROLES[k], v) for k, v in operands.items()])
-        kept = (x, w, out, again, room)
-        return lambda: library._check(str(len(kept)), execute(primitive, library._own.stream, len(handed), handed))
+        arrays = x, w, again, room  # live as long as what computes on them
+
+        def run(alive: tuple[np.ndarray, ...] = arrays) -> None:
+            library._check("dnnl_primitive_execute", execute(primitive, library._own.stream, len(handed), handed))
+
+        return run
 
     execute, blocked = api.dnnl_primitive_execute, memory(layout, lies)
     library._known()
@@ -66,9 +76,6 @@ def ways(library: onednn.OneDNN, rows: int, summed: int, columns: int) -> tuple[
     if not np.array_equal(out.view(np.uint16), again.view(np.uint16)):
         raise SystemExit("the blocked product differs")
     return as_it_is, own, reorder
-
-
-ROLES = {"source": SOURCE, "weights": WEIGHTS, "result": RESULT}
 
 
 def compare(library: onednn.OneDNN, shape: tuple[int, int, int], rounds: int) -> dict[str, Any]:

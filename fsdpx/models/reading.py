@@ -50,13 +50,13 @@ class Stored:
     def into(self, target: Any, start: int) -> bool:
         """Fill an array with the elements from `start` on, without another copy of them; False where their order or
         format is another one, and not one that its own holds exactly."""
+        if self.turned or not isinstance(target, np.ndarray):
+            return False
         dtype = array_type(self.source.tensors[self.name][0])
-        exact = isinstance(target, np.ndarray) and (
-            target.dtype == dtype or (target.dtype == np.float32 and dtype.itemsize == 2)
-        )
-        if exact and not self.turned:
-            read(self.source, [Held(self.name, target, start, Spec(target.shape), 0, 1)], np)
-        return exact and not self.turned
+        if target.dtype != dtype and not (target.dtype == np.float32 and dtype.itemsize == 2):
+            return False
+        read(self.source, [Held(self.name, target, start, Spec(target.shape), 0, 1)], np)
+        return True
 
 
 def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:

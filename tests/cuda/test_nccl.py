@@ -9,12 +9,11 @@ from typing import Any
 import nccl_stand_in
 import numpy as np
 import pytest
-from stand_in import Cupy, Device, ndarray
+from on_gpu import OnGpu
+from stand_in import Cupy, Device
 
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.comm.calls import Call, Handle
-from fsdpx.comm.communicator import Wrapper
 from fsdpx.comm.devices import Seat
 from fsdpx.comm.nccl import NcclCommunicator, check_seats
 from fsdpx.errors import CommError, CommTimeout, ConfigError
@@ -29,14 +28,6 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
         monkeypatch.setitem(sys.modules, name, module)
     Device(0).use()
     return made
-
-
-class OnGpu(Wrapper):
-    """Arrays of the host are given on as if their memory were a GPU's."""
-
-    def issue(self, call: Call) -> Handle:
-        given = call.arrays
-        return self.comm.issue(call.on(tuple(ndarray(a) if isinstance(a, np.ndarray) else a for a in given)))
 
 
 class TestContract(CommunicatorContract):

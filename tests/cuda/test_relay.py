@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_gpu import OnGpu
 from ranks import carrier, together
-from stand_in import Cupy, Device, Stream, ndarray
+from stand_in import Cupy, Device, Stream
 
 from fsdpx import nn, optim, spawn
 from fsdpx.comm import Communicator, relay
 from fsdpx.comm.calls import Call, Handle
 from fsdpx.comm.carrier import Carrier
-from fsdpx.comm.communicator import Wrapper
 from fsdpx.comm.messages import Pairs
 from fsdpx.comm.relay import relayed
 from fsdpx.comm.steps import Steps
@@ -70,14 +70,6 @@ class Threads(Carrier):
 
     def abort(self, code: int = 1) -> None:
         self.comm.abort(code)
-
-
-class OnGpu(Wrapper):
-    """Arrays of the host are given on as if their memory were a GPU's."""
-
-    def issue(self, call: Call) -> Handle:
-        given = call.arrays
-        return self.comm.issue(call.on(tuple(ndarray(a) if isinstance(a, np.ndarray) else a for a in given)))
 
 
 class TestContract(CommunicatorContract):
