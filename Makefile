@@ -112,11 +112,11 @@ type: $(VENV)/.ready
 check: $(VENV)/.ready
 	$(MAKE) --no-print-directory -j lint type check-threads  # mypy alone leaves a core idle
 
-# None of them sleeps, so one process less than JOBS. Asserts that show what they compare take long to compile: tests
-# that fail (status 1) run again with them.
+# Tests that wait leave a core to the others. Asserts that show what they compare take long to compile: tests that fail
+# (status 1) run again with them.
 CHECK = $(PY) -m pytest tests -m "not world and not jobs and not mpi_skip" --hypothesis-profile=check
 check-threads: $(VENV)/.ready
-	$(CHECK) --assert=plain -n $$(($(JOBS) - 1)) --dist worksteal || \
+	$(CHECK) --assert=plain -n $(JOBS) --dist worksteal || \
 		{ [[ $$? != 1 ]] || $(CHECK) --last-failed --last-failed-no-failures none; false; }
 
 replay: $(VENV)/.ready

@@ -19,6 +19,9 @@ from workloads import MODELS
 __all__ = ["tables"]
 
 KINDS = ("strong", "weak")
+LEAST = {2: 0.7, 4: 0.5}
+"""The efficiency that is promised, by ranks. Sharding that gathers and reduces layer by layer, and waits for each, is
+at 36 % with four."""
 
 
 def jobs(ranks: int, apart: bool, model: str, rows: int, seconds: float) -> list[dict[str, Any]]:
@@ -55,20 +58,32 @@ def compared(model: str, kind: str, ranks: int, rounds: int, seconds: float) -> 
 
 
 def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(kind, _table([row for row in found["rows"] if row["kind"] == kind])) for kind in KINDS]
+    by_kind = [(kind, _table([row for row in found["rows"] if row["kind"] == kind])) for kind in KINDS]
+    return [*by_kind, ("promised", _promised(found["rows"]))]
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     made = []
     for row in rows:
         if "failed" in row:
-            made.append([row["model"], str(row["ranks"]), "", "", row["failed"]])
+            made.append([row["model"], str(row["ranks"]), "", "", "", row["failed"]])
             continue
         one = next((r["rate"] for r in rows if r["model"] == row["model"] and r["ranks"] == 1), None)
         speedup = "" if one is None else f"{row['rate'] / one:.2f}"
         rates = (f"{row['rate']:,.0f} {MODELS[row['model']].unit}", f"{row['apart']:,.0f}")
         made.append([row["model"], str(row["ranks"]), *rates, f"{row['efficiency']:.0%}", speedup])
     return lines(["model", "ranks", "together", "by themselves", "efficiency", "times one rank"], made)
+
+
+def _promised(rows: list[dict[str, Any]]) -> str:
+    """Per model and number of ranks the worse of strong and weak."""
+    made = []
+    for model, ranks in dict.fromkeys((row["model"], row["ranks"]) for row in rows if row["ranks"] in LEAST):
+        same = [row for row in rows if (row["model"], row["ranks"]) == (model, ranks)]
+        found = [row.get("efficiency", 0.0) for row in same]
+        reached = "yes" if min(found) >= LEAST[ranks] else "no"
+        made.append([model, str(ranks), f"at least {LEAST[ranks]:.0%}", f"{min(found):.0%}", reached])
+    return lines(["model", "ranks", "promised", "worst", "reached"], made)
 
 
 def main() -> int:

@@ -29,8 +29,8 @@ def prompts(texts: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, VOCAB, (texts, PROMPT))
 
 
-def by_fsdpx(model: str, texts: int, new: int) -> float:
-    """Seconds."""
+def by_fsdpx(model: str, texts: int, new: int) -> float | None:
+    """Seconds; None on ranks that have nothing to say."""
     import fsdpx
     from fsdpx import optim
 
@@ -43,7 +43,7 @@ def by_fsdpx(model: str, texts: int, new: int) -> float:
     trainer.generate(given, 4)
     begin = time.perf_counter()
     trainer.generate(given, new)
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin if comm.rank == 0 else None
 
 
 def by_torch(model: str, texts: int, new: int) -> float:
@@ -111,7 +111,8 @@ def main() -> int:
     options = p.parse_args()
     if options.job:
         seconds = (by_torch if options.job == "torch" else by_fsdpx)(options.model, options.texts[0], options.new)
-        print(json.dumps({"rate": options.texts[0] * options.new / seconds}), flush=True)
+        if seconds is not None:
+            print(json.dumps({"rate": options.texts[0] * options.new / seconds}), flush=True)
         return 0
     rounds, new = (1, 8) if options.quick else (options.rounds, options.new)
     told: dict[tuple[int, str], list[dict[str, Any]]] = {}

@@ -1,18 +1,19 @@
 """Matrices in 8 and 4 bits beside float32 and bf16: products of x (rows, n) and a matrix (n, n) in microseconds, and a
 GPT of 25 million parameters that is evaluated, in milliseconds.
 
-    python bench/packed.py [--rows 1 8 64 512 4096] [--sizes 512 2048] [--seconds 1] [--threads 1]
+    python bench/packed.py [--rows 1 8 64 512 4096] [--sizes 512 2048] [--seconds 1] [--threads 1] [--quick]
 
 The ways take turns and the fastest call counts. Up to 64 rows each product takes another matrix, of 64 MiB in all: in a
 model, too, a matrix comes from memory, not from the cache. In brackets: how many times as fast as float32.
 """
 
-import argparse
+import sys
 from collections.abc import Callable, Iterator
 from time import perf_counter
 from typing import Any
 
 import numpy as np
+from records import arguments, lines, save
 
 from fsdpx import Precision, nn, optim
 from fsdpx.array import blas, parallel
@@ -96,30 +97,41 @@ def evaluated(seconds: float) -> Iterator[tuple[str, dict[str, float]]]:
     yield "parameters, MiB", {name: t.report().memory["parameters"] / (1 << 20) for name, t in trainers.items()}
 
 
-def row(*words: object, figures: dict[str, float]) -> None:
-    cells = (f"{x:.{0 if x > 99 else 1}f} ({figures['float32'] / x:.1f})" for x in figures.values())
-    print("|", " | ".join([*map(str, words), *cells]), "|", flush=True)
+def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
+    def cells(figures: dict[str, float]) -> list[str]:
+        return [f"{x:,.{0 if x > 99 else 1}f} ({figures['float32'] / x:.1f})" for x in figures.values()]
+
+    products = [[f"{n} x {n}", str(rows), *cells(figures)] for n, rows, figures in found["products"]]
+    evaluate = [[what, *cells(figures)] for what, figures in found["evaluate"]]
+    return [
+        ("libraries", found["libraries"]),
+        ("evaluate", lines(["evaluate", *WAYS], evaluate)),
+        ("products", lines(["product, us", "rows", *WAYS], products)),
+    ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 512, 4096])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[512, 2048])
-    parser.add_argument("--seconds", type=float, default=1.0)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    parallel.set_threads(args.threads)
-    blas.threads(args.threads)
-    print(f"float32 by {blas.chosen()}, bf16 by {blas.halves.chosen()}, int8 by {blas.integers.chosen() or 'widening'}")
-    names = "".join(f" {name} |" for name in WAYS)
-    print(f"| product, us: n | rows |{names}", "|---" * (2 + len(WAYS)) + "|", sep="\n")
-    for size in args.sizes:
-        for rows in args.rows:
-            row(size, rows, figures=measured(rows, size, args.seconds))
-    print(f"\n| evaluate |{names}", "|---" * (1 + len(WAYS)) + "|", sep="\n")
-    for what, figures in evaluated(args.seconds):
-        row(what, figures=figures)
+def main() -> int:
+    p = arguments(__doc__, rounds=1)
+    p.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 512, 4096])
+    p.add_argument("--sizes", type=int, nargs="+", default=[512, 2048])
+    p.add_argument("--seconds", type=float, default=1.0, help="of each product; an evaluation takes three times that")
+    p.add_argument("--threads", type=int, default=1)
+    options = p.parse_args()
+    parallel.set_threads(options.threads)
+    blas.threads(options.threads)
+    sizes, rows, seconds = options.sizes, options.rows, options.seconds
+    if options.quick:
+        sizes, rows, seconds = sizes[:1], rows[:2], 0.05
+    found = {
+        "libraries": f"float32 by {blas.chosen()}, bf16 by {blas.halves.chosen()}, "
+        f"int8 by {blas.integers.chosen() or 'widening'}",
+        "products": [[size, count, measured(count, size, seconds)] for size in sizes for count in rows],
+        "evaluate": list(evaluated(seconds)),
+    }
+    save("packed", options, found)
+    print("\n\n".join(text for _, text in tables(found)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -28,6 +28,7 @@ PAGES = (
     DOCS / "launching.md",
     DOCS / "models.md",
     DOCS / "finetuning.md",
+    DOCS / "precision.md",
     DOCS / "pytorch.md",
 )
 MARK = re.compile(r"(<!-- (\w+): ([\w ,.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -43,7 +43,9 @@ def curves(
     if plt is None or not panels:
         return
     figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.4), squeeze=False)
+    looks = plt.cycler(linestyle=["-", "--", ":"]) * plt.rcParams["axes.prop_cycle"]  # none comes twice
     for axis, (label, named) in zip(axes[0], panels.items(), strict=True):
+        axis.set_prop_cycle(looks)
         for name, points in named.items():
             axis.plot(*zip(*points, strict=True), marker="o", markersize=3, linewidth=1.2, label=name)
         axis.set_xscale("log" if "x" in log else "linear")
@@ -53,7 +55,7 @@ def curves(
         axis.tick_params(labelsize=7)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(y, fontsize=8)
-    axes[0][-1].legend(fontsize=7)
+    axes[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.02, 1.0))
     _save(figure, plt, path, title)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdpx.native.processor import told
 
-__all__ = ["RESULTS", "arguments", "lines", "load", "machine", "save"]
+__all__ = ["RESULTS", "arguments", "command", "folder_of", "lines", "load", "machine", "save"]
 
 RESULTS = Path(__file__).parent / "results"
 QUICK = Path(__file__).parents[1] / "build" / "bench"
@@ -30,12 +30,21 @@ def arguments(doc: str, rounds: int) -> argparse.ArgumentParser:
 
 def save(name: str, options: argparse.Namespace, found: dict[str, Any]) -> Path:
     """Write NAME.json with the command and the machine; the folder it is in."""
-    folder: Path = options.out or (QUICK if options.quick else RESULTS)
+    folder = folder_of(options)
     folder.mkdir(parents=True, exist_ok=True)
-    command = shlex.join(["python", f"bench/{name}.py", *sys.argv[1:]])
-    text = json.dumps({"command": command, "machine": machine(), **found}, indent=1)
+    text = json.dumps({"command": command(name), "machine": machine(), **found}, indent=1)
     (folder / f"{name}.json").write_text(text + "\n")
     return folder
+
+
+def folder_of(options: argparse.Namespace) -> Path:
+    """Where results go."""
+    return options.out or (QUICK if options.quick else RESULTS)
+
+
+def command(name: str) -> str:
+    """The line that has started this."""
+    return shlex.join(["python", f"bench/{name}.py", *sys.argv[1:]])
 
 
 def load(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:

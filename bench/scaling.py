@@ -24,6 +24,11 @@ SHARES = {
     "many, each layer alone": ["--model", "many", "--group-bytes", "0"],
 }
 
+GROUPED, ALONE = list(SHARES)[1:]
+GAIN = 10.0
+"""So many times as long at least takes a step whose layers are units by themselves: what grouping them is promised to
+save where there are many small ones."""
+
 Point = dict[str, Any]
 
 
@@ -77,9 +82,9 @@ def shares(quick: bool) -> list[Point]:
 
 
 def tables(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """One table per sweep, and the share of communication."""
+    """One table per sweep, the share of communication, and what grouping layers saves."""
     made = [(name, _sweep(points)) for name, points in found["sweeps"].items()]
-    return [*made, ("communication", _shares(found["shares"]))]
+    return [*made, ("communication", _shares(found["shares"])), ("grouping", _grouping(found["shares"]))]
 
 
 def _sweep(points: list[Point]) -> str:
@@ -106,6 +111,21 @@ def _shares(points: list[Point]) -> str:
         times = [f"{1e3 * p[key]:.1f}" for key in ("on", "off")]
         rows.append([p["model"], f"{p['units']:,}", *times, off, f"{100 * p['reported']:.1f} %", ""])
     return lines(head, rows)
+
+
+def _grouping(points: list[Point]) -> str:
+    by = {p["model"]: p for p in points if "on" in p}
+    if not {GROUPED, ALONE} <= by.keys():
+        return "not measured"
+    grouped, alone = by[GROUPED], by[ALONE]
+    gain = alone["on"] / grouped["on"]
+    rows = [["ms per step", f"{1e3 * grouped['on']:.1f}", f"{1e3 * alone['on']:.1f}", f"{gain:.0f} times",
+             f"at least {GAIN:.0f} times", "yes" if gain >= GAIN else "no"]]  # fmt: skip
+    over = [1e3 * (p["on"] - p["off"]) for p in (grouped, alone)]
+    rows.append(["ms of communication", *(f"{ms:.1f}" for ms in over), f"{over[1] / over[0]:.0f} times", "", ""])
+    units = [grouped["units"], alone["units"]]
+    rows.append(["units", *(f"{count:,}" for count in units), f"{units[1] / units[0]:,.0f} times", "", ""])
+    return lines(["", "grouped", "each layer alone", "saved", "promised", "reached"], rows)
 
 
 def draw(found: dict[str, Any], folder: Path) -> None:

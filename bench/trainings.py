@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs import environ, finish, mpiexec, start
-from records import arguments, save
+from records import arguments, command, folder_of, load, save
 
 __all__ = ["compare", "job", "parser"]
 
@@ -26,6 +26,7 @@ def parser(
     p.add_argument("--ranks", type=int, default=ranks)
     p.add_argument("--steps", type=int, default=steps, help="of each training; schedules of learning rates follow")
     p.add_argument(which, dest="variants", nargs="+", default=[*variants], choices=[*variants])
+    p.add_argument("--add", action="store_true", help="keep what the results have of others, trained as long")
     return p
 
 
@@ -44,19 +45,32 @@ def compare(
 ) -> int:
     """Run the jobs, and print and save what they found. kind: of variants, the key of their names. asked: what all jobs
     are asked for, beside the seed. jobs: so many at a time."""
-    found: dict[str, Any] = {**asked, "ranks": options.ranks, "rows": []}
+    seeds, found = options.seeds[:1] if options.quick else options.seeds, {**asked, "ranks": options.ranks, "rows": []}
+    if options.add:
+        found |= _kept(Path(script).stem, kind, options, found, set(product(seeds, options.variants)))
     here = [sys.executable] if options.ranks == 1 else mpiexec(options.ranks)
 
     def row(seed_and_name: tuple[int, str]) -> dict[str, Any]:
         seed, name = seed_and_name
-        command = [*here, script, "job", name, json.dumps({**asked, "seed": seed})]
-        return {kind: name, "seed": seed, **finish(start(command, environ()), patience=7200)}
+        words = [*here, script, "job", name, json.dumps({**asked, "seed": seed})]
+        return {kind: name, "seed": seed, **finish(start(words, environ()), patience=7200)}
 
     with ThreadPoolExecutor(jobs) as pool:
-        for made in pool.map(row, product(options.seeds[:1] if options.quick else options.seeds, options.variants)):
+        for made in pool.map(row, product(seeds, options.variants)):
             found["rows"].append(made)
             print(json.dumps(made), flush=True)
             save(Path(script).stem, options, found)
     for title, text in tables(found):
         print(f"{title}\n{text}\n", flush=True)
     return 0
+
+
+def _kept(
+    name: str, kind: str, options: argparse.Namespace, asked: dict[str, Any], new: set[tuple[int, str]]
+) -> dict[str, Any]:
+    """The rows of earlier results that are not made anew, and the commands of all."""
+    found = load(name, folder_of(options)) or sys.exit(f"--add: {folder_of(options)} has no results of {name}")
+    if other := [key for key in asked if key != "rows" and found[key] != asked[key]]:
+        sys.exit(f"--add: the results are of {other[0]}={found[other[0]]}, not {asked[other[0]]}")
+    rows = [row for row in found["rows"] if (row["seed"], row[kind]) not in new]
+    return {"command": f"{found['command']}; {command(name)}", "rows": rows}

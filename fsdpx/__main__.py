@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from fsdpx.errors import FsdpxError
 from fsdpx.launch.mesh import add_options
@@ -30,10 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + 13  # SIGPIPE, which Windows has not
 
 
+class Parser(argparse.ArgumentParser):
+    """Says a mistake in one line, as all others are said, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_say(f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is"))
+
+
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays"
-    )
+    p = Parser(prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays")
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
     commands = p.add_subparsers(dest="command")
     info = commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")

@@ -12,12 +12,14 @@ from fsdpx.comm.calls import Array
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.host import Window
 
-__all__ = ["SLOTS", "Board"]
+__all__ = ["LETTER", "SLOTS", "Board"]
 
 SLOTS = 64
 """Collectives in flight at one time; the next one takes the place of the oldest."""
 HEAD = 8
 """64-bit words of a record before its payload: posted, finished, and words about the call. One cache line."""
+LETTER = 128
+"""Bytes that the payload of a record holds at least: what ranks tell each other about a step takes no more."""
 
 
 class Board:
@@ -25,7 +27,7 @@ class Board:
 
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size = comm.rank, comm.size
-        self._record = HEAD + -(-self.size // HEAD) * HEAD  # the payload: a word for each rank, in whole cache lines
+        self._record = HEAD + -(-max(self.size, LETTER // 8) // HEAD) * HEAD  # a word for each rank, whole cache lines
         self._window = Window(comm, SLOTS * self._record * 8)
         self._bytes = self._window.parts
         self.addresses = self._window.addresses

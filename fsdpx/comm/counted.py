@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fsdpx.comm.calls import Call, Handle
@@ -22,10 +22,11 @@ class Count:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts by (axis, verb), for one rank. total: all bytes so far."""
+    """Counts by (axis, verb), for one rank. total: all bytes so far. tallies: what layers count themselves, by path."""
 
     table: dict[tuple[str, str], Count] = field(default_factory=dict)
     total: int = field(default=0, compare=False)
+    tallies: dict[str, list[int]] = field(default_factory=dict, compare=False)
 
     def add(self, axis: str, verb: str, nbytes: int, calls: int = 1) -> None:
         """Note `calls` calls of `verb` on `axis` that moved `nbytes` in all."""
@@ -35,6 +36,11 @@ class Counters:
         count.calls += calls
         count.bytes += nbytes
         self.total += nbytes
+
+    def tally(self, name: str, numbers: Sequence[int]) -> None:
+        """Add to the numbers that a layer counts."""
+        before = self.tallies.get(name, [0] * len(numbers))
+        self.tallies[name] = [a + b for a, b in zip(before, numbers, strict=True)]
 
     def of(self, axis: str | None = None, verb: str | None = None) -> Count:
         """The sum over what matches; None matches everything."""
@@ -57,6 +63,7 @@ class Counters:
     def clear(self) -> None:
         """Forget all."""
         self.table.clear()
+        self.tallies.clear()
 
     def __iter__(self) -> Iterator[tuple[str, str, int, int]]:
         """(axis, verb, calls, bytes), sorted by axis and verb."""

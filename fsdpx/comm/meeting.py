@@ -31,7 +31,7 @@ class Group(Protocol):
 def late(call: object, group: Group, missing: Sequence[int]) -> CommTimeout:
     """What a wait raises when it has lasted too long. missing: who of the machine did not come."""
     ranks = [group.ranks[index] for index in missing]
-    reason = f"ranks {ranks} did not call it with an array of a window, or have ended"
+    reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
     return CommTimeout(f"{call} is not complete after {group.timeout:g} s: {reason}")
 
 

@@ -61,9 +61,10 @@ class Neighbours:
         self.board.post(number)
         return self._meet(number, call, held=False)
 
-    def meet(self, number: int, place: Place, call: Call, work: Callable[[], None], **terms: Any) -> Handle:
-        """Post where an array lies; `work` when all have done so, complete when all have finished theirs."""
-        self.board.post(number, place.words)
+    def meet(self, number: int, place: Place | None, call: Call, work: Callable[[], None], **terms: Any) -> Handle:
+        """Post where an array lies, None if the payload says all; `work` when all have done so, complete when all have
+        finished theirs."""
+        self.board.post(number, None if place is None else place.words)
         return self._meet(number, call, work, **terms)
 
     def _meet(self, number: int, call: Call, work: Callable[[], None] | None = None, **terms: Any) -> Meeting:
@@ -81,7 +82,7 @@ class Neighbours:
         return [own if i == self.lane else self.peer(i, number, start, own.size, own.dtype) for i in count]
 
     def payload(self, index: int, number: int) -> Array:
-        """A word for each rank that rank `index` of the machine gives with its post."""
+        """Words that rank `index` of the machine gives with its post: one for each rank, or the bytes of a letter."""
         return self.board.payload(index, number).view(np.int64)
 
     def copy_pieces(self, number: int, pieces: Sequence[tuple[int, Array, int]]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 
 from fsdpx.array.kernels.choice import installed
 from fsdpx.comm.backend import Backend
+from fsdpx.comm.board import LETTER
 from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces
 from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.checks import copy, overlay
@@ -24,6 +25,7 @@ from fsdpx.comm.lanes import Lanes
 from fsdpx.comm.mapped import LOCKS, MappedWindow, memory_here
 from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.reduction import compilable, fold, is_half
+from fsdpx.comm.relay import of_gpu
 from fsdpx.comm.steps import Steps
 from fsdpx.comm.window import Window
 
@@ -171,7 +173,23 @@ class NodeCommunicator(Backend):
             return self._gather_from(call, near, source)
         if self.lanes is not None and into is not None:
             return Steps(self.lanes.all_gather(call, into), self.progress)
+        few = max(call.cuts[0].counts) * recv.dtype.itemsize <= LETTER
+        if few and self.inside and self.carrier.slow and not of_gpu(call.arrays):
+            return self._gather_letters(call, near)
         return None
+
+    def _gather_letters(self, call: Call, near: Neighbours) -> Handle:
+        """A few bytes from each rank, wherever they lie: written on the board beside the post."""
+        (send, recv), (cut,) = call.arrays, call.cuts
+        number = near.reserve()
+        near.board.payload(near.lane, number)[: send.nbytes] = send.view(np.uint8)
+
+        def read() -> None:
+            for index in range(near.size):
+                piece = cut.part(recv, index)
+                piece[...] = near.board.payload(index, number)[: piece.nbytes].view(piece.dtype)
+
+        return near.meet(number, None, call, read, held=False)
 
     def _gather_common(self, call: Call, near: Neighbours, into: Place, source: Place | None) -> Handle:
         """Into memory that all share: once this rank's piece lies there, all there is to do is to say so."""

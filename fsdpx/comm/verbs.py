@@ -103,7 +103,7 @@ def moved(comm: Ranks, call: Call) -> int:
     verb, arrays = VERBS[call.verb], call.arrays
     if comm.size == 1 or not arrays:
         return 0
-    dtype = next(array.dtype for array in arrays if array is not None) if call.wire is None else call.wire
+    dtype = (arrays[-1] if arrays[0] is None else arrays[0]).dtype if call.wire is None else call.wire
     if len(verb.cut) == 1:
         whole, part = arrays if verb.cut[0] == "send" else arrays[::-1]
         elements = whole.size - part.size if not verb.at_root or comm.rank == call.root else part.size

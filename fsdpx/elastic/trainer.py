@@ -23,6 +23,7 @@ from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.trainer.batch import sum_of
 from fsdpx.trainer.recipe import Recipe
+from fsdpx.trainer.routing import Routing
 from fsdpx.trainer.summary import Summary
 from fsdpx.trainer.trainer import Step, Trainer
 
@@ -162,6 +163,9 @@ class ElasticTrainer(Trainer):
 
     def summary(self) -> Summary:
         return self._until_all(lambda: Trainer.summary(self))
+
+    def routing(self) -> dict[str, Routing]:
+        return self._until_all(lambda: Trainer.routing(self))
 
     def most(self, values: np.ndarray, what: str) -> np.ndarray:
         def largest() -> np.ndarray:

@@ -13,7 +13,7 @@ from fsdpx.nn.sort import CALLS_NUMPY, Node, calls_numpy
 
 __all__ = ["backward", "backward_input", "backward_params", "forward"]
 
-Arrays = list[dict[str, Any]]
+Arrays = Sequence[Mapping[str, Any]]
 Grads = Sequence[Mapping[str, Any]]
 Envs = list[Env]
 NOTHING = object()

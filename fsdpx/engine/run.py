@@ -100,7 +100,7 @@ class Run:
 
     def worlds_at(self, batch: Microbatch, again: bool = False) -> tuple[Env, list[list[Env]]]:
         """The world at this microbatch, as the loss sees it, and as each node of each unit does."""
-        self.worlds.moment.step, self.worlds.moment.row = self.step, batch.row
+        self.worlds.moment.step, self.worlds.moment.row = self.step, batch.row + self.place.first_sample(batch)
         return self.worlds.of(self.feed.training, again, batch.inputs, self.feed.cache)
 
 

@@ -8,7 +8,7 @@ from fsdpx.engine.lines import Stacks
 from fsdpx.layout.pages import Page
 from fsdpx.layout.units import Layout
 from fsdpx.nn.gradients import Entries, Entry, Gradients
-from fsdpx.nn.layer import dotted
+from fsdpx.nn.layer import Parameters, dotted
 
 __all__ = ["Views"]
 
@@ -26,7 +26,7 @@ class Views:
         self._leaves: dict[int, tuple[Any, list[Any]]] = {}
         self._pages: dict[tuple[int, int], tuple[Any, dict[str, Any]]] = {}
         self._entries: dict[tuple[int, int], tuple[Any, Entries]] = {}
-        self._params: dict[tuple[int, ...], tuple[Any, list[dict[str, Any]]]] = {}
+        self._params: dict[tuple[int, ...], tuple[Any, list[Parameters]]] = {}
         self._grads: dict[tuple[int, ...], tuple[Any, list[Gradients]]] = {}
         self._names = [
             [[(local, layout.held(dotted(n.path, local))) for local in n.layer.specs()] for n in unit.nodes]
@@ -62,12 +62,12 @@ class Views:
             cached = self._entries[key] = (buffer, made)
         return cached[1]
 
-    def params(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def params(self, unit: int, pages: Sequence[Mapping[str, Any]]) -> list[Parameters]:
         """Per node of a unit: local name -> array. pages: name -> array each, and the running statistics, if any."""
         key = (unit, *map(id, pages))
         cached = self._params.get(key)
         if cached is None:
-            made = self._per_node(unit, pages)
+            made = [Parameters(arrays) for arrays in self._per_node(unit, pages)]
             cached = self._params[key] = (tuple(pages), made)  # holding the pages keeps their ids taken
         return cached[1]
 

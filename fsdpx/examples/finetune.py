@@ -123,7 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = tokenizer_made(comm) if args.folder is None else tokenizer_of(args.folder)
     ends = [tokenizer.token_to_id(END)] if args.folder is None else ends_of(args.folder)
     if not ends:
-        raise ConfigError(f"{args.folder}/config.json has no eos_token_id, with which answers end")
+        raise ConfigError(
+            f"{args.folder}: neither generation_config.json nor config.json has an eos_token_id, with which answers "
+            "end: add one to config.json"
+        )
     model, weights = pretrained(args, tokenizer, comm)
     adapted = nn.lora(model, args.rank, args.alpha, targets=args.targets)
     trainer = adapted.as_distributed(

@@ -1,4 +1,4 @@
-"""One small GPT under any strategy and on any axis: what a rank holds and moves, and that it learns the same.
+"""One small model under any strategy and on any axis: what a rank holds and moves, and that it learns the same.
 
     mpiexec -n 4 python -m fsdpx.examples.strategies --strategy zero2
 
@@ -31,6 +31,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "sequence": {"mesh": Mesh(tensor=2), "sequence": "parallel"},
     "ulysses": {"mesh": Mesh(tensor=2), "sequence": "ulysses"},
     "ring": {"mesh": Mesh(tensor=2), "sequence": "ring"},
+    "experts": {"mesh": Mesh(tensor=2), "sequence": "samples"},
     "3d": {"mesh": Mesh(pipe=2, tensor=2), "strategy": "zero1", "sequence": "parallel"},
     "async": {"strategy": fsdpx.Async(staleness=4)},
     "gossip": {"strategy": "gossip"},
@@ -49,7 +50,9 @@ def train(comm: Any, name: str, steps: int = 40, folder: str = "") -> tuple[floa
     options = dict(CHOICES[name])
     if "offload" in options:
         options["offload"] = fsdpx.Offload(folder, what=("optimizer", "parameters"))
-    model = nn.GPT(VOCABULARY, d_model=32, n_layers=4, n_heads=4, seq_len=LENGTH)
+    model: nn.Layer = nn.GPT(VOCABULARY, d_model=32, n_layers=4, n_heads=4, seq_len=LENGTH)
+    if name == "experts":
+        model = nn.Llama(VOCABULARY, d_model=32, n_layers=4, n_heads=4, seq_len=LENGTH, experts=4, balance=0.01)
     made = model.as_distributed(
         loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=3e-3), group_bytes=0, tune=False, comm=comm, **options
     )
@@ -86,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.strategy} on {comm.size} ranks: loss {before:.3f}, after {args.steps} steps {after:.3f}")
         print(f"rank 0 holds {held:,.0f} KiB in memory, {disk:,.0f} on disk")
         print("and moves per step:", ", ".join(f"{axis} {kib:,.1f} KiB" for axis, kib in moved.items()) or "nothing")
+        for table in report.routing_text:
+            print(table)
     return 0
 
 

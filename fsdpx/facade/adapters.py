@@ -16,6 +16,7 @@ from fsdpx.checkpoint.source import contents
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.models.reading import Stored
 from fsdpx.nn.layer import Layer, dotted
+from fsdpx.nn.lowcut import adapter_of
 from fsdpx.nn.lowrank import LOW, LoRALinear
 from fsdpx.trainer.trainer import Trainer
 
@@ -88,10 +89,10 @@ def merged_parameters(trainer: Trainer) -> dict[str, np.ndarray]:
 def _adapted(trainer: Trainer, call: str) -> dict[str, LoRALinear]:
     """The layers with adapters by name."""
     found = {
-        path: layer
+        path: low
         for node in trainer.placement.model.nodes
         for path, layer in _walk(node.path, node.layer)
-        if isinstance(layer, LoRALinear)
+        if (low := adapter_of(layer)) is not None
     }
     if not found:
         raise ConfigError(f"{call}: the model has no adapters: make it with nn.lora(model, targets=...)")

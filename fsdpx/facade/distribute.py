@@ -104,7 +104,8 @@ def distribute(
     costs : path pattern -> cost of a layer, for the automatic cut
     recompute : what runs forward again in backward: "all", every k-th unit, a budget "512MiB", or "attention"
     tensor_plan : path pattern -> how a layer is cut over the tensor axis (default: the model's own)
-    sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end
+    sequence : over the tensor axis: "parallel" for norms and dropout, "ulysses" or "ring" from end to end, "samples"
+        for samples instead, beside experts (docs/tensor.md)
     elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs/elastic.md)
     average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
     offload : what lies on disk instead of in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
@@ -119,7 +120,7 @@ def distribute(
     ------
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
-    given, (model, loss) = model, native(model, loss)
+    model, loss = native(model, loss)
     choice = Elastic.of(elastic)
     _check_elastic(choice, backend, precision, offload, strategy, trace)
     # before choices are checked: what is wrong on all ranks is printed once for all of them
@@ -133,7 +134,7 @@ def distribute(
         ),
         Machinery(precision, device, check, tune, progress, trace, device_map),
     )  # fmt: skip
-    return _trainer(recipe, world, model is not given) if choice is None else _elastic(recipe, world, choice)
+    return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 
 
 def _check_elastic(
@@ -158,7 +159,7 @@ def _check_elastic(
         raise ConfigError(f"strategy={strategy!r}: elastic ranks train together; leave elastic out, or choose 'hybrid'")
 
 
-def _trainer(recipe: Recipe, world: Communicator, foreign: bool) -> Trainer:
+def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     note(world, "distribute")
     device = recipe.machinery.device
     begin(world, "distribute" if device == "cpu" else f"distribute(device={device!r})")
@@ -168,10 +169,9 @@ def _trainer(recipe: Recipe, world: Communicator, foreign: bool) -> Trainer:
     trace = recipe.machinery.traced()
     if trace is not None and not session.place.imaginary:
         session.tracer = Tracer(session.engine, trace)
-    trainer = Trainer(session)
-    if foreign:
-        handed_on(recipe.training.model)
-    return trainer
+    if device != "shape":
+        handed_on(recipe.training.model, world)
+    return Trainer(session)
 
 
 def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:

@@ -12,6 +12,8 @@ __all__ = ["NO_TOKEN", "Sampling"]
 NO_TOKEN = -1
 """In place of a token, where the logits are NaN or infinite."""
 ROW = 1 << 32  # random numbers of one row
+LIKELY = 64
+"""Tokens that have most of the probability, as a rule: the first guess of how many `top_p` leaves."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,33 @@ class Sampling:
         if self.temperature == 0:
             return int(logits.argmax())
         weights = np.exp((logits - logits.max()) / self.temperature)
-        if self.top_k is not None or self.top_p is not None:
-            weights[self._left_out(weights)] = 0.0
+        kept = self._kept(weights)
+        weights = weights[kept]
         sums = np.cumsum(weights)
         draw = uniform(self.seed, "generate", row * ROW + number, row * ROW + number + 1)[0]
         last = int(np.flatnonzero(weights)[-1])  # rounding may bring a draw to the very end
-        return min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)
+        return int(kept[min(int(np.searchsorted(sums, draw * sums[-1], side="right")), last)])
 
-    def _left_out(self, weights: np.ndarray) -> np.ndarray:
-        """Tokens that are not drawn from."""
-        order = np.argsort(-weights, kind="stable")[: self.top_k]
+    def _kept(self, weights: np.ndarray) -> np.ndarray:
+        """Tokens that are drawn from, by number."""
+        if self.top_k is None and self.top_p is None:
+            return np.arange(weights.size)
+        count = min(self.top_k or LIKELY, weights.size)
+        order = _largest(weights, count)
         if self.top_p is not None:
-            sums = np.cumsum(weights[order])
-            order = order[: int(np.searchsorted(sums, self.top_p * sums[-1])) + 1]
-        out = np.ones(weights.size, bool)
-        out[order] = False
-        return out
+            most = self.top_p * (weights.sum() if self.top_k is None else weights[order].sum())
+            while (sums := np.cumsum(weights[order]))[-1] < most and self.top_k is None and count < weights.size:
+                count = min(count * LIKELY, weights.size)
+                order = _largest(weights, count)
+            order = order[: int(np.searchsorted(sums, most)) + 1]
+        return np.sort(order)
+
+
+def _largest(weights: np.ndarray, count: int) -> np.ndarray:
+    """The tokens of the `count` largest weights, those first; of equal ones the first tokens. Sorts no others."""
+    if count < weights.size:
+        least = np.partition(weights, -count)[-count]
+        tokens = np.flatnonzero(weights >= least)
+    else:
+        tokens = np.arange(weights.size)
+    return tokens[np.argsort(-weights[tokens], kind="stable")][:count]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
+from fsdpx.array.heap import give_back
 from fsdpx.comm.communicator import Communicator
 from fsdpx.interop.values import values_in
 from fsdpx.nn.layer import Layer
@@ -31,7 +33,12 @@ def same_values(model: Layer, comm: Communicator) -> None:
         values.agree(comm)
 
 
-def handed_on(model: Layer) -> None:
-    """Every rank has taken its part of the first values: none keeps them all."""
-    for values in values_in(model):
-        values.clear()
+def handed_on(model: Layer, comm: Communicator) -> None:
+    """Every rank has taken its part of the first values: layers keep none that a module has. Collective."""
+    if not (found := values_in(model)):
+        return
+    comm.barrier(what="first values").wait()  # ranks that are threads may share the layers
+    for values in found:
+        values.hand_on()
+    gc.collect()  # what PyTorch has made to cut a module holds its parameters, in circles
+    give_back()

@@ -51,7 +51,7 @@ class Part(Differentiated):
         name: str,
     ) -> None:  # fmt: skip
         self.n_inputs, self.name = inputs, name
-        self.values = values_of({n: t.detach() for n, t in parameters.items()})
+        self.values = values_of(parameters)
         self.trained = frozenset(n for n, t in parameters.items() if t.requires_grad)
         self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
         self._operations, self._constants = operations, tuple(constants)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import threading
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,10 +29,17 @@ __all__ = ["Differentiated", "Module", "chosen", "values_of"]
 
 
 def values_of(tensors: Mapping[str, torch.Tensor]) -> Values:
-    """First values: those that a module has now."""
+    """First values: those that a module has now. tensors: its own, which live as long as it does."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
-    here = {name: array_of(np, t) for name, t in tensors.items() if not t.is_meta}
-    return Values(here, {name: missing for name, t in tensors.items() if t.is_meta})
+    here = {name: t for name, t in tensors.items() if not t.is_meta}
+    again = {name: functools.partial(_again, weakref.ref(t)) for name, t in here.items()}
+    arrays = {name: array_of(np, t) for name, t in here.items()}
+    return Values(arrays, {name: missing for name, t in tensors.items() if t.is_meta}, again)
+
+
+def _again(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
+    tensor = owner()
+    return None if tensor is None else array_of(np, tensor)
 
 
 class Differentiated(Layer):
@@ -180,7 +189,7 @@ class _Bare:
         held = _held(module)
         self.trained = frozenset(name for name, p in module.named_parameters() if p.requires_grad)
         self.counts = [name for name, t in held.items() if not t.is_floating_point()]
-        floats = {name: t.detach() for name, t in held.items() if t.is_floating_point()}
+        floats = {name: t for name, t in held.items() if t.is_floating_point()}
         self.values = values_of(floats)
         self.shapes = {name: tuple(t.shape) for name, t in floats.items()}
         empty = {id(t): _without_data(t) for t in held.values()}

@@ -3,7 +3,7 @@ with less kept for backward. In PyTorch's own way for other formats and devices,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ __all__ = ["NATIVE", "attention", "fuse"]
 
 aten: Any = torch.ops.aten
 EXACT = (torch.float32, torch.float64)
+DEFAULTS = (None, None, None, None, 1e-5)  # of a layer norm: input, shape, weight, bias, eps
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -45,6 +46,17 @@ def gelu_linear(
     return _linear(x, weight, bias, approximate)
 
 
+def norm_linear(
+    x: torch.Tensor, shape: Sequence[int], scale: torch.Tensor | None, shift: torch.Tensor | None, eps: float,
+    weight: torch.Tensor, bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`aten.linear` of `aten.layer_norm` over the last dim: backward makes the result of the norm anew."""
+    if not _ours(x, weight, bias, scale, shift):
+        return linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
+    y = _NormLinear.apply(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight, bias)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
@@ -62,13 +74,19 @@ NATIVE: dict[Any, Callable[..., Any]] = {aten.linear.default: linear, aten.addmm
 
 
 def fuse(graph: fx.Graph) -> None:
-    """A GELU and the product that alone reads it as one operation."""
+    """A GELU or a layer norm and the product that alone reads it as one operation."""
     for node in graph.nodes:
         source = node.args[0] if node.target is linear else None
-        if isinstance(source, fx.Node) and source.target is aten.gelu.default and len(source.users) == 1:
-            node.target, node.kwargs = gelu_linear, dict(source.kwargs)
-            node.args = (source.args[0], *node.args[1:])
-            graph.erase_node(source)
+        if not isinstance(source, fx.Node) or len(source.users) != 1:
+            continue
+        if source.target is aten.gelu.default:
+            node.target, node.args, node.kwargs = gelu_linear, (source.args[0], *node.args[1:]), dict(source.kwargs)
+        elif source.target is aten.layer_norm.default and not source.kwargs and len(source.args[1]) == 1:
+            given = (*source.args, *DEFAULTS[len(source.args) :])[: len(DEFAULTS)]
+            node.target, node.args = norm_linear, (*given, *node.args[1:])
+        else:
+            continue
+        graph.erase_node(source)
 
 
 def _ours(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
@@ -119,6 +137,43 @@ class _Linear(torch.autograd.Function):
         else:
             blas.linear_gradients(*into, dy, a)
         return *(None if d is None else tensor_of(d) for d in (dx, dw, db)), None
+
+
+class _NormLinear(torch.autograd.Function):
+    """layer_norm(x) weight^T + bias of `(rows, n)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, scale: Any, shift: Any, eps: float, weight: torch.Tensor, bias: Any
+    ) -> torch.Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x, scale, shift, weight, bias)
+        if x.is_meta:
+            return x.new_empty(x.shape[0], weight.shape[0])
+        n, _, _ = kernels.layer_norm(np, *_arrays(x, scale, shift), eps)
+        return tensor_of(affine(np, n, *_arrays(weight, bias)))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+        x, scale, shift, weight, bias = ctx.saved_tensors
+        if x.is_meta:
+            found = [None if t is None else torch.empty_like(t) for t in (x, scale, shift, weight, bias)]
+            return *found[:3], None, *found[3:]
+        a, factor, offset, w, dy = _arrays(x, scale, shift, weight, dys[0].contiguous())
+        n, mean, rstd = kernels.layer_norm(np, a, factor, offset, ctx.eps)
+        wanted, dn = ctx.needs_input_grad, np.empty(a.shape, a.dtype)
+        dw = np.empty_like(w) if wanted[4] else None
+        db = np.empty(w.shape[0], w.dtype) if wanted[5] else None
+        blas.linear_backward(dn, None if dw is None else (dw, False), None if db is None else (db, False), dy, n, w)
+        gw, gb = (np.zeros_like(t) if want else None for t, want in ((factor, wanted[1]), (offset, wanted[2])))
+        dx = kernels.layer_norm_backward_input(np, a, factor, mean, rstd, dn)
+        kernels.layer_norm_backward_params(np, a, mean, rstd, dn, gw, gb)
+        made = [None if d is None else tensor_of(d) for d in (dx, gw, gb, dw, db)]
+        return *made[:3], None, *made[3:]
+
+
+def _arrays(*tensors: torch.Tensor | None) -> list[Any]:
+    return [None if t is None else array_of(np, t) for t in tensors]
 
 
 class _Attention(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,15 +13,25 @@ from fsdpx.nn.layer import Layer, Spec
 
 __all__ = ["Values", "values_in"]
 
+Again = Callable[[], np.ndarray | None]
 
-class Values(dict[str, np.ndarray]):
-    """Name -> first values of a parameter. Emptied when ranks have taken their parts: none keeps them all.
 
-    missing: name -> why a parameter has no values."""
+class Values:
+    """First values of parameters by name. Handed on, they are kept only where nobody else could give them again.
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], missing: Mapping[str, str] | None = None) -> None:
-        super().__init__(arrays)
-        self.missing = dict(missing or {})
+    Parameters
+    ----------
+    arrays : the values by name
+    missing : name -> why a parameter has no values
+    again : name -> what gives the values as long as their owner keeps them, then None
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, np.ndarray], missing: Mapping[str, str] | None = None,
+        again: Mapping[str, Again] | None = None,
+    ) -> None:  # fmt: skip
+        self._held, self._again = dict(arrays), dict(again or {})
+        self._names, self.missing = tuple(arrays), dict(missing or {})
 
     def specs(
         self, shapes: Mapping[str, tuple[int, ...]], trained: Collection[str], state: Collection[str] = ()
@@ -34,9 +44,27 @@ class Values(dict[str, np.ndarray]):
 
     def agree(self, comm: Communicator) -> None:
         """Take those of rank 0: others may have drawn their own. Collective."""
-        for name, array in self.items():
-            self[name] = array = np.ascontiguousarray(array)
+        for name in self._names:
+            self._held[name] = array = np.ascontiguousarray(self.of(name))
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()
+
+    def of(self, name: str) -> np.ndarray:
+        """Those of one parameter. ConfigError where they are no more, or have never been."""
+        if name in self.missing:
+            raise ConfigError(f"{name!r} {self.missing[name]}")
+        array = self._held.get(name)
+        if array is None and name in self._again:
+            array = self._again[name]()
+        if array is None:
+            raise ConfigError(
+                f"{name!r}: the first values of this layer were handed on, and the module that they came from is no "
+                "more; keep the module, or make a layer of it anew"
+            )
+        return array
+
+    def hand_on(self) -> None:
+        """All ranks have taken their parts of those that have another owner."""
+        self._held = {name: array for name, array in self._held.items() if name not in self._again}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +75,7 @@ class _Given:
     name: str
 
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-        if self.name in self.values.missing:
-            raise ConfigError(f"{name!r} {self.values.missing[self.name]}")
-        if self.name not in self.values:
-            raise ConfigError(f"{name!r}: the first values of this layer were handed on; make a layer of it anew")
-        return self.values[self.name].reshape(-1)[start:stop].astype(np.float64)
+        return self.values.of(self.name).reshape(-1)[start:stop].astype(np.float64)
 
 
 def values_in(layer: Layer) -> list[Values]:

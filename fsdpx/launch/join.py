@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdpx.errors import LaunchError
-from fsdpx.launch.rank import read_notes
+from fsdpx.launch.notes import read_notes
 
 __all__ = ["Guests", "join"]
 

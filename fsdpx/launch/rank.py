@@ -2,7 +2,6 @@
 
 import ctypes
 import importlib.util
-import json
 import os
 import platform
 import runpy
@@ -10,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -21,36 +20,11 @@ from fsdpx import environment
 from fsdpx.comm.place import have_met
 from fsdpx.comm.start import together
 from fsdpx.launch.logs import asked, redirect
+from fsdpx.launch.notes import Note, hold_lifeline
 
-__all__ = ["Note", "end_with_parent", "read_notes"]
+__all__ = ["end_with_parent"]
 
 _PDEATHSIG = 1
-
-
-@dataclass(frozen=True)
-class Note:
-    """status: the exit status, None while the rank runs or if it was killed. error: the type of its exception."""
-
-    rank: int
-    process: int
-    host: str
-    status: int | None = None
-    error: str = ""
-
-    def text(self) -> str:
-        return json.dumps(asdict(self))
-
-    def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)  # on other hosts it may not exist
-        partial = folder / f"rank-{self.rank:05}.partial"
-        partial.write_text(self.text())
-        partial.replace(folder / f"rank-{self.rank:05}.json")
-
-
-def read_notes(folder: Path) -> dict[int, Note]:
-    """The notes of all ranks that have begun."""
-    notes = (Note(**json.loads(path.read_text())) for path in sorted(folder.glob("rank-*.json")))
-    return {note.rank: note for note in notes}
 
 
 def main() -> None:
@@ -66,6 +40,7 @@ def main() -> None:
         return
     sys.meta_path.insert(0, _Start())
     begun = Note(settings.launcher.rank, os.getpid(), platform.node())
+    hold_lifeline(settings.run, begun.rank)
     begun.write(settings.run)
     logs = asked(settings.run)
     if logs is not None:

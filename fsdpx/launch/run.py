@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import platform
-import select
 import shlex
 import shutil
 import signal
@@ -27,12 +24,14 @@ from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.start import late, lives, ours, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.batch import sbatch
+from fsdpx.launch.deaths import Deaths
 from fsdpx.launch.hosts import look_up, read_hosts, room, write_hosts
 from fsdpx.launch.join import Guests, join
 from fsdpx.launch.launchers import Found, answering, command, find
 from fsdpx.launch.logs import Follower, ask
+from fsdpx.launch.notes import Note, read_notes
 from fsdpx.launch.options import LaunchConfig
-from fsdpx.launch.rank import Note, end_with_parent, read_notes
+from fsdpx.launch.rank import end_with_parent
 from fsdpx.watch.flight import Flight, log, read_all
 from fsdpx.watch.leaving import LEFT
 from fsdpx.watch.preempt import PREEMPTED
@@ -42,8 +41,6 @@ __all__ = ["Ending", "Job", "RestartPlan", "decide", "main", "run"]
 
 _MOST_SECONDS_BETWEEN = 60.0
 _SECONDS_TO_END = 5.0
-_SECONDS_IN_VAIN = 2.0
-"""So long ranks may wait in MPI's start for one that has ended, before the job is."""
 _SECONDS_TO_JOIN = 60.0
 _OF_DEATHS = ("RankLost", "StateLost")
 """Errors that surviving ranks raise when another rank has died."""
@@ -269,7 +266,7 @@ def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, gu
         job.command(ranks), env={**os.environ, **job.variables(own, start, ranks)}, stdin=subprocess.DEVNULL,
         start_new_session=True, preexec_fn=end_with_parent if os.name == "posix" else None,
     )  # fmt: skip
-    deaths = _Deaths(own, ranks)
+    deaths = Deaths(own, ranks)
     signals.wait_for(process, deaths.in_vain, lambda: guests.look(own))
     deaths.close()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -367,59 +364,6 @@ def _death(
     if dead in flights:
         text += f" in step {flights[dead].step + 1}, {flights[dead].where(time.time())}"
     return Ending("died", status, (dead, notes[dead].host), step, text + more)
-
-
-class _Deaths:
-    """A thread that records in which order the ranks of this host end: the first one makes the others fail.
-
-    epoll returns descriptors in the order in which they became ready, however close the deaths are. missed: who had
-    ended before it was looked at. in_vain: set when others wait in MPI's start for one that has ended."""
-
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self.order: list[int] = []
-        self.missed: list[int] = []
-        self.in_vain = threading.Event()
-        self._folder, self._ranks, self._host = folder, ranks, platform.node()
-        self._stop = threading.Event()
-        self._living: dict[int, int] = {}  # descriptor of a process -> rank
-        self._thread = threading.Thread(target=self._run, name="fsdpx run", daemon=True)
-        if hasattr(os, "pidfd_open") and hasattr(select, "epoll"):
-            self._thread.start()
-
-    def close(self) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        known: set[int] = set()
-        since = math.inf  # when somebody was first seen to wait in vain
-        with select.epoll() as deaths:
-            while not self._stop.is_set():
-                notes = read_notes(self._folder) if len(known) < self._ranks and not self.order else {}
-                for rank in notes.keys() - known:
-                    known.add(rank)
-                    if notes[rank].host == self._host:
-                        self._look_at(rank, notes[rank].process, deaths)
-                for descriptor, _ in deaths.poll(0.1):
-                    deaths.unregister(descriptor)
-                    self.order.append(self._living.pop(descriptor))
-                    os.close(descriptor)
-                now = time.monotonic()
-                since = min(since, now) if (self.order or self.missed) and waiting(self._folder) else math.inf
-                if now - since >= _SECONDS_IN_VAIN:
-                    self.in_vain.set()
-        for descriptor in self._living:
-            os.close(descriptor)
-
-    def _look_at(self, rank: int, process: int, deaths: select.epoll) -> None:
-        try:
-            descriptor = os.pidfd_open(process)
-        except OSError:
-            self.missed.append(rank)
-        else:
-            self._living[descriptor] = rank
-            deaths.register(descriptor, select.EPOLLIN)
 
 
 class _Signals:

@@ -25,7 +25,8 @@ class Architecture:
     ----------
     make : from the configuration and options of the caller to the model
     names : the name of a parameter here, or its beginning (ending in a dot) -> the same there; * is the number of a
-        block. The first that fits counts
+        block. With # there, tensors of that name with 0, 1, ... in its place are the parameter's parts along its first
+        dim. The first that fits counts
     base : the beginning of names that files of the model without its head leave out
     turned : patterns (fnmatch) of the names here of matrices that are stored the other way round
     unused : patterns of names there that are needed for nothing
@@ -39,8 +40,12 @@ class Architecture:
     unused: tuple[str, ...] = ()
     plain: Mapping[str, Any] = field(default_factory=dict)
 
-    def theirs(self, name: str) -> str:
-        """What a parameter is called there."""
+    def theirs(self, name: str, rows: int) -> tuple[str, ...]:
+        """What a parameter is called there: one tensor, or one for each of so many rows."""
+        found = self._there(name)
+        return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
+
+    def _there(self, name: str) -> str:
         for ours, theirs in self.names.items():
             pattern = re.escape(ours).replace(r"\*", r"(\d+)") + ("(.*)" if ours.endswith(".") else "")
             if match := re.fullmatch(pattern, name):

@@ -32,31 +32,52 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class Stored:
-    """How a parameter begins: as tensor `name` of files, which have it the other way round if `turned`."""
+    """How a parameter begins: as a tensor of files, which have it the other way round if `turned`, or as several of one
+    size, which are its parts along the first dim."""
 
     source: Source = field(repr=False)
-    name: str
+    names: tuple[str, ...]
     turned: bool = False
 
+    @property
+    def name(self) -> str:
+        """Of the tensor, or of the first one."""
+        return self.names[0]
+
+    def parts(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
+        """Which elements of which tensors the elements [start, stop) are, in order."""
+        size = self.source.places[self.name][1].elements
+        for index in range(start // size, -(-stop // size)):
+            yield self.names[index], max(start - index * size, 0), min(stop - index * size, size)
+
     def __call__(self, seed: int, name: str, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
-        if not self.turned:
-            return _wide(elements(self.source, self.name, [(start, stop)]))
         parts = []
-        for box in boxes([(start, stop)], shape[1]):
-            found = elements(self.source, self.name, box.turned(shape[0]))
-            parts.append(found.reshape(box.shape[::-1]).T.reshape(-1))
-        return _wide(np.concatenate(parts))
+        if self.turned:
+            for box in boxes([(start, stop)], shape[1]):
+                found = elements(self.source, self.name, box.turned(shape[0]))
+                parts.append(found.reshape(box.shape[::-1]).T.reshape(-1))
+        else:
+            parts = [elements(self.source, n, [(first, last)]) for n, first, last in self.parts(start, stop)]
+        return _wide(parts[0] if len(parts) == 1 else np.concatenate(parts))
 
     def into(self, target: Any, start: int) -> bool:
         """Fill an array with the elements from `start` on, without another copy of them; False where their order or
         format is another one, and not one that its own holds exactly."""
         if self.turned or not isinstance(target, np.ndarray):
             return False
-        dtype = array_type(self.source.tensors[self.name][0])
-        if target.dtype != dtype and not (target.dtype == np.float32 and dtype.itemsize == 2):
+        formats = {array_type(self.source.places[other][1].code) for other in self.names}
+        if not all(target.dtype == f or (target.dtype == np.float32 and f.itemsize == 2) for f in formats):
             return False
-        read(self.source, [Held(self.name, target, start, Spec(target.shape), 0, 1)], np)
+        read(self.source, self.pieces(target, start), np)
         return True
+
+    def pieces(self, array: Any, start: int) -> Iterator[Held]:
+        """A flat array of the elements from `start` on, tensor by tensor."""
+        at = 0
+        for name, first, last in self.parts(start, start + array.size):
+            part = array[at : at + last - first]
+            yield Held(name, part, first, Spec(part.shape), 0, 1)
+            at += last - first
 
 
 def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
@@ -144,19 +165,21 @@ def _stored(source: Source, model: Container, architecture: Architecture) -> dic
     ordered = sort(model)
     base = architecture.base
     headless = not any(name.startswith(base) for name in source.places)
-    theirs = {name: architecture.theirs(name) for name in [*specs_of(ordered), *ordered.ties]}
+    specs = specs_of(ordered)
+    rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
+    theirs = {name: architecture.theirs(name, n) for name, n in rows.items()}
     if headless:
-        theirs = {name: other.removeprefix(base) for name, other in theirs.items()}
+        theirs = {name: tuple(other.removeprefix(base) for other in others) for name, others in theirs.items()}
     found = {
-        name: Stored(source, other, architecture.is_turned(name))
-        for name, other in theirs.items()
-        if other in source.places
+        name: Stored(source, others, architecture.is_turned(name))
+        for name, others in theirs.items()
+        if all(other in source.places for other in others)
     }
     for alias, name in ordered.ties.items():  # the file may have the second name alone
         if name not in found and alias in found:
             found[name] = found[alias]
-    missing = [theirs[name] for name in specs_of(ordered) if name not in found]
-    known = {stored.name for stored in found.values()}
+    missing = [other for name in specs if name not in found for other in theirs[name] if other not in source.places]
+    known = {other for others in theirs.values() for other in others}
     extra = [name for name in source.places if name not in known and not architecture.is_unused(name)]
     problems = [*_listed("missing", missing), *_listed("not in the model", extra), *_misshapen(found, model)]
     if problems:
@@ -171,11 +194,14 @@ def _listed(what: str, names: list[str]) -> Iterator[str]:
 
 def _misshapen(found: dict[str, Stored], model: Container) -> Iterator[str]:
     for name, spec in specs_of(sort(model)).items():
-        if name in found:
-            stored = found[name]
-            code, shape = stored.source.tensors[stored.name]
+        if name not in found:
+            continue
+        stored = found[name]
+        for other in stored.names:
+            code, shape = stored.source.tensors[other]
             wanted = spec.shape[::-1] if stored.turned and len(spec.shape) == 2 else spec.shape
+            wanted = wanted[1:] if len(stored.names) > 1 else wanted
             if tuple(n for n in shape if n != 1) != tuple(n for n in wanted if n != 1):
-                yield f"{stored.name} is {shape} instead of {wanted}"
+                yield f"{other} is {shape} instead of {wanted}"
             if code not in FLOATS:
-                yield f"{stored.name} has the format {code}: weights are {', '.join(FLOATS)}"
+                yield f"{other} has the format {code}: weights are {', '.join(FLOATS)}"

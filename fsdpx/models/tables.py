@@ -60,6 +60,13 @@ def _gemma(c: Config, **options: Any) -> Llama:
     return _llama(c, **own | options)
 
 
+def _mixtral(c: Config, **options: Any) -> Llama:
+    """Their loss that balances the load is one of all blocks together, and computed where `output_router_logits` asks
+    for it; `balance=` is ours, of each block."""
+    own = {"experts": c.get("num_local_experts", 8), "active": c.get("num_experts_per_tok", 2)}
+    return _mistral({"rope_theta": 1e6, **c}, **own | options)
+
+
 def _bert(c: Config, **options: Any) -> Bert:
     given: dict[str, Any] = {
         "hidden": c["intermediate_size"], "types": c.get("type_vocab_size", 2),
@@ -115,6 +122,13 @@ LLAMA_NAMES = {
     "head.weight": "lm_head.weight",
 }
 
+MIXTRAL_NAMES = LLAMA_NAMES | {
+    "blocks.*.mlp.router": "model.layers.*.block_sparse_moe.gate.weight",
+    "blocks.*.mlp.gate": "model.layers.*.block_sparse_moe.experts.#.w1.weight",
+    "blocks.*.mlp.up": "model.layers.*.block_sparse_moe.experts.#.w3.weight",
+    "blocks.*.mlp.down": "model.layers.*.block_sparse_moe.experts.#.w2.weight",
+}
+
 BERT_NAMES = {
     "embed.tokens.weight": "bert.embeddings.word_embeddings.weight",
     "embed.tokens.position": "bert.embeddings.position_embeddings.weight",
@@ -163,6 +177,7 @@ ARCHITECTURES = {
     ),
     "llama": Architecture(_llama, LLAMA_NAMES, "model.", unused=("*.rotary_emb.inv_freq",)),
     "mistral": Architecture(_mistral, LLAMA_NAMES, "model."),
+    "mixtral": Architecture(_mixtral, MIXTRAL_NAMES, "model.", plain={"router_jitter_noise": 0.0}),
     "qwen2": Architecture(_qwen2, LLAMA_NAMES, "model.", plain=PLAIN),
     "qwen3": Architecture(_qwen3, LLAMA_NAMES, "model.", plain=PLAIN),
     "gemma": Architecture(_gemma, LLAMA_NAMES, "model."),

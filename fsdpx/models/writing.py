@@ -17,7 +17,7 @@ from fsdpx.checkpoint.commit import put
 from fsdpx.checkpoint.disk import create, sync_folder
 from fsdpx.checkpoint.files import INDEX, FileLayout, index_of
 from fsdpx.checkpoint.format import code_of, lay
-from fsdpx.checkpoint.pieces import Held, owned
+from fsdpx.checkpoint.pieces import BLOCK, Held, owned
 from fsdpx.checkpoint.source import Source
 from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
@@ -42,7 +42,7 @@ def save_pretrained(state: TrainState, folder: Any, dtype: str | None = None) ->
     together(world, where, lambda: _demand(state, dtype))
     stored = _stored(state)
     source = next(iter(stored.values())).source
-    plan = _plan(source, {one.name for one in stored.values()}, dtype)
+    plan = _plan(source, {name for one in stored.values() for name in one.names}, dtype)
     partial = alone(world, where, lambda: _begin(path, plan))
     try:
         together(world, where, lambda: write(partial, plan, _pieces(state, stored)))
@@ -93,8 +93,21 @@ def _pieces(state: TrainState, stored: dict[str, Stored]) -> Iterator[Held | Tur
         tensors.setdefault(layout.canonical(name), {})[one.name] = one
     for piece in owned(state):
         for one in tensors.get(piece.name, {}).values():
-            matrix = one.turned and len(piece.spec.shape) == 2
-            yield from turned(one.name, piece) if matrix else [replace(piece, name=one.name)]
+            if one.turned and len(piece.spec.shape) == 2:
+                yield from turned(one.name, piece)
+            elif len(one.names) > 1:
+                yield from _apart(piece, one)
+            else:
+                yield replace(piece, name=one.name)
+
+
+def _apart(piece: Held, one: Stored) -> Iterator[Held]:
+    """What a rank holds of a parameter that files have in parts."""
+    for block in piece.blocks(BLOCK // piece.array.dtype.itemsize):
+        at = 0
+        for start, stop in block.runs:
+            yield from one.pieces(block.array[at : at + stop - start], start)
+            at += stop - start
 
 
 def _begin(path: Path, plan: FileLayout) -> Path:

@@ -13,6 +13,7 @@ from fsdpx.nn.conv import AvgPool2d, Conv2d, MaxPool2d
 from fsdpx.nn.cut import Cut
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
+from fsdpx.nn.expert import CutMoE
 from fsdpx.nn.function import Lambda
 from fsdpx.nn.gated import Gate, GatedMLP
 from fsdpx.nn.gpt import GPT
@@ -39,8 +40,8 @@ from fsdpx.nn.vocabulary import VocabCrossEntropy, VocabEmbedding, VocabTokenEmb
 __all__ = [
     "GELU", "GPT", "MLP", "MSE", "Add", "Attention", "AttentionBlock", "AvgPool2d", "BCEWithLogits", "BatchNorm",
     "Bert", "BertEmbedding", "Chain", "Column", "ColumnLinear", "Composite", "Concat", "Container", "Conv2d",
-    "CrossEntropy", "Cut", "CutDropout", "Dropout", "Embedding", "Enter", "Env", "First", "Flatten", "Framed", "Gate",
-    "GatedMLP", "Graph", "GroupedQueryAttention", "HeadNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear",
+    "CrossEntropy", "Cut", "CutDropout", "CutMoE", "Dropout", "Embedding", "Enter", "Env", "First", "Flatten", "Framed",
+    "Gate", "GatedMLP", "Graph", "GroupedQueryAttention", "HeadNorm", "Lambda", "Layer", "LayerNorm", "Leave", "Linear",
     "Llama", "LoRALinear", "Loss", "MaxPool2d", "MoE", "MultiHeadAttention", "Multiply", "Node", "Own",
     "PartTokenEmbedding", "Patches", "Planned", "RMSNorm", "ReLU", "Residual", "Rotary", "Row", "RowLinear", "Scale",
     "SequenceLoss", "SiLU", "Sigmoid", "Softmax", "Sorted", "Spec", "Tanh", "TokenEmbedding", "TransformerBlock", "ViT",

@@ -13,7 +13,7 @@ class Cache:
     """What attention layers keep between forwards, each under its path; `Env.cache` gives it to all layers.
 
     Row i of a forward's input holds the tokens at positions `lengths[i]`, `lengths[i] + 1`, ... of its text. Who runs
-    the model sets `lengths` before each forward, so a row may also be read again from where it was.
+    the model sets all `lengths` before each forward, so a row may also be read again from where it was.
 
     Parameters
     ----------
@@ -25,6 +25,16 @@ class Cache:
         self.capacity = capacity
         self.lengths = np.zeros(rows, np.int64)
         self._held: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: np.ndarray) -> None:
+        self._lengths = lengths
+        self._begins = not lengths.any()
+        self._alike = bool((lengths == lengths[:1]).all())
 
     def positions(self, time: int) -> np.ndarray:
         """Of the tokens of a forward's input, (rows, time), int64."""
@@ -40,11 +50,11 @@ class Cache:
         if path not in self._held:
             self._held[path] = tuple(xp.empty((*a.shape[:2], self.capacity, a.shape[3]), dtype=a.dtype) for a in (k, v))
         keys, values = self._held[path]
-        if not self.lengths.any():
+        if self._begins:
             keys[:, :, :time], values[:, :, :time] = k, v
             return kernels.attention(xp, q, k, v, True, scale, window)[0]
         assert time == 1, f"{time} tokens behind others"
-        if (self.lengths == self.lengths[0]).all():
+        if self._alike:
             return _one(xp, (q, k, v), (keys, values), int(self.lengths[0]), scale, window)
         o = xp.empty(q.shape, dtype=q.dtype)
         for i, length in enumerate(self.lengths.tolist()):  # each row as if it were alone: the same bits

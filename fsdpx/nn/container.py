@@ -13,7 +13,6 @@ from typing import Any
 from fsdpx.array import kernels
 from fsdpx.array.namespace import namespace_of
 from fsdpx.errors import ConfigError
-from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
 from fsdpx.nn.shape import Add
@@ -116,19 +115,26 @@ class Container(Layer):
         return new
 
     def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
-        parts = self._parts(p)
+        parts, keeps = self._parts(p), env.cache is None
         values = dict(zip(self.inputs, _unpack(x, len(self.inputs)), strict=True))
         saved: list[Any] = []
         made: dict[int, Recomputed] = {}
         for step, last in zip(self.steps, self._last, strict=True):
-            read = _pack([values[source] for source in step.sources])
+            sources, gives = step.sources, step.gives
+            read = values[sources[0]] if len(sources) == 1 else tuple([values[source] for source in sources])
             y, held = step.layer.forward(env.at(step.name), parts.get(step.name, {}), read)
-            saved.append(_mapped(held, lambda part: made.get(id(part), part)) if made else held)
-            if step.layer.cheap:  # what it saved is what recomputes its result
-                made[id(y)] = Recomputed(self, len(saved) - 1, y)
+            if keeps:
+                if made and any(id(values[source]) in made for source in sources):
+                    held = _mapped(held, lambda part: made.get(id(part), part))
+                saved.append(held)
+                if step.layer.cheap:  # what it saved is what recomputes its result
+                    made[id(y)] = Recomputed(self, len(saved) - 1, y)
             for name in last:
                 del values[name]
-            values.update(zip(step.gives, _unpack(y, len(step.gives)), strict=True))
+            if len(gives) == 1 and y.__class__ is not tuple:  # nearly always
+                values[gives[0]] = y
+            else:
+                values.update(zip(gives, _unpack(y, len(gives)), strict=True))
         for placeholder in made.values():
             placeholder.y = None
         return _pack([values[name] for name in self.outputs]), tuple(saved)
@@ -220,10 +226,7 @@ class Container(Layer):
         return free, ties
 
     def _parts(self, arrays: Params) -> Mapping[str, Params]:
-        if isinstance(arrays, Gradients):
-            return arrays.branches(self.ties)
-        aliases = {alias: arrays[name] for alias, name in self.ties.items() if name in arrays}
-        return branches({**arrays, **aliases} if aliases else arrays)
+        return branches(arrays, self.ties)
 
 
 class Chain(Container):

@@ -81,6 +81,8 @@ class GroupedQueryAttention(Composite):
 
     def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
         y, saved = super().forward(env, p, x)
+        if env.cache is not None:
+            return y, saved
         *rest, held, last = saved
         if "attention" in env.recompute and len(held) == 3 and len(last) == 1 and last[0] is held[1]:
             saved = (*rest, held[:1], ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from fsdpx.array.random import Random
@@ -17,7 +17,7 @@ from fsdpx.nn.describe import describe
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.init import Init, zeros
 
-__all__ = ["Array", "Env", "Layer", "Params", "Spec", "branches", "dotted", "prefixed", "time_of"]
+__all__ = ["Array", "Env", "Layer", "Parameters", "Params", "Spec", "branches", "dotted", "prefixed", "time_of"]
 
 NO_TIES: dict[str, str] = {}
 Array = Any
@@ -73,7 +73,8 @@ class Env:
     recompute : names of activations that layers recompute in backward instead of saving ("attention")
     recomputing : this forward repeats an earlier one for backward, so it must not update state a second time
     time : full length of the sequences that are cut along dim 1 over the tensor axis; None: their parts are equal
-    cache : the input goes on where texts ended, of which this has keys and values; None: it is whole texts
+    cache : the input goes on where texts ended, of which this has keys and values; None: it is whole texts. Nothing
+        goes back through such a forward, and containers save nothing in it
     """
 
     xp: Any
@@ -84,13 +85,14 @@ class Env:
     recomputing: bool = False
     time: int | None = None
     cache: Cache | None = None
+    _below: dict[str, Env] = field(default_factory=dict, init=False, repr=False, compare=False)  # children's, once made
 
     def at(self, name: str) -> Env:
         """The environment of child `name`: the same but for its random numbers."""
-        random = self.random.at(name)
-        return Env(
-            self.xp, self.mesh, random, self.training, self.recompute, self.recomputing, self.time, self.cache
-        )  # fmt: skip
+        child = self._below.get(name)
+        if child is None:
+            child = self._below[name] = replace(self, random=self.random.at(name))
+        return child
 
     def place(self, part: int) -> tuple[int, int]:
         """Where the `part` positions of this rank begin in a sequence that is cut over the tensor axis, and its full
@@ -224,12 +226,27 @@ def prefixed(children: Iterable[tuple[str, Layer]]) -> dict[str, Spec]:
     return {dotted(name, leaf): spec for name, layer in children for leaf, spec in layer.specs().items()}
 
 
-def branches(arrays: Params) -> Mapping[str, Params]:
-    """Dotted names cut at their first dot: `{"attn.qkv.weight": a}` -> `{"attn": {"qkv.weight": a}}`."""
-    if isinstance(arrays, Gradients):
-        return arrays.branches(NO_TIES)
+class Parameters(dict[str, Array]):
+    """Parameters by name that stay the same: what `branches` makes of them is made once."""
+
+    _branches: tuple[Mapping[str, str], Mapping[str, Params]] | None = None
+
+    def branches(self, ties: Mapping[str, str]) -> Mapping[str, Params]:
+        if self._branches is None or self._branches[0] is not ties:
+            grouped = branches(dict(self), ties)
+            self._branches = ties, {head: Parameters(arrays) for head, arrays in grouped.items()}
+        return self._branches[1]
+
+
+def branches(arrays: Params, ties: Mapping[str, str] = NO_TIES) -> Mapping[str, Params]:
+    """Dotted names cut at their first dot: `{"attn.qkv.weight": a}` -> `{"attn": {"qkv.weight": a}}`.
+
+    ties: alias -> name of parameters that have two."""
+    if isinstance(arrays, Gradients | Parameters):
+        return arrays.branches(ties)
+    aliases = {alias: arrays[name] for alias, name in ties.items() if name in arrays}
     grouped: dict[str, dict[str, Array]] = {}
-    for name, array in arrays.items():
+    for name, array in (*arrays.items(), *aliases.items()):
         head, _, rest = name.partition(".")
         grouped.setdefault(head, {})[rest] = array
     return grouped

@@ -57,12 +57,12 @@ class LoRALinear(Linear):
 
     def bare(self, env: Env, p: Params, x: Array) -> Array:
         """The product without the bias."""
-        return self._added(env, p, x, super().bare(env, p, x))
+        return self.added(env, p, x, super().bare(env, p, x))
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         want_last(self, x, self.in_features)
         y, saved = super().forward(env, p, x)
-        return self._added(env, p, x, y), saved
+        return self.added(env, p, x, y), saved
 
     def backward(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> Array:
         dx, kept = self.backward_input(env, p, saved, dy)
@@ -70,11 +70,11 @@ class LoRALinear(Linear):
         return dx
 
     def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
-        self.backward_params(env, g, (*saved, dy, self._inside(env, p, dy), p[LOW[0]], self._dropped(env, saved[0])[1]))
+        self.backward_params(env, g, (*saved, dy, self.inside(env, p, dy), p[LOW[0]], self._dropped(env, saved[0])[1]))
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,) = saved  # of the MLP's `down` it has the right shape alone, and what is kept of it is put right
-        inside = self._inside(env, p, dy)
+        inside = self.inside(env, p, dy)
         dx = product(env.xp, flat(dy), p["weight"]).reshape(x.shape)
         low = product(env.xp, inside, p[LOW[0]]).reshape(x.shape)
         mask = self._dropped(env, x)[1]
@@ -91,13 +91,14 @@ class LoRALinear(Linear):
         z *= self.scale
         add_product(env.xp, g, LOW[1], flat(dy).T, z)
 
-    def _added(self, env: Env, p: Params, x: Array, y: Array) -> Array:
+    def added(self, env: Env, p: Params, x: Array, y: Array) -> Array:
+        """`y`, to which what the adapters make of `x` is added in place."""
         z = affine(env.xp, flat(self._dropped(env, x)[0]), p[LOW[0]], None)
         z *= self.scale
         y += affine(env.xp, z, p[LOW[1]], None).reshape(y.shape)
         return y
 
-    def _inside(self, env: Env, p: Params, dy: Array) -> Array:
+    def inside(self, env: Env, p: Params, dy: Array) -> Array:
         """The gradient of x A^T."""
         inside = product(env.xp, flat(dy), p[LOW[1]])
         inside *= self.scale

@@ -9,6 +9,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.block import MLP
 from fsdpx.nn.layer import Layer, dotted
+from fsdpx.nn.moe import MoE
 
 __all__ = ["Column", "Mark", "Own", "Row", "Vocab", "matched", "paths"]
 
@@ -41,8 +42,8 @@ class Vocab:
 
 @dataclass(frozen=True)
 class Own:
-    """The layer's own plan: MultiHeadAttention is cut by heads, MLP by hidden features, and so are those inside the
-    layer; in a GPT the embedding and the head are cut by vocabulary too."""
+    """The layer's own plan: MultiHeadAttention is cut by heads, MLP by hidden features, MoE by experts, and so are
+    those inside the layer; in a GPT the embedding and the head are cut by vocabulary too."""
 
 
 Mark = Column | Row | Vocab | Own
@@ -101,7 +102,7 @@ def _own(layer: Layer, path: str, marks: dict[str, Mark], inside: bool) -> set[s
 
 
 def _has_plan(layer: Layer) -> bool:
-    return isinstance(layer, MultiHeadAttention | MLP) or bool(layer.plan)
+    return isinstance(layer, MultiHeadAttention | MLP | MoE) or bool(layer.plan)
 
 
 def _mark(pattern: Any, mark: Any) -> Mark:

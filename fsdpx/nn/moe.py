@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from copy import copy
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpx.array import kernels
 from fsdpx.errors import ConfigError
+from fsdpx.nn import moves
 from fsdpx.nn.check import positive, want_last
 from fsdpx.nn.init import Init, normal
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.numeric import add_product, affine, flat, product, wide
+from fsdpx.nn.tensor import named
 
-__all__ = ["MoE"]
+__all__ = [
+    "Chosen", "MoE", "add_experts", "balancing", "experts", "experts_backward", "router", "router_backward", "tally",
+    "want_good",
+]  # fmt: skip
 
 
 class MoE(Layer):
@@ -22,7 +29,8 @@ class MoE(Layer):
     The `active` experts with the largest of the logits `router x` are chosen at each position, w is the softmax of
     their logits (Mixtral, Jiang et al. 2024). Every position gets all it has chosen, however many choose the same: none
     is dropped. Weights `router (experts, d_model)`, `gate` and `up (experts, d_hidden, d_model)`, `down (experts,
-    d_model, d_hidden)`; every rank has all experts of the units that it computes.
+    d_model, d_hidden)`; every rank has all experts of the units that it computes. On a tensor axis it becomes a
+    `CutMoE`, whose ranks have some experts each.
 
     Parameters
     ----------
@@ -38,6 +46,8 @@ class MoE(Layer):
 
     acts_on = "position"
     runs = ("linear", "gated", "gated_backward", "softmax", "softmax_backward")
+    part = False
+    """The other ranks of the tensor axis have other positions."""
 
     def __init__(
         self,
@@ -68,60 +78,48 @@ class MoE(Layer):
         }
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        want_last(self, x, self.d_model)
-        if self.balance and np.dtype(x.dtype) == np.float16:
-            raise ConfigError(f"{self!r}: balance does not know by how much float16 scales the loss: use bf16")
+        want_good(self, x, self.d_model, self.balance)
         xp, rows = env.xp, flat(x)
-        logits = affine(xp, rows, p["router"], None)
-        chosen = xp.argsort(-logits, axis=1, kind="stable")[:, : self.active]
-        dtype = wide(x.dtype)
-        weights = kernels.softmax(xp, xp.take_along_axis(logits, chosen, axis=1).astype(dtype, copy=False))
-        y, held = xp.zeros(rows.shape, dtype=dtype), []
-        for e, at in enumerate(self._routes(xp, chosen)):
-            mine = at // self.active
-            a, b = (affine(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
-            o = affine(xp, kernels.gated(xp, a, b), p["down"][e], None)
-            y[mine] += o * weights.reshape(-1)[at][:, None]
-            held.append((at, a, b))
-        return y.astype(x.dtype, copy=False).reshape(x.shape), (rows, logits, chosen, weights, tuple(held))
+        chosen = router(xp, rows, p["router"], self.active)
+        routes = self._routes(xp, chosen.experts)
+        if self.part or env.mesh.tensor.rank == 0:
+            counts = [len(at) for at in routes]
+            tally(env, counts, sum(counts))
+        weights = chosen.weights.reshape(-1)
+        y, held = experts(xp, p, rows, [(at // self.active, weights[at]) for at in routes])
+        return y.astype(x.dtype, copy=False).reshape(x.shape), (rows, chosen, routes, held)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
-        rows, logits, chosen, weights, held = saved
-        xp, drows, dtype = env.xp, flat(dy), wide(dy.dtype)
-        dx, kept = xp.zeros(rows.shape, dtype=dtype), []
-        dweights = xp.zeros((weights.size,), dtype=weights.dtype)
-        for e, (at, a, b) in enumerate(held):
-            mine, h = at // self.active, kernels.gated(xp, a, b)
-            dh = product(xp, drows[mine], p["down"][e])
-            dweights[at] = xp.sum(dh * h, axis=1, dtype=dtype)
-            share = weights.reshape(-1)[at][:, None]
-            da, db = kernels.gated_backward(xp, a, b, (dh * share).astype(dy.dtype, copy=False))
-            dx[mine] += product(xp, da, p["gate"][e]) + product(xp, db, p["up"][e])
-            kept.append((mine, da, db, (drows[mine] * share).astype(dy.dtype, copy=False), h))
-        dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
-        dlogits = xp.zeros((rows.shape[0], self.experts), dtype=dy.dtype)
-        xp.put_along_axis(dlogits, chosen, dpicked.astype(dy.dtype, copy=False), axis=1)
-        if self.balance:
-            dlogits += self._balancing(xp, logits, [len(at) for at, *_ in held]).astype(dy.dtype, copy=False)
+        rows, chosen, routes, held = saved
+        xp = env.xp
+        dx, found, kept = experts_backward(xp, p, held, flat(dy))
+        dweights = xp.zeros((chosen.weights.size,), dtype=chosen.weights.dtype)
+        for at, one in zip(routes, found, strict=True):
+            dweights[at] = one
+        slopes = balancing(self.balance, self._counts(env, routes), self.active)
+        dlogits = router_backward(xp, chosen, dweights, dy.dtype, slopes)
         dx += product(xp, dlogits, p["router"])
         return dx.astype(dy.dtype, copy=False).reshape(dy.shape), (rows, dlogits, kept)
 
     def backward_params(self, env: Env, g: Params, kept: Any) -> None:
-        rows, dlogits, experts = kept
+        rows, dlogits, each = kept
         add_product(env.xp, g, "router", dlogits.T, rows)
-        for e, (mine, da, db, do, h) in enumerate(experts):
-            xs = rows[mine]
-            for name, left, right in (("gate", da, xs), ("up", db, xs), ("down", do, h)):
-                if name in g:
-                    add_product(env.xp, {name: g[name][e]}, name, left.T, right)
+        add_experts(env.xp, g, rows, each)
 
-    def _balancing(self, xp: Any, logits: Array, counts: list[int]) -> Array:
-        """The gradient of the balancing loss times the number of positions: losses are sums over positions here."""
-        odds = kernels.softmax(xp, logits.astype(wide(logits.dtype), copy=False))
-        factor = self.balance * self.experts / max(logits.shape[0], 1)
-        slopes = xp.zeros(odds.shape, dtype=odds.dtype)
-        slopes += xp.asarray([count * factor for count in counts], dtype=odds.dtype)
-        return kernels.softmax_backward(xp, odds, slopes)
+    def on_part(self) -> MoE:
+        """This layer where the tensor axis cuts positions, but not experts."""
+        new = copy(self)
+        new.part = True
+        return new
+
+    def _counts(self, env: Env, routes: Sequence[Array]) -> list[int]:
+        """How often each expert was chosen, for the balancing loss: by the positions of all ranks of the axis."""
+        counts = [len(at) for at in routes]
+        if not self.part or not self.balance:
+            return counts
+        mine, what = env.xp.asarray(counts, dtype=np.int64), named(env, "choices of experts")
+        total = moves.sum(env.xp, env.mesh.tensor, mine, fresh=True, what=what)
+        return counts if getattr(env.xp, "holds_no_data", False) else total.tolist()
 
     def _routes(self, xp: Any, chosen: Array) -> list[Array]:
         """For each expert where it is in the flat `chosen`; without data, as many for each."""
@@ -129,3 +127,87 @@ class MoE(Layer):
         if getattr(xp, "holds_no_data", False):
             return [xp.arange(places.size // self.experts) for _ in range(self.experts)]
         return [xp.flatnonzero(places == e) for e in range(self.experts)]
+
+
+class Chosen(NamedTuple):
+    """Of each row the logits of all experts, the numbers of those that it goes to, and their weights."""
+
+    logits: Array
+    experts: Array
+    weights: Array
+
+
+def want_good(layer: Layer, x: Array, d_model: int, balance: float) -> None:
+    """What a mixture of experts asks of its input."""
+    want_last(layer, x, d_model)
+    if balance and np.dtype(x.dtype) == np.float16:
+        raise ConfigError(f"{layer!r}: balance does not know by how much float16 scales the loss: use bf16")
+
+
+def router(xp: Any, rows: Array, weight: Array, active: int) -> Chosen:
+    """Where each row goes."""
+    logits = affine(xp, rows, weight, None)
+    best = xp.argsort(-logits, axis=1, kind="stable")[:, :active]
+    picked = xp.take_along_axis(logits, best, axis=1).astype(wide(rows.dtype), copy=False)
+    return Chosen(logits, best, kernels.softmax(xp, picked))
+
+
+def balancing(balance: float, counts: Sequence[int], active: int) -> list[float]:
+    """The gradient of the balancing loss by the odds that a row gives each expert, times the number of positions:
+    losses are sums over positions here."""
+    factor = balance * len(counts) / max(sum(counts) / active, 1)
+    return [factor * count for count in counts]
+
+
+def router_backward(xp: Any, chosen: Chosen, dweights: Array, dtype: Any, slopes: Sequence[float]) -> Array:
+    """The gradient of the logits. dweights: flat. slopes: of `balancing`."""
+    logits, best, weights = chosen
+    dpicked = kernels.softmax_backward(xp, weights, dweights.reshape(weights.shape))
+    dlogits = xp.zeros(logits.shape, dtype=dtype)
+    xp.put_along_axis(dlogits, best, dpicked.astype(dtype, copy=False), axis=1)
+    if any(slopes):
+        odds = kernels.softmax(xp, logits.astype(wide(logits.dtype), copy=False))
+        dodds = xp.zeros(odds.shape, dtype=odds.dtype)
+        dodds += xp.asarray(slopes, dtype=odds.dtype)
+        dlogits += kernels.softmax_backward(xp, odds, dodds).astype(dtype, copy=False)
+    return dlogits
+
+
+def experts(xp: Any, p: Params, rows: Array, routes: Sequence[tuple[Array, Array]]) -> tuple[Array, list[Any]]:
+    """The weighted sum, for each of `rows`, of what experts make of it. routes: of each expert that is here, the
+    numbers of its rows and their weights."""
+    y, held = xp.zeros(rows.shape, dtype=wide(rows.dtype)), []
+    for e, (mine, weights) in enumerate(routes):
+        a, b = (affine(xp, rows[mine], p[name][e], None) for name in ("gate", "up"))
+        o = affine(xp, kernels.gated(xp, a, b), p["down"][e], None)
+        y[mine] += o * weights[:, None]
+        held.append((mine, weights, a, b))
+    return y, held
+
+
+def experts_backward(xp: Any, p: Params, held: Any, dy: Array) -> tuple[Array, list[Array], list[Any]]:
+    """The gradients of the rows, and for each expert of the weights; and what `add_experts` needs."""
+    dx, slopes, kept = xp.zeros(dy.shape, dtype=wide(dy.dtype)), [], []
+    for e, (mine, weights, a, b) in enumerate(held):
+        h, share = kernels.gated(xp, a, b), weights[:, None]
+        dh = product(xp, dy[mine], p["down"][e])
+        slopes.append(xp.sum(dh * h, axis=1, dtype=dx.dtype))
+        da, db = kernels.gated_backward(xp, a, b, (dh * share).astype(dy.dtype, copy=False))
+        dx[mine] += product(xp, da, p["gate"][e]) + product(xp, db, p["up"][e])
+        kept.append((mine, da, db, (dy[mine] * share).astype(dy.dtype, copy=False), h))
+    return dx, slopes, kept
+
+
+def add_experts(xp: Any, g: Params, rows: Array, kept: Sequence[Any]) -> None:
+    """Add the gradients of the experts that are here."""
+    for e, (mine, da, db, do, h) in enumerate(kept):
+        xs = rows[mine]
+        for name, left, right in (("gate", da, xs), ("up", db, xs), ("down", do, h)):
+            if name in g:
+                add_product(xp, {name: g[name][e]}, name, left.T, right)
+
+
+def tally(env: Env, counts: Sequence[int], computed: int) -> None:
+    """Note how many choices fell on each expert, and how many rows were computed here, once for each step."""
+    if env.training and not env.recomputing and not getattr(env.xp, "holds_no_data", False):
+        env.mesh.counters.tally(env.random.path, (*counts, computed))

@@ -1,4 +1,4 @@
-"""Moves between ranks in adjoint pairs: copy/sum, gather/scatter_sum, cut/join, and exchange with itself.
+"""Moves between ranks in adjoint pairs: copy/sum, gather/scatter_sum, cut/join, exchange and dispatch with themselves.
 
 An array over an axis of N ranks is in one of three states:
 
@@ -14,10 +14,11 @@ An array over an axis of N ranks is in one of three states:
     cut           replicated   cut          take a slice           join
     join          cut          replicated   all-gather             cut
     exchange      cut          cut          all-to-all             exchange back
+    dispatch      each         each         all-to-all             dispatch back
 
 With the inner product of a replicated value counted once and the others summed over ranks, <F x, y> = <x, F* y>.
 Bytes that one rank sends, n = bytes of the full array: all-reduce 2n(N-1)/N, all-gather and reduce-scatter n(N-1)/N,
-all-to-all n(N-1)/N^2. On an axis of width 1 nothing is moved and nothing is copied."""
+all-to-all n(N-1)/N^2; of a dispatch what goes to others. On an axis of width 1 nothing is moved and nothing copied."""
 
 import builtins
 import math
@@ -29,7 +30,7 @@ from fsdpx.errors import ShapeError
 from fsdpx.nn.cut import share
 
 __all__ = [
-    "PendingMove", "copy", "cut", "exchange", "gather", "join", "part", "scatter_sum", "start_gather",
+    "PendingMove", "copy", "cut", "dispatch", "exchange", "gather", "join", "part", "scatter_sum", "start_gather",
     "start_scatter_sum", "start_sum", "sum", "want_even",
 ]  # fmt: skip
 
@@ -134,6 +135,21 @@ def exchange(
     sent, flat = _packed(xp, x, out, split), xp.empty((builtins.sum(received),), dtype=x.dtype)
     comm.all_to_all(sent, flat, counts, received, what=what).wait()
     return _unpacked(xp, flat, into, merge)
+
+
+def dispatch(
+    xp: Any, comm: Communicator, x: Array, leaving: Sequence[int], arriving: Sequence[int], *, what: str = ""
+) -> Array:
+    """All-to-all of rows, which lie by the rank that they go to; what arrives lies by the rank that it comes from.
+
+    leaving, arriving: how many rows (dim 0) go to, and come from, each rank. Its adjoint swaps them."""
+    if comm.size == 1:
+        return x
+    row = math.prod(x.shape[1:])
+    y = xp.empty((builtins.sum(arriving), *x.shape[1:]), dtype=x.dtype)
+    counts = [n * row for n in leaving], [n * row for n in arriving]
+    comm.all_to_all(_flat(xp, x), y.reshape(-1), *counts, what=what).wait()
+    return y
 
 
 def part(x: Array, dim: int, start: int, stop: int) -> Array:

@@ -11,21 +11,23 @@ from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.marks import matched
 from fsdpx.nn.rewrite import Features, Kind, Part, Rewriter, Whole, free
-from fsdpx.nn.sequence import Enter, Framed, Leave, SequenceLoss
+from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
 from fsdpx.nn.ties import canonical
 from fsdpx.nn.vocabulary import VocabCrossEntropy
 
 __all__ = ["Planned", "parallelise"]
 
-SEQUENCES = (None, "parallel", "ulysses", "ring")
+SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
+WHOLE = ("ulysses", "ring", "samples")
+"""Those that leave parameters whole but for experts."""
 
 
 @dataclass(frozen=True)
 class Planned:
     """The result of `parallelise`: what each rank of the tensor axis runs on the same batch.
 
-    output_dim: the dim along which the model's output is cut: -1 classes, 1 sequence; None: not cut. partial: names of
-    the parameters whose gradient each rank computes a part of, to be summed over the axis once."""
+    output_dim: the dim along which the model's output is cut: -1 classes, 1 sequence, 0 samples; None: not cut.
+    partial: names of the parameters whose gradient each rank computes a part of, to be summed over the axis once."""
 
     model: Layer
     loss: Loss
@@ -43,32 +45,33 @@ def parallelise(
 
     Parameters
     ----------
-    model : any layer; attention, MLPs, GPT, Llama, Bert and ViT have a plan of their own (`Layer.plan`)
+    model : any layer; attention, MLPs, MoE, GPT, Llama, Bert and ViT have a plan of their own (`Layer.plan`)
     loss : needs `acts_on = "position"` if `sequence` leaves the model's output cut along dim 1
     width : ranks of the tensor axis
     plan : name pattern (fnmatch) -> `Column`, `Row`, `Vocab` or `Own`; None: the layers' own plans
-    sequence : None, "parallel", "ulysses" or "ring", see below
+    sequence : None, "parallel", "ulysses", "ring" or "samples", see below
 
     "parallel" cuts activations between cut layers along dim 1 (Korthikanti et al. 2022); None leaves them full on every
-    rank. "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) cut no parameters, but activations along dim 1
-    from end to end.
+    rank. "ulysses" (Jacobs et al. 2023) and "ring" (Liu et al. 2023) cut no parameters but the experts of MoE
+    layers, and activations along dim 1 from end to end. "samples" cuts experts alone, and activations along dim 0: its
+    ranks are data-parallel for all other layers (Rajbhandari et al. 2022).
     """
     if not isinstance(width, int) or width < 1:
         raise ConfigError(f"a tensor axis of width {width!r}: it must be a whole number >= 1")
     if sequence not in SEQUENCES:
         raise ConfigError(f"sequence={sequence!r}: choose one of {', '.join(map(repr, SEQUENCES))}")
-    if sequence in ("ulysses", "ring") and plan is not None:
-        raise ConfigError(f"sequence={sequence!r} leaves parameters whole: it takes no tensor_plan")
-    marks, own = matched(model, plan) if plan is not None or sequence in (None, "parallel") else ({}, set())
+    if sequence in WHOLE and plan is not None:
+        raise ConfigError(f"sequence={sequence!r} leaves parameters whole but for experts: it takes no tensor_plan")
+    marks, own = ({}, set()) if sequence in WHOLE else matched(model, plan)
     rewriter = Rewriter(width, sequence, marks, own)
     inputs: list[Kind] = [Whole()] * len(input_names(model))
     planned = _root(rewriter, model, loss, inputs)
     if width == 1:
         return Planned(model, loss, None, frozenset())
-    if not rewriter.cuts and sequence not in ("ulysses", "ring"):
+    if not rewriter.cuts and sequence not in WHOLE:
         raise ConfigError(
             f"a tensor axis of {width} ranks has nothing to cut in {type(model).__name__}: there is no "
-            "MultiHeadAttention, MLP, TransformerBlock or GPT in it. Name layers, for example "
+            "MultiHeadAttention, MLP, MoE, TransformerBlock or GPT in it. Name layers, for example "
             'tensor_plan={"0": nn.Column, "2": nn.Row} for a Linear and the Linear that follows its activation, or '
             "use Mesh(tensor=1)"
         )
@@ -82,12 +85,15 @@ def _root(rewriter: Rewriter, model: Layer, loss: Loss, inputs: list[Kind]) -> P
         new, kinds = rewriter.visit(model, "", inputs)
     else:
         if rewriter.enters(inputs[0], model, "", 0):
-            enter, inputs = Enter(), [Part()]
+            enter, inputs = Enter(rewriter.dim), [Part()]
         new, kinds = rewriter.visit(model, "", inputs)
     if len(kinds) > 1 and any(not isinstance(kind, Whole) for kind in kinds):
-        raise ConfigError("a model with several outputs must give them whole: close what is cut with a Row")
+        way = "choose another sequence" if rewriter.samples else "close what is cut with a Row"
+        raise ConfigError(f"a model with several outputs must give them whole: {way}")
     kind, leave, output_dim = kinds[0], None, None
-    if isinstance(kind, Part):
+    if isinstance(kind, Part) and rewriter.samples:
+        loss, output_dim = SampleLoss(loss), 0
+    elif isinstance(kind, Part):
         _may_be_cut(loss, rewriter.sequence)
         loss, output_dim = SequenceLoss(loss, rewriter.width), 1
     if isinstance(kind, Features):

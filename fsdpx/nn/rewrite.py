@@ -10,10 +10,14 @@ from fsdpx.nn.container import Container, Step
 from fsdpx.nn.context import PartTokenEmbedding, Ring, Ulysses
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
+from fsdpx.nn.expert import CutMoE
 from fsdpx.nn.heads import Attention, PerHead
 from fsdpx.nn.layer import Layer, dotted, prefixed
 from fsdpx.nn.linear import Linear
+from fsdpx.nn.lowcut import ColumnLoRA, RowLoRA
+from fsdpx.nn.lowrank import LoRALinear
 from fsdpx.nn.marks import Column, Mark, Row, Vocab
+from fsdpx.nn.moe import MoE
 from fsdpx.nn.sequence import Enter
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
 from fsdpx.nn.vocabulary import VocabEmbedding, VocabTokenEmbedding
@@ -31,7 +35,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Part:
-    """A value that is cut along dim 1."""
+    """A value that is cut along dim 1, or dim 0 where samples are cut."""
 
     def __str__(self) -> str:
         return "a part of the sequence"
@@ -60,13 +64,15 @@ class Rewriter:
 
     def __init__(self, width: int, sequence: str | None, marks: Mapping[str, Mark], own: set[str]) -> None:
         self.width, self.sequence, self.marks, self.own = width, sequence, marks, own
-        self.context = sequence in ("ulysses", "ring")
+        self.context, self.samples = sequence in ("ulysses", "ring"), sequence == "samples"
         self.cuts = 0
         self.partial: set[str] = set()
         self.ties: dict[str, str] = {}
 
     def visit(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
         """The layer that replaces `layer`, and how its results are cut."""
+        if self.samples and (isinstance(layer, MLP) or not isinstance(layer, Container)):
+            return self._of_samples(layer, path), [Part()]
         if isinstance(layer, MultiHeadAttention | MLP | Container) and path in self.marks:
             raise ConfigError(
                 f"tensor_plan: {path!r} is a {type(layer).__name__}, which cannot be a {_name(self.marks[path])}: name "
@@ -93,7 +99,7 @@ class Rewriter:
                 if self.enters(values[source], step.layer, below, place):
                     if source not in entered:
                         entered[source] = free(layer, f"enter_{source.replace('.', '_')}")
-                        steps.append(Step(entered[source], Enter(), (source,), (entered[source],)))
+                        steps.append(Step(entered[source], Enter(self.dim), (source,), (entered[source],)))
                         values[entered[source]] = Part()
                     source = entered[source]
                 sources.append(source)
@@ -104,8 +110,15 @@ class Rewriter:
         return layer.rewired(steps), [values[name] for name in layer.outputs]
 
     def enters(self, kind: Kind, layer: Layer, path: str, place: int) -> bool:
-        """Whether a value of this kind must be cut along dim 1 before `layer` reads it."""
-        return self.sequence is not None and isinstance(kind, Whole) and not self._takes_whole(layer, path, place)
+        """Whether a value of this kind must be cut before `layer` reads it."""
+        if self.sequence is None or not isinstance(kind, Whole):
+            return False
+        return self.samples or not self._takes_whole(layer, path, place)
+
+    @property
+    def dim(self) -> int:
+        """Along which activations are cut."""
+        return 0 if self.samples else 1
 
     def _takes_whole(self, layer: Layer, path: str, place: int) -> bool:
         """Whether `layer` needs all of an input: an embedding that is cut by rows does, and attention its segments."""
@@ -149,7 +162,7 @@ class Rewriter:
         qkv, out = (self._linear(child, dotted(path, name)) for name, child in layer.children().items())
         row = self._row(out, dotted(path, "out"), layer.d_head, parts)
         self.cuts += 1
-        return layer.rebuilt(_column(qkv, sequence=parts, blocks=3, grain=layer.d_head), row), [kind]
+        return layer.rebuilt(self._column(qkv, dotted(path, "qkv"), parts, blocks=3, grain=layer.d_head), row), [kind]
 
     def _mlp(self, layer: MLP, path: str, kind: Kind) -> tuple[Layer, list[Kind]]:
         self._not_features(layer, path, kind)
@@ -170,7 +183,12 @@ class Rewriter:
         wide = self._linear(up.layer, dotted(path, "up"))
         self._enough(path, wide.out_features, "hidden features")
         row = self._row(self._linear(down.layer, dotted(path, "down")), dotted(path, "down"), 1, parts)
-        steps = [replace(up, layer=_column(wide, sequence=parts)), activation, replace(down, layer=row), *drop]
+        steps = [
+            replace(up, layer=self._column(wide, dotted(path, "up"), parts)),
+            activation,
+            replace(down, layer=row),
+            *drop,
+        ]
         self.cuts += 1
         return layer.rewired(steps), [kind]
 
@@ -180,6 +198,8 @@ class Rewriter:
             return self._marked(layer, path, mark, kinds[0])
         if isinstance(layer, PerHead):
             return self._per_head(layer, path, kinds)
+        if isinstance(layer, MoE) and (self.context or path in self.own):
+            return self._experts(layer, path, kinds[0])
         kind = kinds[0] if kinds else Whole()
         if any(other != kind for other in kinds):
             got = ", ".join(map(str, kinds))
@@ -197,8 +217,28 @@ class Rewriter:
                 size = (layer.vocab, layer.d_model, layer.seq_len)
                 return PartTokenEmbedding(*size, init=layer.init, position_init=layer.position_init), kind
             self._by_itself(layer, path, kind, ("element", "position"))
-            return self._dropout(layer, path, kind), kind
+            return layer.on_part() if isinstance(layer, MoE) else self._dropout(layer, path, kind), kind
         return layer, kind
+
+    def _experts(self, layer: MoE, path: str, kind: Kind) -> tuple[Layer, Kind]:
+        self._not_features(layer, path, kind)
+        self._enough(path, layer.experts, "experts", "" if self.context else "a tensor_plan that leaves them whole")
+        self.partial.add(dotted(path, "router"))
+        self.cuts += 1
+        size = (layer.d_model, layer.d_hidden, layer.experts, layer.active, layer.balance, isinstance(kind, Part))
+        return CutMoE(*size, init=layer.init, out_init=layer.out_init), kind
+
+    def _of_samples(self, layer: Layer, path: str) -> Layer:
+        """Of a part of the samples a layer makes what it makes of all, unless it looks at several."""
+        if isinstance(layer, MoE):
+            return self._experts(layer, path, Part())[0]
+        if layer.collective or any(spec.state for spec in layer.specs().values()):
+            raise ConfigError(
+                f"{path!r} {layer!r} takes statistics over samples, which sequence='samples' cuts: use LayerNorm or "
+                "RMSNorm"
+            )
+        self._add_partial(layer, path)
+        return layer
 
     def _per_head(self, layer: PerHead, path: str, kinds: list[Kind]) -> tuple[Layer, Kind]:
         """With a part of the heads a layer does what it does with all; parts of several inputs must be of the same."""
@@ -242,7 +282,8 @@ class Rewriter:
                 f"of {options.grain}"
             )
         self._enough(path, count, "results" if options.grain == 1 else f"runs of {options.grain} results")
-        new_column = _column(linear, isinstance(kind, Part), options.blocks, options.grain, options.gather_output)
+        cut = (options.blocks, options.grain, options.gather_output)
+        new_column = self._column(linear, path, isinstance(kind, Part), *cut)
         if options.gather_output:
             return new_column, Whole()
         size = (linear.out_features, options.blocks, options.grain)
@@ -284,19 +325,37 @@ class Rewriter:
             )
         return True
 
+    def _column(
+        self, linear: Linear, path: str, parts: bool, blocks: int = 1, grain: int = 1, gather_output: bool = False
+    ) -> ColumnLinear:
+        if isinstance(linear, LoRALinear):
+            self.partial.add(dotted(path, ColumnLoRA.partial))
+            return ColumnLoRA(linear, gather_output=gather_output, sequence=parts, blocks=blocks, grain=grain)
+        size = (linear.in_features, linear.out_features, linear.bias, gather_output, parts, blocks, grain)
+        return ColumnLinear(*size, init=linear.init, bias_init=linear.bias_init)
+
     def _row(self, linear: Linear, path: str, grain: int, parts: bool) -> RowLinear:
         if parts and linear.bias:
             self.partial.add(dotted(path, "bias"))
+        if isinstance(linear, LoRALinear):
+            self.partial.add(dotted(path, RowLoRA.partial))
+            return RowLoRA(linear, sequence=parts, grain=grain)
         size = (linear.in_features, linear.out_features, linear.bias, parts, grain)
         return RowLinear(*size, init=linear.init, bias_init=linear.bias_init)
 
     def _linear(self, layer: Layer, path: str, mark: Mark | None = None) -> Linear:
-        if type(layer) is not Linear:
+        if isinstance(layer, LoRALinear) and layer.dropout:
+            raise ConfigError(
+                f"{path!r} {layer!r} cannot be cut, since its adapters have dropout={layer.dropout}: use nn.lora with "
+                "dropout=0"
+            )
+        if type(layer) not in (Linear, LoRALinear):
             what = f" as {_name(mark)}" if mark else ""
             raise ConfigError(
                 f"{path!r} {layer!r} cannot be cut{what}: Column and Row take a Linear, Vocab an Embedding, "
-                "TokenEmbedding or the Linear that ends the model, and Own attention, MLP and what contains them"
+                "TokenEmbedding or the Linear that ends the model, and Own attention, MLP, MoE and what contains them"
             )
+        assert isinstance(layer, Linear)
         return layer
 
     def _dropout(self, layer: Layer, path: str, kind: Kind) -> Layer:
@@ -341,13 +400,6 @@ class Rewriter:
 
     def _add_partial(self, layer: Layer, path: str) -> None:
         self.partial.update(dotted(path, name) for name in layer.specs())
-
-
-def _column(
-    linear: Linear, sequence: bool = False, blocks: int = 1, grain: int = 1, gather_output: bool = False
-) -> ColumnLinear:
-    size = (linear.in_features, linear.out_features, linear.bias, gather_output, sequence, blocks, grain)
-    return ColumnLinear(*size, init=linear.init, bias_init=linear.bias_init)
 
 
 def free(layer: Container, name: str) -> str:

@@ -10,23 +10,35 @@ from fsdpx.nn.losses import Loss
 from fsdpx.nn.numeric import is_index
 from fsdpx.nn.tensor import named, want_known
 
-__all__ = ["Enter", "Framed", "Leave", "SequenceLoss"]
+__all__ = ["Enter", "Framed", "Leave", "SampleLoss", "SequenceLoss"]
 
 
 class Enter(Layer):
-    """A full array to this rank's part of dim 1, the sequence.
+    """A full array to this rank's part of dim 1, the sequence, or of dim 0, the samples.
 
-    Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have none."""
+    Backward all-gathers the gradient: n(N-1)/N bytes, n = bytes of the array. Integers have none.
+
+    Parameters
+    ----------
+    dim : 1 or 0
+    """
+
+    def __init__(self, dim: int = 1) -> None:
+        self.dim = dim
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
-        want_time(x)
-        want_known(env, x, named(env, "sequence"))
-        return moves.cut(env.xp, env.mesh.tensor, x, 1), (is_index(x),)
+        if self.dim == 1:
+            want_time(x)
+            want_known(env, x, named(env, "sequence"))
+        elif env.time is None and env.mesh.tensor.size > 1:
+            raise DataError(f"{named(env, 'input')}: sequence='samples' takes inputs that all have one length of dim 1")
+        return moves.cut(env.xp, env.mesh.tensor, x, self.dim), (is_index(x), x.shape[self.dim])
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array | None, Any]:
-        if saved[0] or dy is None:
+        index, total = saved
+        if index or dy is None:
             return None, ()
-        return moves.join(env.xp, env.mesh.tensor, dy, 1, env.time, what=named(env, "gradient")), ()
+        return moves.join(env.xp, env.mesh.tensor, dy, self.dim, total, what=named(env, "gradient")), ()
 
 
 class Leave(Layer):
@@ -83,6 +95,27 @@ class Framed(Layer):
 
     def _outside(self, env: Env, entered: Any, dx: Any) -> Any:
         return self.enter.backward_input(env, {}, entered, dx)[0] if self.enter else dx
+
+
+class SampleLoss(Loss):
+    """`loss` of an output that is cut along dim 0 over a tensor axis; all ranks have the full target.
+
+    Total and weight are those of this rank's samples. Communicates nothing."""
+
+    partial = True
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.runs = getattr(loss, "runs", ())
+
+    def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
+        return self.loss.forward(env, y, moves.cut(env.xp, env.mesh.tensor, target, 0))
+
+    def backward(self, env: Env, saved: Any, seed: float) -> Array:
+        return self.loss.backward(env, saved, seed)
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        self.loss.validate((target.shape[0], *shape[1:]), target)
 
 
 class SequenceLoss(Loss):

@@ -23,10 +23,10 @@ from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.numeric import add_linear, add_product, add_sum, affine, flat, linear_backward, product
 
-__all__ = ["ColumnLinear", "RowLinear", "named", "want_known"]
+__all__ = ["ColumnLinear", "CutLinear", "RowLinear", "named", "want_known"]
 
 
-class _CutLinear(Layer):
+class CutLinear(Layer):
     """What ColumnLinear and RowLinear share: the options of the Linear that they compute, and how it is cut."""
 
     runs = ("linear",)
@@ -39,8 +39,16 @@ class _CutLinear(Layer):
         self.caches = not sequence
         cut.grains((linear.out_features, linear.in_features))
 
+    def _product(self, env: Env, p: Params, x: Array, bias: Array | None) -> Array:
+        """This rank's part of the result as rows, or its summand."""
+        return affine(env.xp, flat(x), p["weight"], bias)
 
-class ColumnLinear(_CutLinear):
+    def _inward(self, env: Env, p: Params, dy: Array) -> Array:
+        """The gradient of the input as rows: this rank's summand of it, or its part."""
+        return product(env.xp, flat(dy), p["weight"])
+
+
+class ColumnLinear(CutLinear):
     """Column-parallel `Linear`: `(samples, ..., in_features)` -> this rank's part of `out_features`.
 
     `weight` and `bias` are those of `Linear`, cut along dim 0. Backward all-reduces the gradient of the input while
@@ -81,11 +89,11 @@ class ColumnLinear(_CutLinear):
     def bare(self, env: Env, p: Params, x: Array) -> Array:
         """The product without the bias."""
         x = self._full(env, x)
-        return affine(env.xp, flat(x), p["weight"], None).reshape(*x.shape[:-1], p["weight"].shape[0])
+        return self._product(env, p, x, None).reshape(*x.shape[:-1], p["weight"].shape[0])
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         full = self._full(env, x)
-        y = affine(env.xp, flat(full), p["weight"], p["bias"] if self.bias else None)
+        y = self._product(env, p, full, p["bias"] if self.bias else None)
         y = y.reshape(*full.shape[:-1], p["weight"].shape[0])
         if self.gather_output:
             y = moves.join(env.xp, env.mesh.tensor, y, -1, self.out_features, what=named(env, "output"))
@@ -126,14 +134,14 @@ class ColumnLinear(_CutLinear):
         return moves.cut(env.xp, env.mesh.tensor, dy, -1) if self.gather_output else dy
 
     def _start_input_gradient(self, env: Env, p: Params, dy: Array) -> moves.PendingMove:
-        dx = product(env.xp, flat(dy), p["weight"]).reshape(*dy.shape[:-1], self.in_features)
+        dx = self._inward(env, p, dy).reshape(*dy.shape[:-1], self.in_features)
         comm, what = env.mesh.tensor, named(env, "input gradient")
         if self.sequence:
             return moves.start_scatter_sum(env.xp, comm, dx, 1, what=what)
         return moves.start_sum(env.xp, comm, dx, fresh=True, what=what)
 
 
-class RowLinear(_CutLinear):
+class RowLinear(CutLinear):
     """Row-parallel `Linear`: this rank's part of `in_features` -> `(samples, ..., out_features)`.
 
     `weight` is that of `Linear`, cut along dim 1; every rank holds all of `bias`, which is added after the sum over the
@@ -169,8 +177,8 @@ class RowLinear(_CutLinear):
         want_last(self, x, p["weight"].shape[1])
         bias, shape = p["bias"] if self.bias else None, (*x.shape[:-1], self.out_features)
         if env.mesh.tensor.size == 1:
-            return affine(env.xp, flat(x), p["weight"], bias).reshape(shape), (x,)
-        y = affine(env.xp, flat(x), p["weight"], None).reshape(shape)
+            return self._product(env, p, x, bias).reshape(shape), (x,)
+        y = self._product(env, p, x, None).reshape(shape)
         comm, what = env.mesh.tensor, named(env, "output")
         if self.sequence:
             y = moves.scatter_sum(env.xp, comm, y, 1, what=what)
@@ -182,8 +190,7 @@ class RowLinear(_CutLinear):
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         (x,), full = saved, self._full(env, dy)
-        dx = product(env.xp, flat(full), p["weight"])
-        return dx.reshape(x.shape), (x, full, dy)
+        return self._inward(env, p, full).reshape(x.shape), (x, full, dy)
 
     def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Array) -> None:
         self.backward_params(env, g, (*saved, self._full(env, dy), dy))

@@ -42,7 +42,7 @@ class Place:
 
 def events_of(turn: Turn, place: Place) -> list[Event]:
     """One event for each action, in the order of the program. What computes lasts from when it had all it needed to
-    its end; what moves beside the computing from when it was begun to when this rank saw that it was complete."""
+    its end; what moves beside the computing from the same moment to when this rank saw that it was complete."""
     flights: dict[Action, list[Flight]] = defaultdict(list)
     for flight in turn.flights:
         flights[flight.action].append(flight)
@@ -58,11 +58,10 @@ def events_of(turn: Turn, place: Place) -> list[Event]:
 
 
 def _span(one: Acted, flights: Sequence[Flight]) -> tuple[float, float]:
-    """From the beginning of the first transfer that it began to the end of the last; else the action's own time."""
-    own = [flight for flight in flights if one.ready <= flight.issued <= one.end]
-    if not own:
-        return one.ready, one.end
-    return min(flight.issued for flight in own), max(flight.landed for flight in own)
+    """From when the action had all it needed to the end of the last transfer that it began, if it began any. A message
+    may arrive before the call that sends it has returned, on a machine that then does something else."""
+    landed = [flight.landed for flight in flights if one.ready <= flight.issued <= one.end]
+    return one.ready, max(landed, default=one.end)
 
 
 def waits_of(turn: Turn, events: Sequence[Event]) -> list[Event]:

@@ -63,10 +63,8 @@ class RunFolder:
 
     def begin(self, arguments: dict[str, Any], ranks: int) -> None:
         """Write what the run is. On one rank."""
-        self.path.mkdir(parents=True, exist_ok=True)
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
         told = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime("%F %T")}
-        self.config.write_text(json.dumps(told, indent=1) + "\n")
         found: dict[str, Any] = {
             "host": platform.node(),
             "system": platform.platform(),
@@ -74,7 +72,14 @@ class RunFolder:
             "command": sys.argv,
         }
         found |= {"versions": {name: text for name in LIBRARIES if (text := _version(name))}}
-        (self.path / "environment.json").write_text(json.dumps(found, indent=1) + "\n")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.config.write_text(json.dumps(told, indent=1) + "\n")
+            (self.path / "environment.json").write_text(json.dumps(found, indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path}: the folder of the run cannot be written ({error.strerror}): name another"
+            ) from None
 
     def finish(self, text: str, reports: list[dict[str, Any]]) -> None:
         """Write how it went, `str(summary)` and `summary.as_json()` of a `Trainer.summary()`. On one rank."""

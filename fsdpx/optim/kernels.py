@@ -150,12 +150,13 @@ def schedule_free(
 
 def prodigy(
     xp: Any, p: Any, g: Any, m: Any, v: Any, s: Any, away: Any, *, d: float, lr: float, beta1: float, beta2: float,
-    eps: float, weight_decay: float, scale: float,
+    eps: float, weight: float, weight_decay: float, scale: float,
 ) -> None:  # fmt: skip
-    """m, v: running means of d g and (d g)^2; s: of lr d^2 g, with a decay of sqrt(beta2); p -= lr d (m / (sqrt(v) + d
-    eps) + weight_decay p), and away moves as far the other way (Mishchenko & Defazio 2023, Algorithm 4)."""
+    """m, v: running means of d g and (d g)^2; s: of weight d^2 g, with a decay of sqrt(beta2); p -= lr d (m / (sqrt(v)
+    + d eps) + weight_decay p), and away moves as far the other way (Mishchenko & Defazio 2023, Algorithm 4)."""
     decay, rate = beta2**0.5, lr * d
-    numbers = (scale * d, 1.0 - beta1, beta2, 1.0 - beta2, decay, (1.0 - decay) * rate, d * eps, weight_decay, rate)
+    share = (1.0 - decay) * (weight * d)
+    numbers = (scale * d, 1.0 - beta1, beta2, 1.0 - beta2, decay, share, d * eps, weight_decay, rate)
     _run("prodigy", xp, (p, g, m, v, s, away), numbers)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,6 +38,9 @@ class Prodigy:
     weight_decay : share of p that is taken off per step, times lr d
     d0 : the first d, above 0: a distance that is surely too small
     d_coef : factor of the estimates, above 0
+    growth_rate : factor by which d rises in a step at most, above 1; 1.02 is like a warm-up
+    safeguard_warmup : leave lr out of s, though not out of r, so that the short steps of a warm-up are not taken for a
+        solution that is far away; for schedules that begin low
     groups : name pattern (fnmatch) -> {"weight_decay", "lr_scale"} for the parameters that match
     """
 
@@ -46,6 +50,8 @@ class Prodigy:
     weight_decay: float = 0.0
     d0: float = 1e-6
     d_coef: float = 1.0
+    growth_rate: float = inf
+    safeguard_warmup: bool = False
     groups: Groups = field(default_factory=dict)
     slots: ClassVar[tuple[str, ...]] = ("m", "v", "s", "away", "gauge")
     kept: ClassVar[Mapping[str, Kept]] = {"gauge": Kept("float64", shape=lambda name, shape: (3,))}
@@ -57,6 +63,10 @@ class Prodigy:
             check_number(self, name, getattr(self, name))
             if not getattr(self, name):
                 raise ConfigError(f"Prodigy({name}={getattr(self, name)!r}): a number above 0 is needed")
+        if not isinstance(self.growth_rate, int | float) or not self.growth_rate > 1:
+            raise ConfigError(f"Prodigy(growth_rate={self.growth_rate!r}): a number above 1 is needed")
+        if not isinstance(self.safeguard_warmup, bool):
+            raise ConfigError(f"Prodigy(safeguard_warmup={self.safeguard_warmup!r}): choose True or False")
 
     def terms(self, xp: Any, g: Any, slots: Slots) -> tuple[list[float], list[float]]:
         """Of a stretch of elements: sums of g (x0 - p) and of |s|, over fixed blocks."""
@@ -72,7 +82,8 @@ class Prodigy:
         """What is kept after the next update, of which d is that of the update. kept: what is kept now. dot:
         <g, x0 - p> of this step. size: |s|_1 before it."""
         count, d, r = kept
-        d = max(d, self.d0, self.d_coef * r / size if size > 0 else 0.0)
+        before, found = max(d, self.d0), self.d_coef * r / size if size > 0 else 0.0
+        d = max(before, min(found, before * self.growth_rate))
         decay = self.betas[1] ** 0.5
         return count + 1.0, d, decay * r + (1.0 - decay) * lr * d**2 * dot
 
@@ -88,7 +99,10 @@ class Prodigy:
             at, rate = slice(run.start, run.stop), lr * run.lr_scale
             arrays = (p[at], g[at], *(slots[name][at] for name in ("m", "v", "s", "away")))
             numbers = {"d": d, "lr": rate, "beta1": self.betas[0], "beta2": self.betas[1], "eps": self.eps}
-            kernels.prodigy(xp, *arrays, weight_decay=run.decay(self.weight_decay), scale=scale, **numbers)
+            weight = 1.0 if self.safeguard_warmup else rate
+            kernels.prodigy(
+                xp, *arrays, weight=weight, weight_decay=run.decay(self.weight_decay), scale=scale, **numbers
+            )
         for at in places(self.kept["gauge"], segments):
             slots["gauge"][at] = xp.asarray(gauge or (0.0, d, 0.0))
 

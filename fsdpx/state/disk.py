@@ -80,6 +80,9 @@ class File:
             raise
         self._own = threading.local()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="fsdpx disk")
+        all_run = threading.Barrier(THREADS)  # now, not in a step for which there may be just enough memory
+        for waits in [self._threads.submit(all_run.wait) for _ in range(THREADS)]:
+            waits.result()
 
     def read(self, at: int, data: Any) -> Pieces:
         """Fill `data`, bytes in memory, from byte `at` of the file on."""
@@ -174,7 +177,8 @@ def taken(folder: Path, owner: str) -> int:
     import fcntl  # not on Windows, where `Offload` is refused
 
     if not folder.is_dir():
-        raise OffloadError(f"{folder} does not exist: make it, or name another folder")
+        what = "is no folder:" if folder.exists() else "does not exist: make it, or"
+        raise OffloadError(f"{folder} {what} name another folder")
     try:
         fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:

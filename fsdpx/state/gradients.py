@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,14 +34,16 @@ class Reduction(NamedTuple):
     sizes: list[float]
     what: str
 
-    @contextmanager
-    def measured(self, grad: Any, memory: Mapping[str, Any], before: Sequence[float] = (0.0, 0.0)) -> Iterator[None]:
+    def measured(
+        self, grad: Any, memory: Mapping[str, Any], before: Sequence[float] = (0.0, 0.0)
+    ) -> AbstractContextManager[None]:
         """Around a call of the codec: see `sizes`. Of arrays on the host, others would wait for it. before: of what was
         carried before it of the same gradient."""
         error = memory.get("error")
-        if error is None or not isinstance(grad, np.ndarray):
-            yield
-            return
+        return self._owed(grad, error, before) if error is not None and isinstance(grad, np.ndarray) else nullcontext()
+
+    @contextmanager
+    def _owed(self, grad: np.ndarray, error: Any, before: Sequence[float]) -> Iterator[None]:
         with np.errstate(all="ignore"):
             whole = float(np.linalg.norm(_sample(grad) + _sample(error)))
         yield

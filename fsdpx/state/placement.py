@@ -18,6 +18,7 @@ from fsdpx.layout.pages import Page, cut
 from fsdpx.layout.ranges import Range
 from fsdpx.layout.shards import ShardedPage
 from fsdpx.layout.units import Layout, Unit
+from fsdpx.nn.cut import share
 from fsdpx.nn.layer import dotted
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim import Segment, Segments
@@ -27,6 +28,7 @@ from fsdpx.optim.segments import Peers
 from fsdpx.program import Rounds, Stage
 from fsdpx.state import eight
 from fsdpx.state.accumulation import Accumulation, accumulation
+from fsdpx.state.feed import Microbatch
 from fsdpx.state.local import Local
 from fsdpx.state.pipe import Pipe
 from fsdpx.state.recompute import Recompute
@@ -157,6 +159,11 @@ class Placement:
     def counts_loss(self) -> bool:
         """Whether the loss found here counts: ranks of one tensor line find the same, unless each finds a part."""
         return getattr(self.loss, "partial", False) or self.axes.tensor.rank == 0
+
+    def first_sample(self, batch: Microbatch) -> int:
+        """The first one of a microbatch that the layers of this rank see: not 0 where the tensor axis cuts samples."""
+        tensor = self.axes.tensor
+        return share(batch.inputs[0].shape[0], tensor.rank, tensor.size)[0] if self.output_dim == 0 else 0
 
     @property
     def pipe_home(self) -> int:

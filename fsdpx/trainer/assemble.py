@@ -83,6 +83,8 @@ def session_of(
     caller fills them in. commit: see `Feed`."""
     place, planned = placement_of(recipe, world, tuning)
     training, progress = recipe.training, recipe.machinery.progress
+    microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
+    _check_whole_steps(place, microbatches)
     poker = _poker(place.tuning.progress if progress is None else progress, place)
     if place.xp is np:
         keep_pages()
@@ -99,8 +101,6 @@ def session_of(
                 eight.warm(place.formats.master)
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
-    microbatches = microbatches_of(training.microbatches, training.chunks, place.axes.mesh)
-    _check_whole_steps(place, microbatches)
     _remark(place)
     session = Session(Engine(state, poker, recorder), sort(training.model), training.loss, microbatches, commit)
     session.placed()

@@ -21,6 +21,7 @@ from fsdpx.trainer.log import Log
 from fsdpx.trainer.metrics import Metric, Metrics, host
 from fsdpx.trainer.notices import say
 from fsdpx.trainer.progress import Progress
+from fsdpx.trainer.routing import METRICS, Routing, Watched
 from fsdpx.trainer.saves import Saves, Saving
 from fsdpx.trainer.series import Checkpoints
 from fsdpx.watch.preempt import Preemption
@@ -43,6 +44,9 @@ class Trains(Saving, Votes, Protocol):
     def met(self) -> bool: ...
     @property
     def apart(self) -> bool: ...
+    @property
+    def routes(self) -> bool: ...
+    def routing(self) -> dict[str, Routing]: ...
     def finish(self) -> None: ...
     def save_trace(self) -> None: ...
     def step(self, x: Any, y: Any) -> float: ...
@@ -105,11 +109,11 @@ def fit(
     saves = Saves(trainer, loader, None if checkpoints is None else Checkpoints.of(checkpoints), history, best)
     listeners = [
         *([Progress(unit, _total(loader, limits), epochs, history)] if progress else []),
-        *([] if log is None else [Log(log, tuple(metrics or ()), tensorboard)]),
+        *([] if log is None else [Log(log, (*(metrics or ()), *(METRICS if trainer.routes else ())), tensorboard)]),
     ]
     loop = _Loop(
         trainer, loader, limits, history, saves,
-        _Validation(trainer, validation, metrics or {}, history),
+        _Validation(trainer, validation, metrics or {}, history, Watched()),
         Events(trainer, history, listeners, callbacks),
         count or _samples, preempt,
     )  # fmt: skip
@@ -214,10 +218,11 @@ class _Validation:
     batches: Iterable[Any] | None
     metrics: Mapping[str, Metric]
     history: History
+    watched: Watched
 
     def run(self) -> bool:
-        """The mean of the batches' mean losses, each weighed by its weight, and metrics; False if there is nothing to
-        do."""
+        """The mean of the batches' mean losses, each weighed by its weight, and metrics, those of experts too; False if
+        there is nothing to do."""
         history, metrics = self.history, Metrics(self.metrics)
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
@@ -231,7 +236,10 @@ class _Validation:
             raise ConfigError("fit: the validation loader gives no batch")
         value = math.fsum(a * w for a, w in zip(losses, weights, strict=True)) / math.fsum(weights)
         history.validation.append((history.steps, value))
-        for name, mean in (metrics.mean(self.trainer.data) if self.metrics else {}).items():
+        found = metrics.mean(self.trainer.data) if self.metrics else {}
+        if self.trainer.routes:
+            found |= self.watched.since(self.trainer.routing())
+        for name, mean in found.items():
             history.metrics.setdefault(name, []).append((history.steps, mean))
         return True
 

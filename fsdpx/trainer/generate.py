@@ -68,7 +68,7 @@ class Reader:
             last = np.array(ends[mine], np.int64) - 1
         else:
             tokens = padded([texts[i][-1:] for i in self.mine], 1)
-            self.cache.lengths[:] = np.array(ends[mine]) - 1
+            self.cache.lengths = np.array(ends[mine], np.int64) - 1
             last = np.zeros(len(self.mine), np.int64)
         self.begins = begins
         feed = self.session.tokens(tokens, self.mine.start, self.cache)

@@ -21,6 +21,7 @@ from fsdpx.state.placement import Placement
 from fsdpx.state.rates import Rates
 from fsdpx.state.tables import bytes_text, table
 from fsdpx.state.ties import Tie
+from fsdpx.trainer.routing import Routing, routing_of, routing_table
 
 __all__ = ["Report", "call_text", "peak_rss", "report", "sizes_of"]
 
@@ -71,12 +72,14 @@ HOW = ("read", "written")
 @dataclass(frozen=True, kw_only=True)
 class Moved:
     """traffic: (axis, collective) -> calls and bytes, counted. predicted: the same for one step, or what `per` says,
-    from the program. reduces: of gradients that do not travel as they are."""
+    from the program. reduces: of gradients that do not travel as they are. routing: of layers with experts, by path, of
+    this rank's positions."""
 
     traffic: dict[tuple[str, str], Traffic]
     predicted: dict[tuple[str, str], Traffic]
     reduces: list[Reduced] = field(default_factory=list)
     per: str = "step"
+    routing: dict[str, Routing] = field(default_factory=dict)
 
     def _moved(self) -> str:
         rows: list[tuple[str, ...]] = [("moved by this rank", "calls", "bytes", f"predicted per {self.per}")]
@@ -133,7 +136,12 @@ class Report(Moved):
     def __str__(self) -> str:
         model = f"{self.parameters:,} parameters in {self.units} units"
         head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps"
-        return "\n\n".join([head, self._moved(), *self._reduced(), self._held(), self._spent()])
+        return "\n\n".join([head, self._moved(), *self._reduced(), *self.routing_text, self._held(), self._spent()])
+
+    @property
+    def routing_text(self) -> list[str]:
+        """The table of experts alone, if there are any."""
+        return routing_table(self.routing, whole=self.ranks == 1)
 
     @property
     def memory_text(self) -> str:
@@ -179,6 +187,7 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         units=len(place.layout.units),
         traffic=counted,
         predicted=predicted,
+        routing=routing_of(place.axes.counters.tallies),
         per="step" if place.rounds is None else f"round of {place.rounds.every} steps",
         memory=state.nbytes(),
         disk=state.ledger.on_disk(),

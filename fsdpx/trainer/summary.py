@@ -10,6 +10,7 @@ import numpy as np
 from fsdpx.state.clock import Spent
 from fsdpx.state.tables import bytes_text, table
 from fsdpx.trainer.report import Report, call_text
+from fsdpx.trainer.routing import Routing, routing_table, together
 
 __all__ = ["Summary"]
 
@@ -18,6 +19,11 @@ MEANING = """\
 calls and bytes of all ranks; seconds in the actions of a verb, by rank; max/min: how unequal ranks are; waited: seconds
 that a rank stood still before these actions, in the mean; GB/s: bytes of a rank over the time that its transfers were
 under way; hidden: share of that time in which the rank computed."""
+
+
+ROUTED = """\
+choices: positions x experts each goes to; most, least: share of the expert that was chosen most and least; entropy: 1
+where all are chosen alike, 0 where one is; dropped: choices that no expert computed; busiest: rows by rank."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,12 @@ class Summary:
         model = f"{one.parameters:,} parameters in {one.units} units"
         seconds = max(report.seconds for report in self.reports)
         head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s"
-        return "\n\n".join([head, f"{self._verbs()}\n{MEANING}", self._moved(), self._memory()])
+        return "\n\n".join([head, f"{self._verbs()}\n{MEANING}", self._moved(), *self._routed(), self._memory()])
+
+    @property
+    def routing(self) -> dict[str, Routing]:
+        """Of layers with experts, by path: choices of all positions, and rows that each rank's experts computed."""
+        return together(report.routing for report in self.reports)
 
     def spent(self, verb: str) -> list[Spent]:
         """By rank; zeros where a rank has no such actions."""
@@ -81,6 +92,9 @@ class Summary:
             rows.append((call_text(*key), f"{calls:,}", *map(bytes_text, (sum(moved), min(moved), max(moved)))))
         return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
 
+    def _routed(self) -> list[str]:
+        return [f"{text}\n{ROUTED}" for text in routing_table(self.routing, whole=True)]
+
     def _memory(self) -> str:
         """The rank that holds most of a kind stands for all."""
         kinds = sorted({kind for report in self.reports for kind in report.high_water})
@@ -104,5 +118,6 @@ def _row(report: Report) -> dict[str, Any]:
     return {
         **{name: getattr(report, name) for name in names},
         "times": {verb: one._asdict() for verb, one in report.times.items()},
+        "routing": {path: {"chosen": one.chosen, "computed": one.computed} for path, one in report.routing.items()},
         "traffic": [[axis, call, one.calls, one.bytes] for (axis, call), one in sorted(report.traffic.items())],
     }

@@ -28,6 +28,9 @@ from fsdpx.engine.results import Scale
 from fsdpx.errors import ConfigError, DataError, RankLost
 from fsdpx.generation.sampling import Sampling
 from fsdpx.generation.texts import Stream, is_one
+from fsdpx.nn.expert import CutMoE
+from fsdpx.nn.marks import paths
+from fsdpx.nn.moe import MoE
 from fsdpx.observe.measure import Measured, measure
 from fsdpx.optim import rate
 from fsdpx.program import Program, Slot
@@ -40,6 +43,7 @@ from fsdpx.trainer.generate import generate
 from fsdpx.trainer.history import History
 from fsdpx.trainer.outputs import cut_output, input_gradients
 from fsdpx.trainer.report import Report, report
+from fsdpx.trainer.routing import Routing, routing_of, together
 from fsdpx.trainer.session import Session
 from fsdpx.trainer.settings import settings_of
 from fsdpx.trainer.summary import Summary
@@ -584,6 +588,18 @@ class Trainer:
         memory at its most beside the plan. Printed, a table. Collective."""
         self._begin("summary")
         return Summary(tuple(self.world.all_gather_object(self.report())))
+
+    @property
+    def routes(self) -> bool:
+        """Whether the model has layers with experts."""
+        layers = (layer for node in self.placement.model.nodes for _, layer in paths(node.layer))
+        return any(isinstance(layer, MoE | CutMoE) for layer in layers)
+
+    def routing(self) -> dict[str, Routing]:
+        """How the load of experts was in training, by the path of their layer, over all ranks since the last `reset`.
+        Collective."""
+        self._begin("routing")
+        return together(self.world.all_gather_object(routing_of(self.placement.axes.counters.tallies)))
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Measured:
         """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.observe.measure`."""

@@ -57,7 +57,7 @@ def test_random_shapes(b, h, t, d, causal, seed) -> None:
 
 
 @pytest.mark.parametrize("mode", ["numba", "plain"])
-@pytest.mark.parametrize(("t", "s"), [(1, 2), (2, 1), (63, 64), (65, 64), (64, 65), (129, 130), (5, 140)])
+@pytest.mark.parametrize(("t", "s"), [(1, 2), (1, 140), (2, 1), (63, 64), (65, 64), (64, 65), (129, 130), (5, 140)])
 def test_keys_of_another_length(t, s, mode) -> None:
     q, do = heads(0, 2, 3, t, 7)[::3]
     _, k, v, _ = heads(1, 2, 3, s, 7)
@@ -148,6 +148,26 @@ def test_shared_keys_windows_and_segments(h, g, t, window, apart, mode) -> None:
     for got, one in zip(found, want, strict=True):
         assert got.shape == one.shape
         assert np.abs(got - one).max() <= 2e-6 * max(1.0, np.abs(one).max())
+
+
+@pytest.mark.parametrize("library", ["numpy", None])
+def test_one_query_reads_keys_where_they_lie_whichever_library_there_is(library: str | None) -> None:
+    """As text is written: each head as if it were alone, and keys and values that are parts of longer arrays."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 1, 4, 7)).astype("f4").swapaxes(1, 2)
+    k, v = rng.standard_normal((2, 2, 2, 50, 7)).astype("f4")[:, :, :, 9:42]
+    scores = 0.3 * q.astype("f8") @ np.repeat(k, 2, 1).swapaxes(-1, -2)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    blas.choose(library)
+    try:
+        with kernels.use("numba"):
+            o, lse = kernels.attention(np, q, k, v, False, 0.3)
+            one, _ = kernels.attention(np, q[1:, 3:], k[1:, 1:], v[1:, 1:], False, 0.3)
+    finally:
+        blas.choose(None)
+    np.testing.assert_allclose(o, p @ np.repeat(v, 2, 1) / p.sum(-1, keepdims=True), rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(lse, np.log(np.exp(scores).sum(-1)), rtol=2e-6)
+    np.testing.assert_array_equal(one, o[1:, 3:])
 
 
 @pytest.mark.parametrize(("window", "apart"), [(0, False), (5, True)])

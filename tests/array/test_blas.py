@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from layouts import LAYOUTS, lay
 
 from fsdpx.array import blas, parallel
+from fsdpx.array.blas import choice
 from fsdpx.errors import ConfigError
 
 LIBRARIES = list(blas.available())
@@ -110,6 +111,29 @@ def test_cut_among_threads(library: str, shape: tuple[int, int, int]) -> None:
     forward = product + bias
     assert error(dweight, forward.T @ x, np.abs(forward).T @ np.abs(x)) < 1e-5
     assert error(dbias, forward.sum(0), np.abs(forward).sum(0)) < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(33, 130), (200, 64), (5, 1)])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_few_rows_have_the_bits_of_each_alone_in_every_library(shape: tuple[int, int], dtype: str) -> None:
+    """A matrix is read once for all of them, as memory has it: BLAS would copy it, and add in an order of its own."""
+    n, k = shape
+    rng = np.random.default_rng(0)
+    x, weight, bias = (rng.standard_normal(s).astype(dtype) for s in ((4, k), (n, k), (n,)))
+    found = {}
+    for name in LIBRARIES:
+        blas.choose(name)
+        together, line = np.empty((4, n), dtype), np.empty((4, n), dtype)
+        blas.affine(together, x, weight, bias)
+        for i in range(4):
+            blas.affine(line[i : i + 1], x[i : i + 1], weight, bias)
+        bare = np.empty((4, n), dtype)
+        blas.gemm(bare, x, weight.T)
+        np.testing.assert_array_equal(bare + bias, together)
+        np.testing.assert_array_equal(line, together)
+        found[name] = together.tobytes()
+    blas.choose(None)
+    assert len(set(found.values())) == 1 or k == 1 or not choice.compiles()
 
 
 def test_infinity_and_nan_pass_through(library: str) -> None:

@@ -87,9 +87,8 @@ def test_variants_of_a_training_are_jobs_and_rows(tmp_path: Path, capsys: pytest
     import trainings
 
     (tmp_path / "losses.py").write_text(TRAINING)
-    options = trainings.parser("Losses.", "--codecs", ["good", "bad", "other"], seeds=[0, 7]).parse_args(
-        ["--codecs", "good", "bad", "--out", str(tmp_path)]
-    )
+    parser = trainings.parser("Losses.", "--codecs", ["good", "bad", "other"], seeds=[0, 7])
+    options = parser.parse_args(["--codecs", "good", "bad", "--out", str(tmp_path)])
     script = str(tmp_path / "losses.py")
     assert trainings.compare(script, "codec", options, {"steps": 9}, lambda found: [("a title", "a table")]) == 0
     wanted = [
@@ -103,6 +102,13 @@ def test_variants_of_a_training_are_jobs_and_rows(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out.splitlines()
     assert [json.loads(line) for line in out[:4]] == wanted
     assert out[4:6] == ["a title", "a table"]
+    again = parser.parse_args(["--codecs", "good", "--seeds", "7", "--out", str(tmp_path), "--add"])
+    trainings.compare(script, "codec", again, {"steps": 9}, lambda found: [])
+    added = json.loads((tmp_path / "losses.json").read_text())
+    assert added["rows"] == [wanted[0], wanted[1], wanted[3], wanted[2]]
+    assert added["command"].startswith(saved["command"] + "; python bench/losses.py")
+    with pytest.raises(SystemExit, match="--add: the results are of steps=9, not 10"):
+        trainings.compare(script, "codec", again, {"steps": 10}, lambda found: [])
 
 
 JOB = """
@@ -236,3 +242,26 @@ def test_ranks_share_the_batch() -> None:
         whole, parts = batch(model), [batch(model, rank, 2) for rank in range(2)]
         for n, array in enumerate(whole):
             assert np.array_equal(array, np.concatenate([part[n] for part in parts]))
+
+
+def test_efficiency_is_held_against_its_promise_at_its_worst() -> None:
+    import efficiency
+    import scaling
+
+    row = {"model": "tiny", "rate": 1.0, "apart": 1.0}
+    found = [{**row, "kind": "strong", "ranks": n, "efficiency": e} for n, e in ((1, 0.9), (2, 0.8), (4, 0.6))]
+    found += [
+        {**row, "kind": "weak", "ranks": 2, "efficiency": 0.9},
+        {**row, "kind": "weak", "ranks": 4, "failed": "x"},
+    ]
+    text = dict(efficiency.tables({"rows": found}))["promised"].splitlines()
+    assert [line.split() for line in text[1:]] == [
+        ["tiny", "2", "at", "least", "70%", "80%", "yes"],
+        ["tiny", "4", "at", "least", "50%", "0%", "no"],
+    ]
+    shares = [
+        {"model": name, "units": n, "on": on, "off": 0.5}
+        for name, n, on in (("many", 1, 1.0), (scaling.ALONE, 1000, 9.0))
+    ]
+    assert scaling._grouping(shares).splitlines()[1].split()[-5:] == ["at", "least", "10", "times", "no"]
+    assert scaling._grouping(shares[:1]) == "not measured"

@@ -41,7 +41,7 @@ def steps(codec: Any, size: int, count: int, counts: Sequence[int] | None, make:
             else:
                 codec.reduce(counted, grad, out, counts, scratch, memory, what="g").wait()
             found.append(out.copy())
-        return found, memory, {verb: nbytes for _, verb, _, nbytes in counters}
+        return found, memory, {verb: (calls, nbytes) for _, verb, calls, nbytes in counters}
 
     return spawn(body, size, timeout=60)
 
@@ -74,7 +74,8 @@ def test_what_arrived_and_what_is_kept_is_what_was_given(size: int, whole: bool,
     if size > 1:
         for rank, (_, _, moved) in enumerate(found):
             said = codec.moves_all(N, size, rank, 4) if whole else codec.moves(uneven(size), rank, 4)
-            assert moved["all_reduce"] == count * sum(nbytes for _, nbytes in said)
+            assert moved["all_reduce"] == (count * len(said), count * sum(nbytes for _, nbytes in said))
+            assert len(said) == 2  # all P with what travels whole, then all Q
 
 
 @pytest.mark.parametrize("counts", [None, uneven(3)])

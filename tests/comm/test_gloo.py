@@ -72,6 +72,20 @@ class TestTheWorld:
             array = np.zeros(5, dtype)
             assert _bytes(array).data_ptr() == array.ctypes.data
 
+    def test_a_step_inside_a_host_sends_no_message(self, world: Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+        from fsdpx.comm.gloo import GlooCommunicator
+
+        trainer = models.mlp(1, 8).as_distributed(loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), strategy="fsdp")
+        x, y = np.ones((2, 8), np.float32), np.zeros(2, np.int64)
+        for _ in range(3):  # the first ones get things ready
+            trainer.step(x, y)
+        sent, move = [], GlooCommunicator.move
+        monkeypatch.setattr(GlooCommunicator, "move", lambda self, call: sent.append(call.name) or move(self, call))
+        trainer.step(x, y)
+        monkeypatch.undo()
+        assert sent == []
+        trainer.close()
+
     def test_what_it_cannot_do_is_refused_by_name(self, messages: Communicator) -> None:
         with pytest.raises(
             ConfigError, match=r"a window on GlooCommunicator.* use backend='node' or 'mpi', gloo inside"

@@ -11,6 +11,7 @@ from windows import ROOM, InWindows
 
 from fsdpx import environment
 from fsdpx.comm import Communicator, ReduceOp, split_evenly
+from fsdpx.comm.board import LETTER, SLOTS
 from fsdpx.comm.communicator import even_pieces
 from fsdpx.errors import CommTimeout
 from fsdpx.testing.communicator import CommunicatorContract
@@ -174,6 +175,31 @@ def test_sums_are_in_rank_order(world):
 
     together(world, world, body)
     world.release(room)
+
+
+def test_a_few_bytes_travel_on_the_board_where_messages_are_slow(world, monkeypatch):
+    """Also more of them at one time than the board has places. One byte too many is a message."""
+    monkeypatch.setattr(type(world.carrier), "slow", True)
+
+    def body(comm):
+        sent, move = [], comm.carrier.move
+        monkeypatch.setattr(comm.carrier, "move", lambda call: sent.append(call.what) or move(call))
+        for most, what in ((LETTER, "letter"), (LETTER + 1, "message")):
+            counts = [most - 16 * rank for rank in range(comm.size)]
+            fulls = [np.zeros(sum(counts), np.uint8) for _ in range(SLOTS + 6)]
+            handles = []
+            for i, full in enumerate(fulls):
+                handles.append(
+                    comm.all_gather(np.full(counts[comm.rank], i + comm.rank, np.uint8), full, counts, what=what)
+                )
+                if i % 20 == comm.rank:
+                    time.sleep(0.002)
+            for i, (handle, full) in enumerate(zip(handles, fulls, strict=True)):
+                handle.wait()
+                assert (full == np.repeat([i + rank for rank in range(comm.size)], counts)).all()
+        assert set(sent) == ({"message"} if comm.inside else {"letter", "message"} if comm.size > 1 else set())
+
+    together(world, world, body)
 
 
 def test_groups_have_boards_of_their_own(world):

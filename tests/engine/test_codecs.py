@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,70 @@ def test_powersgd_cuts_matrices_by_whole_rows() -> None:
     shapes = spawn(body, 4)
     assert shapes[0][0] == ((21, 12), (8,))  # 40 x 12 weights and 40 biases, cut at 260
     assert shapes[1][0] == ((4,), (18, 12), (40,))
+
+
+def test_powersgd_sends_two_messages_for_all_of_a_page() -> None:
+    """All P with what travels whole, then all Q, however many matrices there are."""
+
+    def body(comm: Communicator) -> Any:
+        trainer, _ = run(comm, "powersgd", "ddp", count=1, group_bytes=1 << 20)
+        return len(trainer.placement.pages), trainer.report().traffic["replica", "all_reduce"].calls
+
+    assert spawn(body, 2)[0] == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        ("fsdp", {"microbatches": 2}, "microbatches=2 are summed one by one: choose strategy ddp or zero1, or"),
+        ("fsdp", {"microbatches": 2, "mesh": Mesh(pipe=2, shard=2)}, "microbatches=2 are summed one by one: choose"),
+        ("hybrid", {"mesh": Mesh(replica=2, shard=2)}, "shard=2 x tensor=1 sums them twice, over shards and over rep"),
+    ],
+)
+@pytest.mark.parametrize("name", FILTERS)
+def test_what_follows_gradients_wants_one_reduce_per_step(
+    name: str, strategy: str, options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    """Said on all ranks before anything is allocated: the folder is free for the next trainer."""
+    options = {"optimizer": optim.AdamW(), "offload": fsdpx.Offload(tmp_path), **CODECS[name](), **options}
+    codec = "OneBit" if name == "onebit" else "TopK"
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=f"codec {codec} follows gradients from step to step, but .*{words}"):
+            make(comm, "mlp", strategy, **options)
+
+    spawn(body, 4)
+    assert not list(tmp_path.iterdir())
+
+
+def accumulated(comm: Communicator, strategy: str, calls: int, local: bool) -> Any:
+    """Three steps of the same samples, in so many calls each."""
+    trainer = make(comm, "mlp", strategy, optimizer=optim.SGD(lr=1e-2), **CODECS["momentum"]())
+    x, y = CASES["mlp"].batch(np.random.default_rng(0), 24)
+    *some, last = np.array_split(np.arange(24)[part(comm, 24)], calls)
+    for _ in range(3):
+        with trainer.no_sync() if local else nullcontext():
+            for rows in some:
+                trainer.accumulate(x[rows], y[rows])
+        trainer.step(x[last], y[last])
+    return trainer.parameters()
+
+
+@pytest.mark.parametrize(("strategy", "local"), [("zero1", False), ("zero2", True)])
+def test_what_follows_gradients_sees_those_of_several_calls_as_one(strategy: str, local: bool) -> None:
+    found, wanted = (spawn(accumulated, 2, strategy, calls, local)[0] for calls in (3, 1))
+    for name, array in wanted.items():
+        np.testing.assert_allclose(found[name], array, rtol=1e-5, atol=1e-6)
+
+
+def test_what_follows_gradients_refuses_a_second_sum_in_a_step() -> None:
+    words = "accumulate: codec TopK follows gradients from step to step, but a part of this step's is summed already: "
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=words):
+            accumulated(comm, "zero2", 3, False)
+
+    spawn(body, 2)
 
 
 def test_one_bit_adam_is_adamw_until_the_warm_up_ends() -> None:

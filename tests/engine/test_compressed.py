@@ -307,21 +307,6 @@ def test_a_dynamic_loss_scale_is_refused() -> None:
         spawn(lambda comm: make(comm, "mlp", precision="float16", codec="int8"), 2)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "words"),
-    [
-        ("fsdp", {"microbatches": 2}, "microbatches=2 are summed one by one: choose strategy ddp or zero1"),
-        ("hybrid", {"mesh": Mesh(replica=2, shard=2)}, "sums them twice, over shards and over replicas"),
-    ],
-)
-def test_momentum_correction_wants_one_reduce_per_step(strategy: str, options: Any, words: str) -> None:
-    codec = fsdpx.TopK(0.1, momentum=0.9)
-    with pytest.raises(
-        fsdpx.errors.ConfigError, match=f"codec TopK follows gradients from step to step, but .*{words}"
-    ):
-        spawn(lambda comm: make(comm, "mlp", strategy, codec=codec, **options), 4)
-
-
 @pytest.mark.parametrize(("strategy", "size"), [("ddp", 2), ("fsdp", 3)])
 def test_velocities_are_those_of_sgd_with_momentum(strategy: str, size: int) -> None:
     """All elements travel, unmasked: the codec's momentum is as good as the optimiser's."""

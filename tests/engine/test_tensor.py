@@ -13,7 +13,7 @@ from fsdpx import Mesh, nn, optim
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError, DataError, ShapeError
 
-SEQUENCES = (None, "parallel", "ulysses", "ring")
+SEQUENCES = (None, "parallel", "ulysses", "ring", "samples")
 
 
 @pytest.mark.parametrize("width", few([2, 3, 4], 2))

@@ -73,6 +73,7 @@ def _misses(out: str) -> list[float]:
         (("digits", "--strategy", "foo"), "digits: unknown strategy 'foo': choose one of ddp, "),
         (("digits", "--batch", "0"), "digits: DataLoader(batch_size=0): the size of the global batch, 1 or more, is "),
         (("gan", "--strategy", "foo"), "gan: unknown strategy 'foo': choose one of ddp, "),
+        (("gpt", "--run", f"{__file__}/x"), f"gpt: {__file__}/x: the folder of the run cannot be written (Not a dir"),
     ],
 )
 def test_mistakes_of_a_process_alone_are_one_line(arguments: tuple[str, ...], text: str) -> None:
@@ -131,7 +132,8 @@ def test_a_sweep_trains_groups_of_ranks_side_by_side() -> None:
     assert "--groups 2 of 1 ranks" in start(1, "-m", "fsdpx.examples.sweep").stderr
 
 
-THEIR_OWN_WAY = {"async", "gossip", "easgd", "local_sgd", "diloco"}
+THEIR_OWN_WAY = {"async", "gossip", "easgd", "local_sgd", "diloco", "experts"}
+"""To other losses; one has a model of its own."""
 
 
 @pytest.mark.parametrize("name", few(strategies.CHOICES, 9))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fsdpx.array.random import uniform
 from fsdpx.generation.sampling import NO_TOKEN, Sampling
 from fsdpx.generation.texts import window
 
@@ -33,6 +34,27 @@ def test_a_draw_is_a_function_of_seed_row_and_number() -> None:
     assert one == Sampling(1.0, seed=4).pick(flat, [5, 6], 2, 3)
     others = [Sampling(1.0, seed=5).pick(flat, [1], 2, 3), Sampling(1.0, seed=4).pick(flat, [1], 3, 3)]
     assert one not in [*others, Sampling(1.0, seed=4).pick(flat, [1], 2, 4)]
+
+
+def plainly(sampling: Sampling, logits: np.ndarray, number: int) -> int:
+    """A draw that sorts all tokens."""
+    weights = np.exp((logits - logits.max()) / sampling.temperature)
+    order = np.argsort(-weights, kind="stable")[: sampling.top_k]
+    sums = np.cumsum(weights[order])
+    order = np.sort(order[: np.searchsorted(sums, (sampling.top_p or 1.0) * sums[-1]) + 1])
+    draw = uniform(sampling.seed, "generate", number, number + 1)[0]
+    return int(order[np.searchsorted(np.cumsum(weights[order]), draw * weights[order].sum(), side="right")])
+
+
+@pytest.mark.parametrize("top_k", [None, 1, 5, 70, 900])
+@pytest.mark.parametrize("top_p", [None, 0.01, 0.5, 0.99])
+def test_without_sorting_all_tokens_the_same_are_drawn(top_k: int | None, top_p: float | None) -> None:
+    """Of many equal logits, and of flat ones, where a guess of how many are likely is too small."""
+    rng = np.random.default_rng(0)
+    for number, width in enumerate([0.1, 1.0, 4.0] * 10):
+        logits = np.round(rng.normal(0, width, 700), 1)
+        sampling = Sampling(0.8, top_k, top_p)
+        assert sampling.pick(logits, [], 0, number) == plainly(sampling, logits, number)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -27,8 +27,8 @@ def test_without_arguments_it_makes_all_it_needs(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     losses = [float(n) for n in re.search(r"adapters: 100 steps, loss (\S+) -> (\S+)\n", out).groups()]
     assert losses[1] < 0.6 * losses[0]
-    assert re.search(r"before: 'def size\(path\):' '.*'\n", out)
-    assert re.search(r"after: 'def size\(path\):' '.*'\n", out)
+    assert re.search(r"before: 'def size\(path\):' (['\"]).*\1\n", out)
+    assert re.search(r"after: 'def size\(path\):' (['\"]).*\1\n", out)
     config = json.loads((tmp_path / "a/adapter_config.json").read_text())
     assert (config["r"], "blocks.1.attn.v" in config["target_modules"]) == (8, True)
 
@@ -45,3 +45,13 @@ def test_options_of_the_adapters_and_of_what_is_frozen(tmp_path: Path, capsys: p
 def test_half_of_the_arguments_is_a_mistake() -> None:
     with pytest.raises(ConfigError, match="give a folder and data, or neither of them"):
         finetune.main(["folder"])
+
+
+def test_a_folder_that_does_not_say_how_answers_end(tmp_path: Path) -> None:
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text("{}")
+    said = f"{tmp_path}: neither generation_config.json nor config.json has an eos_token_id, .*: add one to config.json"
+    with pytest.raises(ConfigError, match=said):
+        finetune.main([str(tmp_path), "data.jsonl"])

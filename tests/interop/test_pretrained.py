@@ -29,6 +29,7 @@ MADE: dict[str, Any] = {
     ),
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)),
     "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, sliding_window=4)),
+    "mixtral": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=3)),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DECODER)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER, head_dim=8)),
     "gemma": lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**DECODER, head_dim=8)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import numpy as np
@@ -331,16 +332,32 @@ def test_chunks_give_the_same_bits_on_any_number_of_ranks() -> None:
 
 
 def test_first_values_are_those_of_rank_0() -> None:
+    modules = [tnn.Linear(3, 2) for _ in range(2)]  # here: thread ranks share PyTorch's generator
+    first, other = (module.weight.detach().numpy().copy() for module in modules)
+    assert (first != other).any()
+
     def run(comm: Communicator) -> Any:
-        torch.manual_seed(comm.rank)
-        trainer = fsdpx.distribute(tnn.Linear(3, 2), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
+        trainer = fsdpx.distribute(modules[comm.rank], loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), comm=comm)
         return trainer.parameters()["weight"]
 
-    with torch.random.fork_rng():
-        found = spawn(run, 2)
-        torch.manual_seed(0)
-        np.testing.assert_array_equal(found[0], tnn.Linear(3, 2).weight.detach().numpy())
-    np.testing.assert_array_equal(*found)
+    for found in spawn(run, 2):
+        np.testing.assert_array_equal(found, first)
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one layer", "units"])
+def test_layers_keep_no_first_values_that_were_handed_on(cut: bool) -> None:
+    net, (x, y) = Language(1), text()
+    example = [a[:4] for a in x]
+    model = from_torch(net, *example) if cut else from_torch(net)
+    first, again = (train(model, x, y, 2, steps=1, precision="float32")[0] for _ in range(2))
+    assert first == again
+    del net
+    gc.collect()
+    with pytest.raises(ConfigError, match="first values of this layer were handed on, and the module that they came"):
+        train(model, x, y, 2)
+    alone = from_torch(Language(1), *example)
+    fsdpx.dry_run(alone, x, y, ranks=2, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1))
+    assert np.isfinite(train(alone, x, y, 2)[0]).all(), "a dry run has no ranks that take them"
 
 
 def test_a_dry_run_predicts_what_a_module_keeps_for_backward() -> None:

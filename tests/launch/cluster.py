@@ -257,5 +257,11 @@ def begun(lab: Lab, words: list[str], run: str, **variables: str) -> subprocess.
         lab.words("n1", *words), env=environment(lab, **lab.ssh(), **variables), stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    saved(run)
+    try:
+        saved(run)
+    except TimeoutError as error:
+        assert job.stdout is not None
+        os.set_blocking(job.stdout.fileno(), False)  # the job itself may not have ended
+        said = job.stdout.buffer.read() or b""  # type: ignore[attr-defined]
+        raise TimeoutError(f"{error}\n{said.decode()}") from None
     return job

@@ -1,7 +1,8 @@
 """Several hosts on one machine: network namespaces with a bridge between them, sshd and Slurm. Needs root.
 
-Each host has its own network, host name, processes, /dev/shm and $TMPDIR; the disk is shared. `python lab.py 2` starts
-some until Ctrl-C and prints how to enter them."""
+Each host has its own network, host name, processes, /dev/shm and $TMPDIR. The disk is shared, but for the files that a
+shell reads when it starts: what these begin may leave locks behind if it is killed. `python lab.py 2` starts some hosts
+until Ctrl-C and prints how to enter them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 HOST = """
 hostname {name}; mount -t proc proc /proc; mount -t tmpfs shm /dev/shm; mount -t tmpfs tmp {tmp}
-mount --bind {hosts} /etc/hosts; ip link set lo up; touch {ready}
+mount --bind {hosts} /etc/hosts; ip link set lo up
+for file in ~/.bashrc ~/.bash_profile ~/.profile; do [ ! -e $file ] || mount --bind /dev/null $file; done
+touch {ready}
 while :; do sleep 3600 & wait $!; done
 """
 SSHD = """

@@ -251,6 +251,25 @@ def test_mistakes_are_explained(arguments: list[str], text: str, capsys: pytest.
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["run", "-n", "two", "x.py"],
+            "fsdpx run: argument -n/--ranks: invalid int value: 'two'; python -m fsdpx run --",
+        ),
+        (["run", "x.py"], "fsdpx run: the following arguments are required: -n/--ranks; python -m fsdpx run --help "),
+        (["rum"], "fsdpx: argument command: invalid choice: 'rum' (choose from "),
+    ],
+)
+def test_what_is_no_option_is_said_in_one_line(arguments: list[str], text: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    said = capsys.readouterr().err
+    assert (ended.value.code, said.count("\n")) == (2, 1)
+    assert said.startswith(text)
+
+
 def test_without_a_command_the_commands_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     said = capsys.readouterr().err

@@ -52,11 +52,8 @@ WAYS = [
 def test_however_one_rank_ends_the_job_ends_soon_and_names_it(
     tmp_path: Path, what: str, said: str, statuses: str
 ) -> None:
-    for _ in range(2):  # of those killed at one time the kernel may report another first, on a busy machine
-        done, seconds = run(tmp_path, FAILS.format(what=what))
-        assert str(done.returncode) in statuses.split("|"), done.stderr
-        if "fsdpx run: rank 2 on " in done.stderr:
-            break
+    done, seconds = run(tmp_path, FAILS.format(what=what))
+    assert str(done.returncode) in statuses.split("|"), done.stderr
     assert f" {said}" in done.stderr.partition("fsdpx run: rank 2 on ")[2], done.stderr
     assert seconds < 20  # most of a second when nothing else runs
     assert none_left(tmp_path)

@@ -15,7 +15,7 @@ from trials import Done, alive_in, environment, job, none_left
 
 from fsdpx.comm.clock import report
 from fsdpx.environment import Launcher
-from fsdpx.launch.rank import Note
+from fsdpx.launch.notes import Note
 from fsdpx.launch.run import Ending, _before_the_start
 
 FIRST = """

@@ -38,7 +38,7 @@ def test_every_schedule_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 @in_full
 def test_every_sequence_has_a_line_in_each_precision(capsys: pytest.CaptureFixture[str]) -> None:
     assert on_threads("--mesh pipe=2,tensor=2 --sequence all --steps 2", 4) == [0] * 4
-    sequences = ("", ", sequence parallel", ", sequence ulysses", ", sequence ring")
+    sequences = ("", ", sequence parallel", ", sequence ulysses", ", sequence ring", ", sequence samples")
     formats = ("float64", "float32")
     want = [f"OK  fsdp {f}, 4 ranks, pipe=2 x tensor=2, 1f1b{s}: " for f in formats for s in sequences]
     assert [text[: len(start)] for text, start in zip(lines(capsys), want, strict=True)] == want

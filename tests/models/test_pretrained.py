@@ -35,19 +35,43 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 
 
-def folder(path: Path, shapes: dict[str, tuple[int, ...]] = SHAPES, shard_bytes: int | None = None) -> dict[str, Any]:
-    """A GPT-2 of these tensors, and what is in it."""
+def folder(
+    path: Path,
+    shapes: dict[str, tuple[int, ...]] = SHAPES,
+    shard_bytes: int | None = None,
+    config: dict[str, Any] = CONFIG,
+) -> dict[str, Any]:
+    """A model of these tensors, and what is in it."""
     path.mkdir()
     plan, rng = lay_out({name: ("F32", shape) for name, shape in shapes.items()}, None, None, shard_bytes), Rng(0)
     arrays = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     for file, contents in plan.files.items():
         (path / file).write_bytes(contents.header + b"".join(arrays[name].tobytes() for name in contents.tensors))
-    for file, text in {**plan.texts, "config.json": json.dumps(CONFIG).encode(), "merges.txt": b"a b"}.items():
+    for file, text in {**plan.texts, "config.json": json.dumps(config).encode(), "merges.txt": b"a b"}.items():
         (path / file).write_bytes(text)
     return arrays
 
 
 Rng = np.random.default_rng
+
+EXPERTS, HIDDEN = 3, 4
+MIXTRAL: dict[str, Any] = {
+    "model_type": "mixtral", "vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": HIDDEN,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": TIME,
+    "num_local_experts": EXPERTS, "num_experts_per_tok": 2,
+}  # fmt: skip
+EXPERT = {"w1": (HIDDEN, WIDTH), "w2": (WIDTH, HIDDEN), "w3": (HIDDEN, WIDTH)}
+MIXTRAL_BLOCK = {
+    "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,), "self_attn.q_proj": (WIDTH, WIDTH),
+    "self_attn.k_proj": (WIDTH, WIDTH), "self_attn.v_proj": (WIDTH, WIDTH),
+    "self_attn.o_proj": (WIDTH, WIDTH), "block_sparse_moe.gate": (EXPERTS, WIDTH),
+    **{f"block_sparse_moe.experts.{e}.{name}": shape for e in range(EXPERTS) for name, shape in EXPERT.items()},
+}  # fmt: skip
+MIXTRAL_SHAPES: dict[str, tuple[int, ...]] = {
+    "model.embed_tokens.weight": (VOCAB, WIDTH), "model.norm.weight": (WIDTH,), "lm_head.weight": (VOCAB, WIDTH),
+    **{f"model.layers.{i}.{name}.weight": shape for i in range(2) for name, shape in MIXTRAL_BLOCK.items()},
+}  # fmt: skip
+KINDS: dict[str, Any] = {"gpt2": (SHAPES, CONFIG), "mixtral": (MIXTRAL_SHAPES, MIXTRAL)}
 
 
 def on(ranks: int, path: Path, use: Any, **options: Any) -> Any:
@@ -58,8 +82,10 @@ def on(ranks: int, path: Path, use: Any, **options: Any) -> Any:
     return spawn(run, ranks)[0]
 
 
-def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays, read = folder(tmp_path / "a"), []
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_byte_is_read_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, config = KINDS[kind]
+    arrays, read = folder(tmp_path / "a", shapes, config=config), []
     plain = disk._read
 
     def counted(fd: int, view: memoryview, offset: int) -> int:
@@ -75,8 +101,14 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     found = spawn(run, 3)[0]
     assert sum(read) == sum(array.nbytes for array in arrays.values())
-    np.testing.assert_array_equal(found["embed.weight"], arrays["transformer.wte.weight"])
-    np.testing.assert_array_equal(found["blocks.1.mlp.up.weight"], arrays["transformer.h.1.mlp.c_fc.weight"].T)
+    if kind == "gpt2":
+        np.testing.assert_array_equal(found["embed.weight"], arrays["transformer.wte.weight"])
+        np.testing.assert_array_equal(found["blocks.1.mlp.up.weight"], arrays["transformer.h.1.mlp.c_fc.weight"].T)
+    else:
+        there = "model.layers.1.block_sparse_moe.experts.{}.{}.weight"
+        for name, parts in {"gate": "w1", "up": "w3", "down": "w2"}.items():
+            each = [arrays[there.format(e, parts)] for e in range(EXPERTS)]
+            np.testing.assert_array_equal(found[f"blocks.1.mlp.{name}"], np.stack(each))
 
 
 @pytest.mark.parametrize(
@@ -84,10 +116,12 @@ def test_every_byte_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [(1, None, {}), (3, 2000, {}), (2, None, {"mesh": fsdpx.Mesh(tensor=2)}), (2, 2000, {"mesh": fsdpx.Mesh(pipe=2)})],
     ids=["alone", "fsdp", "tensor", "pipe"],
 )
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_trained_is_saved_as_it_was(
-    tmp_path: Path, ranks: int, shard_bytes: int | None, options: dict[str, Any]
+    kind: str, tmp_path: Path, ranks: int, shard_bytes: int | None, options: dict[str, Any]
 ) -> None:
-    folder(tmp_path / "a", shard_bytes=shard_bytes)
+    shapes, config = KINDS[kind]
+    folder(tmp_path / "a", shapes, shard_bytes, config)
     on(ranks, tmp_path / "a", lambda trainer: trainer.save_pretrained(tmp_path / "b"), **options)
     assert {p.name: p.read_bytes() for p in (tmp_path / "a").iterdir()} == {
         p.name: p.read_bytes() for p in (tmp_path / "b").iterdir()
@@ -122,7 +156,20 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the tokenizer has the token 11, the model a vocabulary of 11"):
         models.from_pretrained(tmp_path / "a")
     (tmp_path / "a" / "config.json").write_text(json.dumps({**CONFIG, "model_type": "gpt3"}))
-    with pytest.raises(ConfigError, match=r"'gpt3' is not known; known are gpt2, llama, mistral, qwen2, .*, vit"):
+    with pytest.raises(ConfigError, match=r"'gpt3' is not known; known are gpt2, llama, mistral, mixtral, .*, vit"):
+        models.from_pretrained(tmp_path / "a")
+
+
+def test_what_is_wrong_with_experts_is_said(tmp_path: Path) -> None:
+    there = "model.layers.0.block_sparse_moe.experts"
+    shapes = {**MIXTRAL_SHAPES, f"{there}.3.w1.weight": (HIDDEN, WIDTH), f"{there}.1.w2.weight": (HIDDEN, WIDTH)}
+    del shapes[f"{there}.2.w1.weight"]
+    folder(tmp_path / "a", shapes, config=MIXTRAL)
+    wrong = rf"missing: {there}\.2\.w1\.weight; not in the model: {there}\.3\.w1\.weight; "
+    with pytest.raises(CheckpointError, match=wrong + rf"{there}\.1\.w2\.weight is \(4, 8\) instead of \(8, 4\)$"):
+        models.from_pretrained(tmp_path / "a")
+    (tmp_path / "a" / "config.json").write_text(json.dumps({**MIXTRAL, "router_jitter_noise": 0.1}))
+    with pytest.raises(ConfigError, match=r"router_jitter_noise=0\.1 is computed nowhere here, 0\.0 is"):
         models.from_pretrained(tmp_path / "a")
 
 

@@ -124,6 +124,7 @@ CASES = {
     "VocabEmbedding": (lambda: nn.VocabEmbedding(7, 4), lambda: ids(7, 3, 5)),
     "VocabTokenEmbedding": (lambda: nn.VocabTokenEmbedding(7, 4, 6, sequence=True), lambda: ids(7, 3, 5)),
     "PartTokenEmbedding": (lambda: nn.PartTokenEmbedding(7, 4, 6), lambda: ids(7, 3, 5)),
+    "CutMoE": (lambda: nn.CutMoE(4, 3, 5, 2, init=normal(0.7)), lambda: rows(3, 2, 4)),
     "CutDropout": (lambda: nn.CutDropout(0.3, dim=-1, total=6), lambda: rows(4, 6)),
     "Enter": (nn.Enter, lambda: rows(4, 6, 2)),
     "Leave": (lambda: nn.Leave(6), lambda: rows(4, 6)),

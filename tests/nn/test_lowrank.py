@@ -23,6 +23,12 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "pipe": (2, {"mesh": Mesh(pipe=2), "microbatches": 2, "schedule": "zb-h1"}),
 }
 
+TENSOR: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor": (2, {"mesh": Mesh(shard=1, tensor=2), "strategy": "ddp"}),
+    "sequence": (4, {"mesh": Mesh(shard=2, tensor=2), "strategy": "fsdp", "sequence": "parallel"}),
+    "tensor pipe": (4, {"mesh": Mesh(pipe=2, tensor=2), "microbatches": 2, "schedule": "zb-h1"}),
+}
+
 
 def plain() -> nn.Layer:
     return nn.GPT(13, 8, 2, 2, 6)
@@ -59,10 +65,10 @@ def gradients(comm: Communicator, values: dict[str, np.ndarray]) -> dict[str, np
     return trainer.gradients()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*PLACES, *TENSOR])
 def test_gradients_are_those_of_the_formula(place: str) -> None:
     """With W + s B A for W in the plain model, whose gradient is G: B has s G A^T, and A has s B^T G."""
-    ranks, options = PLACES[place]
+    ranks, options = (PLACES | TENSOR)[place]
 
     def run(comm: Communicator) -> tuple[Any, ...]:
         trainer = make(comm, nn.lora(plain(), RANK, ALPHA, targets=TARGETS), group_bytes=0, **options)
@@ -96,6 +102,31 @@ def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
         same, _, found = spawn(lambda comm, options=options: run(comm, options), ranks)[0]
         np.testing.assert_allclose(same, losses, rtol=1e-12)
         assert all(np.allclose(found[n], want[n], rtol=0, atol=1e-9) for n in want)
+
+
+def test_a_tensor_axis_trains_what_one_process_does(tmp_path: Path) -> None:
+    """What the model gives, three steps, merged weights and files, which hold whole matrices."""
+
+    def run(comm: Communicator, options: dict[str, Any]) -> tuple[Any, ...]:
+        trainer = make(comm, nn.lora(plain(), RANK, ALPHA, targets=TARGETS), **options)
+        values = filled(trainer)
+        given = trainer.evaluate(*batch(trainer))
+        losses = [trainer.step(*batch(trainer)) for _ in range(3)]
+        fsdpx.save_adapter(trainer, tmp_path / "a")
+        found = trainer.parameters()
+        trainer.load_parameters(values)
+        fsdpx.load_adapter(trainer, tmp_path / "a")
+        again = trainer.parameters()
+        assert all(np.array_equal(again[name], found[name]) for name in found)
+        return [given, *losses], found, fsdpx.merged_parameters(trainer)
+
+    losses, *want = spawn(lambda comm: run(comm, {}), 1)[0]
+    for ranks, options in TENSOR.values():
+        same, *found = spawn(lambda comm, options=options: run(comm, options), ranks)[0]
+        np.testing.assert_allclose(same, losses, rtol=1e-10)
+        for a, b in zip(found, want, strict=True):
+            assert a.keys() == b.keys()
+            assert all(np.allclose(a[n], b[n], rtol=0, atol=1e-10) for n in b)
 
 
 def test_the_program_and_the_wire_know_adapters_alone() -> None:
@@ -153,8 +184,10 @@ def test_files_of_peft(tmp_path: Path) -> None:
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ConfigError, match=r"targets='q_proj' matches no Linear layer; there are 0\.up, 0\.down, 1$"):
         nn.lora(nn.Chain(nn.MLP(4), nn.Linear(4, 2)), targets=["*.up", "q_proj"])
-    with pytest.raises(ConfigError, match=r"'blocks\.0\.mlp\.up' LoRALinear\(.*cannot be cut"):
-        spawn(lambda comm: make(comm, nn.lora(plain(), targets="mlp.up"), mesh=Mesh(tensor=2)), 2)
+    with pytest.raises(
+        ConfigError, match=r"'blocks\.0\.mlp\.up' LoRALinear\(.*, since its adapters have dropout=0\.5: use"
+    ):
+        spawn(lambda comm: make(comm, nn.lora(plain(), dropout=0.5, targets="mlp.up"), mesh=Mesh(tensor=2)), 2)
     tied = nn.lora(plain(), targets="head")
     with pytest.raises(ConfigError, match=r"'head.weight' is tied to 'embed.weight', which has no adapter"):
         spawn(lambda comm: fsdpx.merged_parameters(make(comm, tied)), 1)

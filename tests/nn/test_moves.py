@@ -92,6 +92,25 @@ def test_exchange_is_undone_by_its_adjoint(width, sizes, dims):
     spawn(body, width)
 
 
+@steady
+@given(width=st.integers(1, 4), seed=st.integers(0, 9), shape=st.sampled_from([(), (3,), (2, 2)]))
+def test_the_adjoint_of_dispatch(width, seed, shape):
+    """Any numbers of rows, also none."""
+    table = np.random.default_rng(seed).integers(0, 4, (width, width))
+
+    def body(comm):
+        leaving, arriving = table[comm.rank].tolist(), table[:, comm.rank].tolist()
+        x = normal("x", comm.rank, shape=(sum(leaving), *shape))
+        y = normal("y", comm.rank, shape=(sum(arriving), *shape))
+        there = moves.dispatch(np, comm, x, leaving, arriving)
+        np.testing.assert_array_equal(moves.dispatch(np, comm, there, arriving, leaving), x)
+        return (there, y), (x, moves.dispatch(np, comm, y, arriving, leaving))
+
+    both = spawn(body, width)
+    left, right = inner("each", [pair[0] for pair in both]), inner("each", [pair[1] for pair in both])
+    assert left == pytest.approx(right, rel=1e-12, abs=1e-12)
+
+
 def test_what_is_moved():
     def body(comm):
         x = np.arange(6.0).reshape(2, 3) + comm.rank
@@ -114,6 +133,7 @@ def test_one_rank_copies_nothing():
             assert move(np, comm, x, 1) is x
         assert np.shares_memory(moves.cut(np, comm, x, 1), x)
         assert moves.exchange(np, comm, x, 0, 1) is x
+        assert moves.dispatch(np, comm, x, [2], [2]) is x
 
     spawn(body, 1)
 

@@ -340,7 +340,7 @@ WRONG = {
         {"plan": {"embed": nn.Vocab, "*.left": nn.Own}},
         r"'head.weight' is tied to 'embed.weight', but one lies .* as None and the other as Cut\(dim=0",
     ),
-    "a plan with context": (GPT, {"plan": {"*": nn.Own}, "sequence": "ring"}, "leaves parameters whole: it takes no"),
+    "a plan with context": (GPT, {"plan": {"*": nn.Own}, "sequence": "ring"}, "whole but for experts: it takes no"),
     "no such sequence": (GPT, {"sequence": "cut"}, r"sequence='cut': choose one of None, 'parallel', 'ul"),
     "attention to a part": (
         nn.Chain(nn.MultiHeadAttention(8, 4), nn.MLP(8)),

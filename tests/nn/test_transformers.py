@@ -232,14 +232,15 @@ MESHES: dict[str, dict[str, Any]] = {
     "fsdp on 3": {"strategy": "fsdp"},
     "pipe x fsdp": {"mesh": fsdpx.Mesh(pipe=2, shard=2), "schedule": "1f1b", "microbatches": 2},
     "tensor x fsdp": {"mesh": fsdpx.Mesh(tensor=2, shard=2)},
+    "samples x fsdp": {"mesh": fsdpx.Mesh(tensor=2, shard=2), "sequence": "samples"},
 }
-RANKS = {"alone": 1, "fsdp on 3": 3, "pipe x fsdp": 4, "tensor x fsdp": 4}
+RANKS = {"alone": 1, "fsdp on 3": 3, "pipe x fsdp": 4, "tensor x fsdp": 4, "samples x fsdp": 4}
 CASES = [(name, "alone") for name in PAIRS] + [
     ("llama", "fsdp"), ("mistral", "pipe"), ("qwen3", "tensor"), ("qwen2", "sequence"), ("gemma", "tensor"),
     ("bert", "sequence"), ("bert for classes", "pipe"), ("vit", "fsdp"),
     ("llama", "pipe x fsdp"), ("llama", "tensor"), ("mistral", "tensor x fsdp"), ("qwen2", "pipe x fsdp"),
     ("qwen3", "pipe x fsdp"), ("gemma", "pipe x fsdp"), ("mixtral", "fsdp on 3"), ("mixtral", "pipe"),
-    ("mixtral", "tensor"),
+    ("mixtral", "tensor"), ("mixtral", "samples x fsdp"),
     ("gpt2", "pipe x fsdp"), ("gpt2", "tensor x fsdp"), ("bert", "pipe x fsdp"),
     ("bert for classes", "tensor x fsdp"), ("vit", "pipe"), ("vit", "tensor"),
 ]  # fmt: skip

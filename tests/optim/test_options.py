@@ -40,6 +40,8 @@ from fsdpx.optim.kept import zeros
         (lambda: optim.Adafactor(eps=1e-8), r"Adafactor\(eps=1e-08\): a pair of numbers is needed, like"),
         (lambda: optim.Prodigy(d0=0.0), r"Prodigy\(d0=0.0\): a number above 0 is needed"),
         (lambda: optim.Prodigy(d_coef=-1), r"Prodigy\(d_coef=-1\): a finite number >= 0 is needed"),
+        (lambda: optim.Prodigy(growth_rate=1), r"Prodigy\(growth_rate=1\): a number above 1 is needed"),
+        (lambda: optim.Prodigy(safeguard_warmup=1), r"Prodigy\(safeguard_warmup=1\): choose True or False"),
         (lambda: optim.SOAP(every=0), r"SOAP\(every=0\): a whole number, 1 or more, is needed"),
         (lambda: optim.SOAP(block=2.5), r"SOAP\(block=2.5\): a whole number, 1 or more, is needed"),
         (lambda: optim.SOAP(but="head*"), r"SOAP\(but='head\*'\): a list of name patterns is needed, \['head\*'\]"),

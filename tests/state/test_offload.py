@@ -275,7 +275,7 @@ def test_a_missing_folder_is_named_on_all_ranks(tmp_path: Path) -> None:
     assert refused(3, folder) == [text] * 3
     file = tmp_path / "file"
     file.touch()
-    assert f"{file} does not exist" in refused(1, file)[0]
+    assert refused(1, file) == [f"offload: {file} is no folder: name another folder"]
 
 
 def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,10 +386,10 @@ MODEL = 16 * 1024 * 1024 * 4
 @pytest.mark.jobs
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit on private memory is Linux's")
 def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
-    """The system lets the process have 1.9 times the model beside what every process takes: that is too little for the
+    """The system lets the process have 1.7 times the model beside what every process takes: that is too little for the
     four of a step in memory, and with the optimiser's two on disk; with the gradients there as well it is enough. The
     bits are those without a limit."""
-    limit = int(1.9 * MODEL)
+    limit = int(1.7 * MODEL)
 
     def run(what: str, limit: int) -> subprocess.CompletedProcess[str]:
         folder = tmp_path / f"{what}{limit}"
@@ -397,11 +397,12 @@ def test_states_larger_than_the_memory_of_the_process(tmp_path: Path) -> None:
         command = [sys.executable, "-c", LIMITED, str(folder), what, str(limit)]
         return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
+    free, offloaded = run("memory", 0), run("optimizer+gradients", 0)  # they compile what is not on disk yet, too
     for what in ("memory", "optimizer"):
         failed = run(what, limit)
         assert failed.returncode != 0
         assert "MemoryError" in failed.stderr
-    free, limited = run("memory", 0), run("optimizer+gradients", limit)
+    limited = run("optimizer+gradients", limit)
     assert (limited.returncode, limited.stderr) == (0, "")
     assert len(free.stdout.strip()) == 64
-    assert limited.stdout == free.stdout
+    assert limited.stdout == offloaded.stdout == free.stdout

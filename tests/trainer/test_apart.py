@@ -9,6 +9,7 @@ import pytest
 import fsdpx
 from fsdpx import EASGD, Async, Gossip, Mesh, nn, optim, spawn
 from fsdpx.comm import Communicator, Died, FakeCommunicator
+from fsdpx.comm.communicator import Wrapper
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import VirtualTime
 
@@ -270,6 +271,37 @@ def test_what_ranks_apart_cannot_serve_is_named_on_all_ranks(options: dict[str, 
     def run(comm: Communicator) -> None:
         with pytest.raises(ConfigError, match=wrong):
             make(comm, Async(staleness=0), **options)
+
+    spawn(run, 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("async", r"strategy Async\(staleness=None, .*\): the pipe axis of 2 ranks keeps step; leave it out"),
+        ("gossip", r"strategy Gossip\(every=1\): the pipe axis of 2 ranks keeps step; leave it out"),
+        ("easgd", r"strategy EASGD\(every=10, pull=None\): the pipe axis of 2 ranks keeps step; leave it out"),
+    ],
+)
+def test_no_strategy_of_ranks_apart_serves_a_pipe(strategy: str, words: str) -> None:
+    def run(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=words):
+            make(comm, strategy, mesh=Mesh(pipe=2))
+
+    spawn(run, 2)
+
+
+class Without(Wrapper):
+    """Of a backend without one-sided operations."""
+
+    window = Communicator.window
+
+
+@pytest.mark.parametrize("strategy", ["async", "gossip", "easgd"])
+def test_ranks_without_one_sided_operations_are_told_on_all_ranks(strategy: str) -> None:
+    def run(comm: Communicator) -> None:
+        with pytest.raises(ConfigError, match=r"a window on .*, which has no one-sided operations: use "):
+            make(Without(comm), strategy)
 
     spawn(run, 2)
 

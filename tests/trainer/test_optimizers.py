@@ -181,8 +181,11 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 TENSOR = {"mesh": Mesh(tensor=2), "tensor_plan": {"0": nn.Column, "1": nn.Row}}
 
 
-def prodigy(p: np.ndarray, gradient: Any, steps: int, lr: float, d: float) -> tuple[np.ndarray, float]:
-    """Algorithm 4 of Mishchenko & Defazio 2023, on one flat array of all parameters."""
+def prodigy(
+    p: np.ndarray, gradient: Any, steps: int, lr: float, d: float, safeguard: bool, growth: float
+) -> tuple[np.ndarray, float]:
+    """Algorithm 4 of Mishchenko & Defazio 2023, on one flat array of all parameters. safeguard: s without lr. growth:
+    of d in a step, at most."""
     b1, b2, eps, x0 = 0.9, 0.999, 1e-8, p
     m = v = s = np.zeros_like(p)
     r = 0.0
@@ -190,16 +193,22 @@ def prodigy(p: np.ndarray, gradient: Any, steps: int, lr: float, d: float) -> tu
         g = gradient(p)
         m, v = b1 * m + (1 - b1) * d * g, b2 * v + (1 - b2) * d**2 * g**2
         r = b2**0.5 * r + (1 - b2**0.5) * lr * d**2 * (g @ (x0 - p))
-        s = b2**0.5 * s + (1 - b2**0.5) * lr * d**2 * g
+        s = b2**0.5 * s + (1 - b2**0.5) * (1 if safeguard else lr) * d**2 * g
         p = p - lr * d * m / (np.sqrt(v) + d * eps)
-        d = max(d, r / np.abs(s).sum())
+        d = max(d, min(r / np.abs(s).sum(), d * growth))
     return p, d
 
 
-@pytest.mark.parametrize("options", [{}, {"clip_norm": 1e9}, {"mesh": Mesh(replica=2)}, {"mesh": Mesh(pipe=2)}, TENSOR])
+SAFE = {"optimizer": optim.Prodigy(lr=0.5, d0=1e-6, growth_rate=1.3, safeguard_warmup=True)}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 1e9}, {"mesh": Mesh(replica=2)}, {"mesh": Mesh(pipe=2)}, TENSOR, SAFE]
+)
 def test_prodigy_as_in_its_paper(options: Any) -> None:
     """Two layers without biases between them; the estimate rises over five orders of magnitude."""
     x, y, width = X.astype(np.float64), Y.astype(np.float64), 7
+    used = options.get("optimizer", optim.Prodigy(lr=0.9, d0=1e-6))
 
     def gradient(p: np.ndarray) -> np.ndarray:
         a, b = p[: 6 * width].reshape(width, 6), p[6 * width :].reshape(3, width)
@@ -208,9 +217,8 @@ def test_prodigy_as_in_its_paper(options: Any) -> None:
 
     def run(comm: Communicator) -> tuple[Any, Any]:
         model = nn.Chain(nn.Linear(6, width, bias=False), nn.Linear(width, 3, bias=False))
-        optimizer = optim.Prodigy(lr=0.9, d0=1e-6)
         trainer = model.as_distributed(
-            loss=nn.MSE(), optimizer=optimizer, comm=comm, precision="float64", group_bytes=0, **options
+            loss=nn.MSE(), comm=comm, precision="float64", group_bytes=0, **{"optimizer": used} | options
         )
         first = np.concatenate([array.reshape(-1) for array in trainer.parameters().values()])
         size, rank = trainer.data.size, trainer.data.rank
@@ -222,7 +230,7 @@ def test_prodigy_as_in_its_paper(options: Any) -> None:
         return first, last
 
     ((first, last), *_) = spawn(run, 4)
-    theirs, d = prodigy(first, gradient, 40, 0.9, 1e-6)
+    theirs, d = prodigy(first, gradient, 40, used.lr, 1e-6, used.safeguard_warmup, used.growth_rate)
     assert d > 1e-3
     np.testing.assert_allclose(last, theirs, rtol=1e-7, atol=1e-9)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trials import MPIEXEC, STEPS, TRAINER, environment, none_left
 
 from fsdpx.__main__ import main
-from fsdpx.launch.rank import Note
+from fsdpx.launch.notes import Note
 from fsdpx.launch.run import Ending, RestartPlan, _ending, decide
 from fsdpx.watch.preempt import PREEMPTED
 

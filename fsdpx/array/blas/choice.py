@@ -8,10 +8,13 @@ import numpy as np
 from fsdpx.array.blas.libraries import NAMES, Library, library, preferred
 from fsdpx.errors import ConfigError
 
-__all__ = ["ADDRESSES", "available", "choose", "chosen", "pointer", "threads"]
+__all__ = ["ADDRESSES", "FEW", "available", "choose", "chosen", "compiles", "pointer", "threads"]
 
 NUMPY = "numpy"
 """`numpy.matmul`: always available, and the only choice without Numba."""
+FEW = 4
+"""Rows of x up to which no library multiplies `x @ weight.T`, but compiled code that reads the matrix once: a library
+copies it first, as if there were many."""
 
 asked: str | None = None  # by `choose`
 cut = 1  # see `threads`
@@ -19,7 +22,7 @@ cut = 1  # see `threads`
 
 def available() -> dict[str, str]:
     """Name -> path and version of the libraries that `choose` accepts."""
-    found = [(name, library(name)) for name in NAMES if _numba()]
+    found = [(name, library(name)) for name in NAMES if compiles()]
     where = {name: f"{one.path} ({one.version})" for name, one in found if one is not None}
     return where | {NUMPY: f"numpy.matmul (NumPy {np.__version__})"}
 
@@ -37,7 +40,7 @@ def chosen() -> str:
     """The name of the library in use."""
     if asked is not None:
         return asked
-    return (preferred() if _numba() else None) or NUMPY
+    return (preferred() if compiles() else None) or NUMPY
 
 
 def pointer(dtype: np.dtype) -> int:
@@ -56,7 +59,7 @@ def threads(n: int | None = None) -> int:
 
 
 def _library(name: str) -> Library | None:
-    return library(name) if name in NAMES and _numba() else None
+    return library(name) if name in NAMES and compiles() else None
 
 
 class Addresses(dict[str, int]):
@@ -74,5 +77,6 @@ ADDRESSES = Addresses()
 
 
 @functools.cache
-def _numba() -> bool:
+def compiles() -> bool:
+    """Whether there is Numba."""
     return importlib.util.find_spec("numba") is not None

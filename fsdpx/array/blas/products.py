@@ -55,7 +55,7 @@ def affine(out: Array, x: Array, weight: Array, bias: Array | None) -> None:
     """out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)`; out and bias are contiguous."""
     dtype = out.dtype
     at = ADDRESSES[dtype.char]
-    fits = at and dtype is x.dtype is weight.dtype and (choice.cut == 1 or not _large(out, x))
+    fits = _runs(at, x) and dtype is x.dtype is weight.dtype and (choice.cut == 1 or not _large(out, x))
     if fits and COMPILED["affine"](at, out, x, weight, NO_VECTOR[dtype.char] if bias is None else bias):
         return
     gemm(out, x, weight.T)
@@ -155,12 +155,17 @@ def _cut(a: Array, b: Array) -> bool:
 
 def _whole(out: Array, a: Array, b: Array, accumulate: bool) -> None:
     at = ADDRESSES[out.dtype.char]
-    if at and out.dtype is a.dtype is b.dtype and COMPILED["gemm"](at, out, a, b, accumulate):
+    if _runs(at, a) and out.dtype is a.dtype is b.dtype and COMPILED["gemm"](at, out, a, b, accumulate):
         return
     if accumulate:
         out += np.matmul(a, b)
     else:
         np.matmul(a, b, out=out)
+
+
+def _runs(at: int, a: Array) -> bool:
+    """Whether compiled code may know how to multiply by `a`, with the library at `at` or without."""
+    return at != 0 or (a.shape[0] <= choice.FEW and a.dtype.char in "fd" and choice.compiles())
 
 
 def _large(a: Array, b: Array) -> bool:

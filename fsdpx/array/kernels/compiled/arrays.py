@@ -17,6 +17,8 @@ def owned(x: np.ndarray, dtype: Any = None) -> np.ndarray:
 
 def in_memory(*arrays: np.ndarray) -> list[np.ndarray] | None:
     """Arrays of one shape as 1-D views in the order in which they lie in memory, if that is one order without gaps."""
+    if all(a.flags.c_contiguous for a in arrays):
+        return [a.reshape(-1) for a in arrays]
     strides = arrays[0].strides
     order = sorted(range(arrays[0].ndim), key=strides.__getitem__, reverse=True)
     turned = [a.transpose(order) for a in arrays]

@@ -13,7 +13,7 @@ from fsdpx.array.kernels.attention import merged, time_first
 from fsdpx.array.kernels.compiled import attention16
 from fsdpx.array.kernels.compiled.bits import plainly, wide
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
-from fsdpx.array.kernels.compiled.rows import dot, largest
+from fsdpx.array.kernels.compiled.rows import dot, in_line, largest
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.kernels.compiled.words import available
 from fsdpx.native.compiled import REORDER, fixed
@@ -111,6 +111,28 @@ def _forward(at, q, k, v, o, lse, scratch, factor, names, causal, window, first,
 
 
 @jit
+def _single(q, k, v, o, lse, scratch, factor, first, last):
+    """`_forward` of one row that sees all keys: its products are shorter than a call of BLAS."""
+    widest()
+    heads, width, keys = q.shape[1], q.shape[3], k.shape[2]
+    group, one = heads // k.shape[1], lse.dtype.type(1)
+    for pair in range(first, last):
+        b, h = pair // heads, pair % heads
+        row, out, s = in_line(q[b, h, 0]), in_line(o[b, 0, h]), scratch[:keys]
+        of_keys, values = k[b, h // group], v[b, h // group]
+        for t in range(keys):
+            s[t] = dot(row, in_line(of_keys[t])) * factor[0]
+        top = largest(s)
+        total = _exponentials(s, top)
+        lse[b, h, 0] = top + np.log(total)
+        out[:] = 0
+        for t in range(keys):
+            value, part = in_line(values[t]), s[t] * (one / total)
+            for j in range(width):
+                out[j] += value[j] * part
+
+
+@jit
 def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causal, window, first, last):
     """dq, dk and dv of the pairs (sample, head of keys) from `first` to `last`: the last block of rows sees all
     keys, so it goes first and writes dk and dv, to which the others add, and other heads of queries; within a window
@@ -159,6 +181,7 @@ def _backward(at, q, k, v, o, lse, do, dq, dk, dv, scratch, factor, names, causa
                 beta = one
 
 
+SINGLE = "A4r A4r A4r C4 C3 C1 C1r i i"
 FORWARD = "i A4r A4r A4r C4 C3 C1 C1r C2r b i i i"
 BACKWARD = "i A4r A4r A4r C4r C3r C4r A4 A4 A4 C2 C1r C2r b i i i"
 
@@ -168,7 +191,8 @@ def attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     at = blas.pointer(wide(q.dtype))
     bits = q.dtype == np.uint16
-    if not (available() and not window and segments is None if bits else at):
+    single = q.shape[2] == 1 and not (bits or causal) and segments is None
+    if not (available() and not window and segments is None if bits else at or single):
         return plainly(plain, xp, q, k, v, causal, scale, window, segments)
     samples, heads, _, _ = q.shape
     o, lse = time_first(np, q), np.empty(q.shape[:3], wide(q.dtype))
@@ -178,6 +202,10 @@ def attention(
     def some(first: int, last: int) -> None:
         if bits:
             attention16.forward(q, k, v, o, lse, factor, causal, first, last)
+            return
+        if single:
+            scratch = np.empty(k.shape[2], q.dtype)
+            fixed(_single, SINGLE)(q, k, v, o.swapaxes(1, 2), lse, scratch, factor, first, last)
             return
         scratch = np.empty(BLOCK * k.shape[2], q.dtype)
         run = fixed(_forward, FORWARD)

@@ -4,7 +4,10 @@ The address is an argument, because it differs between processes and compiled co
 
 from typing import Any
 
+from fsdpx.array.blas.choice import FEW
 from fsdpx.array.kernels.compiled.addition import column_sums
+from fsdpx.array.kernels.compiled.rows import dot, in_line
+from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.native.tools import extending, ir, jit, register_jitable, types
 
 __all__ = ["affine", "cblas", "gemm", "line", "line_backward", "linear_backward", "linear_gradients", "multiply"]
@@ -41,8 +44,19 @@ def _order(size, rows, columns, down, across):
 
 
 @register_jitable
+def _dots(out, a, b):
+    """out = a b of few rows, the columns of b lying in lines. An element does not depend on how many rows there are;
+    whose bits must be alike call `widest`, on which the order of a sum depends."""
+    for j in range(out.shape[1]):
+        column = in_line(b[:, j])
+        for i in range(out.shape[0]):
+            out[i, j] = dot(in_line(a[i]), column)
+
+
+@register_jitable
 def multiply(at, out, a, b, alpha, beta):
-    """out = alpha a b + beta out, 2-D; False, without effect, if BLAS cannot take their shapes or strides."""
+    """out = alpha a b + beta out, 2-D; False, without effect, if BLAS cannot take their shapes or strides, or if it has
+    to and is not there (at is 0)."""
     m, n, k = out.shape[0], out.shape[1], a.shape[1]
     if a.shape[0] != m or b.shape[0] != k or b.shape[1] != n:
         return False
@@ -51,7 +65,11 @@ def multiply(at, out, a, b, alpha, beta):
     to, ldc = _order(out.itemsize, m, n, out.strides[0], out.strides[1])
     if lda == 0 or ldb == 0 or ldc == 0:
         return False
-    if to == PLAIN:
+    if m <= FEW and to == PLAIN and ta == PLAIN and tb == TURNED and alpha == 1 and beta == 0:
+        _dots(out, a, b)
+    elif at == 0:
+        return False
+    elif to == PLAIN:
         cblas(at, ta, tb, m, n, k, alpha, a.ctypes.data, lda, b.ctypes.data, ldb, beta, out.ctypes.data, ldc)
     else:  # out^T = b^T a^T
         ta, tb = PLAIN + TURNED - ta, PLAIN + TURNED - tb
@@ -61,6 +79,7 @@ def multiply(at, out, a, b, alpha, beta):
 
 @jit
 def gemm(at, out, a, b, accumulate):
+    widest()
     one = out.dtype.type(1)
     return multiply(at, out, a, b, one, one if accumulate else out.dtype.type(0))
 
@@ -68,6 +87,7 @@ def gemm(at, out, a, b, accumulate):
 @jit
 def affine(at, out, x, weight, bias):
     """out = x weight^T + bias (none if it is empty)."""
+    widest()
     one, zero = out.dtype.type(1), out.dtype.type(0)
     if bias.size not in (0, out.shape[1]) or not multiply(at, out, x, weight.T, one, zero):
         return False
@@ -112,9 +132,11 @@ def _onward(at, out, x, weight, bias):
 @jit
 def line(at, out, x, weights, biases):
     """out[i] = out[i - 1] weights[i]^T + biases[i], out[-1] being x."""
-    fits = _onward(at, out[0], x, weights[0], biases[0])
-    for i in range(1, out.shape[0]):
-        fits = fits and _onward(at, out[i], out[i - 1], weights[i], biases[i])
+    widest()
+    fits = True
+    for i in range(out.shape[0]):
+        given = x if i == 0 else out[i - 1]
+        fits = fits and _onward(at, out[i], given, weights[i], biases[i])
     return fits
 
 
@@ -130,9 +152,9 @@ def _back(at, dx, dy, x, weight, dweight, dbias, accumulate):
 @jit
 def line_backward(at, dx, x, out, dy, weights, biases, dweights, dbiases, accumulate):
     """Gradients of `line`, of at least two layers; that of x ends in dx[0]. dx: (2, rows, width), taken in turn."""
-    last = out.shape[0] - 1
-    fits = _back(at, dx[last % 2], dy, out[last - 1], weights[last], dweights[last], dbiases[last], accumulate)
-    for i in range(last - 1, 0, -1):
-        into, given = dx[i % 2], dx[(i + 1) % 2]
-        fits = fits and _back(at, into, given, out[i - 1], weights[i], dweights[i], dbiases[i], accumulate)
-    return fits and _back(at, dx[0], dx[1], x, weights[0], dweights[0], dbiases[0], accumulate)
+    last, fits = out.shape[0] - 1, True
+    for i in range(last, -1, -1):  # one call in the code: each is compiled for itself
+        given = dy if i == last else dx[(i + 1) % 2]
+        before = x if i == 0 else out[i - 1]
+        fits = fits and _back(at, dx[i % 2], given, before, weights[i], dweights[i], dbiases[i], accumulate)
+    return fits

@@ -1,13 +1,28 @@
 """Passes over one row, in vector lanes."""
 
+from typing import Any
+
 import numpy as np
 
 from fsdpx.array.kernels.compiled.bits import real, zero
 from fsdpx.array.kernels.compiled.scalar import exp, order, unorder, widest
 from fsdpx.native.compiled import REORDER
-from fsdpx.native.tools import jit, register_jitable
+from fsdpx.native.tools import extending, jit, register_jitable
 
-__all__ = ["dot", "exponentials", "largest", "numbers", "square_distance", "total"]
+__all__ = ["dot", "exponentials", "in_line", "largest", "numbers", "square_distance", "total"]
+
+intrinsic: Any = extending.intrinsic
+
+
+@intrinsic
+def in_line(typingctx: Any, x: Any) -> Any:
+    """A row that has unit stride, as an array of which the compiler knows it: it is read in vectors."""
+
+    def code(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        context.nrt.incref(builder, signature.return_type, arguments[0])
+        return arguments[0]
+
+    return x.copy(layout="C")(x), code
 
 
 @jit

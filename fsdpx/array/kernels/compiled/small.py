@@ -44,14 +44,8 @@ def small_product(at, out, a, b, bias, accumulate, turned_a, turned_b):
     one, zero = np.float32(1), np.float32(0)
     _wide(a, x)
     _wide(b, y)
-    if turned_a and turned_b:
-        fits = multiply(at, total, x.T, y.T, one, zero)
-    elif turned_a:
-        fits = multiply(at, total, x.T, y, one, zero)
-    elif turned_b:
-        fits = multiply(at, total, x, y.T, one, zero)
-    else:
-        fits = multiply(at, total, x, y, one, zero)
+    left, right = x.T if turned_a else x, y.T if turned_b else y
+    fits = multiply(at, total, left, right, one, zero)
     if fits:
         _finish(out, total, bias, accumulate)
     return fits

@@ -1,0 +1,122 @@
+"""In which order ranks end: `fsdpx run` names the one whose death made a launcher kill the others."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from fsdpx.launch.deaths import Deaths
+from fsdpx.launch.notes import hold_lifeline, open_lifeline
+
+pytestmark = [
+    pytest.mark.mpi_skip,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="only Linux tells of the death of any process"),
+]
+RANK = """
+import os, platform, socket, sys, threading, time
+from pathlib import Path
+from fsdpx.launch.notes import Note, hold_lifeline
+
+folder, rank, what, inherited = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+hold_lifeline(folder, rank)
+if what == "fork" and os.fork() == 0:
+    os.close(inherited)
+    os.close(1)
+    time.sleep(100)
+threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
+Note(rank, os.getpid(), platform.node()).write(folder)
+if what == "closes":  # as a process does that takes its time to die
+    input()
+    os.closerange(3, 5000)
+    print("closed", flush=True)
+time.sleep(100)
+"""
+
+
+def rank(folder: Path, number: int, what: str = "", inherited: int = -1) -> subprocess.Popen[str]:
+    """A process that has written its note. inherited: a descriptor."""
+    kept = () if inherited < 0 else (inherited,)
+    words = [sys.executable, "-c", RANK, str(folder), str(number), what, str(inherited)]
+    started = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=kept, text=True, process_group=0
+    )
+    until((folder / f"rank-{number:05}.json").exists)
+    return started
+
+
+def until(true: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def end(*started: subprocess.Popen[str]) -> None:
+    for one in started:
+        with suppress(ProcessLookupError):
+            os.killpg(one.pid, 9)  # its children as well
+        one.communicate()
+
+
+@pytest.mark.parametrize("what", ["", "fork"], ids=["alone", "with a child that lives on"])
+def test_a_lifeline_closes_before_all_other_files_of_a_process(tmp_path: Path, what: str) -> None:
+    """Where launchers see a socket close, they have killed others before the process itself counts as dead."""
+    ours, theirs = socket.socketpair()
+    with ours, select.epoll() as events:
+        with theirs:
+            one = rank(tmp_path, 0, what, theirs.fileno())
+        lifeline, process = open_lifeline(tmp_path, 0), os.pidfd_open(one.pid)
+        assert lifeline is not None
+        names = {lifeline: "lifeline", ours.fileno(): "socket", process: "process"}
+        for descriptor in reversed(names):
+            events.register(descriptor, select.EPOLLIN)
+        assert not events.poll(0)
+        one.kill()
+        one.wait()
+        assert [names[descriptor] for descriptor, _ in events.poll(10)] == [*names.values()]
+        os.close(lifeline)
+        os.close(process)
+    end(one)
+
+
+def test_who_closes_its_files_first_died_first(tmp_path: Path) -> None:
+    deaths = Deaths(tmp_path, 3)
+    started = [rank(tmp_path, 0, "closes"), rank(tmp_path, 1), rank(tmp_path, 2)]
+    until(lambda: not [*tmp_path.glob("*.lifeline")])  # it looks at all of them
+    assert started[0].stdin is not None
+    assert started[0].stdout is not None
+    started[0].stdin.write("now\n")
+    started[0].stdin.flush()
+    assert started[0].stdout.readline() == "closed\n"
+    for number in (2, 0, 1):
+        started[number].kill()
+        until(lambda number=number: number in deaths.order)
+    deaths.close()
+    assert deaths.order == [0, 2, 1]
+    end(*started)
+
+
+def test_without_pipes_the_processes_themselves_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaths = Deaths(tmp_path, 2)
+    (tmp_path / "rank-00001.lifeline").mkdir()  # a file system that has none
+    started = [rank(tmp_path, 0), rank(tmp_path, 1)]
+    until(lambda: not (tmp_path / "rank-00000.lifeline").exists())
+    time.sleep(0.3)
+    for number in (1, 0):
+        started[number].kill()
+        until(lambda number=number: number in deaths.order)
+    deaths.close()
+    assert deaths.order == [1, 0]
+    end(*started)
+    monkeypatch.delattr(os, "mkfifo")
+    hold_lifeline(tmp_path, 2)
+    assert open_lifeline(tmp_path, 2) is None
