@@ -19,11 +19,9 @@ TIMEOUT = 1800.0
 
 
 class Carrier(Backend):
-    """library: what moves the bytes, in a word. slow: whether a few bytes to a rank of the same machine take it longer
-    than they take in shared memory. timeout: seconds that a single wait may last."""
+    """library: what moves the bytes, in a word. timeout: seconds that a single wait may last."""
 
     library: ClassVar[str]
-    slow: ClassVar[bool] = False
     timeout: float
 
     def wait_up_to(self, seconds: float) -> None:

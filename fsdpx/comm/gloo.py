@@ -39,7 +39,6 @@ class GlooCommunicator(Carrier):
     made by messages, in rank order. Arrays on a GPU go through the host."""
 
     library = "gloo"
-    slow = True  # its threads must get a core first
 
     def __init__(self, roll: Roll, timeout: float = TIMEOUT) -> None:
         roll.worlds += 1

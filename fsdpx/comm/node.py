@@ -2,7 +2,7 @@
 
 Inside a machine a reduce reads each rank's array once, where it lies, and a gather into memory that all ranks share
 is a synchronisation. Between machines each rank moves its own slice, so all links work at once. Everything else, and
-arrays outside of windows, goes through the carrier of messages: MPI, or Gloo."""
+more than a few bytes outside of windows, goes through the carrier of messages: MPI, or Gloo."""
 
 from __future__ import annotations
 
@@ -174,12 +174,16 @@ class NodeCommunicator(Backend):
         if self.lanes is not None and into is not None:
             return Steps(self.lanes.all_gather(call, into), self.progress)
         few = max(call.cuts[0].counts) * recv.dtype.itemsize <= LETTER
-        if few and self.inside and self.carrier.slow and not of_gpu(call.arrays):
+        if few and self.inside and not of_gpu(call.arrays):
             return self._gather_letters(call, near)
         return None
 
     def _gather_letters(self, call: Call, near: Neighbours) -> Handle:
-        """A few bytes from each rank, wherever they lie: written on the board beside the post."""
+        """A few bytes from each rank, wherever they lie: written on the board beside the post.
+
+        Calls of a trainer begin with such a gather. A rank that is in another call meanwhile waits in MPI, and never
+        meets this one there: libraries that take the data of one call for another's may spoil their own memory (Open
+        MPI's nonblocking collectives do), and then hang."""
         (send, recv), (cut,) = call.arrays, call.cuts
         number = near.reserve()
         near.board.payload(near.lane, number)[: send.nbytes] = send.view(np.uint8)

@@ -95,7 +95,9 @@ trainer = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3)).as_distributed
     elastic=len(sys.argv) > 1,
 )
 def slowly(action):  # until the others come
-    if os.environ.get("FSDPX_RESTART") == "0" and str(action) == "SCALE" and trainer.steps > 4: time.sleep(0.2)
+    if os.environ.get("FSDPX_RESTART") == "0" and str(action) == "SCALE" and trainer.steps > 4:
+        open("slow", "w").close()
+        time.sleep(0.2)
 trainer.engine.observers.append(slowly)
 rng = np.random.default_rng(0)
 source = data.ArrayDataset(rng.standard_normal((400, 6)).astype(np.float32), rng.integers(0, 3, 400))
@@ -118,6 +120,8 @@ def test_ranks_that_were_not_there_at_the_start_join_and_the_bits_stay(tmp_path:
         [*words, "2", "--max-restarts", "0", "--folder", "job", *elastic, "job.py", *elastic],
         **kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+    while not (tmp_path / "slow").exists() and job.poll() is None:
+        time.sleep(0.05)
     for ranks, status, text in ((0, 2, "one or more is needed"), (1, 0, "the job saves and goes on with 1 more")):
         asked = subprocess.run([*words, str(ranks), "--join", "job"], **kept, capture_output=True, timeout=100)
         assert (asked.returncode, text in asked.stdout + asked.stderr) == (status, True), asked

@@ -106,9 +106,6 @@ def test_a_rank_that_calls_something_else(tmp_path, call):
 @pytest.mark.parametrize("call", ["barrier()", "all_reduce(np.ones(3))", "broadcast(np.ones(300000), 2)"])
 def test_a_rank_that_calls_a_function_while_the_others_step(tmp_path, call):
     done = ended(tmp_path, f"fsdpx.{call}")
-    if "openmpi" in sys.prefix and done.status != 124 and call != "barrier()":
-        assert done.status != 0, done.err  # Open MPI takes the data of one call for the other's: an error, and no wait
-        return
     assert done.status == 124, done.err
     name = call.partition("(")[0]
     assert (
