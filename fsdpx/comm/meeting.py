@@ -54,7 +54,10 @@ class Arrivals:
         group = self._group
         if any(self.test() for _ in range(GLANCES)) or spin(self.test, group.progress, group.timeout):
             return
-        raise late(f"{self._name} on rank {group.rank} of {group.size}", group, self._missing)
+        raise late(str(self), group, self._missing)
+
+    def __str__(self) -> str:
+        return f"{self._name} on rank {self._group.rank} of {self._group.size}"
 
 
 class Meeting(Steps):

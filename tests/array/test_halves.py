@@ -92,6 +92,18 @@ def test_cut_among_threads(name: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
+def test_formats_of_one_width_do_not_share_a_product() -> None:
+    """A primitive is kept for its shapes and strides, and bfloat16 and float16 have the same ones."""
+    library = onednn.found()
+    if library is None or not halves.instructions("float16"):
+        pytest.skip("no oneDNN here that computes float16")
+    x, y = np.arange(15.0).reshape(3, 5), np.arange(10.0).reshape(5, 2)
+    for kind in ("bfloat16", "float16", "bfloat16"):
+        out = np.empty((3, 2), np.float32)
+        library.product(out, x.astype(dtype(kind)), y.astype(dtype(kind)), False, None)
+        assert out.tolist() == (x @ y).tolist(), kind
+
+
 def test_a_library_that_computes_wrongly_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong:
         name, path, version = "oneDNN", "libwrong.so", "0"

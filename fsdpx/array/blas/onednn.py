@@ -51,7 +51,8 @@ class OneDNN:
     def product(self, out: np.ndarray, a: np.ndarray, b: np.ndarray, accumulate: bool, bias: np.ndarray | None) -> None:
         """out = a @ b + bias, or out += a @ b: bfloat16 or float16 `(m, k)` and `(k, n)`, with unit stride in one of
         their dims, into rows of their format or float32; bias `(n,)`. Or int8 into rows of float32."""
-        key = (a.shape, b.shape, a.strides, b.strides, out.strides, out.dtype.char, accumulate, bias is not None)
+        layouts = (a.shape, b.shape, a.strides, b.strides, out.strides)
+        key = (a.dtype.char, out.dtype.char, *layouts, accumulate, bias is not None)
         known = self._known()
         entry = known.get(key)
         if entry is None:
