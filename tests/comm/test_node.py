@@ -177,9 +177,8 @@ def test_sums_are_in_rank_order(world):
     world.release(room)
 
 
-def test_a_few_bytes_travel_on_the_board_where_messages_are_slow(world, monkeypatch):
+def test_a_few_bytes_inside_a_host_travel_on_the_board(world, monkeypatch):
     """Also more of them at one time than the board has places. One byte too many is a message."""
-    monkeypatch.setattr(type(world.carrier), "slow", True)
 
     def body(comm):
         sent, move = [], comm.carrier.move
