@@ -156,8 +156,10 @@ def test_batch_norms_see_the_whole_batch_as_in_pytorch(ranks: int, cut: bool) ->
 
 
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
     "fsdp": (2, {}),
     "ddp": (3, {"strategy": "ddp"}),
+    "zero2": (4, {"strategy": "zero2"}),
     "pipe": (2, {"mesh": fsdpx.Mesh(pipe=2), "schedule": "zb-h1", "data": 1}),
     "recompute": (2, {"recompute": "all"}),
 }

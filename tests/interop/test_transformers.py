@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.comm import Communicator, spawn  # noqa: E402
+from fsdpx.errors import ConfigError  # noqa: E402
 from fsdpx.interop.torch import from_torch  # noqa: E402
 
 SAMPLES, VOCAB, STEPS = 12, 50, 5
@@ -58,40 +59,74 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (4, {}),
     "pipe": (2, {"mesh": fsdpx.Mesh(pipe=2), "schedule": "1f1b", "microbatches": 2}),
 }
-CASES = [
-    *((gpt2, way) for way in WAYS), *((llama, way) for way in ("ddp", "fsdp", "pipe")),
-    *((resnet18, way) for way in ("ddp", "fsdp", "pipe")),
-]  # fmt: skip
+MODELS = (gpt2, llama, resnet18)
+CASES = [(make, way) for make in MODELS for way in WAYS]
+
+
+def prepared(make: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, Any, Any]:
+    """The model with random weights, its inputs and targets, and the units that it is cut into (None: by itself)."""
+    monkeypatch.setattr(transformers.models.llama.modeling_llama, "LlamaRMSNorm", ExactNorm)
+    torch.manual_seed(0)
+    net, r = make().train(), np.random.default_rng(0)
+    if make is resnet18:
+        return net, r.standard_normal((SAMPLES, 3, 32, 32)), r.integers(0, 5, SAMPLES), ()
+    return net, *r.integers(0, VOCAB, (2, SAMPLES, 8)), None
 
 
 @pytest.mark.parametrize(("make", "way"), CASES, ids=lambda case: getattr(case, "__name__", case))
 def test_steps_are_those_of_plain_pytorch(make: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.models.llama.modeling_llama, "LlamaRMSNorm", ExactNorm)
-    torch.manual_seed(0)
-    net, r = make().double().train(), np.random.default_rng(0)
-    if make is resnet18:
-        x, y, units = r.standard_normal((SAMPLES, 3, 32, 32)), r.integers(0, 5, SAMPLES), ()
-    else:
-        (x, y), units = r.integers(0, VOCAB, (2, SAMPLES, 8)), None
+    net, x, y, units = prepared(make, monkeypatch)
+    net = net.double()
     losses, end = plain(net, x, y)
     model = from_torch(net, x[:4], units=units)
     ranks, options = WAYS[way]
     if make is resnet18 and way == "pipe":  # a batch norm sees one microbatch at a time
         options = options | {"microbatches": 1}
 
-    def run(comm: Communicator) -> Any:
-        adamw = optim.AdamW(lr=1e-3, weight_decay=0.01)
-        given: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": adamw, "precision": "float64"}
-        trainer = fsdpx.distribute(model, comm=comm, **given, **options)
-        many = 1 if way == "pipe" else comm.size
-        part = slice(comm.rank % many * SAMPLES // many, (comm.rank % many + 1) * SAMPLES // many)
-        return [trainer.step(x[part], y[part]) for _ in range(STEPS)], trainer.parameters()
-
-    found, parameters = spawn(run, ranks)[0]
+    found, parameters = trained(model, x, y, ranks, precision="float64", **options)
     np.testing.assert_allclose(found, losses, rtol=1e-9)
     assert parameters.keys() == end.keys()
     for name, value in parameters.items():
         np.testing.assert_allclose(value, end[name], atol=1e-9, err_msg=name)
+
+
+CHUNKED: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (3, {"strategy": "ddp"}),
+    "fsdp": (2, {}),
+    "pipe": (2, {"mesh": fsdpx.Mesh(pipe=2)}),
+}
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_chunks_give_the_bits_of_one_process(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, y, units = prepared(make, monkeypatch)
+    model = from_torch(net, x[:2], units=units)
+    losses, end = trained(model, x, y, 1, chunks=6)
+    for ranks, options in CHUNKED.values():
+        found, parameters = trained(model, x, y, ranks, chunks=6, **options)
+        assert found == losses
+        for name, value in parameters.items():
+            np.testing.assert_array_equal(value, end[name], err_msg=name)
+
+
+def test_chunks_of_a_model_with_batch_norms_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x, y, units = prepared(resnet18, monkeypatch)
+    net, first = net.double(), "resnet.embedder.embedder.normalization"
+    with pytest.raises(ConfigError, match=f"chunks=6: layer '{first}' takes statistics over the global batch"):
+        trained(from_torch(net, x[:2], units=units), x, y, 1, precision="float64", chunks=6)
+
+
+def trained(model: Any, x: Any, y: Any, ranks: int, **options: Any) -> tuple[list[float], dict[str, Any]]:
+    """Losses and last parameters of thread ranks that share the batch; ranks of a pipe read all of it."""
+
+    def run(comm: Communicator) -> Any:
+        optimizer = optim.AdamW(lr=1e-3, weight_decay=0.01)
+        trainer = fsdpx.distribute(model, loss=nn.CrossEntropy(), optimizer=optimizer, comm=comm, **options)
+        many = 1 if "mesh" in options else comm.size
+        part = slice(comm.rank % many * SAMPLES // many, (comm.rank % many + 1) * SAMPLES // many)
+        return [trainer.step(x[part], y[part]) for _ in range(STEPS)], trainer.parameters()
+
+    return spawn(run, ranks)[0]
 
 
 def plain(net: Any, x: Any, y: Any) -> tuple[list[float], dict[str, Any]]:
