@@ -4,12 +4,12 @@ Between units stand operations without parameters, such as masks and positions: 
 
 from __future__ import annotations
 
-import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.errors import ConfigError
+from fsdpx.interop.apart import apart
+from fsdpx.interop.described import At, Graph, Layout, Unit, described
 from fsdpx.interop.module import Differentiated, Module, chosen, values_of
 from fsdpx.interop.operations import Operations
 from fsdpx.interop.recorded import Run
-from fsdpx.interop.replaced import fuse
 from fsdpx.interop.surroundings import REPLACED
 from fsdpx.interop.tensors import tensor_of
 from fsdpx.nn.container import Container, Step
@@ -91,29 +92,47 @@ def cut(
     backend: str | None,
 ) -> Cut:  # fmt: skip
     """See `fsdpx.interop.torch.from_torch`."""
-    with _tracing:
-        return _cut(module, example, units, output, backend)
+
+    def work() -> Layout:
+        with _tracing:
+            return _layout(module, example, units, output)
+
+    # A compiler of units needs PyTorch's exporter in this process all the same.
+    return _made(work() if backend else apart(work), module, backend)
 
 
-def _cut(
-    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None,
-    backend: str | None,
-) -> Cut:  # fmt: skip
+def _layout(
+    module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
+) -> Layout:
     modules = dict(module.named_modules())
-    program = _exported(module, example, output)
-    plan = _Plan(program, modules, _chooser(units, modules), backend)
-    steps: list[Step] = []
-    for segment in plan.segments():
-        layer, reads = plan.layer(segment)
-        steps.append(Step(segment.name, layer, tuple(value.name for value in reads), (segment.result.name,)))
+    plan = _Plan(_exported(module, example, output), modules, _chooser(units, modules))
+    found = [plan.unit(segment) for segment in plan.segments()]
+    return Layout(found, [value.name for value in plan.inputs], plan.result.name, plan.borrowed)
+
+
+def _made(layout: Layout, module: torch.nn.Module, backend: str | None) -> Cut:
+    """The layers of a layout. Units that do the same share what they do."""
+    operations, steps = dict[str, Operations](), list[Step]()
+    buffers = dict(module.named_buffers())
+    for unit in layout.units:
+        if unit.graph is None:
+            layer: Any = Module(module.get_submodule(unit.name))
+        else:
+            does = repr(unit.graph)
+            if does not in operations:
+                operations[does] = Operations(unit.graph.module(), backend)
+            tensors = {local: module.get_parameter(full) for local, full in unit.parameters}
+            constants = [buffers[held] if isinstance(held, str) else held for held in unit.constants]
+            layer = Part(operations[does], len(unit.reads), tensors, constants, unit.name)
+        steps.append(Step(unit.name, layer, tuple(unit.reads), (unit.result,)))
     made = {dotted(step.name, local) for step in steps for local in step.layer.specs()}
     ties = {alias: name for alias, name in shared(module).items() if {alias, name} <= made}
-    for alias, names in plan.borrowed.items():
+    for alias, names in layout.borrowed.items():
         name = next((name for name in names if name in made), None)
         if name is None:
             raise ConfigError(f"{alias!r} is of no unit but of a module around several: choose other units")
         ties[alias] = ties.get(name, name)
-    return Cut(steps, [value.name for value in plan.inputs], [plan.result.name], ties)
+    return Cut(steps, list(layout.inputs), [layout.result], ties)
 
 
 @dataclass
@@ -139,17 +158,20 @@ class _Plan:
 
     borrowed: parameters of other units that a unit reads, name there -> names that they have in the module."""
 
-    def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units, backend: str | None) -> None:
-        self._backend, self._made = backend, dict[str, Operations]()
+    def __init__(self, program: Any, modules: Mapping[str, torch.nn.Module], unit: Units) -> None:
         self.borrowed: dict[str, list[str]] = {}
         self.modules, self._unit, self._program = modules, unit, program
         signature, placeholders = program.graph_signature, [n for n in program.graph.nodes if n.op == "placeholder"]
         self.inputs = [n for n in placeholders if n.name in signature.user_inputs]
         full = signature.inputs_to_parameters
         self._parameters = {n: _stripped(full[n.name]) for n in placeholders if n.name in full}
-        held = {**program.state_dict, **program.constants}
-        names = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
-        self._constants = {n: held[names[n.name]] for n in placeholders if n.name in names}
+        buffers, lifted = signature.inputs_to_buffers, signature.inputs_to_lifted_tensor_constants
+        self._constants: dict[fx.Node, str | torch.Tensor] = {}
+        for node in placeholders:
+            if node.name in buffers:
+                self._constants[node] = _stripped(buffers[node.name])
+            elif node.name in lifted:
+                self._constants[node] = program.constants[lifted[node.name]]
         self.result: fx.Node = next(n for n in program.graph.nodes if n.op == "output").args[0][-1]
         self._of: dict[fx.Node, _Segment] = {}
         self._segments: dict[str, _Segment] = {}
@@ -170,34 +192,35 @@ class _Plan:
         ordered = [s for s in found.values() if s.results]
         return sorted(ordered, key=lambda s: s.nodes[-1])
 
-    def layer(self, segment: _Segment) -> tuple[Any, list[fx.Node]]:
-        """The layer of a segment, and the values that it reads."""
+    def unit(self, segment: _Segment) -> Unit:
+        """The layer that a segment is."""
         own = self.modules.get(segment.name)
         if isinstance(own, _BatchNorm):
             norm = next(node for node in segment.nodes if "batch_norm" in str(node.target))
-            return Module(own), [norm.args[0]]
+            return Unit(segment.name, [norm.args[0].name], segment.result.name)
         needed = self._needed(segment)
         reads = [node for node in needed if self._comes_from_elsewhere(node, segment)]
         if not reads:
             reads = self.inputs[:1]  # a layer has an input, which tells how many samples there are
         parameters = [n for n in needed if n in self._parameters]
         constants = [n for n in needed if n in self._constants]
-        graph, at = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in (*reads, *parameters, *constants):
-            at[node] = graph.placeholder(node.name)
+        graph = self._graph(segment, needed, [*reads, *parameters, *constants], reads)
+        named = [(self._local(segment.name, n), self._parameters[n]) for n in parameters]
+        held = [self._constants[n] for n in constants]
+        return Unit(segment.name, [value.name for value in reads], segment.result.name, named, held, graph)
+
+    def _graph(
+        self, segment: _Segment, needed: Sequence[fx.Node], given: Sequence[fx.Node], reads: Sequence[fx.Node]
+    ) -> Graph:
+        """What the operations of a segment do with what they are given."""
+        made = fx.Graph()
+        at = {node: made.placeholder(node.name) for node in given}
         for node in needed:
             if node not in at:
-                at[node] = _size_from(graph, node, reads, at) or _copied(graph, node, at, segment.name)
-        graph.output(at[segment.result])
-        named = {self._local(segment.name, n): self._tensor(n) for n in parameters}
-        fuse(graph)
-        operations = self._made.get(does := _does(graph))
-        if operations is None:
-            get = operator.attrgetter  # of inner graphs; the whole program would keep the module's parameters
-            inner = {n.target: get(n.target)(self._program.graph_module) for n in graph.nodes if n.op == "get_attr"}
-            made = fx.GraphModule(inner, graph)
-            operations = self._made[does] = Operations(made, self._backend)
-        return Part(operations, len(reads), named, [self._constants[n] for n in constants], segment.name), reads
+                at[node] = _size_from(made, node, reads, at) or made.node_copy(node, at.__getitem__)
+        made.output(at[segment.result])
+        number = {node: At(i) for i, node in enumerate(made.nodes)}
+        return described(list(made.nodes), number, partial(_target, segment.name), self._program.graph_module)
 
     def _needed(self, segment: _Segment) -> list[fx.Node]:
         """The operations of a segment and what they read, operations without parameters before it included, in order;
@@ -383,19 +406,8 @@ def _size_from(
     return None if found is None else graph.call_function(torch.ops.aten.sym_size.int, (at[found[0]], found[1]))
 
 
-def _copied(graph: fx.Graph, node: fx.Node, at: Mapping[fx.Node, fx.Node], unit: str) -> fx.Node:
-    """An operation in its layer's graph, or what runs in its place."""
-    copied = graph.node_copy(node, at.__getitem__)
-    copied.meta = {}  # what export knew of it is large, and nobody reads it
-    if copied.target in REPLACED:
-        copied.target = REPLACED[copied.target]
-    elif any(word in str(node.target) for word in ("batch_norm", "dropout")):
+def _target(unit: str, node: fx.Node) -> Any:
+    """What runs in the place of an operation of a unit."""
+    if node.target not in REPLACED and any(word in str(node.target) for word in ("batch_norm", "dropout")):
         raise ConfigError(f"{unit!r}: {node.target} is not known inside a unit; choose smaller units")
-    return copied
-
-
-def _does(graph: fx.Graph) -> str:
-    """The same text for graphs that do the same, whatever their values are called."""
-    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-    parts = ((n.op, n.target if n.op != "placeholder" else "", (n.args, n.kwargs)) for n in graph.nodes)
-    return repr([(op, target, fx.node.map_arg(given, number.get)) for op, target, given in parts])
+    return REPLACED.get(node.target, node.target)

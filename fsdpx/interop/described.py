@@ -1,0 +1,144 @@
+"""What a module was cut into, as plain values that one process can hand to another, and the layers that are made of it.
+
+A description names operations of PyTorch and parameters of the module, and holds neither: its graph knows nothing of
+the program that PyTorch exported."""
+
+from __future__ import annotations
+
+import io
+import operator
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdpx.interop.replaced import fuse
+
+__all__ = ["At", "Graph", "Layout", "Operation", "Unit", "described", "dumped", "loaded"]
+
+INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
+
+
+class At(int):
+    """The number of an earlier operation, in the place of what it gives."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One node of an fx graph. target: what is called, or the name of an inner graph."""
+
+    op: str
+    target: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Operations in order, inputs first. inner: graphs that some of them call, by name. Equal in text if they do the
+    same."""
+
+    nodes: Sequence[Operation]
+    inner: Mapping[str, Graph] = field(default_factory=dict)
+
+    def module(self) -> fx.GraphModule:
+        """As PyTorch runs it."""
+        made, at = fx.Graph(), list[fx.Node]()
+        for number, node in enumerate(self.nodes):
+            args, kwargs = (_with(at, given) for given in (node.args, dict(node.kwargs)))
+            target = f"x{number}" if node.op == INPUT else node.target
+            at.append(made.create_node(node.op, RESULT if node.op == RESULT else target, args, kwargs))
+        fuse(made)
+        return fx.GraphModule({name: graph.module() for name, graph in self.inner.items()}, made)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One layer to be.
+
+    name : of the unit in the module
+    reads, result : names of values between layers
+    parameters : (name in the unit, name in the module) in the order of the graph
+    constants : names of buffers of the module, or constants, in the order of the graph
+    graph : takes what is read, then parameters, then constants; None: a batch norm, which is a layer by itself
+    """
+
+    name: str
+    reads: Sequence[str]
+    result: str
+    parameters: Sequence[tuple[str, str]] = ()
+    constants: Sequence[str | torch.Tensor] = ()
+    graph: Graph | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Units in the order in which they run. inputs, result: of the module. borrowed: parameters of other units that a
+    unit reads, name there -> names that they have in the module."""
+
+    units: Sequence[Unit]
+    inputs: Sequence[str]
+    result: str
+    borrowed: Mapping[str, Sequence[str]]
+
+
+def described(
+    nodes: Sequence[fx.Node], number: Mapping[fx.Node, At], target_of: Callable[[fx.Node], Any], owner: torch.nn.Module
+) -> Graph:
+    """The description of nodes of a graph.
+
+    Parameters
+    ----------
+    nodes : in order, as numbered
+    number : also of nodes that others stand for
+    target_of : what is called in the place of a node's own target
+    owner : what inner graphs are attributes of
+    """
+    inner, made = dict[str, Graph](), list[Operation]()
+    for node in nodes:
+        target = None if node.op in (INPUT, RESULT) else target_of(node)
+        if node.op == INNER:
+            target = f"inner{len(inner)}"
+            inner[target] = _inner(operator.attrgetter(str(node.target))(owner))
+        args, kwargs = (fx.node.map_arg(given, number.__getitem__) for given in (node.args, node.kwargs))
+        made.append(Operation(node.op, target, args, kwargs))
+    return Graph(made, inner)
+
+
+def _inner(module: Any) -> Graph:
+    number = {node: At(i) for i, node in enumerate(module.graph.nodes)}
+    return described(list(module.graph.nodes), number, lambda node: node.target, module)
+
+
+def _with(at: Sequence[fx.Node], given: Any) -> Any:
+    return fx.node.map_aggregate(given, lambda value: at[value] if isinstance(value, At) else value)
+
+
+class _Pickler(pickle.Pickler):
+    """Operations of PyTorch by name: they cannot be pickled as they are."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return str(value) if isinstance(value, torch._ops.OpOverload) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, name: Any) -> Any:
+        found: Any = torch.ops
+        for part in name.split("."):
+            found = getattr(found, part)
+        return found
+
+
+def dumped(layout: Layout) -> bytes:
+    """For `loaded`; an exception of pickle if something in it cannot go to another process."""
+    into = io.BytesIO()
+    _Pickler(into, pickle.HIGHEST_PROTOCOL).dump(layout)
+    return into.getvalue()
+
+
+def loaded(text: bytes) -> Layout:
+    layout: Layout = _Unpickler(io.BytesIO(text)).load()
+    return layout
