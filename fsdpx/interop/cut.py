@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.errors import ConfigError
 from fsdpx.interop.apart import apart
-from fsdpx.interop.described import At, Graph, Layout, Unit, described
+from fsdpx.interop.described import At, Graph, Layout, Shapes, Unit, described, value
 from fsdpx.interop.module import Differentiated, Module, chosen, values_of
 from fsdpx.interop.operations import Operations
 from fsdpx.interop.recorded import Run
@@ -45,24 +45,33 @@ class Part(Differentiated):
     parameters : names in the order of the graph, and their tensors
     constants : buffers and constants, in the order of the graph
     name : of the unit, for messages
+    shapes : of what it reads and gives in the format of its parameters, as far as that is known
     """
 
     def __init__(
         self, operations: Operations, inputs: int, parameters: Mapping[str, torch.Tensor], constants: Sequence[Any],
-        name: str,
+        name: str, shapes: Shapes | None = None,
     ) -> None:  # fmt: skip
-        self.n_inputs, self.name = inputs, name
+        self.n_inputs, self.name, self._known = inputs, name, shapes
+        self._kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in parameters.items()}
         self.values = values_of(parameters)
         self.trained = frozenset(n for n, t in parameters.items() if t.requires_grad)
         self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
         self._operations, self._constants = operations, tuple(constants)
-        self.compiled = operations.backend is not None
+        self.compiled, self.draws = operations.backend is not None, operations.draws
 
     def specs(self) -> dict[str, Spec]:
         return self.values.specs(self._shapes, self.trained)
 
     def __repr__(self) -> str:
         return f"Part({self.name})"
+
+    def result(self, env: Env, p: Params, x: Any) -> Any:
+        """Without PyTorch where its exporter has told: following shapes, it imports as much as the exporter does."""
+        found = None
+        if self._known is not None and all(p[name].dtype.name == kind for name, kind in self._kinds.items()):
+            found = self._known.of(x if isinstance(x, tuple) else (x,))
+        return super().result(env, p, x) if found is None else env.xp.empty(found[0], dtype=found[1])
 
     def _run(self, env: Env) -> Run:
         operations = self._operations.run(env.training, not getattr(env.xp, "holds_no_data", False))
@@ -123,7 +132,7 @@ def _made(layout: Layout, module: torch.nn.Module, backend: str | None) -> Cut:
                 operations[does] = Operations(unit.graph.module(), backend)
             tensors = {local: module.get_parameter(full) for local, full in unit.parameters}
             constants = [buffers[held] if isinstance(held, str) else held for held in unit.constants]
-            layer = Part(operations[does], len(unit.reads), tensors, constants, unit.name)
+            layer = Part(operations[does], len(unit.reads), tensors, constants, unit.name, unit.shapes)
         steps.append(Step(unit.name, layer, tuple(unit.reads), (unit.result,)))
     made = {dotted(step.name, local) for step in steps for local in step.layer.specs()}
     ties = {alias: name for alias, name in shared(module).items() if {alias, name} <= made}
@@ -207,7 +216,8 @@ class _Plan:
         graph = self._graph(segment, needed, [*reads, *parameters, *constants], reads)
         named = [(self._local(segment.name, n), self._parameters[n]) for n in parameters]
         held = [self._constants[n] for n in constants]
-        return Unit(segment.name, [value.name for value in reads], segment.result.name, named, held, graph)
+        names, shapes = [node.name for node in reads], Shapes([value(node) for node in reads], value(segment.result))
+        return Unit(segment.name, names, segment.result.name, named, held, graph, shapes)
 
     def _graph(
         self, segment: _Segment, needed: Sequence[fx.Node], given: Sequence[fx.Node], reads: Sequence[fx.Node]

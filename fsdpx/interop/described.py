@@ -17,7 +17,7 @@ from torch import fx
 
 from fsdpx.interop.replaced import fuse
 
-__all__ = ["At", "Graph", "Layout", "Operation", "Unit", "described", "dumped", "loaded"]
+__all__ = ["At", "Graph", "Layout", "Operation", "Shapes", "Unit", "described", "dumped", "loaded", "value"]
 
 INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
 
@@ -56,6 +56,44 @@ class Graph:
 
 
 @dataclass(frozen=True)
+class Value:
+    """What PyTorch's exporter knows of a tensor: sizes that hold for this module alone, as numbers, and others by name,
+    the same for all values of a module; the name of its NumPy dtype."""
+
+    sizes: Sequence[int | str]
+    kind: str
+
+
+def value(node: fx.Node) -> Value:
+    tensor = node.meta["val"]
+    sizes = [size if isinstance(size, int) else str(size) for size in tensor.shape]
+    return Value(sizes, str(tensor.dtype).removeprefix("torch."))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a unit reads and gives, in the format of the module."""
+
+    reads: Sequence[Value]
+    result: Value
+
+    def of(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
+        """(shape, dtype) of the result for arrays that are given; None if PyTorch has to be asked, which knows more of
+        what does not fit and of other formats."""
+        known = dict[str, int]()
+        for array, value in zip(given, self.reads, strict=True):
+            alike = array.dtype.name == value.kind or (array.dtype.kind in "iu" and "int" in value.kind)
+            if len(array.shape) != len(value.sizes) or not alike:
+                return None
+            for have, want in zip(array.shape, value.sizes, strict=True):
+                if have != (known.setdefault(want, have) if isinstance(want, str) else want):
+                    return None
+        if any(isinstance(size, str) and size not in known for size in self.result.sizes):
+            return None
+        return tuple(known[n] if isinstance(n, str) else n for n in self.result.sizes), self.result.kind
+
+
+@dataclass(frozen=True)
 class Unit:
     """One layer to be.
 
@@ -64,6 +102,7 @@ class Unit:
     parameters : (name in the unit, name in the module) in the order of the graph
     constants : names of buffers of the module, or constants, in the order of the graph
     graph : takes what is read, then parameters, then constants; None: a batch norm, which is a layer by itself
+    shapes : of what it reads and gives
     """
 
     name: str
@@ -72,6 +111,7 @@ class Unit:
     parameters: Sequence[tuple[str, str]] = ()
     constants: Sequence[str | torch.Tensor] = ()
     graph: Graph | None = None
+    shapes: Shapes | None = None
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,8 @@ class Differentiated(Layer):
     """PyTorch's, on which shapes are followed: "cpu", with zeros, where that does not work without values."""
     compiled = False
     """Whether arrays with data go through `torch.compile`."""
+    draws = True
+    """Whether its operations may draw random numbers. PyTorch looks for those by what imports its compiler."""
 
     @abstractmethod
     def _run(self, env: Env) -> Run:
@@ -90,7 +92,7 @@ class Differentiated(Layer):
     def _recorded(self, env: Env, read: tuple[Array, ...], p: Params, trained: frozenset[str]) -> Recorded:
         run, bare = self._run(env), getattr(env.xp, "holds_no_data", False)
         compiled = self.compiled and not bare
-        with around(env, read[0].shape[0], compiled):
+        with around(env, read[0].shape[0], listen=self.draws and not compiled):
             if self.device == "cpu" or not bare:
                 return Recorded(env.xp, run, read, p, trained, "cpu", compiled)
             try:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fsdpx.errors import ConfigError
-from fsdpx.interop.surroundings import settled
+from fsdpx.interop.surroundings import draws, settled
 
 __all__ = ["Operations", "backend_of"]
 
@@ -27,7 +27,7 @@ class Operations:
     """
 
     def __init__(self, graph: fx.GraphModule, backend: str | None) -> None:
-        self.backend = backend
+        self.backend, self.draws = backend, draws(graph)
         self._graph = graph
         self._compiled: dict[bool, Run] = {}
         self._lock = threading.Lock()

@@ -63,6 +63,7 @@ class Recorded:
         self._owners = {_memory(tensor): name for name, tensor in self._tensors.items()}
         self._leaves = {name: tensor for name, tensor in self._tensors.items() if name in trained}
         self._held: list[torch.Tensor] = []
+        self._dy: list[torch.Tensor] = []
         read = [_Inlet.apply(torch.empty(0, requires_grad=True), [tensor_of(a, device)]) for a in inputs]
         self._inlets = [get_gradient_edge(t) if t.requires_grad else None for t in read]
         hooks = (self._pack, self._unpack)
@@ -70,9 +71,10 @@ class Recorded:
             hooks = (torch.compiler.disable(self._pack), torch.compiler.disable(self._unpack))
         with torch.enable_grad(), saved_tensors_hooks(*hooks):
             y = run(self._tensors, read)
+            end = _Outlet.apply(y, self._dy) if y.requires_grad else None
         self.wrote = [name for name, tensor in self._tensors.items() if tensor._version]
         self.wrote += [f"input {i}" for i, tensor in enumerate(read) if tensor._version]
-        self._outlet: GradientEdge | None = get_gradient_edge(y) if y.requires_grad else None
+        self._outlet: GradientEdge | None = None if end is None else get_gradient_edge(end)
         self.output = array_of(xp, y)
         self.kept = _arrays(xp, self._held, list(zip(read, inputs, strict=True)))
         self._held, self._tensors = [], {}
@@ -89,7 +91,8 @@ class Recorded:
             return Derivatives([None] * len(self._inlets), {})
         self._tensors = {name: tensor_of(a, self._device) for name, a in given.items()}
         self._held = [] if self._bare else [tensor_of(a) for a in kept]
-        found = torch.autograd.grad([self._outlet], [*edges, *leaves], [tensor_of(dy, self._device)], allow_unused=True)
+        self._dy.append(tensor_of(dy, self._device))
+        found = torch.autograd.grad([self._outlet], [*edges, *leaves], allow_unused=True)
         self._held, self._tensors, self._outlet = [], {}, None
         at_inputs = iter(found[: len(edges)])
         dx = [next(at_inputs) if inputs and edge is not None else None for edge in self._inlets]
@@ -126,6 +129,21 @@ class _Inlet(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dx: Any) -> tuple[None, None]:
         return None, None
+
+
+class _Outlet(torch.autograd.Function):
+    """The end of a graph: one number, of which the gradient is never asked for. `autograd.grad` of any other result
+    compares shapes by what imports a computer algebra system."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, dy: list[torch.Tensor]) -> torch.Tensor:
+        """dy: the gradient of y stands in it when backward begins."""
+        ctx.dy = dy
+        return y.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *one: Any) -> tuple[torch.Tensor, None]:
+        return ctx.dy.pop(), None
 
 
 def _memory(tensor: torch.Tensor) -> int:

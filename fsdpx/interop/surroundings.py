@@ -18,22 +18,22 @@ from fsdpx.interop.replaced import NATIVE, attention
 from fsdpx.interop.tensors import array_of, tensor_of
 from fsdpx.nn.layer import Env
 
-__all__ = ["REPLACED", "GlobalNorm", "around", "settled"]
+__all__ = ["REPLACED", "GlobalNorm", "around", "draws", "settled"]
 
 _now = threading.local()
 aten: Any = torch.ops.aten
 
 
 @contextmanager
-def around(env: Env, samples: int, compiled: bool = False) -> Iterator[None]:
+def around(env: Env, samples: int, listen: bool = True) -> Iterator[None]:
     """Inside, modules of this thread run in `env` on so many samples, and draw its random numbers when training.
 
-    compiled: their operations ask for those by themselves (`settled`). ConfigError if one draws from PyTorch's
-    generator all the same: its numbers depend on how ranks are laid out."""
+    listen: for operations that draw; otherwise there are none, or they ask for the numbers by themselves (`settled`).
+    ConfigError if one draws from PyTorch's generator all the same: its numbers depend on how ranks are laid out."""
     _now.env, _now.drawn = env, _Drawn(env, samples)
     before = torch.default_generator.get_state() if env.training else None
     try:
-        with _now.drawn if env.training and not compiled else nullcontext():
+        with _now.drawn if env.training and listen else nullcontext():
             yield
     finally:
         _now.env = _now.drawn = None
@@ -222,16 +222,34 @@ _SETTLED: dict[Any, tuple[Callable[..., Any], int]] = {
 """What runs in the place of functions that ask whether this is training, and where their probability stands."""
 
 
+def _probability(node: fx.Node) -> float:
+    """With which an operation of `_SETTLED` drops."""
+    at = _SETTLED[node.target][1]
+    given = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
+    return 0.0 if node.args[2:3] == (False,) else float(given)
+
+
+def draws(graph: fx.GraphModule) -> bool:
+    """Whether an operation may draw random numbers in training."""
+    for node in (node for module in graph.modules() for node in getattr(module, "graph", fx.Graph()).nodes):
+        target = node.target
+        if (
+            _probability(node)
+            if target in _SETTLED
+            else torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        ):
+            return True
+    return False
+
+
 def settled(graph: fx.GraphModule, training: bool) -> fx.GraphModule:
     """A copy of operations for training, or for evaluation, in which every draw has its number, those of training that
     runs them one by one: a compiler may change their order."""
-    made, draws = copy.deepcopy(graph), 0
+    made, count = copy.deepcopy(graph), 0
     for node in made.graph.nodes:
         if node.target in _SETTLED:
-            function, at = _SETTLED[node.target]
-            p = node.args[at] if len(node.args) > at else node.kwargs.get("dropout_p", 0.0)
-            draw = draws if training and p and node.args[2:3] != (False,) else None
-            draws += draw is not None
-            node.target, node.args = function, (draw, *node.args)
+            draw = count if training and _probability(node) else None
+            count += draw is not None
+            node.target, node.args = _SETTLED[node.target][0], (draw, *node.args)
     made.recompile()
     return made

@@ -169,6 +169,10 @@ class Layer(ABC):
     def forward(self, env: Env, p: Params, x: Any) -> tuple[Any, Any]:
         """`(y, saved)`: the result, and a tuple of what backward needs (references, not copies)."""
 
+    def result(self, env: Env, p: Params, x: Any) -> Any:
+        """The y of `forward` on arrays without data. A layer that knows it otherwise need not follow its shapes."""
+        return self.forward(env, p, x)[0]
+
     @abstractmethod
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
         """`(dx, kept)`: the input's gradient, and what `backward_params` needs.

@@ -126,7 +126,7 @@ def shapes(
 def _shape(env: Env, node: Node, p: Params, x: Sequence[Any], dtype: Any) -> tuple[Any, str, Exception | None]:
     """What a node returns; what is wrong with it; what was raised."""
     try:
-        y = node.layer.forward(env.at(node.path), p, x[0] if len(x) == 1 else tuple(x))[0]
+        y = node.layer.result(env.at(node.path), p, x[0] if len(x) == 1 else tuple(x))
     except Exception as error:
         if calls_numpy(error):
             return None, f"{CALLS_NUMPY} ({error})", error

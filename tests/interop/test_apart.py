@@ -19,7 +19,8 @@ from fsdpx.errors import ConfigError  # noqa: E402
 from fsdpx.interop import apart as apart_module  # noqa: E402
 from fsdpx.interop.apart import apart  # noqa: E402
 from fsdpx.interop.cut import _layout  # noqa: E402
-from fsdpx.interop.described import Layout, dumped, loaded  # noqa: E402
+from fsdpx.interop.described import Layout, Shapes, Value, dumped, loaded  # noqa: E402
+from fsdpx.interop.surroundings import draws  # noqa: E402
 
 tnn = torch.nn
 
@@ -121,14 +122,52 @@ def test_beside_other_threads_no_process_is_forked(children: list[int], monkeypa
     assert children == []
 
 
-def test_the_exporter_is_not_imported_here() -> None:
+def test_neither_cutting_nor_training_imports_the_exporter() -> None:
     script = """
-import sys, numpy, torch
+import sys, numpy, torch, fsdpx
 from fsdpx.interop.torch import from_torch
-net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 2))
+net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Dropout(0.0), torch.nn.Linear(4, 2))
+x = numpy.ones((3, 4), numpy.float32)
 before = set(sys.modules)
-print(list(from_torch(net, numpy.ones((3, 4), numpy.float32)).children()))
+model = from_torch(net, x)
+print(list(model.children()))
+trainer = fsdpx.distribute(model, loss=fsdpx.nn.MSE(), optimizer=fsdpx.optim.SGD(lr=0.1))
+print(trainer.step(x, x[:, :2]) > trainer.step(x, x[:, :2]))
 print([name for name in ("sympy", "networkx", "torch._dynamo", "torch.export") if name in set(sys.modules) - before])
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["['0', '2']", "[]"], done.stderr
+    assert done.stdout.splitlines() == ["['0', '3']", "True", "[]"], done.stderr
+
+
+SHAPES = Shapes([Value(["s0", "s1", 8], "float32"), Value(["s0", "s1"], "int64")], Value(["s0", 8, "s1"], "float32"))
+
+
+def test_a_result_has_the_sizes_that_are_read() -> None:
+    assert SHAPES.of([np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.int32)]) == ((2, 8, 3), "float32")
+
+
+@pytest.mark.parametrize("given", [
+    (np.empty((2, 3, 7), np.float32), np.empty((2, 3), np.int64)),
+    (np.empty((2, 3, 8), np.float32), np.empty((2, 4), np.int64)),
+    (np.empty((2, 3, 8), np.float64), np.empty((2, 3), np.int64)),
+    (np.empty((2, 3, 8), np.float32), np.empty((2, 3), np.float32)),
+    (np.empty((2, 8), np.float32), np.empty((2, 3), np.int64)),
+], ids=["another size", "sizes that differ", "another format", "no numbers", "a dim less"])  # fmt: skip
+def test_of_what_does_not_fit_nothing_is_known(given: Any) -> None:
+    assert SHAPES.of(given) is None
+
+
+@pytest.mark.parametrize(("operation", "drawn"), [
+    (tnn.Dropout(0.5), True), (tnn.Dropout(0.0), False), (tnn.GELU(), False), (tnn.RReLU(), True),
+], ids=lambda value: getattr(type(value), "__name__", ""))  # fmt: skip
+def test_operations_that_draw_are_known(operation: Any, drawn: bool) -> None:
+    class One(tnn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = tnn.ModuleList([tnn.Sequential(tnn.Linear(4, 4), operation)])
+
+        def forward(self, x: Any) -> Any:
+            return self.blocks[0](x)
+
+    (unit,) = _layout(One(), [np.ones((3, 4), np.float32)], None, None).units
+    assert draws(unit.graph.module()) is drawn
