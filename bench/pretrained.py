@@ -4,8 +4,8 @@
 
 Rank 0 writes the folder, a Llama of random weights in float32, below the temporary folder. In each round the ranks read
 the files, each an equal stretch into memory of its own, and then load them by `from_pretrained` and `distribute`. The
-files are in the page cache in both. Bytes read are those of the kernel (/proc/self/io), and the peak is what a rank's
-process had at most above what it had before the first of them.
+files are in the page cache in both, and giving the memory back is timed in neither. Bytes read are those of the kernel
+(/proc/self/io), and the peak is what a rank's process had at most above what it had before the first of them.
 """
 
 import gc
@@ -13,7 +13,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from mmap import mmap
 from pathlib import Path
 from statistics import median
@@ -71,29 +71,39 @@ def made(folder: Path, gib: float) -> None:
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def read(folder: Path, rank: int, size: int) -> int:
-    """This rank's stretch of each file; its bytes."""
-    total = 0
+def read(folder: Path, comm: Any) -> Callable[[], int]:
+    """Read this rank's stretch of each file. The result gives their memory back, and tells how many bytes it was."""
+    rank, size, held = comm.rank, comm.size, []
     for file in sorted(folder.glob("*.safetensors")):
         whole = file.stat().st_size
         start, stop = whole * rank // size, whole * (rank + 1) // size
         into = memoryview(mmap(-1, stop - start))  # pages that nobody had before, as shards are
+        held.append(into)
         with file.open("rb", buffering=0) as source:
             source.seek(start)
             while into:
-                count = source.readinto(into)
-                into, total = into[count:], total + count
-    return total
+                into = into[source.readinto(into) :]
+
+    def give_back() -> int:
+        total = sum(part.nbytes for part in held)
+        held.clear()
+        return total
+
+    return give_back
 
 
-def load(folder: Path, comm: Any) -> int:
-    """Bytes of this rank's part."""
+def load(folder: Path, comm: Any) -> Callable[[], int]:
+    """The same of this rank's part of the model."""
     trainer = models.from_pretrained(folder).as_distributed(
         comm=comm, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), strategy="fsdp", tune=False
     )
-    held: int = trainer.report().memory["parameters"]
-    trainer.close()
-    return held
+
+    def give_back() -> int:
+        part: int = trainer.report().memory["parameters"]
+        trainer.close()
+        return part
+
+    return give_back
 
 
 def told(file: str, name: str) -> int:
@@ -109,10 +119,10 @@ def measured(folder: Path, comm: Any, what: str, rss: int) -> dict[str, float]:
     before = told("io", "rchar")
     comm.barrier().wait()
     begin = perf_counter()
-    part = read(folder, comm.rank, comm.size) if what == "read" else load(folder, comm)
+    give_back = (read if what == "read" else load)(folder, comm)
     comm.barrier().wait()
     seconds = perf_counter() - begin
-    peak = 1024 * (told("status", "VmHWM") - rss)
+    peak, part = 1024 * (told("status", "VmHWM") - rss), give_back()
     return {"seconds": seconds, "read": told("io", "rchar") - before, "part": part, "over": peak - part}
 
 
@@ -140,10 +150,10 @@ def main() -> int:
             (folder / "small").mkdir()
             made(folder / "small", 0.03)
         comm.barrier().wait()
-        load(folder / "small", comm)  # kernels are compiled
+        load(folder / "small", comm)()  # kernels are compiled
         gc.collect()
         rss = told("status", "VmRSS")
-        read(folder, comm.rank, comm.size)  # files are in the page cache
+        read(folder, comm)()  # files are in the page cache
         ways: dict[str, list[dict[str, float]]] = {"read": [], "load": []}
         for _ in range(rounds):
             for what, results in ways.items():

@@ -1,6 +1,8 @@
 """The repr of a layer or a loss: its constructor call, without arguments that are at their defaults."""
 
+import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 __all__ = ["describe"]
@@ -9,7 +11,8 @@ __all__ = ["describe"]
 def describe(thing: Any) -> str:
     """`Linear(64, 128, bias=False)`, from the constructor's signature and the attributes of these names."""
     words = []
-    for name, argument in inspect.signature(type(thing).__init__).parameters.items():
+    kind: Any = type(thing)
+    for name, argument in _arguments(kind).items():
         if argument.kind in (argument.VAR_POSITIONAL, argument.VAR_KEYWORD) or not hasattr(thing, name):
             continue
         value = getattr(thing, name)
@@ -18,3 +21,8 @@ def describe(thing: Any) -> str:
         elif value != argument.default:
             words.append(f"{name}={value!r}")
     return f"{type(thing).__name__}({', '.join(words)})"
+
+
+@functools.cache
+def _arguments(kind: Any) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(kind.__init__).parameters

@@ -81,7 +81,8 @@ def specs_of(model: Sorted) -> dict[str, Spec]:
             full = dotted(node.path, name)
             if full not in model.ties:
                 trainable, init = spec.trainable and full not in model.frozen, model.initial.get(full, spec.init)
-                specs[full] = replace(spec, trainable=trainable, init=init)
+                same = trainable == spec.trainable and init is spec.init
+                specs[full] = spec if same else replace(spec, trainable=trainable, init=init)
     return specs
 
 

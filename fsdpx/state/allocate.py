@@ -110,18 +110,17 @@ def fill(
     state: TrainState, values: Any, most: int = sys.maxsize, read: Callable[[str, int, Any], bool] | None = None
 ) -> None:
     """Set this rank's shards from `values(parameter name, first element, one past the last)`, of what its line of the
-    tensor axis holds of the parameter. most: elements that are asked for at a time. read: fills an array with the
-    elements from one on by itself, or says that it does not."""
+    tensor axis holds of the parameter. most: elements of values that are asked for at a time. read: fills an array with
+    the elements from one on by itself, or says that it does not."""
     for p, page in state.placement.pages.items():
         for field, first, own in page.page.held(state.ledger.array("master", p), page.mine):
             size, grain = int(own.size), getattr(own, "grain", 1)
+            if read is not None and size and read(field.source, first, own):
+                continue
             step = max(most // grain, 1) * grain
             for start in range(0, size, step):
                 stop = min(start + step, size)
-                target = own[start:stop]
-                if read is not None and read(field.source, first + start, target):
-                    continue
-                host = values(field.source, first + start, first + stop)
+                target, host = own[start:stop], values(field.source, first + start, first + stop)
                 target[...] = from_host(state.placement.xp, host.astype(target.dtype, copy=False))
 
 
