@@ -92,13 +92,15 @@ class CommunicatorContract:
             with pytest.raises(ConfigError, match=r"does not add .* in rank order: use algorithm='library'"):
                 comm.all_reduce(_values(dtype, 3, seed=0), ReduceOp.SUM, "ring")
             return
+        found = []
         for n in LENGTHS:
             for op in _operations(dtype):
                 ours = [_values(dtype, n, seed=10 * n + rank) for rank in range(comm.size)]
                 buf = ours[comm.rank].copy()
                 comm.all_reduce(buf, op, algorithm).wait()
                 _close(buf, _reduced(ours, op))
-                assert len({raw.tobytes() for raw in comm.all_gather_object(buf)}) == 1
+                found.append(buf.tobytes())
+        assert all(theirs == found for theirs in comm.all_gather_object(found))
 
     @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
     @_on_every_rank

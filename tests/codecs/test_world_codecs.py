@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models import CASES, make, part
+from ranks import from_rank_0
 
 import fsdpx
 from fsdpx import optim, spawn
@@ -35,7 +36,7 @@ def test_bits_are_those_of_thread_ranks(world: Communicator, name: str, strategy
     if strategy == "ddp" and (name == "chunks" or world.size == 1):
         pytest.skip("refused, or the same as fsdp")
 
-    def run(comm: Communicator) -> Any:
+    def run(comm: Communicator) -> tuple[list[float], str, dict[str, np.ndarray]]:
         options = {"optimizer": optim.SGD(lr=1e-2), "precision": "float32", **CODECS[name]()}
         trainer = make(comm, "mlp", strategy, **options)
         x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
@@ -46,7 +47,7 @@ def test_bits_are_those_of_thread_ranks(world: Communicator, name: str, strategy
         return found
 
     losses, digest, parameters = run(world)
-    told = spawn(run, world.size)[0]
+    told = from_rank_0(world, lambda: spawn(run, world.size)[0])
     if name == "powersgd":
         np.testing.assert_allclose(losses, told[0], rtol=1e-5)
         for key, array in parameters.items():

@@ -10,7 +10,7 @@ from fsdpx import environment
 from fsdpx.comm import Communicator
 from fsdpx.comm.carrier import Carrier
 
-__all__ = ["OVER_GLOO", "carrier", "together"]
+__all__ = ["OVER_GLOO", "carrier", "from_rank_0", "together"]
 
 _LAUNCHER = environment.read().launcher
 OVER_GLOO = _LAUNCHER is not None and not _LAUNCHER.mpi
@@ -27,6 +27,19 @@ def carrier(timeout: float = 30.0) -> Carrier:
     from fsdpx.comm.mpi import MpiCommunicator
 
     return MpiCommunicator(timeout=timeout)
+
+
+def from_rank_0(world: Communicator, make: Callable[[], Any]) -> Any:
+    """What rank 0 alone computes to compare with, told to all: the cores are its own meanwhile."""
+    found = failure = None
+    if world.rank == 0:
+        try:
+            found = make()
+        except Exception:
+            failure = traceback.format_exc()
+    found, failure = world.all_gather_object((found, failure))[0]
+    assert failure is None, failure
+    return found
 
 
 def together(world: Communicator, comm: Communicator, body: Callable[[Communicator], Any]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models import CASES, HYBRID, STRATEGIES, distance, make, part, train
+from ranks import from_rank_0
 
 from fsdpx import Local, spawn
 from fsdpx.comm import Communicator
@@ -61,7 +62,7 @@ def test_replicas_by_themselves(world: Communicator) -> None:
         trainer.close()
         return losses, parameters
 
-    losses, want = spawn(run, world.size)[world.rank]
+    losses, want = from_rank_0(world, lambda: spawn(run, world.size))[world.rank]
     got_losses, got = run(world)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
     assert distance(want, got) < 1e-12
