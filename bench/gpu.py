@@ -126,6 +126,30 @@ def staging(quick: bool) -> dict[str, Any]:
     return rates
 
 
+def attending(quick: bool) -> dict[str, Any]:
+    """Milliseconds of GPT-2's attention with its backward in bf16, by cuDNN and by the kernels in CUDA C."""
+    import cupy
+
+    from fsdpx.array import kernels
+    from fsdpx.cuda import attention
+
+    shape = (2 if quick else ROWS, TIME, 3, HEADS, WIDTH // HEADS)
+    q, k, v = cupy.random.standard_normal(shape).astype("bfloat16").transpose(2, 0, 3, 1, 4)
+    how = True, q.shape[3] ** -0.5
+
+    def once() -> None:
+        o, lse = kernels.attention(cupy, q, k, v, *how)
+        kernels.attention_backward(cupy, q, k, v, o, lse, o, *how)
+
+    found: dict[str, Any] = {"library": attention.library().words}
+    for name, few in (("cudnn", attention.FEW), ("kernels", TIME + 1)):
+        attention.FEW = few
+        taken = attention.fused("attention", (q, k, v, *how)) is not None
+        if taken == (name == "cudnn"):
+            found[name] = 1e3 * timed(once, cupy.cuda.Device().synchronize, 3, 10)
+    return found
+
+
 def batch() -> tuple[np.ndarray, np.ndarray]:
     text = np.random.default_rng(0).integers(0, VOCAB, (ROWS, TIME + 1))
     return text[:, :-1].copy(), text[:, 1:].copy()
@@ -174,6 +198,7 @@ PARTS: dict[str, Callable[[bool], dict[str, Any]]] = {
     "products": products,
     "kernels": passes,
     "staging": staging,
+    "attention": attending,
     "fsdpx": gpt,
     "PyTorch": lambda quick: in_torch(quick, compiled=False),
     "PyTorch, compiled": lambda quick: in_torch(quick, compiled=True),
@@ -205,6 +230,7 @@ def measure(options: argparse.Namespace) -> int:
         rows.append([name, f"{one['tokens']:,.0f}", share, f"{one['memory'] / 2**30:.1f}"])
     print(lines(["GPT-2 124M, bf16", "tokens/s", "of peak", "GiB"], rows))
     print(f"peak of products: {peak} TFLOP/s; GB/s: kernels {found['kernels']}, through the host {found['staging']}")
+    print(f"attention, ms: {found['attention']}")
     save("gpu", options, {**device(), "parts": found})
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx.cuda.attention import fused
 from fsdpx.cuda.devices import cupy, is_on_gpu
 from fsdpx.cuda.gemm import batched
 
@@ -94,8 +95,11 @@ def form(roles: str) -> Callable[[Body], Body]:
 
 
 def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
-    """The form of kernel `name` for these arguments of it, called with the namespace before them; None: there is none
-    for arrays of these formats, or the arrays are not contiguous, or empty."""
+    """The form of kernel `name` for these arguments of it, called with the namespace before them: cuDNN's of attention
+    where that takes them. None: there is none for arrays of these formats, or the arrays are not contiguous, or
+    empty."""
+    if name.startswith("attention") and (by_cudnn := fused(name, arguments)) is not None:
+        return by_cudnn
     roles, body = FORMS.get(name, ((), None))
     if body is None:
         return None

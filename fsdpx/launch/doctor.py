@@ -23,6 +23,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.nccl import missing
 from fsdpx.comm.opening import backend_name, node_of
 from fsdpx.comm.relay import CHUNK
+from fsdpx.cuda import attention
 from fsdpx.cuda.devices import gpus as seen
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
@@ -96,6 +97,7 @@ def diagnose(comm: Communicator) -> dict[str, Any]:
         "cores": [list(one.cores) for one in told],
         "threads": [one.threads for one in told],
         "devices": why_not or [seat._asdict() for seat in seats or []],
+        "attention": None if seats is None else attention.library().words,
         "gpu_awareness": None if awareness is None else awareness._asdict(),
         "limits": [
             {"host": one.host, "shared_memory_free": one.free, "locked_memory": one.locked, "open_files": one.files,
@@ -308,6 +310,8 @@ def _text(report: dict[str, Any]) -> str:
     if isinstance(report["devices"], str):
         rows.append(("GPUs", report["devices"]))
     rows += [("GPU", f"rank {r}: GPU {s['gpu']} ({s['bus']}) of {s['host']}") for r, s in _seats(report)]
+    if report["attention"] is not None:
+        rows.append(("attention", f"16-bit formats on GPUs: {report['attention']}"))
     for limits in report["limits"]:
         names = ("shared_memory_free", "locked_memory", "open_files")
         free, locked, files = ("no limit" if limits[name] is None else limits[name] for name in names)

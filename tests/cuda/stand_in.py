@@ -206,6 +206,10 @@ def _wrapped(value: Any) -> Any:
     return ndarray(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
 
 
+def _as_strided(array: ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> ndarray:
+    return ndarray(np.lib.stride_tricks.as_strided(array.memory, shape, strides))
+
+
 def _calling(function: Any) -> Any:
     return lambda *given, **options: _wrapped(function(*_bare(given), **{k: _bare(v) for k, v in options.items()}))
 
@@ -329,6 +333,7 @@ class Cupy(types.ModuleType):
         self.RawModule = RawModule
         self.cuda.nccl = types.SimpleNamespace(available=False)
         self.cuda.device = types.SimpleNamespace(get_cublas_handle=lambda: 1)
+        self.lib = types.SimpleNamespace(stride_tricks=types.SimpleNamespace(as_strided=_as_strided))
 
     def modules(self) -> dict[str, types.ModuleType]:
         """What `import` finds of it, cuBLAS too."""

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_cudnn import CASES, close
 from test_kernels import BOUNDS, CALLS, compare
 from trials import job
 
 from fsdpx import nn, optim, spawn
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
+from fsdpx.cuda.attention import fused, library
 from fsdpx.cuda.devices import gpus
 from fsdpx.cuda.gemm import gemm
 from fsdpx.errors import ConfigError
@@ -40,6 +42,28 @@ def cupy() -> Any:
 def test_kernels_equal_the_host(cupy: Any, name: str, dtype: str) -> None:
     for arguments in CALLS[name]:
         compare(cupy, name, arguments, dtype)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_by_cudnn_equals_the_host(cupy: Any, name: str) -> None:
+    if library().module is None:
+        pytest.skip(library().words)
+    arrays, how = CASES[name]
+    there, exact = [ndarray_of(cupy, a) for a in arrays], [a.astype(np.float64) for a in arrays]
+    assert fused("attention", (*there, *how)) is not None
+    o, lse = kernels.attention(cupy, *there, *how)
+    want = kernels.attention(np, *exact, *how)
+    close(o, want[0], 2e-2)
+    close(lse, want[1], 1e-3)
+    d = kernels.attention_backward(cupy, *there, o, lse, o, *how)
+    like = kernels.attention_backward(np, *exact, *want, want[0], *how)
+    for i in range(3):
+        close(d[i], like[i], 4e-2)
+
+
+def ndarray_of(cupy: Any, a: np.ndarray) -> Any:
+    """On the GPU, with time before heads in memory."""
+    return cupy.asarray(np.ascontiguousarray(a.swapaxes(1, 2))).swapaxes(1, 2)
 
 
 @pytest.mark.parametrize("start", [0, 3, 2**33 + 1])
