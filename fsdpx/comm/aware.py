@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from fsdpx import environment
 from fsdpx.comm import probe
+from fsdpx.comm.carrying import inside
 from fsdpx.comm.communicator import Communicator
 from fsdpx.errors import ConfigError
 
@@ -31,11 +32,9 @@ class Awareness(NamedTuple):
 def settle(world: Communicator) -> Awareness | None:
     """Find out once for all ranks; the MPI communicator inside `world` does so then, and its later groups. None: there
     is no MPI. Collective; ConfigError on all ranks if FSDPX_GPU_AWARE_MPI=1 and the probe says no."""
-    inner: Any = world
-    while not hasattr(inner, "takes_gpus"):
-        inner = getattr(inner, "comm", None) or getattr(inner, "carrier", None)
-        if inner is None:
-            return None
+    inner: Any = inside(world, "takes_gpus")
+    if inner is None:
+        return None
     wanted = environment.gpu_aware_mpi()
     found: Awareness = world.all_gather_object(awareness(wanted) if world.rank == 0 else None)[0]
     if wanted and not found.able:

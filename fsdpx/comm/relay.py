@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from fsdpx.comm.calls import Array, Call, Handle
+from fsdpx.comm.carrying import Carrying
+from fsdpx.comm.ipc import Between
 from fsdpx.comm.messages import Pairs
-from fsdpx.comm.steps import Progress, Steps, spin
+from fsdpx.comm.steps import Steps, spin
 from fsdpx.comm.verbs import VERBS
 from fsdpx.cuda.devices import is_on_gpu
 from fsdpx.cuda.streams import pinned, side_of
@@ -25,18 +27,6 @@ __all__ = ["CHUNK", "SLOTS", "in_chunks", "of_gpu", "relayed"]
 CHUNK = 1 << 20
 """Bytes of a slot."""
 SLOTS = 4
-
-
-class Carrying(Protocol):
-    """What carries the chunks, as far as a relay looks."""
-
-    rank: int
-    size: int
-    timeout: float
-    progress: Progress
-
-    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-        """Send and receive arrays of the host; those between two ranks under one tag stay in order."""
 
 
 def of_gpu(arrays: Iterable[Array]) -> bool:
@@ -51,7 +41,8 @@ def in_chunks(call: Call) -> bool:
 
 
 def relayed(comm: Carrying, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
-    """The messages of a call, all of arrays of one GPU. Scratch: SLOTS chunks of pinned memory for each array."""
+    """The messages of a call, all of arrays of one GPU. Scratch: SLOTS chunks of pinned memory for each array, or of
+    memory of the GPU for each that is sent to a rank that reads it there."""
     arrays = [array for _, array in (*outgoing, *incoming)]
     side = side_of(arrays[0])
 
@@ -67,8 +58,11 @@ def relayed(comm: Carrying, call: Call, outgoing: Pairs, incoming: Pairs) -> Han
     def put(host: Array, gpu: Array) -> Handle:
         return side.copy(gpu, host)
 
-    belts = [_Belt(array, partial(receive, rank), put) for rank, array in incoming]
-    belts += [_Belt(array, fetch, partial(send, rank)) for rank, array in outgoing]
+    near = [rank for rank in dict.fromkeys(rank for rank, _ in (*incoming, *outgoing)) if rank in comm.reached]
+    to, back = dict(outgoing), dict(incoming)
+    belts: list[Any] = [Between(comm.notes, call, rank, side, to.get(rank), back.get(rank)) for rank in near]
+    belts += [_Belt(array, partial(receive, rank), put) for rank, array in incoming if rank not in near]
+    belts += [_Belt(array, fetch, partial(send, rank)) for rank, array in outgoing if rank not in near]
     return Steps(iter([_Belts(comm, call, belts)]), comm.progress)
 
 
@@ -102,7 +96,7 @@ class _Belt:
 class _Belts:
     """The handle of all arrays of a call: none of them waits for another."""
 
-    def __init__(self, comm: Carrying, call: Call, belts: list[_Belt]) -> None:
+    def __init__(self, comm: Carrying, call: Call, belts: list[Any]) -> None:
         self._comm, self._call, self._belts = comm, call, belts
 
     def test(self) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.array import parallel
-from fsdpx.comm import aware, devices
+from fsdpx.comm import aware, devices, ipc
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.nccl import missing
@@ -25,6 +25,7 @@ from fsdpx.comm.opening import backend_name, node_of
 from fsdpx.comm.relay import CHUNK
 from fsdpx.cuda import attention
 from fsdpx.cuda.devices import gpus as seen
+from fsdpx.cuda.devices import take as taken
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.launch import found
@@ -85,6 +86,8 @@ def diagnose(comm: Communicator) -> dict[str, Any]:
     awareness = _awareness(comm, seats is not None) if mpi else None
     sharing = [] if seats is None else devices.shared(seats)
     ways, warnings = ways_of(comm, told, mpi, awareness, sharing), warnings_of(told, mpi, sharing)
+    if seats is not None and comm.size > 1:
+        ways.append(_from_gpu_to_gpu(comm, seats))
     hosts = list(dict.fromkeys(one.host for one in told))
     return {
         "healthy": not any(row["wrong_ranks"] for row in speed) and not (why_not and any(one.gpus for one in told)),
@@ -231,6 +234,15 @@ def ways_of(
     staged = f"always possible; above {bytes_text(CHUNK)} in chunks" if gpus else _no_gpu(told)
     ways.append(Way("staged through the host", "gpu", gpus, staged, gpus and not direct))
     return ways
+
+
+def _from_gpu_to_gpu(comm: Communicator, seats: Sequence[devices.Seat]) -> Way:
+    """Each rank takes its GPU and reads the others'. Collective."""
+    taken(seats[comm.rank].gpu)
+    found, asked = ipc.reach(comm), environment.cuda_ipc()
+    able = any(found.ranks)
+    said = ("taken with FSDPX_CUDA_IPC=1",) if able and not asked else ()
+    return Way("CUDA IPC between processes of a host", "gpu", able, "; ".join((*found.evidence, *said)), able and asked)
 
 
 def _nccl(gpus: bool, mpi: bool, sharing: Sequence[Sequence[int]]) -> tuple[bool, str]:

@@ -6,8 +6,10 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import mmap
 import os
 import re
+import secrets
 import subprocess
 import tempfile
 import threading
@@ -32,6 +34,9 @@ class Device:
 
     def use(self) -> None:
         _at.gpu = self.id
+
+    def synchronize(self) -> None:
+        """What computes is done at once."""
 
     def __enter__(self) -> Device:
         self.before = Device().id
@@ -177,10 +182,62 @@ COMPUTE = Stream(ptr=0)
 
 
 def _memcpy_async(target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-    assert kind in (1, 2)
+    assert kind in (1, 2, 3)
     assert stream != 0, "copies are beside what computes"
     assert nbytes > 0
     Stream.known[stream].issue(lambda: ctypes.memmove(target, source, nbytes))
+
+
+class Memory:
+    """An allocation of its own, which processes may share: a file in the memory of the host."""
+
+    exported: ClassVar[weakref.WeakValueDictionary[int, Memory]] = weakref.WeakValueDictionary()
+
+    def __init__(self, size: int) -> None:
+        self.name = f"/dev/shm/stand-in-{os.getpid()}-{secrets.token_hex(6)}"
+        with open(self.name, "wb") as file:
+            file.truncate(size)
+        self.map, self.ptr = _mapped(self.name)
+        self.exported[self.ptr] = self
+        weakref.finalize(self, Path(self.name).unlink, missing_ok=True)
+
+
+def _mapped(name: str) -> tuple[mmap.mmap, int]:
+    with open(name, "r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+    return mapped, ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+
+
+_maps: list[mmap.mmap] = []  # what is open stays so
+
+
+def process() -> str:
+    """Which process this is: threads may say that they are one of their own."""
+    return f"{os.getpid()}.{getattr(_at, 'process', 0)}"
+
+
+def _export(address: int) -> bytes:
+    if address not in Memory.exported:
+        raise RuntimeError("cudaErrorInvalidValue: invalid argument")
+    return f"{Memory.exported[address].name} {process()}".encode().ljust(64, b"\0")
+
+
+def _open(handle: bytes, flags: int) -> int:
+    assert flags == 1
+    assert len(handle) == 64
+    name, owner = handle.rstrip(b"\0").decode().split()
+    if owner == process():
+        raise RuntimeError("cudaErrorInvalidContext: invalid device context")
+    if not Path(name).exists():
+        raise RuntimeError("cudaErrorMapBufferObjectFailed: mapping of buffer object failed")
+    mapped, address = _mapped(name)
+    _maps.append(mapped)
+    return address
+
+
+def _memcpy(target: int, source: int, nbytes: int, kind: int) -> None:
+    assert kind in (1, 2)
+    ctypes.memmove(target, source, nbytes)
 
 
 def _pinned(nbytes: int) -> Any:
@@ -325,9 +382,10 @@ class Cupy(types.ModuleType):
         self.gpus, self.error = gpus, error
         runtime = types.SimpleNamespace(
             getDeviceCount=self._count,
-            deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0", memcpyAsync=_memcpy_async,
+            deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0", memcpyAsync=_memcpy_async, memcpy=_memcpy,
+            ipcGetMemHandle=_export, ipcOpenMemHandle=_open,
         )  # fmt: skip
-        self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device, Stream=Stream, Event=Event)
+        self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device, Stream=Stream, Event=Event, Memory=Memory)
         self.cuda.get_current_stream = lambda: COMPUTE
         self.cuda.alloc_pinned_memory = _pinned
         self.RawModule = RawModule

@@ -36,7 +36,7 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Cupy:
 
 
 class Threads(Carrier):
-    """Thread ranks, as a library that carries memory of the host and refuses a GPU's."""
+    """Thread ranks, as a library that carries memory of the host and refuses a GPU's. most: bytes of a message."""
 
     library = "threads"
     takes_threads = True
@@ -44,7 +44,7 @@ class Threads(Carrier):
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.rank, comm.size, comm.progress)
-        self.comm, self.timeout, self.chunks = comm, 20.0, 0
+        self.comm, self.timeout, self.chunks, self.most = comm, 20.0, 0, relay.CHUNK
 
     def move(self, call: Call) -> Handle:
         return self.move_from_gpu(call, self.comm.move) if relay.of_gpu(call.arrays) else self.comm.move(call)
@@ -52,7 +52,7 @@ class Threads(Carrier):
     def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
         if relay.of_gpu([part for _, part in (*outgoing, *incoming)]):
             return relayed(self, call, outgoing, incoming)
-        assert all(part.nbytes <= relay.CHUNK for _, part in (*outgoing, *incoming))
+        assert all(part.nbytes <= self.most for _, part in (*outgoing, *incoming))
         self.chunks += len(outgoing)
         handles = [self.comm.move(Call("recv", (part,), root=rank, tag=call.tag)) for rank, part in incoming]
         handles += [self.comm.move(Call("send", (part,), root=rank, tag=call.tag)) for rank, part in outgoing]

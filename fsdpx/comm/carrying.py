@@ -1,0 +1,33 @@
+"""What a relay of arrays of GPUs sees of the communicator that carries its messages."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from fsdpx.comm.calls import Call, Handle
+from fsdpx.comm.messages import Pairs
+from fsdpx.comm.steps import Progress
+
+__all__ = ["Carrying", "inside"]
+
+
+class Carrying(Protocol):
+    """reached: the ranks whose GPUs share memory with this one's, so that messages go from GPU to GPU. notes: what
+    carries the notes of such messages, apart from all others."""
+
+    rank: int
+    size: int
+    timeout: float
+    progress: Progress
+    reached: frozenset[int]
+    notes: Any
+
+    def exchange(self, call: Call, outgoing: Pairs, incoming: Pairs) -> Handle:
+        """Send and receive arrays of the host; those between two ranks under one tag stay in order."""
+
+
+def inside(comm: Any, name: str) -> Any:
+    """The communicator with an attribute `name` inside what counts, guards or shares; None: there is none."""
+    while comm is not None and not hasattr(comm, name):
+        comm = getattr(comm, "comm", None) or getattr(comm, "carrier", None)
+    return comm
