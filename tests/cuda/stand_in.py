@@ -4,8 +4,10 @@ arrays of the host, to copy them in by assignment, and to be turned into them un
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import itertools
+import operator
 import os
 import re
 import subprocess
@@ -16,6 +18,7 @@ import weakref
 from pathlib import Path
 from typing import Any, ClassVar
 
+import captures
 import ml_dtypes
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -43,9 +46,12 @@ class Device:
 
 
 class ndarray(NDArrayOperatorsMixin):  # noqa: N801
-    """Numbers on a GPU: `memory` is a NumPy array that only this file knows of."""
+    """Numbers on a GPU: `memory` is a NumPy array that only this file knows of; or a shape, with the rest as CuPy has
+    it."""
 
-    def __init__(self, memory: np.ndarray, gpu: int | None = None) -> None:
+    def __init__(self, memory: Any, gpu: Any = None, memptr: Any = None, strides: Any = None) -> None:
+        if memptr is not None:
+            memory, gpu = memptr.array(memory, gpu, strides), None
         self.memory, self.gpu = memory, Device().id if gpu is None else gpu
 
     @property
@@ -61,6 +67,7 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
         return {**self.memory.__array_interface__, "version": 3, "stream": None}
 
     def get(self) -> np.ndarray:
+        captures.refuse("a copy to the host")
         return self.memory.copy()
 
     def __array__(self, *_: Any, **__: Any) -> Any:
@@ -69,36 +76,51 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if out is not None:
             options["out"] = tuple(_bare(one) for one in out)
-        result = getattr(ufunc, method)(*map(_bare, inputs), **options)
+        result = _called(getattr(ufunc, method), map(_bare, inputs), options, out is not None or method == "at")
         return out[0] if out is not None and len(out) == 1 else _wrapped(result)
 
     def __array_function__(self, function: Any, kinds: Any, arguments: Any, options: Any) -> Any:
-        return _wrapped(function(*_bare(tuple(arguments)), **{k: _bare(v) for k, v in options.items()}))
+        return _calling(function)(*arguments, **options)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         assert getattr(value, "gpu", self.gpu) == self.gpu, "arrays of two GPUs"
-        self.memory[_bare(key)] = _bare(value)
+        _called(operator.setitem, (self.memory, _bare(key), _bare(value)), {}, True)
 
     def __getitem__(self, key: Any) -> Any:
-        return _wrapped(self.memory[_bare(key)])
+        if getattr(key, "dtype", None) == np.dtype(bool):
+            captures.refuse("a mask, whose sum the host waits for")
+        return _wrapped(_called(operator.getitem, (self.memory, _bare(key)), {}))
 
     def __len__(self) -> int:
         return len(self.memory)
 
     def __float__(self) -> float:
+        captures.refuse("a number for the host")
         return float(self.memory)
 
     def __int__(self) -> int:
+        captures.refuse("a number for the host")
         return int(self.memory)
 
     def __bool__(self) -> bool:
+        captures.refuse("a number for the host")
         return bool(self.memory)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("ctypes", "memory") or name.startswith("__"):
             raise AttributeError(name)
         found = getattr(self.memory, name)
-        return _calling(found) if callable(found) else _wrapped(found)
+        if not callable(found):
+            return _wrapped(found)
+        return functools.partial(_calling(_Method(name), name == "fill"), self)
+
+
+class _Method:
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, memory: np.ndarray, *given: Any, **options: Any) -> Any:
+        return getattr(memory, self.__name__)(*given, **options)
 
 
 ndarray.__module__ = "cupy"
@@ -118,6 +140,7 @@ class Event:
 
     @property
     def done(self) -> bool:
+        captures.refuse("a look at an event")
         self.looks += 1
         if self.stream is None or self.stream.stuck:
             return self.stream is None
@@ -140,7 +163,8 @@ class Stream:
         self.ptr = next(self.numbers) if ptr is None else ptr
         self.work: list[Any] = []
         self.issued = self.ran = self.waited = 0
-        self.stuck = False
+        self.stuck, self.non_blocking = False, non_blocking
+        self.inside: list[Any] = []
         self.lock = threading.RLock()  # threads share the stream of their GPU
         self.known[self.ptr] = self
 
@@ -156,6 +180,7 @@ class Stream:
                 self.ran += 1
 
     def record(self, event: Event) -> Event:
+        captures.refuse("an event")
         event.record(self)
         return event
 
@@ -164,13 +189,25 @@ class Stream:
         self.waited += 1
 
     def synchronize(self) -> None:
+        captures.refuse("a wait for the stream")
         self.run(self.issued)
 
+    def begin_capture(self) -> None:
+        assert self.ptr != 0, "the default stream cannot be captured"
+        assert self.non_blocking, "a capture on a stream that blocks breaks down when another thread computes"
+        assert captures._stream() is self, "what is issued goes elsewhere"
+        captures.begin()
+
+    def end_capture(self) -> captures.Graph:
+        return captures.end()
+
     def __enter__(self) -> Stream:
+        self.inside.append(captures.current(self))
+        self.inside[-1].__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.inside.pop().__exit__(None, None, None)
 
 
 COMPUTE = Stream(ptr=0)
@@ -180,6 +217,7 @@ def _memcpy_async(target: int, source: int, nbytes: int, kind: int, stream: int)
     assert kind in (1, 2)
     assert stream != 0, "copies are beside what computes"
     assert nbytes > 0
+    captures.refuse("a copy of the host")
     Stream.known[stream].issue(lambda: ctypes.memmove(target, source, nbytes))
 
 
@@ -206,8 +244,22 @@ def _wrapped(value: Any) -> Any:
     return ndarray(np.asarray(value)) if isinstance(value, np.ndarray | np.generic) else value
 
 
-def _calling(function: Any) -> Any:
-    return lambda *given, **options: _wrapped(function(*_bare(given), **{k: _bare(v) for k, v in options.items()}))
+def _calling(function: Any, into: bool = False) -> Any:
+    def call(*given: Any, **options: Any) -> Any:
+        return _wrapped(_called(function, _bare(given), {k: _bare(v) for k, v in options.items()}, into))
+
+    return call
+
+
+def _called(function: Any, given: Any, options: dict[str, Any], into: bool = False) -> Any:
+    """Now, or in a graph. into: it changes what it is given."""
+    name = getattr(function, "__name__", "")
+    if captures.capturing():
+        if name in captures.WAITING:
+            captures.refuse(f"{name} waits for the GPU")
+        return captures.recorded(function, given, options, into or "out" in options)
+    made = function(*given, **options)
+    return captures.placed(made) if name == "empty_like" else made
 
 
 class RawModule:
@@ -227,7 +279,11 @@ class RawModule:
         def launch(grid: tuple[int, ...], block: tuple[int, ...], given: tuple[Any, ...]) -> None:
             assert all(0 < n < 2**31 for n in grid), grid
             assert block[0] % 32 == 0, block
-            function(*(*grid, 1)[:2], *block, *map(_passed, given))
+            if captures.capturing():
+                held = [ndarray(captures.unowned(a.memory)) if isinstance(a, ndarray) else a for a in given]
+                captures.record(lambda: function(*(*grid, 1)[:2], *block, *map(_passed, held)))
+            else:
+                function(*(*grid, 1)[:2], *block, *map(_passed, given))
 
         return launch
 
@@ -305,9 +361,18 @@ def _gemms(*given: Any) -> None:
     factors = [number.from_address(at).value for at in (alpha, beta)]
     kind, into = FORMATS[kind_a], FORMATS[kind_c]
     sizes = np.dtype(kind).itemsize, np.dtype(into).itemsize
-    for i in range(count):
-        at = a + i * step_a * sizes[0], b + i * step_b * sizes[0], c + i * step_c * sizes[1]
-        by_columns(kind, into, (ta, tb, m, n, k), factors[0], at[0], lda, at[1], ldb, factors[1], at[2], ldc)
+    held = [memory.buffer for one in (a, b, c) if (memory := captures.Memory.of(one))]
+
+    def run() -> None:
+        for i in range(count):
+            at = a + i * step_a * sizes[0], b + i * step_b * sizes[0], c + i * step_c * sizes[1]
+            by_columns(kind, into, (ta, tb, m, n, k), factors[0], at[0], lda, at[1], ldb, factors[1], at[2], ldc)
+        assert len(held) <= len(at)  # the addresses are there
+
+    if captures.capturing():
+        captures.record(run)
+    else:
+        run()
 
 
 class Cupy(types.ModuleType):
@@ -324,7 +389,9 @@ class Cupy(types.ModuleType):
             deviceGetPCIBusId=lambda number: f"0000:{number + 1:02x}:00.0", memcpyAsync=_memcpy_async,
         )  # fmt: skip
         self.cuda = types.SimpleNamespace(runtime=runtime, Device=Device, Stream=Stream, Event=Event)
-        self.cuda.get_current_stream = lambda: COMPUTE
+        self.cuda.get_current_stream = lambda: captures._stream() or COMPUTE
+        for name in ("Memory", "MemoryPointer", "MemoryPool", "UnownedMemory", "using_allocator"):
+            setattr(self.cuda, name, getattr(captures, name))
         self.cuda.alloc_pinned_memory = _pinned
         self.RawModule = RawModule
         self.cuda.nccl = types.SimpleNamespace(available=False)
@@ -344,7 +411,10 @@ class Cupy(types.ModuleType):
         return self.gpus
 
     def asarray(self, value: Any, dtype: Any = None) -> Any:
-        return value if isinstance(value, ndarray) and dtype is None else _wrapped(np.array(value, dtype))
+        if isinstance(value, ndarray):
+            return value if dtype is None else value.astype(dtype)
+        captures.refuse("a copy of the host")
+        return _wrapped(np.array(value, dtype))
 
     array = asarray
 
