@@ -355,14 +355,13 @@ class Recording:
 
     def _capture(self, action: Action, part: Part, work: Work, flows: dict[int, Any], held: Any) -> bool:
         """Capture and launch a part. If that fails nothing has run: False, its arrays are put back, and what is to
-        blame is noted."""
-        memory, entries = self.memory, _entries(part.grads)
-        before, spare, given = _flags(entries), _mapped(held, memory.lasting), dict(flows)
+        blame is noted. They are held until then, or what is captured next might lie there."""
+        memory, entries, before = self.memory, _entries(part.grads), _flags(_entries(part.grads))
+        spare, given = held, dict(flows)
         try:
+            held, wanted = _mapped(spare, _same), _leaves(_mapped(spare, memory.lasting))
             takes, copied = self._taken(part, flows)
-            held_here = _leaves(spare)
             envs = [_still(env) for env in work.envs[part.start : part.stop]]
-            given = {v: a if v in copied else memory.lasting(a) for v, a in given.items()}
             graph, kept = memory.captured(lambda: work.run(part, envs, flows, held))
             gives = flows if work.backwards else {v: flows[v] for v in part.outputs}
             lasting = {v: memory.lasting(a) for v, a in gives.items()}, _mapped(kept, memory.lasting)
@@ -375,7 +374,7 @@ class Recording:
             if work.backwards:
                 work.flows.update(given)
             return False
-        made = part.graph = Graph(graph, takes, copied, held_here, *lasting, entries, (before, _flags(entries)))
+        made = part.graph = Graph(graph, takes, copied, wanted, *lasting, entries, (before, _flags(entries)))
         made.launch(given)
         work.give(part, gives)
         work.keep(part, kept)

@@ -133,8 +133,7 @@ def distribute(
         ),
         Distribution(
             strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence, offload
-        ),
-        Machinery(precision, device, check, tune, progress, trace, device_map, cuda_graphs),
+        ), Machinery(precision, device, check, tune, progress, trace, device_map, cuda_graphs),
     )  # fmt: skip
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 

@@ -15,6 +15,8 @@ from stand_in import Cupy, Device
 from fsdpx import Mesh, nn, optim, spawn
 from fsdpx.array import kernels
 from fsdpx.array.arena import SlabPlan
+from fsdpx.comm.calls import Call
+from fsdpx.comm.counted import Counted
 from fsdpx.config import Offload
 from fsdpx.cuda.graphs import GraphMemory
 from fsdpx.cuda.streams import Side, synchronise
@@ -128,7 +130,8 @@ PIPE = {"mesh": Mesh(pipe=2), "microbatches": 4, "data": False}
 def test_a_run_with_graphs_has_the_bits_of_one_without(
     cupy: Cupy, launched: list[int], model: Any, ranks: int, options: dict[str, Any], graphs: int
 ) -> None:
-    assert same_bits(launched, ranks, model, **options) == 3 * ranks * graphs  # the first two steps have programs of their own kind, the second warms up
+    # the first step has a program of its own kind, and the second warms up
+    assert same_bits(launched, ranks, model, **options) == 3 * ranks * graphs
 
 
 def test_kernels_in_cuda_c_and_products_are_replayed(cupy: Cupy, launched: list[int]) -> None:
@@ -149,6 +152,13 @@ def test_labels_of_an_embedding_are_looked_at_in_each_step(
 ) -> None:
     same_bits(launched, 1, gpt)
     assert "layer 'embed' is computed without a graph: cudaErrorStreamCaptureUnsupported" in capsys.readouterr().err
+
+
+def test_what_speaks_with_other_ranks_stays_outside(
+    cupy: Cupy, launched: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert same_bits(launched, 1, cnn) == 3 * 4
+    assert "layer '1' is computed without a graph: speaks with other ranks" in capsys.readouterr().err
 
 
 def test_batches_of_another_size_run_as_ever_and_the_graphs_stay(cupy: Cupy, launched: list[int]) -> None:
@@ -181,7 +191,9 @@ def test_between_steps_all_else_is_as_ever(cupy: Cupy, launched: list[int], tmp_
     assert len(launched) >= 2 * 16
 
 
-def test_memory_does_not_grow_with_the_number_of_microbatches(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> list[GraphMemory]:
+    """All that recordings have made."""
     made: list[GraphMemory] = []
 
     class Seen(GraphMemory):
@@ -190,10 +202,31 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(cupy: Cupy, monkey
             made.append(self)
 
     monkeypatch.setattr(replay, "GraphMemory", Seen)
+    return made
+
+
+def test_what_is_sent_is_no_memory_that_a_later_graph_writes(
+    cupy: Cupy, memories: list[GraphMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, issue = list[bool](), Counted.issue
+
+    def seen(comm: Counted, call: Call) -> Any:
+        if call.verb == "send":
+            sent.append(any(memory.owns(a) for memory in memories for a in call.arrays))
+        return issue(comm, call)
+
+    monkeypatch.setattr(Counted, "issue", seen)
+    with kernels.use("plain"):
+        spawn(lambda comm: train(comm, mlp, True, **PIPE), 2)
+    assert len(memories) == 2
+    assert sent == [False] * (5 * 4 * 2)
+
+
+def test_memory_does_not_grow_with_the_number_of_microbatches(cupy: Cupy, memories: list[GraphMemory]) -> None:
     with kernels.use("plain"):
         for count in (1, 2, 8):
             spawn(lambda comm, n=count: train(comm, mlp, True, (64 * n,) * 4, microbatches=n), 1)
-    few, *more = [memory.nbytes for memory in made]
+    few, *more = [memory.nbytes for memory in memories]
     assert all(few <= some < 1.5 * few for some in more), (few, more)
 
 
@@ -251,7 +284,23 @@ def test_code_of_others_says_whether_it_does_the_same_each_time() -> None:
     assert restless(nn.Lambda(np.sin, np.cos)) == words.format("Lambda", "forward")
 
 
-@pytest.mark.parametrize(("layer", "graphs"), [(Counting, 2 * 2), (Doubling, 2)])
+class Looking(nn.Linear):
+    """Its backward shows the host a number, and takes apart what it has kept."""
+
+    replays = True
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        y, saved = super().forward(env, p, x)
+        return y, [saved]
+
+    def backward(self, env: Any, p: Any, g: Any, saved: Any, dy: Any) -> Any:
+        held, factor = saved.pop(), 1.0
+        while float(dy.sum()) > factor:
+            factor *= 2
+        return super().backward(env, p, g, held, dy * factor)
+
+
+@pytest.mark.parametrize(("layer", "graphs"), [(Counting, 2 * 2), (Doubling, 2), (Looking, 1 + 2)])
 def test_layers_of_others(cupy: Cupy, launched: list[int], layer: Any, graphs: int) -> None:
     made: list[Any] = []
 
