@@ -137,6 +137,7 @@ def gpt(quick: bool, graphs: bool = False) -> dict[str, Any]:
 
     from fsdpx import nn, optim
 
+    before = cupy.cuda.runtime.memGetInfo()[0]
     model = nn.GPT(VOCAB, WIDTH, 2 if quick else LAYERS, HEADS, TIME)
     adam, loss = optim.AdamW(lr=1e-4), nn.CrossEntropy()
     options = {"strategy": "ddp", "precision": "bf16", "device": "cuda", "cuda_graphs": graphs}
@@ -144,8 +145,7 @@ def gpt(quick: bool, graphs: bool = False) -> dict[str, Any]:
     x, y = (cupy.asarray(a) for a in batch())
     losses: list[float] = []
     seconds = timed(lambda: losses.append(trainer.step(x, y)), cupy.cuda.Device().synchronize, 3, 3 if quick else 10)
-    free, there = cupy.cuda.runtime.memGetInfo()
-    held = there - free  # of the whole device, as graphs have memory of their own
+    held = before - cupy.cuda.runtime.memGetInfo()[0]  # graphs have memory of their own
     return {"tokens": ROWS * TIME / seconds, "memory": held, "losses": [losses[0], losses[-1]]}
 
 

@@ -192,6 +192,8 @@ def placed(result: np.ndarray) -> np.ndarray:
 
 WAITING = {"nonzero", "flatnonzero", "argwhere", "unique", "argsort", "sort", "tolist", "item", "tobytes"}
 """Functions and methods for which CuPy waits for the GPU."""
+PRODUCTS = {"matmul", "dot", "vdot", "inner", "tensordot", "einsum", "vecdot"}
+"""Those for which CuPy calls cuBLAS, which it refuses."""
 
 
 def recorded(function: Callable[..., Any], given: Any, options: dict[str, Any], into: bool = False) -> Any:

@@ -76,6 +76,8 @@ class ndarray(NDArrayOperatorsMixin):  # noqa: N801
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         if out is not None:
             options["out"] = tuple(_bare(one) for one in out)
+        if captures.capturing() and ufunc.__name__ in captures.PRODUCTS:
+            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
         result = _called(getattr(ufunc, method), map(_bare, inputs), options, out is not None or method == "at")
         return out[0] if out is not None and len(out) == 1 else _wrapped(result)
 
@@ -192,6 +194,9 @@ class Stream:
         captures.refuse("a wait for the stream")
         self.run(self.issued)
 
+    def is_capturing(self) -> bool:
+        return self is captures._stream() and captures.capturing()
+
     def begin_capture(self) -> None:
         assert self.ptr != 0, "the default stream cannot be captured"
         assert self.non_blocking, "a capture on a stream that blocks breaks down when another thread computes"
@@ -257,6 +262,8 @@ def _called(function: Any, given: Any, options: dict[str, Any], into: bool = Fal
     if captures.capturing():
         if name in captures.WAITING:
             captures.refuse(f"{name} waits for the GPU")
+        if name in captures.PRODUCTS:
+            raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
         return captures.recorded(function, given, options, into or "out" in options)
     made = function(*given, **options)
     return captures.placed(made) if name == "empty_like" else made
@@ -353,6 +360,43 @@ def _gemm(*given: Any) -> None:
 
 def _gemms(*given: Any) -> None:
     """gemmStridedBatchedEx."""
+    if captures.capturing():
+        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+    _product(*given)
+
+
+class Cublas:
+    """The library itself, by ctypes. What it is given must be what its header says."""
+
+    stream = 0
+
+    def __init__(self) -> None:
+        def one(*given: Any) -> int:
+            return many(*given[:10], 0, *given[10:13], 0, *given[13:17], 0, 1, *given[17:])
+
+        def many(*given: Any) -> int:
+            assert self.stream == captures._stream().ptr, "cuBLAS is on another stream than what it multiplies"
+            _product(*given)
+            return 0
+
+        self.cublasGemmEx, self.cublasGemmStridedBatchedEx = map(_Function, (one, many))
+        self.cublasSetStream_v2 = _Function(self._set_stream)
+
+    def _set_stream(self, handle: int, stream: int) -> int:
+        self.stream = stream
+        return 0
+
+
+class _Function:
+    def __init__(self, body: Any) -> None:
+        self.body, self.argtypes = body, ()
+
+    def __call__(self, *given: Any) -> int:
+        passed = [kind(value).value for kind, value in zip(self.argtypes, given, strict=True)]
+        return int(self.body(*[0 if value is None else value for value in passed]))
+
+
+def _product(*given: Any) -> None:
     _, ta, tb, m, n, k, alpha, a, kind_a, lda, step_a, b, kind_b, ldb, step_b, *rest = given
     beta, c, kind_c, ldc, step_c, count, compute, _ = rest
     assert kind_a == kind_b
