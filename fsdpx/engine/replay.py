@@ -36,7 +36,9 @@ MOST, TURNS = 2, 8
 buffers move again and again is not worth recording."""
 AXES = ("world", "replica", "shard", "data", "pipe", "tensor", "group")
 METHODS = ("forward", "recompute", "backward", "backward_leaf", "backward_input", "backward_params")
-BRINGS = ("array", "asarray", "ascontiguousarray", "asanyarray")
+BRINGS = ("array", "asarray", "ascontiguousarray", "asanyarray", "concatenate", "stack", "hstack", "vstack")
+"""Functions that bring numbers from the host, unless they are given an array of the GPU; so do those that join several
+arrays, for which CuPy brings their addresses."""
 KEPT_OF = {"B": "F", "I": "F", "W": "I"}
 """Verb -> what must have been captured before, to have left its results at their place; R stands for F."""
 
