@@ -162,10 +162,25 @@ def test_labels_of_an_embedding_are_looked_at_in_each_step(
     assert "layer 'embed' is computed without a graph: cudaErrorStreamCaptureUnsupported" in capsys.readouterr().err
 
 
+class Asking(nn.ReLU):
+    """The mean over ranks."""
+
+    replays = True
+
+    def forward(self, env: Any, p: Any, x: Any) -> Any:
+        y, saved = super().forward(env, p, x)
+        y = y.copy()
+        env.mesh.data.all_reduce(y, what="mean").wait()
+        return y / env.mesh.data.size, saved
+
+
 def test_what_speaks_with_other_ranks_stays_outside(
     cupy: Cupy, launched: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert same_bits(launched, 1, cnn) == 3 * 4
+    def model() -> Layer:
+        return nn.Chain(nn.Linear(6, 8), Asking(), nn.Linear(8, 3))
+
+    assert same_bits(launched, 2, model) == 3 * 2 * 4
     assert "layer '1' is computed without a graph: speaks with other ranks" in capsys.readouterr().err
 
 
