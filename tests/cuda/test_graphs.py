@@ -169,9 +169,9 @@ class Asking(nn.ReLU):
 
     def forward(self, env: Any, p: Any, x: Any) -> Any:
         y, saved = super().forward(env, p, x)
-        y = y.copy()
-        env.mesh.data.all_reduce(y, what="mean").wait()
-        return y / env.mesh.data.size, saved
+        flat = y.copy().reshape(-1)
+        env.mesh.data.all_reduce(flat, what="mean").wait()
+        return flat.reshape(y.shape) / env.mesh.data.size, saved
 
 
 def test_what_speaks_with_other_ranks_stays_outside(
