@@ -122,8 +122,8 @@ def _still(env: Env) -> Env:
 @dataclass
 class Work:
     """An action's call of `fsdpx.engine.compute`, to be run for some of the nodes. body: (unit, envs, params, grads,
-    held, flows) -> what is kept, per node. flows: value -> array, taken and given; outer: which of those it makes are
-    read outside of a part, by its nodes. backwards: last node first."""
+    held, flows) -> what is kept, per node. flows: value -> array, taken and given. backwards: last node first.
+    kept: what is left per node for a later action, as far as it has run."""
 
     unit: Unit
     envs: Sequence[Env]
@@ -137,11 +137,10 @@ class Work:
 
     def of(self, part: Part) -> dict[int, Any]:
         """The values that a part of the nodes reads, taken out where it uses them up."""
-        nodes, flows = part.unit.nodes, self.flows
-        made, read = {n.output for n in nodes}, {v for n in nodes for v in n.inputs}
+        flows = self.flows
         if self.backwards:
-            return {v: flows.pop(v) for v in (*made, *(read - made)) if v in flows}
-        return {v: flows[v] for v in read - made}
+            return {v: flows.pop(v) for v in (*part.made, *part.reads) if v in flows}
+        return {v: flows[v] for v in part.reads}
 
     def give(self, part: Part, flows: Mapping[int, Any]) -> None:
         """What a part leaves: gradients, or outputs that later nodes or units read."""
@@ -156,7 +155,8 @@ class Work:
 
 
 class Part:
-    """Some nodes of a unit, one after the other, cut once: views by list stay the same. graph: of their work."""
+    """Some nodes of a unit, one after the other, cut once: views by list stay the same. made: their values. reads: what
+    they read beside these. outputs: what is read outside of them. graph: of their work."""
 
     def __init__(self, work: Work, start: int, stop: int) -> None:
         unit, here = work.unit, slice(start, stop)
@@ -166,7 +166,9 @@ class Part:
         self.unit = unit if whole else cut
         self.params, self.grads = (work.params, work.grads) if whole else (work.params[here], work.grads[here])
         later = {*unit.outputs, *(v for node in unit.nodes[stop:] for v in node.inputs)}
-        self.outputs = [node.output for node in self.unit.nodes if node.output in later]
+        self.made = {node.output: None for node in self.unit.nodes}
+        self.reads = {v: None for node in self.unit.nodes for v in node.inputs if v not in self.made}
+        self.outputs = [v for v in self.made if v in later]
         self.graph: Graph | None = None
 
 
