@@ -58,7 +58,7 @@ def _forward(
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
     params = views.params(u, (*pages, *statistics))
     known, envs = place.layout.units[u], run.worlds_at(batch)[1][u]
-    saved = compute.forward(known, envs, params, values, keep, views.stacks, run.stage.constant)
+    saved = run.computed(action, compute.forward)(known, envs, params, values, keep, views.stacks, run.stage.constant)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
         whole = place.layout.units[u]
@@ -75,7 +75,8 @@ def recompute(run: Run, action: Action, taken: Values, read: Values, added: Valu
         return (None,)
     unit, envs = run.place.layout.units[u], run.worlds_at(batch, again=True)[1][u]
     params, values = views.params(u, read), dict(taken[0])
-    return (compute.forward(unit, envs, params, values, True, views.stacks, run.stage.constant),)
+    made = run.computed(action, compute.forward)
+    return (made(unit, envs, params, values, True, views.stacks, run.stage.constant),)
 
 
 def backward(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -89,7 +90,8 @@ def backward(run: Run, action: Action, taken: Values, read: Values, added: Value
     entries = _open(run, action, pages, gradients)
     params, grads, saved = views.params(u, read), views.grads(u, entries), taken[-1]
     envs, constant = run.worlds_at(batch)[1][u], run.stage.constant
-    compute.backward(run.place.layout.units[u], envs, params, grads, saved, dvalues, views.stacks, constant)
+    known, both = run.place.layout.units[u], run.computed(action, compute.backward)
+    both(known, envs, params, grads, saved, dvalues, views.stacks, constant)
     _close(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
 
@@ -101,7 +103,8 @@ def backward_input(run: Run, action: Action, taken: Values, read: Values, added:
         return (None, *added)
     inner, dvalues = _dvalues(run, unit, taken, added)
     known, envs, params = run.place.layout.units[u], run.worlds_at(batch)[1][u], run.views.params(u, read)
-    kept = compute.backward_input(known, envs, params, taken[-1], dvalues, run.stage.constant)
+    half = run.computed(action, compute.backward_input)
+    kept = half(known, envs, params, taken[-1], dvalues, run.stage.constant)
     return (kept, *(dvalues.get(v) for v in inner))
 
 
@@ -113,7 +116,8 @@ def backward_params(run: Run, action: Action, taken: Values, read: Values, added
         return _without_samples(gradients, ())
     entries = _open(run, action, pages, gradients)
     grads = run.views.grads(u, entries)
-    compute.backward_params(run.place.layout.units[u], run.worlds_at(batch)[1][u], grads, taken[0])
+    half = run.computed(action, compute.backward_params)
+    half(run.place.layout.units[u], run.worlds_at(batch)[1][u], grads, taken[0])
     _close(run, action, entries)
     return tuple(gradients)
 

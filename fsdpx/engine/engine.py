@@ -76,6 +76,8 @@ class Engine:
                 transfer.wait()
             self._sends.clear()
             self._poke()
+            if executable.replay is not None:
+                executable.replay.end()
             return {slot: self._result(slot) for slot in executable.program.results}
 
     def _begin(self, executable: Executable, feed: Feed) -> Run:
@@ -97,7 +99,9 @@ class Engine:
         if self._worlds.seed != state.seed:  # the worlds of layers hold random numbers of the seed before
             self._worlds = Worlds(state)
         work, views, worlds = executable.workspace, self._views, self._worlds
-        return Run(self.placement, feed, work, views, worlds, state.ties, state.steps, state.scaler, self._issue)
+        recording = None if executable.replay is None else executable.replay.begin(views, feed)
+        fixed = self.placement, feed, work, views, worlds
+        return Run(*fixed, state.ties, state.steps, state.scaler, self._issue, recording)
 
     def _let_fly(self) -> None:
         """Of what is under way, what lies in slots is for a later program; the rest is of one that broke off, alike on

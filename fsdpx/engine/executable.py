@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fsdpx.engine.operations import OPERATIONS
+from fsdpx.engine.replay import Replay
 from fsdpx.engine.run import Operation
 from fsdpx.engine.workspace import Workspace
 from fsdpx.program import SLOTS, VERBS, Action, Request, Slot, check, compile
@@ -12,6 +13,10 @@ from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 
 __all__ = ["Executable", "Step"]
+
+
+REPLAYED = ("step", "accumulate", "local", "push", "mix")
+"""Kinds of programs whose activations nobody has when they end."""
 
 
 class Step(NamedTuple):
@@ -28,7 +33,8 @@ class Step(NamedTuple):
 
 
 class Executable:
-    """Proved and planned when it is made. givers: slot -> the action that fills it, in words."""
+    """Proved and planned when it is made. givers: slot -> the action that fills it, in words. replay: the graphs of
+    what it computes."""
 
     def __init__(self, state: TrainState, request: Request) -> None:
         place, program = state.placement, compile(request)
@@ -36,6 +42,7 @@ class Executable:
         place.pipe.prove(request, place.stages)
         self.program = program
         self.workspace = Workspace(state, program)
+        self.replay = Replay() if place.options.cuda_graphs and program.kind in REPLAYED else None
         self.steps = [
             Step(
                 OPERATIONS[a.op], a, f"{a} ({about(place, a, program.kind)})", s.takes, s.reads, s.adds,

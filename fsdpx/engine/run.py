@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpx.comm.communicator import Communicator
+from fsdpx.engine.replay import Recording
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
 from fsdpx.nn.cache import Cache
@@ -53,7 +54,7 @@ class Worlds:
 class Run:
     """place: what is fixed. feed: what this run was given. ties: by their first page. step, scaler: number of updates
     made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, and the action that
-    began them; the run waits for them at its end."""
+    began them; the run waits for them at its end. recording: of graphs, that this run makes or replays."""
 
     place: Placement
     feed: Feed
@@ -64,6 +65,15 @@ class Run:
     step: int
     scaler: Scaler
     issue: Callable[[Action, Transfer], None]
+    recording: Recording | None = None
+
+    def computed(self, action: Action, body: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a function of `fsdpx.engine.compute` in this action."""
+        return body if self.recording is None else self.recording.body(action, body)
+
+    def leaving(self, array: Any) -> Any:
+        """An array that is read at any time until the end of the run: a copy, if a graph may write over it."""
+        return array.copy() if self.recording is not None and self.recording.memory.owns(array) else array
 
     @property
     def stage(self) -> Stage:

@@ -68,6 +68,7 @@ def distribute(
     offload: Offload | None = None,
     trace: str | PathLike[str] | Trace | None = None,
     device_map: DeviceMap = None,
+    cuda_graphs: bool = False,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -111,6 +112,7 @@ def distribute(
     offload : what lies on disk instead of in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
     trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs/observe.md; else FSDPX_TRACE)
     device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
+    cuda_graphs : with device="cuda", forward and backward of steps are captured once and replayed (docs/gpu.md)
 
     Returns
     -------
@@ -131,8 +133,7 @@ def distribute(
         ),
         Distribution(
             strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence, offload
-        ),
-        Machinery(precision, device, check, tune, progress, trace, device_map),
+        ), Machinery(precision, device, check, tune, progress, trace, device_map, cuda_graphs),
     )  # fmt: skip
     return _trainer(recipe, world) if choice is None else _elastic(recipe, world, choice)
 

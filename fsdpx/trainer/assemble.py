@@ -142,8 +142,9 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     check_offload(offload, training.optimizer, training.average)
     apart = config.apart(distribution.strategy)
     options = Options(
-        training.seed, training.clip_norm, training.chunks, training.check_finite, words, again, offload, local, apart
-    )
+        training.seed, training.clip_norm, training.chunks, training.check_finite, words, again, offload, local, apart,
+        machinery.cuda_graphs,
+    )  # fmt: skip
     if apart is not None:
         check_apart(apart, axes.mesh, recipe, layout, formats, ordered, xp)
     agree(

@@ -22,6 +22,7 @@ from fsdpx.state.local import Local
 
 __all__ = [
     "agree",
+    "check_graphs",
     "check_local",
     "check_model",
     "check_numbers",
@@ -190,6 +191,20 @@ def check_whole(optimizer: Any, tensor: int) -> None:
 def check_offload(offload: Offload | None, optimizer: Any, average: Any) -> None:
     if offload is not None and offload.what == ("optimizer",) and not optimizer.slots and average is None:
         raise ConfigError(f"offload={offload!r}: {type(optimizer).__name__} keeps no state; leave it out")
+
+
+def check_graphs(check_finite: bool, offload: Offload | None) -> None:
+    """What graphs of the GPU do not go with."""
+    if check_finite:
+        raise ConfigError(
+            "check_finite=True shows what each layer gives to the host, which no graph holds: leave out cuda_graphs, "
+            "or check_finite"
+        )
+    if offload is not None and "activations" in offload.what:
+        raise ConfigError(
+            "Offload(what='activations') keeps what layers gave while their graphs write over it: leave out "
+            "cuda_graphs, or activations"
+        )
 
 
 def left_wide(model: Sorted, layout: Layout, frozen_as: str | None) -> list[str]:

@@ -29,6 +29,7 @@ from fsdpx.state.clock import BATCHES
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
+from fsdpx.trainer.notices import line
 from fsdpx.trainer.outputs import whole_outputs
 from fsdpx.trainer.recompute import recomputed_units
 from fsdpx.trainer.twins import Twins
@@ -38,6 +39,9 @@ __all__ = ["Session"]
 Commit = Callable[[Any, Any], None]
 STEP = frozenset({"step", "accumulate", "forward", "backward", "update"})
 """Calls of which replicas that train by themselves tell each other only where they meet."""
+
+
+IDLE = "no gradient reaches some"
 
 
 class Session:
@@ -52,7 +56,7 @@ class Session:
         self._twins = Twins(self.place.axes)
         self._executables: dict[tuple[Request, frozenset[str]], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
-        self._told_idle = False
+        self._told: set[str] = set()
         self.tracer: Tracer | None = None
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
@@ -238,8 +242,10 @@ class Session:
             self._executables[key] = self.engine.prepare(request)
         self.state.note(kind)
         results = self.engine.run(self._executables[key], feed)
-        if self.state.idle and not self._told_idle:
+        if self.state.idle and IDLE not in self._told:
             self._tell_idle()
+        if (replay := self._executables[key].replay) is not None:
+            self._tell_eager(replay.told())
         return results
 
     def _demand_whole(self, request: Request) -> None:
@@ -255,7 +261,7 @@ class Session:
     def _tell_idle(self) -> None:
         """Say once which parameters get no gradient, on the first rank that has them."""
         names, axes = list(self.state.idle), self.place.axes
-        self._told_idle = True
+        self._told.add(IDLE)
         if axes.data.rank == axes.tensor.rank == 0:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
             warnings.warn(
@@ -264,6 +270,15 @@ class Session:
                 RuntimeWarning,
                 stacklevel=3,
             )
+
+    def _tell_eager(self, found: Mapping[str, str]) -> None:
+        """Say once of each layer that no graph holds why, on the first rank that has it."""
+        axes = self.place.axes
+        fresh = {path: why for path, why in found.items() if path not in self._told}
+        self._told.update(fresh)
+        if axes.data.rank == axes.tensor.rank == 0:
+            for path, why in fresh.items():
+                line(f"fsdpx: cuda_graphs: layer {path!r} is computed without a graph: {why}")
 
     def updated(self, mean: Mean, scale: Scale) -> None:
         """An update has come to its end."""

@@ -7,6 +7,7 @@ import ctypes
 import types
 from typing import Any
 
+import captures
 import ml_dtypes
 import numpy as np
 
@@ -138,6 +139,12 @@ class Graph:
         self.library.executed += 1
         assert addresses.keys() == {one.uid for one in self.tensors}
         assert all(address % 16 == 0 for address in addresses.values())
+        if captures.capturing():
+            captures.record(lambda: self._compute(addresses))
+        else:
+            self._compute(addresses)
+
+    def _compute(self, addresses: dict[int, int]) -> None:
         arrays = [one.at(addresses[one.uid]) for one in sorted(self.tensors, key=lambda one: one.uid)]
         computed = (_forward if len(self.results) == 2 else _backward)(arrays, self.mask, self.library.off)
         for one, value in zip(self.results, computed, strict=True):

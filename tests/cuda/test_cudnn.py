@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,11 +12,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cudnn_stand_in import Cudnn, Graph
-from stand_in import Cupy, Device, ndarray
+from stand_in import Cublas, Cupy, Device, ndarray
 
 from fsdpx import nn, optim, spawn
 from fsdpx.array import kernels
-from fsdpx.cuda import attention
+from fsdpx.cuda import attention, gemm
 from fsdpx.cuda.attention import Case, described
 from fsdpx.cuda.kernels import on_gpu
 
@@ -28,6 +29,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """CuPy, and cuDNN as one likes it."""
     for name, module in Cupy().modules().items():
         monkeypatch.setitem(sys.modules, name, module)
+    found: dict[int, Cublas] = {}  # one for each thread, as handles are
+    monkeypatch.setattr(gemm, "_library", lambda: found.setdefault(threading.get_ident(), Cublas()))
     Device(0).use()
 
     def made(**how: Any) -> Cudnn:
@@ -171,11 +174,22 @@ def test_strides_that_are_told_wrongly_show(make: Make, monkeypatch: pytest.Monk
         assert attention.fused("attention", (q, q, q, False, 0.2)) is None
 
 
-def train(comm: Any, model: nn.Layer, device: str) -> list[float]:
+def train(comm: Any, model: nn.Layer, device: str, steps: int = 3, **more: Any) -> list[float]:
     options: dict[str, Any] = {"loss": nn.CrossEntropy(), "optimizer": optim.SGD(lr=0.1), "precision": "bf16"}
-    trainer = model.as_distributed(comm=comm, device=device, strategy="fsdp", **options)
+    trainer = model.as_distributed(comm=comm, device=device, strategy="fsdp", **options, **more)
     text = np.random.default_rng(comm.rank).integers(0, 31, (2, 21))
-    return [float(trainer.step(text[:, :-1], text[:, 1:])) for _ in range(3)]
+    return [float(trainer.step(text[:, :-1], text[:, 1:])) for _ in range(steps)]
+
+
+def test_in_a_graph_it_has_the_same_bits(make: Make) -> None:
+    library = make()
+    want, got = (
+        spawn(lambda comm, g=g: train(comm, nn.GPT(31, 32, 1, 2, 20), "cuda", 4, cuda_graphs=g), 1)[0]
+        for g in (False, True)
+    )
+    assert got == want
+    assert library.built == 2
+    assert library.executed < 2 + 2 * (4 + 4), "the last steps were replayed"
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
