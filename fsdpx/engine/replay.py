@@ -8,6 +8,7 @@ takes numbers from the host or shows the host some, and code that does not say t
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -371,6 +372,7 @@ class Recording:
             lasting = {v: memory.lasting(a) for v, a in gives.items()}, _mapped(kept, memory.lasting)
         except Exception as error:
             self._blame(action, part, error)
+            traceback.clear_frames(error.__traceback__)  # they hold arrays, in a circle that is found late
             for entry, flag in zip(entries, before, strict=True):
                 entry.flags[entry.at] = flag
             if work.held is not None:
