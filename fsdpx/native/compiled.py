@@ -84,7 +84,7 @@ class Compiled:
                 return self._loaded[wanted]
             entry = None
             if wanted is not None and image.able():
-                entry = image.load(self.function, self.fastmath, wanted) or self._built(wanted)
+                entry = image.load(self.function, self.fastmath, wanted) or self._first(wanted)
             if entry is None:
                 from fsdpx.native import build
 
@@ -93,6 +93,11 @@ class Compiled:
                 self._loaded[wanted] = entry
             self._entries.append(entry)
             return entry
+
+    def _first(self, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
+        """Built, or what another process has built meanwhile."""
+        with image.one_at_a_time(self.function, self.fastmath, wanted):
+            return image.load(self.function, self.fastmath, wanted) or self._built(wanted)
 
     def _built(self, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
         from fsdpx.native import build, twice

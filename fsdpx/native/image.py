@@ -14,8 +14,9 @@ import platform
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +29,12 @@ from fsdpx.native.processor import told
 if TYPE_CHECKING:
     from fsdpx.native.link import Code
 
-__all__ = ["able", "fingerprint", "freedom", "keep", "load"]
+__all__ = ["able", "fingerprint", "freedom", "keep", "load", "one_at_a_time"]
 
 PACKAGE = Path(__file__).parents[1]
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
+PATIENCE = 60.0  # seconds: longer than a kernel compiles; who has been stopped meanwhile does not hold up the others
 _kept: list[Any] = []  # machine code, which is never unloaded
 
 
@@ -77,6 +79,49 @@ def keep(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], c
             with suppress(OSError):
                 other.unlink()
     return entry
+
+
+@contextmanager
+def one_at_a_time(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Iterator[None]:
+    """Inside, no other process of this machine compiles the same: the ranks of a job need the same kernels at the same
+    time, and load what the first of them has made. Without a disk, or one that locks nothing, each does it itself."""
+    file = _file(function, fastmath, wanted).with_suffix(".lock")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_CREAT | os.O_RDWR)
+    except OSError:
+        yield
+        return
+    try:
+        until = time.monotonic() + PATIENCE
+        while not _locked(descriptor) and time.monotonic() < until:
+            time.sleep(0.01)
+        yield
+    finally:
+        with suppress(OSError):  # another one has
+            file.unlink()
+        _unlock(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # there are no locks here
+        return True
+    return True
+
+
+def _unlock(descriptor: int) -> None:
+    """Also where a child process has got the descriptor."""
+    import fcntl
+
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _ready(function: Any, data: bytes, start: int, inside: Any, outside: Any) -> Callable[..., Any] | None:

@@ -1,6 +1,7 @@
 """Machine code on disk: Numba's bits, taken only for what it was made for, and made anew when it is no good."""
 
 import marshal
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -138,3 +139,49 @@ def test_a_script_that_compiles_does_not_run_again(monkeypatch, tmp_path):
 
     double.__module__ = "__main__"
     assert twice.dispatcher(double, False).py_func is double
+
+
+TOGETHER = """
+import sys, time
+import numpy as np
+from fsdpx.native import compiled, image
+
+built = compiled.Compiled._built
+
+def slowly(self, wanted):
+    print("built", flush=True)
+    time.sleep(1.0)
+    return built(self, wanted)
+
+compiled.Compiled._built = slowly
+sys.stdin.readline()
+from fsdpx.array import kernels
+print(float(kernels.relu(np, np.full(4096, 2.0, np.float32)).sum()))
+"""
+
+
+def test_what_several_processes_need_at_once_is_compiled_once(cache):
+    command = [sys.executable, "-c", TOGETHER]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    ranks = [subprocess.Popen(command, **pipes) for _ in range(3)]
+    for rank in ranks:
+        rank.stdin.write("\n")
+        rank.stdin.flush()
+    said = [rank.communicate(timeout=60)[0].split() for rank in ranks]
+    assert [lines[-1] for lines in said] == ["8192.0"] * 3
+    assert sum(lines.count("built") for lines in said) == 1
+    assert not list(cache.glob("*.lock"))
+
+
+def test_who_holds_a_lock_too_long_is_not_waited_for(cache, monkeypatch):
+    function = jit(_along)
+    x, y = _numbers("float32")
+    wanted = (function.function, function.fastmath, ("float32 2 C", "float32 1 C", "float", "bool"))
+    monkeypatch.setattr(image, "PATIENCE", 0.05)
+    with image.one_at_a_time(*wanted):
+        assert len(list(cache.glob("*.lock"))) == 1
+        assert function(x, y, 2.0, False) == pytest.approx(2 * x.sum(dtype="float64"), rel=1e-4)
+    with monkeypatch.context() as patch:  # a disk that cannot be written
+        patch.setattr(image.os, "open", lambda *_: (_ for _ in ()).throw(OSError(30, "Read-only file system")))
+        with image.one_at_a_time(*wanted):
+            assert not list(cache.glob("*.lock"))
