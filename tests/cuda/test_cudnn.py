@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from amount import in_full
 from cudnn_stand_in import Cudnn, Graph
 from stand_in import Cublas, Cupy, Device, ndarray
 
@@ -181,6 +182,7 @@ def train(comm: Any, model: nn.Layer, device: str, steps: int = 3, **more: Any) 
     return [float(trainer.step(text[:, :-1], text[:, 1:])) for _ in range(steps)]
 
 
+@in_full
 def test_in_a_graph_it_has_the_same_bits(make: Make) -> None:
     library = make()
     want, got = (
@@ -192,6 +194,7 @@ def test_in_a_graph_it_has_the_same_bits(make: Make) -> None:
     assert library.executed < 2 + 2 * (4 + 4), "the last steps were replayed"
 
 
+@in_full
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 def test_training_equals_the_host(make: Make, kind: str) -> None:
     def model() -> nn.Layer:

@@ -11,6 +11,7 @@ from typing import Any
 import captures
 import numpy as np
 import pytest
+from amount import in_full
 from stand_in import Cublas, Cupy, Device
 
 from fsdpx import Mesh, nn, optim, spawn
@@ -143,6 +144,7 @@ def test_kernels_in_cuda_c_and_products_are_replayed(cupy: Cupy, launched: list[
     assert same_bits(launched, 1, mlp, plain=False, sizes=(4,) * 4, precision="bf16") == 2 * 2
 
 
+@in_full
 def test_a_gpt_is_replayed_but_for_its_embedding(cupy: Cupy, launched: list[int]) -> None:
     assert same_bits(launched, 1, gpt, plain=False, sizes=(2,) * 4, group_bytes=1) == 2 * (2 + 2 + 2)
 

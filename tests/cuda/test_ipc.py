@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import stand_in
+from amount import in_full
 from on_gpu import OnGpu
 from ranks import carrier, together
 from stand_in import Cupy, Device
@@ -68,6 +69,7 @@ class TestContract(CommunicatorContract):
             spawn(lambda comm: body(OnGpu(apart(comm))), size, timeout=30)
 
 
+@in_full
 class TestContractWhereSomeReachEachOther(CommunicatorContract):
     """Ranks 0 and 1 share memory; rank 2 is on another host."""
 
@@ -116,7 +118,7 @@ def test_who_does_not_wait_for_a_copy_finds_old_numbers(cupy: Cupy, monkeypatch:
 
 
 def test_who_takes_a_slot_too_early_spoils_a_chunk(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sender takes slots for free as soon as it has told of them."""
+    """The sender takes slots for free as soon as it has told of them; or it ends before all notes have come back."""
     tell = ipc.Between._tell
 
     def early(self: Any, kind: int, slot: int, *rest: Any) -> None:
@@ -125,7 +127,7 @@ def test_who_takes_a_slot_too_early_spoils_a_chunk(cupy: Cupy, monkeypatch: pyte
             self.free.append(slot)
 
     monkeypatch.setattr(ipc.Between, "_tell", early)
-    with pytest.raises(AssertionError, match="Arrays are not equal"):
+    with pytest.raises((AssertionError, KeyError)):
         exchanged(cupy)
 
 
