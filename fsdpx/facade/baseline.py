@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from zlib import crc32
 
 from fsdpx import environment
 from fsdpx.errors import ConfigError
@@ -44,19 +45,25 @@ trainer = nn.GPT(16, 16, 2, 2, 8).as_distributed(loss=nn.CrossEntropy(), optimiz
 x = numpy.zeros((2, 8), "int64")
 for _ in range(3):
     trainer.step(x, x)
-print(json.dumps([kilobytes(), [b - a for a, b in zip(before, between)]]))
+taken = kilobytes()
+out, a, b = numpy.ones((3, 1024, 1024), "float32")
+ready = kilobytes()
+blas.gemm(out, a, b)
+print(json.dumps([taken, [b - a for a, b in zip(before, between)], kilobytes()[0] - ready[0]]))
 """
 
 
 @dataclass(frozen=True)
 class Baseline:
     """Resident bytes, without those of MPI. own: of the process alone. files: of code and data that processes of a host
-    share. mpi, mpi_files: what MPI adds to them, with what it shares with itself."""
+    share. mpi, mpi_files: what MPI adds to them, with what it shares with itself. workspace: of the BLAS library, for
+    copies of large operands that it makes in an order of its own."""
 
     own: int
     files: int
     mpi: int = 0
     mpi_files: int = 0
+    workspace: int = 0
 
 
 @cache
@@ -64,7 +71,7 @@ def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
     """Measured once, about three seconds. mpi: ranks are started by an MPI launcher; where MPI cannot be loaded it is
     left out. blas: library of matrix products. ConfigError if no process can be asked."""
     key = {"machine": platform.node(), "python": sys.version, "blas": blas, "mpi": mpi, "ranks here": ranks_here}
-    key |= {"code": image.able(), "fsdpx": __version__} | {
+    key |= {"code": image.able(), "fsdpx": __version__, "asked": crc32(CODE.encode())} | {
         name: _version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
     known = records.read("process", key)
@@ -87,13 +94,13 @@ def _ask(mpi: bool, blas: str, ranks_here: int) -> Baseline | str:
         done = subprocess.run(
             command, env=environment.alone(), capture_output=True, text=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
         )
-        (own, files, shared), mpi_adds = json.loads(done.stdout.strip().splitlines()[-1])
+        (own, files, shared), mpi_adds, workspace = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
         return f"no answer after {PATIENCE:.0f} s"
     except (OSError, ValueError, IndexError, TypeError) as error:
         return (done.stderr.strip().splitlines() or [str(error)])[-1]
     taken = max(mpi_adds[0], 0)
-    return Baseline(own - taken, files - mpi_adds[1], taken + shared, mpi_adds[1])
+    return Baseline(own - taken, files - mpi_adds[1], taken + shared, mpi_adds[1], max(workspace, 0))
 
 
 def _version(package: str) -> str:

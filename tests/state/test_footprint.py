@@ -13,6 +13,7 @@ import fsdpx
 from fsdpx import nn, optim
 from fsdpx.comm.local import single
 from fsdpx.errors import ConfigError
+from fsdpx.facade.baseline import Baseline
 from fsdpx.shapes.array import ShapeArray, as_one, metered
 from fsdpx.state import footprint as module_of_footprint
 from fsdpx.state.footprint import Footprint, Part
@@ -165,6 +166,18 @@ def test_the_process_is_asked_once_and_what_it_said_is_kept(tmp_path, monkeypatc
     assert asked == [(True, "openblas", 2)] * 2, "once to compile, once to measure"
     assert [file.name.startswith("process-") for file in Path(tmp_path).iterdir()] == [True]
     module.baseline.cache_clear()
+
+
+@pytest.mark.parametrize(("width", "found"), [(64, 2 * 64 * 64 * 4), (2048, 3 * MIB)])
+def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, found, monkeypatch):
+    from fsdpx.facade import dryrun as module
+
+    monkeypatch.setattr(module, "baseline", lambda *_: Baseline(MIB, MIB, workspace=3 * MIB))
+    batch = ((32, width), "float32")
+    run = fsdpx.dry_run(nn.Chain(nn.Linear(width, width)), batch, batch, ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
+    parts = run.footprint.parts
+    assert parts["matrix products"] == Part(found, found)
+    assert parts["between activations"].rss == parts["activations"].rss // 16
 
 
 def test_without_mpi_the_process_is_asked_without(tmp_path, monkeypatch):
