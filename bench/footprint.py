@@ -3,12 +3,11 @@
     python bench/footprint.py [--models tiny mlp] [--ranks 1 2 4] [--quick]
 
 PSS is that of a host on which nothing else runs: files that others have mapped as well are divided by the ranks
-of the job alone. The first job of a model is not counted: it may compile kernels, which takes memory once.
+of the job alone. The first job of its kind is not counted: it may compile kernels and tune, which takes memory once.
 """
 
 import json
 import sys
-from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,16 +43,11 @@ def main() -> int:
 
 def compare(model: str, strategy: str, ranks: int, steps: int = STEPS) -> dict[str, Any]:
     """Bytes of the rank with most, expected and measured."""
-    _warmed(model, ranks > 1)
+    _measured(model, strategy, ranks, steps=1)  # compiles and tunes, which takes memory once
     found = _measured(model, strategy, ranks, steps)
     expected = [_expected(model, strategy, ranks, rank) for rank in range(ranks)]
     most = {f"expected {kind}": max(getattr(one, kind) for one in expected) for kind in ("rss", "pss")}
     return {"model": model, "strategy": strategy, "ranks": ranks, **most, **found}
-
-
-@cache
-def _warmed(model: str, several: bool) -> None:
-    _measured(model, "fsdp", 2 if several else 1, steps=1)
 
 
 def _measured(model: str, strategy: str, ranks: int, steps: int) -> dict[str, Any]:
