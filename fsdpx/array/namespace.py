@@ -1,5 +1,7 @@
 """The namespace of an array library (NumPy, CuPy or shape-only arrays), and dtypes by name."""
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ from fsdpx.config import half_name
 from fsdpx.cuda import devices
 from fsdpx.errors import ConfigError
 
-__all__ = ["DEVICES", "DTYPES", "dtype", "from_host", "namespace", "namespace_of", "to_host"]
+__all__ = ["DEVICES", "DTYPES", "dtype", "from_host", "joined", "namespace", "namespace_of", "to_host"]
 
 DEVICES = ("cpu", "cuda", "shape")
 DTYPES = (
@@ -30,6 +32,17 @@ def namespace(device: str) -> Any:
         return devices.cupy()
     hint = "; which GPU is for device_map to say" if str(device).startswith("cuda:") else ""
     raise ConfigError(f"unknown device {device!r}: choose one of {', '.join(DEVICES)}{hint}")
+
+
+def joined(xp: Any, arrays: Sequence[Any], axis: int = -1) -> Any:
+    """Arrays of one dtype, concatenated. `cupy.concatenate` takes their addresses from the host, which a CUDA graph
+    would read there again."""
+    axis %= arrays[0].ndim
+    ends = list(accumulate(array.shape[axis] for array in arrays))
+    out = xp.empty((*arrays[0].shape[:axis], ends[-1], *arrays[0].shape[axis + 1 :]), dtype=arrays[0].dtype)
+    for array, end in zip(arrays, ends, strict=True):
+        out[(slice(None),) * axis + (slice(end - array.shape[axis], end),)] = array
+    return out
 
 
 def namespace_of(array: Any) -> Any:

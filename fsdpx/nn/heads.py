@@ -6,6 +6,7 @@ from copy import copy
 from typing import Any
 
 from fsdpx.array import kernels
+from fsdpx.array.namespace import joined
 from fsdpx.errors import ConfigError, DataError, ShapeError
 from fsdpx.nn.attention import Core, Heads
 from fsdpx.nn.check import positive
@@ -181,7 +182,7 @@ class Attention(PerHead):
         """Queries, keys and values side by side, with a head of keys and values for each of the queries."""
         shape = (*q.shape[:2], self.kv_heads, self.n_heads // self.kv_heads, self.d_head)
         more = [env.xp.broadcast_to(a.reshape(*shape[:3], 1, self.d_head), shape).reshape(q.shape) for a in (k, v)]
-        return env.xp.concatenate((q, *more), axis=2)
+        return joined(env.xp, (q, *more), 2)
 
     def _summed(self, env: Env, d: Array) -> tuple[Array, ...]:
         """The gradients of q, k and v from that of `_repeated`."""

@@ -75,6 +75,8 @@ class Env:
     time : full length of the sequences that are cut along dim 1 over the tensor axis; None: their parts are equal
     cache : the input goes on where texts ended, of which this has keys and values; None: it is whole texts. Nothing
         goes back through such a forward, and containers save nothing in it
+    constants : arrays that layers need again and again, as a table of angles, by a key that names all they depend on;
+        shared by all layers of a trainer, and kept as long as it lives
     """
 
     xp: Any
@@ -85,6 +87,7 @@ class Env:
     recomputing: bool = False
     time: int | None = None
     cache: Cache | None = None
+    constants: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     _below: dict[str, Env] = field(default_factory=dict, init=False, repr=False, compare=False)  # children's, once made
 
     def at(self, name: str) -> Env:

@@ -66,25 +66,35 @@ class Rotary(PerHead):
         if env.cache is not None:
             return self._turned_at(env, env.cache.positions(x.shape[1]), env.cache.capacity, x), ()
         first, total = env.place(x.shape[1]) if self.part else (0, x.shape[1])
-        cos, sin = self.table(env.xp, first, x.shape[1], total, x.dtype)
+        cos, sin = self.table(env, first, x.shape[1], total, x.dtype)
         return self._turned(env, x, cos, sin), (cos, sin)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[Array, Any]:
         cos, sin = saved
         return self._turned(env, dy, cos, -sin), ()
 
-    def table(self, xp: Any, first: int, count: int, total: int, dtype: Any) -> tuple[Array, Array]:
+    def table(self, env: Env, first: int, count: int, total: int, dtype: Any) -> tuple[Array, Array]:
         """Cosines and sines (count, d_head / 2) of the positions from `first` on, of a sequence of `total`."""
-        longest = total if self._scaling and self._scaling[0] == "dynamic" else 0
-        cos, sin = _table(self.d_head, self.theta, self._scaling, self.seq_len, longest, first + count)
-        kind = wide(dtype)
-        return xp.asarray(cos[first:].astype(kind)), xp.asarray(sin[first:].astype(kind))
+        end, kind = first + count, wide(dtype)
+        if self._scaling and self._scaling[0] == "dynamic" and total > self.seq_len:
+            cos, sin = self._angles(env.xp, total, end, kind)  # of no other length
+        else:
+            rows = 1 << max(end - 1, 0).bit_length()  # one table for many lengths
+            key = (Rotary, self.d_head, self.theta, self._scaling, self.seq_len, rows, kind)
+            if key not in env.constants:
+                env.constants[key] = self._angles(env.xp, self.seq_len, rows, kind)
+            cos, sin = env.constants[key]
+        return cos[first:end], sin[first:end]
+
+    def _angles(self, xp: Any, total: int, rows: int, kind: np.dtype) -> tuple[Array, Array]:
+        cos, sin = _table(self.d_head, self.theta, self._scaling, self.seq_len, total, rows)
+        return xp.asarray(cos.astype(kind)), xp.asarray(sin.astype(kind))
 
     def _turned_at(self, env: Env, positions: np.ndarray, longest: int, x: Array) -> Array:
         """positions: (samples, time), below `longest`."""
         if self._scaling and self._scaling[0] == "dynamic":
             raise ConfigError(f"{self!r}: the angles of all tokens change with the length of the text: use cache=False")
-        cos, sin = self.table(env.xp, 0, longest, longest, x.dtype)
+        cos, sin = self.table(env, 0, longest, longest, x.dtype)
         at = env.xp.asarray(positions.reshape(-1))
         return self._turned(env, x.reshape(1, at.size, x.shape[2]), cos[at], sin[at]).reshape(x.shape)
 

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from fsdpx.array import kernels
+from fsdpx.array.namespace import joined
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.check import positive
 from fsdpx.nn.layer import Array, Env, Layer, Params
@@ -122,7 +123,7 @@ class Concat(Layer):
         if len(others) != 1:
             shapes = ", ".join(str(tuple(part.shape)) for part in x)
             raise ShapeError(f"{self!r} wants inputs that differ in dim {self.dim} only, got {shapes}")
-        return env.xp.concatenate(x, axis=self.dim), tuple(part.shape[self.dim] for part in x)
+        return joined(env.xp, x, self.dim), tuple(part.shape[self.dim] for part in x)
 
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[tuple[Array, ...], Any]:
         turned = env.xp.moveaxis(dy, self.dim, 0)

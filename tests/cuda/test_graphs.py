@@ -63,6 +63,10 @@ def gpt() -> Layer:
     return nn.GPT(11, 8, 2, 2, 5)
 
 
+def llama() -> Layer:
+    return nn.Llama(11, 8, 2, 2, 5, kv_heads=1)
+
+
 def cnn() -> Layer:
     conv = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 2, 3, padding=1)
     return nn.Chain(*conv, nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
@@ -74,7 +78,7 @@ def dropping() -> Layer:
 
 def batch(model: Any, n: int, step: int, rank: int) -> tuple[Any, Any]:
     rng = np.random.default_rng((step, rank))
-    if model is gpt:
+    if model in (gpt, llama):
         return rng.integers(0, 11, (n, 5)), rng.integers(0, 11, (n, 5))
     shape = (n, 2, 4, 4) if model is cnn else (n, 6)
     return rng.standard_normal(shape), rng.integers(0, 3, n)
@@ -145,8 +149,9 @@ def test_kernels_in_cuda_c_and_products_are_replayed(cupy: Cupy, launched: list[
 
 
 @in_full
-def test_a_gpt_is_replayed_but_for_its_embedding(cupy: Cupy, launched: list[int]) -> None:
-    assert same_bits(launched, 1, gpt, plain=False, sizes=(2,) * 4, group_bytes=1) == 2 * (2 + 2 + 2)
+@pytest.mark.parametrize("model", [gpt, llama])
+def test_a_transformer_is_replayed_but_for_its_embedding(cupy: Cupy, launched: list[int], model: Any) -> None:
+    assert same_bits(launched, 1, model, plain=False, sizes=(2,) * 4, group_bytes=1) == 2 * (2 + 2 + 2)
 
 
 def test_what_draws_random_numbers_stays_as_it_is(
@@ -353,7 +358,10 @@ def test_what_stands_in_the_way_is_said(cupy: Cupy, tmp_path: Path) -> None:
 def test_a_layer_that_brings_numbers_from_the_host_is_not_captured(
     cupy: Cupy, launched: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rotary = lambda: nn.Chain({"turn": nn.Rotary(4)}, nn.Flatten(), nn.Linear(6 * 4, 3))  # noqa: E731
+    longer = {"rope_type": "dynamic", "factor": 2.0}  # angles of each length that is seen
+    rotary = lambda: nn.Chain(  # noqa: E731
+        {"turn": nn.Rotary(4, rope_scaling=longer, seq_len=4)}, nn.Flatten(), nn.Linear(6 * 4, 3)
+    )
     x, y = np.random.default_rng(0).standard_normal((2, 6, 4)), np.array([0, 2])
 
     def body(comm: Any, graphs: bool) -> Any:

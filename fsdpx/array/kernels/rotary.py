@@ -3,6 +3,7 @@
 from typing import Any
 
 from fsdpx.array.kernels.dispatch import kernel
+from fsdpx.array.namespace import joined
 
 __all__ = ["rotate"]
 
@@ -15,4 +16,4 @@ def rotate(xp: Any, x: Any, cos: Any, sin: Any) -> Any:
     half = x.shape[3] // 2
     c, s = cos[None, :, None, :], sin[None, :, None, :]
     a, b = x[..., :half], x[..., half:]
-    return xp.concatenate((a * c - b * s, b * c + a * s), axis=-1)
+    return joined(xp, (a * c - b * s, b * c + a * s))
