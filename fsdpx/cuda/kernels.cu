@@ -207,30 +207,37 @@ KERNEL(softmax_backward)(const real* y, const real* dy, real* dx, number n) {
     ALONG(i, n) put(dx, i, get(y, i) * (get(dy, i) - along));
 }
 
-// Rows of attention, (heads, t, n): of scaled scores, which if `causal` count up to the row's own place.
-KERNEL(attention_rows)(const wide* scores, real* p, wide* lse, number t, number n, int causal) {
-    number row = blockIdx.x, seen = causal && row % t + 1 < n ? row % t + 1 : n;
+// Whether place `at` of t attends to place i of n: if `causal` to none behind it, to no more than `window` unless that is
+// 0, and to those of its own segment.
+__device__ inline bool attends(number at, number i, int causal, number window, const number* segments) {
+    return (!causal || i <= at) && (!window || i > at - window) && (!segments || segments[i] == segments[at]);
+}
+
+// Rows of attention, (heads, t, n): of scaled scores. A place attends to itself where t is n.
+KERNEL(attention_rows)(const wide* scores, real* p, wide* lse, const number* segments, number t, number n, int causal, number window) {
+    number row = blockIdx.x, at = row % t;
     scores += row * n, p += row * n;
-    wide top = scores[0], total = 0;
-    ALONG(i, seen) top = larger(top, scores[i]);
+    wide top = scores[t == n ? at : 0], total = 0;
+    ALONG(i, n) if (attends(at, i, causal, window, segments)) top = larger(top, scores[i]);
     top = over_block<true>(top);
-    ALONG(i, seen) total += exp(scores[i] - top);
+    ALONG(i, n) if (attends(at, i, causal, window, segments)) total += exp(scores[i] - top);
     total = sum(total);
-    ALONG(i, n) put(p, i, i < seen ? exp(scores[i] - top) / total : 0);
+    ALONG(i, n) put(p, i, attends(at, i, causal, window, segments) ? exp(scores[i] - top) / total : 0);
     if (threadIdx.x == 0) lse[row] = top + log(total);
 }
 
 // dp, the gradient of probabilities, becomes ds in `ds`; the probabilities themselves go into `p`.
-KERNEL(attention_slopes)(const wide* scores, const wide* dp, const wide* lse, real* p, real* ds, number t, number n, double scale, int causal) {
-    number row = blockIdx.x, seen = causal && row % t + 1 < n ? row % t + 1 : n;
+KERNEL(attention_slopes)(const wide* scores, const wide* dp, const wide* lse, real* p, real* ds, const number* segments, number t, number n, double scale, int causal, number window) {
+    number row = blockIdx.x, at = row % t;
     scores += row * n, dp += row * n, p += row * n, ds += row * n;
     wide along = 0, all = lse[row];
-    ALONG(i, seen) along += exp(scores[i] - all) * dp[i];
+    ALONG(i, n) if (attends(at, i, causal, window, segments)) along += exp(scores[i] - all) * dp[i];
     along = sum(along);
     ALONG(i, n) {
-        wide chance = i < seen ? exp(scores[i] - all) : 0;
+        bool seen = attends(at, i, causal, window, segments);
+        wide chance = seen ? exp(scores[i] - all) : 0;
         put(p, i, chance);
-        put(ds, i, i < seen ? chance * (dp[i] - along) * (wide)scale : 0);
+        put(ds, i, seen ? chance * (dp[i] - along) * (wide)scale : 0);
     }
 }
 

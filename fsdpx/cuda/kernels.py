@@ -108,8 +108,6 @@ def on_gpu(name: str, arguments: tuple[Any, ...]) -> Body | None:
     wide = "float64" if kind == 64 else "float32"
     if kind == 0 or not all(a.size for a in arrays):
         return None
-    if name.startswith("attention") and arguments[0].shape[1] != arguments[1].shape[1]:  # queries that share keys
-        return None
     for role, value in zip(roles, arguments, strict=False):
         if not _plays(role, value, kind, wide):
             return None
@@ -270,42 +268,65 @@ def cross_entropy_backward(
 # -- attention, one sample after the other -----------------------------------------------------------------------------
 
 
-@form("view view view any any 0 0")
+@form("view view view any any any index?")
 def attention(
     launch: Launch, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[Any, Any]:
-    xp, (b, h, t, d), n = launch.xp, q.shape, k.shape[2]
+    xp, (b, h, t, d), (_, shared, n, _) = launch.xp, q.shape, k.shape
     o = xp.empty((b, t, h, d), dtype=q.dtype).swapaxes(1, 2)
     lse, scores = xp.empty((b, h, t), dtype=launch.wide), xp.empty((h, t, n), dtype=launch.wide)
-    p = xp.empty((h, t, n), dtype=q.dtype)
+    p, names = xp.empty((h, t, n), dtype=q.dtype), _names(segments, b)
+    turns = _turns(h, shared)
     for i in range(b):
-        batched(scores, q[i], k[i].swapaxes(1, 2), scale)
-        launch("attention_rows", (h * t,), scores, p, lse[i], t, n, bool(causal))
-        batched(o[i], p, v[i])
+        for heads in turns:
+            batched(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
+        launch("attention_rows", (h * t,), scores, p, lse[i], names[i], t, n, bool(causal), int(window))
+        for heads in turns:
+            batched(o[i, heads], p[heads], v[i])
     return o, lse
 
 
-@form("view view view view wide view any any 0 0")
+@form("view view view view wide view any any any index?")
 def attention_backward(
     launch: Launch, q: Any, k: Any, v: Any, o: Any, lse: Any, do: Any, causal: bool, scale: float, window: int = 0,
     segments: Any = None,
 ) -> Any:  # fmt: skip
-    xp, (b, h, t, d), n = launch.xp, q.shape, k.shape[2]
-    if n == t:
+    xp, (b, h, t, _), (_, shared, n, d) = launch.xp, q.shape, k.shape
+    if k.shape[1:3] == q.shape[1:3]:
         made = xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
     else:
-        made = tuple(xp.empty((b, x, h, d), dtype=q.dtype).swapaxes(1, 2) for x in (t, n, n))
-    dq, dk, dv = made[0], made[1], made[2]
+        made = tuple(
+            xp.empty((b, m, e, d), dtype=q.dtype).swapaxes(1, 2) for e, m in ((h, t), (shared, n), (shared, n))
+        )
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
+    turns, names = _turns(h, shared), _names(segments, b)
+    sums = [xp.empty((n, shared, d), dtype=launch.wide) for _ in range(2)]  # over queries that share keys
     for i in range(b):
-        batched(scores, q[i], k[i].swapaxes(1, 2), scale)
-        batched(dp, do[i], v[i].swapaxes(1, 2))
-        launch("attention_slopes", (h * t,), scores, dp, lse[i], p, ds, t, n, float(scale), bool(causal))
-        batched(dv[i], p.swapaxes(1, 2), do[i])
-        batched(dq[i], ds, k[i])
-        batched(dk[i], ds.swapaxes(1, 2), q[i])
+        for heads in turns:
+            batched(scores[heads], q[i, heads], k[i].swapaxes(1, 2), scale)
+            batched(dp[heads], do[i, heads], v[i].swapaxes(1, 2))
+        given = names[i], t, n, float(scale), bool(causal), int(window)
+        launch("attention_slopes", (h * t,), scores, dp, lse[i], p, ds, *given)
+        dk, dv = (x.swapaxes(0, 1) for x in sums) if len(turns) > 1 else (made[1][i], made[2][i])
+        for turn, heads in enumerate(turns):
+            batched(made[0][i, heads], ds[heads], k[i])
+            batched(dk, ds[heads].swapaxes(1, 2), q[i, heads], accumulate=turn > 0)
+            batched(dv, p[heads].swapaxes(1, 2), do[i, heads], accumulate=turn > 0)
+        for x, out in zip(sums if len(turns) > 1 else (), made[1:], strict=False):
+            store(launch, x, out[i].swapaxes(0, 1))
     return made
+
+
+def _turns(heads: int, shared: int) -> list[slice]:
+    """Heads of queries that each have keys of their own among the `shared` heads of keys; together they are all."""
+    group = heads // shared
+    return [slice(first, None, group) for first in range(group)]
+
+
+def _names(segments: Any, samples: int) -> Any:
+    """The segments of each sample, as the kernels take them."""
+    return [None] * samples if segments is None else segments.astype(np.int64, copy=False)
 
 
 # -- formats, norms, dropout -------------------------------------------------------------------------------------------

@@ -56,6 +56,11 @@ Q, K, V, DO = (noise(2, 3, 5, 4, seed=n) for n in range(4))
 K2, V2 = noise(2, 3, 7, 4, seed=5), noise(2, 3, 7, 4, seed=6)  # another length
 ATTENDED = kernels.attention(np, Q, K, V, True, 0.4)
 ACROSS = kernels.attention(np, Q, K2, V2, False, 0.4)
+Q4, DO4 = noise(2, 6, 5, 4, seed=7), noise(2, 6, 5, 4, seed=8)  # pairs of queries share the heads of K and V
+SEGMENTS = np.array([[3, 3, 0, 0, 0], [1, 2, 2, 2, 5]])
+SHARED = kernels.attention(np, Q4, K, V, True, 0.4, 3, SEGMENTS)
+ACROSS4 = kernels.attention(np, Q4, K2, V2, False, 0.4)
+APART = kernels.attention(np, Q, K, V, False, 0.4, 0, SEGMENTS)
 
 CALLS: dict[str, list[tuple[Any, ...]]] = {
     "layer_norm": [(X, W, B, 1e-5), (X, None, None, 0.1)],
@@ -74,8 +79,20 @@ CALLS: dict[str, list[tuple[Any, ...]]] = {
     "softmax_backward": [(Y, DY)],
     "cross_entropy": [(X, TARGET), (X, TARGET, -100, 0.1)],
     "cross_entropy_backward": [(X, TARGET, LSE, 0.3), (X, TARGET, LSE, 0.3, -100, 0.1)],
-    "attention": [(Q, K, V, True, 0.4), (Q, K2, V2, False, 0.4)],
-    "attention_backward": [(Q, K, V, *ATTENDED, DO, True, 0.4), (Q, K2, V2, *ACROSS, DO, False, 0.4)],
+    "attention": [
+        (Q, K, V, True, 0.4),
+        (Q, K2, V2, False, 0.4),
+        (Q4, K2, V2, False, 0.4),
+        (Q4, K, V, True, 0.4, 3, SEGMENTS),
+        (Q, K, V, False, 0.4, 0, SEGMENTS),
+    ],
+    "attention_backward": [
+        (Q, K, V, *ATTENDED, DO, True, 0.4),
+        (Q, K2, V2, *ACROSS, DO, False, 0.4),
+        (Q4, K2, V2, *ACROSS4, DO4, False, 0.4),
+        (Q4, K, V, *SHARED, DO4, True, 0.4, 3, SEGMENTS),
+        (Q, K, V, *APART, DO, False, 0.4, 0, SEGMENTS),
+    ],
     "square_sums": [(X.reshape(-1), 100)],
     "square_sum": [(noise(40_000),)],
     "drop": [(X, Stretch(1, "a@0", 5, 5 + X.size), 0.3), (X, Stretch(1, "a@0", 8, 8 + X.size), 0.0)],
@@ -188,8 +205,7 @@ def test_what_no_kernel_takes_is_left_to_array_code(cupy: Cupy) -> None:
         ("layer_norm", (x, w32, None, 1e-5)),  # formats that are mixed
         ("drop_backward", (x, x, 0.1)),  # the mask is none
         ("softmax", (X,)),  # on the host
-        ("attention", (q, q, q, True, 0.4, 3, None)),  # a window
-        ("attention", (q, q[:, :1], q[:, :1], True, 0.4, 0, None)),  # fewer heads of keys
+        ("attention", (q, q, q, False, 0.4, 0, cupy.asarray(SEGMENTS)[:, ::2])),
     ):
         assert on_gpu(name, arguments) is None, name
     assert not cuda.update("adam8", (x,), ())
