@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdpx.cuda.devices import cupy, current, is_on_gpu
 
-__all__ = ["Case", "Library", "described", "fused", "library"]
+__all__ = ["Case", "Library", "described", "fused", "library", "merged", "time_first"]
 
 FORMATS = {"bfloat16": ("BFLOAT16", 2.0**-8), "float16": ("HALF", 2.0**-11)}
 """cuDNN's name of each format, and the distance of 1 from the next number."""
@@ -153,10 +153,10 @@ class Plan:
     def __call__(self, xp: Any, q: Any, k: Any, v: Any, *given: Any) -> Any:
         """o and lse; or, with o, lse and do given, the gradients of q, k and v as `attention_backward` has them."""
         if not given:
-            o, lse = _time_first(xp, q), xp.empty(q.shape[:3], dtype=np.float32)
+            o, lse = time_first(xp, q), xp.empty(q.shape[:3], dtype=np.float32)
             self._execute(xp, (q, k, v, o, lse))
             return o, lse
-        d = _merged(xp, q, k)
+        d = merged(xp, q, k)
         o, lse, do = given
         self._execute(xp, (q, k, v, _lying_time_first(xp, o), lse, _lying_time_first(xp, do), d[0], d[1], d[2]))
         return d
@@ -175,8 +175,7 @@ def described(module: Any, case: Case, backward: bool, **where: Any) -> Any:
     kind, wide = getattr(module.data_type, FORMATS[case.format][0]), module.data_type.FLOAT
     graph = module.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, **where)
     (b, h, t, _), (_, g, n, _) = case.q, case.k
-    time_first, rows = (_dense(shape) for shape in (case.q, case.k)), (h * t, t, 1, 1)
-    like_q, like_k = time_first
+    like_q, like_k, rows = _dense(case.q), _dense(case.k), (h * t, t, 1, 1)
 
     def tensor(number: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
         return graph.tensor(dim=list(shape), stride=list(strides), data_type=dtype, uid=number)
@@ -194,8 +193,8 @@ def described(module: Any, case: Case, backward: bool, **where: Any) -> Any:
         stats = tensor(5, (b, h, t, 1), rows, wide)
         given = {"q": q, "k": k, "v": v, "o": o, "dO": do, "stats": stats}
         found = graph.sdpa_backward(**given, attn_scale=case.scale, use_deterministic_algorithm=True, **mask)
-        merged = _merged_strides(case.q) if (h, t) == (g, n) else None
-        layouts = (merged or like_q, merged or like_k, merged or like_k)
+        side_by_side = _merged_strides(case.q) if (h, t) == (g, n) else None
+        layouts = (side_by_side or like_q, side_by_side or like_k, side_by_side or like_k)
         results = [(d, shape, layout, kind) for d, shape, layout in zip(found, shapes, layouts, strict=True)]
     for number, (made, shape, strides, dtype) in enumerate(results, 7 if backward else 4):
         made.set_output(True).set_dim(list(shape)).set_stride(list(strides)).set_data_type(dtype).set_uid(number)
@@ -223,15 +222,18 @@ def _merged_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return t * 3 * h * d, d, 3 * h * d, 1
 
 
-def _time_first(xp: Any, a: Any) -> Any:
+def time_first(xp: Any, a: Any) -> Any:
+    """Empty, of a's shape (B, H, T, D) and (B, T, H, D) in memory."""
     b, h, t, d = a.shape
     return xp.empty((b, t, h, d), dtype=a.dtype).swapaxes(1, 2)
 
 
-def _merged(xp: Any, q: Any, k: Any) -> Any:
+def merged(xp: Any, q: Any, k: Any) -> Any:
+    """Empty, the gradients of q, k and v as `attention_backward` gives them: one array, or three where k has another
+    length or fewer heads."""
     b, h, t, d = q.shape
     if k.shape[1:3] != q.shape[1:3]:
-        return _time_first(xp, q), _time_first(xp, k), _time_first(xp, k)
+        return time_first(xp, q), time_first(xp, k), time_first(xp, k)
     return xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
 
 
@@ -248,7 +250,7 @@ def _differing(case: Case, plans: Plans) -> list[str]:
     xp, eps = cupy(), FORMATS[case.format][1]
     q, k, v = (_noise(xp, case, i) for i in range(3))
     q[...] = q * (SPREAD / (case.scale * case.q[3] ** 0.5))
-    do = _time_first(xp, q)
+    do = time_first(xp, q)
     do[...] = _noise(xp, case, 0, seed=3)
     o, lse = plans.forward(xp, q, k, v)
     d = plans.backward(xp, q, k, v, o, lse, do)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.cuda.attention import fused
+from fsdpx.cuda.attention import fused, merged, time_first
 from fsdpx.cuda.devices import cupy, is_on_gpu
 from fsdpx.cuda.gemm import batched
 
@@ -272,8 +272,8 @@ def cross_entropy_backward(
 def attention(
     launch: Launch, q: Any, k: Any, v: Any, causal: bool, scale: float, window: int = 0, segments: Any = None
 ) -> tuple[Any, Any]:
-    xp, (b, h, t, d), (_, shared, n, _) = launch.xp, q.shape, k.shape
-    o = xp.empty((b, t, h, d), dtype=q.dtype).swapaxes(1, 2)
+    xp, (b, h, t, _), (_, shared, n, _) = launch.xp, q.shape, k.shape
+    o = time_first(xp, q)
     lse, scores = xp.empty((b, h, t), dtype=launch.wide), xp.empty((h, t, n), dtype=launch.wide)
     p, names = xp.empty((h, t, n), dtype=q.dtype), _names(segments, b)
     turns = _turns(h, shared)
@@ -292,12 +292,7 @@ def attention_backward(
     segments: Any = None,
 ) -> Any:  # fmt: skip
     xp, (b, h, t, _), (_, shared, n, d) = launch.xp, q.shape, k.shape
-    if k.shape[1:3] == q.shape[1:3]:
-        made = xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
-    else:
-        made = tuple(
-            xp.empty((b, m, e, d), dtype=q.dtype).swapaxes(1, 2) for e, m in ((h, t), (shared, n), (shared, n))
-        )
+    made = merged(xp, q, k)
     scores, dp = (xp.empty((h, t, n), dtype=launch.wide) for _ in range(2))
     p, ds = (xp.empty((h, t, n), dtype=q.dtype) for _ in range(2))
     turns, names = _turns(h, shared), _names(segments, b)

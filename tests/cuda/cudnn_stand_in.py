@@ -4,6 +4,7 @@ cuDNN does, computed on the host in float64. It takes the arguments of version 1
 from __future__ import annotations
 
 import ctypes
+import sys
 import types
 from typing import Any
 
@@ -135,7 +136,8 @@ class Graph:
     def execute(self, addresses: dict[int, int], workspace: int, handle: int) -> None:
         assert self.done[-1] == "build_plans"
         assert workspace
-        assert self.library.handles[handle] is not None, "a handle without a stream"
+        computing = sys.modules["cupy"].cuda.get_current_stream().ptr
+        assert self.library.handles[handle] == computing, "not on the stream that computes"
         self.library.executed += 1
         assert addresses.keys() == {one.uid for one in self.tensors}
         assert all(address % 16 == 0 for address in addresses.values())
