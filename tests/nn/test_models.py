@@ -61,6 +61,25 @@ def test_the_load_is_balanced_in_backward() -> None:
         layer.forward(env(), parameters(layer, np.float16), x.astype(np.float16))
 
 
+def test_one_table_of_angles_serves_many_lengths_and_layers() -> None:
+    here = env()
+    longer = {"rope_type": "dynamic", "factor": 3.0}
+    for time in (3, 5, 8, 6):
+        x = normal(2, time, 8)
+        y, _ = nn.Rotary(4).forward(here, {}, x)
+        want, _ = nn.Rotary(4).forward(env(), {}, x)
+        assert (y == want).all()
+        angle = (np.arange(time)[:, None] * 10000.0 ** (-np.arange(2) / 2))[:, None]
+        heads = x.reshape(2, time, 2, 4)
+        turned = heads[..., :2] * np.cos(angle) - heads[..., 2:] * np.sin(angle)
+        np.testing.assert_allclose(y.reshape(heads.shape)[..., :2], turned, rtol=1e-13, atol=1e-15)
+    assert [len(cos) for cos, _ in here.constants.values()] == [4, 8]
+    for time in (4, 9):  # beyond its length each length has angles of its own
+        nn.Rotary(4, rope_scaling=longer, seq_len=4).forward(here, {}, normal(1, time, 4))
+    nn.Rotary(4, theta=500.0).forward(here, {}, normal(1, 4, 4).astype(np.float32))
+    assert [len(cos) for cos, _ in here.constants.values()] == [4, 8, 4, 4]
+
+
 def test_what_does_not_fit_is_said() -> None:
     attention = nn.Attention(2, 1, 4, segments=True)
     q, k, segments = normal(2, 3, 8), normal(2, 3, 4), np.zeros((2, 3), np.int64)
