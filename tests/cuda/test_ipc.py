@@ -15,9 +15,9 @@ from amount import in_full
 from on_gpu import OnGpu
 from ranks import carrier, together
 from stand_in import Cupy, Device
-from test_relay import Threads
+from test_relay import Threads, train
 
-from fsdpx import nn, optim, spawn
+from fsdpx import spawn
 from fsdpx.comm import Communicator, ipc, relay
 from fsdpx.comm.ipc import reach, settle
 from fsdpx.cuda import ipc as memory
@@ -132,16 +132,8 @@ def test_who_takes_a_slot_too_early_spoils_a_chunk(cupy: Cupy, monkeypatch: pyte
 
 
 def test_training_has_the_bits_of_copies_through_the_host(cupy: Cupy) -> None:
-    def train(comm: Any) -> list[float]:
-        model, text = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
-        x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
-        loss, adam = nn.CrossEntropy(), optim.AdamW(lr=0.01)
-        trainer = model.as_distributed(
-            loss=loss, optimizer=adam, comm=comm, precision="float64", device="cuda", progress="loop"
-        )
-        return [trainer.step(x, y) for _ in range(2)]
-
-    assert spawn(lambda comm: train(apart(comm)), 2)[0] == spawn(lambda comm: train(Threads(comm)), 2)[0]
+    direct = spawn(lambda comm: train(apart(comm), progress="loop"), 2)
+    assert direct[0] == spawn(lambda comm: train(Threads(comm), progress="loop"), 2)[0]
     assert ipc._slabs.data
 
 

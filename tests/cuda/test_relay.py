@@ -164,13 +164,15 @@ def test_a_wait_in_vain_ends_with_the_name_of_the_call(cupy: Cupy) -> None:
     spawn(body, 2)
 
 
-def test_training_has_the_bits_of_copies_as_a_whole(cupy: Cupy) -> None:
-    def train(comm: Any) -> list[float]:
-        model, text = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
-        x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
-        loss, adam = nn.CrossEntropy(), optim.AdamW(lr=0.01)
-        trainer = model.as_distributed(loss=loss, optimizer=adam, comm=comm, precision="float64", device="cuda")
-        return [trainer.step(x, y) for _ in range(2)]
+def train(comm: Any, **options: Any) -> list[float]:
+    """The losses of two steps on a GPU."""
+    model, text = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3)), np.random.default_rng(comm.rank)
+    x, y = text.standard_normal((4, 6)), text.integers(0, 3, 4)
+    given = {"loss": nn.CrossEntropy(), "optimizer": optim.AdamW(lr=0.01), "precision": "float64", **options}
+    trainer = model.as_distributed(comm=comm, device="cuda", **given)
+    return [trainer.step(x, y) for _ in range(2)]
 
+
+def test_training_has_the_bits_of_copies_as_a_whole(cupy: Cupy) -> None:
     assert spawn(lambda comm: train(Threads(comm)), 2)[0] == spawn(train, 2)[0]
     assert any(stream.issued for stream in Stream.known.values())
