@@ -37,7 +37,10 @@ CLEARLY = 1.25
 SMALL, LARGE = 4 << 10, 4 << 20
 """Bytes of the collectives that are timed."""
 SHARE = 0.1
-"""Latency may take this share of the time of a collective."""
+"""What does not grow with a collective's bytes may take this share of its time: latency, and ACTION."""
+ACTION = 25e-6
+"""Seconds of Python that a program adds to each collective: a unit costs 60 to 110 us of a step of `many`, which holds
+two to four of them (one core of 2023). What a transport answers in 2 us would else be asked too often."""
 FAR = 1.5
 """A measurement that differs so much from the last one is made twice: one of them was disturbed."""
 LEAST, MOST = 256 << 10, 4 << 20
@@ -180,8 +183,8 @@ def _fastest(rates: dict[str, float], usual: str) -> str:
 
 
 def _group_bytes(latency: float, rate: float) -> int:
-    """The power of two from which on latency is at most SHARE of a collective."""
-    wanted = latency * rate / SHARE
+    """The power of two from which on latency and ACTION are at most SHARE of a collective."""
+    wanted = (latency + ACTION) * rate / SHARE
     return int(min(max(2 ** round(np.log2(max(wanted, 1.0))), LEAST), MOST))
 
 
@@ -281,6 +284,7 @@ def _key(world: Communicator) -> dict[str, Any]:
         "ranks": world.size,
         "ranks here": here,
         "threads": cores.threads_of(here) if imagined else parallel.threads(),
+        "seconds per action": ACTION,
     }
 
 
