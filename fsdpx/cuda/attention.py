@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdpx.cuda.devices import cupy, current, is_on_gpu
+from fsdpx.cuda.head_layout import merged, time_first
 
-__all__ = ["Case", "Library", "described", "fused", "library", "merged", "time_first"]
+__all__ = ["Case", "Library", "described", "fused", "library"]
 
 FORMATS = {"bfloat16": ("BFLOAT16", 2.0**-8), "float16": ("HALF", 2.0**-11)}
 """cuDNN's name of each format, and the distance of 1 from the next number."""
@@ -220,21 +221,6 @@ def _merged_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of one of three such arrays in one, (B, T, 3, H, D) in memory."""
     _, h, t, d = shape
     return t * 3 * h * d, d, 3 * h * d, 1
-
-
-def time_first(xp: Any, a: Any) -> Any:
-    """Empty, of a's shape (B, H, T, D) and (B, T, H, D) in memory."""
-    b, h, t, d = a.shape
-    return xp.empty((b, t, h, d), dtype=a.dtype).swapaxes(1, 2)
-
-
-def merged(xp: Any, q: Any, k: Any) -> Any:
-    """Empty, the gradients of q, k and v as `attention_backward` gives them: one array, or three where k has another
-    length or fewer heads."""
-    b, h, t, d = q.shape
-    if k.shape[1:3] != q.shape[1:3]:
-        return time_first(xp, q), time_first(xp, k), time_first(xp, k)
-    return xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
 
 
 def _lying_time_first(xp: Any, a: Any) -> Any:

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 
 from fsdpx.array.kernels.dispatch import kernel
+from fsdpx.cuda.head_layout import merged, time_first
 
-__all__ = ["attention", "attention_backward", "merged", "time_first"]
+__all__ = ["attention", "attention_backward"]
 
 
 @kernel()
@@ -57,20 +58,6 @@ def attention_backward(
         dv[at] = p.T @ do[b, h] if first else dv[at] + p.T @ do[b, h]
         dk[at] = ds.T @ q[b, h] if first else dk[at] + ds.T @ q[b, h]
     return d
-
-
-def time_first(xp: Any, q: Any) -> Any:
-    """Empty, of q's shape (B, H, T, D) and (B, T, H, D) in memory."""
-    b, h, t, d = q.shape
-    return xp.empty((b, t, h, d), dtype=q.dtype).swapaxes(1, 2)
-
-
-def merged(xp: Any, q: Any, k: Any) -> Any:
-    """Empty, three arrays of q's shape in one: (3, B, H, T, D), and (B, T, 3, H, D) in memory; or as q, k and k."""
-    b, h, t, d = q.shape
-    if k.shape[1:3] != q.shape[1:3]:
-        return time_first(xp, q), time_first(xp, k), time_first(xp, k)
-    return xp.empty((b, t, 3, h, d), dtype=q.dtype).transpose(2, 0, 3, 1, 4)
 
 
 def _heads(xp: Any, q: Any) -> Iterable[tuple[int, ...]]:

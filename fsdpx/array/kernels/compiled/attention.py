@@ -9,13 +9,13 @@ import numpy as np
 from fsdpx.array import blas, parallel
 from fsdpx.array.kernels.attention import attention as plain
 from fsdpx.array.kernels.attention import attention_backward as plain_backward
-from fsdpx.array.kernels.attention import merged, time_first
 from fsdpx.array.kernels.compiled import attention16
 from fsdpx.array.kernels.compiled.bits import plainly, wide
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.rows import dot, in_line, largest
 from fsdpx.array.kernels.compiled.scalar import exp, widest
 from fsdpx.array.kernels.compiled.words import available
+from fsdpx.cuda.head_layout import merged, time_first
 from fsdpx.native.compiled import REORDER, fixed
 from fsdpx.native.tools import jit
 
