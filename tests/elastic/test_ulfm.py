@@ -84,6 +84,8 @@ for stage in sys.argv[1:]:
                 call(comm, verb, times == DEADLY, victims)
                 times += 1
         except RankLost as error:
+            if comm.rank in victims:
+                die()  # it was told of the other victim before its own call came
             print(f"heard {since():.0f} ms {verb} {error}", flush=True)
             assert times >= DEADLY - 1  # who dies has all of a call that others have begun, perhaps not ended
         comm.revoke()
