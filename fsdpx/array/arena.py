@@ -3,6 +3,7 @@
 Kept buffers live as long as the trainer. Lent buffers live for part of a program: their lifetimes are known before it
 runs, so they are packed into one slab in which buffers that are never alive together share bytes."""
 
+import mmap
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +87,15 @@ def _peak(lives: Sequence[Life]) -> int:
     return best
 
 
+def _untouched(nbytes: int) -> Any:
+    """Zeros from the operating system: what is never written takes no memory, and no time. NumPy's may come from
+    memory used before, which the C library then clears, all of it."""
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
+
+
 class Memory(Protocol):
     """Where buffers can lie that other ranks read: windows of a `NodeCommunicator`. All calls are collective."""
 
@@ -126,12 +136,11 @@ class Arena:
 
     def _zeros(self, shape: tuple[int], dtype: Any) -> Any:
         """From a cache line on, where NumPy's own begin 16 bytes behind one, and many in one block, so that small ones
-        lie in huge pages, too. What is never written of a block takes no memory."""
+        lie in huge pages, too."""
         used = shape[0] * np.dtype(dtype).itemsize
         nbytes = -(-used // ALIGN) * ALIGN
         if self._rest.nbytes < nbytes:
-            block = np.zeros(max(nbytes, BLOCK) + ALIGN, np.uint8)
-            self._rest = block[-address(block) % ALIGN :]
+            self._rest = _untouched(max(nbytes, BLOCK))
         made, self._rest = self._rest[:used].view(dtype), self._rest[nbytes:]
         return made
 

@@ -1,9 +1,13 @@
 """Where kept buffers lie: on cache lines, many in one block, apart from those that are dropped before the others."""
 
+import ctypes
 import gc
+import mmap
+import sys
 import weakref
 
 import numpy as np
+import pytest
 
 from fsdpx.array.arena import ALIGN, BLOCK, Arena
 
@@ -42,6 +46,20 @@ def test_a_passing_buffer_gives_its_memory_back_alone() -> None:
     arena.drop("goes")
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="where mincore tells which pages are in memory")
+def test_what_is_not_written_takes_no_memory() -> None:
+    for sizes in ((31,), (31, 20)):  # MiB: once freed, so much stays in the heap, and is taken from there
+        freed = [np.ones(size << 20, np.uint8) for size in sizes]
+        del freed
+    made = Arena(np).keep("a", BLOCK, "uint8")
+    made[0] = 1
+    start = address(made) // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = np.zeros(BLOCK // mmap.PAGESIZE, np.uint8)
+    found = ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(BLOCK), ctypes.c_void_p(address(pages)))
+    assert found == 0
+    assert 1 <= (pages & 1).sum() * mmap.PAGESIZE <= 2 << 20, "one page, or a huge one"
 
 
 def test_a_closed_arena_holds_no_block() -> None:
