@@ -1,6 +1,6 @@
 """The recipes of CONTRIBUTING, each done once: what is added is all that stands here, and whole trainings use it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -228,7 +228,14 @@ def test_a_codec_with_state_is_one_class(strategy: str, ranks: int, rows: set[st
 # -- a verb: a row of the table, an operation, a line that places it ---------------------------------------------------
 
 
-def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def forget() -> Iterator[Callable[[], None]]:
+    """Programs made before a test changes the compiler do not serve it, and those made then nobody later."""
+    yield compiler.compile.cache_clear
+    compiler.compile.cache_clear()
+
+
+def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]) -> None:
     """PULL adds a constant to every gradient right before the update that takes it."""
     from fsdpx.engine import operations
 
@@ -246,6 +253,7 @@ def test_a_verb_is_a_row_and_an_operation(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(VERBS, "PULL", Verb(reads=("scale",), adds=("final:page",), about="page"))
     monkeypatch.setitem(operations.OPERATIONS, "PULL", pull)
     monkeypatch.setattr(compiler, "_update", placed)
+    forget()
 
     def run(comm: Communicator) -> tuple[dict[str, np.ndarray], Program]:
         trainer, _ = trained(comm, 1)

@@ -122,7 +122,7 @@ class Arena:
         self.slab_nbytes = 0
         self.slab_shared = False
         self.generation = 0  # grows when the slab moves or a kept buffer goes: views made before are stale
-        self.views: dict[tuple[int, int, str], Any] = {}
+        self.views: dict[tuple[int, int, np.dtype], Any] = {}
         self._rest = np.empty(0, np.uint8)  # of the block that kept buffers are cut from
 
     def keep(self, name: Hashable, size: int, dtype: Any, *, passing: bool = False) -> Any:
@@ -192,7 +192,7 @@ class Arena:
 
     def view(self, offset: int, size: int, dtype: Any) -> Any:
         """`size` elements of the slab from byte `offset`; the same object each time."""
-        key = (offset, size, np.dtype(dtype).name)
+        key = (offset, size, np.dtype(dtype))
         if key not in self.views:
             self.views[key] = self._cut(offset, size, dtype)
         return self.views[key]

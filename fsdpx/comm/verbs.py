@@ -121,13 +121,13 @@ def terms(call: Call) -> dict[str, Any]:
     verb, found = VERBS[call.verb], dict[str, Any]()
     if verb.arrays:
         array: Array = call.arrays[1 if ("recv" in verb.cut[:1] and not verb.at_root) or verb.at_root == "send" else 0]
-        found["dtype"] = array.dtype.name
+        found["dtype"] = array.dtype
         if verb.alike:
             found["elements"] = array.size
     if verb.reduces:
         found["op"] = ReduceOp.of(call.op).name
         if call.wire is not None:
-            found["wire"] = np.dtype(call.wire).name
+            found["wire"] = np.dtype(call.wire)
     if verb.cut and verb.alike:
         counts = call.cuts[0].counts if call.cuts else call.counts[0]
         found["counts"] = "even" if counts is None else list(counts)

@@ -74,10 +74,10 @@ def _turn(of: tuple[Any, Any]) -> tuple[Any, Any]:
 
 def takes(*arrays: Any) -> bool:
     """Whether cuBLAS multiplies these: matrices of one format, on a GPU, not empty."""
-    formats = {getattr(a.dtype, "name", "") for a in arrays}
-    return (
-        len(formats) == 1 and formats <= TYPES.keys() and all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays)
-    )
+    if not all(is_on_gpu(a) and a.ndim == 2 and a.size for a in arrays):
+        return False
+    formats = {a.dtype.name for a in arrays}
+    return len(formats) == 1 and formats <= TYPES.keys()
 
 
 def gemm(out: Any, a: Any, b: Any, accumulate: bool = False) -> None:

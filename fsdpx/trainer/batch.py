@@ -122,7 +122,7 @@ def agree(
     ranks = axes.mesh.line(axes.coordinates, REPLICA) if alone else range(comm.size)
     lines = [_data_rank(axes, rank) for rank in ranks]
     first = [lines.index(line) for line in sorted(set(lines))]
-    same = all((table[rank] == table[lines.index(line)]).all() for rank, line in enumerate(lines))
+    same = (table == table[[lines.index(line) for line in lines]]).all()
     if table[:, 0].all() and (table[:, CALL] == table[0, CALL]).all() and same:
         known = tuple(table[first, 1].tolist())
         return known * (axes.data.size // len(known)), bool((table[first] == table[0]).all())
