@@ -112,9 +112,9 @@ type: $(VENV)/.ready
 check: $(VENV)/.ready
 	$(MAKE) --no-print-directory -j lint type check-threads  # mypy alone leaves a core idle
 
-# Tests that wait leave a core to the others. Asserts that show what they compare take long to compile: tests that fail
-# (status 1) run again with them.
-CHECK = $(PY) -m pytest tests -m "not world and not jobs and not mpi_skip" --hypothesis-profile=check
+# Tests that wait leave a core to the others; all cores are busy, so products take one each. Asserts that show what they
+# compare take long to compile: tests that fail (status 1) run again with them.
+CHECK = OPENBLAS_NUM_THREADS=1 MKL_NUM_THREADS=1 $(PY) -m pytest tests -m "not world and not jobs and not mpi_skip" --hypothesis-profile=check
 check-threads: $(VENV)/.ready
 	$(CHECK) --assert=plain -n $(JOBS) --dist worksteal || \
 		{ [[ $$? != 1 ]] || $(CHECK) --last-failed --last-failed-no-failures none; false; }

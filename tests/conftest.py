@@ -92,4 +92,4 @@ def pytest_collection_finish() -> None:
     """Python need not search modules and thousands of tests for garbage again and again: a sixth of all time."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(2000, 20, 200)
+    gc.set_threshold(10_000, 20, 200)

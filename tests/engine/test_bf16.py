@@ -1,5 +1,6 @@
 """Layers that compute in bfloat16 beside float32 masters: right, the same everywhere, and half as large where said."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,16 @@ def test_parameters_may_travel_wider_than_layers_compute() -> None:
     assert two[0] == two[1]
 
 
-def test_running_statistics_are_float32_beside_layers_in_16_bits_or_float64() -> None:
+NORMED: dict[str, Callable[[], list[nn.Layer]]] = {
+    "rows": lambda: [nn.Flatten(), nn.Linear(108, 8), nn.BatchNorm(8), nn.ReLU(), nn.Linear(8, 2)],
+    "images": lambda: [nn.Conv2d(3, 8, 3), nn.BatchNorm(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 2)],
+}
+
+
+@pytest.mark.parametrize("of", few(NORMED, 2))
+def test_running_statistics_are_float32_beside_layers_in_16_bits_or_float64(of: str) -> None:
     def run(comm: Communicator, precision: Any) -> Any:
-        model = nn.Chain(nn.Conv2d(3, 8, 3), nn.BatchNorm(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 2))
+        model = nn.Chain(*NORMED[of]())
         trainer = model.as_distributed(loss=nn.MSE(), optimizer=SGD, precision=precision, comm=comm)
         rng = np.random.default_rng(0)
         for _ in range(3):

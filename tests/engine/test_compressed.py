@@ -135,7 +135,7 @@ def learnt(codec: Any, optimizer: Any) -> float:
     return spawn(body, 2)[0]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", few(SETTINGS, len(SETTINGS)))
 def test_each_codec_learns_digits_with_its_settings(name: str) -> None:
     """Kinds of settings as docs/compression.md says, with steps as long as those without a codec."""
     codec, optimizer, away = SETTINGS[name]
@@ -170,7 +170,7 @@ AXES = {
 
 
 @pytest.mark.parametrize("codec", few(["int8", "sign"], 2))
-@pytest.mark.parametrize("axes", few(AXES, 2))
+@pytest.mark.parametrize("axes", few(AXES, len(AXES)))
 def test_on_any_mesh_ranks_agree_and_the_loss_is_close(axes: str, codec: str) -> None:
     """Ranks of the tensor axis have the same of what is not cut, though blocks lie elsewhere in what is; a whole step
     and one of two halves; bytes as predicted."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import few
 
 from fsdpx import Precision, Trainer, nn, optim, spawn
 from fsdpx.array import blas
@@ -79,11 +80,12 @@ def test_the_bits_of_one_by_one(name: str, precision: Any, microbatches: int, mo
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 @pytest.mark.parametrize("name", ["broken", "tied", "branched"])
-def test_on_several_ranks(name: str, strategy: str) -> None:
-    losses, _, one = spawn(lambda comm: train(comm, name, precision="float64"), 1)[0]
-    many = spawn(lambda comm: train(comm, name, strategy=strategy, precision="float64")[0], 3)
+@pytest.mark.parametrize(("precision", "rtol"), few([("float32", 1e-5), ("float64", 1e-12)], 2))
+def test_on_several_ranks(name: str, strategy: str, precision: str, rtol: float) -> None:
+    losses, _, one = spawn(lambda comm: train(comm, name, precision=precision), 1)[0]
+    many = spawn(lambda comm: train(comm, name, strategy=strategy, precision=precision)[0], 3)
     for found in many:
-        np.testing.assert_allclose(found, losses, rtol=1e-12)
+        np.testing.assert_allclose(found, losses, rtol=rtol)
     assert one.parameters()
 
 

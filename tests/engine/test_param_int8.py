@@ -36,7 +36,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", few(MESHES, 2))
+@pytest.mark.parametrize("name", few(MESHES, len(MESHES)))
 def test_bytes_are_predicted_ranks_agree_and_the_loss_is_close(name: str) -> None:
     mesh, strategy = MESHES[name]
 

@@ -25,7 +25,7 @@ def test_every_schedule_equals_one_process(schedule: str, width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "schedule"), few(pairs(["hybrid", "fsdp", "zero1", "zero2"], reversed(SCHEDULES)), 3)
+    ("strategy", "schedule"), few(pairs(["hybrid", "fsdp", "zero1", "zero2"], reversed(SCHEDULES)), len(SCHEDULES))
 )
 def test_every_placement_under_a_pipe_equals_one_process(strategy: str, schedule: str) -> None:
     mesh = Mesh(replica=2, shard=2, pipe=2) if strategy == "hybrid" else Mesh(shard=2, pipe=2)

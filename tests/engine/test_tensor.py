@@ -57,7 +57,7 @@ THREE = [("fsdp", None), ("fsdp", "ring"), ("ddp", "parallel"), ("ddp", None), (
 """Sequences are cut inside layers, placements hold between them: each of both, not each with each."""
 
 
-@pytest.mark.parametrize(("strategy", "sequence"), few(THREE, 3))
+@pytest.mark.parametrize(("strategy", "sequence"), few(THREE, len(THREE)))
 def test_three_dimensions_equal_one_process(strategy: str, sequence: str | None) -> None:
     widths = {"replica": 2, "shard": 1} if strategy == "ddp" else {"shard": 2}
     compare("wide", Mesh(pipe=2, tensor=2, **widths), strategy, sequence=sequence, microbatches=3)
@@ -68,7 +68,7 @@ def test_the_order_of_the_axes_is_a_choice() -> None:
     compare("wide", Mesh(shard=2, pipe=2, tensor=2, order=order), "fsdp", microbatches=2)
 
 
-@pytest.mark.parametrize(("sequence", "time"), few(pairs(SEQUENCES, [12, 7, 1]), 4))
+@pytest.mark.parametrize(("sequence", "time"), few(pairs(SEQUENCES, [12, 7, 1]), 6))
 def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None, time: int) -> None:
     def run(comm: Communicator, mesh: Mesh) -> Any:
         trainer = train(comm, "wide", mesh, "ddp", sequence=sequence if mesh.tensor > 1 else None)[2]

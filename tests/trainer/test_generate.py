@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import few
 from models import make
 
 from fsdpx import Mesh, Trainer, nn, optim, spawn
@@ -47,7 +48,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("of", [gpt, llama])
+@pytest.mark.parametrize("of", few([llama, gpt], 2))
 def test_the_text_with_a_cache_is_the_text_without_on_every_mesh(of: Any) -> None:
     (want,) = spawn(lambda comm: texts(comm, of, {}, False), 1)
     assert [len(one) for one in want] == [13, 13, 13, 9, 9, 9]
