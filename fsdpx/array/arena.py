@@ -90,7 +90,11 @@ def _peak(lives: Sequence[Life]) -> int:
 def _untouched(nbytes: int) -> Any:
     """Zeros from the operating system: what is never written takes no memory, and no time. NumPy's may come from
     memory used before, which the C library then clears, all of it."""
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}  # not on Windows
+    try:
+        pages = mmap.mmap(-1, nbytes, **private)
+    except OSError as error:
+        raise MemoryError(f"unable to allocate {nbytes} bytes for what a rank keeps: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)

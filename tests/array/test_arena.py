@@ -62,6 +62,11 @@ def test_what_is_not_written_takes_no_memory() -> None:
     assert 1 <= (pages & 1).sum() * mmap.PAGESIZE <= 2 << 20, "one page, or a huge one"
 
 
+def test_more_than_there_is_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match=r"^unable to allocate 4611686018427387904 bytes for what a rank keeps: "):
+        Arena(np).keep("a", 1 << 62, "uint8")
+
+
 def test_a_closed_arena_holds_no_block() -> None:
     arena = Arena(np)
     block = weakref.ref(arena.keep("a", 5, "float32").base)
