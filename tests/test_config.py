@@ -113,7 +113,7 @@ def test_every_role_can_be_named() -> None:
     said = Precision(
         compute="bfloat16", param="bf16", activations="bf16", reduce="float32", buffers="float32", master="float32"
     )
-    made = trainer(precision=said).placement.formats
+    made = trainer(precision=said, group_bytes=0).placement.formats
     single, half = np.dtype("f4"), dtype("bf16")
     assert (made.master, made.gradients, made.statistics) == (single, single, single)
     assert (made.compute, made.wire) == (half, None)
