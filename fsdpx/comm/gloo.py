@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from os import _exit  # as it is before fsdpx.watch tells of exits that others wait behind
@@ -30,6 +33,8 @@ __all__ = ["GlooCommunicator"]
 
 _AGES = timedelta(days=30)
 """How long Gloo itself waits: our waits end before."""
+_LAST = 5.0
+"""Seconds that the end of a process waits for threads that wait for messages."""
 
 
 class GlooCommunicator(Carrier):
@@ -209,23 +214,43 @@ class Waited:
         if self._error is not None:
             raise self._error
 
+    def give_up(self) -> None:
+        """Whoever waits longer than he wants to fails all that is under way in a group of Gloo: the thread returns."""
+        for work in self._works:
+            with suppress(RuntimeError):  # which says so
+                work.wait(timedelta(milliseconds=1))
+
 
 class _Threads:
-    """As many threads as there are messages to wait for, kept for the next ones. None holds up the end of a process."""
+    """As many threads as there are messages to wait for, kept for the next ones. None holds up the end of a process,
+    and none waits on when it has come: a thread that returned to Python then would take the process down."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[Waited] = SimpleQueue()
         self._free = threading.Semaphore(0)
+        self._waiting: set[Waited] = set()
+        atexit.register(self.end)
 
     def give(self, waited: Waited) -> None:
+        self._waiting.add(waited)
         self._given.put(waited)
         if not self._free.acquire(blocking=False):
             threading.Thread(target=self._serve, name="fsdpx gloo", daemon=True).start()
 
     def _serve(self) -> None:
         while True:
-            self._given.get().run()
+            waited = self._given.get()
+            waited.run()
+            self._waiting.discard(waited)
             self._free.release()
+
+    def end(self) -> None:
+        """Messages that nobody has waited for are lost: the other side has not called, or will find us gone."""
+        for waited in list(self._waiting):
+            waited.give_up()
+        last = time.monotonic() + _LAST
+        while self._waiting and time.monotonic() < last:
+            time.sleep(0.001)
 
 
 _THREADS = _Threads()
