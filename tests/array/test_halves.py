@@ -143,6 +143,8 @@ def test_mkl_is_the_default_on_intel_where_onednn_is_missing(monkeypatch, intel,
     monkeypatch.setattr(onednn, "found", lambda: Right() if "onednn" in here else None)
     monkeypatch.setattr(mkl, "found", lambda: Right() if "mkl" in here else None)
     monkeypatch.setattr(halves, "intel", lambda: intel)
+    monkeypatch.setattr(halves, "present", lambda: dict.fromkeys(here, "lib.so 1 2"))
+    monkeypatch.setattr(halves, "told", lambda what: "avx2 avx512bw")
     monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ("amx_bf16",))
     _forget()
     try:
@@ -161,6 +163,24 @@ def test_without_instructions_operands_are_widened(monkeypatch: pytest.MonkeyPat
         assert halves.candidates() == []
     finally:
         _forget()
+
+
+@pytest.mark.parametrize(("flags", "here"), [
+    ("sse2 avx2 fma", ["mkl", "widened"]), ("avx2 avx512f avx512bw", ["onednn", "mkl", "widened"]),
+    ("avx2 avx_vnni avx_ne_convert", ["onednn", "mkl", "widened"]),
+])  # fmt: skip
+def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatch, flags, here) -> None:
+    class Library:
+        name, path, version = "it", "lib.so", "1"
+
+    monkeypatch.setattr(halves, "present", lambda: dict.fromkeys(("onednn", "mkl"), "lib.so 1 2"))
+    monkeypatch.setattr(halves, "told", lambda what: flags)
+    monkeypatch.setattr(onednn, "found", Library)
+    monkeypatch.setattr(mkl, "found", Library)
+    assert list(halves.available()) == here
+    if "onednn" not in here:
+        with pytest.raises(ConfigError, match=r"16-bit products by 'onednn' are not here: choose one of mkl, widened"):
+            halves.choose("onednn")
 
 
 def test_an_unknown_library_is_refused() -> None:

@@ -4,6 +4,7 @@ arrays of the host, to copy them in by assignment, and to be turned into them un
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import itertools
@@ -378,16 +379,18 @@ TYPES = {
 
 
 def _compiled(source: str, defines: list[str]) -> str:
-    """The library, kept from one run of the tests to the next."""
+    """The library, kept from one run of the tests to the next; made once where several ranks or processes want it."""
     folder = Path(tempfile.gettempdir()) / f"fsdpx-kernels-on-the-host-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     key = hashlib.sha256(repr((source, defines)).encode()).hexdigest()[:16]
-    made, own = folder / f"{key}.so", folder / f"{key}.{os.getpid()}"
-    if not made.exists():
-        own.with_suffix(".cpp").write_text(source)
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *defines]
-        subprocess.run(["g++", *flags, "-o", own, own.with_suffix(".cpp")], check=True)
-        own.rename(made)
+    made = folder / f"{key}.so"
+    with (folder / f"{key}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # threads open it each, so it holds between them as well
+        if not made.exists():
+            made.with_suffix(".cpp").write_text(source)
+            flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-w", *defines]
+            subprocess.run(["g++", *flags, "-o", made.with_suffix(".part"), made.with_suffix(".cpp")], check=True)
+            made.with_suffix(".part").rename(made)
     return str(made)
 
 

@@ -22,6 +22,8 @@ WIDENED = "widened"
 """Operands as float32, and their product by the library of float32: always there, and the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 LIBRARIES = {"bfloat16": ("onednn", "mkl"), "float16": ("onednn",)}
+ONEDNN_NEEDS = ("avx512bw", "avx_ne_convert")
+"""One of these a processor must have: without them oneDNN has no product of bfloat16 at all, MKL's is slow."""
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
 """(rows, summed, columns) of the products by which a library proves itself."""
 
@@ -30,7 +32,7 @@ asked: str | None = None  # by `choose`
 
 def available() -> dict[str, str]:
     """Name -> path and version of what `choose` accepts."""
-    here = [(name, library) for name in LIBRARIES["bfloat16"] if (library := _library(name)) is not None]
+    here = [(name, library) for name in _present() if (library := _library(name)) is not None]
     named = {name: f"{library.path} ({library.version})" for name, library in here}
     return {**named, WIDENED: "float32 products of widened operands"}
 
@@ -38,20 +40,27 @@ def available() -> dict[str, str]:
 def choose(name: str | None) -> None:
     """Compute 16-bit products with library `name` from now on; None: the default. All ranks of a job choose alike."""
     global asked
-    if name not in (None, WIDENED) and (name not in LIBRARIES["bfloat16"] or name not in present()):
+    if name not in (None, WIDENED) and name not in _present():
         raise ConfigError(f"16-bit products by {name!r} are not here: choose one of {', '.join(available())}")
     asked = name
 
 
 def chosen(kind: str = "bfloat16") -> str:
     """The name of the library in use for a format: where the processor has the instructions oneDNN, or MKL on Intel's,
-    if it computes right. `choose` speaks of bfloat16, which both compute on every processor."""
+    if it computes right. `choose` speaks of bfloat16."""
     return asked if asked and kind == "bfloat16" else _default(kind)
 
 
 def candidates() -> list[str]:
     """The libraries that compute bfloat16 right, where the processor has instructions for it: a tuner may choose."""
     return [name for name in LIBRARIES["bfloat16"] if instructions() and _proven(name, "bfloat16")]
+
+
+def _present() -> list[str]:
+    """What is installed, and has products of bfloat16 for this processor: neither takes loading it."""
+    here, flags = present(), told("flags").split()
+    fits = {"onednn": any(flag in flags for flag in ONEDNN_NEEDS)}
+    return [name for name in LIBRARIES["bfloat16"] if name in here and fits.get(name, True)]
 
 
 def _library(name: str) -> onednn.OneDNN | mkl.MKL | None:
