@@ -18,7 +18,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.direct import COLLECTIVES
 from fsdpx.comm.rendezvous import Group, Message, Operation, Transfer, Vote, World
 from fsdpx.comm.staging import staged
-from fsdpx.comm.steps import Progress
+from fsdpx.comm.steps import NOT_ALONE, Progress
 from fsdpx.comm.survivors import Survivor
 from fsdpx.comm.verbs import terms
 from fsdpx.comm.window import ThreadWindow, aligned
@@ -37,7 +37,7 @@ class LocalCommunicator(Backend, Survivor):
     def __init__(
         self, group: Group, rank: int, progress: Progress | None = None, delays: random.Random | None = None
     ) -> None:
-        super().__init__(rank, len(group.members), progress)
+        super().__init__(rank, len(group.members), progress or Progress(NOT_ALONE))
         self._group = group
         self.survives = group.world.survive
         self._calls = self._votes = 0

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 
 from fsdpx.comm.calls import DONE, Handle
 
-__all__ = ["PATIENT", "Finish", "Progress", "Steps", "progress_of", "spin"]
+__all__ = ["NOT_ALONE", "PATIENT", "Finish", "Progress", "Steps", "progress_of", "spin"]
 
 PATIENT = 2048  # about a millisecond
 _SPINS_BEFORE_SLEEP = 4096  # some milliseconds: who waits that long can give the core away for good
+NOT_ALONE = -_SPINS_BEFORE_SLEEP  # of threads of one interpreter: who looks keeps it from the others for 5 ms at a time
 _SPINS_PER_CLOCK = 256
 _NAP = 50e-6
 
