@@ -98,6 +98,7 @@ def dispatcher(function):
     return jit(function).dispatcher()
 
 
+@in_full
 def test_no_folder_for_the_cache_warns_once(cache, monkeypatch):
     def nowhere(function, fastmath, bare):
         raise RuntimeError("cannot cache function: no locator available")
@@ -109,6 +110,7 @@ def test_no_folder_for_the_cache_warns_once(cache, monkeypatch):
     assert (first(1), second(1)) == (2, 3)
 
 
+@in_full
 def test_a_full_disk_warns_and_the_kernel_runs(cache, monkeypatch, tmp_path):
     def full(self, key, data):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -40,6 +40,7 @@ def test_unknown_names_cost_nothing():
     warm(["no such kernel"], np.float32)
 
 
+@in_full
 def test_a_warm_kernel_compiles_and_loads_nothing():
     code = (
         COUNT

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from amount import few
+from amount import few, in_full
 from models import distance, make, placed
 from savers import ALL, CUT, build, contents, everywhere, steps
 
@@ -27,6 +27,7 @@ def saved(comm: Communicator, name: str, path: Path, case: str = "wide", **optio
     return trainer.parameters()
 
 
+@in_full
 @pytest.mark.parametrize("case", ["wide", "norms"])
 @pytest.mark.parametrize("name", few(ALL, 5))
 def test_the_weights_are_the_file_that_safetensors_writes(
@@ -67,6 +68,7 @@ PLACES = [(strategy, ranks, None) for strategy, ranks in placed([1, 2, 3, 5], [4
 SOLID = [("fsdp", 8, Mesh(replica=2, shard=2, pipe=2)), ("zero1", 8, Mesh(shard=2, pipe=4))]
 
 
+@in_full
 @pytest.mark.parametrize(("strategy", "ranks", "mesh"), few(PLACES + SOLID, 6), ids=str)
 def test_every_preset_at_every_number_of_ranks(
     strategy: str, ranks: int, mesh: Mesh | None, reference: tuple[Path, str], tmp_path: Path
@@ -88,6 +90,7 @@ def test_every_preset_at_every_number_of_ranks(
     assert contents(tmp_path / "a") == contents(reference[0])
 
 
+@in_full
 def test_digests_are_the_crc_of_each_tensor(tmp_path: Path) -> None:
     values = everywhere("3D", saved, "3D", tmp_path / "a")[0]
     files = json.loads((tmp_path / "a/manifest.json").read_text())["files"]
@@ -122,6 +125,7 @@ def test_optimisers_have_what_they_have(optimizer: Any, slots: list[str], tmp_pa
     assert sorted(names) == sorted(f"{s}/{n}" for s in slots for n in ("2.weight", "2.bias", "4.weight", "4.bias"))
 
 
+@in_full
 @pytest.mark.parametrize(
     ("name", "dtype"), few([("bf16", ml_dtypes.bfloat16), ("float16", np.float16), ("float32", "f4")], 3)
 )
@@ -157,6 +161,7 @@ def test_precisions_change_by_convert_alone(tmp_path: Path) -> None:
     spawn(load, 2, "float64", True)
 
 
+@in_full
 def test_several_files_and_their_index(tmp_path: Path) -> None:
     values = everywhere("3D", lambda comm: saved(comm, "3D", tmp_path / "a", shard_bytes=10_000))[0]
     index = json.loads((tmp_path / "a/model.safetensors.index.json").read_text())
@@ -213,6 +218,7 @@ def test_running_statistics_may_be_missing(tmp_path: Path) -> None:
     assert (found["1.running_mean"] == 0).all()
 
 
+@in_full
 def test_saving_and_loading_take_a_few_blocks_of_memory(tmp_path: Path) -> None:
     """80 MB of arrays; a tensor axis cuts columns, so that runs are short."""
 

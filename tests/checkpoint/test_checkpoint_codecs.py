@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, pairs
+from amount import few, in_full, pairs
 from savers import ALL, build, everywhere, steps
 
 import fsdpx
@@ -50,6 +50,7 @@ def run(comm: Communicator, mesh: str, first: int, last: int, path: Path, codec:
 STOPS = pairs(["hybrid 4", "zero1 2", "fsdp 3", "pipe 4", "tensor 3 shard 2"], ["int8", fsdpx.Int8(unbiased=True)])
 
 
+@in_full
 @pytest.mark.parametrize(("mesh", "codec"), few(STOPS, len(STOPS)))
 def test_a_run_that_stops_goes_on_with_the_same_bits(mesh: str, codec: Any, tmp_path: Path) -> None:
     whole = everywhere(mesh, run, mesh, 0, 6, tmp_path / "whole", codec)
@@ -64,6 +65,7 @@ MOVES = [
 ]  # fmt: skip
 
 
+@in_full
 @pytest.mark.parametrize(("first", "second"), few(MOVES, 3))
 def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, tmp_path: Path) -> None:
     def begin(comm: Communicator) -> Any:
@@ -89,6 +91,7 @@ def test_on_other_ranks_all_that_is_owed_stays(first: str, second: str, tmp_path
             assert not later[name].any()
 
 
+@in_full
 def test_codecs_may_change_between_two_runs(tmp_path: Path) -> None:
     """A file without what a codec keeps begins at zero; what no codec asks for is left."""
 
@@ -109,6 +112,7 @@ def test_codecs_may_change_between_two_runs(tmp_path: Path) -> None:
     assert left == {}
 
 
+@in_full
 @pytest.mark.parametrize("codec", few(["sign", fsdpx.TopK(0.1, momentum=0.9, warmup=3, block=1024)], 2))
 def test_with_chunks_training_goes_on_elsewhere_with_the_same_bits(codec: Any, tmp_path: Path) -> None:
     """Each chunk's memory goes to the rank that computes it now."""
@@ -127,6 +131,7 @@ def test_with_chunks_training_goes_on_elsewhere_with_the_same_bits(codec: Any, t
     assert set(found) == set(whole)
 
 
+@in_full
 def test_what_chunks_owe_stays_when_there_are_none(tmp_path: Path) -> None:
     def begin(comm: Communicator, mesh: str, chunks: int | None) -> Any:
         trainer = build(comm, mesh, chunks=chunks, **OPTIONS)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from amount import few
+from amount import few, in_full
 from models import make
 from savers import ALL, build, contents, everywhere, steps
 
@@ -132,6 +132,7 @@ def test_errors_in_the_background_surface_at_the_next_save(old: Any, monkeypatch
     assert refused(2, body) == f"save to {old[0]}: rank 0: Permission denied (EACCES): model.safetensors"
 
 
+@in_full
 def test_in_the_background_the_values_are_those_of_the_call(tmp_path: Path) -> None:
     def body(comm: Communicator) -> tuple[str, list[str]]:
         trainer = build(comm, "3D")
@@ -218,6 +219,7 @@ def nobody() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@in_full
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs POSIX")
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_folder_without_permission(nobody: Path, in_background: bool) -> None:
@@ -285,6 +287,7 @@ def test_ranks_that_want_different_things(tmp_path: Path) -> None:
     assert "ranks differ in options: rank 0 has Choices(dtype=None" in text
 
 
+@in_full
 def test_two_jobs_do_not_save_to_one_place(old: Any) -> None:
     code = (
         "import sys; from pathlib import Path; from fsdpx.checkpoint.commit import _lock\n"
@@ -487,6 +490,7 @@ def test_manifests_are_read_to_the_last_byte() -> None:
             Manifest.parse(bad, "m")
 
 
+@in_full
 def test_all_is_left_as_it_was_by_a_refused_load_on_any_mesh(tmp_path: Path) -> None:
     spawn(saved, 1, tmp_path / "a")
     damage(tmp_path / "a/model.safetensors", (tmp_path / "a/model.safetensors").stat().st_size - 1)

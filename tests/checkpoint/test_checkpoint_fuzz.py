@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from amount import examples
+from amount import examples, in_full
 from fuzz import Fuzz
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,12 +17,14 @@ def fuzz(tmp_path_factory: pytest.TempPathFactory) -> Fuzz:
     return Fuzz(tmp_path_factory.mktemp("fuzz"))
 
 
+@in_full
 @settings(max_examples=examples(400))
 @given(seed=st.integers(0, 2**32))
 def test_mutated_files_are_refused_or_the_same(fuzz: Fuzz, seed: int) -> None:
     fuzz.refused(seed)
 
 
+@in_full
 def test_some_are_refused(fuzz: Fuzz) -> None:
     assert sum(fuzz.refused(seed) for seed in range(50)) > 40
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from amount import examples
+from amount import examples, in_full
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from models import KNOWN
@@ -37,6 +37,7 @@ MESHES = st.builds(
 )
 
 
+@in_full
 @settings(max_examples=examples(20))
 @given(
     mesh=MESHES,

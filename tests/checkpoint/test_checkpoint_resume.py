@@ -27,6 +27,7 @@ def run(comm: Communicator, name: str, first: int, last: int, path: Path, **opti
     return digest
 
 
+@in_full
 @pytest.mark.parametrize(
     ("first", "second", "half"),
     few([("fsdp 5", "pipe 4", 11), ("one", "fsdp 3", 50), ("pipe 4", "ddp 2", 11), ("zero2 4", "one", 11)], 4),
@@ -46,6 +47,7 @@ def test_a_tensor_axis_resumes_exactly_on_itself(name: str, tmp_path: Path) -> N
     assert everywhere(name, run, name, 5, 8, tmp_path / "a") == whole
 
 
+@in_full
 def test_dropout_goes_on_with_the_seed_of_the_checkpoint(tmp_path: Path) -> None:
     def go_on(comm: Communicator, load: bool) -> list[float]:
         trainer = build(comm, "fsdp 3", chunks=8, seed=77)
@@ -68,6 +70,7 @@ def _loaded(comm: Communicator, path: Path) -> Trainer:
     return trainer
 
 
+@in_full
 def test_the_loss_scale_goes_on(tmp_path: Path) -> None:
     """Overflow, then growth: the scale and its count are part of the state."""
 
@@ -147,6 +150,7 @@ def test_a_run_can_begin_anew(tmp_path: Path) -> None:
     assert [spawn(begin, 1, resume)[0] for resume in (True, True, False)] == [0, 3, 0]
 
 
+@in_full
 def test_a_loader_goes_on_at_another_number_of_ranks(tmp_path: Path) -> None:
     """The samples of the global batches, by hand."""
 

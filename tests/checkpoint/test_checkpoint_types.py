@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from savers import contents
 
 from fsdpx import Trainer, data, nn, optim, spawn
@@ -129,6 +129,7 @@ TAKEN = [
 """Values that are as good as those that stood there."""
 
 
+@in_full
 def test_values_of_other_types_are_refused_alike(good: Path, tmp_path: Path) -> None:
     cases = few(spoilt(contents(good)), 7)
     assert len(cases) > 100

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from amount import in_full
 
 from fsdpx.codecs import Cast, Codec, Int8, Plain, PowerSGD, RandomK, Sign, TopK, codec
 from fsdpx.codecs.onebit import OneBit
@@ -175,6 +176,7 @@ def gradient(n: int, rank: int) -> np.ndarray:
     return (1 + np.arange(n) / 7 + rank / 3 + 1e-3).astype(np.float32)
 
 
+@in_full
 def test_a_codec_with_state_is_one_file() -> None:
     exact = sum(gradient(7, rank).astype(np.float64) for rank in range(3))
     off = {}

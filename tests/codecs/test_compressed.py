@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 
 from fsdpx.array import kernels
 from fsdpx.array.random import Stretch
@@ -81,6 +82,7 @@ def test_what_arrived_and_what_is_kept_is_what_was_given(name: str, size: int, t
     assert np.abs(sent - given).max() > 1e-4  # it does lose something
 
 
+@in_full
 @pytest.mark.parametrize("name", UNBIASED)
 @pytest.mark.parametrize("together", [False, True])
 def test_each_number_is_right_in_the_mean(name: str, together: bool) -> None:
@@ -122,6 +124,7 @@ def test_numbers_of_one_size_arrive_exactly_by_their_signs() -> None:
     assert not any(memory["error"].any() for _, memory in found)
 
 
+@in_full
 @pytest.mark.parametrize("together", [False, True])
 def test_signs_alone_climb_where_signs_with_feedback_descend(together: bool) -> None:
     """The counterexample of Karimireddy et al. (2019): x/4, whose gradient is seen as 4 with probability 1/4 and as -1

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from ranks import OVER_GLOO, carrier, together
 
 import fsdpx
@@ -269,6 +270,7 @@ def test_what_the_environment_does_not_say_is_named(monkeypatch: pytest.MonkeyPa
             roll.call(read(environ))
 
 
+@in_full
 def test_import_leaves_torch_alone() -> None:
     code = "import sys, fsdpx; fsdpx.init(); fsdpx.comm; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], env=alone() | {"PYTHONPATH": str(ROOT)}).returncode == 0

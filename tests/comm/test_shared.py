@@ -8,7 +8,7 @@ import sys
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 by name from here on
 import numpy as np
 import pytest
-from amount import examples
+from amount import examples, in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,6 +94,7 @@ def test_every_kind_of_number_is_rounded_as_casts_round_it(wire):
     np.testing.assert_array_equal(out.view(np.uint32), want.view(np.uint32))
 
 
+@in_full
 def test_streamed_sums_are_stored_past_the_caches():
     from numba import njit
 
@@ -102,6 +103,7 @@ def test_streamed_sums_are_stored_past_the_caches():
         assert all("movntps" in text and "sfence" in text for text in code.values())
 
 
+@in_full
 def test_code_is_kept_on_disk():
     """Compiling takes a second, loading less than a millisecond."""
     code = """

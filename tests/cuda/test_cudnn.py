@@ -154,6 +154,7 @@ def test_without_a_library_or_a_plan_the_kernels_run(make: Make, monkeypatch: py
     assert attention.library().words.endswith("is not installed: pip install 'fsdpx[cudnn12]' or 'fsdpx[cudnn13]'")
 
 
+@in_full
 def test_a_wrong_plan_is_told_once_and_not_used(make: Make) -> None:
     """One position too many in a window of 40."""
     q = ndarray(numbers(2, 2, 200, 32))

@@ -118,6 +118,7 @@ def same_bits(launched: list[int], ranks: int, model: Any, plain: bool = True, *
 PIPE = {"mesh": Mesh(pipe=2), "microbatches": 4, "data": False}
 
 
+@in_full
 @pytest.mark.parametrize(
     ("model", "ranks", "options", "graphs"),
     [
@@ -166,6 +167,7 @@ def test_what_draws_random_numbers_stays_as_it_is(
     assert said.count("fsdpx: cuda_graphs: layer 'drop' is computed without a graph: draws random numbers\n") == 1
 
 
+@in_full
 def test_labels_of_an_embedding_are_looked_at_in_each_step(
     cupy: Cupy, launched: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -195,6 +197,7 @@ def test_what_speaks_with_other_ranks_stays_outside(
     assert "layer '1' is computed without a graph: speaks with other ranks" in capsys.readouterr().err
 
 
+@in_full
 def test_batches_of_another_size_run_as_ever_and_the_graphs_stay(cupy: Cupy, launched: list[int]) -> None:
     assert same_bits(launched, 1, mlp, sizes=(8, 8, 8, 8, 3, 8, 8)) == 2 * 4
     assert same_bits(launched, 1, mlp, sizes=(8, 8, 8, 3, 3, 3, 8, 5, 5, 5)) == 2 * (1 + 2 + 1)  # of two sizes at most
@@ -218,6 +221,7 @@ def one_by_one(comm: Any, graphs: bool, folder: Path) -> Any:
     return found, state_of(trainer)
 
 
+@in_full
 def test_between_steps_all_else_is_as_ever(cupy: Cupy, launched: list[int], tmp_path: Path) -> None:
     with kernels.use("plain"):
         want = spawn(lambda comm: one_by_one(comm, False, tmp_path), 2)
@@ -256,6 +260,7 @@ def test_what_is_sent_is_no_memory_that_a_later_graph_writes(
     assert sent == [False] * (5 * 4 * 2)
 
 
+@in_full
 def test_memory_does_not_grow_with_the_number_of_microbatches(cupy: Cupy, memories: list[GraphMemory]) -> None:
     with kernels.use("plain"):
         for count in (1, 2, 8):
@@ -264,6 +269,7 @@ def test_memory_does_not_grow_with_the_number_of_microbatches(cupy: Cupy, memori
     assert all(few <= some < 1.5 * few for some in more), (few, more)
 
 
+@in_full
 def test_graphs_are_made_anew_when_buffers_move(cupy: Cupy, launched: list[int]) -> None:
     def body(comm: Any, graphs: bool) -> Any:
         trainer = trainer_of(comm, mlp, graphs, group_bytes=1)

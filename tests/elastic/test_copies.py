@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from assembled import Tensors, assembled, bits, demand_equal, elements
 from models import KNOWN, make, part
 
@@ -138,24 +138,28 @@ def demand_whole(name: str, case: str, dead: tuple[int, ...], to: str, copies: i
         demand_equal(want, left.state)
 
 
+@in_full
 @pytest.mark.parametrize("name", few(FROM, 4))
 def test_any_rank_may_be_lost_and_any_mesh_goes_on(name: str) -> None:
     for dead, to in zip(range(FROM[name][2]), [*TO] * 2, strict=False):
         demand_whole(name, "wide", (dead,), to)
 
 
+@in_full
 @pytest.mark.parametrize("to", few(TO, 3))
 def test_nobody_lost(to: str) -> None:
     demand_whole("fsdp 4", "wide", (), to)
     demand_whole("pipe 2 tensor 2", "wide", (), to)
 
 
+@in_full
 @pytest.mark.parametrize("name", ["fsdp 4", "pipe 2 shard 2"])
 def test_one_rank_of_every_pair_may_be_lost(name: str) -> None:
     for dead in product(*groups(["here"] * 4, 1)):
         demand_whole(name, "gpt", dead, "fsdp 3")
 
 
+@in_full
 def test_two_copies_outlast_any_two_losses() -> None:
     for first in range(5):
         for second in range(first):
@@ -168,12 +172,14 @@ def test_replicas_and_copies_together() -> None:
         demand_whole("hybrid 4", "norms", dead, "fsdp 3", copies=2)
 
 
+@in_full
 @pytest.mark.parametrize("name", ["fsdp 2", "pipe 2 shard 2"])
 def test_running_statistics_are_those_of_the_stage_that_moves_them(name: str) -> None:
     demand_whole(name, "norms", (0,), "one")
     assert np.abs(left_by(name, "norms").state["1.running_mean"]).max() > 0
 
 
+@in_full
 @pytest.mark.parametrize("name", ["fsdp 4", "tensor 2 shard 2", "pipe 2 tensor 2"])
 def test_what_is_gone_with_a_rank_and_its_buddy_is_named(name: str) -> None:
     left, count = left_by(name, "wide"), FROM[name][2]
@@ -343,6 +349,7 @@ def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
     assert ranks[dead] is None
 
 
+@in_full
 def test_a_rank_that_dies_while_state_moves() -> None:
     """RankLost on all the others, and the next attempt without it succeeds from the same parts."""
     from fsdpx.comm.rendezvous import Died

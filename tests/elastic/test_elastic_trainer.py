@@ -32,6 +32,7 @@ def plain() -> tuple[list[float], str]:
     return spawn(body, 1)[0]
 
 
+@in_full
 def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
     losses, fingerprint = plain()
     for ranks in (1, 2, 3, 5):
@@ -39,6 +40,7 @@ def test_the_same_bits_as_a_trainer_that_is_not_elastic() -> None:
             assert (got.losses, got.fingerprint) == (losses, fingerprint)
 
 
+@in_full
 def test_ranks_that_hold_16_bits_alone_leave_and_join() -> None:
     def body(comm: Any, elastic: Any) -> str:
         trainer = make(comm, elastic=elastic, precision=Precision("bf16", master="bf16", rounding="kahan"))
@@ -71,6 +73,7 @@ def test_ranks_leave_and_join() -> None:
         assert got == (losses, fingerprint, [2, 4, 1, 3, 3])
 
 
+@in_full
 def test_a_file_says_how_many_train(tmp_path: Path) -> None:
     wanted = tmp_path / "ranks"
 
@@ -90,6 +93,7 @@ def test_a_file_says_how_many_train(tmp_path: Path) -> None:
         assert got == ([3, 2, 2, 3, 3], plain()[1])
 
 
+@in_full
 def test_ranks_that_the_mesh_cannot_use_follow_and_take_over() -> None:
     model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
     options = {
@@ -110,6 +114,7 @@ def test_too_few_ranks_for_the_mesh() -> None:
         train(2, [Kill(0, "F0.0", before=1)], "ddp", mesh=Mesh(pipe=2))
 
 
+@in_full
 def test_state_that_nobody_has() -> None:
     """Both of a pair die at once."""
     kills = [Kill(0, "UPDATE0", before=3), Kill(2, "UPDATE0", before=3)]
@@ -235,6 +240,7 @@ def test_fit_goes_on(tmp_path: Path, background: bool) -> None:
 DEATHS = [("LAMB", "COMMIT"), ("LAMB", "UPDATE1"), ("AdamW", "UPDATE1")]
 
 
+@in_full
 @pytest.mark.parametrize(("optimizer", "action"), few(DEATHS, 3))
 def test_a_rank_dies_when_all_have_agreed(optimizer: str, action: str) -> None:
     """LAMB still speaks then, so that some ranks meet the loss in the step and others after it."""
@@ -317,6 +323,7 @@ def test_idle_ranks_count_steps_after_a_load(tmp_path: Path) -> None:
     assert run(2, body) == [plain()[1]] * 2
 
 
+@in_full
 def test_a_save_that_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fsdpx.checkpoint import background
 

@@ -27,6 +27,7 @@ def speaks(action: Action) -> bool:
     return bool(VERBS[action.op].moves) or action.op in ("COMMIT", "SCALE", "SETTLE")
 
 
+@in_full
 @pytest.mark.parametrize("strategy", few(RANKS, 6))
 def test_every_rank_at_every_action(strategy: str) -> None:
     wanted = calm(strategy)
@@ -44,6 +45,7 @@ def test_every_rank_at_every_action(strategy: str) -> None:
         assert [r.lost for r in got[0].recoveries] == [(rank,)], where
 
 
+@in_full
 def test_replicas_are_copies_enough() -> None:
     """No step is made again, and nothing is copied: each rank of DDP has all there is."""
     got = train(3, [Kill(1, "SCALE", before=3)], "ddp")
@@ -52,6 +54,7 @@ def test_replicas_are_copies_enough() -> None:
     assert [(r.step, r.replayed) for r in got[0].recoveries] == [(4, 0)]
 
 
+@in_full
 def test_steps_since_the_last_copies_are_made_again() -> None:
     options = {"elastic": Elastic(every=1)}
     got = train(3, [Kill(1, "GATHER0", before=7)], "fsdp", **options)
@@ -79,6 +82,7 @@ def test_a_rank_dies_during_a_recovery(strategy: str, point: str) -> None:
         assert sum(len(r.lost) for r in got[0].recoveries) == 2
 
 
+@in_full
 @settings(max_examples=examples(15))
 @given(
     ranks=st.integers(2, 5), strategy=st.sampled_from(list(RANKS)), every=st.integers(1, 3), data=st.data(),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from assembled import assembled, bits, demand_equal, elements
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,6 +84,7 @@ def cases(draw: st.DrawFn) -> Case:
     return case
 
 
+@in_full
 @given(case=cases(), block=st.sampled_from([8, 24, 64, 1 << 22]), delays=st.sampled_from([None, None, None, 1]))
 def test_everybody_gets_what_it_wants(case: Case, block: int, delays: int | None) -> None:
     def body(comm: Communicator) -> int:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+from amount import in_full
 from hypothesis import given
 from hypothesis import strategies as st
 from meshes import reference, train
@@ -43,6 +44,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
+@in_full
 def test_any_mesh_trains_to_parity_or_is_refused() -> None:
     """It would say nothing if nearly all were refused."""
     found: list[bool] = []

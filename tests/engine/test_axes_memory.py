@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, pairs
+from amount import few, in_full, pairs
 from meshes import train
 
 import fsdpx
@@ -30,6 +30,7 @@ def run(rank: int = 0, microbatches: int = 8, **options: Any) -> DryRun:
     )  # fmt: skip
 
 
+@in_full
 @pytest.mark.parametrize("rank", [1, 2])
 def test_activations_of_1f1b_are_bounded_by_the_depth(rank: int) -> None:
     """Narayanan et al. 2021: at most P - r microbatches in flight on rank r, whatever their number."""
@@ -56,6 +57,7 @@ def test_the_pipe_moves_what_crosses_a_cut() -> None:
             assert report.predicted["pipe", call] == count
 
 
+@in_full
 @pytest.mark.parametrize(("sequence", "time"), few(pairs(["parallel", None, "ulysses", "ring"], [12, 7, 1]), 2))
 def test_counted_bytes_equal_predicted_bytes(sequence: str | None, time: int) -> None:
     """Along the axes that the program moves data over; layers' own messages over tensor are counted alone."""
@@ -116,6 +118,7 @@ def test_a_budget_recomputes_as_little_as_it_takes() -> None:
         blocks("1KiB")
 
 
+@in_full
 @pytest.mark.parametrize("schedule", few(["1f1b", "zb-h1", "zb-h2"], 2))
 def test_a_budget_holds_with_every_schedule(schedule: str) -> None:
     """Counted in slots, between all actions: also what waits for the second half of backward."""
@@ -168,6 +171,7 @@ def test_ranks_of_an_uneven_tensor_axis_recompute_the_same() -> None:
     assert " R" in programs[0].replace("REDUCE", "").replace("RECV", "")
 
 
+@in_full
 @pytest.mark.parametrize(
     ("sequence", "uneven"), few(pairs(["ring", "ulysses", "parallel"], [(11, "31KB"), (12, "31KB"), (2, "6300B")]), 3)
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few, pairs
+from amount import few, in_full, pairs
 from models import CASES, KNOWN, make, part, placed, train
 
 import fsdpx
@@ -63,6 +63,7 @@ def test_masters_and_sums_are_float32_and_what_is_gathered_is_half_as_large() ->
     assert found == {"master": single, "full": dtype("bf16"), "grad": single, "part": single}
 
 
+@in_full
 @pytest.mark.parametrize("case", ["mlp", "gpt"])
 def test_one_hash_with_chunks_at_any_world_size_and_strategy(case: str) -> None:
     def run(comm: Communicator, strategy: str) -> Any:
@@ -77,6 +78,7 @@ def test_one_hash_with_chunks_at_any_world_size_and_strategy(case: str) -> None:
     assert len(seen) == 1
 
 
+@in_full
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
@@ -189,6 +191,7 @@ def test_without_masters_everything_between_steps_is_16_bits(precision: Any, str
         assert slots == ({"m", "v", "lost"} if precision is KAHAN else {"m", "v"})
 
 
+@in_full
 def test_without_masters_one_hash_and_checkpoints_that_go_on(tmp_path: Path) -> None:
     """Rounding by chance is a function of parameter, element and step: not of ranks, nor of a pause."""
 

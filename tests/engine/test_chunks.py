@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from amount import few
+from amount import few, in_full
 from models import train
 
 from fsdpx import optim, spawn
@@ -35,6 +35,7 @@ def test_one_hash_at_any_world_size_and_strategy(case: str) -> None:
     assert len(seen) == 1
 
 
+@in_full
 def test_groups_and_prefetch_do_not_change_bits() -> None:
     seen = {
         spawn(lambda comm, g=g, a=a: run(comm, "mlp", "fsdp", group_bytes=g, ahead=a), 3)[0][1]
@@ -44,6 +45,7 @@ def test_groups_and_prefetch_do_not_change_bits() -> None:
     assert len(seen) == 1
 
 
+@in_full
 def test_lamb_sees_whole_parameters_in_one_order() -> None:
     seen = {
         spawn(lambda comm: run(comm, "mlp", "fsdp", optimizer=optim.LAMB(lr=1e-2)), size)[0][1] for size in (1, 2, 3, 5)

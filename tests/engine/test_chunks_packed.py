@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from models import CASES, make, part, train
 
 import fsdpx
@@ -47,6 +47,7 @@ def run(comm: Communicator, name: str, strategy: str, chunks: int = 4) -> Any:
     )
 
 
+@in_full
 @pytest.mark.parametrize("name", CODECS)
 def test_one_hash_at_any_world_size_and_bytes_as_predicted(name: str) -> None:
     found = [

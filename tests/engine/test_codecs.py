@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from models import CASES, make, part
 
 import fsdpx
@@ -173,6 +174,7 @@ def test_what_follows_gradients_refuses_a_second_sum_in_a_step() -> None:
     spawn(body, 2)
 
 
+@in_full
 def test_one_bit_adam_is_adamw_until_the_warm_up_ends() -> None:
     def body(comm: Communicator, optimizer: Any, strategy: str) -> Any:
         return run(comm, "onebit", strategy, count=8, optimizer=optimizer)[1]

@@ -169,6 +169,7 @@ AXES = {
 }
 
 
+@in_full
 @pytest.mark.parametrize("codec", few(["int8", "sign"], 2))
 @pytest.mark.parametrize("axes", few(AXES, len(AXES)))
 def test_on_any_mesh_ranks_agree_and_the_loss_is_close(axes: str, codec: str) -> None:

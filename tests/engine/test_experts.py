@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 
 from fsdpx import Mesh, dry_run, nn, optim, spawn
 from fsdpx.comm import Communicator
@@ -62,6 +62,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@in_full
 @pytest.mark.parametrize("place", few(PLACES, 3))
 def test_every_place_of_the_experts(place: str) -> None:
     options = PLACES[place]
@@ -98,6 +99,7 @@ def test_dropout_outputs_and_gradients_of_inputs_where_samples_are_cut() -> None
             np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+@in_full
 def test_chunks_leave_the_bits() -> None:
     """The balancing loss is that of a chunk."""
     (want, *_), *_ = spawn(lambda comm: train(comm, chunks=4, clip_norm=None), 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from models import KNOWN, distance, make, part
 
 import fsdpx
@@ -45,6 +45,7 @@ MESHES = [
 ]  # fmt: skip
 
 
+@in_full
 @pytest.mark.parametrize(("size", "mesh"), few(MESHES, 2), ids=str)
 def test_rounds_of_one_step_are_synchronous_training(size: int, mesh: Mesh | None) -> None:
     """With inner and outer SGD, also with parts of different size, of which some are empty."""
@@ -115,6 +116,7 @@ def by_hand(local: Local, replicas: int, sizes: tuple[int, ...], pages: list[lis
 OUTER = optim.SGD(lr=lambda number: 0.7 / number, momentum=0.9, nesterov=True)
 
 
+@in_full
 @pytest.mark.parametrize(
     "local", [Local(3, OUTER), Local(4, OUTER, fragments=2, delay=3, mix=0.25)], ids=["at once", "fragments"]
 )
@@ -205,6 +207,7 @@ KINDS = {
 }
 
 
+@in_full
 @pytest.mark.parametrize(("local", "inner"), KINDS.values(), ids=KINDS)
 def test_a_run_goes_on_as_if_nobody_had_stopped_it(tmp_path: Path, local: Local, inner: Any) -> None:
     """In the midst of a round and of a transfer, with the inner state of each replica; on other numbers of replicas the
@@ -331,6 +334,7 @@ def test_a_dry_run_counts_a_round() -> None:
     assert {key: dry.report.traffic[key] for key in dry.report.predicted} == dry.report.predicted
 
 
+@in_full
 def test_fit_saves_and_goes_on(tmp_path: Path) -> None:
     """In the midst of a round. Looking for preemption leaves the steps between without messages."""
     x, y = KNOWN["mlp"].batch(np.random.default_rng(3), 96)

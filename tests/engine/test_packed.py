@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from models import part
 
 import fsdpx
@@ -41,6 +42,7 @@ def evaluated(comm: Communicator, precision: Any, **options: Any) -> Any:
     return trainer.evaluate(*TOKENS[:, mine]), trainer.fingerprint(), trainer.predict(TOKENS[0, mine])
 
 
+@in_full
 @pytest.mark.parametrize("precision", FORMATS, ids=str)
 def test_evaluation_and_parameters_are_the_same_on_any_number_of_ranks(precision: Precision) -> None:
     loss, digest, outputs = ranks(1, precision)[0]
@@ -56,6 +58,7 @@ def test_evaluation_and_parameters_are_the_same_on_any_number_of_ranks(precision
             np.testing.assert_allclose(np.concatenate([one[2] for one in found]), outputs, atol=1e-5)
 
 
+@in_full
 def test_one_loss_to_the_last_bit_with_chunks() -> None:
     found = {ranks(size, INT8, chunks=12)[0][:2] for size in (1, 2, 3, 4)}
     assert len(found) == 1
@@ -183,6 +186,7 @@ def test_what_is_trained_around_it_trains_as_around_the_same_numbers_in_float32(
         np.testing.assert_allclose(array, wide[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
+@in_full
 @pytest.mark.parametrize("kept", [INT8, NF4], ids=str)
 def test_checkpoints_hold_float32_and_come_back_to_the_bit(kept: Precision, tmp_path: Path) -> None:
     def save(comm: Communicator) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from models import KNOWN, make, part
 
 import fsdpx
@@ -36,6 +36,7 @@ MESHES = {
 }
 
 
+@in_full
 @pytest.mark.parametrize("name", few(MESHES, len(MESHES)))
 def test_bytes_are_predicted_ranks_agree_and_the_loss_is_close(name: str) -> None:
     mesh, strategy = MESHES[name]

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import examples, few
+from amount import examples, few, in_full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CASES, distance, make, part, placed, train
@@ -130,6 +130,7 @@ def test_gradients_are_those_of_the_global_mean() -> None:
                 assert distance(want, got) < 1e-12
 
 
+@in_full
 def test_initialisation_does_not_see_the_layout() -> None:
     def run(comm: Communicator, strategy: str) -> str:
         return make(comm, "gpt", strategy).fingerprint()
@@ -143,6 +144,7 @@ def test_seed_changes_the_initialisation() -> None:
     assert len(prints) == 2
 
 
+@in_full
 @given(
     size=st.integers(1, 4),
     case=st.sampled_from(list(CASES)),

@@ -24,6 +24,7 @@ def test_every_schedule_equals_one_process(schedule: str, width: int) -> None:
     compare("deep", Mesh(shard=1, pipe=width), "ddp", delays=width, schedule=schedule)
 
 
+@in_full
 @pytest.mark.parametrize(
     ("strategy", "schedule"), few(pairs(["hybrid", "fsdp", "zero1", "zero2"], reversed(SCHEDULES)), len(SCHEDULES))
 )
@@ -56,6 +57,7 @@ CHUNKS = [
 ]
 
 
+@in_full
 @pytest.mark.parametrize("case", few(["deep", "mlp"], 2))
 def test_one_hash_with_chunks(case: str) -> None:
     hashes = {}
@@ -176,6 +178,7 @@ def mine(ranks: int, microbatches: int, per_rank: int) -> list[str]:
     return [" ".join([f"F{r}.{m}" for m in ends] + [f"I{r}.{m} W{r}.{m}" for m in ends]) for r in range(ranks)]
 
 
+@in_full
 def test_a_schedule_of_ones_own(tmp_path: Path) -> None:
     compare("deep", PIPE, "fsdp", schedule=mine, microbatches=3)
     file = tmp_path / "own.txt"
@@ -204,6 +207,7 @@ def test_a_schedule_that_cannot_run_is_shown(lines: list[str], text: str) -> Non
     assert re.search(text, texts.pop())
 
 
+@in_full
 def test_the_other_calls_of_a_trainer() -> None:
     """accumulate, no_sync, gradients, evaluate, predict and the three calls, on a mesh of pipe and data."""
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from models import CASES, HYBRID, STRATEGIES, make, part, placed
 
 from fsdpx import Mesh, spawn
@@ -31,6 +32,7 @@ def all_it_does(comm: Communicator, strategy: Any, **options: Any) -> tuple[Any,
     return str(trainer.program), actions, report.traffic, report.predicted, before, report.memory
 
 
+@in_full
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_zero3_is_fsdp(size: int) -> None:
     assert PRESETS["zero3"] == PRESETS["fsdp"]
@@ -44,6 +46,7 @@ def test_hybrid_of_a_prime_number_of_ranks_is_fsdp(size: int) -> None:
         assert spawn(all_it_does, size, "hybrid") == spawn(all_it_does, size, "fsdp")
 
 
+@in_full
 def test_hybrid_is_else_a_mesh_of_its_own() -> None:
     shapes = {size: (sharding("hybrid", size).replica, sharding("hybrid", size).shard) for size in HYBRID}
     assert shapes == {4: (2, 2), 6: (2, 3), 8: (2, 4)}
@@ -57,6 +60,7 @@ def test_with_one_data_rank_all_are_one(strategy: str, mesh: Mesh) -> None:
     assert found[0] == found[1]
 
 
+@in_full
 def test_the_others_are_different() -> None:
     """Else the list would be too long."""
     found = [str(spawn(all_it_does, 2, strategy)) for strategy in STRATEGIES]

@@ -36,6 +36,7 @@ UNEVEN: list[tuple[Mesh, dict[str, Any]]] = [
 ]
 
 
+@in_full
 @pytest.mark.parametrize(("on", "sequence"), few(pairs(UNEVEN, SEQUENCES[1:]), 3))
 def test_sequences_need_not_divide_on_any_mesh(on: tuple[Mesh, dict[str, Any]], sequence: str) -> None:
     compare("uneven", on[0], sequence=sequence, microbatches=3, **on[1])
@@ -63,11 +64,13 @@ def test_three_dimensions_equal_one_process(strategy: str, sequence: str | None)
     compare("wide", Mesh(pipe=2, tensor=2, **widths), strategy, sequence=sequence, microbatches=3)
 
 
+@in_full
 def test_the_order_of_the_axes_is_a_choice() -> None:
     order = ("tensor", "shard", "replica", "pipe")
     compare("wide", Mesh(shard=2, pipe=2, tensor=2, order=order), "fsdp", microbatches=2)
 
 
+@in_full
 @pytest.mark.parametrize(("sequence", "time"), few(pairs(SEQUENCES, [12, 7, 1]), 6))
 def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None, time: int) -> None:
     def run(comm: Communicator, mesh: Mesh) -> Any:
@@ -88,6 +91,7 @@ def test_predict_and_the_three_calls_see_whole_outputs(sequence: str | None, tim
         np.testing.assert_allclose(got[3], want[3], rtol=1e-10)
 
 
+@in_full
 def test_norms_of_whole_parameters_see_no_cut() -> None:
     """LAMB scales each parameter by its own norm."""
     lamb = {"optimizer": optim.LAMB(lr=0.01)}
@@ -97,6 +101,7 @@ def test_norms_of_whole_parameters_see_no_cut() -> None:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-10, atol=1e-12, err_msg=name)
 
 
+@in_full
 def test_parameters_are_loaded_whole() -> None:
     def run(comm: Communicator) -> float:
         trainer = train(comm, "wide", Mesh(shard=1, tensor=2, pipe=2), "ddp")[2]

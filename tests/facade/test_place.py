@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from trials import environment, job, none_left
 
 import fsdpx
@@ -71,6 +71,7 @@ def test_before_init_the_launcher_says_and_mpi_is_not_loaded(tmp_path: Path) -> 
     assert none_left(tmp_path)
 
 
+@in_full
 @pytest.mark.parametrize("call", few(["rank()", "world_size()", "init()", "all_reduce(1.0)"], 4))
 def test_ranks_of_torchrun_do_not_train_alone_in_silence(tmp_path: Path, call: str) -> None:
     done = subprocess.run(
@@ -81,6 +82,7 @@ def test_ranks_of_torchrun_do_not_train_alone_in_silence(tmp_path: Path, call: s
     assert "LaunchError: RANK=1 and WORLD_SIZE=2 say that this process is one of 2" in done.stderr.splitlines()[-1]
 
 
+@in_full
 def test_a_process_of_a_slurm_allocation_trains_alone_with_a_note(tmp_path: Path) -> None:
     code = "import fsdpx; print(fsdpx.init().size, fsdpx.rank())"
     for tasks, notes in (("1", 0), ("8", 1)):

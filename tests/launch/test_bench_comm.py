@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from amount import few
+from amount import few, in_full
 
 from fsdpx import spawn
 from fsdpx.__main__ import main
@@ -44,6 +44,7 @@ def test_every_verb_has_its_time_and_what_it_moved() -> None:
     ]
 
 
+@in_full
 def test_a_picture_has_each_verb_at_each_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"verb": "send", "bytes": 64, "seconds": 1e-6, "bus_bandwidth": 6e7, "raw_seconds": 2e-6}
     rows = [row, row | {"bytes": 4096}, row | {"verb": "all_reduce", "raw_seconds": None}, row | {"bytes": 0}]

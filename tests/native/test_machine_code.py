@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 
 from fsdpx.native import image, layout, twice
 from fsdpx.native.cache import Cache
@@ -160,6 +160,7 @@ print(float(kernels.relu(np, np.full(4096, 2.0, np.float32)).sum()))
 """
 
 
+@in_full
 def test_what_several_processes_need_at_once_is_compiled_once(cache):
     command = [sys.executable, "-c", TOGETHER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 
 from fsdpx import nn
 from fsdpx.array.namespace import dtype as dtype_of
@@ -213,6 +213,7 @@ def test_importing_layers_loads_no_mpi_numba_or_cupy():
     assert result.stdout.strip() == "[]"
 
 
+@in_full
 @pytest.mark.parametrize(
     "imported",
     few(

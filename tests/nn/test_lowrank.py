@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx
 from fsdpx import Mesh, Trainer, nn, optim, spawn
@@ -87,6 +88,7 @@ def test_gradients_are_those_of_the_formula(place: str) -> None:
         np.testing.assert_allclose(found[f"{name}.lora_A.weight"], scale * up.T @ g, rtol=0, atol=1e-12)
 
 
+@in_full
 def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
     """Numbers of three steps; the first loss is that of the plain model, and nothing frozen moves."""
 
@@ -104,6 +106,7 @@ def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
         assert all(np.allclose(found[n], want[n], rtol=0, atol=1e-9) for n in want)
 
 
+@in_full
 def test_a_tensor_axis_trains_what_one_process_does(tmp_path: Path) -> None:
     """What the model gives, three steps, merged weights and files, which hold whole matrices."""
 

@@ -66,6 +66,7 @@ class Checked(HTMLParser):
         assert self.open.pop() == tag
 
 
+@in_full
 def test_the_page_of_a_run_is_whole_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = trained(tmp_path / "r", 4, mesh=Mesh(pipe=2, shard=2), microbatches=2)
     assert main(["report", str(folder.path)]) == 0

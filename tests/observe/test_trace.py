@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from models import CASES, make, part
 from trials import ROOT
 
@@ -84,6 +85,7 @@ class Imported:
             self.flows.append((self._begun[key], stack[-1][1]))
 
 
+@in_full
 def test_a_trace_keeps_the_rules_of_its_format(tmp_path: Path) -> None:
     written(tmp_path, mesh=Mesh(pipe=2, shard=2), microbatches=3)
     path, error, messages = merge(tmp_path)
@@ -257,6 +259,7 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
+@in_full
 def test_missing_and_damaged_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trace", "merge", str(tmp_path)]) == 2
     assert (

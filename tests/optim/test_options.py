@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from amount import in_full
 
 from fsdpx import optim
 from fsdpx.errors import ConfigError, ShapeError
@@ -132,6 +133,7 @@ def test_all_are_values():
         optim.AdamW().lr = 3
 
 
+@in_full
 def test_import_loads_no_compiler():
     code = "import sys, fsdpx.optim, fsdpx.data; sys.exit('numba' in sys.modules or 'mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

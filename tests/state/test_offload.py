@@ -69,6 +69,7 @@ CASES: list[tuple[int, Any, dict[str, Any]]] = [
 ]
 
 
+@in_full
 @pytest.mark.parametrize(("size", "what", "options"), few(CASES, 4), ids=str)
 def test_the_same_bits_as_in_memory(size: int, what: Any, options: dict[str, Any], tmp_path: Path) -> None:
     there = spawn(lambda comm: trained(comm, tmp_path, what, **options), size)
@@ -88,6 +89,7 @@ def test_one_hash_at_any_number_of_ranks(tmp_path: Path) -> None:
     }
 
 
+@in_full
 @pytest.mark.parametrize("what", ["optimizer", BOTH], ids=str)
 def test_checkpoints_go_there_and_back(what: Any, tmp_path: Path) -> None:
     """Saved from disk on 3 ranks, taken into memory on 2, saved there and taken to disk on 1: the same training."""

@@ -44,6 +44,7 @@ def _trainer(**options):
     )
 
 
+@in_full
 def test_measured_once_then_read_from_disk(cache, monkeypatch):
     first = tune_for(_single(), True, np)
     monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured again"))
@@ -237,6 +238,7 @@ def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     assert json.loads(file.read_text())["tuning"]["blas"] == again.blas
 
 
+@in_full
 def test_a_cache_that_cannot_be_written_only_means_measuring_again(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
@@ -244,6 +246,7 @@ def test_a_cache_that_cannot_be_written_only_means_measuring_again(tmp_path, mon
     assert stored() == []
 
 
+@in_full
 def test_other_machines_files_do_not_show(cache, monkeypatch):
     tune_for(_single(), True, np)
     monkeypatch.setattr(platform, "node", lambda: "elsewhere")

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx
 from fsdpx import EASGD, Async, Gossip, Mesh, nn, optim, spawn
@@ -171,6 +172,7 @@ def test_easgd_draws_models_and_centre_together() -> None:
     np.testing.assert_allclose(spawn(run, 1)[0], [(1, 0), (0.75, 0.25), (0.75, 0.25), (0.625, 0.375)])
 
 
+@in_full
 def test_parameters_evaluate_save_and_load_speak_of_what_ranks_have_in_common(tmp_path: Any) -> None:
     def run(comm: Communicator, name: str) -> None:
         trainer = make(comm, name)

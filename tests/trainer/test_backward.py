@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from models import CASES, distance, make
 
 from fsdpx import Mesh, Precision, nn, optim, spawn
@@ -85,6 +86,7 @@ def test_backward_gives_the_gradient_of_the_inputs_on_every_mesh(size: int, opti
         assert distance(want_g, g) < 1e-12
 
 
+@in_full
 def test_zero_grad_forgets_gradients_and_nothing_else() -> None:
     def run(comm: Communicator, strategy: str, detour: bool, local: bool) -> Any:
         trainer = make(comm, "mlp", strategy)
@@ -112,6 +114,7 @@ def test_zero_grad_forgets_gradients_and_nothing_else() -> None:
             assert distance(want, got) == 0, (strategy, local)
 
 
+@in_full
 @pytest.mark.parametrize("optimizer", [optim.AdamW(lr=1e-2, eps=1e-5, weight_decay=0.1), optim.LAMB(lr=1e-2)])
 @pytest.mark.parametrize(("case", "pattern"), [("mlp", "2.*"), ("gpt", "head.weight")])
 def test_frozen_parameters_stay_and_the_others_do_not_notice(case: str, pattern: str, optimizer: Any) -> None:

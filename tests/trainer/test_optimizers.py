@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from ranks import from_rank_0
 
 import fsdpx
@@ -44,6 +45,7 @@ def train(trainer: fsdpx.Trainer, steps: int) -> str:
     return trainer.fingerprint()
 
 
+@in_full
 @pytest.mark.parametrize(("name", "precision"), [*product(MAKE, ["float32", "bf16-true"]), ("Muon", "bf16")])
 def test_with_chunks_the_bits_are_the_same_at_any_world_size(name: str, precision: str) -> None:
     meshes = [(1, {}), (3, {}), (4, {"mesh": Mesh(replica=2)}), (5, {}), (2, {"strategy": "zero1", "group_bytes": 0})]
@@ -203,6 +205,7 @@ def prodigy(
 SAFE = {"optimizer": optim.Prodigy(lr=0.5, d0=1e-6, growth_rate=1.3, safeguard_warmup=True)}
 
 
+@in_full
 @pytest.mark.parametrize(
     "options", [{}, {"clip_norm": 1e9}, {"mesh": Mesh(replica=2)}, {"mesh": Mesh(pipe=2)}, TENSOR, SAFE]
 )

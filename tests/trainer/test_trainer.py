@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from models import CASES, distance, make, mlp, part, placed, train
 
 from fsdpx import Precision, Sharding, Trainer, data, nn, optim, spawn
@@ -180,6 +181,7 @@ def test_loss_scale_skips_steps_that_overflow() -> None:
     assert max(b / a for (_, a, _), (_, b, _) in zip(seen, seen[1:], strict=False)) == 2.0, "it grows again"
 
 
+@in_full
 def test_clipping_counts_each_element_once() -> None:
     def run(comm: Communicator, strategy: str) -> float:
         trainer = make(comm, "gpt", strategy, clip_norm=1e9)
