@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["able", "fingerprint", "freedom", "keep", "load", "one_at_a_time"]
 
 PACKAGE = Path(__file__).parents[1]
+KERNELS = PACKAGE / "array" / "kernels"
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
 PATIENCE = 60.0  # seconds: longer than a kernel compiles; who has been stopped meanwhile does not hold up the others
@@ -171,7 +172,9 @@ def freedom(fastmath: Any) -> str:
 
 def _file(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Path:
     own = Path(function.__code__.co_filename)
-    code = str(own), function.__qualname__, function.__code__.co_firstlineno
+    inside = own.is_relative_to(PACKAGE)  # the same sources elsewhere on this machine are the same code
+    where = own.relative_to(PACKAGE).as_posix() if inside else str(own)
+    code = where, function.__qualname__, function.__code__.co_firstlineno
     key = repr((*code, freedom(fastmath), wanted, fingerprint(own), _entries(), _machine()))
     name = f"{own.stem}.{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read().cache / "code" / name
@@ -179,10 +182,18 @@ def _file(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) 
 
 @functools.cache
 def fingerprint(own: Path) -> str:
-    """Of all kernels, and of the file of a function that is none."""
-    kernels = PACKAGE / "array" / "kernels"
-    files = [*sorted(kernels.glob("*.py")), *sorted(kernels.glob("compiled/*.py")), *([own] if own.exists() else [])]
-    return _digest(files)
+    """Of the sources of a function: of all kernels and what they take constants from; and of its file, with those
+    beside it where that is one of this package."""
+    if own.parent in (KERNELS, KERNELS / "compiled"):
+        return _of_kernels()
+    beside = sorted(own.parent.glob("*.py")) if own.is_relative_to(PACKAGE) else [own] if own.exists() else []
+    return _of_kernels() + _digest(beside)
+
+
+@functools.cache
+def _of_kernels() -> str:
+    beside = PACKAGE / "array" / "random.py"
+    return _digest([*sorted(KERNELS.glob("*.py")), *sorted(KERNELS.glob("compiled/*.py")), beside])
 
 
 @functools.cache
@@ -207,6 +218,5 @@ def _machine() -> tuple[str, ...]:
     versions = []
     for library in ("numba", "llvmlite"):
         version = _folder(library) / "_version.py"
-        state = version.stat() if version.exists() else None
-        versions.append(f"{version} {state and (state.st_mtime_ns, state.st_size)}")
+        versions.append(_digest([version]) if version.exists() else str(version))
     return (*versions, sys.version, np.__version__, told("model name"), told("flags"), environment.compiler())
