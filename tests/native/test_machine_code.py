@@ -225,7 +225,7 @@ def test_code_is_of_all_sources_that_its_constants_come_from(tmp_path: Path, mon
         image._of_kernels.cache_clear()
 
 
-def test_the_same_package_in_another_folder_takes_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_package_elsewhere_takes_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second environment or clone on a machine compiles nothing, unless its sources differ."""
     from fsdpx.array.kernels.compiled.norm import _forward as kernel
 
