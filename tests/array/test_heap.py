@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from amount import in_full
 
 PROGRAM = """
 import resource
@@ -22,6 +23,7 @@ print(faults())
 """
 
 
+@in_full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_arrays_come_back_without_page_faults() -> None:
     """In a process of its own: the setting cannot be undone."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx
 from fsdpx import nn, optim
@@ -83,6 +84,7 @@ print(json.dumps({"validation": len(name) + asked["steps"]})) if name == "good" 
 """
 
 
+@in_full
 def test_variants_of_a_training_are_jobs_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import trainings
 

@@ -186,6 +186,7 @@ def test_several_files_and_their_index(tmp_path: Path) -> None:
     assert distance(values, everywhere("fsdp 5", load)[0]) == 0
 
 
+@in_full
 @pytest.mark.parametrize("name", few(["fsdp 3", "one", "3D"], 3))
 def test_weights_of_anybody_are_loaded(name: str, tmp_path: Path) -> None:
     """A tied parameter under either name, or both; running statistics may be missing."""

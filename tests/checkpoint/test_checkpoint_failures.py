@@ -75,6 +75,7 @@ def trained(comm: Communicator, path: Path, **options: Any) -> None:
     trainer.wait_saved()
 
 
+@in_full
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("after", few([0, 1, 5, 17], 2))
 @pytest.mark.parametrize("short", [0, write.SHORT])
@@ -109,6 +110,7 @@ def test_a_full_disk_at_the_end(old: Any, module: Any, later: int, monkeypatch: 
     assert refused(2, trained, old[0]).endswith("No space left on device (ENOSPC)")
 
 
+@in_full
 def test_a_full_disk_in_the_background_of_one_rank(old: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise FULL

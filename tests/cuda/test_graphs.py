@@ -243,6 +243,7 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[GraphMemory]:
     return made
 
 
+@in_full
 def test_what_is_sent_is_no_memory_that_a_later_graph_writes(
     cupy: Cupy, memories: list[GraphMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:

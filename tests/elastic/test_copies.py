@@ -308,6 +308,7 @@ def test_calls_out_of_order_are_refused() -> None:
     fsdpx.spawn(body, 2, timeout=60)
 
 
+@in_full
 @pytest.mark.parametrize("dead", range(4))
 def test_a_rank_that_dies_while_copies_travel(dead: int) -> None:
     """The others hear of it, and go on from the generation before, in new hands."""

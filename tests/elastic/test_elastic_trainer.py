@@ -181,6 +181,7 @@ def test_what_it_refuses() -> None:
         make(fsdpx.FakeCommunicator(0, 2))
 
 
+@in_full
 def test_parameters_that_are_given(tmp_path: Path) -> None:
     """They outlive a death right after, and checkpoints are those of any trainer."""
 

@@ -203,6 +203,7 @@ def test_formats_are_not_mixed() -> None:
     fsdpx.spawn(body, 2, timeout=20)
 
 
+@in_full
 def test_little_memory_is_needed_beside_the_arrays() -> None:
     """4 MiB in rows go to four ranks that want columns, through messages of 16 KiB."""
     spec = Spec((1024, 1024), cut=Cut(1))

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 from models import CASES, STRATEGIES, distance, make, part, placed
 
 from fsdpx import spawn
@@ -18,6 +19,7 @@ def call(trainer: Any, kind: str, x: Any, y: Any) -> Any:
     return getattr(trainer, kind)(x, y) if kind in ("step", "accumulate", "evaluate") else getattr(trainer, kind)(x)
 
 
+@in_full
 @pytest.mark.parametrize(("strategy", "size"), placed([2], [4]))
 def test_a_batch_without_targets_leaves_no_trace(strategy: str, size: int) -> None:
     def run(comm: Communicator, bad: bool) -> Any:

@@ -108,6 +108,7 @@ def test_recompute_costs_one_more_forward() -> None:
     assert (ops.count("R"), ops.count("F")) == (BLOCKS // 3, BLOCKS - BLOCKS // 3)
 
 
+@in_full
 def test_a_budget_recomputes_as_little_as_it_takes() -> None:
     counts = []
     for budget in ("1GiB", "150KiB", "61KiB"):

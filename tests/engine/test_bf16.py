@@ -142,6 +142,7 @@ def test_the_plan_is_what_is_used(strategy: str, precision: Precision, nbytes: i
     assert real["optimiser"] in (nbytes * numbers, nbytes * (numbers // 2), nbytes * (numbers - numbers // 2))
 
 
+@in_full
 def test_checkpoints_hold_the_masters_exactly(tmp_path: Path) -> None:
     def save(comm: Communicator) -> Any:
         _, parameters, trainer = train(comm, "gpt", "fsdp", precision=BF16)
@@ -254,6 +255,7 @@ def test_running_statistics_are_float32_beside_layers_in_16_bits_or_float64(of: 
             np.testing.assert_allclose(value, want[name], rtol=4 * UNIT, atol=4 * UNIT)
 
 
+@in_full
 def test_fp16_layers_recover_from_overflow_on_all_ranks_alike() -> None:
     def run(comm: Communicator) -> Any:
         precision = Precision("fp16", loss_scale="dynamic", initial_scale=2.0**20)

@@ -108,6 +108,7 @@ def test_chunks_leave_the_bits() -> None:
         assert all(np.array_equal(got[name], value) for name, value in want.items())
 
 
+@in_full
 def test_a_checkpoint_goes_on_wherever_experts_are(tmp_path: Path) -> None:
     text = np.random.default_rng(0).integers(0, 31, (4, 9))
 

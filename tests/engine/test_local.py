@@ -57,6 +57,7 @@ def test_rounds_of_one_step_are_synchronous_training(size: int, mesh: Mesh | Non
         assert distance(want, got) < 1e-12
 
 
+@in_full
 @pytest.mark.parametrize("delay", [0, 2])
 def test_outer_gradients_go_through_a_codec(delay: int) -> None:
     """In a quarter of the bytes; what is lost of one is added to the next, so all of the way is right."""
@@ -162,6 +163,7 @@ def test_between_rounds_nothing_is_sent() -> None:
     assert first[3] == second[3]
 
 
+@in_full
 @pytest.mark.parametrize("delay", [0, 1, 2, 5])
 def test_fragments_travel_at_times_of_their_own(delay: int) -> None:
     """Each page is sent once in a round. What is under way at a time is the same whether somebody looks or not."""
@@ -355,6 +357,7 @@ def test_fit_saves_and_goes_on(tmp_path: Path) -> None:
     assert spawn(run, 2, 12, "parts") == spawn(run, 2, 12, "whole")
 
 
+@in_full
 def test_loops_of_ones_own() -> None:
     """Accumulation, gradients that stay local for a while, and gradients of the caller: as in synchronous training."""
 

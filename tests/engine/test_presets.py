@@ -53,6 +53,7 @@ def test_hybrid_is_else_a_mesh_of_its_own() -> None:
     assert spawn(all_it_does, 4, "hybrid") != spawn(all_it_does, 4, "fsdp")
 
 
+@in_full
 @pytest.mark.parametrize("strategy", [s for s in PRESETS if s != "fsdp"])
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(shard=1, pipe=2)], ids=str)
 def test_with_one_data_rank_all_are_one(strategy: str, mesh: Mesh) -> None:

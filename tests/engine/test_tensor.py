@@ -22,6 +22,7 @@ def test_every_width_equals_one_process(sequence: str | None, width: int) -> Non
     compare("wide", Mesh(shard=1, tensor=width), "ddp", delays=width, sequence=sequence)
 
 
+@in_full
 @pytest.mark.parametrize("width", [2, 3])
 @pytest.mark.parametrize("sequence", SEQUENCES[1:])
 def test_sequences_need_not_divide(sequence: str, width: int) -> None:

@@ -148,6 +148,7 @@ def test_the_program_and_the_wire_know_adapters_alone() -> None:
     assert counted == report.predicted["shard", "reduce_scatter"]
 
 
+@in_full
 def test_files_of_peft(tmp_path: Path) -> None:
     def run(comm: Communicator, rank: int = RANK, targets: Any = TARGETS) -> Trainer:
         return make(comm, nn.lora(plain(), rank, ALPHA, targets=targets))

@@ -152,6 +152,7 @@ def test_a_message_is_not_sent_after_it_came() -> None:
     assert (event.start, event.end) == (1.0, 3.5)
 
 
+@in_full
 def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> None:
     def run(comm: Communicator) -> None:
         trainer = trained(comm, Trace(tmp_path, steps=2), steps=3, case="mlp")

@@ -291,6 +291,7 @@ def test_a_full_disk_is_found_at_the_start(tmp_path: Path, monkeypatch: pytest.M
     assert told[0].endswith(" bytes: No space left on device")
 
 
+@in_full
 def test_two_jobs_in_one_folder_are_refused(tmp_path: Path) -> None:
     """While another process has it; once that is dead, its traces are none."""
     other = (

@@ -156,6 +156,7 @@ def test_another_kind_of_job_on_the_machine_is_a_last_one_as_well(monkeypatch, r
     assert len(taken) == 3
 
 
+@in_full
 def test_a_dry_run_takes_what_real_ranks_have_measured(monkeypatch):
     monkeypatch.setattr(blas, "measure", lambda: pytest.fail("it was measured"))
     batch = ((4, 32), "float32")

@@ -53,6 +53,7 @@ def replay(strategy: Any, seconds: tuple[float, ...], seed: int = 0, steps: int 
     return set(found), virtual
 
 
+@in_full
 @pytest.mark.parametrize("strategy", ["async", Async(staleness=2, by_staleness=True), "gossip", EASGD(every=1)])
 def test_virtual_time_gives_one_exact_trajectory(strategy: Any) -> None:
     (one,), first = replay(strategy, (1, 1.3, 2), seed=5)
@@ -132,6 +133,7 @@ class Sum(nn.Loss):
         pass
 
 
+@in_full
 def test_gossip_keeps_the_mean_of_all_models() -> None:
     """With a rate of 0 nothing but averaging moves them; the last rank to start from something else is drawn near."""
 

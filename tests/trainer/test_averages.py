@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from amount import in_full
 
 import fsdpx
 from fsdpx import Mesh, nn, optim, spawn
@@ -78,6 +79,7 @@ def test_evaluation_and_prediction_with_them(optimizer: Any) -> None:
     spawn(run, 2)
 
 
+@in_full
 @pytest.mark.parametrize("precision", ["float32", "bf16", "bf16-true"])
 @pytest.mark.parametrize("optimizer", [optim.AdamW(lr=1e-2), optim.AdamWScheduleFree(lr=1e-2)])
 def test_with_chunks_they_have_the_same_bits_at_any_world_size(optimizer: Any, precision: str) -> None:

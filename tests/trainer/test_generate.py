@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from amount import few
+from amount import few, in_full
 from models import make
 
 from fsdpx import Mesh, Trainer, nn, optim, spawn
@@ -57,6 +57,7 @@ def test_the_text_with_a_cache_is_the_text_without_on_every_mesh(of: Any) -> Non
         assert spawn(lambda comm, o=options: texts(comm, of, o, True), ranks) == [want] * ranks, options
 
 
+@in_full
 def test_several_prompts_give_what_each_gives_alone() -> None:
     trainer = loud(gpt(spawn(lambda comm: comm, 1)[0]))
     together = trainer.generate(PROMPTS, 20)
