@@ -41,7 +41,7 @@ help:
 	@echo "make test-gpu     the tests for GPUs, if there is one; what was skipped, if not"
 	@echo "make bench-gpu    GPT-2 on a GPU beside PyTorch, products and kernels"
 	@echo "make lint type    ruff; mypy"
-	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, a minute on two cores"
+	@echo "make check        lint, types and the tests on thread ranks, a part of the cases: no MPI, about a minute on two cores"
 	@echo "make replay       write the golden programs anew and show what changed"
 	@echo "make bench        the benchmarks: tables and plots in bench/results and docs (ARGS=--quick to try)"
 	@echo "make docs         the documentation in docs/_build/html"

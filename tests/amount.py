@@ -12,7 +12,7 @@ CHECK = settings.get_current_profile_name() == "check"
 THOROUGH = settings.get_current_profile_name() == "thorough"
 
 
-in_full = pytest.mark.skipif(CHECK, reason="for make test, as it takes long; make check has shorter ones of the same")
+in_full = pytest.mark.skipif(CHECK, reason="for make test: it takes more than a fifth of a second")
 
 
 def few(cases: Iterable[T], each: int) -> list[T]:

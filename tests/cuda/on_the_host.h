@@ -2,7 +2,7 @@
 // one after the other. What a thread gives to a shuffle the others read after all have given theirs.
 //
 // A fiber gets its stack by swapcontext, once; from then on it is left and entered by _setjmp and _longjmp, as swapcontext
-// asks the system to save the signal mask: some 30 times as slow.
+// asks the system to keep the signal mask each time.
 #include <csetjmp>
 #include <cmath>
 #include <cstdlib>

@@ -4,6 +4,7 @@ import marshal
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 
@@ -190,61 +191,61 @@ def test_who_holds_a_lock_too_long_is_not_waited_for(cache, monkeypatch):
             assert not list(cache.glob("*.lock"))
 
 
-def test_code_is_of_all_sources_that_its_constants_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]:
+    """Says where the package is from now on; a second time also that its files have changed."""
+
+    def forget() -> None:
+        image.fingerprint.cache_clear()
+        image._of_kernels.cache_clear()
+
+    def take(package: Path) -> None:
+        monkeypatch.setattr(image, "PACKAGE", package)
+        monkeypatch.setattr(image, "KERNELS", package / "array" / "kernels")
+        forget()
+
+    yield take
+    forget()
+
+
+def test_code_is_of_all_sources_that_its_constants_come_from(sources: Callable[[Path], None], tmp_path: Path) -> None:
     """A codec's loop has constants of a file beside it compiled in: code that was kept must not outlive them."""
-    kernels = tmp_path / "array" / "kernels"
-    (kernels / "compiled").mkdir(parents=True)
-    (tmp_path / "codecs").mkdir()
+    kernels, codecs = tmp_path / "array" / "kernels", tmp_path / "codecs"
     files = {
-        "kernel": kernels / "compiled" / "norm.py", "other kernel": kernels / "plain.py",
-        "codec": tmp_path / "codecs" / "loop.py", "beside it": tmp_path / "codecs" / "levels.py",
-        "random": tmp_path / "array" / "random.py",
+        "kernel": kernels / "compiled" / "norm.py", "other kernel": kernels / "plain.py", "codec": codecs / "loop.py",
+        "beside it": codecs / "levels.py", "random": tmp_path / "array" / "random.py",
     }  # fmt: skip
     for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("ONE = 1\n")
-    monkeypatch.setattr(image, "PACKAGE", tmp_path)
-    monkeypatch.setattr(image, "KERNELS", kernels)
 
     def fingerprints() -> tuple[str, str]:
-        image.fingerprint.cache_clear()
-        image._of_kernels.cache_clear()
+        sources(tmp_path)
         return image.fingerprint(files["kernel"]), image.fingerprint(files["codec"])
 
-    try:
-        before = fingerprints()
-        for name, changed in {
-            "kernel": (True, True), "other kernel": (True, True), "random": (True, True), "codec": (False, True),
-            "beside it": (False, True),
-        }.items():  # fmt: skip
-            files[name].write_text("ONE = 2\n")
-            assert tuple(a != b for a, b in zip(before, fingerprints(), strict=True)) == changed, name
-            files[name].write_text("ONE = 1\n")
-        assert fingerprints() == before
-    finally:
-        image.fingerprint.cache_clear()
-        image._of_kernels.cache_clear()
+    before = fingerprints()
+    for name, changed in {
+        "kernel": (True, True), "other kernel": (True, True), "random": (True, True), "codec": (False, True),
+        "beside it": (False, True),
+    }.items():  # fmt: skip
+        files[name].write_text("ONE = 2\n")
+        assert tuple(a != b for a, b in zip(before, fingerprints(), strict=True)) == changed, name
+        files[name].write_text("ONE = 1\n")
+    assert fingerprints() == before
 
 
-def test_the_same_package_elsewhere_takes_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_package_elsewhere_takes_the_same_code(sources: Callable[[Path], None], tmp_path: Path) -> None:
     """A second environment or clone on a machine compiles nothing, unless its sources differ."""
     from fsdpx.array.kernels.compiled.norm import _forward as kernel
 
-    own = Path(kernel.function.__code__.co_filename)
+    own, package = Path(kernel.function.__code__.co_filename), image.PACKAGE
     wanted = ("float32 2 C",)
     here = image._file(kernel.function, kernel.fastmath, wanted)
-    other = tmp_path / "fsdpx"
-    shutil.copytree(image.PACKAGE, other, ignore=shutil.ignore_patterns("__pycache__"))
-    place = other / own.relative_to(image.PACKAGE)
+    shutil.copytree(package / "array", tmp_path / "array", ignore=shutil.ignore_patterns("__pycache__"))
+    place = tmp_path / own.relative_to(package)
     moved = FunctionType(kernel.function.__code__.replace(co_filename=str(place)), {}, kernel.function.__name__)
     moved.__qualname__ = kernel.function.__qualname__
-    monkeypatch.setattr(image, "PACKAGE", other)
-    monkeypatch.setattr(image, "KERNELS", other / "array" / "kernels")
-    try:
-        for text, same in (("", True), ("# another version\n", False)):
-            place.write_text(own.read_text() + text)
-            image.fingerprint.cache_clear()
-            image._of_kernels.cache_clear()
-            assert (image._file(moved, kernel.fastmath, wanted) == here) == same
-    finally:
-        image.fingerprint.cache_clear()
-        image._of_kernels.cache_clear()
+    for text, same in (("", True), ("# another version\n", False)):
+        place.write_text(own.read_text() + text)
+        sources(tmp_path)
+        assert (image._file(moved, kernel.fastmath, wanted) == here) == same

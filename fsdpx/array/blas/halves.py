@@ -22,8 +22,8 @@ WIDENED = "widened"
 """Operands as float32, and their product by the library of float32: always there, and the reference."""
 INSTRUCTIONS = {"bfloat16": ("amx_bf16", "avx512_bf16"), "float16": ("amx_fp16", "avx512_fp16")}
 LIBRARIES = {"bfloat16": ("onednn", "mkl"), "float16": ("onednn",)}
-ONEDNN_NEEDS = ("avx512bw", "avx_ne_convert")
-"""One of these a processor must have: without them oneDNN has no product of bfloat16 at all, MKL's is slow."""
+NEEDED = {"onednn": ("avx512bw", "avx_ne_convert")}
+"""One of these a processor must have, or the library has no product of bfloat16 for it; MKL has one for all."""
 CHECKED = ((1, 1, 1), (3, 5, 2), (17, 70, 33), (64, 32, 96))
 """(rows, summed, columns) of the products by which a library proves itself."""
 
@@ -58,9 +58,9 @@ def candidates() -> list[str]:
 
 def _present() -> list[str]:
     """What is installed, and has products of bfloat16 for this processor: neither takes loading it."""
-    here, flags = present(), told("flags").split()
-    fits = {"onednn": any(flag in flags for flag in ONEDNN_NEEDS)}
-    return [name for name in LIBRARIES["bfloat16"] if name in here and fits.get(name, True)]
+    here, flags = present(), set(told("flags").split())
+    fits = {name for name in here if name not in NEEDED or flags.intersection(NEEDED[name])}
+    return [name for name in LIBRARIES["bfloat16"] if name in fits]
 
 
 def _library(name: str) -> onednn.OneDNN | mkl.MKL | None:
