@@ -11,6 +11,7 @@ import marshal
 import mmap
 import os
 import platform
+import re
 import struct
 import sys
 import threading
@@ -33,6 +34,8 @@ __all__ = ["able", "fingerprint", "freedom", "keep", "load", "one_at_a_time"]
 
 PACKAGE = Path(__file__).parents[1]
 KERNELS = PACKAGE / "array" / "kernels"
+IMPORT = re.compile(rb"^from fsdpx\.([\w.]+) import (?:\(([^)]*)\)|(.*))", re.M)
+CONSTANT = re.compile(rb"\b[A-Z][A-Z0-9_]+\b")
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
 PATIENCE = 60.0  # seconds: longer than a kernel compiles; who has been stopped meanwhile does not hold up the others
@@ -182,18 +185,28 @@ def _file(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) 
 
 @functools.cache
 def fingerprint(own: Path) -> str:
-    """Of the sources of a function: of all kernels and what they take constants from; and of its file, with those
-    beside it where that is one of this package."""
+    """Of the sources of a function: all kernels, the file that it is in, and those that constants come from."""
     if own.parent in (KERNELS, KERNELS / "compiled"):
         return _of_kernels()
-    beside = sorted(own.parent.glob("*.py")) if own.is_relative_to(PACKAGE) else [own] if own.exists() else []
-    return _of_kernels() + _digest(beside)
+    return _of_kernels() + _hash(_with_constants([own] if own.exists() else []))
 
 
 @functools.cache
 def _of_kernels() -> str:
-    beside = PACKAGE / "array" / "random.py"
-    return _digest([*sorted(KERNELS.glob("*.py")), *sorted(KERNELS.glob("compiled/*.py")), beside])
+    return _hash(_with_constants([*sorted(KERNELS.glob("*.py")), *sorted(KERNELS.glob("compiled/*.py"))]))
+
+
+def _with_constants(files: list[Path]) -> Iterable[bytes]:
+    """What is in files and in those of this package that they import names in capitals from, which are compiled in."""
+    read = {file: file.read_bytes() for file in files}
+    for file in (left := list(read)):  # grows meanwhile
+        for module, block, line in IMPORT.findall(read[file]):
+            place = PACKAGE.joinpath(*module.decode().split("."))
+            for other in (place.with_suffix(".py"), place / "__init__.py"):
+                if CONSTANT.search(block or line) and other not in read and other.exists():
+                    read[other] = other.read_bytes()
+                    left.append(other)
+    return read.values()
 
 
 @functools.cache
@@ -203,7 +216,11 @@ def _entries() -> str:
 
 
 def _digest(files: Iterable[Path]) -> str:
-    return hashlib.blake2b(b"\0".join(file.read_bytes() for file in files), digest_size=16).hexdigest()
+    return _hash(file.read_bytes() for file in files)
+
+
+def _hash(texts: Iterable[bytes]) -> str:
+    return hashlib.blake2b(b"\0".join(texts), digest_size=16).hexdigest()
 
 
 def _folder(library: str) -> Path:

@@ -209,15 +209,22 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], None]]
 
 
 def test_code_is_of_all_sources_that_its_constants_come_from(sources: Callable[[Path], None], tmp_path: Path) -> None:
-    """A codec's loop has constants of a file beside it compiled in: code that was kept must not outlive them."""
+    """Loops have constants of other files compiled in: code that was kept must not outlive them."""
     kernels, codecs = tmp_path / "array" / "kernels", tmp_path / "codecs"
     files = {
         "kernel": kernels / "compiled" / "norm.py", "other kernel": kernels / "plain.py", "codec": codecs / "loop.py",
-        "beside it": codecs / "levels.py", "random": tmp_path / "array" / "random.py",
+        "levels": codecs / "levels.py", "random": tmp_path / "array" / "random.py",
+        "grain": tmp_path / "array" / "grain.py", "functions": tmp_path / "array" / "parallel.py",
     }  # fmt: skip
-    for file in files.values():
+    imports = {
+        "kernel": "from fsdpx.array.random import (\n    MIX,\n    draw,\n)\nfrom fsdpx.array.parallel import run\n",
+        "codec": "from fsdpx.codecs.levels import LEVELS, largest\n",
+        "random": "from fsdpx.array.grain import GRAIN\n",
+    }
+    texts = {name: imports.get(name, "") + "ONE = 1\n" for name in files}
+    for name, file in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("ONE = 1\n")
+        file.write_text(texts[name])
 
     def fingerprints() -> tuple[str, str]:
         sources(tmp_path)
@@ -225,12 +232,12 @@ def test_code_is_of_all_sources_that_its_constants_come_from(sources: Callable[[
 
     before = fingerprints()
     for name, changed in {
-        "kernel": (True, True), "other kernel": (True, True), "random": (True, True), "codec": (False, True),
-        "beside it": (False, True),
+        "kernel": (True, True), "other kernel": (True, True), "random": (True, True), "grain": (True, True),
+        "codec": (False, True), "levels": (False, True), "functions": (False, False),
     }.items():  # fmt: skip
-        files[name].write_text("ONE = 2\n")
+        files[name].write_text(texts[name] + "TWO = 2\n")
         assert tuple(a != b for a, b in zip(before, fingerprints(), strict=True)) == changed, name
-        files[name].write_text("ONE = 1\n")
+        files[name].write_text(texts[name])
     assert fingerprints() == before
 
 
@@ -241,11 +248,11 @@ def test_the_same_package_elsewhere_takes_the_same_code(sources: Callable[[Path]
     own, package = Path(kernel.function.__code__.co_filename), image.PACKAGE
     wanted = ("float32 2 C",)
     here = image._file(kernel.function, kernel.fastmath, wanted)
-    shutil.copytree(package / "array", tmp_path / "array", ignore=shutil.ignore_patterns("__pycache__"))
-    place = tmp_path / own.relative_to(package)
+    shutil.copytree(package, tmp_path / "fsdpx", ignore=shutil.ignore_patterns("__pycache__"))
+    place = tmp_path / "fsdpx" / own.relative_to(package)
     moved = FunctionType(kernel.function.__code__.replace(co_filename=str(place)), {}, kernel.function.__name__)
     moved.__qualname__ = kernel.function.__qualname__
     for text, same in (("", True), ("# another version\n", False)):
         place.write_text(own.read_text() + text)
-        sources(tmp_path)
+        sources(tmp_path / "fsdpx")
         assert (image._file(moved, kernel.fastmath, wanted) == here) == same
