@@ -9,10 +9,8 @@ from fsdpx.array.arena import Arena
 from fsdpx.engine.lines import Line
 from fsdpx.program import SLOTS, Slot
 from fsdpx.state.spill import root_of
-from fsdpx.state.state import TrainState
-from fsdpx.state.transfer import Transfer
 
-__all__ = ["Activations", "activation_bytes", "is_activation", "planned", "roots"]
+__all__ = ["Activations", "is_activation", "planned", "roots"]
 
 
 def is_activation(slot: Slot) -> bool:
@@ -24,21 +22,10 @@ def planned(arena: Arena) -> set[int]:
     return {id(root_of(array)) for array in (*arena.kept.values(), *arena.blocks, arena.slab)}
 
 
-def activation_bytes(state: TrainState) -> int:
-    """Bytes of arrays in activation slots; views count once, with the array that they are views of.
-
-    Parameters that a layer keeps for backward are not counted: the ledger counts them."""
-    found: dict[int, int] = {}
-    for slot, value in state.store.items():
-        if is_activation(slot):
-            found.update(roots(value.finish() if isinstance(value, Transfer) else value))  # on its way, or there
-    there = planned(state.arena)
-    return sum(nbytes for key, nbytes in found.items() if key not in there)
-
-
 class Activations:
-    """The same followed from action to action, by what each of them takes and gives. alive: bytes now; most: at any
-    time."""
+    """Bytes of arrays in activation slots, followed from action to action by what each of them takes and gives. Views
+    count once, with the array that they are views of; parameters that a layer keeps for backward do not: the ledger
+    counts them. alive: bytes now; most: at any time."""
 
     def __init__(self) -> None:
         self.alive = self.most = 0

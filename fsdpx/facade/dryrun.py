@@ -5,32 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from fsdpx import environment
 from fsdpx.comm.fake import FakeCommunicator, FakeNode
-from fsdpx.engine.activations import activation_bytes
+from fsdpx.engine.activations import Activations, is_activation
 from fsdpx.errors import ConfigError
 from fsdpx.facade.baseline import baseline
 from fsdpx.facade.distribute import distribute
 from fsdpx.nn.layer import Layer
-from fsdpx.program import SLOTS, VERBS, Action, Program
+from fsdpx.program import Action, Program
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.footprint import Footprint, Part, held
+from fsdpx.state.transfer import Transfer
 from fsdpx.trainer.report import Report
 from fsdpx.trainer.trainer import Trainer
 
 __all__ = ["DryRun", "dry_run"]
-
-GROWING = frozenset(
-    op
-    for op, verb in VERBS.items()
-    for kind in (word.partition(":")[0] for word in (*verb.gives, *verb.adds))
-    if kind in ("edge", "record") or SLOTS[kind].memory == "activations"
-)
-"""Verbs after which there may be more activations than before."""
 
 
 OBJECTS = 6 << 10
@@ -115,7 +109,7 @@ def dry_run(
     program = trainer.engine.ran
     assert program is not None
     machine = comm.machine if isinstance(comm, FakeNode) else [rank]
-    return DryRun(program, trainer.report(), trainer, max(alive), _passing(trainer, meter), len(machine))
+    return DryRun(program, trainer.report(), trainer, alive.most, _passing(trainer, meter), len(machine))
 
 
 def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
@@ -127,18 +121,28 @@ def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
     return FakeNode(rank, [one // ranks_per_host for one in range(ranks)])
 
 
-def _watched(trainer: Trainer, meter: Meter) -> list[int]:
-    """Bytes of activations after each action that may have made some, from now on. The meter's peak begins with the
-    first: checking the batch made shapes, too."""
-    alive: list[int] = []
+def _watched(trainer: Trainer, meter: Meter) -> Activations:
+    """Follows activations from now on. The meter's peak begins with the first action: checking the batch made shapes,
+    too."""
+    alive, engine = Activations(), trainer.engine
+    ran, slots_of = None, iter(())
 
-    def look(action: Action) -> None:
-        if not alive:
+    def look(_: Action) -> None:
+        nonlocal ran, slots_of
+        if ran is None:
             meter.peak = meter.live
-        if action.op in GROWING:
-            alive.append(activation_bytes(trainer.engine.state))
+        if ran is not engine.ran:
+            ran = engine.ran
+            slots_of = cycle(ran.slots)
+        slots, store = next(slots_of), engine.state.store
+        alive.within(engine.state.arena)
+        for slot in slots.takes:
+            alive.take(slot)
+        for slot in filter(is_activation, (*slots.gives, *slots.adds)):
+            value = store[slot]
+            alive.give(slot, value.finish() if isinstance(value, Transfer) else value)  # on its way, or there
 
-    trainer.engine.observers.append(look)
+    engine.observers.append(look)
     return alive
 
 

@@ -147,8 +147,9 @@ class Layout:
         rows = ((names, node.inputs, (node.output,)) for names, node in named)
         return constants(rows, trained, (v for v in range(len(self.inputs)) if v not in wanted))
 
-    @property
+    @cached_property
     def state(self) -> dict[str, Spec]:
+        """Running statistics, by canonical name."""
         return {name: spec for name, spec in self.specs.items() if spec.state}
 
     @cached_property

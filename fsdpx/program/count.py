@@ -117,7 +117,7 @@ def filled(program: Program) -> Iterator[Lifetime]:
     born = dict.fromkeys(map(buffer_of, program.begins), -1)
     for at, slots in enumerate(program.slots):
         given = dict.fromkeys(map(buffer_of, (*slots.adds, *slots.gives)), at)
-        born = given | born
+        born |= {buffer: at for buffer in given if buffer not in born}
         for buffer in map(buffer_of, slots.takes):
             if buffer not in given:
                 yield Lifetime(buffer, born.pop(buffer), at)
