@@ -8,6 +8,7 @@ solver to take large steps by the network, and small ones only to check it and t
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -39,12 +40,15 @@ class Exchange:
     def __init__(self, world: Any, elements: int) -> None:
         from mpi4py import MPI
 
-        self._type = MPI.FLOAT
+        self._world, self._type = world, MPI.FLOAT
         self._window = MPI.Win.Allocate(4 * elements, 4, comm=world)
         self.inbox = np.frombuffer(cast("Any", self._window.tomemory()), np.float32)  # no copy: others write here
 
     def round(self, letters: Sequence[tuple[int, int, Array]]) -> None:
         """Put each (rank, place, float32 array). Afterwards what others put lies in `inbox`, until the next round."""
+        everyone = self._world.Ibarrier()  # a fence waits at full speed, on a core that others may need to get here
+        while not everyone.Test():
+            time.sleep(0.001)
         self._window.Fence()  # all have read what came last time
         for rank, at, array in letters:
             self._window.Put(array, rank, (at, array.size, self._type))

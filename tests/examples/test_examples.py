@@ -170,7 +170,7 @@ def test_the_table_of_strategies_has_each_of_them() -> None:
     assert re.findall(r"`(\w+)`", " ".join(rows)) == list(strategies.CHOICES)
 
 
-SHORT = ("--data", str(ROOT / "fsdpx" / "comm"), "--steps", "2", "--batch", "8", "--validate", "2")
+SHORT = ("--data", str(ROOT / "fsdpx" / "comm"), "--steps", "2", "--batch", "4", "--validate", "2")
 SHORT += ("--validation-batches", "1", "--no-tune", "--sample", "0")
 
 
@@ -253,7 +253,7 @@ def test_all_ranks_take_the_folder_of_rank_0(tmp_path: Path, monkeypatch: pytest
 
 
 def test_gpt_on_a_mesh_gives_the_loss_and_the_text_of_one_process() -> None:
-    mesh = ("--mesh", "pipe=2,tensor=2", "--schedule", "1f1b", "--microbatches", "8", "--recompute", "all")
+    mesh = ("--mesh", "pipe=2,tensor=2", "--schedule", "1f1b", "--microbatches", "4", "--recompute", "all")
     more = ("--sample", "6", "--dtype", "float64", "--no-save")
     one = run(1, "fsdpx.examples.gpt", *SHORT, *more)
     four = run(4, "fsdpx.examples.gpt", *SHORT, *more, *mesh, "--sequence", "ring")
