@@ -68,7 +68,7 @@ def _expected(model: str, strategy: str, ranks: int, rank: int) -> Any:
 
 
 def job(model: str, strategy: str, steps: str) -> int:
-    """Some steps on one rank; rank 0 prints the most bytes of any rank, and whether something was kept for later jobs."""
+    """Some steps on one rank; rank 0 prints the most bytes of any, and whether one kept something for later jobs."""
     import fsdpx
     from fsdpx import optim
 

@@ -4,12 +4,11 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fsdpx.errors import FsdpxError
-from fsdpx.launch.mesh import add_options
 from fsdpx.version import __version__
 
 
@@ -32,7 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a mistake in one line, as all others are said, without the list of all options."""
+    """Says a mistake in one line, as all others are said, without the list of all options.
+
+    options: adds those of a command, when it is the one that is asked for: a launcher need not import what trains."""
+
+    def __init__(
+        self, *args: Any, options: Callable[[argparse.ArgumentParser], None] | None = None, **more: Any
+    ) -> None:
+        super().__init__(*args, **more)
+        self._options = options
+
+    def parse_known_args(self, *args: Any, **more: Any) -> Any:
+        options, self._options = self._options, None
+        if options is not None:
+            options(self)
+        return super().parse_known_args(*args, **more)
 
     def error(self, message: str) -> NoReturn:
         self.exit(_say(f"{self.prog.removeprefix('python -m ')}: {message}; {self.prog} --help lists what there is"))
@@ -42,23 +55,8 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m fsdpx", description="MPI-first distributed training on NumPy and CuPy arrays")
     p.add_argument("--version", action="version", version=f"fsdpx {__version__}")
     commands = p.add_subparsers(dest="command")
-    info = commands.add_parser("info", help="what this machine has: MPI, BLAS, Numba, GPU")
-    info.add_argument("--left", action="store_true", help="only the files that killed MPI jobs have left in /dev/shm")
-    doctor = commands.add_parser("doctor", help="under mpiexec: what all ranks have, the ways between them, a test")
-    doctor.add_argument("--json", action="store_true", help="the same for programs")
-    _bench(commands.add_parser("bench", help="under mpiexec: how fast the verbs of a communicator are"))
-    _start(commands.add_parser("run", help="start N ranks; restart from the last checkpoint when a death ends the job"))
-    _train(commands.add_parser("train", help="train what a run file in TOML describes; under mpiexec on all ranks"))
-    _generate(commands.add_parser("generate", help="let a model of a folder go on with a text"))
-    _show(commands.add_parser("show", help="a step's program, units, traffic and memory, without MPI"))
-    _ckpt(commands.add_parser("ckpt", help="look at checkpoints, check, compare and convert them, without MPI"))
-    _trace(commands.add_parser("trace", help="traces of all ranks in one file, on one clock, for Perfetto"))
-    report = commands.add_parser("report", help="one HTML page about a run: curves, a step, memory, bytes, waiting")
-    report.add_argument("run", type=Path, help="folder of the run, such as runs/x")
-    runs = commands.add_parser("runs", help="list the runs in runs/, or compare some of them")
-    runs.add_argument("run", nargs="*", type=Path, help="folders of runs to compare (default: list all)")
-    runs.add_argument("--in", dest="folder", type=Path, default=Path("runs"), help="where runs are (default: runs)")
-    _verify(commands.add_parser("verify", help="under mpiexec: train N ranks against one process on the same batches"))
+    for name, (help, options) in COMMANDS.items():
+        commands.add_parser(name, help=help, options=options)
     return p
 
 
@@ -123,6 +121,23 @@ def _say(line: str) -> int:
     else:
         time.sleep(1)  # a launcher ends the others when one has ended
     return 2
+
+
+def _info(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--left", action="store_true", help="only the files that killed MPI jobs have left in /dev/shm")
+
+
+def _doctor(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--json", action="store_true", help="the same for programs")
+
+
+def _report(p: argparse.ArgumentParser) -> None:
+    p.add_argument("run", type=Path, help="folder of the run, such as runs/x")
+
+
+def _runs(p: argparse.ArgumentParser) -> None:
+    p.add_argument("run", nargs="*", type=Path, help="folders of runs to compare (default: list all)")
+    p.add_argument("--in", dest="folder", type=Path, default=Path("runs"), help="where runs are (default: runs)")
 
 
 def _ckpt(p: argparse.ArgumentParser) -> None:
@@ -206,6 +221,8 @@ def _train(p: argparse.ArgumentParser) -> None:
 
 
 def _show(p: argparse.ArgumentParser) -> None:
+    from fsdpx.launch.mesh import add_options
+
     p.add_argument(
         "example", nargs="?", default="gpt-tiny",
         help="gpt-tiny, gpt-small, gpt-medium, mlp, many, digits, or a function of yours, mymodule:make_model",
@@ -232,6 +249,8 @@ def _show(p: argparse.ArgumentParser) -> None:
 
 
 def _verify(p: argparse.ArgumentParser) -> None:
+    from fsdpx.launch.mesh import add_options
+
     p.add_argument("--strategy", default="fsdp", help="ddp, zero1, zero2, zero3, fsdp or hybrid, or `all`")
     p.add_argument("--precision", default="all", help="float64, float32, or `all`: both")
     add_options(p, also=", or `all`")
@@ -239,6 +258,22 @@ def _verify(p: argparse.ArgumentParser) -> None:
     p.add_argument("--chunks", type=int, default=None, help="ask for bit-identical results; needs batches that divide")
     p.add_argument("--steps", type=int, default=6)
     p.add_argument("--no-node", action="store_true", help="MPI messages instead of shared memory inside a machine")
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "info": ("what this machine has: MPI, BLAS, Numba, GPU", _info),
+    "doctor": ("under mpiexec: what all ranks have, the ways between them, a test", _doctor),
+    "bench": ("under mpiexec: how fast the verbs of a communicator are", _bench),
+    "run": ("start N ranks; restart from the last checkpoint when a death ends the job", _start),
+    "train": ("train what a run file in TOML describes; under mpiexec on all ranks", _train),
+    "generate": ("let a model of a folder go on with a text", _generate),
+    "show": ("a step's program, units, traffic and memory, without MPI", _show),
+    "ckpt": ("look at checkpoints, check, compare and convert them, without MPI", _ckpt),
+    "trace": ("traces of all ranks in one file, on one clock, for Perfetto", _trace),
+    "report": ("one HTML page about a run: curves, a step, memory, bytes, waiting", _report),
+    "runs": ("list the runs in runs/, or compare some of them", _runs),
+    "verify": ("under mpiexec: train N ranks against one process on the same batches", _verify),
+}
 
 
 if __name__ == "__main__":

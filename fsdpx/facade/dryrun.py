@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import cycle
@@ -18,6 +18,7 @@ from fsdpx.facade.baseline import baseline
 from fsdpx.facade.distribute import distribute
 from fsdpx.nn.layer import Layer
 from fsdpx.program import Action, Program
+from fsdpx.program.stage import Slots
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.footprint import Footprint, Part, held
 from fsdpx.state.transfer import Transfer
@@ -125,7 +126,8 @@ def _watched(trainer: Trainer, meter: Meter) -> Activations:
     """Follows activations from now on. The meter's peak begins with the first action: checking the batch made shapes,
     too."""
     alive, engine = Activations(), trainer.engine
-    ran, slots_of = None, iter(())
+    ran: Program | None = None
+    slots_of: Iterator[Slots] = iter(())
 
     def look(_: Action) -> None:
         nonlocal ran, slots_of
@@ -133,6 +135,7 @@ def _watched(trainer: Trainer, meter: Meter) -> Activations:
             meter.peak = meter.live
         if ran is not engine.ran:
             ran = engine.ran
+            assert ran is not None
             slots_of = cycle(ran.slots)
         slots, store = next(slots_of), engine.state.store
         alive.within(engine.state.arena)

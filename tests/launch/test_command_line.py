@@ -283,6 +283,16 @@ def test_run_needs_a_script_that_may_have_no_arguments(capsys: pytest.CaptureFix
     assert parser().parse_args(["run", "-n", "2", "a.py", "-n", "3"]).args == ["-n", "3"]
 
 
+def test_a_launcher_loads_nothing_that_trains() -> None:
+    """What it costs is paid at each start of a job, beside what the ranks load."""
+    code = (
+        "import sys\nfrom fsdpx.__main__ import parser\nparser().parse_args(['run', '-n', '2', 'a.py'])\n"
+        "print(*[name for name in sys.modules if name in ('numpy', 'mpi4py') or name.startswith('fsdpx.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["fsdpx.version", "fsdpx.errors", "fsdpx.__main__"]
+
+
 def test_bytes_may_have_units(capsys: pytest.CaptureFixture[str]) -> None:
     texts = [shown(capsys, f"many --ranks 2 --group-bytes {given}") for given in ("1048576", "1MiB", "1024KiB")]
     assert texts[0] == texts[1] == texts[2] != shown(capsys, "many --ranks 2 --group-bytes 64KiB")
