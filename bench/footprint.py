@@ -44,9 +44,8 @@ def main() -> int:
 def compare(model: str, strategy: str, ranks: int, steps: int = STEPS) -> dict[str, Any]:
     """Bytes of the rank with most, expected and measured."""
     found = _measured(model, strategy, ranks, steps)
-    if found.pop("first", False):
+    if found.get("first"):
         found = _measured(model, strategy, ranks, steps)
-        found.pop("first", None)
     expected = [_expected(model, strategy, ranks, rank) for rank in range(ranks)]
     most = {f"expected {kind}": max(getattr(one, kind) for one in expected) for kind in ("rss", "pss")}
     return {"model": model, "strategy": strategy, "ranks": ranks, **most, **found}
