@@ -16,12 +16,12 @@ def share_cores(ranks_here: int) -> int:
 
     Without this, R ranks on a host run R x cores threads, which slow each other down."""
     wanted, threads = environment.read().threads, threads_of(ranks_here)
-    parallel.set_threads(threads)
-    blas.threads(threads)
     if wanted is None:
         from threadpoolctl import threadpool_limits
 
         _limits[:] = [threadpool_limits(limits=threads, user_api="blas")]
+    parallel.set_threads(threads)
+    blas.threads(threads)  # after the limits: the library that multiplies must run on one thread, or its bits change
     return threads
 
 
