@@ -25,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _met():
             raise  # the excepthook of the MPI job prints it once and ends all ranks
         return _say(f"fsdpx {args.command}: {error}")
-    except BrokenPipeError:  # whoever read this has read enough; nor is there anyone to tell
+    except BrokenPipeError:  # the reader has closed the pipe: nowhere to report an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13  # SIGPIPE, which Windows has not
+        return 128 + 13  # SIGPIPE, which Windows lacks
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a mistake in one line, as all others are said, without the list of all options.
+    """Reports a mistake in one line, like all other errors, without the list of all options.
 
     options: adds those of a command, when it is the one that is asked for: a launcher need not import what trains."""
 
@@ -104,7 +104,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _met() -> bool:
-    """Whether this is a rank that has met the others, who may be waiting for it."""
+    """Whether this is a rank that has met the others, which may be waiting for it."""
     from fsdpx import environment
     from fsdpx.comm import default
 
@@ -112,7 +112,7 @@ def _met() -> bool:
 
 
 def _say(line: str) -> int:
-    """Of ranks that have not met yet, and all say the same, the first one does."""
+    """Among ranks that have not met yet and would all report the same, only the first one does."""
     from fsdpx import environment
 
     launcher = environment.read().launcher

@@ -196,7 +196,7 @@ def sharding(strategy: "str | Sharding | Apart", ranks: int) -> Sharding:
 
 
 OFFLOADED = ("optimizer", "parameters", "activations", "gradients")
-"""What can lie in a slower level."""
+"""Choices of what lies in a slower level."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ class Precision:
             raise ConfigError(f"Precision({role}={value!r}{beside}): choose {names}")
 
     def __repr__(self) -> str:
-        """What differs from float32."""
+        """The choices that differ from the defaults."""
         said = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
         return f"Precision({', '.join(said)})"
 

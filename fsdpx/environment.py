@@ -42,7 +42,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Launcher:
-    """What started this process as one of several ranks, and what it says of them; None: nothing.
+    """The launcher of this process as one of several ranks, and what it says of them; None: there is none.
 
     size, rank: of the job. local_size, local_rank: of this host. variable: which one has the rank. mpi: whether the
     ranks are MPI's. store: where they meet without it (FSDPX_STORE; MASTER_ADDR and MASTER_PORT)."""
@@ -59,18 +59,18 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Environment:
-    """What the environment variables say.
+    """The values of the environment variables.
 
     Parameters
     ----------
     check : exchange fingerprints before collectives (FSDPX_CHECK=1)
     node : ranks of one host communicate through shared memory (FSDPX_NODE=0: by MPI messages)
     tune : measure options that were not given (FSDPX_TUNE=0: take the defaults)
-    retune : measure them anew, whatever is known (FSDPX_TUNE=again), but not when `fsdpx run` has restarted the job
+    retune : measure them again, whatever is known (FSDPX_TUNE=again), but not when `fsdpx run` has restarted the job
     cache : folder of measurements and compiled kernels (FSDPX_CACHE; else fsdpx in the user's cache)
     timeout : seconds that a wait for other ranks may last (FSDPX_TIMEOUT; None: the default)
     start_timeout : seconds that the ranks of a host wait for the last one in MPI's start (FSDPX_START_TIMEOUT)
-    launcher : what started this process as one of several ranks, or None
+    launcher : the launcher that started this process as one of several ranks, or None
     expected_size : the number of ranks that it started (FSDPX_EXPECT_SIZE takes precedence), or None
     watch : every rank has a watchdog and a flight record (FSDPX_WATCH=0: no)
     run : folder of this job, made by `fsdpx run`, for flight records and notes (FSDPX_RUN; None: temporary files)
@@ -98,7 +98,7 @@ class Environment:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether ranks of one machine may speak through shared memory, which does not outlive them."""
+        """Whether ranks of one machine may communicate through shared memory, which does not outlive them."""
         return self.node and not self.ulfm
 
 
@@ -130,7 +130,7 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
 
 
 def alone(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for a process that is asked something, without what would make it a rank of this job."""
+    """The environment for a process that is queried, without the variables that would make it a rank of this job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
     of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN")
@@ -144,7 +144,7 @@ def allocation(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def alike(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The variables of this process that all hosts must have alike: other code or other bits come of others."""
+    """The variables of this process that must be alike on all hosts: other values lead to other code or other bits."""
     return [name for name in environ if name.startswith(ALIKE)]
 
 
@@ -172,7 +172,7 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> str:
     """LaunchError if variables say that this process is one of several, but not where the others are. Else a note about
     a Slurm job with more tasks, or "".
 
-    SLURM_NTASKS alone says nothing of this process: an allocation has it, and all that runs there."""
+    SLURM_NTASKS alone says nothing about this process: every process of an allocation has it."""
     size = environ.get("WORLD_SIZE", "")
     if environ.get("RANK", "").isdecimal() and size.isdecimal() and int(size) > 1:
         raise LaunchError(
@@ -210,7 +210,7 @@ def _of_mpi(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def _without_mpi(environ: Mapping[str, str]) -> Launcher | None:
-    """What torchrun and `fsdpx run` set for each process, or who starts processes by hand."""
+    """The variables that torchrun and `fsdpx run` set for each process, or a user who starts processes by hand."""
     rank, size = (_count(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _store(environ) is None:
         return None
@@ -236,7 +236,7 @@ def _missing(environ: Mapping[str, str]) -> list[str]:
 
 
 def _count(environ: Mapping[str, str], variable: str) -> int | None:
-    """A number that a launcher sets; what is none counts as not set."""
+    """A number that a launcher sets; a value that is not a number counts as not set."""
     text = environ.get(variable, "").strip()
     return int(text) if text.isdecimal() else None
 
@@ -260,7 +260,8 @@ def _number(environ: Mapping[str, str], variable: str) -> int | None:
 
 
 def compiler(environ: Mapping[str, str] = os.environ) -> str:
-    """What Numba is told of the processor: NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_OPT; "" if nothing."""
+    """The processor that Numba is to compile for: NUMBA_CPU_NAME, NUMBA_CPU_FEATURES and NUMBA_OPT; "" if none is
+    set."""
     return " ".join(environ.get(f"NUMBA_{name}", "") for name in ("CPU_NAME", "CPU_FEATURES", "OPT")).strip()
 
 

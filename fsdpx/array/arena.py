@@ -149,7 +149,7 @@ class Arena:
         return made
 
     def fresh(self, size: int, dtype: Any) -> Any:
-        """A buffer of `size` elements that lives as long as somebody holds it, filled with whatever was there."""
+        """A buffer of `size` elements that lives as long as it is referenced; its contents are arbitrary."""
         if self.xp is not np:
             return self.xp.empty((size,), dtype=dtype)
         nbytes = size * np.dtype(dtype).itemsize

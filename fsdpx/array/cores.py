@@ -26,7 +26,7 @@ def share_cores(ranks_here: int) -> int:
 
 
 def threads_of(ranks_here: int) -> int:
-    """How many threads each of so many ranks of a host uses."""
+    """How many threads each rank uses on a host with `ranks_here` of them."""
     wanted = environment.read().threads
     return wanted if wanted is not None else max(cores() // ranks_here, 1)
 

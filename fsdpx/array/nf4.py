@@ -28,7 +28,7 @@ STEPS = 255
 LEAST = 2.0**-120
 """The smallest step: values are far from where processors flush to zero."""
 DIGITS = 24
-"""Significant bits of a float32: so many steps at most are a scale, and it is exact."""
+"""Significant bits of a float32: a scale is at most 2^DIGITS steps, so it is exact."""
 
 
 @dataclass(frozen=True)

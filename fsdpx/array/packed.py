@@ -1,6 +1,6 @@
 """Matrices in 8 or 4 bits: rows of codes, each with its scales behind it, in one array of bytes.
 
-What a format has to say is a `Packing`. An element's value is that of its code times the scale of its block, rounded to
+A `Packing` describes a format. An element's value is that of its code times the scale of its block, rounded to
 float32 at most once, from when it is stored on; to store it again changes nothing."""
 
 from __future__ import annotations

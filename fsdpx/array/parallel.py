@@ -21,7 +21,7 @@ __all__ = ["GRAIN", "WORTH", "cuts", "over", "over_columns", "run", "set_threads
 GRAIN = 1 << 16
 """Elements of a piece, at least."""
 WORTH = 1 << 18
-"""Elements of a call that is worth cutting: a pass over so many takes 80 us, waking a thread and its answer 30 us."""
+"""Elements from which a call is worth cutting: a pass over these takes 80 us, waking a thread and its answer 30 us."""
 PER_THREAD = 4  # pieces per thread: a worker that wakes late, or shares its core, delays the others less
 LINE = 64  # cuts fall on multiples of this many elements, so that two threads never write one cache line
 
@@ -134,7 +134,7 @@ class _Job:
 
 
 def _start(workers: int) -> None:
-    """Have at least so many workers; they sleep between calls and end with the process."""
+    """Have at least this many workers; they sleep between calls and end with the process."""
     global _started
     if _started >= workers:
         return

@@ -1,4 +1,4 @@
-"""What one rank finds out, all ranks know: results by rank, or the same error on all of them."""
+"""All ranks know what one of them finds out: results by rank, or the same error on all of them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _demand_same(where: str, everyone: Sequence[Mapping[str, str]]) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """An error in words, alike on every system."""
+    """An error as text, the same on every system."""
     if isinstance(error, OSError) and error.errno is not None:
         name = errno.errorcode.get(error.errno, str(error.errno))
         return f"{error.strerror} ({name})" + (f": {error.filename}" if error.filename else "")

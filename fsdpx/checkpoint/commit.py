@@ -165,7 +165,7 @@ def unnumbered(path: Path) -> str:
 
 
 def _demand_free(path: Path) -> None:
-    """`path` is not there, is an empty folder, or is a checkpoint with nothing of anybody else in it."""
+    """`path` is not there, is an empty folder, or is a checkpoint with no other files in it."""
     if not path.exists():
         return
     if not path.is_dir():

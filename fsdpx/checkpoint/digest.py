@@ -42,7 +42,7 @@ def whole(sums: int, nbytes: int) -> int:
 
 
 def _shift(state: int, zeros: int) -> int:
-    """The state after so many zero bytes more."""
+    """The state after `zeros` more zero bytes."""
     if state == 0 or zeros == 0:
         return state
     if zeros <= len(NOTHING):

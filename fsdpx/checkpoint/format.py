@@ -108,7 +108,7 @@ def lay(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[st
 def parse(read: Any, size: int, where: str) -> Contents:
     """The contents of a file of `size` bytes, checked: every byte of it is of the header or of exactly one tensor.
 
-    read(n): its first n bytes. where: the file in words. CheckpointError for anything that is not as it should be."""
+    read(n): its first n bytes. where: the file, as text. CheckpointError for anything that is not as it should be."""
 
     def bad(what: str) -> CheckpointError:
         return CheckpointError(f"{where}: {what}")

@@ -1,10 +1,10 @@
 """What codecs keep of gradients, as tensors with names: in checkpoints, and on the way to other ranks.
 
 Of an error feedback each rank has its own, of whole parameters. So there is a tensor of a parameter's shape for every
-rank that keeps something of it, and on other ranks they are dealt out anew: number i of n goes to number i mod m of m,
-who adds up what it is given. As many ranks as before find the same bits, any other number the same sum.
+rank that keeps something of it, and on other ranks they are redistributed: number i of n goes to number i mod m of m,
+which adds up what it gets. The same number of ranks finds the same bits, any other number the same sum.
 
-With chunks each chunk has its own, whichever rank computes it: as many chunks find the same bits on any ranks."""
+With chunks each chunk has its own, whichever rank computes it: the same chunks find the same bits on any ranks."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def kept(state: TrainState, instead: Mapping[Key, Any] | None = None) -> Iterato
 
 
 def written(state: TrainState) -> Iterator[Held]:
-    """What of it this rank writes: what several ranks have alike is written by the first."""
+    """The part of it that this rank writes: what several ranks have alike is written by the first."""
     return (part.held for one in _rows(state, {}) for part in one.parts() if part.writes)
 
 
 def arrivals(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterator[Arrival]:
     """How this rank's part is made of the tensors `found`, name -> shape: arrays to be filled, and what each is to be
-    added to then, None if it lies in its place. What nobody has is zero; what has no place here is left."""
+    added to then, None if it lies in its place. What no rank has is zero; what has no place here is left."""
     layout = state.placement.layout
     fields = {field.name for page in layout.pages for field in page.fields}
     known: dict[tuple[str, str], list[Name]] = defaultdict(list)
@@ -89,7 +89,7 @@ def arrivals(state: TrainState, found: Mapping[str, tuple[int, ...]]) -> Iterato
 
 
 def landed(arriving: Iterable[Arrival]) -> Iterator[Held]:
-    """What is to be filled, piece by piece: each is in its place when the next is asked for."""
+    """The arrays to be filled, piece by piece: each is in its place when the next is asked for."""
     for piece, target in arriving:
         yield piece
         if target is not None:

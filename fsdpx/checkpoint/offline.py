@@ -30,7 +30,7 @@ __all__ = ["Difference", "compare", "convert", "find", "state", "state_text", "v
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor of two sources. what: in words. largest: absolute difference of two elements, nan where one is NaN
+    """One tensor of two sources. what: as text. largest: absolute difference of two elements, nan where one is NaN
     and the other is not; None if they cannot be compared."""
 
     name: str
@@ -83,7 +83,7 @@ def compare(a: Source, b: Source) -> Iterator[Difference]:
 def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | None) -> FileLayout:
     """Write the weights of `source` in another format, in one file or several of up to `shard_bytes`, into the folder
     `target`. What else a checkpoint holds comes along unchanged. Digests of the source are checked before.
-    CheckpointError if `target` is where the source lies: rounded, it could not be had again."""
+    CheckpointError if `target` is where the source lies: once rounded, it could not be restored."""
     found, wrong = verify(source)
     if target.resolve() in (source.resolve(), found.folder.resolve()):
         raise CheckpointError(f"{target}: source and target are the same, which would be lost: name another folder")

@@ -49,7 +49,7 @@ class Held:
         return Held(self.name, self.array[first:last], self.start + first, self.spec, self.rank, self.width)
 
     def blocks(self, elements: int) -> Iterator[Block]:
-        """In order, so many elements at a time, or a row where that is more and only whole rows can be had."""
+        """In order, this many elements at a time, or a row where that is more and only whole rows can be had."""
         step = max(elements // self._grain, 1) * self._grain
         for at in range(0, int(self.array.size), step):
             array = self.array[at : at + step]
@@ -79,20 +79,20 @@ class Piece(Protocol):
 
 def held(state: TrainState, replicas: int | None = None) -> Iterator[Held]:
     """All that this rank has of the train state, row by row of the ledger, but for what codecs keep: that is each
-    rank's own, see `checkpoint.kept`. replicas: of so many the states are there, where each has one of its own: this
-    one takes that of its number, again from 0 on where there are fewer."""
+    rank's own, see `checkpoint.kept`. replicas: how many states there are, where each replica has one of its own: this
+    one takes that of its number, counted from 0 again where there are fewer."""
     for row, array in state.ledger.saved():
         if row.key.kind != "memory":
             yield from _of_row(state.placement, row, array, replicas=replicas)
 
 
 def owned(state: TrainState) -> Iterator[Held]:
-    """What of it this rank writes: every element of every tensor is written by exactly one rank.
+    """The part of it that this rank writes: every element of every tensor is written by exactly one rank.
 
-    Replicas hold the same and write an even part of it each; what each has of its own it writes alone. What the
-    tensor axis does not cut is written by the first rank there: the others' shards of a page with cut parameters begin
-    elsewhere. Copies of a tied parameter are written by the ranks that have the first one, running statistics by one
-    rank of those that move them."""
+    Replicas hold the same and write an even part of it each; what each has of its own it writes alone. Parameters
+    that the tensor axis does not cut are written by the first rank there: the others' shards of a page with cut
+    parameters begin elsewhere. Copies of a tied parameter are written by the ranks that have the first one, running
+    statistics by one rank of those that move them."""
     placement = state.placement
     place, axes = placement.axes.coordinates, placement.axes
     for row, array in state.ledger.saved():
@@ -109,7 +109,7 @@ def _of_row(
     placement: Placement, row: Row, array: Any, first: bool = False, replicas: int | None = None
 ) -> Iterator[Held]:
     """The parts of tensors that lie in a row: of a page, pieces of its parameters; else a tensor by itself. first: of
-    what every rank keeps that has a part of a parameter, only what belongs to parameters that begin here."""
+    tensors that each rank with a part of a parameter keeps, only those of parameters that begin here."""
     layout, (_, p, name) = placement.layout, row.key
     if p is None:
         yield Held(name, array.reshape(-1), 0, layout.specs[name], 0, 1)

@@ -86,7 +86,7 @@ def take(arrays: Mapping[str, np.ndarray], pieces: Iterable[Held], xp: Any) -> N
 
 
 def _readable(array: Any, dtype: np.dtype) -> np.ndarray:
-    """What bytes of a file can be read into: the array itself, if it is as they are, else a new one of its size."""
+    """An array to read bytes of a file into: `array` itself if it has their format, else a new one of its size."""
     if isinstance(array, np.ndarray) and array.dtype == dtype and array.flags.c_contiguous:
         return array
     return np.empty(array.size, dtype)

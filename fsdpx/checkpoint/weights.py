@@ -1,4 +1,4 @@
-"""Weights from anybody: names are matched, differences are said, then every rank takes what it holds."""
+"""Weights from any source: names are matched, differences are reported, then every rank takes what it holds."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class WeightsReport:
 
 @dataclass(frozen=True)
 class Given:
-    """What the caller gave. where: in words. tensors: what there is. read: fill pieces that are named as there.
+    """What the caller gave. where: as text. tensors: those it has. read: fill pieces that are named as there.
     demand_intact: look at digests, if there are any; collective."""
 
     where: str
@@ -83,8 +83,8 @@ def load_weights(
     rename: Mapping[str, str] | None = None,
     convert: bool = False,
 ) -> WeightsReport:
-    """Take the weights alone: from a checkpoint, from safetensors files of anybody, or from a dict of whole arrays that
-    every rank has. CheckpointError before anything changes. call: the name of the method, for errors. Collective."""
+    """Take the weights alone: from a checkpoint, from any safetensors files, or from a dict of whole arrays that every
+    rank has. CheckpointError before anything changes. call: the name of the method, for errors. Collective."""
     world, options = state.placement.axes.world, f"{strict=}, {rename=}, {convert=}"
     given = (_dict if isinstance(source, Mapping) else _file)(world, call, source, options)
     where = given.where

@@ -16,11 +16,10 @@ __all__ = ["Cast"]
 class Cast(Codec):
     """Gradients travel in 16 bits and are added in fp32 in rank order by the owner of a part: half the bytes, one
     rounding per contribution, none in the sum. For all ranks the sum is rounded once more. Inside a host nothing
-    travels: who adds reads the others' gradients where they lie, and rounds them then. `name` of the format: "bf16" or
-    "float16".
+    travels: the rank that adds reads the others' gradients where they lie, and rounds them then. `name` of the format:
+    "bf16" or "float16".
 
-    What is sent and what arrives take no more memory than the gradient has, whose place they take, where all parts are
-    equal."""
+    Where all parts are equal, what is sent and what arrives take the place of the gradient, and no more memory."""
 
     elementwise = True
     itemsize: int | None = 2

@@ -1,4 +1,4 @@
-"""What codecs that lose something have in common: two ways with owners in between, and the memory of what was lost."""
+"""The base of codecs that lose something: to the owners and back, and the memory of what was lost."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Compressed(Codec):
 
     @abstractmethod
     def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
-        """What `pack` made, into `out` or added to it."""
+        """Unpack what `pack` made into `out`, or add it."""
 
     def pack_sum(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
         """Pack a sum of what was packed before, on its way from its owner to all ranks."""
@@ -167,8 +167,8 @@ class Compressed(Codec):
         self, grad: Array, counts: Sequence[int], wires: Sequence[Array], memory: Memory, turn: int,
         numbers: Sequence[Stretch],
     ) -> None:  # fmt: skip
-        """Pack a gradient in parts of so many elements, each to a wire of its own; it is lost. turn: number of the
-        reduce. numbers: of each part."""
+        """Pack a gradient in parts of `counts` elements, each into its own wire; its contents are lost. turn: number of
+        the reduce. numbers: of each part."""
         xp, error = namespace_of(grad), memory.get("error")
         whole = self.prepare(grad, memory, turn)
         kept = [None] * len(counts) if error is None else pieces_of(error, counts)
@@ -214,7 +214,7 @@ def keep_numbers(kept: Array) -> None:
 
 
 def pieces_of(array: Array, counts: Sequence[int]) -> list[Array]:
-    """A flat array as its parts of so many elements."""
+    """A flat array as its parts of `counts` elements."""
     ends = list(accumulate(counts))
     return [array[stop - n : stop] for n, stop in zip(counts, ends, strict=True)]
 

@@ -33,7 +33,7 @@ Choice = One | Mapping[str, One] | Sequence[tuple[str, One]] | None
 
 
 class Route(NamedTuple):
-    """What carries a gradient on its way over each axis."""
+    """The codec of a gradient for each axis."""
 
     shard: Codec
     replica: Codec

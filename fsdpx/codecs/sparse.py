@@ -37,7 +37,7 @@ class TopK(Compressed):
         has none of its own. Each reduce must be of a whole step
     masking : the velocity of what has been sent begins at zero (momentum factor masking)
     warmup : reduces in which the share falls from 1/4 to `fraction`, by the same factor in each
-    block : take ceil(fraction block) of each so many elements, not of the whole part: a few more, with places of 2
+    block : take ceil(fraction block) of each `block` elements, not of the whole part: a few more, with places of 2
         bytes, found on all threads, and such that it does not matter how parts are cut (`chunks`)
     """
 
@@ -110,8 +110,8 @@ class TopK(Compressed):
 
 
 class RandomK(Compressed):
-    """Of each part ceil(fraction n) elements travel that all ranks choose alike, one of each of so many stretches, so
-    that values travel alone, 4 bytes each, made up to a multiple of 8 per part. The choice depends on the number of the
+    """Of each part ceil(fraction n) elements travel that all ranks choose alike, one from each of as many stretches, so
+    that values travel alone, 4 bytes each, padded to a multiple of 8 per part. The choice depends on the number of the
     reduce and the part alone.
 
     Parameters
@@ -119,7 +119,7 @@ class RandomK(Compressed):
     fraction : of the elements, in (0, 1]; 1 is exact
     unbiased : values are multiplied by the length of their stretch, so that each element is right in the mean, and
         nothing is kept. Else what is not sent is added to the next gradient
-    block : cut each so many elements into ceil(fraction block) stretches, not the whole part: so it does not matter how
+    block : cut each `block` elements into ceil(fraction block) stretches, not the whole part: so it does not matter how
         parts are cut (`chunks`)
     """
 
@@ -160,7 +160,7 @@ class RandomK(Compressed):
         return math.ceil(self.fraction * size) if self.block is None else sum(chosen(size, self.block, self.fraction))
 
     def _places(self, xp: Any, numbers: Stretch) -> tuple[Array, Array]:
-        """What travels of a part, and the lengths of the stretches in each of which one is chosen."""
+        """The places of a part that travel, and the lengths of the stretches in each of which one is chosen."""
         size = numbers.stop - numbers.start
         block = self.block or max(size, 1)
         starts, lengths = _stretches(block, self.fraction)
@@ -190,7 +190,7 @@ def _block(codec: str, block: object) -> int | None:
 
 
 def _stretches(size: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Where the ceil(share size) stretches of so many elements begin, and their lengths."""
+    """Where the ceil(share size) stretches of `size` elements begin, and their lengths."""
     k = math.ceil(share * size)
     edges = np.arange(k + 1) * size // max(k, 1)
     return edges[:-1], np.diff(edges)

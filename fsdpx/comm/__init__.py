@@ -1,4 +1,4 @@
-"""How ranks speak: communicators, the mesh and the functional API. Importing it loads no MPI."""
+"""Communication between ranks: communicators, the mesh and the functional API. Importing it loads no MPI."""
 
 from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import DONE, Call, Done, Handle, ReduceOp, split_evenly

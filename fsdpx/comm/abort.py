@@ -19,7 +19,7 @@ _SECONDS_FOR_RANK_0 = 3.0
 
 
 class Ending(Protocol):
-    """What can end all ranks, as communicators do."""
+    """An object that can end all ranks, as communicators can."""
 
     @property
     def rank(self) -> int: ...
@@ -30,9 +30,9 @@ class Ending(Protocol):
 def install(comm: Ending) -> None:
     """From now on an uncaught exception in any thread of this process, the first one, ends all ranks, with status 1.
 
-    Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them.
-    What all ranks raise together is printed once: the others leave it to rank 0, which ends them.
-    Installing again, with any communicator, only replaces the one that aborts."""
+    Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them. An error
+    that all ranks raise together is printed once: the others leave it to rank 0, which ends them. Installing again,
+    with any communicator, only replaces the one that aborts."""
     begun = threading.Lock()
 
     def end(

@@ -1,5 +1,5 @@
-"""Can this MPI library take arrays of a GPU? What it says of itself is a hint; what counts is what a child job shows,
-because a library that cannot ends the process that tries."""
+"""Can this MPI library take arrays of a GPU? Its own answer is a hint; a child job decides, because a library that
+cannot ends the process that tries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 class Awareness(NamedTuple):
-    """able: arrays of a GPU are given to MPI; else they are copied through the host. evidence: why, in words."""
+    """able: arrays of a GPU are given to MPI; else they are copied through the host. evidence: the reason, as text."""
 
     able: bool
     evidence: tuple[str, ...]
@@ -59,7 +59,7 @@ def awareness(wanted: bool | None) -> Awareness:
 
 
 def claims() -> list[tuple[bool, str]]:
-    """What the loaded MPI library says of itself: whether that means yes, and the words."""
+    """The loaded MPI library's own answer: whether that means yes, and its text."""
     from mpi4py import MPI
 
     found, path = list[tuple[bool, str]](), library_path()
@@ -88,8 +88,8 @@ def library_path() -> str | None:
 
 
 def probed(launcher: list[str] | None = None) -> tuple[bool, str]:
-    """Whether a child job moved and added arrays of a GPU, and what came of it in words. launcher: of the job, which
-    has two ranks, or one if there is no mpiexec."""
+    """Whether a child job moved and added arrays of a GPU, and the outcome as text. launcher: of that job, which has
+    two ranks, or one if there is no mpiexec."""
     if launcher is None:
         beside = Path(sys.executable).with_name("mpiexec")
         found = str(beside) if beside.exists() else shutil.which("mpiexec")

@@ -1,4 +1,4 @@
-"""What every backend shares: calls are checked, width one stays local, the rest is the backend's to move."""
+"""The base of every backend: calls are checked, width one stays local, the rest is the backend's to move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ __all__ = ["Backend"]
 class Backend(Communicator):
     """A communicator that moves bytes itself: write `move`, `split`, `close` and `abort`.
 
-    `move` must know "send" and "recv"; what else it does not know better it leaves to `super().move(call)`."""
+    `move` must know "send" and "recv"; any other verb for which it has no better way it leaves to
+    `super().move(call)`."""
 
     def __init__(self, rank: int, size: int, progress: Progress | None = None) -> None:
         self.rank = rank

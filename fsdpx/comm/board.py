@@ -53,7 +53,7 @@ class Board:
         return True
 
     def words(self, rank: int, number: int, count: int) -> list[int]:
-        """What a rank gave to `post`."""
+        """The words that a rank gave to `post`."""
         at = self._at(number) + 2
         return self._words[rank][at : at + count].tolist()
 

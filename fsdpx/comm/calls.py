@@ -1,4 +1,4 @@
-"""What ranks say to each other, as values: a call, the operation it reduces by, how its arrays are cut, its handle."""
+"""Communication as values: a call, the operation it reduces by, how its arrays are cut, its handle."""
 
 from __future__ import annotations
 
@@ -109,12 +109,12 @@ class Call:
 
     @property
     def name(self) -> str:
-        """How errors speak of it: "all_reduce of the loss"."""
+        """Its name in errors: "all_reduce of the loss"."""
         return named(self.verb, self.what)
 
 
 def named(verb: str, what: str) -> str:
-    """How errors speak of a call."""
+    """The name of a call in errors."""
     return f"{verb} of {what}" if what else verb
 
 
@@ -130,7 +130,7 @@ class Handle(Protocol):
 
 
 class Done:
-    """The handle of what is already complete."""
+    """The handle of a transfer that is already complete."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""What a backend must do to carry the messages of ranks that are processes, beside and between shared memory."""
+"""The interface of backends that carry messages between processes, beside and between shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Carrier(Backend):
     notes: Communicator | None = None
 
     def wait_up_to(self, seconds: float) -> None:
-        """From now on a single wait may last so long."""
+        """From now on a single wait may last this many seconds."""
         self.timeout = seconds
 
     @property

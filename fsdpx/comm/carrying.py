@@ -1,4 +1,4 @@
-"""What a relay of arrays of GPUs sees of the communicator that carries its messages."""
+"""The part of a communicator that a relay of GPU arrays needs to carry its messages."""
 
 from __future__ import annotations
 

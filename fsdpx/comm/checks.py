@@ -25,7 +25,7 @@ ALGORITHMS = ("library", "ring")
 
 
 class Ranks(Protocol):
-    """A communicator, as far as a check looks."""
+    """The part of a communicator that a check needs."""
 
     rank: int
     size: int
@@ -110,7 +110,7 @@ def operation(comm: Ranks, call: Call) -> None:
 
 
 def _on_a_wire(comm: Ranks, call: Call, dtype: Any) -> None:
-    """What is asked for in `call.wire` can be had; from here on it is a dtype."""
+    """The format asked for in `call.wire` is available; from here on it is a dtype."""
     call.wire = np.dtype(call.wire)
     if kind_of(dtype) != "float" or not is_half(call.wire):
         complain(ConfigError, comm, call, f"wire={call.wire.name} for {dtype}: float32 or float64 in a 16-bit format")

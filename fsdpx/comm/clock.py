@@ -1,4 +1,4 @@
-"""The clock of MPI's start, one process on each host: ends a job whose last rank does not come, and says who it is.
+"""The clock of MPI's start, one process on each host: ends a job whose last rank does not come, and names that rank.
 
 It is run as a file, to be there within milliseconds, so it needs the standard library only."""
 
@@ -45,7 +45,8 @@ def come(folder: str) -> dict[int, tuple[int, str]]:
 
 
 def report(found: dict[int, tuple[int, str]], seconds: float, size: int, local_size: int, known: bool) -> str:
-    """Who has not come, as far as this host can tell. known: whether all marks of its ranks are in one place."""
+    """The ranks that have not come, as far as this host can tell. known: whether all marks of its ranks are in one
+    place."""
     host = platform.node()
     local = {int(where) for _, where in found.values() if where.isdecimal()}
     missing = set(range(local_size)) - local
@@ -73,13 +74,13 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def watch(folder: str, seconds: float) -> dict[int, tuple[int, str]]:
-    """Those who still wait when time is up; nobody if all is well, or nobody is left."""
+    """The ranks that still wait when time is up; none if all is well, or no waiting rank is left."""
     due, listens = time.monotonic() + seconds, [0]
     while True:
         ready, _, _ = select.select(listens, [], [], EVERY)
         if ready:
             if os.read(0, 8):
-                return {}  # who started this is through, so all have come
+                return {}  # the rank that started this clock got through, so all have come
             listens = []  # it was killed, but others may wait
         found = come(folder)
         if not found or time.monotonic() >= due:
@@ -87,7 +88,7 @@ def watch(folder: str, seconds: float) -> dict[int, tuple[int, str]]:
 
 
 def end(found: dict[int, tuple[int, str]], launcher: str) -> None:
-    """Kill who waits. The launcher then ends the others; it is asked to, if it lets a job outlive its ranks."""
+    """Kill the ranks that wait. The launcher then ends the others; it is told to if it lets jobs outlive ranks."""
     for process, _ in found.values():
         _signal(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END

@@ -1,4 +1,4 @@
-"""How ranks speak: the one interface that every backend has. Each verb makes a `Call` and issues it."""
+"""Communication between ranks: the one interface that every backend has. Each verb makes a `Call` and issues it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class Communicator(ABC):
     rank: int
     size: int
     progress: Progress
-    """What waits on this communicator and its groups poke."""
+    """The steps that waits on this communicator and its groups poke."""
     leave: Callable[[], None] | None = None
-    """What the end of a `with` does instead of `close`."""
+    """Called at the end of a `with` instead of `close`."""
 
     def __enter__(self) -> Self:
         return self
@@ -49,7 +49,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def issue(self, call: Call) -> Handle:
-        """Begin what `call` says; every verb below comes here."""
+        """Begin `call`; every verb below comes here."""
 
     def _call(
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,

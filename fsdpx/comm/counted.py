@@ -52,7 +52,7 @@ class Counters:
         return Counters({key: Count(count.calls, count.bytes) for key, count in self.table.items()})
 
     def since(self, earlier: Counters) -> Counters:
-        """What was added after `earlier` was copied; entries without new calls are left out."""
+        """The counts added since `earlier` was copied; entries without new calls are left out."""
         later = Counters()
         for (axis, verb), count in self.table.items():
             before = earlier.table.get((axis, verb), Count())

@@ -1,4 +1,4 @@
-"""What MPI knows of ranks that have died: user-level failure mitigation (Bland et al. 2013), as Open MPI 5 has it."""
+"""MPI's knowledge of ranks that have died: user-level failure mitigation (Bland et al. 2013), as Open MPI 5 has it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdpx import environment
 __all__ = ["DEATHS", "finalize_without_the_dead", "lost", "ulfm_active"]
 
 DEATHS = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
-"""Classes of errors that tell of a death; none where the MPI library has no user-level failure mitigation."""
+"""Classes of errors that report a death; none where the MPI library has no user-level failure mitigation."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Which GPU each rank of a communicator takes: all ranks find out together, and all raise alike what is wrong."""
+"""Which GPU each rank of a communicator takes: all ranks find out together, and all raise the same error."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Seat(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What a rank says of itself. known: its number among all ranks of its host, where the communicator has only some
-    of them. why: what keeps it from taking any GPU."""
+    """A rank's description of itself. known: its number among all ranks of its host, where the communicator has only
+    some of them. why: the reason why it cannot take any GPU."""
 
     host: str
     process: int

@@ -61,8 +61,8 @@ class FakeCommunicator(Backend):
 
 
 class FakeNode(FakeCommunicator):
-    """Ranks that do not exist, on hosts that share memory: what is laid out by it says of it what `NodeCommunicator`
-    would say. hosts: of each rank."""
+    """Ranks that do not exist, on hosts that share memory: code that decides a layout gets the answers that
+    `NodeCommunicator` would give. hosts: of each rank."""
 
     def __init__(self, rank: int, hosts: Sequence[int]) -> None:
         super().__init__(rank, len(hosts))

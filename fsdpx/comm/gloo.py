@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from os import _exit  # as it is before fsdpx.watch tells of exits that others wait behind
+from os import _exit  # the original, before fsdpx.watch wraps it to report exits that others wait behind
 from queue import SimpleQueue
 from typing import Any
 
@@ -34,7 +34,7 @@ __all__ = ["GlooCommunicator"]
 _AGES = timedelta(days=30)
 """How long Gloo itself waits: our waits end before."""
 _LAST = 5.0
-"""Seconds that the end of a process waits for threads that wait for messages."""
+"""Seconds for which a process that ends waits for threads that wait for messages."""
 
 
 class GlooCommunicator(Carrier):
@@ -133,7 +133,7 @@ class GlooCommunicator(Carrier):
         return self._gloo.broadcast([data], options)
 
     def _barrier(self, call: Call) -> Handle:
-        """Gloo's own waits for all that was begun before, too."""
+        """Gloo's own barrier also waits for everything begun before it."""
         return self._all_reduce(call.on((np.zeros(1, np.uint8),)))
 
     # -- groups ----------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class Works:
 
 
 class Waited:
-    """Messages of which a thread waits for one after the other: only that tells whether Gloo has moved them."""
+    """Messages for which a thread waits one by one: only such a wait shows whether Gloo has moved them."""
 
     __slots__ = ("_done", "_error", "_works")
 
@@ -215,15 +215,15 @@ class Waited:
             raise self._error
 
     def give_up(self) -> None:
-        """Whoever waits longer than he wants to fails all that is under way in a group of Gloo: the thread returns."""
+        """A wait that times out fails everything under way in a group of Gloo, so the waiting thread returns."""
         for work in self._works:
             with suppress(RuntimeError):  # which says so
                 work.wait(timedelta(milliseconds=1))
 
 
 class _Threads:
-    """As many threads as there are messages to wait for, kept for the next ones. None holds up the end of a process,
-    and none waits on when it has come: a thread that returned to Python then would take the process down."""
+    """As many threads as there are messages to wait for, kept for the next ones. None delays the end of a process, and
+    none still waits when the process ends: a thread that returned to Python then would crash it."""
 
     def __init__(self) -> None:
         self._given: SimpleQueue[Waited] = SimpleQueue()
@@ -245,7 +245,7 @@ class _Threads:
             self._free.release()
 
     def end(self) -> None:
-        """Messages that nobody has waited for are lost: the other side has not called, or will find us gone."""
+        """Messages not yet waited for are lost: the other side has not called, or will find this rank gone."""
         for waited in list(self._waiting):
             waited.give_up()
         last = time.monotonic() + _LAST
@@ -287,4 +287,4 @@ _LIBRARY: dict[str, Callable[[GlooCommunicator, Call], Handle]] = {
     "send": GlooCommunicator.message,
     "recv": GlooCommunicator.message,
 }
-"""What Gloo does well; everything else by messages."""
+"""Verbs that Gloo does well; everything else by messages."""

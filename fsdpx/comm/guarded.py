@@ -70,7 +70,7 @@ class Guarded(Wrapper):
             )
 
     def _exchange(self, call: str) -> list[str]:
-        """What every rank calls, by rank."""
+        """The call of every rank, by rank."""
         self._calls += 1
         mine = _encode(call)
         texts = np.zeros((self.size, _WIDTH), np.uint8)
@@ -106,7 +106,7 @@ def _encode(call: str) -> np.ndarray:
 
 
 def grouped(calls: Mapping[int, str]) -> str:
-    """Which ranks call what, in words. calls: by rank."""
+    """Which ranks make which call, as text. calls: by rank."""
     ranks: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks.setdefault(call, []).append(rank)

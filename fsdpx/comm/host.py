@@ -36,8 +36,8 @@ class Place(NamedTuple):
 
 
 class Window:
-    """One allocation: a part of each rank of the machine, all mapped by all. Collective to make. fence: everything
-    written before it is seen by whoever sees what is written after."""
+    """One allocation: a part of each rank of the machine, all mapped by all. Collective to make. fence: a rank that
+    sees what is written after it also sees everything written before it."""
 
     def __init__(self, here: Communicator, nbytes: int) -> None:
         self._mapping = Mapping(here, nbytes, at_once=False)  # each page then lies near the rank that uses it first

@@ -1,9 +1,9 @@
 """Messages of arrays of GPUs between processes of one host, from GPU to GPU: in chunks, through memory that the sender
 has exported (CUDA IPC).
 
-The hosts keep the order. Who has copied a chunk into a slot tells the other one by a note, when the event after the
-copy has come; who has copied it out tells in the same way that the slot is free. So no stream of one process waits for
-one of another, and what a carrier moves are notes of a few bytes."""
+The hosts keep the order. Once the event after the copy has come, the rank that copied a chunk into a slot sends the
+other a note; the rank that copied it out reports in the same way that the slot is free. So no stream of one process
+waits for one of another, and the carrier moves notes of a few bytes only."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def _taken(array: Array) -> ipc.Slab:
 
 
 class Reach(NamedTuple):
-    """ranks: by rank, those whose memory it reads right, and which read its. evidence: in words, of all pairs."""
+    """ranks: by rank, those whose memory it reads right, and which read its. evidence: as text, of all pairs."""
 
     ranks: tuple[frozenset[int], ...]
     evidence: tuple[str, ...]
@@ -192,8 +192,8 @@ def settle(world: Communicator) -> None:
 
 
 def reach(world: Communicator) -> Reach:
-    """Try it: each process of a host reads what the others have written on their GPUs, twice, with other bytes the
-    second time. Collective; every rank has taken its GPU."""
+    """Try it: each process of a host reads what the others have written on their GPUs, twice, with different bytes each
+    time. Collective; every rank has taken its GPU."""
     slab, why = None, ""
     try:
         slab = ipc.export(PROBED)
@@ -222,7 +222,7 @@ def reach(world: Communicator) -> Reach:
 
 
 def _misread(handle: bytes, rank: int, turn: int) -> str:
-    """Why this rank does not read what that one has written; nothing if it does."""
+    """Why this rank cannot read what that one has written; nothing if it can."""
     found = np.empty(PROBED, np.uint8)
     try:
         ipc.read(ipc.opened(handle), found)

@@ -31,7 +31,7 @@ class LocalCommunicator(Backend, Survivor):
     """One thread rank's side of a group; a `Survivor` where the world survives deaths (`spawn(survive=True)`).
 
     A collective completes when the last rank arrives; that rank moves the data of all. Reductions are in rank order. A
-    send completes when its receive is there: what needs buffering in between is found out here. `delays` sleeps a
+    send completes when its receive is there: code that relies on buffering in between fails here. `delays` sleeps a
     random time of up to 2 ms before each call, to try other orders of arrival."""
 
     def __init__(
@@ -124,7 +124,7 @@ class LocalCommunicator(Backend, Survivor):
         return LocalCommunicator(made, rank, Progress(self.progress.patience), self._delays)
 
     def _vote(self, verb: str, given: Any, decide: Callable[[dict[int, Any]], Any]) -> Any:
-        """Take part in this communicator's next vote, and wait until all have who live."""
+        """Take part in this communicator's next vote, and wait until all living ranks have."""
         self._delay()
         group, number, world = self._group, self._votes, self._group.world
         self._votes += 1
@@ -135,7 +135,7 @@ class LocalCommunicator(Backend, Survivor):
             vote.arrive(self.rank, given)
         deadline = world.deadline()
         while True:
-            with suppress(RankLost):  # whoever waits for that transfer hears of it
+            with suppress(RankLost):  # the wait for that transfer raises it
                 self.progress.poke()
             with world.condition:
                 if group.settle(number, vote, decide):
@@ -179,7 +179,7 @@ class LocalCommunicator(Backend, Survivor):
         world.finish(operation)
 
     def _post(self, message: Message, key: tuple[int, int, int], sending: bool) -> Handle:
-        """Meet the other side of a message, or wait for it in the queue; who comes second copies."""
+        """Meet the other side of a message, or wait for it in the queue; the side that comes second copies."""
         self._delay()
         group = self._group
         mine, others = (group.sends, group.recvs) if sending else (group.recvs, group.sends)

@@ -36,7 +36,7 @@ class Mapping:
     """Memory with a part of each rank of `comm`, all of which run on this machine: a file in memory that all map.
     Collective. It has no name any more once all have mapped it, so nothing is left behind however they end.
 
-    at_once: the memory is taken now, and ConfigError on all ranks tells if there is none; else as it is touched. Byte
+    at_once: the memory is taken now, with ConfigError on all ranks if there is too little; else as it is touched. Byte
     size + r of `file` is locked by rank r as long as it lives."""
 
     def __init__(self, comm: Communicator, nbytes: int, at_once: bool = True) -> None:

@@ -17,7 +17,7 @@ GLANCES = 32
 
 
 class Group(Protocol):
-    """Who meets: neighbours, as far as a meeting looks."""
+    """The part of `Neighbours` that a meeting needs."""
 
     rank: int
     size: int
@@ -29,7 +29,7 @@ class Group(Protocol):
 
 
 def late(call: object, group: Group, missing: Sequence[int]) -> CommTimeout:
-    """What a wait raises when it has lasted too long. missing: who of the machine did not come."""
+    """The error of a wait that has lasted too long. missing: the ranks of the machine that did not come."""
     ranks = [group.ranks[index] for index in missing]
     reason = f"ranks {ranks} did not call it, called it with an array outside of windows, or have ended"
     return CommTimeout(f"{call} is not complete after {group.timeout:g} s: {reason}")
@@ -87,5 +87,5 @@ class Meeting(Steps):
         super().__init__(stages(), group.progress)
 
     def free(self) -> bool:
-        """Whether all have read this rank's record, so that its place on the board can be used anew."""
+        """Whether all have read this rank's record, so that its place on the board can be used again."""
         return self.test() and self._free.test()

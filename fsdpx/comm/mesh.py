@@ -1,4 +1,4 @@
-"""The mesh: which rank stands where on pipe, replica, shard and tensor, and whom it speaks with."""
+"""The mesh: which rank stands where on pipe, replica, shard and tensor, and which ranks it communicates with."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Mesh:
         return Coordinates(**place)
 
     def rank(self, coordinates: Coordinates) -> int:
-        """Which rank stands there."""
+        """The rank at these coordinates."""
         rank = 0
         for axis in self.order:
             rank = rank * self.width(axis) + getattr(coordinates, axis)
@@ -168,7 +168,7 @@ class Axes:
 
     @property
     def summing(self) -> tuple[str, ...]:
-        """The axes over which gradients are summed; a rank that has nobody to sum with is all of the shard axis."""
+        """The axes over which gradients are summed; a rank without others to sum with is all of the shard axis."""
         wide = tuple(name for name in ("shard", "replica") if getattr(self, name).size > 1)
         return wide or ("shard",)
 

@@ -1,4 +1,4 @@
-"""Every collective by messages alone, for what a backend has no better way: values are added in rank order.
+"""Every collective by messages alone, where a backend has no better way: values are added in rank order.
 
 16-bit floats are moved as 16 bits, added in float32 by the owner of a piece and rounded once."""
 
@@ -19,11 +19,11 @@ from fsdpx.comm.steps import Progress, Steps
 __all__ = ["COLLECTIVES", "Pairs"]
 
 Pairs = Sequence[tuple[int, Array]]
-"""(rank, array): whom to send it to, or receive it from."""
+"""(rank, array): the rank to send it to, or to receive it from."""
 
 
 class Messenger(Protocol):
-    """A backend, as far as a collective looks that is made of messages."""
+    """The part of a backend that a collective made of messages needs."""
 
     rank: int
     size: int
@@ -45,7 +45,7 @@ def all_gather(comm: Messenger, call: Call) -> Handle:
 
 
 def reduce_scatter(comm: Messenger, call: Call) -> Handle:
-    """Every piece goes to its owner, who adds: n(N-1)/N bytes; scratch n."""
+    """Every piece goes to its owner, which adds: n(N-1)/N bytes; scratch n."""
     send, recv = call.arrays
     return Steps(_reduce_to_owners(comm, call, send, recv, call.cuts[0]), comm.progress)
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from os import _exit  # as it is before fsdpx.watch tells of exits that others wait behind
+from os import _exit  # the original, before fsdpx.watch wraps it to report exits that others wait behind
 from typing import Any, cast
 
 import numpy as np
@@ -246,7 +246,7 @@ class World:
             gone = lost(MPI.COMM_WORLD)
             alive = [rank for rank in range(MPI.COMM_WORLD.Get_size()) if rank not in gone]
             if len(alive) == 1:
-                _exit(code)  # Open MPI 5.0 takes the abort of the last rank that lives for success
+                _exit(code)  # Open MPI 5.0 mistakes the abort of the last living rank for success
             if gone:  # nor does its launcher always end when several abort at once while another one dies
                 time.sleep(APART * sum(rank < MPI.COMM_WORLD.Get_rank() for rank in alive))
             stuck = threading.Timer(STUCK, _exit, (code,))  # an abort that the launcher does not answer
@@ -256,7 +256,7 @@ class World:
 
 
 def _duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
-    """A wait that can end: the script may let a rank end, or do something else, that the others wait for here."""
+    """A wait that can end: the script may let a rank that the others wait for here end, or do something else."""
     made, request = comm.Idup()
     if not spin(request.Test, Progress(), timeout):
         who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
@@ -277,5 +277,5 @@ _LIBRARY: dict[str, Callable[[MpiCommunicator, Call], Handle]] = {
     "send": MpiCommunicator.message,
     "recv": MpiCommunicator.message,
 }
-"""What MPI libraries do well; everything else by messages."""
+"""Verbs that MPI libraries do well; everything else by messages."""
 _REDUCTIONS = ("reduce_scatter", "all_reduce", "reduce")

@@ -1,7 +1,7 @@
 """Collectives on GPUs by NCCL. Ranks meet through MPI, which also moves arrays of the host and single messages.
 
 When a call is issued, NCCL's stream waits for what this thread has issued on its own stream before; a handle is
-complete when NCCL's stream has got to its end. All of a call is issued at once and nothing later by the host, so ranks
+complete when NCCL's stream has got to its end. The host issues all of a call at once and nothing of it later, so ranks
 that make the same calls in the same order give NCCL the same order."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class NcclCommunicator(Backend):
         return f"NcclCommunicator(rank={self.rank}, size={self.size})"
 
     def wait_up_to(self, seconds: float) -> None:
-        """From now on a single wait may last so long."""
+        """From now on a single wait may last this many seconds."""
         self.timeout = seconds
 
     # -- calls -----------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ class NcclCommunicator(Backend):
         return ()
 
     def _to_owners(self, send: Array, recv: Array, cut: Pieces, op: ReduceOp) -> Iterable[Array]:
-        """Every piece goes to its owner, who adds in float32, in the order of ranks, and rounds once."""
+        """Every piece goes to its owner, which adds in float32, in rank order, and rounds once."""
         own = cut.part(send, self.rank)
         rows = self.xp.empty((self.size, own.size), dtype=send.dtype)
         others = self._others()
@@ -261,15 +261,14 @@ class NcclCommunicator(Backend):
         self.carrier.abort(code)
 
     def give_up(self) -> None:
-        """What runs on the GPU for these ranks ends, whatever the others do."""
+        """End all GPU work for these ranks, whatever the others do."""
         link, self.link = self.link, None
         if link is not None:
             link.abort()
 
 
 class _Work:
-    """The handle of what was issued on NCCL's stream. It keeps the arrays: CuPy gives memory that nobody holds away at
-    once."""
+    """The handle of what was issued on NCCL's stream. It keeps the arrays: CuPy reuses unreferenced memory at once."""
 
     __slots__ = ("_arrays", "_comm", "_event", "_where")
 

@@ -52,7 +52,7 @@ class Neighbours:
             raise CommTimeout(f"{self.latest[slot]}: {SLOTS} meetings later, not all ranks have taken part")
 
     def _free(self, slot: int) -> bool:
-        """Whether the place on the board can be used anew: all have read what was there."""
+        """Whether the place on the board can be used again: all have read what was there."""
         latest = self.latest[slot]
         return latest is None or (not isinstance(latest, str) and latest.free())
 

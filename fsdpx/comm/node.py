@@ -41,7 +41,7 @@ KEPT = 4096
 
 
 class NodeCommunicator(Backend):
-    """The ranks of `carrier`, those of one machine speaking through shared memory; it is closed with this one.
+    """The ranks of `carrier`, those of one machine communicating through shared memory; it is closed with this one.
 
     An array lies in a window if it is a view of what `share` or `share_one` gave; all ranks of a call must pass such
     arrays, or none. Complete means what it means in MPI: the buffers may be used again. machines: number of the
@@ -81,7 +81,7 @@ class NodeCommunicator(Backend):
 
     @property
     def library(self) -> str:
-        """What carries its messages, in a word."""
+        """The name of the library that carries its messages."""
         return self.carrier.library
 
     @property
@@ -90,7 +90,7 @@ class NodeCommunicator(Backend):
         return self.carrier.timeout
 
     def wait_up_to(self, seconds: float) -> None:
-        """From now on a single wait may last so long."""
+        """From now on a single wait may last this many seconds."""
         self.carrier.wait_up_to(seconds)
         if self.near is not None:
             self.near.timeout = seconds
@@ -134,7 +134,7 @@ class NodeCommunicator(Backend):
         self, verb: str, arrays: Arrays, op: ReduceOp, root: int, counts: AllCounts, what: str,
         tag: int = 0, how: str = "library", wire: Any = None,
     ) -> Handle:  # fmt: skip
-        """What is known need not become a `Call` first: that takes a tenth of the time of a small collective."""
+        """A known collective need not become a `Call` first: that takes a tenth of the time of a small one."""
         known = self._known(verb, arrays, op, counts, how, wire)
         if known is None:
             return super()._call(verb, arrays, op, root, counts, what, tag, how, wire)
@@ -158,7 +158,7 @@ class NodeCommunicator(Backend):
         return self.carrier.move(call) if handle is None else handle
 
     def move_rounded(self, call: Call) -> Handle:
-        """Who reads the summands rounds them: nothing travels inside a machine."""
+        """The rank that reads the summands rounds them: nothing travels inside a machine."""
         handle = _SHARED[call.verb](self, call, self.near) if self.near is not None and self.inside else None
         return super().move_rounded(call) if handle is None else handle
 
@@ -182,8 +182,8 @@ class NodeCommunicator(Backend):
         """A few bytes from each rank, wherever they lie: written on the board beside the post.
 
         Calls of a trainer begin with such a gather. A rank that is in another call meanwhile waits in MPI, and never
-        meets this one there: libraries that take the data of one call for another's may spoil their own memory (Open
-        MPI's nonblocking collectives do), and then hang."""
+        meets this one there: libraries that mistake the data of one call for another's may corrupt their own memory
+        (Open MPI's nonblocking collectives do), and then hang."""
         (send, recv), (cut,) = call.arrays, call.cuts
         number = near.reserve()
         near.board.payload(near.lane, number)[: send.nbytes] = send.view(np.uint8)
@@ -196,7 +196,7 @@ class NodeCommunicator(Backend):
         return near.meet(number, None, call, read, held=False)
 
     def _gather_common(self, call: Call, near: Neighbours, into: Place, source: Place | None) -> Handle:
-        """Into memory that all share: once this rank's piece lies there, all there is to do is to say so."""
+        """Into memory that all share: once this rank's piece lies there, it only has to say so."""
         (send, recv), (cut,) = call.arrays, call.cuts
         own, start = cut.part(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
         there = source == (into.window, into.owner, into.offset + start)
@@ -290,7 +290,7 @@ class NodeCommunicator(Backend):
         return near.sync(near.reserve(), call) if self.inside else None
 
     def _keep(self, call: Call, made: Persistent, cut: Pieces | None = None) -> Handle:
-        """Begin what was found out just now; from the next call on it is known, however its counts are written."""
+        """Begin the collective that was just resolved; later calls find it, however their counts are written."""
         if len(self._kept) >= KEPT:
             self._kept.clear()
         counts: list[AllCounts] = [call.counts]
@@ -307,7 +307,7 @@ class NodeCommunicator(Backend):
         return self.host.persistent if self.compiles else None
 
     def _prepare(self) -> None:
-        """Who has memory to share wants collectives to be fast: from now on those that repeat run as compiled code."""
+        """Sharing memory means that collectives should be fast: from now on those that repeat run as compiled code."""
         if self.compiles and self.persistent is None:
             from fsdpx.comm import persistent
 
@@ -367,4 +367,4 @@ _SHARED: dict[str, Callable[[NodeCommunicator, Call, Neighbours], Handle | None]
     "all_to_all": NodeCommunicator._all_to_all,
     "barrier": NodeCommunicator._barrier,
 }
-"""What shared memory does better, or None where the arrays of a call do not lie there."""
+"""Verbs that shared memory does better; each gives None where the arrays of a call do not lie there."""

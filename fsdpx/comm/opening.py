@@ -30,7 +30,7 @@ __all__ = ["BACKENDS", "Asked", "Opener", "adopt", "backend_name", "carrier_of",
 
 
 class Asked(NamedTuple):
-    """What a communicator is wanted for. comm: of another library, to be adopted; rank, size: of a fake; device_map:
+    """A request for a communicator. comm: of another library, to be adopted; rank, size: of a fake; device_map:
     which GPU each local rank takes, where it is of GPUs."""
 
     settings: environment.Environment
@@ -99,14 +99,14 @@ def backend_name() -> str:
 
 
 def node_of(comm: Any) -> NodeCommunicator | None:
-    """The node communicator inside what counts or guards it, if there is one."""
+    """The node communicator inside its counting or guarding wrappers, if there is one."""
     while comm is not None and not hasattr(comm, "share_one"):
         comm = getattr(comm, "comm", None)
     return comm
 
 
 def carrier_of(comm: Any) -> Carrier | None:
-    """What moves bytes between processes inside what counts or guards it, if the ranks are processes."""
+    """The carrier that moves bytes between processes, inside its wrappers; None unless ranks are processes."""
     while hasattr(comm, "comm"):
         comm = comm.comm
     comm = getattr(comm, "carrier", comm)

@@ -54,16 +54,16 @@ def added(near: Neighbours, call: Call, place: Place, cut: Pieces) -> Persistent
 
 
 def _row(near: Neighbours, n: int, divisor: int, outs: list[int], stream: bool = False) -> Array:
-    """What compiled code reads, without addresses of arrays."""
+    """The row that compiled code reads, without addresses of arrays."""
     ranks = near.size
     head = [ranks, near.lane, n, divisor, int(stream), len(outs)]
     return np.array([*head, *near.board.addresses, *[0] * ranks, *[-1] * (shared.PLACE * ranks), *outs], np.int64)
 
 
 class Persistent:
-    """What a call with these arrays does, which are not held: they may be large. run: the compiled code, `row` what it
-    reads. words: where this rank's array lies, if others read it. own: what arrays[0] is copied to before. skip: bytes
-    of every rank's array before those that this rank adds."""
+    """A known call with these arrays, which are not kept alive: they may be large. run: the compiled code, `row` what
+    it reads. words: where this rank's array lies, if others read it. own: what arrays[0] is copied to before. skip:
+    bytes of every rank's array before those that this rank adds."""
 
     __slots__ = (
         "_everywhere", "_row", "_words", "first", "last", "near", "own", "run", "skip", "start", "verb", "words"
@@ -108,7 +108,7 @@ class Persistent:
 
 
 class Started:
-    """The handle of a persistent collective that was started: what `Meeting` is to any other call. Without `__init__`,
+    """The handle of a persistent collective that was started, as `Meeting` is of any other call. Without `__init__`,
     which takes a fifth of the time of a start."""
 
     __slots__ = ("at", "done", "number", "persistent", "what")
@@ -129,7 +129,7 @@ class Started:
             raise late(self, near, self._late())
 
     def free(self) -> bool:
-        """Whether its place on the board can be used anew."""
+        """Whether its place on the board can be used again."""
         return self.test()
 
     def __str__(self) -> str:

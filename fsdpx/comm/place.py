@@ -13,7 +13,7 @@ __all__ = ["Place", "have_met", "place", "running_mpi"]
 
 
 class Place(NamedTuple):
-    """rank of size ranks, number local_rank of this host (None: not known). world: which ranks these are, in words."""
+    """rank of size ranks, number local_rank of this host (None: not known). world: which ranks these are, as text."""
 
     rank: int
     size: int
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 
 def place() -> Place:
-    """What `fsdpx.init()` has opened; before it all ranks of MPI, if it runs; else all that the launcher started.
+    """The ranks of `fsdpx.init()`; before it all ranks of MPI, if that runs; else all that the launcher started.
 
     LaunchError if variables say that this process is one of several but not which."""
     opened = default.current()
@@ -51,5 +51,5 @@ def running_mpi() -> Any:
 
 
 def have_met() -> bool:
-    """Whether this process is one of several ranks who know each other: by MPI, or without it."""
+    """Whether this process is one of several ranks that have met, by MPI or without it."""
     return running_mpi() is not None or bool(roll.opened)

@@ -1,7 +1,7 @@
-"""A thread that moves transfers on while the rank computes: for machines with a core to spare, and slow networks.
+"""A thread that advances transfers while the rank computes: for machines with a core to spare, and slow networks.
 
 MPI moves most transfers only while it is called, and the engine calls it between actions. The thread calls it
-during them. The rank's own thread never speaks to MPI at the same time, so the library need not allow more than one
+during them. The rank's own thread never calls MPI at the same time, so the library need not allow more than one
 caller at once (MPI_THREAD_SERIALIZED)."""
 
 from __future__ import annotations

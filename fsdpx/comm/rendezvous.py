@@ -1,5 +1,5 @@
-"""Where thread ranks meet: operations that wait for all ranks, messages that wait for their other side, votes of those
-that live."""
+"""Where thread ranks meet: operations that wait for all ranks, messages that wait for their other side, votes of the
+living ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class World:
             self.condition.notify_all()
 
     def finish(self, *events: Operation | Message) -> None:
-        """These are complete: wake who waits for them."""
+        """These are complete: wake the ranks that wait for them."""
         with self.condition:
             for event in events:
                 event.done = True
@@ -104,30 +104,31 @@ class Group:
         return tuple(rank for rank, member in enumerate(self.members) if member in dead) if dead else ()
 
     def revoke(self) -> None:
-        """Nothing begins on this group any more; wake who waits. What others are just moving is still completed."""
+        """Nothing begins on this group any more; wake the waiting ranks. Data being moved by others is still
+        completed."""
         with self.world.condition:
             self.revoked = True
             self.world.condition.notify_all()
 
     def check(self, call: str, rank: int, needs: set[int]) -> None:
-        """Raise RankLost if `rank` calls what will never be complete, as a rank it `needs` has died. With the lock."""
+        """Raise RankLost if a call of `rank` can never complete because a rank it `needs` has died. With the lock."""
         self.world.check()
         lost = self.lost()
         if self.revoked or not needs.isdisjoint(lost):
             raise loss(f"{call} on rank {rank} of {len(self.members)}", lost)
 
     def broken(self, event: Operation | Message, rank: int) -> RankLost | None:
-        """Why an event that is not done never will be. With the lock. What is being moved is completed in a revoked
-        group, too, unless the rank that moves dies of it: no rank is told that a transfer has failed while another
-        thread still writes into its arrays."""
+        """Why an event that is not done never will be. With the lock. Data that is being moved is completed in a
+        revoked group, too, unless the rank that moves it dies: no rank is told that a transfer has failed
+        while another thread still writes into its arrays."""
         lost = self.lost()
         if event.needs.isdisjoint(lost) and (event.moving or not self.revoked):
             return None
         return loss(f"{event.name} on rank {rank} of {len(self.members)}", lost)
 
     def settle(self, number: int, vote: Vote, decide: Callable[[dict[int, Any]], Any]) -> bool:
-        """Whether `vote` is decided; decide it if every member has come or died. Once, with the lock: who comes and
-        dies later changes nothing."""
+        """Whether `vote` is decided; decide it if every member has come or died. Once, with the lock: a rank that comes
+        or dies later changes nothing."""
         if not vote.done and not vote.missing.difference(self.lost()):
             del self.votes[number]
             vote.result, vote.done = decide(vote.given), True
@@ -157,7 +158,7 @@ class Operation:
         return named(self.verb, self.what)
 
     def difference(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
-        """What `rank` calls instead, if it does not call what the others called."""
+        """The different call that `rank` makes, if it does not make the others' call."""
         if (verb, terms) == (self.verb, self.terms):
             return None
         others = sorted(set(range(len(self.members))) - self.missing)
@@ -165,7 +166,7 @@ class Operation:
         return DesyncError(f"ranks called different collectives: rank {rank} {mine}; ranks {others} {theirs}")
 
     def arrive(self, rank: int, given: Any) -> bool:
-        """Leave what `rank` gives; True for the last one, who moves the data."""
+        """Leave what `rank` gives; True for the last rank, which moves the data."""
         self.given[rank] = given
         self.missing.discard(rank)
         if not self.missing:
@@ -202,7 +203,7 @@ class Message:
 
 
 class Vote:
-    """What the members of a group that live decide together: decided when each has come or died."""
+    """A joint decision of the living members of a group: made when each member has come or died."""
 
     def __init__(self, verb: str, ranks: int) -> None:
         self.verb = verb
@@ -215,7 +216,7 @@ class Vote:
         return f"{self.verb}: ranks {sorted(self.missing)} have neither called it nor died"
 
     def difference(self, rank: int, verb: str) -> DesyncError | None:
-        """What `rank` calls instead."""
+        """The different call that `rank` makes."""
         if verb == self.verb:
             return None
         return DesyncError(f"rank {rank} called {verb}; ranks {sorted(self.given)} called {self.verb}")

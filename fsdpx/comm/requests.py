@@ -25,7 +25,7 @@ _BOOL = np.dtype(bool)
 
 
 class Waiting(Protocol):
-    """A communicator, as far as a request looks: who waits, how long, and for what else."""
+    """The part of a communicator that a request needs: its rank, its timeout, and what to advance meanwhile."""
 
     rank: int
     size: int
@@ -90,7 +90,7 @@ def translated(error: MPI.Exception, where: str, comm: MPI.Intracomm) -> CommErr
 
 
 def wire(array: Array) -> Array:
-    """What MPI is given: it knows no bfloat16, and not always float16, so those travel as uint16."""
+    """The buffer that MPI is given: it knows no bfloat16, and not always float16, so those travel as uint16."""
     return array.view(np.uint16) if is_half(array.dtype) else array
 
 

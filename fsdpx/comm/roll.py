@@ -19,15 +19,15 @@ __all__ = ["Roll", "opened"]
 
 _LOOK = 0.02
 _SECONDS_TO_DIE = 1.0
-"""So long after its connections have broken it may take until a process of this host is seen to have ended."""
+"""How long after its connections broke a process of this host may take to be seen to have ended."""
 
 opened: list[Roll] = []
 """The roll of this process, once all have come."""
 
 
 class Roll:
-    """All ranks of the job, who have all come within `timeout` seconds. store: of torch.distributed. worlds: that were
-    opened on it."""
+    """All ranks of the job; all have come within `timeout` seconds. store: of torch.distributed. worlds: those opened
+    on it."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: float, where: Store) -> None:
         self.store, self.rank, self.size, self.timeout, self.where = store, rank, size, timeout, where
@@ -52,7 +52,8 @@ class Roll:
             time.sleep(_LOOK)
 
     def ended(self, rank: int) -> int:
-        """Write that a rank has ended or is about to, unless another one is known to have before; which one is."""
+        """Write that a rank has ended or is about to, unless another is known to have ended before; returns the
+        recorded rank."""
         return int(self.store.compare_set("ended", "", str(rank)))
 
     @contextmanager
@@ -71,7 +72,7 @@ class Roll:
             raise CommError(f"{where}: {far}{reason}") from error
 
     def _first(self) -> int | None:
-        """Who has ended first, as far as anybody knows."""
+        """The rank that ended first, as far as is known on any rank."""
         end = time.monotonic() + _SECONDS_TO_DIE
         while time.monotonic() < end:
             here = [rank for rank, process in self._here.items() if _has_ended(process)]

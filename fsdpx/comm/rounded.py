@@ -1,6 +1,6 @@
 """Sums whose summands travel in 16 bits, by the collectives of a backend that has no better way.
 
-What is sent and what arrives lie where the array was that is summed."""
+Sent and received data lie in the place of the array that is summed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIRST = 16
 
 
 def reduce_scatter(comm: Communicator, call: Call) -> Handle:
-    """Every piece goes to its owner, who adds. Scratch: none if all pieces are equal."""
+    """Every piece goes to its owner, which adds. Scratch: none if all pieces are equal."""
     send, recv = call.arrays
     return _to_owners(comm, call, send, recv, call.cuts[0].counts)
 
@@ -50,7 +50,7 @@ def _to_owners(comm: Communicator, call: Call, send: Array, recv: Array, counts:
     else:
         parts = xp.empty(arriving, dtype=call.wire)
     wire = room[:n]
-    _narrow(xp, send, wire)  # an overflow becomes Inf, which the loss scale looks for
+    _narrow(xp, send, wire)  # an overflow becomes Inf, which the loss scaler detects
     handle = comm.all_to_all(wire, parts, counts, [own] * width, what=call.what)
     within = 0 <= address(recv) - address(send) < send.nbytes
 

@@ -1,4 +1,4 @@
-"""The start of MPI: a rank waits there for all others, and no Python runs in it meanwhile, so a process keeps the time.
+"""The start of MPI: a rank waits there for all others, without running Python, so another process keeps the time.
 
 The ranks of a host that wait leave marks in a folder, which `fsdpx run` reads. The first one starts the clock
 (`fsdpx/comm/clock.py`), which ends the job when the last one does not come."""
@@ -27,8 +27,8 @@ _inside: list[Path] = []  # the mark of this process, while it waits
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Around what starts MPI and opens the world: if a rank does not come, or ends before, the others do not wait for
-    ever. If MPI runs already there is no clock: then it is the script that knows when ranks come."""
+    """Around the code that starts MPI and opens the world: if a rank does not come, or ends before, the others do not
+    wait for ever. If MPI runs already there is no clock: then it is the script that knows when ranks come."""
     settings = environment.read()
     launcher = settings.launcher
     unheeded = running_mpi() is not None and settings.run is None
@@ -81,12 +81,12 @@ def lives(owner: str) -> bool:
     """Whether the process of this host that has called itself so is still there."""
     process, _, birth = owner.partition("-")
     if not process.isdecimal():
-        return True  # nobody knows
+        return True  # unknown
     return began(int(process)) == birth if birth else began(int(process)) != ""
 
 
 def _clear() -> None:
-    """Remove what killed jobs have left."""
+    """Remove files left by killed jobs."""
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         if ours(left) and not lives(left.name.removeprefix(PREFIX)):
             shutil.rmtree(left, ignore_errors=True)
@@ -110,8 +110,8 @@ def _clock(folder: Path, settings: environment.Environment, job: str) -> subproc
 
 
 def _job(launcher: environment.Launcher) -> str:
-    """What the ranks of this job have in common on this host, and with nobody else: the launcher's process, the nearest
-    one above this process that is no part of a rank itself. "" where it cannot be seen."""
+    """An identifier that the ranks of this job share on this host, and no other process has: the launcher's process,
+    the nearest ancestor of this process that is not itself part of a rank. "" where it cannot be seen."""
     process, variable = os.getppid(), f"{launcher.variable}=".encode()
     with suppress(OSError, ValueError, IndexError):
         while process > 1:

@@ -1,4 +1,4 @@
-"""Transfers of several steps: who takes the next step while the rank waits for something else."""
+"""Transfers of several steps: how the next step is taken while the rank waits for something else."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fsdpx.comm.calls import DONE, Handle
 __all__ = ["NOT_ALONE", "PATIENT", "Finish", "Progress", "Steps", "progress_of", "spin"]
 
 PATIENT = 2048  # about a millisecond
-_SPINS_BEFORE_SLEEP = 4096  # some milliseconds: who waits that long can give the core away for good
-NOT_ALONE = -_SPINS_BEFORE_SLEEP  # of threads of one interpreter: who looks keeps it from the others for 5 ms at a time
+_SPINS_BEFORE_SLEEP = 4096  # some milliseconds: a rank that waits that long may sleep
+NOT_ALONE = -_SPINS_BEFORE_SLEEP  # for threads of one interpreter: polling keeps it from the others for 5 ms at a time
 _SPINS_PER_CLOCK = 256
 _NAP = 50e-6
 
@@ -20,7 +20,7 @@ give_way: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Progress:
-    """What one rank has to do for transfers under way. Every wait pokes it, so no peer waits for a step not taken.
+    """The pending steps of one rank's transfers under way. Every wait pokes them: no peer waits for a step not taken.
 
     patience: how often a wait looks before it gives the core away: at once where ranks outnumber cores, much later
     where each rank has its own and another process would keep it for milliseconds."""
@@ -32,13 +32,13 @@ class Progress:
         self.pending: list[Handle] = []
 
     def poke(self) -> None:
-        """Take the next step of whatever can take one."""
+        """Take the next step of every transfer that can take one."""
         for handle in tuple(self.pending):
             handle.test()
 
 
 def progress_of(comm: object) -> Progress:
-    """What waits on `comm` poke; its own, unpoked one for a communicator that says nothing of it."""
+    """The steps that waits on `comm` poke; a communicator without any gets its own, which is never poked."""
     found = getattr(comm, "progress", None)
     return found if isinstance(found, Progress) else Progress()
 

@@ -19,19 +19,19 @@ class Survivor(Communicator):
     """A communicator that tells its ranks of deaths, and outlives them (Bland et al. 2013, user-level failure
     mitigation).
 
-    What needs a rank that has died raises RankLost, when it is issued or in `test` and `wait`; what does not may go on,
-    so ranks hear of a death at different places. The way back together, taken by every rank that hears of it: `revoke`,
-    so that those who wait for this one hear of it, too; `agree`, which also those come to who have heard of nothing;
-    `shrink`; then go on with the new communicator and groups of it."""
+    A call that needs a dead rank raises RankLost, when it is issued or in `test` and `wait`; other calls may go on, so
+    ranks hear of a death at different places. Every rank that hears of it recovers in these steps: `revoke`, so that
+    ranks waiting for this one hear of it, too; `agree`, which ranks that have heard of nothing also reach; `shrink`;
+    then go on with the new communicator and groups of it."""
 
     survives: bool
     """Whether the others live on when a rank dies. If not, a death ends the job; RankLost then only says why."""
 
     @abstractmethod
     def revoke(self) -> None:
-        """Give up this communicator and the groups that this rank is in and made of it by `split` and `subgroup`: what
-        any rank has under way or begins there, except `agree` and `shrink`, raises RankLost. Local: it waits for no
-        other, and any rank may call it at any time."""
+        """Give up this communicator and the groups that this rank is in that `split` and `subgroup` made from it: every
+        call that any rank has under way or begins there, except `agree` and `shrink`, raises RankLost. Local: it waits
+        for no other, and any rank may call it at any time."""
 
     @abstractmethod
     def agree(self, flags: int) -> int:
@@ -42,7 +42,7 @@ class Survivor(Communicator):
     def shrink(self) -> Survivor:
         """A new communicator of the ranks that live, in rank order. Blocking; all that live call it. No rank in it is
         known to be dead when it is made; a death meanwhile is found out with the next call. It has a `progress` of its
-        own: its waits do not stumble over what is left of the old one."""
+        own: its waits do not run into leftovers of the old one."""
 
     @abstractmethod
     def lost(self) -> tuple[int, ...]:

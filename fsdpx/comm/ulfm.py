@@ -32,7 +32,7 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
 
     def _start(self, comm: MPI.Intracomm, timeout: float, limit: int, progress: Progress) -> None:
         super()._start(comm, timeout, limit, progress)
-        comm.Set_errhandler(MPI.ERRORS_RETURN)  # what the caller's communicator does with errors is inherited
+        comm.Set_errhandler(MPI.ERRORS_RETURN)  # the caller's error handler is inherited
         self.survives = ulfm_active()
         self._parts: list[UlfmCommunicator] = []
         self._under_way: list[Requests] = []
@@ -41,8 +41,8 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
         return f"UlfmCommunicator(rank={self.rank}, size={self.size}, survives={self.survives})"
 
     def _begun(self, call: Call, requests: list[MPI.Request], *buffers: object) -> Handle:
-        """Keeps the handle, and with it the buffers: when a rank is lost, who had the handle may let go of it while
-        others still send."""
+        """Keeps the handle, and with it the buffers: when a rank is lost, the caller may drop the handle while others
+        still send."""
         handle = Requests(self, call, requests, buffers)
         if len(self._under_way) >= _KEPT:
             self._under_way = [kept for kept in self._under_way if kept.active]
@@ -50,7 +50,7 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
         return handle
 
     def _left(self) -> list[Requests]:
-        """What is under way here and in groups."""
+        """The transfers under way here and in groups."""
         return [*self._under_way, *(handle for part in self._parts for handle in part._left())]
 
     def lost(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class UlfmCommunicator(MpiCommunicator, Survivor):
         request = self.raw.Iagree(given) if self.survives else self.raw.Iallreduce(MPI.IN_PLACE, given, MPI.BAND)
 
         def decided() -> bool:
-            with suppress(RankLost):  # whoever waits for that transfer hears of it
+            with suppress(RankLost):  # the wait for that transfer raises it
                 self.progress.poke()
             return request.Test()
 

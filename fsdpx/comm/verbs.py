@@ -117,7 +117,7 @@ def moved(comm: Ranks, call: Call) -> int:
 
 
 def terms(call: Call) -> dict[str, Any]:
-    """What all ranks must say alike; counts as they were given, or as `check` has resolved them."""
+    """The part of a call that must be equal on all ranks; counts as given, or as `check` has resolved them."""
     verb, found = VERBS[call.verb], dict[str, Any]()
     if verb.arrays:
         array: Array = call.arrays[1 if ("recv" in verb.cut[:1] and not verb.at_root) or verb.at_root == "send" else 0]

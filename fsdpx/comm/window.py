@@ -33,11 +33,11 @@ class Window(ABC):
     @abstractmethod
     def open(self, rank: int, start: int, stop: int, write: bool = True) -> AbstractContextManager[Array]:
         """Bytes [start, stop) of the part of `rank`, which no other rank has open meanwhile. write: changes count; else
-        others may be reading as well. Who opens two parts opens that of the lower rank first."""
+        others may be reading as well. A rank that opens two parts opens that of the lower rank first."""
 
     @abstractmethod
     def word(self, rank: int, at: int) -> int:
-        """The 64-bit word number `at` of the part of `rank`, at once, whoever has it open."""
+        """The 64-bit word number `at` of the part of `rank`, at once, whichever rank has it open."""
 
     @abstractmethod
     def say(self, at: int, value: int) -> None:
@@ -48,14 +48,14 @@ class Window(ABC):
         """Let go of the memory. Collective; no view of it may be used any more."""
 
     def gone(self, rank: int) -> bool:
-        """Whether that rank has died, as far as this can be known here."""
+        """Whether that rank is known here to have died."""
         return False
 
     def check(self) -> None:  # noqa: B027 - most have nothing to look at
         """Raise if this rank need not wait any longer."""
 
     def turn(self, kind: str) -> AbstractContextManager[None]:
-        """Around what a rank does with the parts of all. kind: "pull", "push" or "mix"."""
+        """Around a rank's accesses to the parts of all. kind: "pull", "push" or "mix"."""
         return nullcontext()
 
     def leave(self) -> None:  # noqa: B027 - nothing where time is real
@@ -106,7 +106,7 @@ class SharedParts(Window):
 
 
 class ThreadWindow(SharedParts):
-    """Parts of thread ranks. check: raises if another rank has failed. dead: tells of a rank whether it has died."""
+    """Parts of thread ranks. check: raises if another rank has failed. dead: whether a rank has died."""
 
     def __init__(
         self, rank: int, parts: list[Array], locks: list[threading.Lock], timeout: float,

@@ -21,13 +21,13 @@ __all__ = ["Case", "Library", "described", "fused", "library"]
 FORMATS = {"bfloat16": ("BFLOAT16", 2.0**-8), "float16": ("HALF", 2.0**-11)}
 """cuDNN's name of each format, and the distance of 1 from the next number."""
 MOST_CHANNELS, CHANNELS = 128, 8
-"""Of a head: at most so many, and a multiple of so many."""
+"""Of a head: the most there may be, and what their number must be a multiple of."""
 ALIGNED = 16
 """Bytes: where rows begin."""
 FEW = 16
 """Positions: a text that is generated one by one has another length at each step, and a plan is for one length."""
 MOST_PLANS = 64
-"""Each takes a moment to make and to prove; who has inputs of more lengths does without for the others."""
+"""Cases that get a plan, which takes a moment to make and to prove; inputs of more lengths are computed without."""
 ROUNDINGS = 4
 """By which a result may differ, each of the largest number of its array: probabilities and their gradients are rounded
 to 16 bits before they are multiplied, and the result is rounded again. What is masked or read wrongly differs more."""

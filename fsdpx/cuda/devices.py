@@ -61,7 +61,7 @@ def choose(local_rank: int, count: int, device_map: DeviceMap = None) -> int:
 
 
 def take(number: int) -> None:
-    """What this thread computes and allocates from now on is on this GPU. What a launcher has hidden stays hidden."""
+    """This thread computes and allocates on this GPU from now on. GPUs that a launcher has hidden stay hidden."""
     cupy().cuda.Device(number).use()
 
 
@@ -86,12 +86,12 @@ def on(array: Any) -> AbstractContextManager[Any]:
 
 
 def where(array: Any) -> str:
-    """The same in words."""
+    """Where `array` lies, as text."""
     number = gpu_of(array)
     return "on the host" if number is None else f"on GPU {number}"
 
 
 def _mask() -> str:
-    """What the user or a launcher has hidden, in words."""
+    """The mask of GPUs set by the user or a launcher, as text for messages."""
     mask = environment.visible_gpus()
     return "" if mask is None else f", with CUDA_VISIBLE_DEVICES={mask}"

@@ -23,7 +23,7 @@ DEFAULT = -1
 
 
 class Gemm(NamedTuple):
-    """What cuBLAS is told, in its order, of out = a b. turned: out is asked for as its own transpose, b^T a^T.
+    """The arguments of cuBLAS, in its order, for out = a b. turned: it computes the transpose of out, b^T a^T.
 
     first, second: whether the operand that stands there (b and a, or if turned a and b) is transposed."""
 
@@ -39,7 +39,7 @@ class Gemm(NamedTuple):
 
 
 def plan(out: tuple[Any, Any], a: tuple[Any, Any], b: tuple[Any, Any]) -> Gemm | None:
-    """How a product is asked for, from shapes and strides in elements: (m, k) and (k, n) into (m, n). None: an array
+    """The call for a product, from shapes and strides in elements: (m, k) and (k, n) into (m, n). None: an array
     has unit stride in neither dim, or rows that overlap."""
     found = _layout(*out)
     if found is None:

@@ -21,7 +21,7 @@ THREADS = 256
 MOST_BLOCKS = 1 << 16
 """Of a kernel over elements, whose threads take several where there are more."""
 PARTS, ROWS = 128, 64
-"""Sums over rows: at most so many parts, each of so many rows or more."""
+"""Sums over rows: the most parts, and the fewest rows of each."""
 BLOCK = 1 << 14
 """Elements of a partial sum of squares."""
 KINDS = {"float64": 64, "float32": 32, "bfloat16": 16}

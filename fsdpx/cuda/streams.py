@@ -1,17 +1,16 @@
-"""Who waits for whom on a GPU: all rules of streams are here.
+"""What waits for what on a GPU: all rules of streams are here.
 
 Layers compute on the current stream of their thread, where one kernel follows another. Whatever goes on beside that,
 copies and NCCL, is on a `Side`: it begins behind all that the thread has issued until then, and an event marks its end.
 Memory is handed on, to MPI, to a layer or back to a pool, when the host has seen that event, not before. A library that
 knows no streams, as MPI, gets memory of the GPU after `synchronise`.
 
-What a thread of ours adds while the rank computes is on the default stream as well, which keeps both in order. A script
-that computes on a stream of its own says `progress="loop"`: then there is no such thread.
+Work that a thread of fsdpx issues while the rank computes is on the default stream too, which keeps both in order. A
+script that computes on a stream of its own says `progress="loop"`: then there is no such thread.
 
-What is captured for a graph is issued on a stream of its own, where nothing runs: the default stream cannot be
-captured, and as one that does not block, it makes other threads wait for nothing. The graph is then launched on the
-current stream, where it has its place between kernels like a kernel. Transfers, events and reads by the host stay
-outside."""
+Work captured for a graph is issued on a stream of its own, where nothing runs: the default stream cannot be captured,
+and as this one is non-blocking, other threads need not wait for it. The graph is then launched on the current stream,
+where it has its place between kernels like a kernel. Transfers, events and reads by the host stay outside."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Side:
         self.stream = cupy().cuda.Stream(non_blocking=True)
 
     def follow(self) -> None:
-        """What comes here next waits for all that this thread has issued."""
+        """Work issued here from now on waits for all that this thread has issued."""
         cuda = cupy().cuda
         self.stream.wait_event(cuda.get_current_stream().record(cuda.Event(disable_timing=True)))
 
@@ -77,7 +76,8 @@ class Side:
 def capture(stream: Any, body: Callable[[], Any]) -> tuple[Any, Any]:
     """A graph of what `body` issues, without running it, and what `body` returns. stream: one for captures alone.
 
-    What CUDA refuses inside, a read by the host above all, raises, and so does `body`; no graph is made then."""
+    An operation that CUDA refuses here, above all a read by the host, raises, as does an error of `body`; then no graph
+    is made."""
     with stream:
         stream.begin_capture()
         try:
@@ -121,7 +121,7 @@ def _side(number: int) -> Side:
 
 
 def pinned(nbytes: int) -> np.ndarray:
-    """Memory of the host that the GPU copies from and to by itself; CuPy keeps it for the next one who asks."""
+    """Memory of the host that the GPU copies from and to by itself; CuPy keeps it for the next request."""
     return np.frombuffer(cupy().cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
 

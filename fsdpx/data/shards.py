@@ -24,7 +24,7 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "cls": lambda raw: int(raw),
     "bin": lambda raw: np.frombuffer(raw, np.uint8),
 }
-"""What comes of the bytes of a file, by what follows the first dot of its name."""
+"""The decoder of a file's bytes, by what follows the first dot of its name."""
 
 
 class TarDataset:

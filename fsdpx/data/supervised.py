@@ -29,8 +29,8 @@ class SupervisedDataset:
     what the role "assistant" says is learnt. Sample: tokens `(seq_len,)`, and targets, the tokens one further on, with
     -100 where they are no answer. The loss is then the mean over tokens of answers.
 
-    What is longer than seq_len + 1 tokens is cut at its end; conversations without an answer in what is left are left
-    out (`left_out` says how many). The file is read once, when the dataset is made.
+    Tokens after the first seq_len + 1 are cut off; conversations without an answer in what is left are left out
+    (`left_out` says how many). The file is read once, when the dataset is made.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class SupervisedDataset:
     end : the token that ends an answer, which is learnt; it also fills up samples that are shorter
     packed : put several conversations into one sample, as they come; it is then ((tokens, segments), targets), where
         segments count conversations from 0, for models with `segments=True` (docs/models.md)
-    template : (role, content) -> what comes before what is said, and what is said; None: "role: " and "content\\n"
+    template : (role, content) -> the text before the message, and the message; None: "role: " and "content\\n"
     """
 
     def __init__(

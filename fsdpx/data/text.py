@@ -18,7 +18,7 @@ __all__ = ["TextDataset", "stdlib_sources"]
 
 SKIPPED = ("__pycache__", "site-packages", "dist-packages", "node_modules")
 STRETCHES = 16  # into which the text is split at most,
-STRETCH = 1 << 16  # each of at least so many bytes
+STRETCH = 1 << 16  # bytes of each, at least
 
 Split = Literal["train", "validation", "all"]
 Piece = tuple[Path, int, int]

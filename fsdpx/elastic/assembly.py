@@ -1,4 +1,4 @@
-"""A session for the ranks that are here now: who trains, from which step on, and in whose memory that step is."""
+"""A session for the ranks that are here now: which train, from which step on, and which have that step in memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Summary(NamedTuple):
 
 
 class Member(NamedTuple):
-    """What a rank says of itself. born: its rank when the job began. seat: its rank among those that train, None if
+    """A rank's description of itself. born: its rank when the job began. seat: its rank among those that train, None if
     idle. fresh: step 0 of this trainer are the initial parameters."""
 
     born: int
@@ -52,7 +52,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class Assembly:
-    """What training goes on with. control: all ranks. born: of each of them. training: those of them that train.
+    """The state that training goes on from. control: all ranks. born: of each of them. training: those that train.
 
     group: the latter, None on an idle rank, whose session has no data. step: number of the last one that counts, 0 for
     initial parameters. copied: the copies of that step have arrived here."""
@@ -72,7 +72,7 @@ class Assembly:
         return self.group is not None
 
     def close(self) -> None:
-        """Free what is no longer used, by those who live on. Collective."""
+        """Free what is no longer used, on the ranks that live on. Collective."""
         self.copies.close()
         self.session.close()
         if self.group is not None:
@@ -81,7 +81,7 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Assembler:
-    """What every assembly of a run has in common. commit: see `Feed`."""
+    """The settings that all assemblies of a run share. commit: see `Feed`."""
 
     recipe: Recipe
     tuning: Tuning
@@ -89,7 +89,7 @@ class Assembler:
     commit: Commit
 
     def build(self, control: Survivor, ranks: int | None) -> Assembly:
-        """At the begin of a run: initial parameters. Collective over `control`."""
+        """At the start of a run: initial parameters. Collective over `control`."""
         everyone = [Member(rank, None, True, []) for rank in range(control.size)]
         return self._build(control, everyone, ranks, initial=True, timeout=None)
 
@@ -104,8 +104,8 @@ class Assembler:
     ) -> Assembly:
         """On other ranks than before: the newest step of which every element is in the memory of some rank. Collective.
 
-        StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold. report: hears
-        how far it is. timeout: of the watchdog before; that of a communicator which was watched is longer."""
+        StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold. report: called
+        with the progress. timeout: of the watchdog before; that of a communicator which was watched is longer."""
         mine = [Summary(g.step, g.scalars.text(), [describe(part) for part in g.parts]) for g in generations]
         everyone: list[Member] = control.all_gather_object(member._replace(generations=mine))
         report("recovery: all ranks have said what they hold")

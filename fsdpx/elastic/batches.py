@@ -43,7 +43,7 @@ class Recent:
         self._batches.append(Batch(_each(x, _copy), _each(y, _copy)))
 
     def drop(self) -> None:
-        """The newest one has come to nothing."""
+        """Drop the newest one: its step failed."""
         self._batches.pop()
 
     def forget(self, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Who keeps copies of whose state: small closed groups, over as many hosts as there are."""
+"""Which ranks keep copies of which ranks' state: small closed groups, spread over as many hosts as possible."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _by_host(hosts: Sequence[str]) -> list[int]:
 
 
 def _apart(ranks: list[int], hosts: Sequence[str]) -> list[int]:
-    """Neighbours on different hosts, as far as that goes: sorted by host, then every other one."""
+    """Neighbours on different hosts where possible: sorted by host, then every other one."""
     place = {rank: i for i, rank in enumerate(_by_host(hosts))}
     ordered = sorted(ranks, key=lambda rank: place[rank])
     half = -(-len(ordered) // 2)

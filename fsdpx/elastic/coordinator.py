@@ -1,4 +1,4 @@
-"""The ranks of an elastic run: what they agree on, who trains, who keeps copies, and how they come together anew."""
+"""The ranks of an elastic run: what they agree on, which train, which keep copies, and how they regroup."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ RARE, RAREST = 3, 10
 """From bit RARE on: copies every 1, 2, 4, ... 2^RAREST steps are cheap enough. The first that all ranks set is
 taken."""
 COST = 0.01
-"""Share of the time that copies may take, where it is not said how often they are made."""
+"""Share of the time that copies may take, where the user does not set how often they are made."""
 SENT = 3.0
 """How much longer than copying here it takes to send a copy and to receive one, on the cores that also compute."""
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What happened between two steps. step: the last one that counted. lost: ranks that died, as they were numbered
+    """An event between two steps. step: the last one that counted. lost: ranks that died, as they were numbered
     when the job began. ranks: how many train now. replayed: steps that had to be made again. seconds: from the moment
     this rank noticed until it went on, replayed steps not included."""
 
@@ -91,7 +91,7 @@ class Pace:
         self._steps: deque[float] = deque(maxlen=9)  # seconds of the last ones
 
     def step(self) -> None:
-        """A step has come to its end."""
+        """A step has ended."""
         now = perf_counter()
         self._steps.append(now - self._last)
         self._last = now
@@ -111,15 +111,16 @@ class Pace:
         return (1 << RAREST + 1) - (1 << level)
 
     def agree(self, cheap: int) -> None:
-        """What all ranks find cheap enough."""
+        """Take the smallest interval that all ranks find cheap enough."""
         self.every = self._elastic.every or cheap & -cheap
 
 
 @dataclass(frozen=True)
 class Position:
     """step: number of the last step that counts. kept: of the newest one that will never be made again. under_way: step
-    of the copies that have not arrived. updating: between the agreement on a step and its end. scalars, before: what a
-    step changes sooner than parameters and slots, as it was, for the next one may change it and come to nothing."""
+    of the copies that have not arrived. updating: between the agreement on a step and its end. scalars, before: the
+    earlier values of what a step changes before parameters and slots, since the next step may change it and then
+    fail."""
 
     step: int
     kept: int
@@ -130,7 +131,7 @@ class Position:
 
 
 class Coordinator:
-    """What all living ranks of a run agree on. ranks: how many are to train. asked: another number is asked for."""
+    """The agreement of all living ranks of a run. ranks: how many are to train. asked: another number is asked for."""
 
     def __init__(self, recipe: Recipe, control: Survivor, elastic: Elastic, commit: Callable[[Any, Any], None]) -> None:
         """Collective over `control`. commit: see `Feed`."""
@@ -189,8 +190,8 @@ class Coordinator:
         self._at = replace(self._at, updating=True)
 
     def committed(self) -> None:
-        """After a step that counts. Needs no other rank, and decides by what was agreed on alone: another rank may be
-        hearing of a loss just now."""
+        """After a step that counts. Needs no other rank, and decides from the agreement alone: another rank may be
+        hearing of a loss at this moment."""
         self._pace.step()
         at = self._position(self.step + 1, self.kept, self._at.under_way)
         if not self.assembly.copies.needed:
@@ -211,7 +212,7 @@ class Coordinator:
             return self.ranks
 
     def request(self) -> int | None:
-        """The same, on all ranks, None if the mesh cannot use so many. Collective."""
+        """The same, on all ranks; None if the mesh cannot use that many. Collective."""
         found: int | None = self.assembly.control.all_gather_object(self._request())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
@@ -240,7 +241,7 @@ class Coordinator:
     # -- idle ranks, which follow --------------------------------------------------------------------------------------
 
     def tell(self, call: str, value: Any) -> None:
-        """What came of a call, to idle ranks; the lowest rank that trains speaks."""
+        """Send the result of a call to idle ranks; the lowest rank that trains sends it."""
         training = self.assembly.training
         if self.assembly.control.rank == training[0]:
             follow.tell(
@@ -250,8 +251,8 @@ class Coordinator:
             )
 
     def hear(self, call: str) -> Any:
-        """What is told of a call; an error of those that train is raised here, too. DesyncError if they called another
-        one."""
+        """Receive the result of a call; an error of the ranks that train is raised here, too. DesyncError if they made
+        another call."""
         source = self.assembly.training[0]
         told, value = follow.hear(self.assembly.control, source)
         if isinstance(value, Failure):
@@ -263,8 +264,8 @@ class Coordinator:
         return value
 
     def tell_of_failure(self, error: FsdpxError) -> None:
-        """What all ranks that train raise together is raised when all have agreed that it was not a loss that some of
-        them met. What one rank alone finds ends the job."""
+        """An error that all training ranks raise together is raised once all have agreed that it was not a loss that
+        some of them met. An error of one rank alone ends the job."""
         agreed = isinstance(error, ConfigError | DataError | CheckpointError)
         self.tell("", Failure(type(error).__name__, str(error), agreed))
         if agreed:
@@ -301,7 +302,7 @@ class Coordinator:
     def close(self) -> None:
         """No rank goes on. Collective.
 
-        All have agreed on it; who ends now must not be missed by those who have yet to hear so."""
+        All have agreed on it; a rank that ends now must not count as lost on ranks that have yet to hear so."""
         try:
             self.assembly.control.barrier(what="close").wait()
         except RankLost:
@@ -345,7 +346,7 @@ class Coordinator:
         return done
 
     def _generations(self) -> list[Generation]:
-        """What this rank has in memory: its own state, unless it is half updated, and the copies it keeps."""
+        """This rank's share in memory: its own state, unless it is half updated, and the copies it keeps."""
         found = self.assembly.copies.generations()
         if self.assembly.trains and not self._at.updating:
             parts = list(live(self.assembly.session.state, self._at.before))

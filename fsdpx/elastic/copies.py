@@ -36,8 +36,8 @@ MESSAGE = 64 << 20
 
 @dataclass(frozen=True)
 class Generation:
-    """The state after step number `step`, as far as it is in the memory of this rank: its own and that of those whose
-    buddy it is. parts: views that are good until the `take` after the next."""
+    """The state after step number `step` that is in the memory of this rank: its own and that of the ranks whose buddy
+    it is. parts: views that are good until the `take` after the next."""
 
     step: int
     scalars: Scalars
@@ -45,8 +45,8 @@ class Generation:
 
 
 class Partners(NamedTuple):
-    """buddies: ranks that keep this rank's state. own: what it consists of. kept: rank -> the same, of those whose
-    buddy this rank is."""
+    """buddies: ranks that keep this rank's state. own: the parts of its state. kept: rank -> the same, of the ranks
+    whose buddy this one is."""
 
     buddies: tuple[int, ...]
     own: list[Descriptor]
@@ -119,7 +119,7 @@ class Copies:
     def take(self, scalars: Scalars, step: int | None = None) -> None:
         """Copy this rank's state as it is now, and begin to send it. step: its number, by default that of `scalars`.
 
-        Returns when the copy is made; the transfers go on in `arrived`, which also tells of ranks that were lost now.
+        Returns when the copy is made; the transfers go on in `arrived`, which also reports ranks lost by now.
         """
         assert self._under_way is None, "the copies of the last take have not been promoted or abandoned"
         if not self.needed:
@@ -142,8 +142,8 @@ class Copies:
             self._lost = error
 
     def arrived(self) -> bool:
-        """Whether all that this rank sends and receives of the generation under way is there; True if none is under
-        way. Moves it on, does not wait. RankLost if a rank has died that it needs."""
+        """Whether all that this rank sends and receives of the generation under way has arrived; True if none is under
+        way. Advances it without waiting. RankLost if a rank has died that it needs."""
         if self._lost is not None:
             raise self._lost
         if not self._flying:
@@ -155,7 +155,7 @@ class Copies:
         return not self._flying
 
     def wait(self) -> None:
-        """Return when the generation under way has arrived. A wait as others are, which a watchdog sees."""
+        """Return when the generation under way has arrived. A wait like any other, which a watchdog sees."""
         timeout = getattr(self._comm, "timeout", math.inf)
         if not spin(self.arrived, progress_of(self._comm), timeout):
             raise CommTimeout(f"the copies of the state have not arrived after {timeout:g} s")
@@ -183,8 +183,8 @@ class Copies:
         self._under_way = None
 
     def trim(self) -> None:
-        """Let go of all but the newest complete generation. Others are on the same ranks: whoever dies, none of them is
-        whole if that one is not."""
+        """Let go of all but the newest complete generation. Others are on the same ranks: whichever rank dies, none of
+        them is whole if that one is not."""
         for buffers in (*(buffers for buffers, _, _ in self._complete[1:]), *self._spare):
             buffers.release()
         del self._complete[1:]

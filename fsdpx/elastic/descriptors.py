@@ -1,4 +1,4 @@
-"""Who holds which elements: parts of tensors without their data, and what of a state is held by no rank."""
+"""Which rank holds which elements: parts of tensors without their data, and elements that no rank holds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Descriptor", "Gaps", "Runs", "describe", "live", "meet", "missing", 
 Gaps = tuple[np.ndarray, np.ndarray]
 """Runs [start, stop) of a tensor that no rank has, in order."""
 GAPS = 4
-"""Gaps of one tensor that are told in words; the rest is counted."""
+"""Gaps of one tensor that are listed; the rest are counted."""
 
 
 class Descriptor(NamedTuple):
@@ -88,7 +88,7 @@ def runs(part: Descriptor) -> Runs:
 
 
 def live(state: TrainState, before: Mapping[Key, Any] | None = None) -> Iterator[Held]:
-    """What of the train state is up to date here: running statistics are only where the pipe moves them.
+    """The parts of the train state that are up to date here: running statistics only where the pipe moves them.
 
     before: arrays in place of some rows as they are, see `moving`: those of a step that did not come to its end are
     spoilt."""
@@ -108,7 +108,7 @@ def moving(state: TrainState) -> Iterator[tuple[Key, Any]]:
 
 
 def missing(have: Iterable[Iterable[Descriptor]], want: Mapping[str, Spec]) -> list[str]:
-    """The tensors of `want` of which some element is held by no rank, in words: "0.weight: elements 12..24 of 48".
+    """The tensors of `want` of which no rank holds some element, as text: "0.weight: elements 12..24 of 48".
 
     have: of each rank. Pure: ranks that know the same say the same."""
     parts, texts = _by_name(part for some in have for part in some), []
@@ -122,7 +122,7 @@ def missing(have: Iterable[Iterable[Descriptor]], want: Mapping[str, Spec]) -> l
 
 
 def uncovered(parts: Sequence[Descriptor], size: int) -> Gaps:
-    """What of a tensor of `size` elements is in none of `parts`."""
+    """The elements of a tensor of `size` elements that are in none of `parts`."""
     found = [runs(part) for part in parts]
     start = np.concatenate([*(r.start for r in found), [size]]).astype(np.int64)
     stop = np.concatenate([*(r.stop for r in found), [size]]).astype(np.int64)
@@ -136,7 +136,7 @@ def meet(gaps: Gaps, part: Descriptor) -> bool:
     """Whether an element of `part` is in one of the gaps."""
     start, stop = gaps
     some = runs(part)
-    after = np.searchsorted(stop, some.start, "right")  # the first gap that ends behind the begin of each run
+    after = np.searchsorted(stop, some.start, "right")  # the first gap that ends after the start of each run
     there = after < start.size
     return bool(np.any(start[after[there]] < some.stop[there]))
 

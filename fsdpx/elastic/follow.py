@@ -1,4 +1,4 @@
-"""What idle ranks hear from those that train."""
+"""Messages to idle ranks from those that train."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tell(comm: Communicator, listeners: Sequence[int], value: Any) -> None:
 
 
 def hear(comm: Communicator, source: int) -> Any:
-    """What rank `source` tells."""
+    """The value that rank `source` sends."""
     size = np.empty(1, np.int64)
     comm.recv(size, source, what="the result").wait()
     data = np.empty(int(size[0]), np.uint8)

@@ -1,4 +1,4 @@
-"""Who sends which elements to whom, so that all get what they want: derived alike on every rank."""
+"""Which rank sends which elements to which, so that all get what they want: derived alike on every rank."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fsdpx.elastic.descriptors import Descriptor, Gaps, Runs, meet, runs, uncove
 __all__ = ["Message", "Move", "RecutPlan", "Rows", "Supply", "assign"]
 
 SHARE = 8
-"""What fills this part of a message travels alone, from where it lies to where it belongs; what is shorter is packed
-with its neighbours."""
+"""A move that fills this part of a message travels alone, from where it lies to where it belongs; shorter ones are
+packed with their neighbours."""
 
 
 class Rows(NamedTuple):
@@ -84,7 +84,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class RecutPlan:
-    """What `rank` sends, receives and copies. Ranks that know the same lists derive plans that fit together.
+    """All that `rank` sends, receives and copies. Ranks that know the same lists derive plans that fit together.
 
     have, want: of every rank. block: bytes of one message, at most. It needs memory in proportion to the number of
     runs that do not lie at regular distances; rows of a cut tensor do."""
@@ -110,7 +110,7 @@ class RecutPlan:
 
     @cached_property
     def own(self) -> list[Move]:
-        """What is here already."""
+        """The elements that are here already."""
         return [move for move in self._incoming if move.source == self.rank]
 
     @cached_property
@@ -234,7 +234,7 @@ def assign(want: Descriptor, index: int, receiver: int, supplies: Sequence[Suppl
 
 
 def _edges(wanted: Runs, lying: Sequence[Runs], grid: int) -> np.ndarray:
-    """Between two of these, whoever has one element has all, and whose turn it is does not change."""
+    """Between two of these, a rank that has one element has all, and the rank whose turn it is does not change."""
     first, last = int(wanted.start[0]), int(wanted.stop[-1])
     lines = np.arange(-(-first // grid) * grid, last, grid, dtype=np.int64)
     edges = np.concatenate([*wanted[:2], *(edge for some in lying for edge in some[:2]), lines])

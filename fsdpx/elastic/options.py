@@ -1,4 +1,4 @@
-"""What a user says about an elastic run."""
+"""The user's options for an elastic run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Elastic:
 
     Parameters
     ----------
-    copies : ranks that keep a copy of each rank's state, beside replicas: so many may die at once, whichever they are
-    every : steps between two copies, of which so many may have to be done again (default: at about 1 % of the time)
+    copies : ranks that keep a copy of each rank's state, beside replicas: any of this number may die at once
+    every : steps between two copies; up to this many may have to be repeated (default: at about 1 % of the time)
     ranks : how many train at first (default: all that the mesh can use); the others are idle and follow
-    resize : a file; whenever its text is another number, so many ranks train from the next step on
+    resize : a file; whenever its text is another number, that many ranks train from the next step on
     """
 
     copies: int = 1

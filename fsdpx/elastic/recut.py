@@ -23,14 +23,14 @@ __all__ = ["FLIGHT", "let_go", "recut"]
 FLIGHT = 8
 """Messages of a rank under way at once."""
 _stranded: list[Handle] = []
-"""Broken transfers that did not end in time: what they may yet write to must stay as long as the process."""
+"""Broken transfers that did not end in time: the memory they may still write to must last as long as the process."""
 
 
 def recut(comm: Communicator, have: Sequence[Held], want: Sequence[Held], block: int = BLOCK) -> None:
     """Fill the arrays of `want` on every rank from the arrays of `have` on any rank, bit by bit. Collective.
 
-    Every rank has and wants what it likes, also nothing; several may have the same elements, then with equal bits.
-    What a rank has itself it copies; the rest comes from those that have it, in turns. Arrays of `want` are the same
+    Every rank may have and want any elements, or none; several may have the same elements, then with equal bits. A rank
+    copies the elements it has itself; the rest comes from those that have it, in turns. Arrays of `want` are the same
     memory as those of `have` only where they are the same elements. All that is wanted must be there: ask `missing`
     before. RankLost if a rank dies; `comm` is revoked then, and some of `want` may be filled.
 
@@ -45,7 +45,7 @@ def recut(comm: Communicator, have: Sequence[Held], want: Sequence[Held], block:
 
 
 def let_go(handles: Iterable[Handle]) -> bool:
-    """Wait a while for broken transfers to end, since until then their buffers are theirs; whether all have."""
+    """Wait a while for broken transfers to end, as they may write to their buffers until then; whether all have."""
     left = settle(handles)
     _stranded.extend(left)
     return not left

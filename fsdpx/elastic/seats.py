@@ -1,4 +1,4 @@
-"""Who trains: how many of the ranks that are left a mesh can use, and which ones."""
+"""Which ranks train: how many of the remaining ranks a mesh can use, and which ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def mesh_for(mesh: Mesh | None, strategy: str | Sharding | Apart, ranks: int) ->
 
 
 def seated(seats: Sequence[int | None], count: int) -> list[int]:
-    """The `count` ranks that train from now on, in order: first those who did, in the order of their seats, since they
+    """The `count` ranks that train from now on, in order: first those that did, in the order of their seats, since they
     hold the state; then idle ones. seats: by rank, None if idle."""
     order = sorted(range(len(seats)), key=lambda rank: (seats[rank] is None, seats[rank] or 0, rank))
     return order[:count]

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class ElasticTrainer(Trainer):
-    """What `fsdpx.distribute(..., elastic=True)` returns. Batches are whole global batches, the same on every rank.
+    """The trainer that `fsdpx.distribute(..., elastic=True)` returns. Batches are global and whole on every rank.
 
     Ranks that the mesh cannot use, or that were asked to leave, are idle: they make the same calls, get the same
     results, and may train again later. See docs/elastic.md."""
@@ -53,7 +53,7 @@ class ElasticTrainer(Trainer):
         self._session = self._coordinator.assembly.session
         self._saving = None
 
-    # -- what every trainer does ---------------------------------------------------------------------------------------
+    # -- common to every trainer ---------------------------------------------------------------------------------------
 
     def step(self, x: Any, y: Any) -> float:
         """Train on one global batch, given whole on every rank: its mean loss, equal on every rank."""
@@ -188,7 +188,7 @@ class ElasticTrainer(Trainer):
             self._closed = True
             self._coordinator.close()
 
-    # -- what only this one does ---------------------------------------------------------------------------------------
+    # -- only on an elastic trainer ------------------------------------------------------------------------------------
 
     @property
     def trains(self) -> bool:
@@ -202,11 +202,11 @@ class ElasticTrainer(Trainer):
 
     @property
     def recoveries(self) -> list[Recovery]:
-        """What happened so far, oldest first; changes of size included."""
+        """The recoveries so far, oldest first; changes of size included."""
         return self._coordinator.recoveries
 
     def resize(self, ranks: int) -> None:
-        """Train on that many ranks from now on, as far as there are so many and the mesh can use them. Collective."""
+        """Train on that many ranks from now on, or on as many as there are and the mesh can use. Collective."""
         if type(ranks) is not int or ranks < 1:
             raise ConfigError(f"resize({ranks!r}): a number of ranks, 1 or more")
         while True:
@@ -222,7 +222,7 @@ class ElasticTrainer(Trainer):
     def _resize(self, ranks: int | None) -> None:
         if self.trains:
             try:
-                self._end_saving()  # it speaks on communicators that are closed now
+                self._end_saving()  # it uses communicators that are closed now
             except CheckpointError:
                 self._given_up = True
         self._coordinator.resize(ranks)
@@ -275,8 +275,8 @@ class ElasticTrainer(Trainer):
             self._recover(error)
 
     def _together(self, what: str, mine: Callable[[], T], after: Callable[[T], None] | None = None) -> T:
-        """What the ranks that train find together, on all ranks; begun again if one is lost on the way. after: done by
-        all ranks with it."""
+        """The result that the training ranks compute together, on all ranks; restarted if a rank is lost meanwhile.
+        after: called with it on all ranks."""
         self._open(what)
 
         def one() -> T:
@@ -293,7 +293,7 @@ class ElasticTrainer(Trainer):
         return self._until_all(one)
 
     def _replaced(self, what: str, mine: Callable[[], T]) -> T:
-        """The same, where it gives the trainer another state, of which there are copies when it ends."""
+        """The same for a call that changes the trainer's state; copies of the new state have been made when it ends."""
 
         def secure(found: T) -> None:
             if isinstance(found, Scalars) and not self.trains:

@@ -48,7 +48,7 @@ class Activations:
                 self.alive -= nbytes
 
     def give(self, slot: Slot, value: Any) -> None:
-        """A slot is filled, or filled anew."""
+        """A slot is filled, or refilled."""
         self.take(slot)
         there = self._planned[1]
         self._held[slot] = held = {root: nbytes for root, nbytes in roots(value) if root not in there}

@@ -1,4 +1,4 @@
-"""What ranks at their own speed do with what they have in common: read it, update it, draw near to it."""
+"""How ranks at their own speed use the parameters they have in common: read them, update them, move towards them."""
 
 from __future__ import annotations
 

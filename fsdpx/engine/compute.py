@@ -17,7 +17,7 @@ Arrays = Sequence[Mapping[str, Any]]
 Grads = Sequence[Mapping[str, Any]]
 Envs = list[Env]
 NOTHING = object()
-"""What is kept of a node that gets no gradient."""
+"""The entry kept for a node that gets no gradient."""
 
 
 def forward(
@@ -31,8 +31,8 @@ def forward(
 ) -> list[Any]:
     """Run the nodes on `values` (value -> array, extended in place); per node what backward needs, or nothing.
 
-    stacks: of the parameters of lines; what a line needs stands at its first node. constant: values whose gradient
-    nobody reads, and for which nothing is kept."""
+    stacks: of the parameters of lines; what a line needs stands at its first node. constant: values whose gradient is
+    not needed, and for which nothing is kept."""
     saved: list[Any] = []
     while (i := len(saved)) < len(unit.nodes):
         node = unit.nodes[i]
@@ -65,7 +65,7 @@ def backward(
     constant: Container[int],
 ) -> None:
     """Both halves, last node first. dvalues: gradient by value, extended in place with those of the inputs, without
-    those of `constant`, values whose gradient nobody reads."""
+    those of `constant`, values whose gradient is not needed."""
     starts = {stop - 1: start for start, stop in unit.lines.items()}
     i = len(unit.nodes)
     while i > 0:
@@ -161,13 +161,13 @@ def _line_backward(
 
 
 def _blame(error: Exception, where: str, node: Node) -> None:
-    """Say in which layer it happened, and why if it is known."""
+    """Name the layer in which it happened, and the reason if it is known."""
     why = f", which {CALLS_NUMPY}" if calls_numpy(error) else ""
     error.add_note(f"in {where} of layer {node.path!r} {node.layer!r}{why}")
 
 
 def _demand_format(node: Node, dx: Any, dy: Any) -> None:
-    """Another format would be noticed in a layer that is not to blame, or not at all."""
+    """A wrong format would be noticed only in a layer that is not to blame, or not at all."""
     for part in dx if isinstance(dx, tuple) else (dx,):
         if part is not None and part.dtype != dy.dtype:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What the verbs that compute do: data in, forward, loss, backward, recompute."""
+"""The verbs that compute: data in, forward, loss, backward, recompute."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _open(run: Run, action: Action, pages: list[int], gradients: list[Gradient])
 
 
 def _close(run: Run, action: Action, opened: list[Entries]) -> None:
-    """What no layer wrote is zero. Looks for NaN and Inf, but not with a dynamic loss scale: it provokes overflow."""
+    """Unwritten gradients are zero. Looks for NaN and Inf, but not with a dynamic loss scale: it provokes overflow."""
     own = run.views.own[number_of(action)]  # a tied parameter may get its gradient from another unit
     for page in opened:
         run.workspace.state.idle.update((name, None) for name in page.complete() if name in own)

@@ -44,7 +44,7 @@ class Engine:
     """Runs programs on the state of one rank.
 
     poker: moves transfers on during actions as well, not only between them. observers: called after every action, which
-    they may break off by an exception. recording: keeps what happens when, if somebody asked for it. ran, batch: the
+    they may break off by an exception. recording: keeps what happens when, if the trainer has one. ran, batch: the
     last program, and the last batch that it ran on."""
 
     def __init__(self, state: TrainState, poker: Poker | None = None, recorder: Recorder | None = None) -> None:
@@ -104,8 +104,8 @@ class Engine:
         return Run(*fixed, state.ties, state.steps, state.scaler, self._issue, recording)
 
     def _let_fly(self) -> None:
-        """Of what is under way, what lies in slots is for a later program; the rest is of one that broke off, alike on
-        all ranks, and is waited for."""
+        """Transfers under way that lie in slots belong to a later program; the others are of a program that broke off,
+        alike on all ranks, and are waited for."""
         known = {id(value) for value in self.state.store.values()}
         for _, transfer in self._flying:
             if id(transfer) not in known:
@@ -195,14 +195,14 @@ class Engine:
     # -- beside programs -----------------------------------------------------------------------------------------------
 
     def outside(self, what: str, begin: float) -> None:
-        """Something beside programs began then, and has ended."""
+        """Something beside programs began at that time, and has ended now."""
         end = perf_counter()
         self.clock.ran(what, begin, begin, end)
         if self.recording is not None:
             self.recording.outside(what, begin, end)
 
     def reset(self) -> None:
-        """Count traffic and time anew."""
+        """Restart counting traffic and time."""
         self.placement.axes.counters.clear()
         self.clock = Clock()
         if self.state.disk is not None:

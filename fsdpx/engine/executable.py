@@ -16,11 +16,12 @@ __all__ = ["Executable", "Step"]
 
 
 REPLAYED = ("step", "accumulate", "local", "push", "mix")
-"""Kinds of programs whose activations nobody has when they end."""
+"""Kinds of programs whose activations no caller holds when they end."""
 
 
 class Step(NamedTuple):
-    """One action with all that running it needs. words: it, in words. gives: slots given, then those added into."""
+    """One action with all that running it needs. words: it as text. gives: slots given, then those added
+    into."""
 
     operation: Operation
     action: Action
@@ -33,8 +34,7 @@ class Step(NamedTuple):
 
 
 class Executable:
-    """Proved and planned when it is made. givers: slot -> the action that fills it, in words. replay: the graphs of
-    what it computes."""
+    """Proved and planned when it is made. givers: slot -> the action that fills it, as text. replay: its graphs."""
 
     def __init__(self, state: TrainState, request: Request) -> None:
         place, program = state.placement, compile(request)
@@ -54,7 +54,7 @@ class Executable:
 
 
 def about(placement: Placement, action: Action, kind: str) -> str:
-    """The unit, page or message that an action is about, in words."""
+    """The unit, page or message that an action is about, as text."""
     what, number = VERBS[action.op].about, action.unit
     if number is None or not what:
         return f"the {kind} program"

@@ -1,4 +1,4 @@
-"""The check that names who first saw NaN or Inf."""
+"""The check that names the rank and action that first saw NaN or Inf."""
 
 from typing import Any
 

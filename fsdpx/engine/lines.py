@@ -24,7 +24,7 @@ FORMATS = ("float32", "float64", "bfloat16")
 
 
 class Line:
-    """What a line keeps for backward: its input, and the outputs of all layers (layers, rows, width)."""
+    """The data that a line keeps for backward: its input, and the outputs of all layers (layers, rows, width)."""
 
     __slots__ = ("out", "x")
 
@@ -36,7 +36,7 @@ class Line:
         return Line(self.out[layer - 1], self.out[layer:]) if layer else self
 
     def saved(self) -> list[Any]:
-        """What the layers would have kept, one by one."""
+        """The same data as the layers would have kept it, one by one."""
         return [(self.x,), *((y,) for y in self.out[:-1])]
 
 

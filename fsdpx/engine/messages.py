@@ -52,7 +52,7 @@ def travelling(edge: Edge, value: Any) -> bool:
 
 
 def _expected(run: Run, action: Action) -> Any:
-    """What travels, as a shape-only array: nothing for a rank without samples."""
+    """The array that travels, shape only; empty for a rank without samples."""
     batch, edge = run.batch(action), run.place.stage.edges[number_of(action)]
     if batch is None:
         return None

@@ -1,5 +1,5 @@
-"""What each verb does on one rank. An operation gets the values of its slots in the order of the table and returns
-those that it gives and adds into, in the order of the table: first `gives`, then `adds`."""
+"""The operation of each verb on one rank. An operation gets the values of its slots in the order of the table and
+returns those that it gives and adds into, in the order of the table: first `gives`, then `adds`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = ["OPERATIONS"]
 
 
 def mean(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """On its way while backward runs: who needs it first waits."""
+    """On its way while backward runs: the first action that needs it waits."""
     return (run.place.telling(_losses(run, taken, read), "MEAN (loss)", partial(_mean, run), run.together),)
 
 
 def _losses(run: Run, pairs: Values, weight: Values) -> list[float]:
-    """What this rank adds to the weight of all gradients, and to total and weight of each microbatch's loss."""
+    """This rank's contribution to the weight of all gradients, and to total and weight of each microbatch's loss."""
     if not run.place.counts_loss or not weight:  # the loss is computed on another rank of the pipe
         return [0.0] * (1 + 2 * len(run.feed.batch))
     return [weight[0], *(number for pair in pairs for number in pair)]
@@ -149,8 +149,8 @@ def _clipped(norm: float, most: float) -> float:
 
 
 def scale(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """The same where nobody asks for the norm: nothing is left to say. The gradients are read so that all that needs
-    other ranks has come before anything is updated."""
+    """The same where the norm is not needed: nothing is left to exchange. The gradients are read so that all that needs
+    other ranks has arrived before anything is updated."""
     factor = 1.0 / (read[0].each * run.scaler.value)
     return (Scale(factor, math.nan, False, rate(run.place.optimizer, run.step + 1), run.scaler),)
 
@@ -165,14 +165,14 @@ def _squares(run: Run, totals: Values) -> list[float]:
 
 
 def _once(run: Run, totals: Values) -> list[Any]:
-    """What of this rank's gradients counts for the norm."""
+    """The part of this rank's gradients that counts for the norm."""
     return [totals[n][at] for n, at in _counted(run)]
 
 
 def _counted(run: Run) -> list[tuple[int, slice]]:
-    """What of this rank's elements counts in sums over all: page of those trained, and where, parameter by parameter
-    where ranks hold the same. Each element counts once: in one replica, on the rank of the tensor axis that has it, not
-    in copies."""
+    """The part of this rank's elements that counts in sums over all: page of those trained, and where, parameter by
+    parameter where ranks hold the same. Each element counts once: in one replica, on the rank of the tensor axis that
+    has it, not in copies."""
     place = run.place
     if place.axes.replica.rank > 0 and place.rounds is None:
         return []
@@ -192,7 +192,7 @@ def _counted(run: Run) -> list[tuple[int, slice]]:
 
 
 def gauge(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """What the optimiser adds up over all parameters of all ranks before it updates them."""
+    """The sums over all parameters of all ranks that the optimiser needs before it updates them."""
     place, optimizer, (scale,) = run.place, inside(run.place.optimizer), taken
     count = len(run.stage.trained)
     totals, slots = read[:count], read[count:]
@@ -266,4 +266,4 @@ OPERATIONS: dict[str, Operation] = {
     "TICK": apart.tick,
     "MIX": apart.mix,
 }
-"""By verb; a verb of one's own is a row here and a row in `fsdpx.program.VERBS`."""
+"""By verb; a new verb is a row here and a row in `fsdpx.program.VERBS`."""

@@ -1,4 +1,4 @@
-"""What FETCH, STORE and EVICT do: records between memory and disk."""
+"""FETCH, STORE and EVICT: records between memory and disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fetch(run: Run, action: Action, taken: Values, read: Values, added: Values) 
     if slot.mb is not None:
         (spilled,) = taken
         handle, memory = disk.bring(slot, spilled)
-        made: list[Any] = []  # once: who asks again gets the same arrays
+        made: list[Any] = []  # made once: later calls get the same arrays
 
         def value() -> Any:
             if not made:

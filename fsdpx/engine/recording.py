@@ -1,5 +1,4 @@
-"""What a rank did when: the actions, waits, transfers and activations of its last programs, kept until somebody reads
-them."""
+"""The timeline of a rank: actions, waits, transfers and activations of its last programs, kept until it is read."""
 
 from __future__ import annotations
 

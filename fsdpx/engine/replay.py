@@ -3,8 +3,9 @@
 A step as a whole is no graph: the host reads losses, and calls MPI. But what a unit computes for a microbatch is the
 same in each step, as long as shapes and addresses are. When a program runs a second time in a row on batches of the
 same shapes, the work of each of its actions is captured in the order of the program; from the third time on it is
-replayed. What a graph must not hold stays as it is, node by node: what draws random numbers, speaks with other ranks,
-takes numbers from the host or shows the host some, and code that does not say that it always does the same."""
+replayed. Work that a graph must not hold runs as usual, node by node: work that draws random numbers, communicates with
+other ranks, takes numbers from the host or shows the host some, and code that does not declare that it always does the
+same."""
 
 from __future__ import annotations
 
@@ -41,11 +42,11 @@ BRINGS = ("array", "asarray", "ascontiguousarray", "asanyarray", "concatenate", 
 """Functions that bring numbers from the host, unless they are given an array of the GPU; so do those that join several
 arrays, for which CuPy brings their addresses."""
 KEPT_OF = {"B": "F", "I": "F", "W": "I"}
-"""Verb -> what must have been captured before, to have left its results at their place; R stands for F."""
+"""Verb -> the verb that must have been captured before, to have left its results in place; R stands for F."""
 
 
 class Uncapturable(Exception):
-    """What a graph must not hold; its text says why."""
+    """Raised by work that a graph must not hold; its text says why."""
 
 
 # -- which layers ------------------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ def restless(layer: Layer) -> str | None:
 
 
 class _Silent(Wrapper):
-    """Ranks do not speak in a graph."""
+    """Ranks do not communicate in a graph."""
 
     def issue(self, call: Call) -> Handle:
         raise Uncapturable("speaks with other ranks")
@@ -73,7 +74,7 @@ class _Silent(Wrapper):
 
 
 class _Random:
-    """Random numbers that are drawn anew in each step."""
+    """Random numbers, which differ in each step."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -86,7 +87,7 @@ class _Random:
 
 
 class _Counters:
-    """What is counted on the host in each step."""
+    """Counters of the host, which change in each step."""
 
     def __getattr__(self, name: str) -> Any:
         raise Uncapturable("counts on the host")
@@ -110,7 +111,7 @@ def _without_host(function: Callable[..., Any], value: Any, *more: Any, **option
 
 
 def _still(env: Env) -> Env:
-    """The same surroundings, in which all raises that a graph would not repeat."""
+    """The same environment, in which everything raises that a graph would not repeat."""
     silent: dict[str, Any] = {axis: _Silent(getattr(env.mesh, axis)) for axis in AXES}
     random: Any = _Random(env.random.path)
     counters: Any = _Counters()
@@ -144,7 +145,7 @@ class Work:
         return {v: flows[v] for v in part.reads}
 
     def give(self, part: Part, flows: Mapping[int, Any]) -> None:
-        """What a part leaves: gradients, or outputs that later nodes or units read."""
+        """The results of a part: gradients, or outputs that later nodes or units read."""
         self.flows.update(flows if self.backwards else {v: flows[v] for v in part.outputs})
 
     def keep(self, part: Part, kept: list[Any] | None) -> None:
@@ -233,7 +234,7 @@ class Recording:
         self._layers: dict[str, str | None] = {}
 
     def body(self, action: Action, body: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for a function of `fsdpx.engine.compute` in this action."""
+        """The replacement for a function of `fsdpx.engine.compute` in this action."""
         return partial(getattr(self, f"_{body.__name__}"), action)
 
     def _forward(
@@ -325,8 +326,8 @@ class Recording:
     # -- the run that is recorded --------------------------------------------------------------------------------------
 
     def _record(self, action: Action, work: Work) -> list[Part]:
-        """Run the action and capture what can be: what raises in a capture is done as ever, and what is left of its
-        part is tried again without it."""
+        """Run the action and capture what is possible: a node that raises in a capture runs as usual, and the rest of
+        its part is tried again without it."""
         done: list[Part] = []
         count = len(work.unit.nodes)
         order = range(count - 1, -1, -1) if work.backwards else range(count)
@@ -359,8 +360,8 @@ class Recording:
         return (action.op, node.path) not in self.refused
 
     def _capture(self, action: Action, part: Part, work: Work, flows: dict[int, Any], held: Any) -> bool:
-        """Capture and launch a part. If that fails nothing has run: False, its arrays are put back, and what is to
-        blame is noted. They are held until then, or what is captured next might lie there."""
+        """Capture and launch a part. If that fails nothing has run: False, its arrays are put back, and the nodes to
+        blame are noted. The arrays are held until then, or the next capture might use their memory."""
         memory, entries, before = self.memory, _entries(part.grads), _flags(_entries(part.grads))
         spare, given = held, dict(flows)
         try:
@@ -389,7 +390,7 @@ class Recording:
         return True
 
     def _taken(self, part: Part, flows: dict[int, Any]) -> tuple[dict[int, Any], frozenset[int]]:
-        """What the graph reads, by value, and which of it are copies; those stand in `flows` from then on."""
+        """The arrays that the graph reads, by value, and which are copies; those stand in `flows` from then on."""
         takes, copied = {}, []
         for v, array in flows.items():
             if self.memory.owns(array):
@@ -414,7 +415,7 @@ class Recording:
 
 
 class Replay:
-    """What is recorded of one program."""
+    """The recordings of one program."""
 
     def __init__(self) -> None:
         self.now: Recording | None = None
@@ -424,7 +425,7 @@ class Replay:
         self._turns = 0
 
     def begin(self, views: Any, feed: Feed) -> Recording | None:
-        """What this run is recorded in, or replayed from; None: it runs as ever."""
+        """The recording that this run is captured in, or replayed from; None: it runs as usual."""
         known = {key: one for key, one in self._recordings.items() if one.whole and not one.stale}
         self._recordings = {key: one for key, one in known.items() if one.views is views}
         key = choice.active, feed.training, tuple(None if b is None else _shapes(b.inputs) for b in feed.batch)
@@ -436,12 +437,12 @@ class Replay:
         return self.now
 
     def end(self) -> None:
-        """The run has come through."""
+        """The run has completed."""
         if self.now is not None:
             self.now.whole = True
 
     def told(self) -> dict[str, str]:
-        """What is not captured, and why: path of a layer -> reason."""
+        """The layers that are not captured, and why: path of a layer -> reason."""
         return {path: why for (_, path), why in self.refused.items()}
 
 
@@ -477,7 +478,7 @@ def _same(array: Any) -> Any:
 
 
 def _cut(held: list[Any] | None, part: Part) -> list[Any] | None:
-    """What was kept for these nodes; taken out, so that it lives no longer than they want it."""
+    """The data kept for these nodes; taken out, so that it lives no longer than they need it."""
     if held is None:
         return None
     mine = held[part.start : part.stop]

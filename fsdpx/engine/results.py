@@ -1,4 +1,4 @@
-"""What a program gives its caller: the mean loss of a batch, the scale of an update, a replica's share of a round."""
+"""The results of a program: the mean loss of a batch, the scale of an update, a replica's share of a round."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ class Mean:
 
     @property
     def each(self) -> float:
-        """What gradients are divided by."""
+        """The divisor of gradients."""
         return self.shared or 1.0
 
     @property
@@ -28,9 +28,9 @@ class Mean:
 
 @dataclass(frozen=True)
 class Scale:
-    """What every gradient is multiplied with in the update. norm: global gradient norm before clipping, nan if it was
+    """The factor of every gradient in the update. norm: global gradient norm before clipping, nan if it was
     not asked for. skip: gradients overflowed, nothing is updated. rate: this step's learning rate. scaler: the loss
-    scale from the next step on. gauge: what the optimiser wanted to know of all parameters."""
+    scale from the next step on. gauge: the sums over all parameters that the optimiser asked for."""
 
     factor: float
     norm: float

@@ -1,4 +1,4 @@
-"""What the operations of one run of a program work with."""
+"""The context of the operations in one run of a program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Values = tuple[Any, ...]
 
 
 class Worlds:
-    """What layers know of the world, one `Env` for the model and one per node, made once: only the moment moves, and
+    """The environment that layers see, one `Env` for the model and one per node, made once: only the moment moves, and
     the time where sequences may be cut."""
 
     def __init__(self, state: TrainState) -> None:
@@ -68,7 +68,7 @@ class Run:
     recording: Recording | None = None
 
     def computed(self, action: Action, body: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for a function of `fsdpx.engine.compute` in this action."""
+        """The replacement for a function of `fsdpx.engine.compute` in this action."""
         return body if self.recording is None else self.recording.body(action, body)
 
     def leaving(self, array: Any) -> Any:
@@ -94,13 +94,13 @@ class Run:
 
     @property
     def outer(self) -> Outer:
-        """What this step does where replicas that train by themselves meet."""
+        """The outer step in which replicas that train by themselves meet."""
         assert self.place.rounds is not None
         return self.place.rounds.at(self.step + 1)
 
     @property
     def exchange(self) -> Exchange:
-        """What ranks have in common that step at their own speed."""
+        """The state that ranks at their own speed have in common."""
         assert self.workspace.state.exchange is not None
         return self.workspace.state.exchange
 
@@ -130,5 +130,5 @@ def number_of(action: Action) -> int:
 
 
 def words(run: Run, action: Action) -> str:
-    """An action and its page in words, for errors."""
+    """An action and its page as text, for errors."""
     return f"{action} {run.place.name(number_of(action))}"

@@ -1,4 +1,4 @@
-"""What moves parameters: updates, and the outer steps by which replicas that train by themselves come together."""
+"""Changes of parameters: updates, and the outer steps by which replicas that train by themselves come together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def move(
 
 @contextmanager
 def _left_alone(run: Run, optimizer: Any, segments: Segments, master: Any, slots: Mapping[str, Any]) -> Iterator[None]:
-    """What is frozen for now stays as it is: weight decay and momentum move what has no gradient."""
+    """Keep temporarily frozen parameters as they are: weight decay and momentum need no gradient."""
     forms, frozen = kept_of(optimizer), run.views.frozen
     own = [(master, Kept()), *((array, forms[name]) for name, array in slots.items())] if frozen else []
     kept = [(part, part.copy()) for array, form in own for part in _still(array, form, segments, frozen)]
@@ -53,13 +53,13 @@ def _left_alone(run: Run, optimizer: Any, segments: Segments, master: Any, slots
 
 
 def _still(array: Any, form: Kept, segments: Segments, frozen: frozenset[str]) -> list[Any]:
-    """What an array holds of frozen parameters."""
+    """The frozen parameters' elements of an array."""
     own = zip(segments.items, places(form, segments), strict=True)
     return [array[at] for s, at in own if s.name in frozen]
 
 
 def share(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """In one message what each replica has trained on in this round, and its loss."""
+    """One message with the amount of data each replica has trained on in this round, and its loss."""
     (mean, weights), place, rounds = read, run.place, run.place.rounds
     assert rounds is not None
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & run.outer.deltas)

@@ -1,4 +1,4 @@
-"""What a trainer computes with, made ready before its first step: compiled, or loaded from the cache on disk."""
+"""A trainer's kernels, made ready before its first step: compiled, or loaded from the cache on disk."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,1 +1,1 @@
-"""What users call: distribute, dry_run and the functional API."""
+"""The API for users: distribute, dry_run and the functional API."""

@@ -24,7 +24,7 @@ __all__ = ["load_adapter", "merged_parameters", "save_adapter"]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the model."""
+"""The prefix that PEFT puts before the names of the model."""
 ALIKE = {
     "peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "lora_bias": False, "rank_pattern": {},
     "alpha_pattern": {}, "modules_to_save": None,
@@ -110,7 +110,7 @@ def _names(adapted: dict[str, LoRALinear]) -> list[str]:
 
 
 def _theirs(trainer: Trainer, adapted: dict[str, LoRALinear]) -> tuple[dict[str, str], bool]:
-    """What each matrix of adapters is called in files, and whether the files have weights the other way round."""
+    """The name of each adapter matrix in files, and whether files hold it transposed."""
     found: dict[str, str] = {}
     turned = False
     for name in adapted:

@@ -1,4 +1,4 @@
-"""What a rank's process takes before there is a model: interpreter, libraries, compiled kernels and MPI.
+"""The memory of a rank's process before there is a model: interpreter, libraries, compiled kernels and MPI.
 
 Asked of a process that trains a tiny model, once per machine and set of libraries; then kept on disk."""
 
@@ -88,7 +88,7 @@ def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
 
 
 def _ask(mpi: bool, blas: str, ranks_here: int) -> Baseline | str:
-    """What a process says, or why it says nothing."""
+    """The answer of a process, or the reason why it gives none."""
     command = [sys.executable, "-c", CODE, "mpi" if mpi else "local", blas, str(ranks_here)]
     try:
         done = subprocess.run(

@@ -35,7 +35,7 @@ HOMES: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class ModelBuilder:
-    """What a run file says, as the objects that it means; ConfigError for what cannot be, with the place.
+    """The content of a run file as the objects that it describes; ConfigError, with the place, for invalid values.
 
     A table with `make` is a call: `{make = "Linear", args = [8, 3], bias = false}` is `nn.Linear(8, 3, bias=False)`. A
     table with `use` is the thing itself: `{use = "no_decay"}`. Names are those of `fsdpx.nn`, `fsdpx.optim`, its
@@ -86,8 +86,8 @@ class ModelBuilder:
         return distribute(model, **options)
 
     def loaders(self, trainer: Trainer) -> tuple[DataLoader, DataLoader | None]:
-        """What [data], [validation] and [loader] say: batches to train on, and held-out ones. The loader cuts batches
-        for `trainer.data`; the held-out ones are in order."""
+        """The batches that [data], [validation] and [loader] describe: those to train on, and held-out ones. The loader
+        cuts batches for `trainer.data`; the held-out ones are in order."""
         if "data" not in self.plan:
             raise ConfigError(f"{self.source}: the section [data] is missing")
         options = {"comm": trainer.data, "chunks": self.plan.get("distribute", {}).get("chunks")}
@@ -99,7 +99,7 @@ class ModelBuilder:
         return train, DataLoader(self._called("validation"), **{**options, "shuffle": False})
 
     def fit_options(self) -> dict[str, Any]:
-        """What [fit] says, for `trainer.fit`."""
+        """The options in [fit], for `trainer.fit`."""
         return self._values("fit")
 
     def _called(self, section: str) -> Any:
@@ -142,7 +142,7 @@ class ModelBuilder:
         return getattr(known[name], name)
 
     def _demand(self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str) -> None:
-        """That a call has the arguments that it wants."""
+        """Check that a call has the arguments that it needs."""
         try:
             signature(function).bind(*args, **named)
         except TypeError as error:

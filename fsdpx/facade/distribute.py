@@ -82,23 +82,23 @@ def distribute(
         `fsdpx.Gossip(...)`, "easgd" or `fsdpx.EASGD(...)`
     mesh : `fsdpx.Mesh(...)`; the widths of its axes replace those of the strategy
     comm : an mpi4py communicator (duplicated) or a `Communicator`; by default that of `fsdpx.init()`
-    backend : opens a communicator anew: "node", "mpi", "nccl", "gloo" or "local"
+    backend : opens a new communicator: "node", "mpi", "nccl", "gloo" or "local"
     microbatches : pieces in which each rank's batch runs (default 1; in a pipe 4 for each rank: Huang et al. 2019)
     seed : of initialisation and dropout, independent of the layout
     precision : "float64", "float32", "bf16" ("bfloat16": layers in 16 bits beside a float32 shard), "bf16-true" (all
         but sums of gradients in 16 bits), "fp16" ("float16") or `fsdpx.Precision(...)`
     clip_norm : largest global gradient norm
-    group_bytes : smaller layers are grouped until a unit holds so many bytes, such as "1MiB" (default: measured)
+    group_bytes : smaller layers are grouped until a unit holds this many bytes, such as "1MiB" (default: measured)
     codec : how gradients travel: "plain", "ring", "bf16", "fp16", "int8", "sign", "topk", "randomk", "powersgd" or a
         `Codec`, such as `fsdpx.Int8(unbiased=True)`; `fsdpx.Between(codec)`, between replicas alone; or name pattern ->
         one of these: the first that fits counts (docs/compression.md)
-    chunks : cut the global batch into so many equal parts: bit-identical results at any number of ranks
+    chunks : cut the global batch into this many equal parts: bit-identical results at any number of ranks
     ahead : pages gathered ahead of use
     frozen : name patterns of parameters that are not trained
     device : "cpu", "cuda", or "shape" to count without computing; with "cuda" a rank takes one GPU (docs/gpu.md)
     check : compare every collective between ranks before it runs (default: FSDPX_CHECK)
     check_finite : look for NaN and Inf in every unit
-    tune : measure what was not said, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
+    tune : measure options that were not given, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
     progress : transfers move on between actions, "loop", or during them as well, "thread" (default: measured)
     schedule : of a pipe: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", a function or a text file
     stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages
@@ -109,7 +109,7 @@ def distribute(
         for samples instead, beside experts (docs/tensor.md)
     elastic : True or `fsdpx.Elastic(...)`: training goes on when ranks die, leave or join (docs/elastic.md)
     average : of the parameters over time, `fsdpx.EMA(0.999)` or `fsdpx.SWA(...)`, for `evaluate(with_="average")`
-    offload : what lies on disk instead of in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
+    offload : what to keep on disk, not in memory, `fsdpx.Offload("/local/disk", what="optimizer")` (docs/offload.md)
     trace : folder for what happened when in the last steps, or `fsdpx.Trace(...)` (docs/observe.md; else FSDPX_TRACE)
     device_map : which GPU each local rank takes, as a list or a dict: `[0, 2]` (default: one after the other)
     cuda_graphs : with device="cuda", forward and backward of steps are captured once and replayed (docs/gpu.md)
@@ -125,7 +125,7 @@ def distribute(
     model, loss = native(model, loss)
     choice = Elastic.of(elastic)
     _check_elastic(choice, backend, precision, offload, strategy, trace)
-    # before choices are checked: what is wrong on all ranks is printed once for all of them
+    # before choices are checked: an error on all ranks is printed once for all of them
     world: Any = _world(comm, backend, device, device_map) if choice is None else resilient(comm)
     recipe = Recipe(
         Training(
@@ -176,13 +176,13 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
 
 
 def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:
-    from fsdpx.elastic.trainer import ElasticTrainer  # for those alone who ask for it
+    from fsdpx.elastic.trainer import ElasticTrainer  # loaded only where it is asked for
 
     if apart(strategy := recipe.distribution.strategy) is not None:
         raise ConfigError(f"strategy {strategy!r}: elastic ranks step together; leave elastic out")
     trainer = ElasticTrainer(recipe, world, choice)
     if (opened := defaults.current()) is not None:
-        unwatch(opened.comm)  # who looks after all ranks that were started would end the job when one of them dies
+        unwatch(opened.comm)  # a watchdog over all ranks that were started would end the job when one of them dies
     return trainer
 
 

@@ -33,8 +33,9 @@ OBJECTS = 6 << 10
 on models of a thousand layers, where it is a tenth of the process."""
 
 PIECES = 16
-"""Of so many bytes of activations one lies free between them at the peak: their heap is never given back to the system
-(see array/heap.py) and none of them is moved. As measured on transformers at 1 to 4 ranks, where it is 1/20 to 1/7."""
+"""For this many bytes of activations one byte lies free between them at the peak: their heap is never given back to the
+system (see array/heap.py) and none of them is moved. As measured on transformers at 1 to 4 ranks, where it is 1/20 to
+1/7."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class DryRun:
     def footprint(self) -> Footprint:
         """The expected peak of the whole process: also interpreter, libraries, MPI and shared windows.
 
-        What a process takes without a model is measured on this machine, once, in about three seconds; kernels are
+        The memory of a process without a model is measured on this machine, once, in about three seconds; kernels are
         taken to be compiled (the first job on a machine compiles them, which takes some 150 MiB more)."""
         placement, here = self.trainer.placement, self.ranks_here
         base = baseline(placement.axes.world.size > 1, placement.tuning.blas, here)
@@ -91,7 +92,7 @@ def dry_run(
     x, y : this rank's batch as arrays, of which shape and dtype are taken, or as (shape, dtype) pairs; a tuple or dict
         of them for several inputs
     ranks, rank : how many ranks there would be, and which of them this is
-    ranks_per_host : so many of them share the memory of a host, as far as it is used (see docs/speed.md)
+    ranks_per_host : how many of them share the memory of a host, where shared memory is used (see docs/speed.md)
     options : those of `fsdpx.distribute`, without comm, device and backend
 
     Returns

@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Future:
-    """What `async_op=True` returns: `wait()` returns the array, `test()` says whether it is there."""
+    """The result of a call with `async_op=True`: `wait()` returns the array, `test()` says whether it is there."""
 
     __slots__ = ("_handle", "_result")
 
@@ -79,7 +79,7 @@ def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) ->
     launcher = environment.read().launcher
     hosts = base.all_gather_object((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _local_rank(base.rank, hosts)
-    watch(base, patient=False)  # as long as there is no program, nobody sees whether others move
+    watch(base, patient=False)  # as long as there is no program, it cannot be seen whether others move
     if not environment.read().check or base.size == 1:
         return defaults.Default(base, local_rank, made)
     guarded = Guarded(base)
@@ -87,7 +87,7 @@ def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) ->
 
 
 def _local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
-    """The launcher's number, which was known before, if it numbers the ranks of this host; else their order."""
+    """The launcher's local rank, known beforehand, if it numbers the ranks of this host; else their order."""
     here = [(other, said) for other, (host, said) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
     local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
@@ -139,7 +139,7 @@ def local_rank() -> int:
 
 
 def _place(name: str) -> Place:
-    """Said once, by one rank: which world is meant where the script has two."""
+    """Said once, by one rank: which world is meant if the script has two."""
     found, other = place(), defaults.other()
     if other is not None and other[1] != found.size and other[0] == 0:
         print(

@@ -1,4 +1,4 @@
-"""What a training leaves: a line that says how it went, and the folder of its run with model, curve and report."""
+"""The results of a training: a line that says how it went, and the folder of its run with model, curve and report."""
 
 from __future__ import annotations
 

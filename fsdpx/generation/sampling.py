@@ -25,7 +25,7 @@ class Sampling:
     Parameters
     ----------
     temperature : logits are divided by it; 0: the most likely token, the first of several
-    top_k : draw only from so many of the most likely tokens; None: from all
+    top_k : draw only from this many of the most likely tokens; None: from all
     top_p : draw only from the fewest most likely tokens that have this probability together (Holtzman et al. 2020)
     repetition_penalty : logits of tokens that the text has are divided by it, or multiplied if negative (Keskar et al.
         2019); 1: none

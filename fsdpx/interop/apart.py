@@ -59,7 +59,7 @@ def _give(writer: int, work: Callable[[], Layout]) -> Any:
     """The child's life: it ends here, without what Python and libraries do at the end of a process."""
     status = 1
     try:
-        torch.set_num_threads(1)  # threads of the parent are not here, and those who wait for them wait for ever
+        torch.set_num_threads(1)  # the parent's threads are not here, and waiting for them never ends
         with os.fdopen(writer, "wb") as out:
             out.write(dumped(work()) + GIVEN)
         status = 0

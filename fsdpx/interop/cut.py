@@ -45,7 +45,7 @@ class Part(Differentiated):
     parameters : names in the order of the graph, and their tensors
     constants : buffers and constants, in the order of the graph
     name : of the unit, for messages
-    shapes : of what it reads and gives in the format of its parameters, as far as that is known
+    shapes : of what it reads and gives in the format of its parameters, if that is known
     """
 
     def __init__(

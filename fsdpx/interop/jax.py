@@ -135,7 +135,7 @@ def _of(array: Array) -> jax.Array:
 
 
 def _back(xp: Any, array: jax.Array) -> Array:
-    """After the computation: JAX goes on while it computes, and the engine would use its inputs' memory anew."""
+    """Wait for the computation: JAX returns before it ends, and the engine would reuse the memory of its inputs."""
     done = jax.block_until_ready(array)
     return np.asarray(done) if xp is np else xp.from_dlpack(done)
 

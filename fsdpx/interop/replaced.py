@@ -40,7 +40,7 @@ def addmm(
 def gelu_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, approximate: str = "none"
 ) -> torch.Tensor:
-    """`aten.linear` of `aten.gelu`: backward makes the result of the GELU anew."""
+    """`aten.linear` of `aten.gelu`: backward recomputes the result of the GELU."""
     if not _ours(x, weight, bias):
         return linear(aten.gelu.default(x, approximate=approximate), weight, bias)
     return _linear(x, weight, bias, approximate)
@@ -50,7 +50,7 @@ def norm_linear(
     x: torch.Tensor, shape: Sequence[int], scale: torch.Tensor | None, shift: torch.Tensor | None, eps: float,
     weight: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """`aten.linear` of `aten.layer_norm` over the last dim: backward makes the result of the norm anew."""
+    """`aten.linear` of `aten.layer_norm` over the last dim: backward recomputes the result of the norm."""
     if not _ours(x, weight, bias, scale, shift):
         return linear(aten.layer_norm.default(x, shape, scale, shift, eps), weight, bias)
     y = _NormLinear.apply(x.reshape(-1, x.shape[-1]), scale, shift, eps, weight, bias)

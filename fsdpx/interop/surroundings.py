@@ -26,7 +26,7 @@ aten: Any = torch.ops.aten
 
 @contextmanager
 def around(env: Env, samples: int, listen: bool = True) -> Iterator[None]:
-    """Inside, modules of this thread run in `env` on so many samples, and draw its random numbers when training.
+    """Inside, modules of this thread run in `env` on this many samples, and draw its random numbers when training.
 
     listen: for operations that draw; otherwise there are none, or they ask for the numbers by themselves (`settled`).
     ConfigError if one draws from PyTorch's generator all the same: its numbers depend on how ranks are laid out."""

@@ -17,7 +17,7 @@ Again = Callable[[], np.ndarray | None]
 
 
 class Values:
-    """First values of parameters by name. Handed on, they are kept only where nobody else could give them again.
+    """First values of parameters by name. Once handed on, they are kept only where `again` cannot give them.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class Values:
             comm.broadcast(array.reshape(-1), 0, what=f"first values of {name}").wait()
 
     def of(self, name: str) -> np.ndarray:
-        """Those of one parameter. ConfigError where they are no more, or have never been."""
+        """Those of one parameter. ConfigError if they are gone, or never existed."""
         if name in self.missing:
             raise ConfigError(f"{name!r} {self.missing[name]}")
         array = self._held.get(name)

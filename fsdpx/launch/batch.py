@@ -13,7 +13,7 @@ from fsdpx.launch.options import LaunchConfig
 __all__ = ["sbatch"]
 
 _NOTICE = 60
-"""Slurm may send the signal so many seconds early, never late; so much more than the time to save in."""
+"""Slurm may send the signal this many seconds early, never late; added to the time to save in."""
 _TEXT = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={name}

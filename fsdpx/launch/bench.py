@@ -34,7 +34,7 @@ __all__ = ["SIZES", "VERBS", "add_options", "bench", "measure"]
 
 SIZES = "64,512,4KiB,32KiB,256KiB,2MiB,16MiB"
 LEAST, MOST, BLOCK = 3, 200, 1e-3
-"""Blocks of calls that are timed, at least and at most; seconds that a block lasts, as far as MOST calls do."""
+"""Blocks of calls that are timed, at least and at most; seconds that a block lasts, if MOST calls suffice."""
 LEVELS = ("inside a host", "between hosts", "all ranks")
 SUM = ReduceOp.SUM
 
@@ -176,8 +176,8 @@ def _unwritable(path: Path | None) -> str:
 def measure(
     comm: Communicator, sizes: Sequence[int], verbs: Sequence[str] = tuple(VERBS), seconds: float = 0.05
 ) -> dict[str, Any]:
-    """What `--json` writes, the same on all ranks: per level the latency and bandwidth of a message, and a row for each
-    verb and size. Collective.
+    """The content of `--json`, the same on all ranks: per level the latency and bandwidth of a message, and a row for
+    each verb and size. Collective.
 
     sizes: bytes of the full array, rounded up so that each rank has equally many elements. seconds: for each row."""
     names: list[str] = comm.all_gather_object(platform.node())
@@ -195,7 +195,7 @@ def measure(
 
 
 def _groups(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator[tuple[str, Communicator | None]]:
-    """The levels of the machine with the ranks that speak: of each host, the first ones of all hosts, all."""
+    """The levels of the machine with the ranks that communicate: of each host, the first ones of all hosts, all."""
     if len(hosts) > 1:
         ranks = next(ranks for ranks in hosts.values() if comm.rank in ranks)
         if max(map(len, hosts.values())) > 1:
@@ -206,7 +206,7 @@ def _groups(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator[tuple[s
 
 
 class _Room:
-    """Memory for the largest size, where the engine would have it: in windows, if ranks of a host share memory."""
+    """Memory for the largest size, placed as the engine would place it: in windows, if ranks of a host share memory."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.node = node_of(comm)
@@ -230,7 +230,7 @@ class _Room:
 def _level(
     name: str, comm: Communicator | None, room: _Room, sizes: Sequence[int], verbs: Sequence[str], seconds: float
 ) -> dict[str, Any] | None:
-    """What the ranks of a group measure; None but of its first rank."""
+    """The measurements of a group of ranks; None except on its first rank."""
     if comm is None:
         return None
     rows: list[dict[str, Any]] = []
@@ -264,7 +264,7 @@ def _row(name: str, comm: Communicator, arrays: Arrays, seconds: float) -> dict[
 
 
 def _seconds(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
-    """Of one call: of blocks of calls between two barriers the slowest rank's time, of these the median."""
+    """The time of one call: the median over blocks of calls between two barriers, each timed by its slowest rank."""
     call()
     taken = max(comm.all_gather_object(_block(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK / taken), 1), MOST)
@@ -281,7 +281,7 @@ def _block(comm: Communicator, call: Callable[[], object], calls: int) -> float:
 
 
 def _carried(name: str, comm: Communicator, nbytes: int, handle: Handle | None) -> str:
-    """What moved it, in words: which way was chosen is seen from what was begun."""
+    """The transport that moved it, as text: inferred from the handle that was begun."""
     if handle is not None:
         handle.wait()
     carrier, node = carrier_of(comm), node_of(comm)
@@ -301,7 +301,7 @@ def _carried(name: str, comm: Communicator, nbytes: int, handle: Handle | None) 
 
 
 def _in_lanes(name: str, nbytes: int) -> bool:
-    """What hosts do together: sums of few bytes are messages."""
+    """Whether hosts move it together in lanes: sums of few bytes are messages."""
     return name == "all_gather" or (name in ("reduce_scatter", "all_reduce") and nbytes > SMALL)
 
 
@@ -315,7 +315,7 @@ def _library() -> str | None:
 
 
 def _text(report: dict[str, Any]) -> str:
-    """For people: a table per level, and what the columns say."""
+    """For people: a table per level, and what its columns mean."""
     hosts = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in report["hosts"].items())
     by = f"{report['backend']}, {report['library']}" if report["library"] else report["backend"]
     said = [f"{by}; {hosts}"]

@@ -26,7 +26,7 @@ def launch(
 ) -> list[Any] | None:
     """Start a script as `fsdpx run` does, or run `what(comm, *args)` on MPI ranks.
 
-    As `fsdpx.spawn`, with processes for ranks. LaunchError with what is known of it if the job does not end well.
+    As `fsdpx.spawn`, with processes for ranks. LaunchError with the known details if the job does not end well.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def launch(
     """
     config = replace(config, **options) if config is not None else LaunchConfig(**options)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
-    if config.logs is None and sys.stdout is not sys.__stdout__:  # what ranks print belongs into the cell of a notebook
+    if config.logs is None and sys.stdout is not sys.__stdout__:  # ranks' output belongs in the notebook's cell
         config = replace(config, logs=folder)
     try:
         if not callable(what):
@@ -79,7 +79,7 @@ def _packed(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
 
 def _results(folder: Path) -> list[Any]:
-    """By rank, of which a further start may have had fewer."""
+    """Results by rank; a further start may have had fewer ranks."""
     size = 1
     found: list[Any] = []
     while len(found) < size:

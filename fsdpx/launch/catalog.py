@@ -19,13 +19,13 @@ from fsdpx.shapes import ShapeArray
 __all__ = ["CATALOG", "Entry", "entry"]
 
 _WHOLE = "wants whole numbers"
-"""What a layer says of real numbers that it does not take, such as Embedding."""
+"""Words in the error of a layer that takes no real numbers, such as Embedding."""
 _BATCH = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A model with what a step of it needs.
+    """A model with everything that a step of it needs.
 
     about: one line that describes it. model: a function that makes it. x, y: functions from n to the (shape, dtype) of
     n samples. batch: the usual number of samples of the global batch."""
@@ -90,8 +90,7 @@ def entry(name: str, batch: str | None = None) -> Entry:
 
 
 def _own(name: str, batch: str | None) -> Entry:
-    """Without a word about them, inputs are whole numbers where real ones do not fit, and the loss is CrossEntropy
-    there, else MSE."""
+    """By default inputs are whole numbers where real ones do not fit, and the loss is CrossEntropy there, else MSE."""
     made = _made(name)
     match = _BATCH.fullmatch(batch or "")
     if match is None:
@@ -111,7 +110,7 @@ def _own(name: str, batch: str | None) -> Entry:
 
 
 def _made(name: str) -> Any:
-    """What the name says, called if it is a function."""
+    """The object of that name, called if it is a function."""
     module, _, attribute = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -119,7 +118,7 @@ def _made(name: str) -> Any:
         found = pkgutil.resolve_name(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it imports is not
+            raise  # the module exists, but something it imports does not
         raise ConfigError(f"{name}: no module {module!r} in {Path.cwd()} or on the path of Python") from error
     except (AttributeError, ValueError) as error:
         raise ConfigError(f"{name}: module {module!r} has no {attribute!r}") from error

@@ -57,7 +57,7 @@ def _ckpt(args: argparse.Namespace) -> int:
 
 
 def _newest(path: Path) -> Path:
-    """Of a folder of checkpoints, as `fit` fills it, the newest one, and that is said; else the path itself."""
+    """The newest checkpoint of a folder that `fit` fills, which is then printed; else the path itself."""
     found = Checkpoints(path).latest()
     if found is None or is_checkpoint(path):
         return path
@@ -125,7 +125,7 @@ def _flat(table: dict[str, Any], head: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _short(value: Any) -> str:
-    """On one line: of what is inside a dict, only how much it is."""
+    """On one line: of dicts and lists inside a dict, only the number of entries."""
     return ", ".join(f"{k} {_brief(v)}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 

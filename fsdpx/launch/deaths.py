@@ -16,7 +16,7 @@ from fsdpx.launch.notes import open_lifeline, read_notes
 __all__ = ["Deaths"]
 
 _SECONDS_IN_VAIN = 2.0
-"""So long ranks may wait in MPI's start for one that has ended, before the job is."""
+"""Seconds that ranks may wait in MPI's start for one that has ended before the job is ended."""
 
 
 class Deaths:
@@ -50,7 +50,7 @@ class Deaths:
 
     def _run(self) -> None:
         known: set[int] = set()
-        since = math.inf  # when somebody was first seen to wait in vain
+        since = math.inf  # when a rank was first seen to wait in vain
         with select.epoll() as deaths:
             while not self._stop.is_set():
                 notes = read_notes(self._folder) if len(known) < self._ranks and not self.order else {}

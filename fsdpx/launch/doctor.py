@@ -1,4 +1,4 @@
-"""`doctor`: asks all ranks of a job what each has and which ways there are between them, and tries the one in use."""
+"""`doctor`: asks all ranks of a job what each has and which transports connect them, and tries the one in use."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "cupy", "torch")
 SIZES = (8 << 10, 4 << 20)
 """Bytes of the all-reduces that are timed."""
 LITTLE = 64 << 20
-"""Bytes of shared memory, free, of which windows for training soon take more: what Docker gives."""
+"""Bytes of free shared memory that windows for training soon exceed: Docker's default."""
 
 
 class Told(NamedTuple):
-    """What a rank says of itself. cores: those it may run on. free: bytes of shared memory. locked, files: bytes it may
-    lock, files it may open; None: no limit. gpus: that CuPy sees. driver: whether the host has NVIDIA's."""
+    """A rank's description of itself. cores: those it may run on. free: bytes of shared memory. locked, files: bytes it
+    may lock, files it may open; None: no limit. gpus: that CuPy sees. driver: whether the host has NVIDIA's."""
 
     host: str
     versions: dict[str, str]
@@ -78,7 +78,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 
 def diagnose(comm: Communicator) -> dict[str, Any]:
-    """What there is, by topic, as `--json` prints it. Collective."""
+    """The findings by topic, as `--json` prints them. Collective."""
     told: list[Told] = comm.all_gather_object(_told())
     speed = [_timed(comm, nbytes) for nbytes in SIZES]
     mpi = _mpi(comm)
@@ -209,7 +209,7 @@ def ways_of(
     comm: Communicator, told: Sequence[Told], mpi: dict[str, Any] | None, awareness: aware.Awareness | None,
     sharing: Sequence[Sequence[int]],
 ) -> list[Way]:  # fmt: skip
-    """The transports with their evidence; of those for a kind of array one is chosen, what `distribute` takes."""
+    """The transports with their evidence; for each kind of array one is chosen, the one that `distribute` takes."""
     node, name = node_of(comm), backend_name()
     no_mpi = "MPI did not start these ranks: mpiexec -n 2 python -m fsdpx doctor"
     if node is None:
@@ -261,7 +261,7 @@ def _no_gpu(told: Sequence[Told]) -> str:
 
 
 def warnings_of(told: Sequence[Told], mpi: dict[str, Any] | None, sharing: Sequence[Sequence[int]]) -> list[str]:
-    """What is likely to hurt, each with its remedy."""
+    """Likely problems, each with its remedy."""
     said = []
     for host in dict.fromkeys(one.host for one in told):
         here = [one for one in told if one.host == host]
@@ -305,7 +305,7 @@ def _binding(told: Sequence[Told]) -> str:
 
 
 def _text(report: dict[str, Any]) -> str:
-    """For people: what there is, the ways with the chosen one, the test, the warnings."""
+    """For people: the findings, the transports with the chosen one, the test, the warnings."""
     mpi = report["mpi"]
     rows = [("versions", ", ".join(f"{name} {version}" for name, version in report["versions"].items()))]
     if mpi is None:

@@ -1,4 +1,4 @@
-"""What is found on this machine and in this Python, in words: `info` and `doctor` tell it."""
+"""Facts about this machine and this Python, as text, which `info` and `doctor` print."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def mpi() -> str:
 
 
 def first_line(text: str) -> str:
-    """What an MPI library calls itself."""
+    """The name that an MPI library gives itself."""
     return " ".join(text.strip("\0\n ").split("\n")[0].strip("\0").split())
 
 
@@ -58,7 +58,7 @@ def launcher() -> str:
 
 
 def cupy() -> tuple[str, int]:
-    """In words, and how many GPUs it can use."""
+    """As text, and how many GPUs it can use."""
     try:
         import cupy
     except ImportError:
@@ -84,7 +84,7 @@ def shared() -> str:
 
 
 def leftovers() -> str:
-    """What killed jobs have left there that is MPI's; what is ours the next job removes."""
+    """MPI's files that killed jobs have left there; the next job removes those of fsdpx."""
     found = left()
     if not found:
         return "nothing by killed MPI jobs"

@@ -1,4 +1,4 @@
-"""`generate`: a model of a folder goes on with a text."""
+"""`generate`: a model from a folder continues a text."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from fsdpx.errors import LaunchError
 __all__ = ["starter"]
 
 _SECONDS_TO_END = 5.0
-"""So long the others may take to say what they know of a rank that has failed, and again to end when told to."""
+"""Seconds that the others may take to report what they know of a failed rank, and again to end when told to."""
 _LOOK = 0.02
 
 
 def starter() -> list[str]:
-    """What starts ranks here, as mpiexec does elsewhere: it takes -n and a command. LaunchError without PyTorch."""
+    """The command that starts ranks here, like mpiexec: it takes -n and a command. LaunchError without PyTorch."""
     if importlib.util.find_spec("torch") is None:
         raise LaunchError("--backend gloo needs PyTorch, which is not installed: pip install 'fsdpx[gloo]'")
     return [sys.executable, "-m", "fsdpx.launch.here"]

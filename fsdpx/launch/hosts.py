@@ -27,9 +27,9 @@ class Host:
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """The hosts of a file in its order; LaunchError names the line that is none.
+    """The hosts of a file in its order; LaunchError names a line that is not a host.
 
-    A host on several lines has their slots together, one for each line that names no number: so are the node files of
+    A host on several lines has the sum of their slots, one for each line without a number, as in the node files of
     PBS."""
     try:
         lines = path.read_text().splitlines()
@@ -75,7 +75,7 @@ def share(hosts: Sequence[Host], config: LaunchConfig, ranks: int) -> list[tuple
 
 
 def room(hosts: Sequence[Host], config: LaunchConfig, ranks: int) -> int:
-    """For how many of the ranks there is place; for all, on hosts that name no slots."""
+    """How many of the ranks find a slot; all of them, on hosts without a number of slots."""
     most = config.per_node or ranks
     return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
 
@@ -87,7 +87,7 @@ def write_hosts(hosts: Sequence[Host], path: Path) -> Path:
 
 
 def look_up(hosts: Sequence[Host], path: Path) -> None:
-    """LaunchError if nobody knows the address of a host: a launcher would wait for it, or say so on many lines."""
+    """LaunchError if the address of a host is unknown: a launcher would wait for it, or report that over many lines."""
     for host in hosts:
         try:
             socket.getaddrinfo(host.name, None)

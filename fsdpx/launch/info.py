@@ -14,7 +14,7 @@ __all__ = ["info"]
 
 
 class Info(dict[str, Any]):
-    """What was found, by name; as text, a table."""
+    """The findings by name; as text, a table."""
 
     def __str__(self) -> str:
         width = max(map(len, self))
@@ -22,7 +22,7 @@ class Info(dict[str, Any]):
 
 
 def info() -> Info:
-    """What this process is (rank, size, local_rank, world, backend, device), and what was found on this machine.
+    """The place of this process (rank, size, local_rank, world, backend, device), and what was found on this machine.
 
     Does not communicate. Loads MPI, in another process, to ask its name.
 
@@ -49,13 +49,13 @@ def info() -> Info:
 
 
 def _products(kind: str) -> str:
-    """What multiplies matrices of a 16-bit format, and by what."""
+    """The library that multiplies matrices of a 16-bit format, and the instructions it uses."""
     able = " and ".join(blas.halves.instructions(kind)) or "no instructions of the processor: slower than float32"
     return f"{blas.halves.chosen(kind)} ({able})"
 
 
 def _tuned() -> list[tuple[str, str]]:
-    """What earlier jobs measured on this machine."""
+    """Measurements of earlier jobs on this machine."""
     rows: list[tuple[str, str]] = []
     for key, tuning, date in stored():
         when = f"{date[:16].replace('T', ' ')} UTC" if date else "at an unknown time"

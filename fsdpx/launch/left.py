@@ -1,4 +1,4 @@
-"""What killed jobs have left in the memory that MPI libraries share. No library removes it later, and it is finite."""
+"""Files that killed jobs left in MPI libraries' shared memory. No library removes them, and memory is finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED = Path("/dev/shm")
 NAMES = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "osc_sm.*", "osc_rdma.*")
 """Of MPICH; of Open MPI: messages, in versions 5 and 4, and windows."""
 SECONDS = 60.0
-"""Younger ones may belong to a job that starts."""
+"""Files younger than this may belong to a job that is starting."""
 
 
 def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
@@ -26,7 +26,7 @@ def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
 
 
 def _mapped(folder: Path) -> set[str]:
-    """Files in `folder` that processes have mapped, as far as this one may see them."""
+    """Files in `folder` that processes have mapped, of those that this process may see."""
     found = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):  # it has ended, or is another user's

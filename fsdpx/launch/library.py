@@ -9,7 +9,7 @@ __all__ = ["library"]
 
 
 def library() -> tuple[str, str]:
-    """What the library says of itself, or "" and the reason why there is none."""
+    """The library's own description, or "" and the reason why there is none."""
     code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:

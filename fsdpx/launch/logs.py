@@ -1,4 +1,4 @@
-"""What ranks print, in a file each, and on the launcher's terminal with their numbers before the lines."""
+"""The output of ranks, in a file each, and on the launcher's terminal with the rank before each line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Follower", "ask", "asked", "redirect"]
 
 _MARK = "logs"
 """A file in the folder of this start that names the folder for logs. A rank on a host that does not see it prints as
-usual: there is nobody who could follow what it writes there."""
+usual: the launcher could not follow a file there."""
 _EVERY = 0.1
 
 
@@ -26,7 +26,7 @@ def asked(run: Path) -> Path | None:
 
 
 def redirect(folder: Path, rank: int) -> None:
-    """What this process and its libraries print goes to the end of the rank's file, line by line."""
+    """Append the output of this process and its libraries to the rank's file, line by line."""
     log = os.open(folder / f"rank-{rank:04}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(log, stream)

@@ -1,4 +1,4 @@
-"""The options of the command line for a mesh, a schedule, a sequence and recomputing, as `distribute` takes them."""
+"""Command-line options for mesh, schedule, sequence and recomputing, as `distribute` takes them."""
 
 import argparse
 from typing import Any

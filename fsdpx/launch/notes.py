@@ -1,4 +1,4 @@
-"""What `fsdpx run` learns of a rank in the folder of its start: that it has begun, how it ended, when it died."""
+"""Notes about a rank in the folder of its start, for `fsdpx run`: that it has begun, how it ended, when it died."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read_notes(folder: Path) -> dict[int, Note]:
 
 
 def hold_lifeline(folder: Path, rank: int) -> None:
-    """Open a named pipe that nobody writes to: it closes when this process dies, before anybody else can know of it.
+    """Open a named pipe that is never written to: it closes when this process dies, before any other process can know.
 
     A dying process closes its files, those with the highest descriptors first; then the kernel reports its end. A
     launcher that sees the process's socket close, and kills the others, comes after this pipe for sure."""

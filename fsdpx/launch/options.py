@@ -1,4 +1,4 @@
-"""`LaunchConfig`: what `fsdpx run` and `fsdpx.launch` are told about a job, checked before anything starts."""
+"""`LaunchConfig`: the settings of a job for `fsdpx run` and `fsdpx.launch`, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class LaunchConfig:
     """How many ranks are started where, and what follows when they end.
 
     The options of `fsdpx run` have the same names (`--max-restarts`), `per_node` is `--nproc-per-node`. LaunchError for
-    numbers that cannot be.
+    impossible numbers.
 
     Parameters
     ----------
     ranks : number of ranks
-    nodes : over so many hosts: the first of the hostfile, or any of the allocation
+    nodes : number of hosts: the first of the hostfile, or any of the allocation
     per_node : ranks per host, at most
     backend : "mpi", or "gloo": on this host, without any MPI (docs/backends.md)
     hostfile : names of hosts and how many ranks each takes, in the form of any launcher (docs/launching.md)
@@ -33,7 +33,7 @@ class LaunchConfig:
     threads : of BLAS and kernels in each rank (None: the cores of a host are shared by its ranks)
     timeout : seconds that ranks wait in MPI's start for those that do not come (None: 60, or FSDPX_START_TIMEOUT)
     grace : seconds to save in after a signal
-    max_restarts : at most so many further starts
+    max_restarts : number of further starts, at most
     min_ranks : fewest ranks of a further start (None: `ranks`, of an elastic job 1)
     backoff : seconds before the first further start; they double up to 60
     folder : where records of failed starts are kept (None: a temporary one)
@@ -72,7 +72,7 @@ class LaunchConfig:
         return 1 if self.elastic else self.ranks
 
     def spread(self, ranks: int) -> tuple[int, int] | None:
-        """Hosts and ranks per host for so many ranks, None if nothing was said about them."""
+        """Hosts and ranks per host for this many ranks, None if neither was given."""
         if self.nodes is None and self.per_node is None:
             return None
         if self.per_node is not None:
@@ -81,7 +81,7 @@ class LaunchConfig:
         return min(self.nodes, ranks), math.ceil(ranks / self.nodes)
 
     def variables(self) -> dict[str, str]:
-        """What ranks are told through their environment."""
+        """Settings that ranks get through their environment."""
         found = {} if self.timeout is None else {"FSDPX_START_TIMEOUT": f"{self.timeout:g}"}
         return found | ({} if self.threads is None else dict.fromkeys(_THREADS, str(self.threads)))
 

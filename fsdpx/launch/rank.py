@@ -72,7 +72,7 @@ def _ended(begun: Note, error: BaseException) -> Note:
 
 
 def _note_exits(begun: Note, folder: Path) -> None:
-    """Before ranks have met a launcher may not tell with which status `os._exit` has ended one."""
+    """Before ranks have met, a launcher may not report the status with which `os._exit` ended one."""
     leave = os._exit
 
     def noted(status: int) -> NoReturn:

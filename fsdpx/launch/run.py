@@ -197,7 +197,7 @@ def _on_hosts_left(job: Job, plan: RestartPlan, folder: Path) -> tuple[Job, int]
 
 @dataclass(frozen=True)
 class Job:
-    """What is started, and again if need be."""
+    """A job as it is started, and started again if need be."""
 
     found: Found
     config: LaunchConfig
@@ -205,7 +205,7 @@ class Job:
     more: Mapping[str, str]
 
     def variables(self, folder: Path, start: int, ranks: int) -> dict[str, str]:
-        """What the ranks of a start are told. folder: theirs."""
+        """The environment for the ranks of a start. folder: theirs."""
         own = {"FSDPX_RUN": str(folder), "FSDPX_RESTART": str(start), "FSDPX_EXPECT_SIZE": str(ranks)}
         return {**own, **self.config.variables(), **self.more}
 
@@ -220,7 +220,7 @@ def _place(config: LaunchConfig) -> Path:
 
 
 def _temporary(place: Path) -> Path:
-    """A folder of this process. Those of others that were killed go."""
+    """A folder of this process. Folders of killed processes are removed."""
     for left in place.glob(f"{_PREFIX}*/{_OWNER}"):
         if ours(left) and not lives(left.read_text()):
             shutil.rmtree(left.parent, ignore_errors=True)
@@ -331,7 +331,7 @@ def _ending(
 def _before_the_start(notes: dict[int, Note], ended: list[int], waited: set[int], late: bool = False) -> Ending:
     """How a job ended in which some had waited in MPI's start for others.
 
-    ended: in this order, as far as known. late: the clock has ended those who waited, and the launcher then the others.
+    ended: in this order, where known. late: the clock has ended those that waited, and the launcher then the others.
     """
     first = next((rank for rank in ended if rank in notes and rank not in waited), None)
     if first is None:
@@ -394,8 +394,8 @@ class _Signals:
         return self.received is not None
 
     def wait_for(self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object]) -> None:
-        """Return when the job has ended and its process group is empty. in_vain: it is to end now. meanwhile: called
-        again and again while nothing is to end."""
+        """Return when the job has ended and its process group is empty. in_vain: whether to end it now. meanwhile:
+        called again and again while nothing is to end."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""`runs`: what runs there are, and how some of them differ."""
+"""`runs`: lists the runs of a folder, and how some of them differ."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""`show`: what a training step will do, without running it: its program, units, traffic and memory."""
+"""`show`: a training step without running it: its program, units, traffic and memory."""
 
 import argparse
 from dataclasses import replace
@@ -64,7 +64,7 @@ def show(args: argparse.Namespace) -> str:
 
 
 def _cut(example: Entry, batch: str | None, chunks: int | None) -> Entry:
-    """With a batch that can be cut into chunks: the usual one grows as far as it has to."""
+    """With a batch that can be cut into chunks: the usual one grows as far as needed."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
     fits = -(-example.batch // chunks) * chunks
@@ -76,7 +76,7 @@ def _cut(example: Entry, batch: str | None, chunks: int | None) -> Entry:
 def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int) -> tuple[int, int]:
     """The rank to look at, and how many samples it has: that of the command line, else the first that has some."""
     if args.rank is not None and not 0 <= args.rank < ranks:
-        return args.rank, 1  # the dry run says what is wrong
+        return args.rank, 1  # the dry run reports the error
     rows = [_rows(mesh, rank, batch, args.chunks) for rank in range(ranks)]
     first = next(rank for rank, own in enumerate(rows) if own)
     if args.rank is not None and not rows[args.rank]:
@@ -87,7 +87,7 @@ def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int) -> tuple
 
 
 def _ranks(args: argparse.Namespace, mesh: Mesh | None) -> int:
-    """As many as given; else as many as the mesh has, with width 1 for an axis that is open."""
+    """The number given; else that of the mesh, with width 1 for an open axis."""
     if args.ranks is not None:
         return int(args.ranks)
     return 4 if mesh is None else (mesh.pipe or 1) * (mesh.replica or 1) * (mesh.shard or 1) * (mesh.tensor or 1)

@@ -1,4 +1,4 @@
-"""`train`: the job that a run file describes, with a folder that holds what came of it."""
+"""`train`: the job that a run file describes, with a folder for its results."""
 
 import argparse
 from itertools import islice

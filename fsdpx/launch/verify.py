@@ -83,7 +83,7 @@ class Case:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """The exit status: 0 if all tensors agree, else 1. What can be wrong without ranks is said before they meet."""
+    """The exit status: 0 if all tensors agree, else 1. Errors that need no ranks are reported before they meet."""
     if args.strategy != "all":
         sharding(args.strategy, 1)
     _formats(args.precision)

@@ -20,9 +20,9 @@ GROUP_BYTES = 1 << 20
 """Consecutive small layers are grouped up to this size; 1 MiB outweighs the latency of common networks."""
 
 Carried = Callable[[Sequence[str]], tuple[int, bool]]
-"""Of a parameter's names: the number of what carries its gradient, and whether that makes of an element what depends on
-the others of its page. Ranks of the tensor axis have other elements of what is cut, so that what they have alike would
-not stay so beside it."""
+"""Of a parameter's names: the number of what carries its gradient, and whether an element's result depends on the
+others of its page. Ranks of the tensor axis have different elements of a parameter that is cut, so one that they hold
+alike would not stay alike in the same page."""
 Kind = tuple[bool, bool, bool, str, int, bool]
 """What parameters of a page have in common, see `lay_out`."""
 
@@ -140,7 +140,7 @@ class Layout:
         return tuple(p.trainable and any(f.source not in frozen for f in p.fields) for p in self.pages)
 
     def constant(self, frozen: Container[str] = (), wanted: Container[int] = ()) -> frozenset[int]:
-        """The values whose gradient nobody reads: see `constants`. wanted: inputs whose gradient a caller asks for."""
+        """The values whose gradient is not needed: see `constants`. wanted: inputs whose gradient a caller asks for."""
         trained = {name for name, spec in self.specs.items() if spec.trainable and name not in frozen}
         nodes = [node for unit in self.units for node in unit.nodes]
         named = zip(_used(nodes, self.aliases), nodes, strict=True)
@@ -174,7 +174,7 @@ def lay_out(
 ) -> Layout:
     """Group the nodes of a model into units, and lay out the pages of their parameters, of `itemsize` bytes an element.
 
-    group_bytes: consecutive nodes are grouped until a unit has so many bytes of parameters; None: `GROUP_BYTES`.
+    group_bytes: consecutive nodes are grouped until a unit has this many bytes of parameters; None: `GROUP_BYTES`.
     frozen: name patterns (fnmatch) of parameters that are not trained; they get pages of their own. packing: how
     matrices among them are stored, where their layers can take them so. carried: of the names of a parameter, see
     `Carried`."""
@@ -195,8 +195,8 @@ def lay_out(
     def kind(name: str) -> Kind:
         """A page is trainable or not, packed or not, partial or not, has a tied parameter alone, and has one codec.
 
-        What several units use is gathered for each, and its gradient is whole from the first to the last of them: so
-        would be what lies beside it."""
+        A parameter of several units is gathered for each, and its gradient is whole from the first to the last of them:
+        so would be whatever shares its page."""
         own, spec = copies.get(name, name), held[name]
         codec, together = codecs.get(own, (0, False))
         apart = together and spread.width > 1 and spec.cut is None

@@ -1,4 +1,4 @@
-"""What is to know of an architecture of another library: how its model is made here, and what parameters are called."""
+"""The facts on an architecture of another library: how its model is made here, and the names of its parameters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Architecture:
     plain: Mapping[str, Any] = field(default_factory=dict)
 
     def theirs(self, name: str, rows: int) -> tuple[str, ...]:
-        """What a parameter is called there: one tensor, or one for each of so many rows."""
+        """The names of a parameter there: one tensor, or one for each of its `rows`."""
         found = self._there(name)
         return tuple(found.replace("#", str(row)) for row in range(rows)) if "#" in found else (found,)
 

@@ -48,7 +48,7 @@ def boxes(runs: Iterable[Run], columns: int) -> Iterator[Box]:
 
 @dataclass(frozen=True)
 class Turned:
-    """A box of a matrix of so many rows, to be written as `Held` is, into a file that has the matrix the other way
+    """A box of a matrix of `rows` rows, to be written as `Held` is, into a file that has the matrix the other way
     round."""
 
     name: str
@@ -63,7 +63,7 @@ class Turned:
 
 
 def turned(name: str, held: Held) -> Iterator[Turned]:
-    """What a rank holds of a matrix, box by box: in each the places in the file ascend."""
+    """A rank's part of a matrix, box by box: in each the places in the file ascend."""
     rows, columns = held.spec.shape
     for block in held.blocks(BLOCK // held.array.dtype.itemsize):
         host, at = to_host(block.array).reshape(-1), 0

@@ -31,7 +31,7 @@ BESIDE = (
     "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "*.model", "*preprocessor_config.json",
 )  # fmt: skip
-"""What is copied as it is."""
+"""Files that are copied unchanged."""
 
 
 def save_pretrained(state: TrainState, folder: Any, dtype: str | None = None) -> None:
@@ -102,7 +102,7 @@ def _pieces(state: TrainState, stored: dict[str, Stored]) -> Iterator[Held | Tur
 
 
 def _apart(piece: Held, one: Stored) -> Iterator[Held]:
-    """What a rank holds of a parameter that files have in parts."""
+    """A rank's part of a parameter that files have in parts."""
     for block in piece.blocks(BLOCK // piece.array.dtype.itemsize):
         at = 0
         for start, stop in block.runs:

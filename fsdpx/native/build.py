@@ -226,7 +226,7 @@ def _typed(n: int, word: str) -> str:
 
 
 def _number(n: int, word: str) -> tuple[str, str, list[str]]:
-    """What checks a number, what reads it, and what is passed on."""
+    """Code that checks a number, code that reads it, and the arguments passed on."""
     check = _typed(n, word) + f"  %fits{n} = and i1 %is{n}, true\n"
     if word == "bool":
         return check, f"  %v{n} = icmp eq ptr %a{n}, @builtins.True\n", [f"i1 %v{n}"]

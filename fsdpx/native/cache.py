@@ -16,7 +16,7 @@ __all__ = ["enable"]
 
 
 def enable(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
-    """What the dispatcher of a function compiles is kept on disk. bare: it cannot be called by Python."""
+    """Keep on disk what the dispatcher of a function compiles. bare: it cannot be called by Python."""
     try:
         dispatcher._cache = Cache(function, fastmath, bare)
     except RuntimeError as error:

@@ -1,6 +1,6 @@
 """A function of Python that runs as machine code: taken from disk, or compiled and put there.
 
-Numba is imported by what has to be compiled, and where machine code cannot be kept (see `image.able`)."""
+Numba is imported only if something has to be compiled, or where machine code cannot be kept (see `image.able`)."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ IMPORT = re.compile(rb"^from fsdpx\.([\w.]+) import (?:\(([^)]*)\)|(.*))", re.M)
 CONSTANT = re.compile(rb"\b[A-Z][A-Z0-9_]+\b")
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
-PATIENCE = 60.0  # seconds: longer than a kernel compiles; who has been stopped meanwhile does not hold up the others
+PATIENCE = 60.0  # seconds: longer than a kernel compiles; a process stopped meanwhile does not block the others
 _kept: list[Any] = []  # machine code, which is never unloaded
 
 
@@ -61,7 +61,7 @@ def able() -> bool:
 
 
 def load(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
-    """What was kept for a function and kinds of arguments, if there is anything."""
+    """The code that was kept for a function and kinds of arguments; None if there is none."""
     try:
         data, start, inside, outside = marshal.loads(_file(function, fastmath, wanted).read_bytes())
     except (OSError, ValueError, EOFError, TypeError):
@@ -197,7 +197,7 @@ def _of_kernels() -> str:
 
 
 def _with_constants(files: list[Path]) -> Iterable[bytes]:
-    """What is in files and in those of this package that they import names in capitals from, which are compiled in."""
+    """The contents of files, and of those of this package whose constants they import: these are compiled in."""
     read = {file: file.read_bytes() for file in files}
     for file in (left := list(read)):  # grows meanwhile
         for module, block, line in IMPORT.findall(read[file]):

@@ -56,7 +56,7 @@ class _Place(NamedTuple):
 
 
 def link(objects: Sequence[bytes], start: str) -> Code | None:
-    """What `start` reaches is bound; None where that is not possible."""
+    """Bind all that `start` reaches; None where that is not possible."""
     data = bytearray()
     symbols: dict[str, _Symbol] = {}
     places: list[_Place] = []

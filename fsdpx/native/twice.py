@@ -41,7 +41,7 @@ def for_python(function: Callable[..., Any], fastmath: Any) -> Any:
 
 
 def _jit(function: Any = None, *, fastmath: Any = False, name: str = "") -> Any:
-    """What `jit` is the second time."""
+    """`jit` in the second reading."""
     if function is None:
         return functools.partial(_jit, fastmath=fastmath)
     function.__qualname__ = name or function.__qualname__

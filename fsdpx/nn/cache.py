@@ -12,8 +12,8 @@ __all__ = ["Cache"]
 class Cache:
     """What attention layers keep between forwards, each under its path; `Env.cache` gives it to all layers.
 
-    Row i of a forward's input holds the tokens at positions `lengths[i]`, `lengths[i] + 1`, ... of its text. Who runs
-    the model sets all `lengths` before each forward, so a row may also be read again from where it was.
+    Row i of a forward's input holds the tokens at positions `lengths[i]`, `lengths[i] + 1`, ... of its text. The
+    caller sets all `lengths` before each forward, so a row may also be read again from an earlier position.
 
     Parameters
     ----------

@@ -53,7 +53,7 @@ class Value:
     __getitem__, __iter__, __len__ = _refused("[]"), _refused("parts"), _refused("length")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of a protocol that somebody looks for
+        if name.startswith("_"):  # of a protocol that Python or a library probes for
             raise AttributeError(name)
         raise self.cannot(f"has no {name}")
 

@@ -89,7 +89,7 @@ class Ring:
 
     The results of the blocks are added by an online softmax (Milakov and Gimelshein 2018), so that no rank ever holds
     keys, values or scores of more than a part of the time: memory is O(time / N). With `causal` a rank skips the blocks
-    after its own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout anew
+    after its own, so rank 0 waits while the last rank computes. Backward draws the random numbers of dropout again
     instead of saving masks. Keys and values of the next block are received while this one is computed."""
 
     def __init__(self, heads: Heads) -> None:

@@ -102,7 +102,7 @@ class Lambda(Layer):
 
 
 def _takes(function: Function, inputs: int) -> bool:
-    """Whether it can be called with so many, as far as Python knows."""
+    """Whether it takes this many arguments, if Python can tell; else True."""
     if isinstance(function, np.ufunc):
         return function.nin == inputs
     try:

@@ -46,7 +46,7 @@ class Entries(dict[str, Entry]):
         self.flags[:] = bytes((BLANK,)) * len(self)
 
     def complete(self) -> Sequence[str]:
-        """What was not written is zero from here on; its names."""
+        """Set what was not written to zero; returns its names."""
         if BLANK not in self.flags:
             return ()
         blank = [name for name, entry in self.items() if entry.blank]

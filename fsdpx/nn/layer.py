@@ -200,8 +200,8 @@ class Layer(ABC):
         return dx
 
     def backward_leaf(self, env: Env, p: Params, g: Params, saved: Any, dy: Any) -> None:
-        """`backward` where nobody reads dx: x is data, or follows from data and frozen parameters. Override it if dx is
-        expensive."""
+        """`backward` where dx is not needed: x is data, or follows from data and frozen parameters. Override it if dx
+        is expensive."""
         self.backward(env, p, g, saved, dy)
 
     def __call__(self, *x: Any) -> Any:

@@ -53,7 +53,7 @@ class Llama(Container):
     tie : `head.weight` is `embed.weight`
     scale_embedding : rows of the embedding are multiplied by sqrt(d_model)
     unit_offset : RMSNorm layers multiply by 1 + weight
-    experts, active : the MLP of a block is a `MoE` of so many experts, so many of them for each position; None: one MLP
+    experts, active : the MLP of a block is a `MoE` of `experts`, of which `active` work on each position; None: one MLP
     balance : with experts, the weight of the loss that balances their load, of each block, see `MoE`
     segments : a second input, whole numbers (samples, time): a position attends to those of its own number only
     frozen : name patterns (fnmatch) of parameters that are not trained

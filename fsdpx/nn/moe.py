@@ -36,8 +36,8 @@ class MoE(Layer):
     ----------
     d_model : features of the input and the result
     d_hidden : features inside an expert
-    experts : so many MLPs
-    active : so many of them for each position
+    experts : number of MLPs
+    active : number of them used for each position
     balance : weight of the loss that balances the load (Fedus et al. 2022): experts x the sum over experts e of
         f_e P_e, f_e the choices of e per position and P_e the mean of the softmax of all its logits. It is that of the
         positions computed together, of one microbatch, and acts in backward only: reported losses are without it

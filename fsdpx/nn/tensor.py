@@ -58,7 +58,7 @@ class ColumnLinear(CutLinear):
     ----------
     in_features, out_features, bias, init, bias_init : of the full layer, as in `Linear`
     gather_output : all-gather the result, so that every rank has all of it; needs blocks = grain = 1
-    sequence : the input is cut along dim 1; it is gathered for the product, and gathered anew in backward
+    sequence : the input is cut along dim 1; it is gathered for the product, and again in backward
     blocks, grain : how `out_features` is cut, see `Cut`
     """
 

@@ -102,7 +102,7 @@ class ViT(Container):
     image, patch, channels : as in `Patches`
     d_model : features between the blocks; a multiple of n_heads
     n_layers, n_heads : blocks, and heads per block
-    classes : logits of so many
+    classes : number of logits
     hidden : features inside the MLP of a block; None: 4 d_model
     activation : of the MLP, as in `GPT`
     eps : of the LayerNorm layers

@@ -1,1 +1,1 @@
-"""What ranks did and how it went: traces, clocks, the folder of a run, and pages about it."""
+"""Records of a run: traces, clocks, the folder of a run, and pages about it."""

@@ -1,7 +1,7 @@
 """Traces as files: events as JSON that Perfetto and chrome://tracing open, one gzip file per rank, and all in one.
 
-Times are microseconds. The format is Google's "Trace Event Format"; what is no event in a file ("fsdpx") is skipped by
-those who read it."""
+Times are microseconds. The format is Google's "Trace Event Format"; the part of a file that is not events ("fsdpx") is
+skipped by those viewers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ JSON = dict[str, Any]
 
 @dataclass
 class Told:
-    """What a file says beside its events. origin: zero of its times, in seconds of the rank's clock. clock: readings of
-    that clock beside rank 0's. place: on the mesh, by axis. simulated: (action, start, end) of this rank in the step
-    `shown`, if messages took no time. alive: (seconds, bytes of activations) in that step. memory: what is held
-    besides, by kind."""
+    """The content of a file beside its events. origin: zero of its times, in seconds of the rank's clock. clock:
+    readings of that clock beside rank 0's. place: on the mesh, by axis. simulated: (action, start, end) of this rank in
+    the step `shown`, if messages took no time. alive: (seconds, bytes of activations) in that step. memory: what is
+    held besides, by kind."""
 
     rank: int
     ranks: int

@@ -18,7 +18,8 @@ LEAST = 1e-6
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands. lines: lane of a verb -> a name for whom it speaks with there, alike on all of them."""
+    """Where a rank stands. lines: lane of a verb -> a name for the ranks it communicates with there, the same on all of
+    them."""
 
     rank: int
     lines: dict[str, str]
@@ -31,8 +32,8 @@ class Place:
         return cls(axes.world.rank, {**lines, "world": together})
 
     def key(self, turn: Turn, action: Action, time: int) -> Hashable:
-        """What all who take part in a transfer call it; None for what is no other rank's. time: the action is there for
-        the nth time."""
+        """The common name of a transfer on all ranks that take part; None if no other rank does. time: the action is
+        there for the nth time."""
         verb = VERBS[action.op]
         if verb.lane not in self.lines:
             return None
@@ -41,8 +42,9 @@ class Place:
 
 
 def events_of(turn: Turn, place: Place) -> list[Event]:
-    """One event for each action, in the order of the program. What computes lasts from when it had all it needed to
-    its end; what moves beside the computing from the same moment to when this rank saw that it was complete."""
+    """One event for each action, in the order of the program. An action that computes lasts from when it had all it
+    needed to its end; one that moves data beside the computing from the same moment to when this rank saw that it was
+    complete."""
     flights: dict[Action, list[Flight]] = defaultdict(list)
     for flight in turn.flights:
         flights[flight.action].append(flight)

@@ -54,7 +54,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def arguments(self) -> dict[str, Any]:
-        """With which the run was begun."""
+        """The configuration with which the run was begun."""
         try:
             found: dict[str, Any] = json.loads(self.config.read_text())["arguments"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -87,7 +87,7 @@ class RunFolder:
         (self.path / "report.json").write_text(json.dumps({"ended": time.strftime("%F %T"), "ranks": reports}) + "\n")
 
     def told(self, name: str) -> dict[str, Any]:
-        """What a JSON file of the folder says; nothing if it is not there. ConfigError if it cannot be read."""
+        """The content of a JSON file of the folder; nothing if it is not there. ConfigError if it cannot be read."""
         path = self.path / name
         try:
             found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}

@@ -93,7 +93,7 @@ def schedule(names: Sequence[str], boxes: Sequence[Box], width: int = 1000) -> s
 
 
 def legend(names: Sequence[str], colours: Sequence[str] = ()) -> str:
-    """What the colours mean, as text below a picture."""
+    """The meaning of the colours, as text below a picture."""
     shown = zip(names, colours or list(_colours(len(names))), strict=True)
     return '<p class="legend">' + " ".join(
         f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for name, colour in shown

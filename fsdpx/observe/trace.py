@@ -29,7 +29,7 @@ class Trace:
     Parameters
     ----------
     folder : for one file per rank, rank-00000.json.gz and so on
-    steps : so many of the last programs that train are kept and written; a step is one, so is an accumulation
+    steps : how many of the last programs that train are kept and written; a step is one, so is an accumulation
     """
 
     folder: str | PathLike[str]

@@ -1,5 +1,4 @@
-"""Where each rank waits for whom, from the traces of all ranks: of all who take part in a transfer, the one who came
-last is waited for."""
+"""Which rank waits for which, from the traces of all ranks: in each transfer, the last rank to come is waited for."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ class Spans:
 
 @dataclass(frozen=True)
 class Waits:
-    """matrix: [who][for whom] seconds. spans: by rank. steps: how many."""
+    """matrix: seconds, by [waiting rank][rank waited for]. spans: by rank. steps: how many."""
 
     matrix: list[list[float]]
     spans: list[Spans]
@@ -57,7 +56,7 @@ def waits(ranks: Sequence[RankTrace]) -> Waits:
 
 
 def _slices(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """What other ranks take part in: key, begin and end on the clock of rank 0, and whether the rank stood still."""
+    """The transfers that other ranks take part in: key, begin and end on rank 0's clock, and whether it stood still."""
     for event in one.events:
         key = event.get("args", {}).get("key")
         if event["ph"] == "X" and event["cat"] != "wait" and key:

@@ -102,7 +102,7 @@ class Adafactor:
                     p[at] -= u * p.dtype.type(relative)
 
     def _moved(self, row: Any, share: float, first: int, means: Any) -> Any:
-        """What R becomes of some rows, from the means of their squares."""
+        """The new R of some rows, from the means of their squares."""
         before = row[first : first + means.size]
         return before + (means + self.eps[0] - before) * share
 
@@ -112,7 +112,7 @@ def _piece(s: Segment) -> Piece:
 
 
 def _told(xp: Any, s: Segment, p: Any, g: Any, scale: Any, divisors: Divisors) -> Any:
-    """What this rank tells of its part: the sum of squares of p, and those of g by row and by column."""
+    """The numbers that this rank sends of its part: the sum of squares of p, and those of g by row and by column."""
 
     def squares(start: int, stop: int) -> Any:
         scaled = (g[start:stop] * scale).astype(np.float64)

@@ -1,4 +1,4 @@
-"""What optimisers share whose update of an element depends on no other element."""
+"""The common part of optimisers whose update of an element depends on no other element."""
 
 from abc import ABC, abstractmethod
 from typing import Any

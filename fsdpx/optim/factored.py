@@ -14,13 +14,13 @@ CHUNK = 1 << 16
 """Elements that are looked at together."""
 
 Node = tuple[int, int]
-"""(level, index): rows [index 2^level, (index + 1) 2^level), as far as there are so many."""
+"""(level, index): rows [index 2^level, (index + 1) 2^level) of the matrix, those that exist."""
 Divisors = Callable[[int, Any], Any]
 """From the means of rows, the first of which has a number, to what each of these rows is divided by."""
 
 
 class Piece(NamedTuple):
-    """Elements [offset, offset + size) of a matrix of so many rows and columns: what one rank has of it."""
+    """Elements [offset, offset + size) of a matrix of `shape`: the part of one rank."""
 
     offset: int
     size: int
@@ -60,7 +60,7 @@ def elements(piece: Piece) -> int:
 
 
 def portion(xp: Any, values: Callable[[int, int], Any], divisors: Divisors, piece: Piece) -> Any:
-    """What the rank that has it tells, flat. values: elements from one to another of the piece, flat."""
+    """The flat array that the piece's rank sends. values: elements from one to another of the piece, flat."""
     (first, last), (count, columns), offset = piece.rows, piece.shape, piece.offset
     rows, nodes = [], {}
     for node, (start, stop) in _nodes(first, last, count, max(CHUNK // columns, 1)):

@@ -19,9 +19,9 @@ Shape = tuple[int, ...]
 class Kept:
     """The format of a slot, and how many elements it has. As it is: those of the shard, in the shard's format.
 
-    dtype: its format; None: that of the shard, but with `shape` at least float32. block: one element for so many of a
+    dtype: its format; None: that of the shard, but with `shape` at least float32. block: one element per `block` of a
     parameter, counted from its first one; shards are cut at multiples of 1,024 then. shape: from name and
-    shape of a parameter to the shape of what every rank keeps as a whole that has a part of it."""
+    shape of a parameter to the shape of what each rank with a part of it keeps whole."""
 
     dtype: str | None = None
     block: int = 1
@@ -38,7 +38,7 @@ class Kept:
         return np.dtype(self.dtype or ("float32" if short else shard))
 
     def of(self, name: str, shape: Shape) -> Shape:
-        """What is kept of a whole parameter."""
+        """The shape kept for a whole parameter."""
         if self.shape is not None:
             return self.shape(name, shape)
         return shape if self.block == 1 else (-(-prod(shape) // self.block),)

@@ -1,4 +1,4 @@
-"""What optimisers share that update whole matrices: which parameters are matrices, and how ranks put them together."""
+"""The base of optimisers that update whole matrices: which parameters are matrices, and how ranks put them together."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ class Matrices(ABC):
     slots: tuple[str, ...]
     whole: ClassVar[bool] = True
     arrays: ClassVar[int] = 1
-    """What is put together of a matrix: so many arrays of its size."""
+    """How many arrays of its size are put together for a matrix."""
     sends_as: ClassVar[str] = ""
     """The format of what ranks send: that of the update."""
 
@@ -76,7 +76,7 @@ class Matrices(ABC):
         return full
 
     def _own(self, slots: Slots, segments: Segments) -> list[Slots]:
-        """What the slots hold of each segment."""
+        """The slots of each segment."""
         where = {name: list(places(kept, segments)) for name, kept in kept_of(self).items()}
         return [{name: slots[name][where[name][i]] for name in where} for i in range(len(segments.items))]
 
@@ -86,7 +86,7 @@ class Matrices(ABC):
 
     @cached_property
     def _others(self) -> Any:
-        """What updates the rest."""
+        """The optimiser of the other parameters."""
         other: Any = self._other()
         return replace(other, lr=self.lr, weight_decay=self.weight_decay, groups=self.groups)
 
@@ -96,7 +96,7 @@ class Matrices(ABC):
 
     @abstractmethod
     def _part(self, xp: Any, g: Any, slots: Slots, scale: float) -> Any:
-        """What is put together of a matrix: `arrays` of this rank's elements, behind each other."""
+        """This rank's part of what is put together for a matrix: `arrays` arrays, one after the other."""
 
     @abstractmethod
     def _follow(self, xp: Any, p: Any, full: Any, slots: Slots, s: Segment, run: Run, lr: float, step: int) -> None:

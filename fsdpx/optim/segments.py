@@ -81,8 +81,8 @@ class Peers:
 class Segments:
     """What a shard holds: its segments in order, without gaps, from element 0 on; none if the shard is empty.
 
-    exchange: tells the ranks that hold shards of the same flat array so many numbers of each parameter, and gets those
-    of all of them, for sums of a few numbers per parameter; peers: the same ranks, for what is large. None if there is
+    exchange: sends a given count of numbers of each parameter to the ranks that hold shards of the same flat array, and
+    gets theirs, for sums of a few numbers per parameter; peers: the same ranks, for what is large. None if there is
     one shard. Only optimisers that need something of full parameters use one of them: once per update, on every rank.
     """
 
@@ -112,7 +112,7 @@ class Segments:
         return self._made(_overrides, groups)
 
     def blocks(self, most: int) -> list[tuple[int, "Segments"]]:
-        """The shard in pieces of at most so many elements: where each starts, and what it holds."""
+        """The shard in pieces of at most `most` elements: where each starts, and what it holds."""
         if most not in self._blocks:
             self._blocks[most] = [(start, self._block(start, start + most)) for start in range(0, self.size, most)]
         return self._blocks[most]

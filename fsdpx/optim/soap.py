@@ -23,7 +23,7 @@ class SOAP(Matrices):
     """For each block G of a matrix's gradient: L, R = running means of G G' and G' G, whose eigenvectors are Q, P;
     m = mean of G; v = mean of (Q' G P)^2; p -= lr Q (Q' m P / (sqrt(v) + eps)) P', with bias-corrected m and v
     (Vyas et al. 2024, Algorithm 3). Q and P begin with the eigenvectors of the first L and R, when matrices are not
-    updated yet; after every `every` steps each is made anew by one step of the power method and a QR decomposition.
+    updated yet; after every `every` steps each is recomputed by one step of the power method and a QR decomposition.
 
     Parameters of one dim, and those whose names match `but`, are updated by `AdamW` with the same options. Kernels of
     convolutions count as matrices of as many rows as channels go out. Matrices are gathered: every rank that has a part

@@ -59,17 +59,17 @@ def _check_order(first: Program, other: Program, rank: int) -> None:
 
 
 def check_pipe(programs: Sequence[Program]) -> None:
-    """Raise ProgramError unless the programs of all ranks of a pipe, run together, come to their end.
+    """Raise ProgramError unless the programs of all ranks of a pipe, run together, finish.
 
-    programs: by rank of the pipe. Sends and receives are issued at once; who first needs what was received waits for
-    it, and verbs in which ranks meet wait for all of them."""
+    programs: by rank of the pipe. Sends and receives are issued at once; the first action that needs what was
+    received waits for it, and verbs in which ranks meet wait for all of them."""
     run(programs, lambda rank, action: 0.0, blocking=True)
     _check_meetings(programs)
     _check_pairs(programs)
 
 
 def _check_meetings(programs: Sequence[Program]) -> None:
-    """What the whole world does together, every rank does."""
+    """Every rank takes part in what the whole world does together."""
     first, *others = [[a for a in p.actions if VERBS[a.op].lane == "world"] for p in programs]
     for rank, other in enumerate(others, start=1):
         if other != first:

@@ -19,7 +19,7 @@ __all__ = ["KINDS", "Program", "Request", "compile"]
 class Kind:
     """about: what a program of this kind does. ops: its verbs in the order of the schedule, or one of them for all
     microbatches. loss: the verb that closes a forward. results: kinds of the slots that the caller collects. apart: no
-    other rank comes to it."""
+    other rank takes part."""
 
     about: str
     ops: str
@@ -56,7 +56,7 @@ class Request:
     resident: pages whose full parameters are there already. grads, parts: pages that carry full (local) or
     reduced (sharded) gradients from earlier programs. weighed: an earlier program left its share of the loss weight.
     order: forwards and backwards of this rank's stages, None for one microbatch after the other. recompute: units that
-    run forward again before their backward. commit: all ranks agree that a step has come through before it updates.
+    run forward again before their backward. commit: all ranks agree that a step has succeeded before it updates.
     scales: the verbs that find the scale of all updates: SCALE, or NORM where the norm of all gradients is wanted; then
     GAUGE, where the optimiser adds something up over all parameters. outer: replicas train by themselves, and what of
     it this step does when they meet."""
@@ -188,7 +188,7 @@ def _of(kind: str, numbers: Iterable[int]) -> set[Slot]:
 
 
 def _lasting(stage: Stage) -> set[Slot]:
-    """What is there before and after every program."""
+    """The slots that are filled before and after every program."""
     trained, here = set(stage.trained), set(stage.here)
     kept = _of("memory", stage.coded & trained) | _of("stats", stage.moving & here)
     found = _of("shard", stage.pages) | _of("slots", trained) | kept
@@ -209,14 +209,14 @@ def _begins(request: Request) -> frozenset[Slot]:
 
 
 def _meeting(request: Request, summing: frozenset[int], coming: frozenset[int]) -> set[Slot]:
-    """What replicas that train by themselves keep, and what is under way between them."""
+    """The slots that replicas training by themselves keep, and those under way between them."""
     trained = frozenset(request.stage.trained)
     kept = _of("outer", trained) | _of("velocity", trained) | {Slot("trained")}
     return kept | _of("delta", summing & trained) | _of("next", coming & trained)
 
 
 def _ends(request: Request) -> frozenset[Slot]:
-    """What must be left, from the meaning of the kind alone: not from the list that `compile` made."""
+    """The slots that must be left, from the meaning of the kind alone: not from the list that `compile` made."""
     stage, kind = request.stage, KINDS[request.kind]
     slots = _lasting(stage) | set(_results(request))
     if request.keep_full:
@@ -237,7 +237,7 @@ def _ends(request: Request) -> frozenset[Slot]:
 
 
 def _saved(request: Request) -> set[Slot]:
-    """What a forward leaves for a backward of the caller."""
+    """The slots that a forward leaves for a backward of the caller."""
     units = (u for u in request.stage.here if u in request.stage.backward)
     return {Slot("saved", u, m) for u in units for m in range(request.microbatches)}
 

@@ -47,7 +47,7 @@ def simulate_programs(programs: Sequence[Program], machine: Machine) -> list[Eve
 
 
 def run(programs: Sequence[Program], seconds: Seconds, blocking: bool = False) -> list[list[Event]]:
-    """The events of each rank. blocking: a rank goes on only when all whom it meets have come.
+    """The events of each rank. blocking: a rank goes on only when all the ranks it meets have arrived.
 
     Raises ProgramError if ranks wait for each other."""
     events, stuck = walk([_tasks(program, rank, seconds, blocking) for rank, program in enumerate(programs)])

@@ -1,8 +1,8 @@
 """A pass: what lies in a slower level between uses is fetched ahead of them, and stored when it has changed.
 
 As full parameters are paged by GATHER and FREE, so are the other records by FETCH, STORE and EVICT. FETCH issues the
-read, and who needs the values first waits for it. STORE issues the write, and EVICT waits for it, so that the memory
-can be used again."""
+read, and the first action that needs the values waits for it. STORE issues the write, and EVICT waits for it, so that
+the memory can be used again."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,8 @@ Actions = list[Action]
 def offload(actions: Actions, stage: Stage, microbatches: int, ahead: int) -> Actions:
     """Insert FETCH, STORE and EVICT, kind by kind of the records.
 
-    What an action needs is there, and the next `ahead` records of the kind; at most `ahead` others are on their way to
-    where they are stored. Activations that no later action of the program needs stay where they are."""
+    The records that an action needs are in memory, and the next `ahead` of the kind; at most `ahead` others are being
+    stored. Activations that no later action of the program needs stay where they are."""
     for kind in dict.fromkeys(record.kind for record in stage.records):
         numbers = {record.at: n for n, record in enumerate(stage.records) if record.kind == kind}
         slots = [expand(action, stage, microbatches) for action in actions]
@@ -62,7 +62,7 @@ class _Cache:
         return [slot for slot in slots if slot.kind == self.kind and slot.at in self.numbers]
 
     def _turn(self, at: int, window: dict[Slot, None]) -> None:
-        """Let go what is not in the window, and bring what is missing of it."""
+        """Drop the slots outside the window, and fetch those missing from it."""
         gone = [slot for slot in self.there if slot not in window]
         self._leave([slot for slot in gone if slot.mb is None or self.last.get(slot, -1) >= at])
         self._evict(self.ahead)
@@ -84,7 +84,7 @@ class _Cache:
                 self.stored.add(slot)
 
     def _evict(self, left: int) -> None:
-        """Wait for the oldest writes, but for so many."""
+        """Wait for the oldest writes until `left` are under way."""
         while len(self.leaving) > left:
             self._add("EVICT", self.leaving.pop(0))
 
@@ -93,8 +93,8 @@ class _Cache:
 
 
 def _held(actions: Actions, slots: Sequence[Slots], needs: Sequence[Sequence[Slot]]) -> list[list[Slot]]:
-    """What each action needs in memory, and what transfers under way then do: they read until someone waits for what
-    they give."""
+    """What each action needs in memory, and what transfers under way then do: they read until an action waits for
+    what they give."""
     reading: dict[Slot, list[Slot]] = {}  # what a transfer gives -> what it reads
     found = []
     for action, some, own in zip(actions, slots, needs, strict=True):

@@ -27,8 +27,8 @@ def compute(order: Sequence[Action], stage: Stage, end: str | None) -> Actions:
     """From stages to units. order: F, E, B, I and W of this rank's stages, Action.unit being the stage's number. end:
     the verb that closes each microbatch's forward where the loss is (LOSS, SCORE), if any.
 
-    What a stage needs from others is asked for one step before, so that it can arrive meanwhile; what it makes for
-    others is sent as soon as it is there."""
+    A stage asks for its inputs from other stages one step before, so that they can arrive meanwhile; what it makes for
+    others is sent as soon as it is computed."""
     units, steps = dict(stage.parts), [_Step(action, stage) for action in order]
     loaded: set[int | None] = set()
     result: Actions = []

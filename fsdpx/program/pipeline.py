@@ -49,7 +49,7 @@ def _edges(
     """A value goes from reader to reader, stage by stage, and its gradient back the same way: each stage adds to what
     the later ones found, which is the order of addition in one process. No rank gets a value twice."""
     made: list[Edge] = []
-    if len(set(home)) == 1:  # there is nobody to send to
+    if len(set(home)) == 1:  # there is no other rank to send to
         return ()
 
     def add(value: int, source: int, target: int, gradient: bool) -> None:

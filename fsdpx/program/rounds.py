@@ -9,8 +9,8 @@ __all__ = ["Outer", "Rounds"]
 class Outer:
     """What a step of local training does beside its update, by pages.
 
-    deltas: their outer gradients set out. steps: these have come, and the outer optimiser steps. adopts: its result has
-    come, and the replica goes on from there. summing, coming: pages whose outer gradients, or whose new outer
+    deltas: their outer gradients are sent. steps: these have arrived, and the outer optimiser steps. adopts: its result
+    has arrived, and the replica goes on from there. summing, coming: pages whose outer gradients, or whose new outer
     parameters, are under way when the step begins."""
 
     deltas: frozenset[int] = frozenset()

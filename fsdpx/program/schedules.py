@@ -150,7 +150,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
 def schedule(
     choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None = None
 ) -> PipelineSchedule:
-    """A schedule for so many ranks and microbatches, validated.
+    """A validated schedule for a number of ranks and microbatches.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """simulate: when each action of a schedule runs, on a machine of given speeds, and how long ranks are idle.
 
 The machine model is that of Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024): a rank computes one action at a
-time, in the order of its list; messages travel beside the computing and delay only who waits for them."""
+time, in the order of its list; messages travel beside the computing and delay only the ranks that wait for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ class SlotKind:
 
 
 SLOTS: dict[str, SlotKind] = {
-    # parameters, and what is kept with them from step to step
+    # parameters, and what else is kept from step to step
     "shard": SlotKind("shard", "parameters", lent=True),
     "full": SlotKind("full", "parameters", lent=True),
     "slots": SlotKind("slots", "optimiser", lent=True),  # of a page: a dict name -> array
@@ -61,7 +61,7 @@ SLOTS: dict[str, SlotKind] = {
     "weight": SlotKind("weight", "control"),
     "mean": SlotKind("mean", "control"),
     "scale": SlotKind("scale", "control"),
-    "trained": SlotKind("trained", "control"),  # by a replica, since each fragment last set out
+    "trained": SlotKind("trained", "control"),  # by a replica, since each fragment was last sent
     "share": SlotKind("share", "control"),
     "gauge": SlotKind("gauge", "control"),
     "agreed": SlotKind("agreed", "control"),

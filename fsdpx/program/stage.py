@@ -55,7 +55,7 @@ class Stage:
     and its units. edges: what travels between all ranks. twins: pages that hold the same parameter for units that are
     apart. partial: pages whose gradients other ranks find a part of. rank: of the pipe. scores: the loss is computed
     here. moving: units with running statistics. coded: pages whose codec keeps memory. constant: values whose gradient
-    nobody reads, see `constants`; those inside of units may be among them. records: slots whose values lie in a slower
+    is not needed, see `constants`; those inside of units may be among them. records: slots whose values lie in a slower
     level between uses, of all ranks; those of activations without a microbatch."""
 
     units: tuple[StageUnit, ...]
@@ -83,7 +83,7 @@ class Stage:
         moving: Iterable[int] = (),
         coded: Iterable[int] = (),
     ) -> "Stage":
-        """A model on one rank, from (pages, values read, values given) per unit; who reads a value last follows."""
+        """A model on one rank, from (pages, values read, values given) per unit; the last reader of a value follows."""
         rows, trainable, inputs, outputs = list(units), tuple(trainable), tuple(inputs), tuple(outputs)
         here = range(len(rows))
         made, parts = readers(rows, here, outputs), ((0, tuple(here)),)
@@ -119,7 +119,7 @@ class Stage:
 
     @cached_property
     def backward(self) -> frozenset[int]:
-        """The units that have a backward: they train something, or someone before them does."""
+        """The units that have a backward: they or an earlier unit train something."""
         units = enumerate(self.units)
         return frozenset(u for u, unit in units if self.trains(u) or not self.constant.issuperset(unit.inputs))
 
@@ -128,8 +128,8 @@ class Stage:
 
     def part_of(self, op: str, unit: int) -> str | None:
         """What a unit does while its stage does F, E, B, I or W. Below the first trained unit nothing runs backward.
-        Nobody waits for the gradient of a constant input, and parameters that are not trained have none: then the half
-        that is left is all of it."""
+        The gradient of a constant input is not needed, and parameters that are not trained have none: then the other
+        half is the whole backward."""
         if op in "FE":
             return op
         if unit not in self.backward:
@@ -170,7 +170,7 @@ def constants(
     trained: Container[Hashable],
     data: Iterable[V],
 ) -> frozenset[V]:
-    """The values whose gradient nobody reads: `data`, and what follows from those and untrained parameters alone.
+    """The values whose gradient is not needed: `data`, and what follows from those and untrained parameters alone.
 
     rows: in execution order: parameters or pages, values read, values given. trained: of the parameters or pages."""
     found = set(data)

@@ -56,7 +56,7 @@ class Stuck:
 
 
 def walk(rows: Sequence[Sequence[Task]]) -> tuple[list[list[Event]], list[Stuck]]:
-    """The events of each rank's tasks as far as they come, and the ranks that do not come to their end."""
+    """The events of each rank's tasks as far as they get, and the ranks that do not finish."""
     left = Counter(task.key for row in rows for task in row)
     ends, lanes, free = dict[Hashable, float](), defaultdict[Hashable, float](float), [0.0] * len(rows)
     spans: list[list[tuple[float, float]]] = [[] for _ in rows]

@@ -1,4 +1,4 @@
-"""validate: proves that a schedule can run, and that what it adds up does not depend on it."""
+"""validate: proves that a schedule can run, and that its sums do not depend on it."""
 
 from collections.abc import Iterator
 from itertools import product
@@ -20,7 +20,7 @@ def validate(schedule: PipelineSchedule) -> None:
 
     Every action is F, B, I or W of a stage and a microbatch there are, on the rank of its stage. Every stage has for
     each microbatch one F, then one B, or one I and then one W. The gradients of a stage's parameters are added in the
-    order of the microbatches. No rank waits for ever: F follows F of the stage before, B and I follow B or I of the
+    order of the microbatches. No rank waits forever: F follows F of the stage before, B and I follow B or I of the
     stage after.
 
     Parameters

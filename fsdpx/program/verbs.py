@@ -10,7 +10,7 @@ In the table a slot is written as a kind and what it ranges over:
     "act:last"       activations that this unit is the last to read;  "act:kept"  those read again later
     "act:inputs"     the model's inputs;     "act:outputs"  the model's outputs;     "act:out"  the unit's own outputs
     "dact:found" "dact:in" "dact:made"  gradients of the unit's outputs, its inputs, and the model's outputs, each
-                     without constants: values whose gradient nobody reads
+                     without constants: values whose gradient is not needed
     "stats:moving"   of the action's unit, if it has running statistics;  "kept:unit"  per unit and microbatch
     "saved:back"     likewise, if the unit has a backward
     "loss:mb" "seed:mb"  per microbatch;  "loss:all"  of all microbatches

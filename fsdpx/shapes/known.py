@@ -1,4 +1,4 @@
-"""What a function gives for arrays without data follows from their shapes and formats, so it is run once."""
+"""Results for arrays without data follow from shapes and formats, so a function is run once for each of these."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdpx.shapes.array import Root, ShapeArray, as_one
 __all__ = ["known"]
 
 MOST = 4096
-"""So many calls are remembered; then it begins anew."""
+"""Calls that are remembered; when there are this many, all are forgotten."""
 
 _results: dict[Any, Any] = {}
 

@@ -84,7 +84,7 @@ class InOrder:
         return WholeGradient(buffer, at_home)
 
     def settle(self, total: Any, part: Any) -> Any:
-        """A reduced sum comes to the part that is kept."""
+        """Add a reduced sum to the part that is kept, unless it is there already."""
         if not same_memory(total, part):
             part += total
         return part
@@ -224,7 +224,7 @@ class ByTree:
 class ByChunk(ByTree):
     """The same where codecs pack gradients: that of each chunk alone, with a memory of its own and parameter by
     parameter, so that neither what is sent of it nor what is lost depends on how many ranks there are. Its parts go to
-    their owners, who add all chunks along the tree. The gradients of all chunks of a rank stay whole until then."""
+    their owners, which add all chunks along the tree. The gradients of all chunks of a rank stay whole until then."""
 
     def __init__(self, chunks: int, axes: Axes) -> None:
         super().__init__(chunks, axes)
@@ -263,7 +263,7 @@ def accumulation(chunks: int | None, axes: Axes, pack: bool = False) -> Accumula
 
 
 def microbatches_of(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
-    """What was said, else 1, or 4 for each rank of a pipe."""
+    """The number asked for, else 1, or 4 for each rank of a pipe."""
     if wanted is not None:
         return wanted
     return 1 if mesh.width("pipe") == 1 or chunks is not None else 4 * mesh.width("pipe")

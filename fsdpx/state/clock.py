@@ -10,7 +10,7 @@ __all__ = ["BATCHES", "PROGRESS", "Clock", "Spent"]
 PROGRESS = "(moving transfers on)"
 """A row of the clock beside those of the verbs."""
 BATCHES = "(batches: checked, and agreed on by all ranks)"
-"""Another one: who comes first waits there for the others."""
+"""Another one: the first ranks to get there wait for the others."""
 
 
 class Spent(NamedTuple):

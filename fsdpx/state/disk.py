@@ -131,7 +131,7 @@ class File:
         return self._own.memory[: -(-len(data) // ALIGN) * ALIGN]
 
     def mapped(self, at: int, elements: int, dtype: Any) -> np.ndarray:
-        """A part of the file as an array, for as long as somebody holds it: what is changed there is changed on disk,
+        """A part of the file as an array, mapped as long as it is referenced: what is changed there is changed on disk,
         for reads that begin later."""
         if elements == 0:
             return np.empty(0, dtype)
@@ -189,7 +189,7 @@ def taken(folder: Path, owner: str) -> int:
             os.ftruncate(fd, 0)
             os.pwrite(fd, owner.encode(), 0)
         except BlockingIOError:
-            pass  # somebody has it, who may be a rank of this job
+            pass  # held by another process, perhaps a rank of this job
         fcntl.flock(fd, fcntl.LOCK_SH)
         holder = os.pread(fd, 4096, 0).decode()
         if holder != owner:

@@ -19,7 +19,7 @@ CODEC, NOTHING = Int8(), Stretch(0, "", 0, 0)
 
 
 def parcels(counts: Sequence[int]) -> list[int]:
-    """Bytes of shards of so many elements."""
+    """Bytes of shards of `counts` elements."""
     return [CODEC.nbytes(n) for n in counts]
 
 

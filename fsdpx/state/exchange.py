@@ -1,5 +1,5 @@
-"""What ranks have in common that step at their own speed: parameters and the state of the optimiser in a window, with
-counts of updates and clocks. Who brings something changes it by itself, under a lock: no rank serves others."""
+"""The state shared by ranks that step at their own speed: parameters and the state of the optimiser in a window, with
+counts of updates and clocks. Each rank makes its changes itself, under a lock: no rank serves others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fsdpx.state.placement import Placement, segments_of
 __all__ = ["Exchange", "Update"]
 
 CLOCK, MET = 0, 1
-"""Words at the start of each part: steps its rank has made since all met, and how often it has come to that."""
+"""Words at the start of each part: steps its rank has made since all met, and how many times it has waited for all."""
 AWAY = 1 << 62
 """The clock of a rank that makes no steps until all meet."""
 UPDATES, ADDED, WEIGHT = 0, 1, 2
@@ -83,7 +83,7 @@ class Exchange:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def rows(self) -> Iterator[Row]:
-        """What lies in this rank's part and is in no other ledger row."""
+        """Rows of what lies in this rank's part and is in no other ledger row."""
         for item in self._items[self.rank].values():
             if item.key.kind in ("added", "centre"):
                 yield Row(item.key, item.dtype, Range(0, item.elements), "private")
@@ -106,7 +106,7 @@ class Exchange:
         return self.window.word(rank, self._items[rank][Key("words", page)].start // 8 + at)
 
     def _holders(self, page: int) -> Sequence[Span]:
-        """Whose parts a page is read from and updated in: beginning with this rank, so that not all are at one."""
+        """Whose parts a page is read from and updated in: from this rank on, so that ranks start at different parts."""
         here = self.placement.pages[page]
         if not isinstance(self.choice, Async):
             return [(self.rank, here.mine)]
@@ -252,7 +252,7 @@ class Exchange:
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def begin(self, steps: int) -> None:
-        """All parameters have been set, after so many steps. All ranks call it; none may step before all have."""
+        """All parameters have been set, after `steps` steps. All ranks call it; none may step before all have."""
         updates = steps * (self.size if isinstance(self.choice, Async) and not self.together else 1)
         for key in self._items[self.rank]:
             if key.kind == "words":
@@ -263,18 +263,18 @@ class Exchange:
                 self._own(key)[...] = self._own(Key("master", key.page))[span.start : span.stop]
 
     def lost(self) -> list[int]:
-        """Other ranks that have died, as far as this can be known here."""
+        """Other ranks that are known here to have died."""
         return [rank for rank in self._others if self.window.gone(rank)]
 
     def meet(self) -> None:
-        """Return when all ranks that live have come here; until then this one holds up nobody. From here on they are
-        equally far."""
+        """Return when all living ranks are here; until then no step of another rank waits for this one. From then on
+        all clocks are equal."""
         self.window.say(CLOCK, AWAY)
         self.window.leave()
         self._await()
         self.clock = 0
         self.window.say(CLOCK, 0)
-        self._await()  # who is not yet back from the first time is still away
+        self._await()  # a rank not yet back from the first wait is still AWAY
 
     def _await(self) -> None:
         self._met += 1

@@ -1,4 +1,4 @@
-"""What one run of a program is fed with."""
+"""The inputs of one run of a program."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

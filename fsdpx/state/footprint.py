@@ -18,7 +18,7 @@ __all__ = ["Footprint", "Part", "held", "peak_rss", "reading"]
 
 
 class Part(NamedTuple):
-    """Bytes. rss: resident, a page that ranks share counting in each. pss: such a page divided by who shares it."""
+    """Bytes. rss: resident, a page that ranks share counting in each. pss: such a page divided by its sharers."""
 
     rss: int
     pss: int
@@ -62,14 +62,14 @@ class Footprint:
         return table(rows)
 
     def fits(self, budget: int | str) -> bool:
-        """Whether a rank takes at most so many bytes (a number, or "2GiB") of what its host has."""
+        """Whether a rank takes at most `budget` bytes (a number, or "2GiB") of its host's memory."""
         return self.pss <= byte_count(budget, "memory")
 
 
 def held(state: TrainState, ranks_here: int) -> dict[str, Part]:
     """The arena and the shared windows of a rank.
 
-    A rank reads its part of what each other rank has in a window to sum it up: so much more is resident."""
+    A rank reads its part of what each other rank has in a window to sum it up: that much more is resident."""
     arena, total = state.arena, sum(state.nbytes().values())
     shared = [row for row in state.ledger if row.kept and row.inside is None and row.sharers > 1]
     common, share = sum(row.nbytes for row in shared), sum(row.nbytes // row.sharers for row in shared)
@@ -83,9 +83,9 @@ def held(state: TrainState, ranks_here: int) -> dict[str, Part]:
 
 
 def reading(state: TrainState) -> partial[Footprint | None]:
-    """What reads the memory of this process as it is then, by what Linux says of it; None elsewhere.
+    """A function that reads the memory of this process at the time of the call, as Linux reports it; None elsewhere.
 
-    It is for when somebody asks: Linux walks through all pages of the process."""
+    Call it on request only: Linux walks through all pages of the process."""
     node, world = node_of(state.placement.axes.world), state.placement.axes.world
     here = len(node.machine) if node else 1 if world.size == 1 else None
     return partial(_measured, held(state, 1).get("arena", Part(0, 0)).rss, here)

@@ -52,7 +52,7 @@ class Reduction(NamedTuple):
 
 
 SAMPLED, SPAN = 1024, 1 << 14
-"""Of large arrays so many elements are looked at of each so many."""
+"""Of large arrays SAMPLED elements of each SPAN are looked at."""
 
 
 def _sample(array: Any) -> Any:
@@ -125,7 +125,7 @@ class ChunkGradients:
         """A chunk that is not there adds nothing."""
 
     def reduce(self, reduction: Reduction) -> Transfer:
-        """Along the tree: partial sums go to the owners of their elements, who add them in tree order.
+        """Along the tree: partial sums go to the owners of their elements, which add them in tree order.
 
         Bytes per rank: nodes x (n - n/N), where nodes is how many subtrees the rank's chunks make up: one when the
         number of ranks is a power of two that divides the number of chunks."""
@@ -173,7 +173,7 @@ class Subtrees:
 
 
 class Trade:
-    """One exchange of partial sums: each rank ends with its elements of every node of the group, added as far as the
+    """One exchange of partial sums: each rank ends with its elements of every node of the group, added as far up as the
     tree allows. `held[r]` are the nodes of rank r; scratch takes what arrives, an array of the gradients' dtype."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """The ledger: what a rank holds, as a table of rows with their arrays.
 
-Allocation, checkpoints, re-cuts, recovery and reports iterate these rows; none of them lists by itself what there is.
+Allocation, checkpoints, re-cuts, recovery and reports iterate these rows; none of them keeps a list of its own.
 A feature that keeps something new adds rows (and a kind, if none fits)."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KINDS = {
     "part": Kind("gradients"),  # summed over ranks
     "slot": Kind("optimiser", "slots", saved=True),  # state of the optimiser
     "memory": Kind("codec memory", "memory", saved=True),  # of a codec, such as error feedback
-    "trace": Kind("codec memory", "memory"),  # the same that begins anew wherever training goes on
+    "trace": Kind("codec memory", "memory"),  # the same, zeroed after a load and on other ranks
     "statistic": Kind("state", saved=True),  # running statistics of layers
     "average": Kind("averages", "slots", saved=True),  # of parameters over time, which the optimiser moves
     "outer": Kind("outer parameters", "outer", saved=True),  # where replicas that train by themselves last met
@@ -59,9 +59,9 @@ the system keeps of it what memory has room for, or in the memory of another ran
 
 Lifetime = Literal["run", "step", "pass", "use"]
 """How long the contents are good: as long as there is a trainer, until the next update, or while an action uses them.
-What lives for a use has no memory of its own: programs plan where it lies. What lives for a
-"pass" is as good as what lives for a step, but has memory from its first use to the update alone: where activations lay
-that are gone by then."""
+Rows that live for a "use" have no memory of their own: programs plan where they lie. Rows that live for a "pass" are
+valid as long as those of a step, but have memory only from their first use to the update: where activations lay that
+are gone by then."""
 
 
 class Key(NamedTuple):
@@ -115,7 +115,7 @@ class Row:
 class Ledger:
     """Rows in the order in which they were added, and the array of each row that is kept.
 
-    slower: gives the array of a row that lies in a slower level, as long as somebody looks at it. planned, most: bytes
+    slower: gives the array of a row that lies in a slower level, for as long as it is referenced. planned, most: bytes
     by kind of memory of the rows that it began with, and the most there ever were."""
 
     def __init__(self, rows: Iterable[Row] = (), slower: Callable[[Row], Any] | None = None) -> None:

@@ -61,7 +61,7 @@ class Local:
 
     @property
     def words(self) -> str:
-        """All but the optimiser and the codec, in words."""
+        """All options but the optimiser and the codec, as text."""
         return f"every={self.every}, fragments={self.fragments}, delay={self.delay}, mix={self.mix}"
 
     @property
@@ -81,5 +81,5 @@ LOCAL |= {"local_sgd": Local(every=8, outer=SGD(lr=1.0)), "diloco": Local()}
 
 
 def local_of(strategy: Any) -> Local | None:
-    """What a strategy says of local training, if that is what it is."""
+    """The `Local` that a strategy is or names; None for other strategies."""
     return LOCAL.get(strategy) if isinstance(strategy, str) else strategy if isinstance(strategy, Local) else None

@@ -1,4 +1,4 @@
-"""What of a rank's state lies on disk between uses: records, each the rows that a slot of programs sees."""
+"""The part of a rank's state on disk between uses: records, each the rows that a slot of programs sees."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class Disk:
 
 
 def open_disk(placement: Placement, rows: Sequence[Row]) -> Disk | None:
-    """What `Offload` asks for, if it was given. Collective: OffloadError on all ranks if one of them cannot have it."""
+    """The disk of `Offload`, if one was given. Collective: OffloadError on all ranks if one of them cannot have it."""
     offload = placement.options.offload
     if offload is None:
         return None

@@ -32,8 +32,8 @@ class Parcels(ChunkGradients):
         self.whole: list[Any] = []
 
     def reduce(self, reduction: Reduction) -> Transfer:
-        """Each chunk of this rank is packed with the memory of its own, and its parts go to their owners, who unpack
-        all chunks and add them along the tree: one message to each owner, chunk by chunk."""
+        """Each chunk of this rank is packed with the memory of its own, and its parts go to their owners, which
+        unpack all chunks and add them along the tree: one message to each owner, chunk by chunk."""
         self._close()
         r, mine, real = reduction, len(self.chunks), not getattr(namespace_of(reduction.part), "holds_no_data", False)
         assert isinstance(r.codec, Compressed)

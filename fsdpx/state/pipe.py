@@ -22,7 +22,7 @@ class Pipe:
     _proved: set[Request] = field(default_factory=set)
 
     def schedule(self, microbatches: int) -> PipelineSchedule:
-        """Who does what when; ConfigError if the schedule needs more microbatches."""
+        """The actions of each rank in order; ConfigError if the schedule needs more microbatches."""
         if microbatches not in self._schedules:
             self._schedules[microbatches] = schedule(self.choice, self.width, microbatches, self.per_rank)
         return self._schedules[microbatches]
@@ -41,7 +41,7 @@ class Pipe:
         return None if self.width == 1 else self.schedule(microbatches).ranks[rank]
 
     def prove(self, request: Request, stages: tuple[Stage, ...]) -> None:
-        """Compile what all ranks of the pipe run for a request like this one, and see that it comes to its end."""
+        """Compile what all ranks of the pipe run for a request like this one, and check that it finishes."""
         bare = replace(request, resident=frozenset(), grads=frozenset(), parts=frozenset(), weighed=False)
         if self.width == 1 or bare in self._proved:
             return

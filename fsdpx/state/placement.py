@@ -47,7 +47,7 @@ class Options:
     """What a step may be asked for beside its placement.
 
     clip_norm: largest global gradient norm. chunks: number of equal pieces of the global batch whose gradients are
-    added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: in words. recompute: units that
+    added in one fixed tree. check_finite: look for NaN and Inf in every unit. schedule: as text. recompute: units that
     run forward again. offload: what lies on disk between uses. local: replicas train by themselves. apart:
     ranks step at their own speed. cuda_graphs: forward and backward of steps are replayed as graphs."""
 
@@ -207,7 +207,7 @@ class Placement:
         return {p: self._segments(p, self.axes.shard, self.pages[p].shards, alone) for p in self.stage.trained}
 
     def _segments(self, page: int, comm: Communicator, parts: Sequence[Range], alone: bool) -> Segments:
-        """What this rank of `comm` holds where its ranks hold these elements of a page. alone: nobody else has any."""
+        """The segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank has any."""
         of = self.pages[page].page
         exchange = None if alone else partial(_exchange, self, page, comm)
 
@@ -260,7 +260,7 @@ class Placement:
 
     @property
     def owner(self) -> Literal["shard", "replica"]:
-        """Who has the same of what is trained, and of its optimiser's state."""
+        """The `Owner` of trained parameters and of their optimiser's state: which ranks hold the same."""
         return "shard" if self.options.local is None else "replica"
 
     def replica_part(self, page: int) -> Range:
@@ -312,7 +312,7 @@ class Placement:
         return Range(start, start + sum(kept.count(s) for s in items))
 
     def name(self, page: int) -> str:
-        """A page in words, for errors: the names it holds."""
+        """A page as text for errors: the names it holds."""
         return self._names[page]
 
     def sources(self, page: int) -> list[str]:

@@ -28,7 +28,7 @@ class Rates(NamedTuple):
     written: float
 
     def seconds(self, read: int, written: int) -> float:
-        """For so many bytes, one after the other."""
+        """The time to read `read` bytes and then write `written`."""
         return read / self.read + written / self.written
 
 

@@ -14,7 +14,7 @@ __all__ = ["Recompute", "recompute"]
 
 @dataclass(frozen=True)
 class Recompute:
-    """every: one of so many units, 0 none. budget: bytes that what backward needs may take on a rank, or None. cores:
+    """every: k for every k-th unit, 0 none. budget: bytes that what backward needs may take on a rank, or None. cores:
     kinds of layers that keep less inside their unit."""
 
     every: int = 0

@@ -25,7 +25,7 @@ class Record(NamedTuple):
 
 
 def read(kind: str, key: dict[str, Any]) -> Record | None:
-    """What is known, None if nothing is or the file is spoilt: it is measured anew then."""
+    """The record; None if there is none or the file is damaged: then it is measured again."""
     return _of(_file(kind, key), kind)
 
 

@@ -24,7 +24,7 @@ __all__ = [
 
 
 def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
-    """All rows of this rank. windows: ranks of a machine share memory. sharers: so many ranks have their full
+    """All rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks have their full
     parameters in common there, 0 if none do."""
     formats = placement.formats
     for page in placement.pages.values():
@@ -129,7 +129,7 @@ def memories(
 
 
 def recut_of(placement: Placement, key: Key) -> str:
-    """How a codec's memory comes to other ranks."""
+    """How a codec's memory reaches other ranks."""
     assert key.page is not None
     axis, _, name = key.name.partition("/")
     route = placement.route(key.page)
@@ -160,7 +160,7 @@ def _of_replica(name: str, replica: int) -> str:
 
 def saved_tensors(placement: Placement, replicas: int | None = None) -> dict[str, Spec]:
     """Every tensor of the train state of the whole model, the same on every rank: parameters and running statistics,
-    then what the optimiser keeps of each trained parameter. replicas: so many of them have a state of their own, where
+    then what the optimiser keeps of each trained parameter. replicas: how many of them have a state of their own, where
     they train by themselves; None: those of the mesh."""
     specs = placement.layout.specs
     trained = {name: spec for name, spec in specs.items() if spec.trainable}

@@ -30,7 +30,7 @@ TRAINED = Slot("trained")
 
 @dataclass(frozen=True)
 class Beyond:
-    """What of the state lies beyond this rank's memory: on disk, or where others read and change it."""
+    """The part of the state beyond this rank's memory: on disk, or where other ranks read and change it."""
 
     disk: Disk | None = None
     exchange: Exchange | None = None
@@ -92,7 +92,7 @@ class TrainState:
 
     @property
     def exchange(self) -> Exchange | None:
-        """What ranks have in common that step at their own speed."""
+        """The state shared by ranks that step at their own speed."""
         return self.beyond.exchange
 
     @property
@@ -121,7 +121,7 @@ class TrainState:
         return {slot: self.store.pop(slot) for slot in gone}
 
     def see(self, samples: int) -> None:
-        """So many samples of the global batch have been trained on since the last update."""
+        """`samples` of the global batch have been trained on since the last update."""
         self.samples = samples
 
     def add(self, how: str) -> None:
@@ -133,7 +133,7 @@ class TrainState:
         self.ran.add(kind)
 
     def updated(self, skipped: bool, scaler: Scaler, weight: float = 0.0) -> None:
-        """An update has come to its end. skipped: gradients overflowed, and nothing has changed. weight: what the
+        """An update is finished. skipped: gradients overflowed, and nothing has changed. weight: what the
         gradients were found on."""
         self.steps += not skipped
         if (rounds := self.placement.rounds) is not None:
@@ -161,7 +161,7 @@ class TrainState:
                 self.store[slot] = value.wait()
 
     def begin_round(self) -> None:
-        """The outer parameters have come from elsewhere: here a round begins."""
+        """The outer parameters have been set from outside: a round begins here."""
         for row, array in self.ledger.saved():
             if row.key.kind == "outer":
                 self.ledger.array("master", row.key.page)[...] = array
@@ -171,7 +171,7 @@ class TrainState:
             self.store[TRAINED] = [0.0] * len(self.store[TRAINED])
 
     def _go_on(self) -> None:
-        """What was under way when a state was taken is here."""
+        """Put back what was under way when the state was taken."""
         self.discard(["delta", "next"])
         if (rounds := self.placement.rounds) is not None:
             outer, here = rounds.at(self.steps + 1), self.placement.stage.trained
@@ -207,7 +207,7 @@ class TrainState:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def passing(self, key: Key) -> Any:
-        """The array of a row that lives for a pass, until the next update has come to its end: not sooner, since after
+        """The array of a row that lives for a pass, until the next update is finished: not sooner, since after
         an error a transfer may still write into it."""
         if key not in self.ledger.arrays:
             row = self.ledger.rows[key]

@@ -1,4 +1,4 @@
-"""Tables of texts, and numbers of bytes in words."""
+"""Tables of texts, and numbers of bytes as text."""
 
 from collections.abc import Sequence
 

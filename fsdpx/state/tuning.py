@@ -42,7 +42,7 @@ ACTION = 25e-6
 """Seconds of Python that a program adds to each collective: a unit costs 60 to 110 us of a step of `many`, which holds
 two to four of them (one core of 2023). What a transport answers in 2 us would else be asked too often."""
 FAR = 1.5
-"""A measurement that differs so much from the last one is made twice: one of them was disturbed."""
+"""A measurement that differs by more than this factor from the last is made twice: one of them was disturbed."""
 LEAST, MOST = 256 << 10, 4 << 20
 """Bounds of `group_bytes`: smaller units only add Python, larger ones memory, and leave less to overlap."""
 
@@ -51,7 +51,7 @@ LEAST, MOST = 256 << 10, 4 << 20
 class Tuning:
     """blas: library of matrix products. threads: per rank. group_bytes: of a unit. windows: ranks of a machine speak
     through shared memory. algorithm: of all-reduces outside of windows. progress: transfers are moved on between
-    actions ("loop"), or during them, too ("thread"). measured: the figures behind it, in words. speed: those that a
+    actions ("loop"), or during them, too ("thread"). measured: the figures behind it, as text. speed: those that a
     disturbance makes smaller, in numbers: GFLOP/s, GB/s. sixteen: library of bfloat16 products; "": the default."""
 
     blas: str
@@ -75,8 +75,8 @@ class Tuning:
 def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     """The choices for jobs like this one: known from before, or measured now. Collective.
 
-    wanted: else the defaults, without measuring. Ranks that are threads have nothing to measure; imagined ones are told
-    what real ones have measured. With FSDPX_TUNE=again each kind of job is measured anew, once in a process. The BLAS
+    wanted: else the defaults, without measuring. Ranks that are threads have nothing to measure; imagined ones use
+    what real ones have measured. With FSDPX_TUNE=again each kind of job is measured again, once in a process. The BLAS
     library is set for the process."""
     if wanted and isinstance(world, FakeCommunicator):
         return _kept(_key(world)) or Tuning(blas.chosen(), parallel.threads())
@@ -299,7 +299,7 @@ def _kept(key: dict[str, Any]) -> Tuning | None:
 
 
 def _like(key: dict[str, Any]) -> Tuning | None:
-    """What another kind of job measured last on this machine, with these libraries: its products are as fast."""
+    """The last measurements of another kind of job on this machine, with these libraries: its products are as fast."""
     alike = [
         (date, tuning)
         for other, tuning, date in stored()
@@ -315,4 +315,4 @@ def _tuning(record: records.Record) -> Tuning | None:
     try:
         return Tuning(**record.value)
     except TypeError:
-        return None  # of another version: measured anew
+        return None  # of another version: measured again

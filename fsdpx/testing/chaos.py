@@ -114,7 +114,7 @@ def endure(run: Callable[[int], T], most: int = 20) -> tuple[T, int]:
 
 
 class Ledger:
-    """What each rank says it has done: one file per start and rank, a line per step, written at once."""
+    """What each rank reports to have done: one file per start and rank, a line per step, written at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

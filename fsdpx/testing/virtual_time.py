@@ -87,7 +87,7 @@ class VirtualTime:
             self._until(lambda: rank not in self._waiting, window, what)
 
     def leave(self, rank: int) -> None:
-        """A rank has come to a meeting of all: when it is over, the time is that of the last to come."""
+        """A rank has reached a meeting of all: when it is over, the time is that of the last to arrive."""
         with self._changed:
             self._away[rank] = True
             self.look(rank)
@@ -166,7 +166,7 @@ class _TimedWindow(Window):
 
 
 def _holds(ready: Callable[[], bool]) -> bool:
-    """Whoever waits finds out by itself what is wrong."""
+    """True if `ready` raises: the waiting rank then gets the error itself."""
     try:
         return ready()
     except Exception:

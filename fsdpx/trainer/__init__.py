@@ -1,1 +1,1 @@
-"""What a user holds: a model being trained, on all ranks."""
+"""The object that a user holds: a model being trained, on all ranks."""

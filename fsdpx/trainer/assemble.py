@@ -177,7 +177,7 @@ def _asked(choice: str | Precision | None, xp: Any) -> Precision:
 
 
 def _products(world: Communicator, formats: Precision, xp: Any) -> str:
-    """What computes the products of 16-bit matrices, and of 8-bit ones: their results depend on it. A warning, once,
+    """The library that computes products of 16-bit matrices, and of 8-bit ones: results depend on it. A warning, once,
     where it is slower than float32."""
     whole = blas.integers.chosen() if formats.frozen and xp is np else ""
     if formats.compute == formats.gradients or xp is not np:
@@ -194,7 +194,7 @@ NOTHING = "this processor has no instructions for it"
 
 
 def _optimizer(training: Training, formats: Precision) -> Any:
-    """What updates the shard, in the format of the shard."""
+    """The optimiser that updates the shard, in the format of the shard."""
     optimizer = training.optimizer if training.average is None else Averaged(training.optimizer, training.average)
     if formats.updated == formats.gradients:
         return optimizer
@@ -233,7 +233,7 @@ def _layout(
         return number, formats.param == "int8" or not all(codec.elementwise for codec in codecs.rules[number][1])
 
     layout = lay_out(ordered, dtype.itemsize, group, training.frozen, spread, packing, carried)
-    for pattern, _ in codecs.rules[:-1]:  # the last one is for what none fits
+    for pattern, _ in codecs.rules[:-1]:  # the last one is for parameters that no pattern fits
         layout.matching(pattern)
     if packing is not None and (wide := left_wide(ordered, layout, formats.frozen)):
         say(axes.world, f"{formats.frozen} is not for {', '.join(wide)}: kept in {formats.updated}")
@@ -247,7 +247,7 @@ def _packing(formats: Precision, dtype: np.dtype) -> Packing | None:
 
 
 def _planned(model: Layer, loss: Any, axes: Axes, plan: Any, sequence: str | None) -> Planned:
-    """What this line of the tensor axis runs: the model itself, if there is no such axis."""
+    """The model that this line of the tensor axis runs: the model itself, if there is no such axis."""
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
@@ -288,7 +288,7 @@ def _own(optimizer: Any) -> Codec | None:
 
 
 def _check_own(codecs: Codecs, own: Codec | None, optimizer: Any, axes: Axes) -> None:
-    """What makes the means must be the last on the way of every gradient."""
+    """The codec that makes the means must be the last on the way of every gradient."""
     last = axes.summing[-1]
     if own is not None and not all(getattr(route, last) == own for _, route in codecs.rules):
         raise ConfigError(
@@ -314,7 +314,7 @@ def _check_whole_steps(place: Placement, microbatches: int) -> None:
 
 
 def _remark(place: Placement) -> None:
-    """Say what users should know of how their parameters are carried."""
+    """Report what users should know about how their parameters are carried."""
     for codec in dict.fromkeys(place.codecs):
         pages = (page for page in place.layout.pages if codec in place.codecs.rules[page.codec][1] and page.trainable)
         if text := codec.remark({field.name: field.shape for page in pages for field in page.fields}):
@@ -322,7 +322,7 @@ def _remark(place: Placement) -> None:
 
 
 def _per_rank(stages: Any, ranks: int) -> int | None:
-    """How many stages each rank gets, if it was said."""
+    """How many stages each rank gets, if that was given."""
     if stages is None:
         return None
     if not isinstance(stages, list | tuple):
@@ -361,7 +361,7 @@ def _poker(progress: str, place: Placement) -> Poker | None:
 def _stages(
     layout: Layout, codecs: Codecs, axes: Axes, optimizer: Any, offload: Offload | None, apart: range | None
 ) -> tuple[Stage, ...]:
-    """What each rank of the pipe sees. apart: chunks of which codecs keep something each."""
+    """The view of each rank of the pipe. apart: chunks of which codecs keep something each."""
     what = () if offload is None else offload.what
     state = [page.index for page in layout.pages if page.trainable and optimizer.slots and "optimizer" in what]
     shards = [page.index for page in layout.pages if "parameters" in what]

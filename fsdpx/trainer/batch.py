@@ -147,17 +147,17 @@ def _disagreement(features: list[str], lines: list[int]) -> DataError:
 
 
 def features_of(arrays: Sequence[Any]) -> str:
-    """What must be alike on all ranks: everything but the number of samples."""
+    """The properties that must be alike on all ranks: everything but the number of samples."""
     return ", ".join(f"{a.dtype}{list(a.shape[1:])}" for a in arrays)
 
 
 def digest_of(arrays: Sequence[Any]) -> str:
-    """Tells batches apart by what is in them."""
+    """Tells batches apart by their contents."""
     return f"{DIGEST}{sum_of(arrays)}"
 
 
 def sum_of(arrays: Iterable[Any]) -> int:
-    """One number that tells arrays apart by what is in them."""
+    """One number that tells arrays apart by their contents."""
     total = 0
     for array in arrays:
         total = zlib.crc32(np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8).data, total)

@@ -1,4 +1,4 @@
-"""Who is told of what happens in `fit`: the progress bar, the log, and what the user gives."""
+"""The listeners of `fit`: the progress bar, the log, and the user's callbacks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class _Each:
 
 
 def _checked(callback: Any) -> Any:
-    """ConfigError for what would never be called."""
+    """ConfigError for callbacks that would never be called."""
     methods = [name for name in dir(callback) if name.startswith("on_")]
     unknown = [name for name in methods if name not in EVENTS]
     if unknown or not (methods or callable(callback)):

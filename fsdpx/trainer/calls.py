@@ -13,13 +13,13 @@ from fsdpx.errors import DesyncError, FsdpxError
 __all__ = ["CALL", "Said", "begin", "different", "largest", "number", "said", "tell"]
 
 WIDTH, CALL = 4, 2
-"""Numbers of 8 bytes that each rank tells, and which of them says what it calls; the others are the call's own."""
+"""Numbers of 8 bytes that each rank sends, and which of them identifies its call; the others are the call's own."""
 OWN = [column for column in range(WIDTH) if column != CALL]
 ROOM = len(OWN)
 
 
 class Said(NamedTuple):
-    """What a rank calls, with what, and what is wrong with that, for errors that all ranks raise alike."""
+    """A rank's call, its arguments, and what is wrong with them, for errors that all ranks raise alike."""
 
     call: str
     features: str = ""
@@ -28,7 +28,7 @@ class Said(NamedTuple):
 
 
 def tell(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
-    """What every rank tells, by rank: one all-gather of 32 bytes, the same for every call."""
+    """The numbers of every rank, by rank: one all-gather of 32 bytes, the same for every call."""
     table = np.zeros((comm.size, WIDTH), np.int64)
     table[comm.rank] = row
     if comm.size > 1:
@@ -63,8 +63,8 @@ def _told(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
 
 
 def said(comm: Communicator, mine: Said) -> list[Said]:
-    """What every rank calls, in words, where that is the same call; an error on all ranks alike where a rank has met
-    one, or where the calls differ. Collective, after an exchange that did not agree."""
+    """The descriptions of all ranks' calls, where they are the same call; an error on all ranks alike where a rank has
+    met one, or where the calls differ. Collective, after an exchange that did not agree."""
     everyone: list[Said] = comm.all_gather_object(mine)
     for rank, one in enumerate(everyone):
         if one.kind is not None:
@@ -75,7 +75,7 @@ def said(comm: Communicator, mine: Said) -> list[Said]:
 
 
 def different(calls: dict[int, str]) -> str:
-    """What is wrong if ranks make these calls, in words."""
+    """The error text if ranks make these calls."""
     return f"ranks called different methods: {grouped(calls)}. All ranks make the same calls, in the same order"
 
 

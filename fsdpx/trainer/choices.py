@@ -37,7 +37,7 @@ __all__ = [
 
 
 def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
-    """What says nothing without a mesh; on an axis of one rank it says nothing either, but may stand there."""
+    """ConfigError for options that need a mesh; for an axis of one rank they are allowed, without effect."""
     for name, given, axis in (
         ("stages", stages, "pipe"),
         ("costs", costs, "pipe"),
@@ -86,7 +86,8 @@ def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -
 def check_local(
     local: Local | None, chunks: Any, average: Any, offload: Any, formats: Precision, model: Sorted, optimizer: Any
 ) -> None:
-    """What replicas that train by themselves cannot do; each of them sees its own samples only."""
+    """ConfigError for options that do not suit replicas training by themselves; each of these sees its own samples
+    only."""
     collective = next((node for node in model.nodes if is_collective(node.layer)), None)
     for wrong, what, remedy in (
         (chunks is not None, f"chunks={chunks}", "its bits depend on the mesh; leave chunks out"),
@@ -155,7 +156,7 @@ def check_model(model: Sorted, chunks: int | None) -> None:
 
 
 def check_packed(codecs: Codecs, chunks: int | None, axes: Axes, formats: Precision) -> None:
-    """Gradients of chunks are packed such that it does not show how many ranks there are, or travel as they are."""
+    """Gradients of chunks are packed independently of the number of ranks, or travel as they are."""
     if chunks is None or all(isinstance(codec, Plain) for codec in codecs):
         return
     for codec in (route.shard for _, route in codecs.rules):
@@ -194,7 +195,7 @@ def check_offload(offload: Offload | None, optimizer: Any, average: Any) -> None
 
 
 def check_graphs(check_finite: bool, offload: Offload | None) -> None:
-    """What graphs of the GPU do not go with."""
+    """ConfigError for options that do not go with CUDA graphs."""
     if check_finite:
         raise ConfigError(
             "check_finite=True shows what each layer gives to the host, which no graph holds: leave out cuda_graphs, "

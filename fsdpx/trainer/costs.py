@@ -1,4 +1,4 @@
-"""What the layers of a model cost, measured: for cutting it into stages of equal time."""
+"""Measured costs of a model's layers, for cutting it into stages of equal time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def layer_costs(model: Layer, x: Any, repeat: int = 3, dtype: str = "float32", s
     ----------
     model : the model, as for `distribute`
     x : a batch, an array or a tuple of them
-    repeat : so many runs, of which the quickest counts
+    repeat : number of runs, of which the quickest counts
     dtype : of parameters
     seed : of their initial values
     """

@@ -1,4 +1,4 @@
-"""The training loop: epochs over a loader, validation, early stopping that all ranks agree on, and who is told."""
+"""The training loop: epochs over a loader, validation, early stopping that all ranks agree on, and callbacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["History", "Trains", "fit"]
 
 
 class Trains(Saving, Votes, Protocol):
-    """What the loop needs of a trainer."""
+    """The part of a trainer that the loop needs."""
 
     @property
     def steps(self) -> int: ...
@@ -80,13 +80,14 @@ def fit(
 
     Parameters
     ----------
-    loader : batches of this data rank, as `DataLoader(comm=trainer.data)` gives; with `set_epoch`, told of each epoch
+    loader : batches of this data rank, as `DataLoader(comm=trainer.data)` gives; if it has `set_epoch`, that is called
+    for each epoch
     epochs, steps : whichever ends first; epochs=None: steps alone
     validation : batches whose mean loss is taken every `every` steps and at the end
     metrics : by name, functions of a validation batch: (output, target), NumPy arrays of this rank's samples, to an
         array with a value per sample, or to (sum, count); their mean is over the samples of all ranks
     every : steps between two validations
-    patience : end after so many validations without a new best
+    patience : end after this many validations without a new best
     restore_best : end with the weights of the best validation (default: with patience)
     stop : asked after each validation, or `every` steps; if it is true on any rank, all ranks end together
     callbacks : functions (trainer, history), called after each step, or objects with some of the methods

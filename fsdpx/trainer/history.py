@@ -1,4 +1,4 @@
-"""What happened in a training loop."""
+"""The history of a training loop."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,10 +11,11 @@ Values = list[tuple[int, float]]
 
 @dataclass
 class History:
-    """What happened. losses: one per step. validation: (step, loss) pairs. metrics: by name, (step, value) pairs.
-    epochs: whole ones since the very start. reason: why training ended, empty before. seconds: in training steps and
-    their data, validation left out. seen: samples (or what `count` counts) of all ranks in this run. before: steps that
-    earlier runs made, if this one goes on from a checkpoint. checkpoint: the last one that was saved or resumed."""
+    """The history of a run. losses: one per step. validation: (step, loss) pairs. metrics: by name, (step, value)
+    pairs. epochs: whole ones since the very start. reason: why training ended, empty before. seconds: in training steps
+    and their data, validation left out. seen: samples (or what `count` counts) of all ranks in this run. before: steps
+    that earlier runs made, if this one goes on from a checkpoint. checkpoint: the last one that was saved or
+    resumed."""
 
     losses: list[float] = field(default_factory=list)
     validation: Values = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""When training ends: after steps or epochs, for want of a better validation, or because a rank asks for it."""
+"""When training ends: after steps or epochs, without a better validation, or because a rank asks for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS, EPOCHS, PATIENCE, STOP = "steps", "epochs", "patience", "stop"
 
 
 class Votes(Protocol):
-    """What agreeing on an end needs of a trainer."""
+    """The part of a trainer that agreeing on an end needs."""
 
     @property
     def apart(self) -> bool: ...
@@ -35,7 +35,7 @@ class Limits:
     stop: Callable[[History], bool] | None
 
     def demand(self, validation: Any, metrics: Any, restore_best: bool | None) -> None:
-        """ConfigError for numbers that are too small, and for what needs validation where there is none."""
+        """ConfigError for numbers that are too small, and for options that need validation where there is none."""
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"fit(steps={self.steps}): at least 1, or None for whole epochs")
         if self.epochs is None and self.steps is None:

@@ -1,4 +1,4 @@
-"""The log of `fit`: metrics.csv, metrics.jsonl, TensorBoard's events and what was said, in one folder, by rank 0."""
+"""The log of `fit`: metrics.csv, metrics.jsonl, TensorBoard's events and the messages, in one folder, by rank 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEP = ("loss", "learning_rate", "gradient_norm", "rate")
 
 class Log:
     """A callback of `fit`: a row after each step, and one after each validation. A run that goes on from a checkpoint
-    keeps the rows up to it; any other run begins the files anew."""
+    keeps the rows up to it; any other run starts new files."""
 
     def __init__(self, folder: str | PathLike[str], metrics: tuple[str, ...], tensorboard: bool | None = None) -> None:
         """tensorboard: True: its events are wanted, ConfigError without the package; None: if it is installed."""

@@ -1,4 +1,4 @@
-"""Metrics over the global batch: sums and counts of every rank are added, so that parts of any size count rightly."""
+"""Metrics over the global batch: sums and counts of every rank are added, so that parts of any size weigh correctly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Metrics:
         self._problem: tuple[str, Exception] | None = None
 
     def add(self, output: Any, target: Any) -> None:
-        """One batch; what goes wrong is kept for `mean`, where all ranks meet."""
+        """One batch; an error is kept for `mean`, where all ranks meet."""
         for k, (name, function) in enumerate(self.functions.items()):
             try:
                 self._sums[k] += _sum_and_count(function(output, target))

@@ -1,4 +1,4 @@
-"""What rank 0 says on standard error beside the progress of training."""
+"""Messages of rank 0 on standard error beside the progress of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SILENCE = 1.0
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Writes each line in one piece to what is standard error at that moment."""
+    """Writes each line in one piece to the current standard error."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -28,7 +28,7 @@ class _StandardError(logging.StreamHandler[TextIO]):
 
 
 LOGGER = logging.getLogger("fsdpx")
-"""All that is said goes through it; `logging.getLogger("fsdpx").handlers` may be other ones."""
+"""All messages go through it; `logging.getLogger("fsdpx").handlers` may be replaced."""
 LOGGER.addHandler(_StandardError())
 LOGGER.setLevel(logging.INFO)
 LOGGER.propagate = False

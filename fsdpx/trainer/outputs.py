@@ -38,8 +38,8 @@ def cut_output(placement: Placement, dy: Any) -> Any:
 def input_gradients(placement: Placement, found: Mapping[Slot, Any], batch: Microbatch, scale: float) -> list[Any]:
     """One for each input of the model, on every rank that works on the same samples; None for whole numbers.
 
-    found: what this rank's stages give for the inputs that they read, as slots. Collective along the pipe, whose ranks
-    add up what they found."""
+    found: the gradients that this rank's stages give for the inputs that they read, as slots. Collective along the
+    pipe, whose ranks add these up."""
     made: list[Any] = []
     for v, array in zip(placement.stage.inputs, batch.inputs, strict=True):
         if is_index(array):

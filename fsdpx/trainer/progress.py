@@ -14,13 +14,13 @@ from fsdpx.trainer.notices import line
 __all__ = ["Progress", "Rate"]
 
 SECONDS = 5.0
-"""Between two lines where there is no terminal."""
+"""Seconds between two lines where there is no terminal."""
 REFRESH = 0.2
-"""Between two looks of the bar."""
+"""Seconds between two updates of the bar."""
 
 
 class Rate:
-    """What was seen per second of training since it was last asked."""
+    """Samples (or other units) per second of training since the last call."""
 
     def __init__(self) -> None:
         self._seen, self._seconds = 0, 0.0
@@ -76,7 +76,7 @@ class Progress:
         return f"epoch {number}" if self.epochs is None else f"epoch {min(number, self.epochs)}/{self.epochs}"
 
     def _values(self, trainer: Any, history: History) -> str:
-        """What there is of loss, rate, learning rate and gradient norm; the first step's rate says nothing."""
+        """Those of loss, rate, learning rate and gradient norm that are known; the first step's rate means nothing."""
         last, rate = trainer.last, self._rate.of(history)
         words = [f"loss {history.losses[-1]:.4f}"]
         words += [f"{rate:,.0f} {self.unit}/s"] if history.steps > self._first else []

@@ -25,7 +25,7 @@ __all__ = ["Distribution", "Machinery", "Recipe", "Training"]
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how a step is made. `fsdpx.distribute` says what the choices mean."""
+    """The model to train, and how a step is made. `fsdpx.distribute` explains the choices."""
 
     model: Layer
     loss: Any
@@ -79,7 +79,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Machinery:
-    """What is computed on, in which formats, and what is looked at on the way."""
+    """The device to compute on, the formats, and the checks on the way."""
 
     precision: str | Precision | None = None
     device: str = "cpu"
@@ -100,7 +100,7 @@ class Machinery:
             raise ConfigError(f"device_map={self.device_map!r} is of device='cuda', and device={self.device!r}")
 
     def traced(self) -> Trace | None:
-        """What to keep of training, and where: as was said, or as FSDPX_TRACE says."""
+        """The trace to keep of training, and where: as given, or as FSDPX_TRACE says."""
         wanted = environment.traced() if self.trace is None else self.trace
         return None if wanted is None else Trace.of(wanted)
 

@@ -90,7 +90,7 @@ class Moved:
         return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "")])
 
     def _reduced(self) -> Iterator[str]:
-        """The reduces that send most first; of all that there are, nothing if none is compressed."""
+        """A table of the reduces that send most, and the totals of all; nothing if none is compressed."""
         if not self.reduces:
             return
         rows: list[tuple[str, ...]] = [("compressed", "over", "codec", "bytes each time", "saved", "relative error")]
@@ -106,8 +106,8 @@ class Moved:
 class Report(Moved):
     """memory: bytes by kind, of all that is held. disk: of what lies there. times: by verb. overlap: mesh axis -> share
     of the time transfers were under way in which this rank computed. disk_time: if something lies on disk. high_water:
-    by kind of memory, the bytes that were planned, None where nobody says, and the most at any time; activations are
-    among them if the trainer keeps a trace."""
+    by kind of memory, the bytes that were planned, None where there is no plan, and the most at any time; activations
+    are among them if the trainer keeps a trace."""
 
     rank: int
     ranks: int
@@ -170,7 +170,7 @@ class Report(Moved):
 
 
 def call_text(axis: str, call: str) -> str:
-    """What moves, in words: "all-gather over shard", "read, disk"."""
+    """The transfer as text: "all-gather over shard", "read, disk"."""
     return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
 
 
@@ -232,7 +232,7 @@ def _saved(sent: int, plain: int) -> str:
 
 
 def _reduces(engine: Engine) -> Iterator[Reduced]:
-    """What is not plain."""
+    """The reduces whose gradients do not travel plain."""
     place, plain = engine.placement, Route(Plain(), Plain())
     itemsize = place.formats.gradients.itemsize
     for p in place.stage.trained:
@@ -246,7 +246,7 @@ def _reduces(engine: Engine) -> Iterator[Reduced]:
 
 
 def sizes_of(engine: Engine) -> Sizes:
-    """What predictions need to know of this rank's placement."""
+    """The facts about this rank's placement that predictions need."""
     place = engine.placement
     itemsize = place.formats.gradients.itemsize
     moves = {
@@ -293,7 +293,7 @@ def _outer_moves(place: Placement, page: int) -> Moves:
 
 
 def _gathered(place: Placement, page: int) -> Moves:
-    """What this rank receives of parameters that travel in a format of their own."""
+    """The bytes that this rank receives of parameters that travel in a format of their own."""
     parcels, sent = place.parcels(page), place.sent(page)
     assert sent is not None
     return (("all_gather", (sum(parcels) - parcels[place.axes.shard.rank]) * sent.itemsize),)

@@ -11,7 +11,7 @@ from fsdpx.state.tables import table
 __all__ = ["METRICS", "Routing", "Watched", "routing_of", "routing_table", "together"]
 
 METRICS = ("expert_imbalance", "expert_dropped")
-"""What `fit` notes of experts at validations."""
+"""The metrics of experts that `fit` records at validations."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Routing:
         return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
 
     def since(self, earlier: Routing | None) -> Routing:
-        """What was added; all of it, if counting began anew."""
+        """The counts added since then; all of them, if counting was restarted."""
         if earlier is None or sum(earlier.chosen) > sum(self.chosen) or len(earlier.computed) != len(self.computed):
             return self
         pairs = (zip(self.chosen, earlier.chosen, strict=True), zip(self.computed, earlier.computed, strict=True))
@@ -74,7 +74,7 @@ def together(ranks: Iterable[Mapping[str, Routing]]) -> dict[str, Routing]:
 
 
 class Watched:
-    """What became of the load from one look to the next."""
+    """The load between one look and the next."""
 
     def __init__(self) -> None:
         self._before: dict[str, Routing] = {}

@@ -14,7 +14,7 @@ __all__ = ["Saves", "Saving"]
 
 
 class Saving(Resumable, Protocol):
-    """What saving and coming back need of a trainer."""
+    """The part of a trainer that saving and restoring need."""
 
     @property
     def rank(self) -> int: ...
@@ -42,7 +42,7 @@ class Saves:
             self.first, self.finished, self._written = begun.first, begun.finished, begun.fit
 
     def say_begun(self) -> None:
-        """Where the run goes on, and what is not as it was."""
+        """Where the run goes on, and which settings have changed."""
         path, history = self.history.checkpoint, self.history
         if self._written is None:
             return
@@ -72,7 +72,7 @@ class Saves:
         try:
             self.trainer.wait_saved()
         except CheckpointError:
-            self._save(state, background=False)  # raises again, unless what was wrong has passed
+            self._save(state, background=False)  # raises again, unless the cause is gone
         return new
 
     def restore(self) -> None:
@@ -94,7 +94,7 @@ class Saves:
         say(self.trainer, f"the weights are those of {what}: {path}")
 
     def _state(self) -> dict[str, Any]:
-        """What a later start needs to know."""
+        """The state that a later start needs."""
         history = self.history
         pairs = {name: [list(pair) for pair in values] for name, values in history.metrics.items()}
         return {
@@ -123,5 +123,5 @@ def _of_loader(loader: Any) -> dict[str, str]:
 
 
 def _changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What both know and is not the same."""
+    """The settings that are known in both and differ."""
     return [f"{name} {before[name]} -> {text}" for name, text in now.items() if before.get(name, text) != text]

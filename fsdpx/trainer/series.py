@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Resumable(Protocol):
-    """What checkpoints of a run need of a trainer."""
+    """The part of a trainer that checkpoints of a run need."""
 
     def wait_saved(self) -> None: ...
     def alone(self, what: str, do: Callable[[], T]) -> T: ...
@@ -44,7 +44,7 @@ class Begun:
 
     @classmethod
     def of(cls, path: Path, fit: Mapping[str, Any], history: History) -> Begun:
-        """From what `Checkpoints.save` wrote; what had happened comes into `history`."""
+        """From the data that `Checkpoints.save` wrote; the run's history is put into `history`."""
         history.before, history.checkpoint = int(fit["done"]), path
         history.validation.extend((int(step), float(loss)) for step, loss in fit["validation"])
         for name, pairs in fit.get("metrics", {}).items():

@@ -77,7 +77,7 @@ class Session:
             return
         self.meet()
         if call == "close" and self.state.exchange is not None and self.state.exchange.lost():
-            return  # the dead do not come, and those who live need nothing of each other any more
+            return  # dead ranks do not come, and living ranks need nothing of each other any more
         calls.begin(self._meeting(call), call)
         if call not in STEP:
             self.state.land()
@@ -91,7 +91,7 @@ class Session:
 
     def meet(self) -> None:
         """Return when all ranks have made their last step, where they step at their own speed: until then some may read
-        and change what this rank holds, and this rank holds up nobody."""
+        and change what this rank holds, and this rank delays no other."""
         if self.state.exchange is not None:
             self.state.exchange.meet()
 
@@ -187,7 +187,7 @@ class Session:
         return made
 
     def _validate(self, inputs: tuple[Any, ...], target: Any) -> None:
-        """What can be known before any communication: shapes through the whole model, labels, finite inputs."""
+        """The checks that need no communication: shapes through the whole model, labels, finite inputs."""
         place, key = self.place, _shapes(inputs)
         shapes = self._fits.get(key)
         if shapes is None:
@@ -281,7 +281,7 @@ class Session:
                 line(f"fsdpx: cuda_graphs: layer {path!r} is computed without a graph: {why}")
 
     def updated(self, mean: Mean, scale: Scale) -> None:
-        """An update has come to its end."""
+        """An update has ended."""
         self.state.updated(scale.skip, scale.scaler, mean.shared)
         self.engine.drop_stale_views()
 
@@ -297,7 +297,7 @@ class Session:
             state.add(adding)
 
     def request(self, kind: str, microbatches: int, local: bool = False, fresh: bool = False) -> Request:
-        """What to compile: the placement, and what earlier programs left. fresh: as if they had left nothing."""
+        """The input to compilation: the placement, and what earlier programs left. fresh: as if nothing."""
         place, apart = self.place, self.place.apart
         holding = (lambda kind: frozenset[int]()) if fresh else self.state.holding
         steps = kind in ("step", "accumulate", "local")

@@ -1,4 +1,4 @@
-"""What a training was set to, in words: a checkpoint keeps them, and a run that goes on names what has changed."""
+"""The settings of a training, as text: a checkpoint keeps them, and a resumed run names those that have changed."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def settings_of(model: Sorted, loss: Any, placement: Placement, rate: float) -> 
 
 
 def _words(value: Any) -> str:
-    """Functions and objects without a repr of their own have an address there, which is another one each time."""
+    """Functions and objects without a repr of their own show an address there, which differs each time."""
     return _ADDRESS.sub("", repr(value))

@@ -67,7 +67,7 @@ PIECES = "the whole global batch goes into one step; chunks are its microbatches
 
 @dataclass(frozen=True)
 class Step:
-    """What the last update was: global mean loss, global gradient norm (nan if not asked for), learning rate."""
+    """The last update: global mean loss, global gradient norm (nan if not asked for), learning rate."""
 
     loss: float
     norm: float
@@ -103,12 +103,12 @@ class Trainer:
 
     @property
     def engine(self) -> Engine:
-        """What runs the programs of this rank."""
+        """The engine that runs the programs of this rank."""
         return self._session.engine
 
     @property
     def placement(self) -> Placement:
-        """What is fixed on this rank: layout, mesh, formats, options."""
+        """The fixed choices of this rank: layout, mesh, formats, options."""
         return self._session.place
 
     # -- training ----------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Trainer:
             the most likely one
         stop : a token, or several, that end a text; it is the last one returned
         stream : called on every rank with the number of the prompt and the token, for each new token
-        cache : keep keys and values; False: compute the whole text anew for each token, which any causal model can
+        cache : keep keys and values; False: recompute the whole text for each token, which any causal model can
 
         Returns
         -------
@@ -369,7 +369,7 @@ class Trainer:
         path : folder of the checkpoint
         loader : a `data.DataLoader`, whose place in the data is saved
         dtype : of the weights in the file: "bf16", "float16", "float32" or "float64" (default: the trainer's)
-        shard_bytes : cut the weights into files of up to so many bytes, with an index, as Hugging Face does
+        shard_bytes : cut the weights into files of up to this many bytes, with an index, as Hugging Face does
         keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-*
         background : write a copy in a thread while training goes on; `wait_saved` or the next save tells how it went
         with_ : "average" writes the average of the parameters over time, and the weights alone
@@ -412,7 +412,7 @@ class Trainer:
         try:
             self._saving.wait()
         except RankLost:
-            raise  # who comes back from that decides what becomes of the save
+            raise  # the code that recovers decides what becomes of the save
         except BaseException:
             self._saving = None
             raise
@@ -455,7 +455,7 @@ class Trainer:
         ----------
         source : a checkpoint, a safetensors file, a folder with `model.safetensors` or with several files and their
             index; or name -> full array, the same on every rank
-        strict : every parameter must be there, and nothing else; False: take what there is, leave the rest
+        strict : every parameter must be there, and nothing else; False: take those that are there, leave the rest
         rename : pattern of names in the source -> pattern of names here; what a * stands for goes to the other *
         convert : round or widen floats of another format
 
@@ -502,8 +502,8 @@ class Trainer:
 
     @property
     def program(self) -> Program:
-        """The step as a program, begun with nothing left over; `print(trainer.program)` is the step in words. Of local
-        training, the step at the end of a round."""
+        """The step as a program, begun with nothing left over; `print(trainer.program)` shows the step as text. Of
+        local training, the step at the end of a round."""
         return self._session.program
 
     @property
@@ -538,7 +538,8 @@ class Trainer:
         )
 
     def settings(self) -> dict[str, str]:
-        """What results depend on, in words, beside seed and data: layers, loss, optimiser, current learning rate."""
+        """The settings that results depend on beside seed and data, as text: layers, loss, optimiser, current learning
+        rate."""
         return settings_of(self._session.model, self._session.loss, self.placement, self.lr)
 
     @property
@@ -568,7 +569,7 @@ class Trainer:
         self._session.meet()
 
     def alone(self, what: str, do: Callable[[], T]) -> T:
-        """What `do` gives on rank 0, on every rank; its CheckpointError, too. Collective."""
+        """The result of `do` on rank 0, given to every rank; its CheckpointError, too. Collective."""
         self._begin(what)
         return alone(self.world, what, do)
 
@@ -614,7 +615,7 @@ class Trainer:
             self._session.save_trace()
 
     def reset(self) -> None:
-        """Start counting anew: traffic and time."""
+        """Restart counting traffic and time."""
         self.engine.reset()
 
     def __enter__(self) -> Self:
@@ -659,7 +660,7 @@ class Trainer:
         return loss
 
     def _demand_finite(self, loss: float) -> None:
-        """Say it on the spot where a loss becomes NaN or Inf: once in a row, and once for all ranks."""
+        """Warn at once when a loss becomes NaN or Inf: once for a row of such losses, and once for all ranks."""
         before, self._finite = self._finite, math.isfinite(loss)
         if before and not self._finite and self.placement.axes.world.rank == 0:
             assert self.last is not None

@@ -37,7 +37,7 @@ def whole_parameters(state: TrainState, names: Collection[str] | None = None) ->
 
 
 def common_parameters(state: TrainState, exchange: Exchange) -> dict[str, np.ndarray]:
-    """Canonical name -> full array of what ranks have in common that step at their own speed; by this rank alone."""
+    """Canonical name -> full array of the parameters common to ranks at their own speed; by this rank alone."""
     found: dict[str, np.ndarray] = {}
     for page in state.placement.layout.pages:
         named = page.named(exchange.whole(Key("master", page.index)))

@@ -1,1 +1,1 @@
-"""Flight record, watchdog and preemption: what looks after ranks that run."""
+"""Flight record, watchdog and preemption, which look after running ranks."""

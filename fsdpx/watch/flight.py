@@ -42,8 +42,8 @@ def label(text: str, width: int = 112) -> bytes:
 class Recorder:
     """Writes one rank's record: half a microsecond per action, no system call.
 
-    thread: who runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so far. calls:
-    that all ranks make, begun so far."""
+    thread: the one that runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so
+    far. calls: that all ranks make, begun so far."""
 
     __slots__ = ("_at", "_before", "_buffer", "_path", "beats", "calls", "ended", "serial", "thread", "timed_out")
 
@@ -68,7 +68,7 @@ class Recorder:
         self._before = kept
 
     def leave(self, status: int) -> None:
-        """The script has come to its end; the process will end with `status`, as far as is known."""
+        """The script has come to its end; as far as is known, the process will end with `status`."""
         _LEFT.pack_into(self._buffer, _LEFT_AT, 1, status)
 
     def program(self, step: int, kind: str, thread: int) -> None:
@@ -96,7 +96,7 @@ class Recorder:
         _BEAT.pack_into(self._buffer, _BEAT_AT, self.beats, vain)
 
     def note(self, since: float, what: str) -> None:
-        """What this rank waits for at this moment, also outside of actions; since 0: it does not wait."""
+        """Note what this rank waits for at this moment, also outside of actions; since 0: it does not wait."""
         _NOTE.pack_into(self._buffer, _NOTE_AT, since, label(what, 240))
 
     def remove(self) -> None:
@@ -122,9 +122,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Flight:
-    """What a record says. calls, call, before: that all ranks make, how many have begun, the last one, and the one
-    before it. left: the exit status, if the script has come to its end. entries: oldest first. since, what: what the
-    rank waits for (since 0: nothing), seconds since 1970. vain: longer than it may."""
+    """The content of a record. calls, call, before: of the calls that all ranks make, how many have begun, the last
+    one, and the one before it. left: the exit status, if the script has come to its end. entries: oldest first. since,
+    what: what the rank waits for (since 0: nothing), seconds since 1970. vain: longer than it may."""
 
     rank: int
     ranks: int
@@ -147,7 +147,7 @@ class Flight:
         return self.entries[-1] if self.entries else None
 
     def where(self, now: float) -> str:
-        """In which action the rank is, or which was its last: in words."""
+        """The action that the rank is in, or its last one, as text."""
         last = self.last
         if last is None:
             return "outside any action, before the first"
@@ -158,7 +158,7 @@ class Flight:
 
 
 def read(path: Path, whole: bool = True) -> Flight | None:
-    """The record in a file, or all of it but the actions; None while it is being made, or if it is none."""
+    """The record in a file, or all of it but the actions; None while it is being made, or if it is not a record."""
     size = _SIZE if whole else _START
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Ranks that end while others go on: with which status, and who waits for them in vain."""
+"""Ranks that end while others go on: with which status, and which ranks wait for them in vain."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ __all__ = [
 LEFT = 1
 """Exit status of a job that a rank has left with status 0 while others waited for it."""
 SOON, LATE = 1.0, 5.0
-"""Seconds for which a rank waits before it looks whether others have ended; and before it takes for lost what all who
-live wait for together, where no count of calls tells whether the one who ended is needed."""
+"""Seconds for which a rank waits before it checks whether others have ended; and before it gives up a wait that all
+living ranks share, where no count of calls tells whether the ended rank is needed."""
 
 TO_PASS_ON = 0.2
 """Seconds before an abort: a launcher may drop what it has not yet passed on of the last words."""
@@ -31,7 +31,7 @@ _open: dict[Recorder, Open] = {}
 
 
 class Open(NamedTuple):
-    """What concerns a rank that others may wait for. end: called at the end of the script. abort: ends all ranks with a
+    """The state of a rank that others may wait for. end: called at the end of the script. abort: ends all ranks with a
     status; None where the others go on."""
 
     end: Callable[[], None]
@@ -39,7 +39,7 @@ class Open(NamedTuple):
 
 
 def stays(record: Recorder, end: Callable[[], None], abort: Callable[[int], None] | None) -> None:
-    """From now on the end of this process concerns others, who read it in `record`; see `Open`."""
+    """From now on the end of this process concerns other ranks, which read it in `record`; see `Open`."""
     if not _open:
         _listen(os.getpid())
     _open[record] = Open(end, abort)
@@ -53,14 +53,14 @@ def leaving(record: Recorder) -> None:
 
 
 def status() -> int:
-    """The exit status of this process, as far as `sys.exit` was told."""
+    """The exit status of this process that `sys.exit` was given, if it was called."""
     told = _told[0]
     return 0 if told is None else told & 0xFF if isinstance(told, int) else 1
 
 
 def _listen(process: int) -> None:
-    """Python does not tell at its end with which status: note what `sys.exit` is told. `os._exit` runs nothing at the
-    end, and a rank that ends so with status 0 may pass for the good end of all with mpiexec of MPICH."""
+    """Python does not report its exit status when it ends: note the argument of `sys.exit`. `os._exit` runs nothing at
+    the end, and a rank that ends so with status 0 may pass for the good end of all with mpiexec of MPICH."""
     if getattr(sys.exit, "__module__", "") == __name__:
         return
     ends, ends_at_once = sys.exit, os._exit
@@ -116,9 +116,9 @@ def all_gone(places: Collection[Path]) -> bool:
 def missed(mine: Recorder, waited: float, others: Collection[Path], everyone: bool) -> Flight | None:
     """A rank of this host that has ended and for which this one, `mine`, waits in vain since `waited` seconds.
 
-    Whoever has ended before it began the call that others are in will never come to it, and whoever has ended in an
-    action will not end that. What else others may wait for cannot be known; but if all that live wait, none of them
-    can help the others. others: the records of the other ranks of this host. everyone: there are no others."""
+    A rank that ended before it began the call that others are in will never reach it, and a rank that ended in an
+    action will not finish it. Other reasons to wait cannot be known; but if all living ranks wait, none can help the
+    others. others: the records of the other ranks of this host. everyone: there are no others."""
     if waited < SOON:
         return None
     flights = [flight for flight in map(_head, others) if flight is not None]
@@ -130,10 +130,11 @@ def missed(mine: Recorder, waited: float, others: Collection[Path], everyone: bo
 
 
 def parted(places: Collection[Path]) -> dict[int, str]:
-    """What the ranks with these records call, by rank, if all wait for LATE seconds in calls that differ; else nothing.
+    """The calls of the ranks with these records, by rank, if all wait for LATE seconds in differing calls; else
+    nothing.
 
-    All ranks make the same calls in the same order: as many calls with another one at the end is a fault of the script,
-    not a rank that is late."""
+    All ranks make the same calls in the same order: equal counts with a different last call are a fault of the script,
+    not a late rank."""
     flights = [flight for flight in map(_head, places) if flight is not None]
     if not flights or not all(_waits(flight) and not gone(flight) for flight in flights):
         return {}
@@ -144,7 +145,7 @@ def parted(places: Collection[Path]) -> dict[int, str]:
 
 
 def ended(flight: Flight) -> str:
-    """What became of a rank that is gone, in words."""
+    """The fate of a rank that is gone, as text."""
     how = f"has ended with status {flight.left}" if flight.left else "has come to the end of its script"
     if flight.left is None:
         how = f"is gone (process {flight.process} has ended)"

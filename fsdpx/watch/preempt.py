@@ -37,7 +37,7 @@ class Preempted(SystemExit):
 
 
 class Preemption:
-    """What to do when this job is asked to stop: for `fit(..., preempt=Preemption(...))` or a loop of one's own.
+    """The reaction when this job is asked to stop: for `fit(..., preempt=Preemption(...))` or a loop of one's own.
 
         with Preemption(save=lambda: trainer.save("run/last")) as preemption:
             for x, y in loader:
@@ -81,7 +81,7 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def ask(self) -> None:
-        """What a signal does: this rank asks all to stop at the next boundary."""
+        """The effect of a signal: this rank asks all to stop at the next boundary."""
         self._asked = self._asked or int(signal.SIGTERM)
 
     def check(self, trainer: Any, also: Callable[[], object] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The watchdog: a thread that notices when ranks wait in vain, says who waits for whom, and ends the job."""
+"""The watchdog: a thread that notices when ranks wait in vain, says which ranks wait for which, and ends the job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from os import _exit  # as it is before leaving.py tells of exits that others wait behind
+from os import _exit  # the original, before leaving.py wraps it to report exits that others wait behind
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,7 +35,7 @@ __all__ = ["HUNG", "Watchdog", "note", "report", "unwatch", "watch", "watch_axes
 HUNG = 124
 """Exit status of a job that a watchdog ended, as of timeout(1)."""
 PATIENCE = 10.0
-"""While a watchdog watches, a single wait may last so many times the timeout as long as other ranks move."""
+"""While a watchdog watches and other ranks move, a single wait may last this many times the timeout."""
 _PREFIX = "fsdpx-flight-"
 
 _watchdogs: weakref.WeakKeyDictionary[Any, Watchdog] = weakref.WeakKeyDictionary()
@@ -83,7 +83,7 @@ def note(comm: Any, call: str) -> None:
 
 
 def unwatch(comm: Any) -> Watchdog | None:
-    """Let go of `comm`, which is given up: no rank waits there any more. Its watchdog can still `bury` those who died
+    """Let go of `comm`, which is given up: no rank waits there any more. Its watchdog can still `bury` ranks that died
     before they had let go themselves."""
     comm = _base(comm)
     watchdog = _watchdogs.pop(comm, None)
@@ -124,7 +124,7 @@ class Watchdog:
         threading.Thread(target=self._run, name="fsdpx watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Nobody waits for this rank here any more: what it has in the folder goes."""
+        """No rank waits for this one here any more: its files in the folder are removed."""
         if not self._stop.is_set():
             self._stop.set()
             leaving(self.record)
@@ -132,17 +132,17 @@ class Watchdog:
             self.record.remove()
 
     def _leave(self) -> None:
-        """The script has come to its end. What is in the folder goes with the last rank of this host: until then others
-        may find that they wait for one that has left."""
+        """The script has come to its end. The folder is removed with the last rank of this host: until then others may
+        find that they wait for a rank that has left."""
         self._stop.set()
         self.record.leave(status())
         while getattr(self._comm(), "survives", False) and not all_gone(self._here):
-            time.sleep(0.02)  # the end of MPI may wait for nobody: who misses this rank has time to find it here
+            time.sleep(0.02)  # MPI may finalize without waiting: ranks that miss this one have time to find it here
         if all_left(self._here):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def bury(self, dead: Iterable[int]) -> None:
-        """What the dead have in the folder goes, and with the last record the folder; `fsdpx run` reads them first."""
+        """Remove the files of dead ranks, and the folder with the last record; `fsdpx run` reads them first."""
         if environment.read().run is None:
             for rank in dead:
                 self._forget(rank)
@@ -183,7 +183,7 @@ class Watchdog:
                 self._alarmed = time.monotonic()
 
     def _look(self) -> None:
-        """Somebody waits in vain, unless ranks still move. The lowest rank that lives reports; one report per job."""
+        """Some rank waits in vain, unless ranks still move. The lowest rank that lives reports; one report per job."""
         flights = {r: f for r, f in read_all(self.folder).items() if f.host == self.host}
         now = time.monotonic()
         for rank, flight in flights.items():
@@ -204,7 +204,7 @@ class Watchdog:
         self._write_stack()
         alarmed, patience = now - self._alarmed, max(6 * self._every, 0.8)
         if alarmed < patience:
-            return  # until then all who live have seen it
+            return  # until then all living ranks have seen it
         awake = {r: f for r, f in flights.items() if r not in self._silent()}
         if alarmed < 5 * patience and not all(self._place(rank, "stack").exists() for rank in awake):
             return  # on a busy machine, not all have written where they stand
@@ -277,7 +277,7 @@ class Watchdog:
         frame = sys._current_frames().get(self.record.thread)
         text = "".join(traceback.format_stack(frame)) if frame else "the thread has ended\n"
         (partial := self._place(self.rank, "partial")).write_text(text)
-        partial.replace(self._place(self.rank, "stack"))  # whoever reports reads all of it or nothing
+        partial.replace(self._place(self.rank, "stack"))  # the reporting rank reads all of it or nothing
 
     def _place(self, rank: int, what: str) -> Path:
         return self.folder / f"rank-{rank:05}.{what}"
@@ -347,9 +347,8 @@ def report(
     now: float,
     host: str,
 ) -> str:
-    """Who waits in which action for which tensor, and who is elsewhere. Times in seconds; now: since 1970.
-
-    silent: ranks whose watchdogs say nothing any more. stacks: of the others, as text."""
+    """Which ranks wait in which action for which tensor, and which are elsewhere. Times in seconds; now: since 1970.
+    silent: ranks whose watchdogs have stopped. stacks: of the others, as text."""
     lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG}"]
     waiting: dict[str, list[Flight]] = {}
     for flight in flights.values():
@@ -393,7 +392,7 @@ def _fate(flight: Flight, host: str) -> str:
 
 
 def waiting_in(thread: int) -> tuple[Any, str] | None:
-    """What a thread waits for at this moment, and in words, if it is inside a wait of fsdpx."""
+    """The object that a thread waits for at this moment, and its description, if it is inside a wait of fsdpx."""
     for frame in _frames(sys._current_frames().get(thread)):
         if frame.f_code is spin.__code__ and frame.f_back is not None:
             waits = frame.f_back.f_locals.get("self")
@@ -418,7 +417,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _base(comm: Any) -> Any:
-    """The communicator inside what counts or guards it."""
+    """The communicator inside its counting or guarding wrappers."""
     while hasattr(comm, "comm"):
         comm = comm.comm
     return comm

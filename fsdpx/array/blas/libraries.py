@@ -40,7 +40,7 @@ class Library:
 
 @cache
 def library(name: str) -> Library | None:
-    """One of NAMES, loaded; None if it is not here. A library that nobody asks for takes no memory."""
+    """One of NAMES, loaded; None if it is not here. A library that is not asked for takes no memory."""
     make = _mkl if name == "mkl" else _openblas
     for path in files(name):
         try:

@@ -1,4 +1,4 @@
-"""Small arrays in the one layout that loops are compiled for: Numba compiles anew for read-only or unaligned arrays."""
+"""Small arrays in the layout that loops are compiled for: Numba compiles again for read-only or unaligned arrays."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ __all__ = ["affine", "cblas", "gemm", "line", "line_backward", "linear_backward"
 intrinsic: Any = extending.intrinsic
 ROW_MAJOR, PLAIN, TURNED = 101, 111, 112
 AHEAD = 8192
-"""Bytes by which a matrix is asked for before it is read: less is late, more leaves the cache again. By measurement."""
+"""Bytes by which a matrix is prefetched before it is read: less is late, more leaves the cache again. Measured."""
 
 
 @intrinsic
