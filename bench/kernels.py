@@ -20,7 +20,7 @@ import numpy as np
 from fsdpx import optim
 from fsdpx.array import dtype as dtype_of
 from fsdpx.array import heap, kernels, parallel
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 from fsdpx.array.random import Stretch
 from fsdpx.optim import Segment, Segments
 
@@ -120,13 +120,13 @@ def heads(q: np.ndarray, k: np.ndarray, v: np.ndarray, size: str) -> Iterator[Ca
 
 
 def images(x: np.ndarray, size: str) -> Iterator[Case]:
-    window, channels = Window((3, 3), (1, 1), (1, 1)), x.shape[1]
+    window, channels = SlidingWindow((3, 3), (1, 1), (1, 1)), x.shape[1]
     weight = np.ones((channels, channels, 3, 3), x.dtype)
     yield "conv2d", size, lambda: kernels.conv2d(np, x, weight, None, window)
     yield "conv2d_backward_input", size, lambda: kernels.conv2d_backward_input(np, weight, x, window, x.shape)
     into = (weight.copy(), False)
     yield "conv2d_backward_params", size, lambda: kernels.conv2d_backward_params(np, x, x, window, into, None)
-    half = Window((2, 2), (2, 2), (0, 0))
+    half = SlidingWindow((2, 2), (2, 2), (0, 0))
     y, winner = kernels.max_pool2d(np, x, half)
     yield "max_pool2d", size, lambda: kernels.max_pool2d(np, x, half)
     yield "max_pool2d_backward", size, lambda: kernels.max_pool2d_backward(np, y, winner, half, x.shape)

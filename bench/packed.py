@@ -19,19 +19,19 @@ from fsdpx import Precision, nn, optim
 from fsdpx.array import blas, parallel
 from fsdpx.array.namespace import dtype
 from fsdpx.array.nf4 import NF4
-from fsdpx.array.packed import Int8, Packed, Packing
-from fsdpx.layout.packed import Rows
+from fsdpx.array.packed import Packed, PackedInt8, Packing
+from fsdpx.layout.packed import PackedRows
 from fsdpx.nn import numeric
 
 SINGLE, BF16 = np.dtype(np.float32), dtype("bf16")
 FEW, MEMORY = 64, 64 << 20
 WAYS: dict[str, tuple[Any, Callable[[np.ndarray], Any]]] = {
     "float32": (SINGLE, lambda w: w),
-    "int8": (SINGLE, lambda w: packed(w, Int8(None, SINGLE))),
-    "int8, block 64": (SINGLE, lambda w: packed(w, Int8(64, SINGLE))),
+    "int8": (SINGLE, lambda w: packed(w, PackedInt8(None, SINGLE))),
+    "int8, block 64": (SINGLE, lambda w: packed(w, PackedInt8(64, SINGLE))),
     "nf4": (SINGLE, lambda w: packed(w, NF4(SINGLE))),
     "bf16": (BF16, lambda w: w.astype(BF16)),
-    "bf16, int8": (BF16, lambda w: packed(w, Int8(None, BF16))),
+    "bf16, int8": (BF16, lambda w: packed(w, PackedInt8(None, BF16))),
 }
 """Name -> the format of x, and the matrix as it is multiplied by."""
 
@@ -39,7 +39,7 @@ WAYS: dict[str, tuple[Any, Callable[[np.ndarray], Any]]] = {
 def packed(values: np.ndarray, packing: Packing) -> Packed:
     columns = values.shape[1]
     stored = np.zeros((len(values), packing.stride(columns)), np.uint8)
-    Rows("", stored, columns, packing)[...] = values.reshape(-1)
+    PackedRows("", stored, columns, packing)[...] = values.reshape(-1)
     return Packed(stored.reshape(-1), (len(values), columns), packing)
 
 

@@ -169,7 +169,7 @@ def _trace(p: argparse.ArgumentParser) -> None:
 
 def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
-    p.add_argument("--nodes", type=int, help="over so many hosts, of the hostfile or the allocation")
+    p.add_argument("--nodes", type=int, help="number of hosts, of the hostfile or the allocation")
     p.add_argument("--nproc-per-node", dest="per_node", type=int, help="ranks per host, at most")
     p.add_argument("--hostfile", type=Path, help="hosts and their slots, in the form of any launcher")
     p.add_argument(
@@ -182,7 +182,7 @@ def _start(p: argparse.ArgumentParser) -> None:
         "--threads", type=int, help="of BLAS and kernels in each rank (default: the host's cores are shared)"
     )
     p.add_argument("--timeout", type=float, help="seconds that ranks wait in MPI's start for others (default: 60)")
-    p.add_argument("--max-restarts", type=int, default=3, help="at most so many restarts (default: 3)")
+    p.add_argument("--max-restarts", type=int, default=3, help="at most this many restarts (default: 3)")
     p.add_argument("--min-ranks", type=int, default=None, help="fewest ranks of a restart (default: -n, elastic: 1)")
     p.add_argument("--backoff", type=float, default=1.0, help="seconds before the first restart; doubles up to 60")
     p.add_argument("--grace", type=float, default=60.0, help="seconds to save in after a signal")
@@ -192,7 +192,7 @@ def _start(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--elastic", action="store_true", help="deaths do not end the job: Open MPI's --with-ft ulfm (docs/elastic.md)"
     )
-    p.add_argument("--retune", action="store_true", help="measure anew what is chosen by measurement (docs/speed.md)")
+    p.add_argument("--retune", action="store_true", help="measure again what is chosen by measurement (docs/speed.md)")
     p.add_argument("--dry-run", action="store_true", help="print the command that would start the ranks")
     p.add_argument("--print-sbatch", action="store_true", help="print a batch file for Slurm")
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
@@ -237,7 +237,7 @@ def _show(p: argparse.ArgumentParser) -> None:
     p.add_argument("--microbatches", type=int, default=None, help="default: 1, in a pipe 4 per rank of it")
     p.add_argument("--chunks", type=int, default=None)
     p.add_argument("--precision", default="float32")
-    p.add_argument("--group-bytes", default=None, help="group small layers up to so many bytes of parameters: 1MiB")
+    p.add_argument("--group-bytes", default=None, help="group small layers up to this many bytes of parameters: 1MiB")
     p.add_argument("--ahead", type=int, default=None, help="pages gathered ahead of use")
     p.add_argument(
         "--offload", default=None, metavar="WHAT,...", help="on disk: optimizer, parameters, activations, gradients"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdpx.errors import LaunchError
 
-__all__ = ["Environment", "Launcher", "Store", "alike", "allocation", "alone", "check_alone", "check_size", "read"]
+__all__ = ["Environment", "StartedBy", "Store", "alike", "allocation", "alone", "check_alone", "check_size", "read"]
 
 ALIKE = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
 _YES = ("1", "true", "yes", "on")
@@ -41,7 +41,7 @@ class Store:
 
 
 @dataclass(frozen=True)
-class Launcher:
+class StartedBy:
     """The launcher of this process as one of several ranks, and what it says of them; None: there is none.
 
     size, rank: of the job. local_size, local_rank: of this host. variable: which one has the rank. mpi: whether the
@@ -87,7 +87,7 @@ class Environment:
     cache: Path = Path.home() / ".cache" / "fsdpx"
     timeout: float | None = None
     start_timeout: float = 60.0
-    launcher: Launcher | None = None
+    launcher: StartedBy | None = None
     expected_size: int | None = None
     watch: bool = True
     run: Path | None = None
@@ -109,12 +109,12 @@ def read(environ: Mapping[str, str] = os.environ) -> Environment:
     count only in a job step without PMI_ or OMPI_ variables, which mean that another launcher was used inside it."""
     launcher, expected = _launcher(environ), _number(environ, "FSDPX_EXPECT_SIZE")
     if launcher is None and expected is not None:
-        launcher = Launcher("FSDPX_EXPECT_SIZE", expected)
+        launcher = StartedBy("FSDPX_EXPECT_SIZE", expected)
     return Environment(
         check=_switch(environ, "FSDPX_CHECK"),
         node=_switch(environ, "FSDPX_NODE", "1"),
-        tune=_again(environ) or _switch(environ, "FSDPX_TUNE", "1"),
-        retune=_again(environ) and _restart(environ) == 0,
+        tune=_wants_retuning(environ) or _switch(environ, "FSDPX_TUNE", "1"),
+        retune=_wants_retuning(environ) and _restart(environ) == 0,
         cache=_cache(environ),
         timeout=_seconds(environ, "FSDPX_TIMEOUT"),
         start_timeout=_seconds(environ, "FSDPX_START_TIMEOUT") or 60.0,
@@ -187,7 +187,7 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> str:
     return ""
 
 
-def _launcher(environ: Mapping[str, str]) -> Launcher | None:
+def _launcher(environ: Mapping[str, str]) -> StartedBy | None:
     """The innermost: torchrun and `fsdpx run` may themselves be started by another one."""
     without_mpi = _without_mpi(environ)
     inside = without_mpi is not None and ("TORCHELASTIC_RUN_ID" in environ or environ.get("FSDPX_STORE"))
@@ -195,28 +195,28 @@ def _launcher(environ: Mapping[str, str]) -> Launcher | None:
     return found and replace(found, store=_store(environ))
 
 
-def _of_mpi(environ: Mapping[str, str]) -> Launcher | None:
+def _of_mpi(environ: Mapping[str, str]) -> StartedBy | None:
     for name, (size, *more) in _LAUNCHERS.items():
         rank, local_rank, local_size = (_count(environ, variable) for variable in more)
         if size in environ or rank:
-            return Launcher(f"{name} ({size})", _number(environ, size), rank, local_rank, local_size, more[0])
+            return StartedBy(f"{name} ({size})", _number(environ, size), rank, local_rank, local_size, more[0])
     between = any(key.startswith(("PMI_", "OMPI_")) for key in environ)
     rank, step = _count(environ, "SLURM_PROCID"), _count(environ, "SLURM_STEP_ID")
     if between or (step is None and not rank) or (step or 0) >= _NO_TASKS:
         return None
     variable = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     local = _count(environ, "SLURM_LOCALID")
-    return Launcher(f"srun ({variable})", _number(environ, variable), rank, local, variable="SLURM_PROCID")
+    return StartedBy(f"srun ({variable})", _number(environ, variable), rank, local, variable="SLURM_PROCID")
 
 
-def _without_mpi(environ: Mapping[str, str]) -> Launcher | None:
+def _without_mpi(environ: Mapping[str, str]) -> StartedBy | None:
     """The variables that torchrun and `fsdpx run` set for each process, or a user who starts processes by hand."""
     rank, size = (_count(environ, name) for name in ("RANK", "WORLD_SIZE"))
     if rank is None or not size or _store(environ) is None:
         return None
     local_rank, local_size = (_count(environ, name) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     name = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "ranks without MPI"
-    return Launcher(f"{name} (WORLD_SIZE)", size, rank, local_rank, local_size, "RANK", mpi=False)
+    return StartedBy(f"{name} (WORLD_SIZE)", size, rank, local_rank, local_size, "RANK", mpi=False)
 
 
 def _store(environ: Mapping[str, str]) -> Store | None:
@@ -316,7 +316,7 @@ def _cache(environ: Mapping[str, str]) -> Path:
     return Path(own or Path(users or "~/.cache", "fsdpx")).expanduser()
 
 
-def _again(environ: Mapping[str, str]) -> bool:
+def _wants_retuning(environ: Mapping[str, str]) -> bool:
     return environ.get("FSDPX_TUNE", "").strip().lower() == "again"
 
 

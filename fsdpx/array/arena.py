@@ -14,7 +14,7 @@ import numpy as np
 ALIGN = 64  # bytes: a cache line, and the widest vector register
 BLOCK = 32 << 20  # bytes from which kept buffers are cut
 
-__all__ = ["ALIGN", "Arena", "Life", "Memory", "SlabPlan", "address", "place"]
+__all__ = ["ALIGN", "Arena", "Life", "SlabPlan", "WindowMemory", "address", "place"]
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _untouched(nbytes: int) -> Any:
     return np.frombuffer(pages, np.uint8)
 
 
-class Memory(Protocol):
+class WindowMemory(Protocol):
     """Where buffers can lie that other ranks read: windows of a `NodeCommunicator`. All calls are collective."""
 
     def share(self, nbytes: int) -> Any:
@@ -117,7 +117,7 @@ class Arena:
 
     memory: shared with other ranks; the slab lies there if there is room. All ranks then lend equally large plans."""
 
-    def __init__(self, xp: Any, memory: Memory | None = None) -> None:
+    def __init__(self, xp: Any, memory: WindowMemory | None = None) -> None:
         self.xp = xp
         self.memory = memory
         self.kept: dict[Hashable, Any] = {}

@@ -14,7 +14,7 @@ import numpy as np
 from fsdpx.array.kernels.half import narrowed
 from fsdpx.array.namespace import namespace_of, to_host
 
-__all__ = ["Int8", "Packed", "Packing", "padded"]
+__all__ = ["Packed", "PackedInt8", "Packing", "padded"]
 
 MOST = 127
 """The largest number; -128 is not used, so that a matrix and its negative are stored alike."""
@@ -74,7 +74,7 @@ def padded(size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Int8(Packing):
+class PackedInt8(Packing):
     """Whole numbers from -127 to 127. An element w is stored as the number q nearest to w / s, s being the scale of its
     row, or of a block of it, and |w - q s| <= s / 2. Scales have 16 significant bits, so q s is a float32 as it is.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from fsdpx.checkpoint.format import SIZES, Contents, Entry, lay
+from fsdpx.checkpoint.format import SIZES, Contents, TensorEntry, lay
 
 __all__ = ["INDEX", "STATE", "STATE_KEY", "WEIGHTS", "WRITTEN", "FileLayout", "Tensors", "index_of", "lay_out", "split"]
 
@@ -33,11 +33,11 @@ class FileLayout:
     note: bytes | None = None
 
     @cached_property
-    def places(self) -> dict[str, tuple[str, Entry]]:
+    def places(self) -> dict[str, tuple[str, TensorEntry]]:
         """Tensor -> its file, and where it lies there."""
         return {name: (file, entry) for file, name, entry in self.tensors()}
 
-    def tensors(self) -> Iterator[tuple[str, str, Entry]]:
+    def tensors(self) -> Iterator[tuple[str, str, TensorEntry]]:
         """(file, tensor, entry), in the order in which sums over tensors are listed."""
         for file, contents in self.files.items():
             for name, entry in contents.tensors.items():
@@ -61,14 +61,14 @@ def lay_out(weights: Tensors, slots: Tensors | None, state: str | None, shard_by
 def split(tensors: Tensors, most: int) -> list[Tensors]:
     """Consecutive tensors of up to `most` bytes together."""
     groups: list[Tensors] = [{}]
-    room = most
+    left = most
     for name, (code, shape) in tensors.items():
         nbytes = SIZES[code] * math.prod(shape)
-        if groups[-1] and nbytes > room:
+        if groups[-1] and nbytes > left:
             groups.append({})
-            room = most
+            left = most
         groups[-1][name] = (code, shape)
-        room -= nbytes
+        left -= nbytes
     return groups
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.array.namespace import dtype as dtype_of_name
 from fsdpx.errors import CheckpointError
 
-__all__ = ["Contents", "Entry", "array_type", "code_of", "lay", "parse", "read_json"]
+__all__ = ["Contents", "TensorEntry", "array_type", "code_of", "lay", "parse", "read_json"]
 
 LARGEST_HEADER = 100_000_000
 """Bytes, as the reference reader has it."""
@@ -37,7 +37,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file. code: of its dtype. start, stop: its bytes, counted from the start of the file."""
 
     code: str
@@ -62,7 +62,7 @@ class Entry:
 class Contents:
     """What a file holds, in the order of its bytes. header: all bytes before the first tensor. size: of the file."""
 
-    tensors: dict[str, Entry]
+    tensors: dict[str, TensorEntry]
     metadata: dict[str, str]
     header: bytes
     size: int
@@ -101,7 +101,7 @@ def lay(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[st
     text += b" " * (-len(text) % 8)
     base = LENGTH + len(text)
     header = len(text).to_bytes(LENGTH, "little") + text
-    entries = {n: Entry(*tensors[n], base + start, base + stop) for n, (start, stop) in places.items()}
+    entries = {n: TensorEntry(*tensors[n], base + start, base + stop) for n, (start, stop) in places.items()}
     return Contents(entries, dict(metadata or {}), header, base + at)
 
 
@@ -138,7 +138,7 @@ def parse(read: Any, size: int, where: str) -> Contents:
     return Contents(ordered, metadata, head, size)
 
 
-def _entry(name: str, row: Any, base: int, bad: Any) -> Entry:
+def _entry(name: str, row: Any, base: int, bad: Any) -> TensorEntry:
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
         raise bad(f"tensor {name!r} needs dtype, shape and data_offsets, and nothing else")
     code, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
@@ -149,14 +149,14 @@ def _entry(name: str, row: Any, base: int, bad: Any) -> Entry:
     start, stop = offsets
     if stop - start != SIZES[code] * math.prod(shape):
         raise bad(f"tensor {name!r}: {code} of shape {shape} does not have {stop - start} bytes")
-    return Entry(code, tuple(shape), base + start, base + stop)
+    return TensorEntry(code, tuple(shape), base + start, base + stop)
 
 
 def _whole(values: Any, most: int) -> bool:
     return isinstance(values, list) and len(values) <= most and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
 
 
-def _demand_tiling(entries: Mapping[str, Entry], base: int, size: int, bad: Any) -> None:
+def _demand_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, bad: Any) -> None:
     at = base
     for name, entry in entries.items():
         if entry.start != at:

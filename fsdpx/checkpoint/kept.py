@@ -18,7 +18,7 @@ from fsdpx.array.namespace import namespace_of
 from fsdpx.checkpoint.pieces import Held
 from fsdpx.layout.pages import Page
 from fsdpx.nn.layer import Spec
-from fsdpx.state.ledger import Key, Row
+from fsdpx.state.ledger import Key, LedgerRow
 from fsdpx.state.placement import Placement
 from fsdpx.state.rows import recut_of
 from fsdpx.state.state import TrainState
@@ -51,7 +51,7 @@ class Name(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class SavedPart:
     """writes: this rank does, of those that have the same."""
 
     name: Name
@@ -96,18 +96,18 @@ def landed(arriving: Iterable[Arrival]) -> Iterator[Held]:
             target += piece.array
 
 
-def _rows(state: TrainState, instead: Mapping[Key, Any]) -> Iterator[Memory]:
+def _rows(state: TrainState, instead: Mapping[Key, Any]) -> Iterator[CodecMemory]:
     for row, array in state.ledger.saved():
         if row.key.kind == "memory":
-            yield Memory(state.placement, row, instead.get(row.key, array))
+            yield CodecMemory(state.placement, row, instead.get(row.key, array))
 
 
 @dataclass(frozen=True)
-class Memory:
+class CodecMemory:
     """A row of a codec's memory."""
 
     placement: Placement
-    row: Row
+    row: LedgerRow
     array: Any
 
     @property
@@ -119,21 +119,21 @@ class Memory:
     def adds(self) -> bool:
         return recut_of(self.placement, self.row.key) == "sum"
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[SavedPart]:
         axis, memory = self._whose
         place, page, layout = self.placement.axes.coordinates, self.page, self.placement.layout
         if not self.adds:
             line, along = (place.replica, place.shard) if axis == "shard" else (place.shard, place.replica)
             name = Name(axis, memory, line * layout.spread.width + place.tensor, self.placement.name(page.index))
-            yield Part(name, Held(str(name), self.array, 0, Spec((int(self.array.size),)), 0, 1), along == 0)
+            yield SavedPart(name, Held(str(name), self.array, 0, Spec((int(self.array.size),)), 0, 1), along == 0)
             return
         for field, start, own in page.held(self.array, self.row.span):
             spec, (number, _) = layout.specs[field.source], self._number(axis, layout.specs[field.source])
             name = Name(axis.rstrip(DIGITS), memory, number, field.name)
             part = Held(str(name), own, start, spec, layout.spread.rank, layout.spread.width)
-            yield Part(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
+            yield SavedPart(name, part, place.tensor == 0 or spec.cut is not None or page.partial)
 
-    def sources(self, mine: Part, known: Sequence[Name]) -> list[Name]:
+    def sources(self, mine: SavedPart, known: Sequence[Name]) -> list[Name]:
         """Which of the `known` tensors of the same kind come to this part."""
         if not self.adds:
             return [mine.name] if mine.name in known else list(known[:1])

@@ -15,7 +15,7 @@ from fsdpx.checkpoint.files import WRITTEN, FileLayout
 from fsdpx.checkpoint.format import Contents, read_json
 from fsdpx.errors import CheckpointError
 
-__all__ = ["MANIFEST", "OWN", "SUMS", "Manifest", "Record", "is_checkpoint"]
+__all__ = ["MANIFEST", "OWN", "SUMS", "FileRecord", "Manifest", "is_checkpoint"]
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -27,7 +27,7 @@ SUMS = ".sums-"
 
 
 @dataclass(frozen=True)
-class Record:
+class FileRecord:
     """One file. head: CRC-32 of its header, or of all of it if it is a text. tensors: name -> CRC-32 of its bytes."""
 
     size: int
@@ -43,15 +43,15 @@ class Record:
 
 @dataclass(frozen=True)
 class Manifest:
-    files: dict[str, Record]
+    files: dict[str, FileRecord]
 
     @classmethod
     def of(cls, plan: FileLayout, sums: Sequence[int]) -> Manifest:
         """sums: of all ranks together, in the order of `plan.tensors()`."""
-        made = {name: Record(c.size, zlib.crc32(c.header), {}) for name, c in plan.files.items()}
+        made = {name: FileRecord(c.size, zlib.crc32(c.header), {}) for name, c in plan.files.items()}
         for (file, name, entry), value in zip(plan.tensors(), sums, strict=True):
             made[file].tensors[name] = digest.whole(int(value), entry.nbytes)
-        made |= {name: Record(len(text), zlib.crc32(text), {}) for name, text in plan.texts.items()}
+        made |= {name: FileRecord(len(text), zlib.crc32(text), {}) for name, text in plan.texts.items()}
         return cls(made)
 
     def text(self) -> bytes:
@@ -69,7 +69,7 @@ class Manifest:
         try:
             table = read_json(data)
             version = table["checkpoint"]
-            files = {n: Record(f["bytes"], f["head"], dict(f["tensors"])) for n, f in table["files"].items()}
+            files = {n: FileRecord(f["bytes"], f["head"], dict(f["tensors"])) for n, f in table["files"].items()}
             if not all(record.sound for record in files.values()):
                 raise ValueError("numbers of another type or out of range")
             made = cls(files)

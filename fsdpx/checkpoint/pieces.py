@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from fsdpx.nn.cut import share
 from fsdpx.nn.layer import Spec
 from fsdpx.optim.kept import Kept
-from fsdpx.state.ledger import Row
+from fsdpx.state.ledger import LedgerRow
 from fsdpx.state.placement import Placement
 from fsdpx.state.rows import saved_name, tensor_name
 from fsdpx.state.state import TrainState
 
-__all__ = ["BLOCK", "Block", "Held", "Piece", "Run", "held", "owned"]
+__all__ = ["BLOCK", "Block", "Held", "Run", "TensorPiece", "held", "owned"]
 
 BLOCK = 4 << 20
 """Bytes that are moved at a time: what saving and loading need beside the shard is a few of these."""
@@ -67,7 +67,7 @@ class Held:
         return self.spec.cut.runs(self.spec.shape, self.rank, self.width, first, last)
 
 
-class Piece(Protocol):
+class TensorPiece(Protocol):
     """A part of tensor `name` that can be written: what `Held` is, too."""
 
     @property
@@ -106,7 +106,7 @@ def owned(state: TrainState) -> Iterator[Held]:
 
 
 def _of_row(
-    placement: Placement, row: Row, array: Any, first: bool = False, replicas: int | None = None
+    placement: Placement, row: LedgerRow, array: Any, first: bool = False, replicas: int | None = None
 ) -> Iterator[Held]:
     """The parts of tensors that lie in a row: of a page, pieces of its parameters; else a tensor by itself. first: of
     tensors that each rank with a part of a parameter keeps, only those of parameters that begin here."""

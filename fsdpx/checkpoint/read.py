@@ -13,7 +13,7 @@ from fsdpx.array.namespace import from_host
 from fsdpx.checkpoint.digest import Sum
 from fsdpx.checkpoint.disk import opened, read_at, will_read
 from fsdpx.checkpoint.files import FileLayout
-from fsdpx.checkpoint.format import Entry, array_type
+from fsdpx.checkpoint.format import TensorEntry, array_type
 from fsdpx.checkpoint.pieces import BLOCK, Held, Run
 from fsdpx.checkpoint.rounding import rounded
 from fsdpx.checkpoint.source import Source
@@ -92,7 +92,7 @@ def _readable(array: Any, dtype: np.dtype) -> np.ndarray:
     return np.empty(array.size, dtype)
 
 
-def _read_runs(source: Source, files: Files, file: str, entry: Entry, runs: list[Run], data: memoryview) -> int:
+def _read_runs(source: Source, files: Files, file: str, entry: TensorEntry, runs: list[Run], data: memoryview) -> int:
     """Fill the start of `data` with some runs of a tensor, in one read. Returns how many bytes they are."""
     size, first, last = entry.itemsize, runs[0][0], runs[-1][1]
     if len(runs) == 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 from fsdpx.checkpoint.commit import current
 from fsdpx.checkpoint.disk import opened, read_at
 from fsdpx.checkpoint.files import INDEX, STATE, WEIGHTS, FileLayout, Tensors
-from fsdpx.checkpoint.format import Contents, Entry, parse, read_json
+from fsdpx.checkpoint.format import Contents, TensorEntry, parse, read_json
 from fsdpx.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError
 
@@ -28,7 +28,7 @@ class Source:
     manifest: Manifest | None = None
 
     @cached_property
-    def places(self) -> dict[str, tuple[str, Entry]]:
+    def places(self) -> dict[str, tuple[str, TensorEntry]]:
         """Tensor -> its file, and where it lies there."""
         return FileLayout(self.files).places
 

@@ -15,8 +15,8 @@ from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.digest import Sum
 from fsdpx.checkpoint.disk import opened, sync, write_at
 from fsdpx.checkpoint.files import FileLayout
-from fsdpx.checkpoint.format import Entry, array_type
-from fsdpx.checkpoint.pieces import BLOCK, Piece
+from fsdpx.checkpoint.format import TensorEntry, array_type
+from fsdpx.checkpoint.pieces import BLOCK, TensorPiece
 from fsdpx.checkpoint.rounding import rounded
 from fsdpx.checkpoint.worker import Worker
 from fsdpx.errors import CheckpointError
@@ -30,7 +30,7 @@ SHORT = 1 << 16
 """Bytes that are written and summed up sooner than another thread wakes up."""
 
 
-def write(folder: Path, plan: FileLayout, pieces: Iterable[Piece]) -> np.ndarray:
+def write(folder: Path, plan: FileLayout, pieces: Iterable[TensorPiece]) -> np.ndarray:
     """Write `pieces` into the files of `plan`, all there already, and wait for the disk.
 
     Returns what they add to the CRC of each tensor, uint64 in the order of `plan.tensors()`. Extra memory: two blocks.
@@ -62,7 +62,7 @@ def _keep(files: Iterable[int]) -> None:
         sync(fd)
 
 
-def _write_piece(fd: int, piece: Piece, entry: Entry, writer: Worker) -> int:
+def _write_piece(fd: int, piece: TensorPiece, entry: TensorEntry, writer: Worker) -> int:
     """Blocks are converted whole; each run of elements that lie together in the file is one write."""
     total, size = Sum(), entry.itemsize
     for block in piece.blocks(BLOCK // max(size, piece.array.dtype.itemsize)):
@@ -82,6 +82,6 @@ def _write_piece(fd: int, piece: Piece, entry: Entry, writer: Worker) -> int:
     return total.of(entry.nbytes)
 
 
-def _bytes(array: Any, entry: Entry) -> memoryview:
+def _bytes(array: Any, entry: TensorEntry) -> memoryview:
     host = np.ascontiguousarray(rounded(to_host(array), array_type(entry.code)))
     return host.view(np.uint8).data

@@ -15,10 +15,10 @@ Calls = tuple[tuple[str, int], ...]
 Moves = tuple[tuple[str, int], ...]
 """Collectives, and the bytes that each moves."""
 Memory = Mapping[str, Array]
-Recut = Literal["sum", "same", "anew"]
+Recut = Literal["sum", "same", "reset"]
 """What becomes of a memory after a load or on other ranks. "sum": what is owed to each element of the gradient; that
 of ranks which no longer exist is added to others', so that the sum over all ranks stays the same. "same": equal on
-all ranks that sum together. "anew": zero again, and in no checkpoint."""
+all ranks that sum together. "reset": zero again, and in no checkpoint."""
 
 
 class Codec(ABC):
@@ -38,7 +38,7 @@ class Codec(ABC):
     whole_steps: bool = False
     """Whether it follows gradients from step to step, and so must see that of each step whole and once."""
     recut: Mapping[str, Recut] = {"error": "sum"}
-    """How each `memory` reaches other ranks; "anew" if it is not named. A "sum" has `size` elements."""
+    """How each `memory` reaches other ranks; "reset" if it is not named. A "sum" has `size` elements."""
 
     def shaped(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
         """This codec for a gradient that holds tensors of `shapes`, one after the other; tensors that are cut are there

@@ -148,10 +148,10 @@ class Compressed(Codec):
     ) -> Handle:  # fmt: skip
         xp, sizes, width = namespace_of(grad), [self.nbytes(n, turn) for n in counts], comm.size
         own, sent = sizes[comm.rank], sum(sizes)
-        room = own * width
+        arriving = own * width
         wire = scratch[:sent] if sent <= scratch.size else xp.empty((sent,), dtype="uint8")
-        fits = sent + room <= scratch.size
-        parts = scratch[sent : sent + room] if fits else xp.empty((room,), dtype="uint8")
+        fits = sent + arriving <= scratch.size
+        parts = scratch[sent : sent + arriving] if fits else xp.empty((arriving,), dtype="uint8")
         if _real(xp):
             numbers = [self.numbers(turn, comm.rank, r, 0, n) for r, n in enumerate(counts)]
             self.pack_all(grad, counts, pieces_of(wire, sizes), memory, turn, numbers)

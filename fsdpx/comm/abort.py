@@ -18,7 +18,7 @@ _SECONDS_TO_DELIVER = 0.1
 _SECONDS_FOR_RANK_0 = 3.0
 
 
-class Ending(Protocol):
+class Abortable(Protocol):
     """An object that can end all ranks, as communicators can."""
 
     @property
@@ -27,7 +27,7 @@ class Ending(Protocol):
     def abort(self, code: int = 1) -> None: ...
 
 
-def install(comm: Ending) -> None:
+def install(comm: Abortable) -> None:
     """From now on an uncaught exception in any thread of this process, the first one, ends all ranks, with status 1.
 
     Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them. An error

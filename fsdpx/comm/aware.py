@@ -51,11 +51,11 @@ def awareness(wanted: bool | None) -> Awareness:
     is made where the library says yes."""
     if wanted is False:
         return Awareness(False, ("FSDPX_GPU_AWARE_MPI=0",))
-    said = claims()
-    if wanted is None and not any(yes for yes, _ in said):
-        return Awareness(False, tuple(text for _, text in said) or ("the MPI library says nothing of GPUs",))
+    claimed = claims()
+    if wanted is None and not any(yes for yes, _ in claimed):
+        return Awareness(False, tuple(text for _, text in claimed) or ("the MPI library says nothing of GPUs",))
     able, text = probed()
-    return Awareness(able, (*(text for _, text in said), text))
+    return Awareness(able, (*(text for _, text in claimed), text))
 
 
 def claims() -> list[tuple[bool, str]]:
@@ -104,7 +104,7 @@ def probed(launcher: list[str] | None = None) -> tuple[bool, str]:
     except OSError as error:
         return False, f"the probe could not be started ({error})"
     for line in done.stdout.splitlines():
-        if probe.SAID in line and done.returncode == 0:
+        if probe.WORKED in line and done.returncode == 0:
             return True, f"a probe of{line.rpartition(',')[2]} moved and added arrays of a GPU"
     if done.returncode == 0:
         return False, "the probe got other numbers than were sent"

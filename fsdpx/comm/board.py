@@ -10,7 +10,7 @@ import numpy as np
 
 from fsdpx.comm.calls import Array
 from fsdpx.comm.communicator import Communicator
-from fsdpx.comm.host import Window
+from fsdpx.comm.host import HostWindow
 
 __all__ = ["LETTER", "SLOTS", "Board"]
 
@@ -28,7 +28,7 @@ class Board:
     def __init__(self, comm: Communicator) -> None:
         self.rank, self.size = comm.rank, comm.size
         self._record = HEAD + -(-max(self.size, LETTER // 8) // HEAD) * HEAD  # a word for each rank, whole cache lines
-        self._window = Window(comm, SLOTS * self._record * 8)
+        self._window = HostWindow(comm, SLOTS * self._record * 8)
         self._bytes = self._window.parts
         self.addresses = self._window.addresses
         self._fence = self._window.fence

@@ -27,7 +27,7 @@ class Seat(NamedTuple):
     bus: str
 
 
-class _Told(NamedTuple):
+class _RankFacts(NamedTuple):
     """A rank's description of itself. known: its number among all ranks of its host, where the communicator has only
     some of them. why: the reason why it cannot take any GPU."""
 
@@ -56,11 +56,11 @@ def seats(world: Communicator, device_map: DeviceMap = None) -> list[Seat]:
     """The same without taking it."""
     here, process = platform.node(), os.getpid()
     try:
-        mine = _Told(here, process, _known(world.size), devices.gpus(), device_map)
+        mine = _RankFacts(here, process, _known(world.size), devices.gpus(), device_map)
     except ConfigError as error:
-        mine = _Told(here, process, None, (), device_map, str(error))
-    told = world.all_gather_object(mine)
-    return [_seat(rank, told) for rank in range(len(told))]
+        mine = _RankFacts(here, process, None, (), device_map, str(error))
+    facts = world.all_gather_object(mine)
+    return [_seat(rank, facts) for rank in range(len(facts))]
 
 
 def shared(found: list[Seat]) -> list[list[int]]:
@@ -71,12 +71,12 @@ def shared(found: list[Seat]) -> list[list[int]]:
     return [ranks for ranks in groups.values() if len(ranks) > 1]
 
 
-def _seat(rank: int, told: list[_Told]) -> Seat:
-    own = told[rank]
+def _seat(rank: int, facts: list[_RankFacts]) -> Seat:
+    own = facts[rank]
     who = f"rank {rank} on {own.host}"
     if own.why:
         raise ConfigError(f"{who}: {own.why}")
-    here = {one.process: one.known for one in told if one.host == own.host}
+    here = {one.process: one.known for one in facts if one.host == own.host}
     known = list(here.values())
     complete = None not in known and len({*known}) == len(known)
     local_rank = here[own.process] if complete else list(here).index(own.process)

@@ -24,7 +24,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import LocalCommunicator
 from fsdpx.comm.messages import Pairs
 from fsdpx.comm.relay import of_gpu, relayed
-from fsdpx.comm.rendezvous import Group, World
+from fsdpx.comm.rendezvous import ThreadGroup, ThreadWorld
 from fsdpx.comm.roll import Roll
 from fsdpx.comm.steps import Finish, Progress, spin
 from fsdpx.errors import CommTimeout
@@ -53,7 +53,7 @@ class GlooCommunicator(Carrier):
         super().__init__(rank, size, progress)
         self.roll, self.timeout = roll, timeout
         self._name, self._groups = name, 0
-        self._itself = LocalCommunicator(Group(World(timeout), [0]), 0, progress)
+        self._itself = LocalCommunicator(ThreadGroup(ThreadWorld(timeout), [0]), 0, progress)
         self._gloo: Any = None
         if size > 1:
             with roll.naming(f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"):
@@ -221,7 +221,7 @@ class Waited:
                 work.wait(timedelta(milliseconds=1))
 
 
-class _Threads:
+class _WaitingThreads:
     """As many threads as there are messages to wait for, kept for the next ones. None delays the end of a process, and
     none still waits when the process ends: a thread that returned to Python then would crash it."""
 
@@ -253,7 +253,7 @@ class _Threads:
             time.sleep(0.001)
 
 
-_THREADS = _Threads()
+_THREADS = _WaitingThreads()
 _OPS = {
     ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.AVG: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX,
     ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.PROD: dist.ReduceOp.PRODUCT,

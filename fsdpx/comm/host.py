@@ -16,13 +16,13 @@ from fsdpx.comm.checks import address
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mapped import FOLDER, Mapping
 
-__all__ = ["Host", "Place", "Window", "free_bytes"]
+__all__ = ["Host", "HostWindow", "WindowAddress", "free_bytes"]
 
 RESERVE = 4 << 20
 """Bytes of shared memory that are left for the library that carries messages."""
 
 
-class Place(NamedTuple):
+class WindowAddress(NamedTuple):
     """Where an array lies: in the part of rank `owner` (of the machine) of a window, from byte `offset`."""
 
     window: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
         return np.array(self, np.int64).data
 
 
-class Window:
+class HostWindow:
     """One allocation: a part of each rank of the machine, all mapped by all. Collective to make. fence: a rank that
     sees what is written after it also sees everything written before it."""
 
@@ -59,10 +59,10 @@ class Host:
         self.world, self.here, self.leader = world, here, leader
         self.rank, self.size = here.rank, here.size
         self.common: set[int] = set()  # windows of which all ranks of a group use the same part
-        self.windows: dict[int, Window] = {}
+        self.windows: dict[int, HostWindow] = {}
         self.persistent: ModuleType | None = None  # `fsdpx.comm.persistent`, once there is memory to share
         self._owners: dict[int, tuple[int, int]] = {}
-        self._places: dict[int, tuple[Array, Place]] = {}
+        self._places: dict[int, tuple[Array, WindowAddress]] = {}
         self._views: dict[tuple[int, ...], Array] = {}
         self._made = 0
 
@@ -72,7 +72,7 @@ class Host:
         wanted = sum(self.here.all_gather_object(nbytes))
         if not all(self.world.all_gather_object(wanted <= free_bytes())):
             return None
-        window, number = Window(self.here, nbytes), self._made
+        window, number = HostWindow(self.here, nbytes), self._made
         self._made += 1
         self.windows[number] = window
         self._owners.update({id(part): (number, owner) for owner, part in enumerate(window.parts)})
@@ -90,7 +90,7 @@ class Host:
         self._views.clear()
         window.free()
 
-    def find(self, array: Array) -> Place | None:
+    def find(self, array: Array) -> WindowAddress | None:
         """Where an array lies, None if not in a window. The answer is kept for the same object."""
         known = self._places.get(id(array))
         if known is not None:
@@ -102,14 +102,14 @@ class Host:
             self._places[id(array)] = (array, place)  # holding the view keeps its id taken
         return place
 
-    def _search(self, array: Array) -> Place | None:
+    def _search(self, array: Array) -> WindowAddress | None:
         if not isinstance(array, np.ndarray):
             return None
         owner = self._owners.get(id(array)) or self._owners.get(id(array.base))
         if owner is None:
             return None
         part = self.windows[owner[0]].parts[owner[1]]
-        return Place(*owner, address(array) - address(part))
+        return WindowAddress(*owner, address(array) - address(part))
 
     def view(self, place: Sequence[int], start: int, size: int, dtype: np.dtype) -> Array:
         """`size` elements, from element `start` on, of the array that lies at a place."""

@@ -25,7 +25,7 @@ from fsdpx.cuda.devices import on
 from fsdpx.cuda.streams import Side
 from fsdpx.errors import ConfigError
 
-__all__ = ["CHUNK", "SLOTS", "Between", "Desk", "Reach", "reach", "settle"]
+__all__ = ["CHUNK", "SLOTS", "Desk", "PeerExchange", "Reach", "reach", "settle"]
 
 CHUNK, SLOTS = 4 << 20, 4
 """Bytes of a slot, and slots of an array that is sent."""
@@ -43,19 +43,19 @@ class Desk:
     this rank has begun; others come early and are kept."""
 
     def __init__(self) -> None:
-        self.sending, self.receiving = dict[int | None, Between](), dict[int | None, Between]()
+        self.sending, self.receiving = dict[int | None, PeerExchange](), dict[int | None, PeerExchange]()
         self.sent = self.received = self.expected = 0
         self._early: dict[int, list[tuple[int, bytes]]] = {}
         self._heard: tuple[Handle, np.ndarray] | None = None
 
-    def send(self, message: Between, chunks: int) -> int:
+    def send(self, message: PeerExchange, chunks: int) -> int:
         """Expect a note for each chunk; the number of the message."""
         number, self.sent = self.sent, self.sent + 1
         self.sending[number] = message
         self.expected += chunks
         return number
 
-    def receive(self, message: Between, chunks: int) -> int:
+    def receive(self, message: PeerExchange, chunks: int) -> int:
         """Expect the chunks that have not come early."""
         number, self.received = self.received, self.received + 1
         self.receiving[number] = message
@@ -87,7 +87,7 @@ _desks: WeakKeyDictionary[Any, dict[tuple[int, int], Desk]] = WeakKeyDictionary(
 """By communicator of notes, then by rank and tag."""
 
 
-class Between:
+class PeerExchange:
     """The message to a rank, and the one from it, of one call; `outgoing` or `incoming` may be None. Every chunk is one
     note from the sender and one back. free: slots. A handle."""
 
@@ -95,14 +95,14 @@ class Between:
         self, notes: Carrying, call: Call, rank: int, side: Side, outgoing: Array | None, incoming: Array | None
     ) -> None:
         self._notes, self._call, self._rank, self._side = notes, call, rank, side
-        self._chunks, self._room = _cut(outgoing), _cut(incoming)
+        self._chunks, self._awaited = _cut(outgoing), _cut(incoming)
         self._leaving, self._landing = deque[tuple[Handle, int]](), deque[tuple[Handle, int]]()
-        self._told: list[Handle] = []
+        self._notes_sent: list[Handle] = []
         self.free = list(range(SLOTS))
         self._slab = _taken(outgoing) if self._chunks else None
         self._desk = _desks.setdefault(notes, {}).setdefault((rank, call.tag), Desk())
         self._out = self._desk.send(self, len(self._chunks)) if self._chunks else None
-        self._in = self._desk.receive(self, len(self._room)) if self._room else None
+        self._in = self._desk.receive(self, len(self._awaited)) if self._awaited else None
 
     def test(self) -> bool:
         """Take all steps that can be taken; True when both messages are there and all slots are free again."""
@@ -114,8 +114,8 @@ class Between:
             self._tell(FULL, self._leaving.popleft()[1], self._out, self._own.handle)
         while self._landing and self._landing[0][0].test():
             self._tell(FREE, self._landing.popleft()[1], self._in, bytes(ipc.HANDLE_BYTES))
-        self._told = [handle for handle in self._told if not handle.test()]
-        under_way = self._chunks or self._room or self._leaving or self._landing or self._told
+        self._notes_sent = [handle for handle in self._notes_sent if not handle.test()]
+        under_way = self._chunks or self._awaited or self._leaving or self._landing or self._notes_sent
         if under_way or (self._slab is not None and len(self.free) < SLOTS):
             return False
         self._end()
@@ -123,7 +123,7 @@ class Between:
 
     def fetch(self, slot: int, handle: bytes) -> None:
         """The next chunk is in this slot of the other rank's."""
-        self._landing.append((self._copy(ipc.opened(handle), slot, self._room.popleft(), inward=True), slot))
+        self._landing.append((self._copy(ipc.opened(handle), slot, self._awaited.popleft(), inward=True), slot))
 
     @property
     def _own(self) -> ipc.Slab:
@@ -136,7 +136,7 @@ class Between:
 
     def _tell(self, kind: int, slot: int, number: int | None, handle: bytes) -> None:
         note = np.array([(kind, slot, number, np.frombuffer(handle, np.uint8))], NOTE)
-        self._told.append(self._notes.exchange(self._call, [(self._rank, note.view(np.uint8))], []))
+        self._notes_sent.append(self._notes.exchange(self._call, [(self._rank, note.view(np.uint8))], []))
 
     def _end(self) -> None:
         """Give back what others may use."""
@@ -199,16 +199,16 @@ def reach(world: Communicator) -> Reach:
         slab = ipc.export(PROBED)
     except RuntimeError as error:  # of CUDA
         why = " ".join(str(error).split())
-    told = world.all_gather_object((_place(), slab and slab.handle, why))
-    own = told[world.rank][0]
-    near = [r for r, (place, _, _) in enumerate(told) if place[0] == own[0] and place != own]
-    failed = {rank: f"rank {rank} exports nothing: {told[rank][2]}" for rank in near if told[rank][1] is None}
+    facts = world.all_gather_object((_place(), slab and slab.handle, why))
+    own = facts[world.rank][0]
+    near = [r for r, (place, _, _) in enumerate(facts) if place[0] == own[0] and place != own]
+    failed = {rank: f"rank {rank} exports nothing: {facts[rank][2]}" for rank in near if facts[rank][1] is None}
     for turn in range(2):
         if slab is not None:
             ipc.write(slab.address, _pattern(world.rank, turn))
         world.barrier().wait()
         for rank in near:
-            if rank not in failed and (text := _misread(told[rank][1], rank, turn)):
+            if rank not in failed and (text := _misread(facts[rank][1], rank, turn)):
                 failed[rank] = f"rank {world.rank} cannot read rank {rank}'s: {text}"
         world.barrier().wait()
     everyone = world.all_gather_object((near, failed))

@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.comm.calls import Array, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
 from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.checks import copy
-from fsdpx.comm.host import Place
+from fsdpx.comm.host import WindowAddress
 from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.reduction import fold
 from fsdpx.comm.steps import spin
@@ -31,7 +31,7 @@ class Lanes:
         self.lane = [machine[near.lane] for machine in machines]
         self.turn = self._tickets = 0
 
-    def all_gather(self, call: Call, place: Place) -> Iterator[Handle]:
+    def all_gather(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
         """The own lane from other machines, the other lanes from neighbours' buffers; L ranks share the network."""
         near, turn, number = self.near, self._ticket(), self.near.reserve()
         recv, cut = call.arrays[1], call.cuts[0]
@@ -56,7 +56,7 @@ class Lanes:
         yield self._gather(call.on((own, recv)))
         yield near.sync(second, call)
 
-    def reduce_scatter(self, call: Call, place: Place) -> Iterator[Handle]:
+    def reduce_scatter(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
         """Pieces of the own lane are added in the machine, then over the lane. Scratch: n/L for L ranks there."""
         near, turn, number = self.near, self._ticket(), self.near.reserve()
         (send, recv), (cut,) = call.arrays, call.cuts
@@ -73,7 +73,7 @@ class Lanes:
         yield self._move(call, (partial, recv), (sums,))
         self._average(call, recv)
 
-    def all_reduce(self, call: Call, place: Place) -> Iterator[Handle]:
+    def all_reduce(self, call: Call, place: WindowAddress) -> Iterator[Handle]:
         """A slice per rank of the machine: added inside, then over the lane, then copied by the neighbours."""
         near, turn = self.near, self._ticket()
         first, second = near.reserve(), near.reserve()
@@ -94,9 +94,9 @@ class Lanes:
 
         yield near.meet(second, place, call, read)
 
-    def _ticket(self) -> Turn:
+    def _ticket(self) -> LaneTurn:
         self._tickets += 1
-        return Turn(self, self._tickets - 1)
+        return LaneTurn(self, self._tickets - 1)
 
     def _gather(self, call: Call) -> Handle:
         cut = call.cuts[0]
@@ -114,7 +114,7 @@ class Lanes:
             np.divide(total, self.near.size, total)
 
 
-class Turn:
+class LaneTurn:
     """Complete when all calls that were issued before have reached the network."""
 
     __slots__ = ("_lanes", "_ticket")

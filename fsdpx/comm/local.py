@@ -16,7 +16,7 @@ from fsdpx.comm.backend import Backend
 from fsdpx.comm.calls import Array, Call, Handle, named
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.direct import COLLECTIVES
-from fsdpx.comm.rendezvous import Group, Message, Operation, Transfer, Vote, World
+from fsdpx.comm.rendezvous import ThreadCollective, ThreadGroup, ThreadMessage, ThreadTransfer, ThreadWorld, Vote
 from fsdpx.comm.staging import staged
 from fsdpx.comm.steps import NOT_ALONE, Progress
 from fsdpx.comm.survivors import Survivor
@@ -35,7 +35,7 @@ class LocalCommunicator(Backend, Survivor):
     random time of up to 2 ms before each call, to try other orders of arrival."""
 
     def __init__(
-        self, group: Group, rank: int, progress: Progress | None = None, delays: random.Random | None = None
+        self, group: ThreadGroup, rank: int, progress: Progress | None = None, delays: random.Random | None = None
     ) -> None:
         super().__init__(rank, len(group.members), progress or Progress(NOT_ALONE))
         self._group = group
@@ -56,16 +56,16 @@ class LocalCommunicator(Backend, Survivor):
         sending, (array,) = call.verb == "send", call.arrays
         name = f"{call.name} {'to' if sending else 'from'} rank {call.root}, tag {call.tag}"
         pair = (self.rank, call.root) if sending else (call.root, self.rank)
-        return self._post(Message(name, array, self.rank, call.root), (*pair, call.tag), sending)
+        return self._post(ThreadMessage(name, array, self.rank, call.root), (*pair, call.tag), sending)
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        def move(given: list[Any]) -> dict[int, tuple[Group, list[int]]]:
+        def move(given: list[Any]) -> dict[int, tuple[ThreadGroup, list[int]]]:
             groups = {}
             for wanted in {color for color, _ in given if color is not None}:
                 ranks = sorted((key, rank) for rank, (color, key) in enumerate(given) if color == wanted)
                 ordered = [rank for _, rank in ranks]
                 members = [self._group.members[rank] for rank in ordered]
-                groups[wanted] = (Group(self._group.world, members), ordered)
+                groups[wanted] = (ThreadGroup(self._group.world, members), ordered)
             return groups
 
         groups = self._meet_and_wait("split", (color, key), move)
@@ -115,9 +115,9 @@ class LocalCommunicator(Backend, Survivor):
     def shrink(self) -> LocalCommunicator:
         group = self._group
 
-        def remain(given: dict[int, Any]) -> Group:
+        def remain(given: dict[int, Any]) -> ThreadGroup:
             lost = group.lost()
-            return Group(group.world, [member for rank, member in enumerate(group.members) if rank not in lost])
+            return ThreadGroup(group.world, [member for rank, member in enumerate(group.members) if rank not in lost])
 
         made = self._vote("shrink", None, remain)
         rank = made.members.index(group.members[self.rank])
@@ -147,10 +147,10 @@ class LocalCommunicator(Backend, Survivor):
     def _meet_and_wait(self, verb: str, given: Any, move: Callable[[list[Any]], Any]) -> Any:
         transfer = self._meet(verb, "", (), given, move)
         transfer.wait()
-        assert isinstance(transfer.event, Operation)
+        assert isinstance(transfer.event, ThreadCollective)
         return transfer.event.result
 
-    def _meet(self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]) -> Transfer:
+    def _meet(self, verb: str, what: str, terms: tuple, given: Any, move: Callable[[list[Any]], Any]) -> ThreadTransfer:
         """Arrive at this communicator's next collective; the last to arrive moves the data of all."""
         self._delay()
         group, number = self._group, self._calls
@@ -158,7 +158,7 @@ class LocalCommunicator(Backend, Survivor):
         with group.world.condition:
             operation = group.operations.get(number)
             if operation is None:
-                operation = group.operations[number] = Operation(verb, what, terms, group.members)
+                operation = group.operations[number] = ThreadCollective(verb, what, terms, group.members)
             group.check(named(verb, what), self.rank, operation.needs)
             group.world.fail_on(operation.difference(self.rank, verb, what, terms))
             last = operation.arrive(self.rank, given)
@@ -166,9 +166,9 @@ class LocalCommunicator(Backend, Survivor):
                 del group.operations[number]
         if last:
             self._complete(operation, move)
-        return Transfer(operation, group, self.rank, self.progress)
+        return ThreadTransfer(operation, group, self.rank, self.progress)
 
-    def _complete(self, operation: Operation, move: Callable[[list[Any]], Any]) -> None:
+    def _complete(self, operation: ThreadCollective, move: Callable[[list[Any]], Any]) -> None:
         world = self._group.world
         try:
             operation.result = move(operation.given)
@@ -178,7 +178,7 @@ class LocalCommunicator(Backend, Survivor):
         operation.given = []
         world.finish(operation)
 
-    def _post(self, message: Message, key: tuple[int, int, int], sending: bool) -> Handle:
+    def _post(self, message: ThreadMessage, key: tuple[int, int, int], sending: bool) -> Handle:
         """Meet the other side of a message, or wait for it in the queue; the side that comes second copies."""
         self._delay()
         group = self._group
@@ -189,14 +189,14 @@ class LocalCommunicator(Backend, Survivor):
             other = queue.popleft() if queue else None
             if other is None:
                 mine.setdefault(key, deque()).append(message)
-                return Transfer(message, group, self.rank, self.progress)
+                return ThreadTransfer(message, group, self.rank, self.progress)
             source, target = (message, other) if sending else (other, message)
             group.world.fail_on(source.difference(target))
             for side in (source, target):
                 side.meet(self.rank)
         target.array[...] = source.array
         group.world.finish(source, target)
-        return Transfer(message, group, self.rank, self.progress)
+        return ThreadTransfer(message, group, self.rank, self.progress)
 
     def _delay(self) -> None:
         if self._delays is not None:
@@ -205,4 +205,4 @@ class LocalCommunicator(Backend, Survivor):
 
 def single() -> LocalCommunicator:
     """A communicator of one rank, without MPI."""
-    return LocalCommunicator(Group(World(), [0]), 0)
+    return LocalCommunicator(ThreadGroup(ThreadWorld(), [0]), 0)

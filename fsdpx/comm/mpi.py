@@ -29,7 +29,7 @@ from fsdpx.comm.window import Window
 from fsdpx.cuda.streams import synchronise
 from fsdpx.errors import CommError, CommTimeout
 
-__all__ = ["LIMIT", "MpiCommunicator", "World"]
+__all__ = ["LIMIT", "MpiCommunicator", "MpiWorld"]
 
 LIMIT = 2**31 - 1
 """Elements of one MPI message: counts and displacements are C ints before MPI 4."""
@@ -227,13 +227,13 @@ class MpiCommunicator(Carrier):
                 self.notes.close()
 
     def abort(self, code: int = 1) -> None:
-        World.abort(code)
+        MpiWorld.abort(code)
 
 
 APART, STUCK = 0.5, 5.0  # seconds
 
 
-class World:
+class MpiWorld:
     """All ranks of MPI before there is a communicator of ours: enough to end them."""
 
     rank = property(lambda self: int(MPI.COMM_WORLD.Get_rank()))

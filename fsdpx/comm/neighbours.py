@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.comm.board import SLOTS, Board
 from fsdpx.comm.calls import Array, Call, Handle
 from fsdpx.comm.carrier import Carrier
-from fsdpx.comm.host import Host, Place
+from fsdpx.comm.host import Host, WindowAddress
 from fsdpx.comm.meeting import Meeting
 from fsdpx.comm.steps import spin
 from fsdpx.errors import CommTimeout
@@ -61,7 +61,9 @@ class Neighbours:
         self.board.post(number)
         return self._meet(number, call, held=False)
 
-    def meet(self, number: int, place: Place | None, call: Call, work: Callable[[], None], **terms: Any) -> Handle:
+    def meet(
+        self, number: int, place: WindowAddress | None, call: Call, work: Callable[[], None], **terms: Any
+    ) -> Handle:
         """Post where an array lies, None if the payload says all; `work` when all have done so, complete when all have
         finished theirs."""
         self.board.post(number, None if place is None else place.words)

@@ -20,7 +20,7 @@ from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, Red
 from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.checks import copy, overlay
 from fsdpx.comm.communicator import EVEN, Communicator
-from fsdpx.comm.host import Host, Place
+from fsdpx.comm.host import Host, WindowAddress
 from fsdpx.comm.lanes import Lanes
 from fsdpx.comm.mapped import LOCKS, MappedWindow, memory_here
 from fsdpx.comm.neighbours import Neighbours
@@ -195,7 +195,7 @@ class NodeCommunicator(Backend):
 
         return near.meet(number, None, call, read, held=False)
 
-    def _gather_common(self, call: Call, near: Neighbours, into: Place, source: Place | None) -> Handle:
+    def _gather_common(self, call: Call, near: Neighbours, into: WindowAddress, source: WindowAddress | None) -> Handle:
         """Into memory that all share: once this rank's piece lies there, it only has to say so."""
         (send, recv), (cut,) = call.arrays, call.cuts
         own, start = cut.part(recv, self.rank), cut.displs[self.rank] * recv.dtype.itemsize
@@ -206,7 +206,7 @@ class NodeCommunicator(Backend):
             own[...] = send
         return near.sync(near.reserve(), call)
 
-    def _gather_from(self, call: Call, near: Neighbours, place: Place) -> Handle:
+    def _gather_from(self, call: Call, near: Neighbours, place: WindowAddress) -> Handle:
         """Every rank copies the others' pieces from where they lie: n - n/N read and written."""
         (send, recv), (cut,) = call.arrays, call.cuts
         number = near.reserve()
@@ -313,7 +313,7 @@ class NodeCommunicator(Backend):
 
             self.host.persistent = persistent
 
-    def _find_sum(self, array: Array, op: ReduceOp) -> Place | None:
+    def _find_sum(self, array: Array, op: ReduceOp) -> WindowAddress | None:
         """Few bytes are faster as messages where the sum is not compiled: libraries need no Python. 16-bit sums are
         rounded once, in rank order: partial sums of a machine would be rounded before."""
         small = array.nbytes <= SMALL and not (self.compiles and compilable(array.dtype, op))

@@ -149,9 +149,9 @@ def _opened() -> Communicator:
 
 def _open(backend: str | None, asked: Asked) -> Communicator:
     if backend is None and asked.comm is None and asked.settings.launcher is None:
-        said = environment.check_alone()
-        if said:
-            print(f"fsdpx: {said}", file=sys.stderr, flush=True)
+        warning = environment.check_alone()
+        if warning:
+            print(f"fsdpx: {warning}", file=sys.stderr, flush=True)
     suits = (name for name, opener in BACKENDS.items() if opener.suits(asked))
     return BACKENDS[backend or next(suits)].open(asked)
 
@@ -187,9 +187,9 @@ def _opened_mpi(asked: Asked, shared: bool) -> Communicator:
     from fsdpx.comm import abort
 
     _check_mpi(asked)
-    from fsdpx.comm.mpi import MpiCommunicator, World
+    from fsdpx.comm.mpi import MpiCommunicator, MpiWorld
 
-    abort.install(World())
+    abort.install(MpiWorld())
     return _begun(MpiCommunicator(asked.comm, asked.settings.timeout or TIMEOUT), shared)
 
 

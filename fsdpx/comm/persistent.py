@@ -14,7 +14,7 @@ from fsdpx.comm import shared
 from fsdpx.comm.board import SLOTS
 from fsdpx.comm.calls import Array, Call, Pieces, ReduceOp, named
 from fsdpx.comm.checks import address
-from fsdpx.comm.host import Place
+from fsdpx.comm.host import WindowAddress
 from fsdpx.comm.meeting import late
 from fsdpx.comm.neighbours import Neighbours
 from fsdpx.comm.steps import spin
@@ -39,7 +39,7 @@ def gathered(near: Neighbours, call: Call, own: Array | None = None) -> Persiste
     return Persistent(near, call, shared.come, None, own, _row(near, 0, 1, []))
 
 
-def added(near: Neighbours, call: Call, place: Place, cut: Pieces) -> Persistent:
+def added(near: Neighbours, call: Call, place: WindowAddress, cut: Pieces) -> Persistent:
     """This rank's piece of every rank's first array, ours at `place`, is added up into the second, else all firsts."""
     first, last, rank = call.arrays[0], call.arrays[-1], near.rank
     apart = len(call.arrays) > 1
@@ -70,7 +70,7 @@ class Persistent:
     )  # fmt: skip
 
     def __init__(
-        self, near: Neighbours, call: Call, run: Run, place: Place | None, own: Array | None, row: Array
+        self, near: Neighbours, call: Call, run: Run, place: WindowAddress | None, own: Array | None, row: Array
     ) -> None:
         self.near, self.verb, self.run, self.own = near, call.verb, run, own
         self.words = None if place is None else place.words

@@ -6,10 +6,10 @@ import sys
 
 from fsdpx.cuda import devices
 
-__all__ = ["SAID", "main"]
+__all__ = ["WORKED", "main"]
 
 ELEMENTS = 1 << 18
-SAID = "fsdpx: MPI has moved and added arrays of a GPU"
+WORKED = "fsdpx: MPI has moved and added arrays of a GPU"
 
 
 def main() -> int:
@@ -26,7 +26,7 @@ def main() -> int:
     want = (left + 1.0, comm.size * (comm.size + 1) / 2)
     good = bool((theirs == want[0]).all()) and bool((total == want[1]).all())
     if comm.allreduce(good, MPI.LAND) and comm.rank == 0:
-        print(f"{SAID}, {comm.size} ranks", flush=True)
+        print(f"{WORKED}, {comm.size} ranks", flush=True)
     return 0
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdpx.comm.calls import Array, Call, Handle
 from fsdpx.comm.carrying import Carrying
-from fsdpx.comm.ipc import Between
+from fsdpx.comm.ipc import PeerExchange
 from fsdpx.comm.messages import Pairs
 from fsdpx.comm.steps import Steps, spin
 from fsdpx.comm.verbs import VERBS
@@ -60,7 +60,7 @@ def relayed(comm: Carrying, call: Call, outgoing: Pairs, incoming: Pairs) -> Han
 
     near = [rank for rank in dict.fromkeys(rank for rank, _ in (*incoming, *outgoing)) if rank in comm.reached]
     to, back = dict(outgoing), dict(incoming)
-    belts: list[Any] = [Between(comm.notes, call, rank, side, to.get(rank), back.get(rank)) for rank in near]
+    belts: list[Any] = [PeerExchange(comm.notes, call, rank, side, to.get(rank), back.get(rank)) for rank in near]
     belts += [_Belt(array, partial(receive, rank), put) for rank, array in incoming if rank not in near]
     belts += [_Belt(array, fetch, partial(send, rank)) for rank, array in outgoing if rank not in near]
     return Steps(iter([_Belts(comm, call, belts)]), comm.progress)

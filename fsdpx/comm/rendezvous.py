@@ -15,7 +15,7 @@ from fsdpx.comm.steps import Progress
 from fsdpx.comm.survivors import loss
 from fsdpx.errors import Aborted, CommTimeout, DesyncError, RankLost
 
-__all__ = ["Died", "Group", "Message", "Operation", "Transfer", "Vote", "World"]
+__all__ = ["Died", "ThreadCollective", "ThreadGroup", "ThreadMessage", "ThreadTransfer", "ThreadWorld", "Vote"]
 
 _POLL = 0.0005
 _LONG_POLL = 0.2
@@ -26,7 +26,7 @@ class Died(BaseException):
     the others live on and hear of it as RankLost; otherwise it ends them like any error."""
 
 
-class World:
+class ThreadWorld:
     """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all. survive: a death
     (`Died`) is no failure."""
 
@@ -67,14 +67,14 @@ class World:
             self.dead.add(rank)
             self.condition.notify_all()
 
-    def finish(self, *events: Operation | Message) -> None:
+    def finish(self, *events: ThreadCollective | ThreadMessage) -> None:
         """These are complete: wake the ranks that wait for them."""
         with self.condition:
             for event in events:
                 event.done = True
             self.condition.notify_all()
 
-    def await_change(self, event: Operation | Message | Vote, progress: Progress, deadline: float) -> None:
+    def await_change(self, event: ThreadCollective | ThreadMessage | Vote, progress: Progress, deadline: float) -> None:
         """Sleep, with the lock held, until something has changed or transfers under way want to be poked."""
         self.check()
         self.condition.wait(_POLL if progress.pending else _LONG_POLL)
@@ -86,15 +86,15 @@ class World:
         return min(time.monotonic() + self.timeout, self.end)
 
 
-class Group:
+class ThreadGroup:
     """The shared side of one communicator: operations not yet complete, messages not yet met, votes under way."""
 
-    def __init__(self, world: World, members: Sequence[int]) -> None:
+    def __init__(self, world: ThreadWorld, members: Sequence[int]) -> None:
         self.world = world
         self.members = tuple(members)
-        self.operations: dict[int, Operation] = {}
-        self.sends: dict[tuple[int, int, int], deque[Message]] = {}
-        self.recvs: dict[tuple[int, int, int], deque[Message]] = {}
+        self.operations: dict[int, ThreadCollective] = {}
+        self.sends: dict[tuple[int, int, int], deque[ThreadMessage]] = {}
+        self.recvs: dict[tuple[int, int, int], deque[ThreadMessage]] = {}
         self.votes: dict[int, Vote] = {}
         self.revoked = False
 
@@ -117,7 +117,7 @@ class Group:
         if self.revoked or not needs.isdisjoint(lost):
             raise loss(f"{call} on rank {rank} of {len(self.members)}", lost)
 
-    def broken(self, event: Operation | Message, rank: int) -> RankLost | None:
+    def broken(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
         """Why an event that is not done never will be. With the lock. Data that is being moved is completed in a
         revoked group, too, unless the rank that moves it dies: no rank is told that a transfer has failed
         while another thread still writes into its arrays."""
@@ -136,7 +136,7 @@ class Group:
         return vote.done
 
 
-class Operation:
+class ThreadCollective:
     """One collective: what was called, and what each rank gave. needs: ranks without which it will not be complete;
     moving: all have come, and the last one moves the data."""
 
@@ -174,7 +174,7 @@ class Operation:
         return self.moving
 
 
-class Message:
+class ThreadMessage:
     """One side of a message between two ranks. needs: the rank of the other side, or, moving, the one that copies."""
 
     __slots__ = ("array", "done", "moving", "name", "needs", "rank")
@@ -191,7 +191,7 @@ class Message:
         """The other side is there; rank `mover` copies."""
         self.needs, self.moving = {mover}, True
 
-    def difference(self, target: Message) -> DesyncError | None:
+    def difference(self, target: ThreadMessage) -> DesyncError | None:
         """How sender and receiver disagree."""
         sent, wanted = self.array, target.array
         if sent.size == wanted.size and sent.dtype == wanted.dtype:
@@ -226,12 +226,14 @@ class Vote:
         self.missing.discard(rank)
 
 
-class Transfer:
+class ThreadTransfer:
     """The handle that one rank has of an operation or a message."""
 
     __slots__ = ("_group", "_progress", "_rank", "event")
 
-    def __init__(self, event: Operation | Message, group: Group, rank: int, progress: Progress) -> None:
+    def __init__(
+        self, event: ThreadCollective | ThreadMessage, group: ThreadGroup, rank: int, progress: Progress
+    ) -> None:
         self.event, self._group, self._rank, self._progress = event, group, rank, progress
 
     def test(self) -> bool:

@@ -34,8 +34,8 @@ class Roll:
         self.worlds = 0
         store.set(f"came/{rank}", f"{os.getpid()} {platform.node()}")
         self._wait()
-        said = [store.get(f"came/{other}").decode().split(" ", 1) for other in range(size)]
-        self._here = {r: int(process) for r, (process, host) in enumerate(said) if host == platform.node()}
+        entries = [store.get(f"came/{other}").decode().split(" ", 1) for other in range(size)]
+        self._here = {r: int(process) for r, (process, host) in enumerate(entries) if host == platform.node()}
         self._here.pop(rank, None)
         opened[:] = [self]
 

@@ -44,12 +44,12 @@ COLLECTIVES: dict[str, Callable[[Communicator, Call], Handle]] = {f.__name__: f 
 
 def _to_owners(comm: Communicator, call: Call, send: Array, recv: Array, counts: Sequence[int]) -> Handle:
     n, own, width = send.size, counts[comm.rank], comm.size
-    xp, room, arriving = namespace_of(send), send.view(call.wire), own * width
-    if arriving <= room.size - max(n, own * send.itemsize // 2):  # beside what is sent, and the sum afterwards
-        parts = room[room.size - arriving :]
+    xp, scratch, arriving = namespace_of(send), send.view(call.wire), own * width
+    if arriving <= scratch.size - max(n, own * send.itemsize // 2):  # beside what is sent, and the sum afterwards
+        parts = scratch[scratch.size - arriving :]
     else:
         parts = xp.empty(arriving, dtype=call.wire)
-    wire = room[:n]
+    wire = scratch[:n]
     _narrow(xp, send, wire)  # an overflow becomes Inf, which the loss scaler detects
     handle = comm.all_to_all(wire, parts, counts, [own] * width, what=call.what)
     within = 0 <= address(recv) - address(send) < send.nbytes

@@ -109,7 +109,7 @@ def _clock(folder: Path, settings: environment.Environment, job: str) -> subproc
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
-def _job(launcher: environment.Launcher) -> str:
+def _job(launcher: environment.StartedBy) -> str:
     """An identifier that the ranks of this job share on this host, and no other process has: the launcher's process,
     the nearest ancestor of this process that is not itself part of a rank. "" where it cannot be seen."""
     process, variable = os.getppid(), f"{launcher.variable}=".encode()

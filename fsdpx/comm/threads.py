@@ -13,7 +13,7 @@ from typing import Any
 from fsdpx.comm import default
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import LocalCommunicator
-from fsdpx.comm.rendezvous import Died, Group, World
+from fsdpx.comm.rendezvous import Died, ThreadGroup, ThreadWorld
 from fsdpx.errors import Aborted, CommTimeout, ConfigError
 
 __all__ = ["spawn"]
@@ -40,8 +40,8 @@ def spawn(
     """
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")
-    world = World(timeout, end=time.monotonic() + timeout, survive=survive)
-    group = Group(world, range(size))
+    world = ThreadWorld(timeout, end=time.monotonic() + timeout, survive=survive)
+    group = ThreadGroup(world, range(size))
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
     deaths: list[tuple[int, Died]] = []
@@ -75,7 +75,7 @@ def spawn(
     return results
 
 
-def _join(threads: list[threading.Thread], world: World, timeout: float) -> None:
+def _join(threads: list[threading.Thread], world: ThreadWorld, timeout: float) -> None:
     """Wait for all ranks; when one has failed or time is up, the others have a short grace to notice."""
     deadline = time.monotonic() + timeout + _GRACE  # a rank that waits for a peer says so itself, and better
     while any(thread.is_alive() for thread in threads):

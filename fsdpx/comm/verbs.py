@@ -11,10 +11,10 @@ from fsdpx.comm.calls import Array, Call, ReduceOp, even_pieces
 from fsdpx.comm.checks import Ranks
 from fsdpx.errors import ShapeError
 
-__all__ = ["VERBS", "Verb", "check", "moved", "terms"]
+__all__ = ["VERBS", "CallSpec", "check", "moved", "terms"]
 
 
-class Verb(NamedTuple):
+class CallSpec(NamedTuple):
     """arrays: their names. cut: those that are cut, by one entry of `call.counts` each. at_root: the one that only root
     has. peer: what `call.root` is called. reduces: values are combined. alike: all ranks have equally many elements."""
 
@@ -37,17 +37,17 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "all_gather": Verb(cut=("recv",)),
-    "reduce_scatter": Verb(cut=("send",), reduces=True),
-    "all_reduce": Verb(("buf",), reduces=True),
-    "broadcast": Verb(("buf",), peer="root"),
-    "reduce": Verb(at_root="recv", peer="root", reduces=True),
-    "gather": Verb(cut=("recv",), at_root="recv", peer="root", alike=False),
-    "scatter": Verb(cut=("send",), at_root="send", peer="root", alike=False),
-    "all_to_all": Verb(cut=("send", "recv"), alike=False),
-    "send": Verb(("buf",), peer="dest"),
-    "recv": Verb(("buf",), peer="source"),
-    "barrier": Verb(()),
+    "all_gather": CallSpec(cut=("recv",)),
+    "reduce_scatter": CallSpec(cut=("send",), reduces=True),
+    "all_reduce": CallSpec(("buf",), reduces=True),
+    "broadcast": CallSpec(("buf",), peer="root"),
+    "reduce": CallSpec(at_root="recv", peer="root", reduces=True),
+    "gather": CallSpec(cut=("recv",), at_root="recv", peer="root", alike=False),
+    "scatter": CallSpec(cut=("send",), at_root="send", peer="root", alike=False),
+    "all_to_all": CallSpec(cut=("send", "recv"), alike=False),
+    "send": CallSpec(("buf",), peer="dest"),
+    "recv": CallSpec(("buf",), peer="source"),
+    "barrier": CallSpec(()),
 }
 
 
@@ -75,7 +75,7 @@ def check(comm: Ranks, call: Call) -> None:
         checks.tag_in_range(comm, call)
 
 
-def _check_cut(comm: Ranks, call: Call, verb: Verb, whole_here: bool) -> None:
+def _check_cut(comm: Ranks, call: Call, verb: CallSpec, whole_here: bool) -> None:
     if whole_here:
         arrays = dict(zip(verb.arrays, call.arrays, strict=True))
         cuts = zip(verb.cut, call.counts, strict=True)

@@ -16,7 +16,7 @@ import numpy as np
 from fsdpx.cuda.devices import cupy, current, is_on_gpu
 from fsdpx.cuda.head_layout import merged, time_first
 
-__all__ = ["Case", "Library", "described", "fused", "library"]
+__all__ = ["AttentionCase", "CudnnLibrary", "described", "fused", "library"]
 
 FORMATS = {"bfloat16": ("BFLOAT16", 2.0**-8), "float16": ("HALF", 2.0**-11)}
 """cuDNN's name of each format, and the distance of 1 from the next number."""
@@ -37,14 +37,14 @@ PERIOD = 1_000_003  # of the random numbers: a prime, which no stride divides
 AT_ONCE = 1 << 24  # scores in the reference
 
 
-class Library(NamedTuple):
+class CudnnLibrary(NamedTuple):
     """module: cuDNN's frontend; None: it cannot be used. words: its version, or what is missing."""
 
     module: Any
     words: str
 
 
-class Case(NamedTuple):
+class AttentionCase(NamedTuple):
     """What a plan is made for. q, k: shapes, (B, H, T, D) and (B, G, S, D). strides: of q, k and v, in elements."""
 
     format: str
@@ -58,27 +58,27 @@ class Case(NamedTuple):
 
 
 class Plans(NamedTuple):
-    forward: Plan
-    backward: Plan
+    forward: CudnnPlan
+    backward: CudnnPlan
 
 
-_plans: dict[Case, Plans | None] = {}
+_plans: dict[AttentionCase, Plans | None] = {}
 _making = threading.Lock()
 _handles = threading.local()
 
 
 @functools.cache
-def library() -> Library:
+def library() -> CudnnLibrary:
     """cuDNN with its frontend, if both can be loaded."""
     try:
         import cudnn
 
         version = cudnn.backend_version_string()
     except ImportError:
-        return Library(None, "cuDNN's frontend is not installed: pip install 'fsdpx[cudnn12]' or 'fsdpx[cudnn13]'")
+        return CudnnLibrary(None, "cuDNN's frontend is not installed: pip install 'fsdpx[cudnn12]' or 'fsdpx[cudnn13]'")
     except (OSError, RuntimeError) as error:  # the frontend looks for the library at the first call
-        return Library(None, f"cuDNN's frontend finds no cuDNN ({error}): pip install nvidia-cudnn-cu12 or -cu13")
-    return Library(cudnn, f"cuDNN {version}, frontend {cudnn.__version__}")
+        return CudnnLibrary(None, f"cuDNN's frontend finds no cuDNN ({error}): pip install nvidia-cudnn-cu12 or -cu13")
+    return CudnnLibrary(cudnn, f"cuDNN {version}, frontend {cudnn.__version__}")
 
 
 def fused(name: str, given: tuple[Any, ...]) -> Callable[..., Any] | None:
@@ -93,7 +93,7 @@ def fused(name: str, given: tuple[Any, ...]) -> Callable[..., Any] | None:
     if library().module is None:
         return None
     strides = tuple(tuple(n // a.itemsize for n in a.strides) for a in (q, k, v))
-    case = Case(q.dtype.name, q.shape, k.shape, strides, bool(causal), float(scale), int(window), current())
+    case = AttentionCase(q.dtype.name, q.shape, k.shape, strides, bool(causal), float(scale), int(window), current())
     plans = _found(case)
     if plans is None:
         return None
@@ -112,7 +112,7 @@ def _suits(a: Any, q: Any) -> bool:
     return fits and apart and a.strides[3] == a.itemsize and a.data.ptr % ALIGNED == 0 and q.shape[1] % a.shape[1] == 0
 
 
-def _found(case: Case) -> Plans | None:
+def _found(case: AttentionCase) -> Plans | None:
     """The plans of a case, made and proven when it is first seen; None, with a warning, if they are wrong."""
     with _making:
         if case not in _plans and len(_plans) < MOST_PLANS:
@@ -120,10 +120,10 @@ def _found(case: Case) -> Plans | None:
         return _plans.get(case)
 
 
-def _proven(case: Case) -> Plans | None:
+def _proven(case: AttentionCase) -> Plans | None:
     module, words = library()
     try:
-        plans = Plans(Plan(module, case, False), Plan(module, case, True))
+        plans = Plans(CudnnPlan(module, case, False), CudnnPlan(module, case, True))
     except module.cudnnGraphNotSupportedError:
         return None
     except RuntimeError as error:  # as of a frontend for a later cuDNN
@@ -140,10 +140,10 @@ def _proven(case: Case) -> Plans | None:
 # -- plans -----------------------------------------------------------------------------------------------------------
 
 
-class Plan:
+class CudnnPlan:
     """A direction of one case, ready to run on any arrays of its shapes and strides."""
 
-    def __init__(self, module: Any, case: Case, backward: bool) -> None:
+    def __init__(self, module: Any, case: AttentionCase, backward: bool) -> None:
         self.graph = described(module, case, backward, handle=_handle(module, case.gpu))
         self.graph.build_operation_graph()
         self.graph.create_execution_plans([module.heur_mode.A])
@@ -170,9 +170,9 @@ class Plan:
         self.graph.execute(addresses, int(scratch.data.ptr), handle=handle)
 
 
-def described(module: Any, case: Case, backward: bool, **where: Any) -> Any:
-    """cuDNN's graph of attention, checked. Its tensors have the numbers 1, 2, ... of `Plan`'s arrays. where: the handle
-    of a GPU, or `sm_version=90` for none."""
+def described(module: Any, case: AttentionCase, backward: bool, **where: Any) -> Any:
+    """cuDNN's graph of attention, checked. Its tensors have the numbers 1, 2, ... of `CudnnPlan`'s arrays. where: the
+    handle of a GPU, or `sm_version=90` for none."""
     kind, wide = getattr(module.data_type, FORMATS[case.format][0]), module.data_type.FLOAT
     graph = module.pygraph(io_data_type=kind, intermediate_data_type=wide, compute_data_type=wide, **where)
     (b, h, t, _), (_, g, n, _) = case.q, case.k
@@ -231,7 +231,7 @@ def _lying_time_first(xp: Any, a: Any) -> Any:
 # -- the proof -------------------------------------------------------------------------------------------------------
 
 
-def _differing(case: Case, plans: Plans) -> list[str]:
+def _differing(case: AttentionCase, plans: Plans) -> list[str]:
     """Which results of random numbers differ from those of float32 by more than roundings, or are not numbers."""
     xp, eps = cupy(), FORMATS[case.format][1]
     q, k, v = (_noise(xp, case, i) for i in range(3))
@@ -254,7 +254,7 @@ def _differing(case: Case, plans: Plans) -> list[str]:
     return [name for name, far, size in zip(names, error, most, strict=True) if not far <= ROUNDINGS * eps * size]
 
 
-def _noise(xp: Any, case: Case, which: int, seed: int | None = None) -> Any:
+def _noise(xp: Any, case: AttentionCase, which: int, seed: int | None = None) -> Any:
     """Normal numbers in an array of the shape and strides of q, k or v."""
     shape, strides = (case.q, case.k, case.k)[which], case.strides[which]
     size = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
@@ -263,7 +263,7 @@ def _noise(xp: Any, case: Case, which: int, seed: int | None = None) -> Any:
     return xp.lib.stride_tricks.as_strided(flat, shape, tuple(step * flat.itemsize for step in strides))
 
 
-def _reference(xp: Any, case: Case, q: Any, k: Any, v: Any, do: Any) -> tuple[Any, ...]:
+def _reference(xp: Any, case: AttentionCase, q: Any, k: Any, v: Any, do: Any) -> tuple[Any, ...]:
     """o, lse, dq, dk and dv of the heads of one key, in float32: q, do (heads, T, D), k, v (S, D). The formulas are
     those of `fsdpx.array.kernels.attention`."""
     (heads, t), n = q.shape[:2], k.shape[0]

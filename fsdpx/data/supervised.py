@@ -126,12 +126,12 @@ def _pieces(line: Mapping[str, Any], where: str, template: Callable[[str, str], 
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise DataError(f'{where}: a message has a "role" and a "content", texts both')
-        before, said = template(message["role"], message["content"])
-        pieces += [(before, False), (said, message["role"] == "assistant")]
+        before, text = template(message["role"], message["content"])
+        pieces += [(before, False), (text, message["role"] == "assistant")]
     return pieces
 
 
-def _packed(found: Sequence[tuple[np.ndarray, np.ndarray]], room: int) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+def _packed(found: Sequence[tuple[np.ndarray, np.ndarray]], capacity: int) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Conversations in their order, as many in a sample as go into it whole."""
     samples: list[list[tuple[np.ndarray, np.ndarray]]] = []
     left = 0
@@ -139,7 +139,7 @@ def _packed(found: Sequence[tuple[np.ndarray, np.ndarray]], room: int) -> list[l
         need = len(one[0]) - 1
         if need > left:
             samples.append([])
-            left = room
+            left = capacity
         samples[-1].append(one)
         left -= need
     return samples

@@ -18,7 +18,7 @@ from fsdpx.elastic.descriptors import Descriptor, describe, missing, uncovered
 from fsdpx.elastic.options import Elastic
 from fsdpx.elastic.recut import recut
 from fsdpx.elastic.seats import mesh_for, seated
-from fsdpx.engine.engine import Recorder
+from fsdpx.engine.engine import ActionRecorder
 from fsdpx.errors import StateLost
 from fsdpx.state.allocate import initialise
 from fsdpx.state.placement import Placement
@@ -32,7 +32,7 @@ from fsdpx.watch.watchdog import Watchdog, watch
 __all__ = ["Assembler", "Assembly", "Member"]
 
 
-class Summary(NamedTuple):
+class GenerationSummary(NamedTuple):
     """A generation, as other ranks hear of it."""
 
     step: int
@@ -47,7 +47,7 @@ class Member(NamedTuple):
     born: int
     seat: int | None
     fresh: bool
-    generations: list[Summary]
+    generations: list[GenerationSummary]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Assembler:
 
         StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold. report: called
         with the progress. timeout: of the watchdog before; that of a communicator which was watched is longer."""
-        mine = [Summary(g.step, g.scalars.text(), [describe(part) for part in g.parts]) for g in generations]
+        mine = [GenerationSummary(g.step, g.scalars.text(), [describe(part) for part in g.parts]) for g in generations]
         everyone: list[Member] = control.all_gather_object(member._replace(generations=mine))
         report("recovery: all ranks have said what they hold")
         built = self._build(control, everyone, ranks, initial=False, timeout=timeout)
@@ -140,7 +140,7 @@ class Assembler:
         trains = control.rank in training
         group = control.split(0 if trains else None, training.index(control.rank) if trains else 0)
         watchdog = watch(control, *([] if group is None else [group]), timeout=timeout)
-        recorder: Recorder | None = None if watchdog is None else watchdog.record
+        recorder: ActionRecorder | None = None if watchdog is None else watchdog.record
         recipe, world = self.recipe.on(mesh), group
         if world is None:
             recipe, world, initial = recipe.without_data(), FakeCommunicator(0, mesh.size), True
@@ -173,7 +173,7 @@ def _newest(placement: Placement, everyone: list[Member]) -> tuple[int, str] | N
     if all(one.fresh for one in everyone):
         return None
     listed = {step: ", ".join(n[:3]) + (f" and {len(n) - 3} more" if len(n) > 3 else "") for step, n in lost.items()}
-    what = "; ".join(f"of step {step}: {names}" for step, names in listed.items()) or "nobody has any"
+    what = "; ".join(f"of step {step}: {names}" for step, names in listed.items()) or "no rank has any"
     raise StateLost(
         f"the ranks that are left cannot go on from memory, parts of the state died with the others ({what}). Start "
         "again from the last checkpoint, or keep more copies: elastic=fsdpx.Elastic(copies=2)"

@@ -59,9 +59,9 @@ class Recovery:
 
     def __str__(self) -> str:
         who = f"lost rank{'s' * (len(self.lost) > 1)} {', '.join(map(str, self.lost))}; " if self.lost else ""
-        again = f", {self.replayed} made again" if self.replayed else ""
+        repeated = f", {self.replayed} made again" if self.replayed else ""
         now = "1 rank trains" if self.ranks == 1 else f"{self.ranks} ranks train"
-        return f"{who}{now} on from step {self.step}{again} ({1000 * self.seconds:.0f} ms)"
+        return f"{who}{now} on from step {self.step}{repeated} ({1000 * self.seconds:.0f} ms)"
 
 
 class Refused(RankLost):
@@ -254,13 +254,13 @@ class Coordinator:
         """Receive the result of a call; an error of the ranks that train is raised here, too. DesyncError if they made
         another call."""
         source = self.assembly.training[0]
-        told, value = follow.hear(self.assembly.control, source)
+        heard, value = follow.hear(self.assembly.control, source)
         if isinstance(value, Failure):
             if value.agreed:
                 self.agree()
             raise getattr(errors, value.kind, FsdpxError)(value.text)
-        if told != call:
-            raise DesyncError(different({source: told, self.assembly.control.rank: call}))
+        if heard != call:
+            raise DesyncError(different({source: heard, self.assembly.control.rank: call}))
         return value
 
     def tell_of_failure(self, error: FsdpxError) -> None:

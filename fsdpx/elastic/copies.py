@@ -25,7 +25,7 @@ from fsdpx.elastic.recut import let_go
 from fsdpx.errors import CommTimeout, RankLost
 from fsdpx.layout.ranges import Range
 from fsdpx.nn.layer import Spec
-from fsdpx.state.ledger import Key, Ledger, Row
+from fsdpx.state.ledger import Key, Ledger, LedgerRow
 from fsdpx.state.state import TrainState
 
 __all__ = ["MESSAGE", "Copies", "Generation"]
@@ -66,7 +66,7 @@ class Buffers:
 
     def _row(self, name: str, parts: Sequence[Descriptor]) -> np.ndarray:
         buffer, key = _aligned(_nbytes(parts)), Key("copy", None, f"{name}, {self._number}")
-        self._ledger.add(Row(key, buffer.dtype, Range(0, buffer.size), "private", level="host"), buffer)
+        self._ledger.add(LedgerRow(key, buffer.dtype, Range(0, buffer.size), "private", level="host"), buffer)
         self._keys.append(key)
         return buffer
 

@@ -15,14 +15,14 @@ from fsdpx.array.namespace import dtype, namespace_of
 from fsdpx.checkpoint.pieces import BLOCK
 from fsdpx.elastic.descriptors import Descriptor, Gaps, Runs, meet, runs, uncovered
 
-__all__ = ["Message", "Move", "RecutPlan", "Rows", "Supply", "assign"]
+__all__ = ["ElementMove", "Message", "RecutPlan", "StridedRuns", "Supply", "assign"]
 
 SHARE = 8
 """A move that fills this part of a message travels alone, from where it lies to where it belongs; shorter ones are
 packed with their neighbours."""
 
 
-class Rows(NamedTuple):
+class StridedRuns(NamedTuple):
     """Of part number `part`: `lines` runs of `size` elements, the first from `at` on, each `step` after the last."""
 
     part: int
@@ -40,12 +40,12 @@ class Rows(NamedTuple):
         """They follow each other without gaps."""
         return self.lines == 1 or self.step == self.size
 
-    def some(self, first: int, lines: int) -> Rows:
+    def some(self, first: int, lines: int) -> StridedRuns:
         return self._replace(at=self.at + first * self.step, lines=lines)
 
-    def within(self, line: int, first: int, size: int) -> Rows:
+    def within(self, line: int, first: int, size: int) -> StridedRuns:
         """Some elements of one of the runs."""
-        return Rows(self.part, self.at + line * self.step + first, size, size, 1)
+        return StridedRuns(self.part, self.at + line * self.step + first, size, size, 1)
 
     def view(self, array: Any) -> Any:
         """The elements in the flat `array` of the part, of shape (lines, size)."""
@@ -56,12 +56,12 @@ class Rows(NamedTuple):
         return tricks.as_strided(array[self.at :], (self.lines, self.size), strides)
 
 
-class Move(NamedTuple):
+class ElementMove(NamedTuple):
     """Elements of what rank `source` has become elements of what another one, or itself, wants."""
 
     source: int
-    have: Rows
-    want: Rows
+    have: StridedRuns
+    want: StridedRuns
 
 
 class Supply(NamedTuple):
@@ -79,7 +79,7 @@ class Message(NamedTuple):
     number: tuple[int, int, int]
     sends: bool
     peer: int
-    rows: list[Rows]
+    rows: list[StridedRuns]
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,18 @@ class RecutPlan:
             assert not meet(gaps[part.name], part), f"recut: elements of {part} are held by no rank"
 
     @cached_property
-    def own(self) -> list[Move]:
+    def own(self) -> list[ElementMove]:
         """The elements that are here already."""
         return [move for move in self._incoming if move.source == self.rank]
 
     @cached_property
     def messages(self) -> list[Message]:
         """Of this rank, in the order of all: in round k it sends to rank + k and receives from rank - k."""
-        size, sent, received = len(self.have), defaultdict[int, list[Move]](list), defaultdict[int, list[Move]](list)
+        size, sent, received = (
+            len(self.have),
+            defaultdict[int, list[ElementMove]](list),
+            defaultdict[int, list[ElementMove]](list),
+        )
         for dest, move in self._outgoing:
             sent[dest].append(move)
         for move in self._incoming:
@@ -147,11 +151,11 @@ class RecutPlan:
         return {name: turn for turn, name in enumerate(sorted(self._supplies))}
 
     @cached_property
-    def _incoming(self) -> list[Move]:
+    def _incoming(self) -> list[ElementMove]:
         return [move for i in range(len(self.want[self.rank])) for move in self._moves(self.rank, i)]
 
     @property
-    def _outgoing(self) -> Iterator[tuple[int, Move]]:
+    def _outgoing(self) -> Iterator[tuple[int, ElementMove]]:
         mine = {name for name, ranks in self._supplies.items() if self.rank in ranks}
         for dest, wanted in enumerate(self.want):
             if dest != self.rank:
@@ -159,7 +163,7 @@ class RecutPlan:
                     if part.name in mine:
                         yield from ((dest, move) for move in self._moves(dest, i) if move.source == self.rank)
 
-    def _moves(self, dest: int, index: int) -> list[Move]:
+    def _moves(self, dest: int, index: int) -> list[ElementMove]:
         """How part number `index` of what `dest` wants is put together."""
         part = self.want[dest][index]
         if part.size == 0:
@@ -167,8 +171,8 @@ class RecutPlan:
         ranks = self._supplies[part.name]
         for supply in ranks.get(dest, ()):
             if supply.part.frame == part.frame and supply.part.start <= part.start and part.stop <= supply.part.stop:
-                there = Rows(supply.number, part.start - supply.part.start, part.size, part.size, 1)
-                return [Move(dest, there, Rows(index, 0, part.size, part.size, 1))]
+                there = StridedRuns(supply.number, part.start - supply.part.start, part.size, part.size, 1)
+                return [ElementMove(dest, there, StridedRuns(index, 0, part.size, part.size, 1))]
         first, last = part.span
         supplies = [
             supply
@@ -179,9 +183,11 @@ class RecutPlan:
         grid = max(self.block // dtype(part.dtype).itemsize, 1)
         return assign(part, index, dest, supplies, self._turns[part.name], grid)
 
-    def _packed(self, moves: Iterable[Move], part: Callable[[Move], Descriptor]) -> Iterator[list[Move]]:
+    def _packed(
+        self, moves: Iterable[ElementMove], part: Callable[[ElementMove], Descriptor]
+    ) -> Iterator[list[ElementMove]]:
         """The moves of each message."""
-        group: list[Move] = []
+        group: list[ElementMove] = []
         filled = 0
         for move in moves:
             itemsize = dtype(part(move).dtype).itemsize
@@ -200,7 +206,9 @@ class RecutPlan:
             yield group
 
 
-def assign(want: Descriptor, index: int, receiver: int, supplies: Sequence[Supply], turn: int, grid: int) -> list[Move]:
+def assign(
+    want: Descriptor, index: int, receiver: int, supplies: Sequence[Supply], turn: int, grid: int
+) -> list[ElementMove]:
     """How `want`, number `index` of what `receiver` wants, is put together from `supplies`, in order for each source.
 
     An element comes from the receiver itself if it has it, else from one of those that have it: they take turns by
@@ -228,7 +236,11 @@ def assign(want: Descriptor, index: int, receiver: int, supplies: Sequence[Suppl
         seen += place >= 0
     pieces = _regular(_joined(chosen, at, to, size))
     return [
-        Move(supplies[i].rank, Rows(supplies[i].number, a, a_step, n, lines), Rows(index, t, t_step, n, lines))
+        ElementMove(
+            supplies[i].rank,
+            StridedRuns(supplies[i].number, a, a_step, n, lines),
+            StridedRuns(index, t, t_step, n, lines),
+        )
         for i, a, a_step, t, t_step, n, lines in pieces
     ]
 
@@ -276,7 +288,7 @@ def _regular(pieces: Iterable[tuple[int, int, int, int]]) -> Iterator[list[int]]
     yield from open_ones.values()
 
 
-def _shortened(move: Move, most: int) -> Iterator[Move]:
+def _shortened(move: ElementMove, most: int) -> Iterator[ElementMove]:
     """The same in pieces of at most that many elements."""
     source, have, want = move
     if have.elements <= most:
@@ -285,9 +297,9 @@ def _shortened(move: Move, most: int) -> Iterator[Move]:
         together = most // have.size
         for first in range(0, have.lines, together):
             lines = min(together, have.lines - first)
-            yield Move(source, have.some(first, lines), want.some(first, lines))
+            yield ElementMove(source, have.some(first, lines), want.some(first, lines))
     else:
         for line in range(have.lines):
             for first in range(0, have.size, most):
                 size = min(most, have.size - first)
-                yield Move(source, have.within(line, first, size), want.within(line, first, size))
+                yield ElementMove(source, have.within(line, first, size), want.within(line, first, size))

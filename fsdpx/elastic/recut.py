@@ -15,7 +15,7 @@ from fsdpx.checkpoint.pieces import BLOCK, Held
 from fsdpx.comm.communicator import Communicator, Handle
 from fsdpx.comm.survivors import Survivor, settle
 from fsdpx.elastic.descriptors import describe
-from fsdpx.elastic.moves import Message, RecutPlan, Rows
+from fsdpx.elastic.moves import Message, RecutPlan, StridedRuns
 from fsdpx.errors import RankLost
 
 __all__ = ["FLIGHT", "let_go", "recut"]
@@ -52,7 +52,7 @@ def let_go(handles: Iterable[Handle]) -> bool:
 
 
 @dataclass(frozen=True)
-class Flight:
+class PendingMessage:
     """A message under way. land: what is done when it has come."""
 
     handle: Handle
@@ -64,7 +64,7 @@ def _travel(
 ) -> None:
     """At any time the unfinished message with the least number is under way on both sides: all that either posted
     before it are done. So waiting for the oldest never ends in a circle, also where a send waits for its receive."""
-    flying: deque[Flight] = deque()
+    flying: deque[PendingMessage] = deque()
     rooms: list[np.ndarray] = []
 
     def land() -> None:
@@ -90,33 +90,34 @@ def _travel(
 
 def _posted(
     comm: Communicator, message: Message, arrays: list[Any], names: list[str], rooms: list[np.ndarray], block: int
-) -> Flight:
+) -> PendingMessage:
     """From or to the array itself where it is one run of host memory, else through a room of its own."""
     what = f"{names[message.rows[0].part]}, re-cut"
     call = comm.send if message.sends else comm.recv
     run = _run(message.rows, arrays)
     if run is not None:
-        return Flight(call(run, message.peer, what=what), lambda: None)
-    room = rooms.pop() if rooms else np.empty(block, np.uint8)
+        return PendingMessage(call(run, message.peer, what=what), lambda: None)
+    block_memory = rooms.pop() if rooms else np.empty(block, np.uint8)
     views = [rows.view(arrays[rows.part]) for rows in message.rows]
     ends = [0, *accumulate(view.nbytes for view in views)]
     packed = [
-        room[a:b].view(view.dtype).reshape(view.shape) for (a, b), view in zip(pairwise(ends), views, strict=True)
+        block_memory[a:b].view(view.dtype).reshape(view.shape)
+        for (a, b), view in zip(pairwise(ends), views, strict=True)
     ]
 
     def unpack() -> None:
         for view, part in zip(views, packed, strict=True):
             _copy(view, part)
-        rooms.append(room)
+        rooms.append(block_memory)
 
     if message.sends:
         for view, part in zip(views, packed, strict=True):
             _copy(part, view)
-    handle = call(room[: ends[-1]], message.peer, what=what)
-    return Flight(handle, (lambda: rooms.append(room)) if message.sends else unpack)
+    handle = call(block_memory[: ends[-1]], message.peer, what=what)
+    return PendingMessage(handle, (lambda: rooms.append(block_memory)) if message.sends else unpack)
 
 
-def _run(rows: list[Rows], arrays: list[Any]) -> np.ndarray | None:
+def _run(rows: list[StridedRuns], arrays: list[Any]) -> np.ndarray | None:
     """The bytes of `rows`, if they follow each other in one array on the host."""
     first, stop, array = rows[0], rows[0].at, arrays[rows[0].part]
     if not isinstance(array, np.ndarray):

@@ -18,14 +18,14 @@ from fsdpx.comm.survivors import Survivor
 from fsdpx.elastic.batches import Batch, Recent, arrays_of, part_of
 from fsdpx.elastic.coordinator import Coordinator, Recovery
 from fsdpx.elastic.options import Elastic
-from fsdpx.engine.results import Mean, Scale
+from fsdpx.engine.results import GradientScale, Mean
 from fsdpx.errors import CheckpointError, ConfigError, FsdpxError, RankLost
 from fsdpx.state.feed import Feed
 from fsdpx.trainer.batch import sum_of
 from fsdpx.trainer.recipe import Recipe
 from fsdpx.trainer.routing import Routing
 from fsdpx.trainer.summary import Summary
-from fsdpx.trainer.trainer import Step, Trainer
+from fsdpx.trainer.trainer import LastUpdate, Trainer
 
 __all__ = ["ElasticTrainer"]
 
@@ -256,9 +256,9 @@ class ElasticTrainer(Trainer):
         self._coordinator.committed()
         self._recent.forget(self._coordinator.kept)
 
-    def _commit(self, mean: Mean, scale: Scale) -> None:
+    def _commit(self, mean: Mean, scale: GradientScale) -> None:
         """In the program, between what needs other ranks and the update of this rank's shard."""
-        step, scaler = Step.of(float(mean.value), scale), scale.scaler
+        step, scaler = LastUpdate.of(float(mean.value), scale), scale.scaler
         self._coordinator.tell(
             "step", (step, self._session.state.steps + (not scale.skip), (scaler.value, scaler.good))
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdpx.engine.run import Run, Values, number_of
+from fsdpx.engine.run import ProgramRun, Values, number_of
 from fsdpx.engine.updating import move
 from fsdpx.optim import Segments
 from fsdpx.program import Action
@@ -12,7 +12,7 @@ from fsdpx.program import Action
 __all__ = ["mix", "pull", "push", "tick"]
 
 
-def pull(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def pull(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """full parameters as they are now: n - n/N elements read."""
     p = number_of(action)
     full = run.workspace.full(p)
@@ -20,7 +20,7 @@ def pull(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     return (run.views.page(run.place.pages[p].page, full),)
 
 
-def push(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def push(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """This rank's gradient, n - n/N elements, into the shards of all."""
     (gradient,), (mean, scale) = taken, read
 
@@ -34,11 +34,11 @@ def push(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     return (True,)
 
 
-def tick(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def tick(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     run.exchange.tick()
     return ()
 
 
-def mix(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def mix(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     run.exchange.mix(number_of(action), run.step + 1)
     return ()

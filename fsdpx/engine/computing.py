@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpx.engine import compute
 from fsdpx.engine.finite import demand_finite
-from fsdpx.engine.run import Run, Values, microbatch_of, number_of
+from fsdpx.engine.run import ProgramRun, Values, microbatch_of, number_of
 from fsdpx.errors import ConfigError
 from fsdpx.nn.gradients import Entries
 from fsdpx.program import Action, StageUnit
@@ -19,25 +19,25 @@ __all__ = [
 ]  # fmt: skip
 
 
-def load(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def load(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     batch, used = run.batch(action), run.stage.used
     return (None,) * len(used) if batch is None else tuple(batch.inputs[v] for v in used)
 
 
-def forward(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def forward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     keep = number_of(action) in run.stage.backward
     outputs, saved = _forward(run, action, taken, read, added, keep)
     return (*outputs, *([saved] if keep else []), *added)
 
 
-def evaluate(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def evaluate(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     unit = run.place.stage.units[number_of(action)]
     inputs = len(unit.pages) + len(unit.reads)
     outputs, _ = _forward(run, action, taken, read[:inputs], read[inputs:], keep=False)
     return tuple(outputs)
 
 
-def checkpoint(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def checkpoint(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """A forward that keeps what it read: (value, array) pairs."""
     outputs, _ = _forward(run, action, taken, read, added, keep=False)
     if run.batch(action) is None:
@@ -48,7 +48,7 @@ def checkpoint(run: Run, action: Action, taken: Values, read: Values, added: Val
 
 
 def _forward(
-    run: Run, action: Action, taken: Values, read: Values, statistics: Values, keep: bool
+    run: ProgramRun, action: Action, taken: Values, read: Values, statistics: Values, keep: bool
 ) -> tuple[list[Any], Any]:
     u, batch = number_of(action), run.batch(action)
     unit, place, views = run.place.stage.units[u], run.place, run.views
@@ -69,17 +69,17 @@ def _forward(
     return outputs, saved
 
 
-def recompute(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def recompute(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     u, batch, views = number_of(action), run.batch(action), run.views
     if batch is None:
         return (None,)
-    unit, envs = run.place.layout.units[u], run.worlds_at(batch, again=True)[1][u]
+    unit, envs = run.place.layout.units[u], run.worlds_at(batch, recomputing=True)[1][u]
     params, values = views.params(u, read), dict(taken[0])
     made = run.computed(action, compute.forward)
     return (made(unit, envs, params, values, True, views.stacks, run.stage.constant),)
 
 
-def backward(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Both halves at once: node by node, so that what the second half needs lives shortest."""
     u, batch, views = number_of(action), run.batch(action), run.views
     unit, pages = run.place.stage.units[u], _trained(run, u)
@@ -96,7 +96,7 @@ def backward(run: Run, action: Action, taken: Values, read: Values, added: Value
     return (*gradients, *(dvalues.get(v) for v in inner))
 
 
-def backward_input(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def backward_input(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     u, batch = number_of(action), run.batch(action)
     unit = run.place.stage.units[u]
     if batch is None:
@@ -108,7 +108,7 @@ def backward_input(run: Run, action: Action, taken: Values, read: Values, added:
     return (kept, *(dvalues.get(v) for v in inner))
 
 
-def backward_params(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def backward_params(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     u, batch = number_of(action), run.batch(action)
     pages = _trained(run, u)
     gradients = _gradients(run, pages, added)
@@ -122,18 +122,18 @@ def backward_params(run: Run, action: Action, taken: Values, read: Values, added
     return tuple(gradients)
 
 
-def _trained(run: Run, unit: int) -> list[int]:
+def _trained(run: ProgramRun, unit: int) -> list[int]:
     return [p for p in run.stage.units[unit].pages if run.stage.trainable[p]]
 
 
-def _dvalues(run: Run, unit: StageUnit, taken: Values, have: Values) -> tuple[list[int], dict[int, Any]]:
+def _dvalues(run: ProgramRun, unit: StageUnit, taken: Values, have: Values) -> tuple[list[int], dict[int, Any]]:
     """The unit's inner inputs, and the gradients known so far by value: of its outputs, and from other readers."""
     inner, found = ([v for v in some if v not in run.stage.constant] for some in (unit.inputs, unit.gives))
     known = dict(zip((*found, *inner), (*taken[:-1], *have), strict=True))
     return inner, {v: d for v, d in known.items() if d is not None}
 
 
-def _gradients(run: Run, pages: list[int], added: Values) -> list[Gradient]:
+def _gradients(run: ProgramRun, pages: list[int], added: Values) -> list[Gradient]:
     return [run.workspace.gradient(p, run.views) if g is None else g for p, g in zip(pages, added, strict=False)]
 
 
@@ -143,7 +143,7 @@ def _without_samples(gradients: list[Gradient], have: Values) -> Values:
     return (*gradients, *have)
 
 
-def _open(run: Run, action: Action, pages: list[int], gradients: list[Gradient]) -> list[Entries]:
+def _open(run: ProgramRun, action: Action, pages: list[int], gradients: list[Gradient]) -> list[Entries]:
     """The gradients of each page by name; those of a buffer that is used for the first time are blank."""
     opened = []
     for page, gradient in zip(pages, gradients, strict=True):
@@ -155,7 +155,7 @@ def _open(run: Run, action: Action, pages: list[int], gradients: list[Gradient])
     return opened
 
 
-def _close(run: Run, action: Action, opened: list[Entries]) -> None:
+def _close(run: ProgramRun, action: Action, opened: list[Entries]) -> None:
     """Unwritten gradients are zero. Looks for NaN and Inf, but not with a dynamic loss scale: it provokes overflow."""
     own = run.views.own[number_of(action)]  # a tied parameter may get its gradient from another unit
     for page in opened:
@@ -167,7 +167,7 @@ def _close(run: Run, action: Action, opened: list[Entries]) -> None:
                 demand_finite(run.place, entry.array, f"the gradient of {name!r} in unit {unit!r}", action)
 
 
-def loss(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def loss(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """gives (total, weight) of the microbatch; adds the gradients of the outputs and the weight."""
     batch, find = run.batch(action), run.place.loss
     *have, weight = added
@@ -195,7 +195,7 @@ def _demand_alike(loss: Any, outputs: Values, dys: Values) -> None:
             )
 
 
-def score(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def score(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The same without gradients."""
     batch = run.batch(action)
     if batch is None:
@@ -205,7 +205,7 @@ def score(run: Run, action: Action, taken: Values, read: Values, added: Values) 
     return ((float(total), float(share)), (added[0] or 0.0) + float(share))
 
 
-def seed(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def seed(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The caller's gradients are those of a mean already: their weight is 1 in all, or in each replica that trains by
     itself."""
     *have, weight = added
@@ -216,7 +216,7 @@ def seed(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     return (*_sums(have, dys), one if weight is None else weight)
 
 
-def _inner(run: Run, dys: Values) -> list[Any]:
+def _inner(run: ProgramRun, dys: Values) -> list[Any]:
     """Gradients of the outputs, without inputs handed through whose gradient is not made."""
     return [d for v, d in zip(run.stage.outputs, dys, strict=True) if v not in run.stage.constant]
 

@@ -15,9 +15,9 @@ from fsdpx.array import blas
 from fsdpx.array.denormals import flushed
 from fsdpx.comm.communicator import DONE, Handle
 from fsdpx.comm.poker import Poker
-from fsdpx.engine.executable import Executable, Step
+from fsdpx.engine.executable import Executable, ExecutableAction
 from fsdpx.engine.recording import Recording
-from fsdpx.engine.run import Run, Worlds
+from fsdpx.engine.run import ProgramRun, Worlds
 from fsdpx.engine.views import Views
 from fsdpx.errors import CommTimeout
 from fsdpx.program import VERBS, Action, Program, Request, Slot
@@ -26,10 +26,10 @@ from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.state import TrainState
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["Engine", "Recorder"]
+__all__ = ["ActionRecorder", "Engine"]
 
 
-class Recorder(Protocol):
+class ActionRecorder(Protocol):
     """Keeps a record of what a rank does, for others to read when it is dead or stopped."""
 
     def call(self, name: str) -> None: ...
@@ -47,7 +47,7 @@ class Engine:
     they may break off by an exception. recording: keeps what happens when, if the trainer has one. ran, batch: the
     last program, and the last batch that it ran on."""
 
-    def __init__(self, state: TrainState, poker: Poker | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(self, state: TrainState, poker: Poker | None = None, recorder: ActionRecorder | None = None) -> None:
         self.state, self.placement = state, state.placement
         self.clock = Clock()
         self.observers: list[Callable[[Action], None]] = []
@@ -80,7 +80,7 @@ class Engine:
                 executable.replay.end()
             return {slot: self._result(slot) for slot in executable.program.results}
 
-    def _begin(self, executable: Executable, feed: Feed) -> Run:
+    def _begin(self, executable: Executable, feed: Feed) -> ProgramRun:
         state, program = self.state, executable.program
         if self._flying:
             self._let_fly()
@@ -101,7 +101,7 @@ class Engine:
         work, views, worlds = executable.workspace, self._views, self._worlds
         recording = None if executable.replay is None else executable.replay.begin(views, feed)
         fixed = self.placement, feed, work, views, worlds
-        return Run(*fixed, state.ties, state.steps, state.scaler, self._issue, recording)
+        return ProgramRun(*fixed, state.ties, state.steps, state.scaler, self._issue, recording)
 
     def _let_fly(self) -> None:
         """Transfers under way that lie in slots belong to a later program; the others are of a program that broke off,
@@ -112,7 +112,7 @@ class Engine:
                 transfer.handle.wait()
         self._flying = [(action, transfer) for action, transfer in self._flying if id(transfer) in known]
 
-    def _act(self, run: Run, step: Step) -> None:
+    def _act(self, run: ProgramRun, step: ExecutableAction) -> None:
         operation, action, words, takes, reads, adds, gives, lane = step
         store, recorder, counters = self.state.store, self.recorder, self.placement.axes.counters
         before, begin = counters.total, perf_counter()

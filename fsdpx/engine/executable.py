@@ -12,14 +12,14 @@ from fsdpx.program import SLOTS, VERBS, Action, Request, Slot, check, compile
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
 
-__all__ = ["Executable", "Step"]
+__all__ = ["Executable", "ExecutableAction"]
 
 
 REPLAYED = ("step", "accumulate", "local", "push", "mix")
 """Kinds of programs whose activations no caller holds when they end."""
 
 
-class Step(NamedTuple):
+class ExecutableAction(NamedTuple):
     """One action with all that running it needs. words: it as text. gives: slots given, then those added
     into."""
 
@@ -44,7 +44,7 @@ class Executable:
         self.workspace = Workspace(state, program)
         self.replay = Replay() if place.options.cuda_graphs and program.kind in REPLAYED else None
         self.steps = [
-            Step(
+            ExecutableAction(
                 OPERATIONS[a.op], a, f"{a} ({about(place, a, program.kind)})", s.takes, s.reads, s.adds,
                 (*s.gives, *s.adds), VERBS[a.op].lane,
             )

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from fsdpx.array.blas import line, line_backward
-from fsdpx.nn.gradients import BLANK, WRITTEN, Entry, Gradients
+from fsdpx.nn.gradients import BLANK, WRITTEN, GradientEntry, Gradients
 
 __all__ = ["Line", "Stacks"]
 
@@ -44,7 +44,7 @@ class Sums(NamedTuple):
     """Where the gradients of a line are added up: a stack, and which of their buffer's flags are theirs."""
 
     stack: Stack
-    entries: list[Entry]
+    entries: list[GradientEntry]
     flags: bytearray
     begin: int
     end: int

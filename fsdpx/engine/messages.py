@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.engine.run import Run, Values, microbatch_of, number_of
+from fsdpx.engine.run import ProgramRun, Values, microbatch_of, number_of
 from fsdpx.errors import ShapeError
 from fsdpx.program import Action, Edge
 from fsdpx.state.pipe import tag
@@ -16,7 +16,7 @@ from fsdpx.state.transfer import Transfer
 __all__ = ["receive", "send", "travelling"]
 
 
-def send(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def send(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Start to send a value; the run waits for the end of the message at its own end."""
     (value,) = (*taken, *read)
     edge, expected = run.place.stage.edges[number_of(action)], _expected(run, action)
@@ -36,7 +36,7 @@ def send(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     return ()
 
 
-def receive(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def receive(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The value, on its way; None where nothing travels."""
     edge, expected = run.place.stage.edges[number_of(action)], _expected(run, action)
     if expected is None:
@@ -51,7 +51,7 @@ def travelling(edge: Edge, value: Any) -> bool:
     return not (edge.gradient and np.dtype(value.dtype).kind in "iub")
 
 
-def _expected(run: Run, action: Action) -> Any:
+def _expected(run: ProgramRun, action: Action) -> Any:
     """The array that travels, shape only; empty for a rank without samples."""
     batch, edge = run.batch(action), run.place.stage.edges[number_of(action)]
     if batch is None:
@@ -60,7 +60,7 @@ def _expected(run: Run, action: Action) -> Any:
     return value if travelling(edge, value) else None
 
 
-def _tag(run: Run, action: Action) -> int:
+def _tag(run: ProgramRun, action: Action) -> int:
     stage = run.place.stage
     return tag(stage, stage.edges[number_of(action)], microbatch_of(action), len(run.feed.batch))
 

@@ -15,8 +15,8 @@ from fsdpx.comm.communicator import DONE, Communicator
 from fsdpx.comm.steps import Finish
 from fsdpx.engine import apart, computing, paging, updating
 from fsdpx.engine.messages import receive, send
-from fsdpx.engine.results import Mean, Scale
-from fsdpx.engine.run import Operation, Run, Values, number_of, words
+from fsdpx.engine.results import GradientScale, Mean
+from fsdpx.engine.run import Operation, ProgramRun, Values, number_of, words
 from fsdpx.errors import DataError
 from fsdpx.optim import rate
 from fsdpx.optim.rounded import inside
@@ -29,19 +29,19 @@ from fsdpx.state.transfer import Transfer
 __all__ = ["OPERATIONS"]
 
 
-def mean(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def mean(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """On its way while backward runs: the first action that needs it waits."""
     return (run.place.telling(_losses(run, taken, read), "MEAN (loss)", partial(_mean, run), run.together),)
 
 
-def _losses(run: Run, pairs: Values, weight: Values) -> list[float]:
+def _losses(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
     """This rank's contribution to the weight of all gradients, and to total and weight of each microbatch's loss."""
     if not run.place.counts_loss or not weight:  # the loss is computed on another rank of the pipe
         return [0.0] * (1 + 2 * len(run.feed.batch))
     return [weight[0], *(number for pair in pairs for number in pair)]
 
 
-def _mean(run: Run, rows: list[list[float]]) -> Mean:
+def _mean(run: ProgramRun, rows: list[list[float]]) -> Mean:
     """A replica that trains by itself may have no samples."""
     shared = exact_sum([row[0] for row in rows])
     if len(rows[0]) == 1:
@@ -53,7 +53,7 @@ def _mean(run: Run, rows: list[list[float]]) -> Mean:
     return Mean(total, weight, shared)
 
 
-def gather(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def gather(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """full parameters = all-gather of the shards: n - n/N elements per rank."""
     p, place, (master,) = number_of(action), run.place, read
     page, comm, what = place.pages[p], place.axes.shard, words(run, action)
@@ -79,28 +79,28 @@ def gather(run: Run, action: Action, taken: Values, read: Values, added: Values)
     return (Transfer(comm.all_gather(master, full, page.counts, what=what), lambda: views),)
 
 
-def free(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def free(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     return ()
 
 
-def reduce(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def reduce(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, (gradient,), part, memory = number_of(action), taken, added[0], added[1:]
     kept = run.workspace.part(p)
     reduction = _reduction(run, action, "shard", part is None, memory)
     return (gradient.reduce(reduction), kept if part is None else part, *memory)
 
 
-def settle(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def settle(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     return (run.place.accumulation.settle(taken[0], added[0]),)
 
 
-def join(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def join(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     if run.place.axes.replica.size == 1 and not run.place.accumulation.bitwise:
         return (taken[0], *added)
     return (run.place.accumulation.join(taken[0], _reduction(run, action, "replica", False, added)), *added)
 
 
-def _reduction(run: Run, action: Action, axis: str, first: bool, memory: Values) -> Reduction:
+def _reduction(run: ProgramRun, action: Action, axis: str, first: bool, memory: Values) -> Reduction:
     p, place, work = number_of(action), run.place, run.workspace
     comm: Communicator = getattr(place.axes, axis)
     over_shards, kept = axis == "shard", memory[0] if memory else {}
@@ -115,17 +115,17 @@ def _reduction(run: Run, action: Action, axis: str, first: bool, memory: Values)
     )  # fmt: skip
 
 
-def own(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def own(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     return taken
 
 
-def tie(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def tie(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p = number_of(action)
     add_together(run.place.axes, run.ties[p], taken, run.workspace.scratch("tie", p), words(run, action))
     return taken
 
 
-def norm(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """One scale for all updates: 1 / (weight x loss scale), times clip / norm where the norm is larger. In one message
     with the loss."""
     place, scaler, clip = run.place, run.scaler, run.place.options.clip_norm
@@ -141,21 +141,21 @@ def norm(run: Run, action: Action, taken: Values, read: Values, added: Values) -
     if clip is not None and finite:
         factor *= _clipped(size, clip)
     skip, learning_rate = not finite and scaler.dynamic, rate(place.optimizer, run.step + 1)
-    return mean, Scale(factor, size, skip, learning_rate, scaler.after(finite))
+    return mean, GradientScale(factor, size, skip, learning_rate, scaler.after(finite))
 
 
 def _clipped(norm: float, most: float) -> float:
     return min(1.0, most / (norm + 1e-6))
 
 
-def scale(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The same where the norm is not needed: nothing is left to exchange. The gradients are read so that all that needs
     other ranks has arrived before anything is updated."""
     factor = 1.0 / (read[0].each * run.scaler.value)
-    return (Scale(factor, math.nan, False, rate(run.place.optimizer, run.step + 1), run.scaler),)
+    return (GradientScale(factor, math.nan, False, rate(run.place.optimizer, run.step + 1), run.scaler),)
 
 
-def _squares(run: Run, totals: Values) -> list[float]:
+def _squares(run: ProgramRun, totals: Values) -> list[float]:
     """Numbers whose sum over all ranks is the square of the norm; with chunks, fixed blocks of each parameter are added
     exactly, so no layout is seen."""
     xp, parts = run.place.xp, _once(run, totals)
@@ -164,12 +164,12 @@ def _squares(run: Run, totals: Values) -> list[float]:
     return padded([square for part in parts for square in block_squares(xp, part)])
 
 
-def _once(run: Run, totals: Values) -> list[Any]:
+def _once(run: ProgramRun, totals: Values) -> list[Any]:
     """The part of this rank's gradients that counts for the norm."""
     return [totals[n][at] for n, at in _counted(run)]
 
 
-def _counted(run: Run) -> list[tuple[int, slice]]:
+def _counted(run: ProgramRun) -> list[tuple[int, slice]]:
     """The part of this rank's elements that counts in sums over all: page of those trained, and where, parameter by
     parameter where ranks hold the same. Each element counts once: in one replica, on the rank of the tensor axis that
     has it, not in copies."""
@@ -191,7 +191,7 @@ def _counted(run: Run) -> list[tuple[int, slice]]:
     return found
 
 
-def gauge(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def gauge(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """The sums over all parameters of all ranks that the optimiser needs before it updates them."""
     place, optimizer, (scale,) = run.place, inside(run.place.optimizer), taken
     count = len(run.stage.trained)
@@ -209,13 +209,13 @@ def gauge(run: Run, action: Action, taken: Values, read: Values, added: Values) 
     return replace(scale, gauge=found), found
 
 
-def commit(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def commit(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     assert run.feed.commit is not None
     run.feed.commit(*read)
     return (True,)
 
 
-def alone(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def alone(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """Loss and scale of this rank's own batch."""
     place, clip = run.place, run.place.options.clip_norm
     mean = _mean(run, [_losses(run, taken[:-1], taken[-1:])])
@@ -223,7 +223,7 @@ def alone(run: Run, action: Action, taken: Values, read: Values, added: Values) 
     if clip is not None:
         norm = math.sqrt(exact_sum([square_sum(place.xp, gradient.at(0)) for gradient in read])) * factor
         factor *= _clipped(norm, clip) if math.isfinite(norm) else 1.0
-    return mean, Scale(factor, norm, False, rate(place.optimizer, run.step + 1), run.scaler)
+    return mean, GradientScale(factor, norm, False, rate(place.optimizer, run.step + 1), run.scaler)
 
 
 OPERATIONS: dict[str, Operation] = {

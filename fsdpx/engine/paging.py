@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdpx.engine.activations import planned
-from fsdpx.engine.run import Run, Values
+from fsdpx.engine.run import ProgramRun, Values
 from fsdpx.program import Action
 from fsdpx.state.spill import root_of, spill
 from fsdpx.state.transfer import Transfer
@@ -13,7 +13,7 @@ from fsdpx.state.transfer import Transfer
 __all__ = ["evict", "fetch", "store"]
 
 
-def fetch(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def fetch(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     slot, disk = run.stage.record(action), run.disk
     if slot.mb is not None:
         (spilled,) = taken
@@ -32,7 +32,7 @@ def fetch(run: Run, action: Action, taken: Values, read: Values, added: Values) 
     return (Transfer(handle, lambda: arrays),)
 
 
-def store(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def store(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     slot, disk, (value,) = run.stage.record(action), run.disk, taken
     if slot.mb is not None:
         own = _roots(run)
@@ -43,11 +43,11 @@ def store(run: Run, action: Action, taken: Values, read: Values, added: Values) 
     return Transfer(disk.store(slot), lambda: value), True
 
 
-def evict(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def evict(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     return ()
 
 
-def _roots(run: Run) -> set[int]:
+def _roots(run: ProgramRun) -> set[int]:
     """Memory that is there anyway: the arena's, and that of the batch."""
     batch = [array for one in run.feed.batch if one is not None for array in (*one.inputs, one.target)]
     return planned(run.workspace.state.arena) | {id(root_of(array)) for array in batch}

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from fsdpx.array.arena import Arena
 from fsdpx.engine.activations import Activations, is_activation
-from fsdpx.engine.executable import Step
+from fsdpx.engine.executable import ExecutableAction
 from fsdpx.program import Action, Program
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["Acted", "Flight", "Outside", "Recording", "Turn"]
+__all__ = ["Acted", "Outside", "Recording", "TransferSpan", "Turn"]
 
 
 class Acted(NamedTuple):
@@ -28,7 +28,7 @@ class Acted(NamedTuple):
     alive: int
 
 
-class Flight(NamedTuple):
+class TransferSpan(NamedTuple):
     """A transfer that an action began was under way."""
 
     action: Action
@@ -54,7 +54,7 @@ class Turn:
     program: Program
     before: list[Outside]
     acted: list[Acted] = field(default_factory=list)
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[TransferSpan] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -86,7 +86,9 @@ class Recording:
         """Something beside programs has ended."""
         self._before.append(Outside(what, begin, end))
 
-    def acted(self, step: Step, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]) -> None:
+    def acted(
+        self, step: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
+    ) -> None:
         """An action came to its end and gave these values."""
         if self._now is None:
             return
@@ -101,4 +103,4 @@ class Recording:
     def landed(self, action: Action, issued: float, landed: float) -> None:
         """A transfer that this action began is complete."""
         if self._now is not None:
-            self._now.flights.append(Flight(action, issued, landed))
+            self._now.flights.append(TransferSpan(action, issued, landed))

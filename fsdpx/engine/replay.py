@@ -26,12 +26,12 @@ from fsdpx.engine import compute
 from fsdpx.engine.lines import Stacks
 from fsdpx.layout.units import Unit
 from fsdpx.nn.container import Recomputed
-from fsdpx.nn.gradients import Entry, Gradients
+from fsdpx.nn.gradients import GradientEntry, Gradients
 from fsdpx.nn.layer import Env, Layer
 from fsdpx.program import Action
 from fsdpx.state.feed import Feed
 
-__all__ = ["Recording", "Replay", "Uncapturable", "restless"]
+__all__ = ["ProgramGraphs", "Replay", "Uncapturable", "restless"]
 
 MOST, TURNS = 2, 8
 """Recordings of one program that are kept, one for each shape of batches, and that are made in all: a program whose
@@ -57,8 +57,8 @@ def restless(layer: Layer) -> str | None:
     The layers of fsdpx say no if so; any other class says `replays = True` for the methods it defines."""
     for name in METHODS:
         of = next(kind for kind in type(layer).__mro__ if name in vars(kind))
-        said = vars(of).get("replays")
-        if not (of.__module__.startswith("fsdpx.nn.") if said is None else said):
+        declared = vars(of).get("replays")
+        if not (of.__module__.startswith("fsdpx.nn.") if declared is None else declared):
             return f"{of.__name__}.{name} does not say that it always does the same (replays = True)"
     return next((why for child in layer.children().values() if (why := restless(child))), None)
 
@@ -137,26 +137,26 @@ class Work:
     backwards: bool
     kept: list[Any] = field(default_factory=list)
 
-    def of(self, part: Part) -> dict[int, Any]:
+    def of(self, part: CapturedPart) -> dict[int, Any]:
         """The values that a part of the nodes reads, taken out where it uses them up."""
         flows = self.flows
         if self.backwards:
             return {v: flows.pop(v) for v in (*part.made, *part.reads) if v in flows}
         return {v: flows[v] for v in part.reads}
 
-    def give(self, part: Part, flows: Mapping[int, Any]) -> None:
+    def give(self, part: CapturedPart, flows: Mapping[int, Any]) -> None:
         """The results of a part: gradients, or outputs that later nodes or units read."""
         self.flows.update(flows if self.backwards else {v: flows[v] for v in part.outputs})
 
-    def keep(self, part: Part, kept: list[Any] | None) -> None:
+    def keep(self, part: CapturedPart, kept: list[Any] | None) -> None:
         if kept is not None:
             self.kept[part.start : part.stop] = kept
 
-    def run(self, part: Part, envs: Sequence[Env], flows: dict[int, Any], held: Any) -> list[Any] | None:
+    def run(self, part: CapturedPart, envs: Sequence[Env], flows: dict[int, Any], held: Any) -> list[Any] | None:
         return self.body(part.unit, envs, part.params, part.grads, held, flows)
 
 
-class Part:
+class CapturedPart:
     """Some nodes of a unit, one after the other, cut once: views by list stay the same. made: their values. reads: what
     they read beside these. outputs: what is read outside of them. graph: of their work."""
 
@@ -171,11 +171,11 @@ class Part:
         self.made = {node.output: None for node in self.unit.nodes}
         self.reads = {v: None for node in self.unit.nodes for v in node.inputs if v not in self.made}
         self.outputs = [v for v in self.made if v in later]
-        self.graph: Graph | None = None
+        self.graph: CapturedGraph | None = None
 
 
 @dataclass
-class Graph:
+class CapturedGraph:
     """A part as a graph. takes: value -> the array that it reads, by itself or, if in `copied`, as a copy. held: the
     arrays of what an earlier action kept. gives, kept: what it leaves. flags: which gradients were written before, and
     then."""
@@ -186,7 +186,7 @@ class Graph:
     held: list[Any]
     gives: dict[int, Any]
     kept: Any
-    entries: list[Entry]
+    entries: list[GradientEntry]
     flags: tuple[bytes, bytes]
 
     def fits(self, flows: Mapping[int, Any], held: Any) -> bool:
@@ -211,25 +211,25 @@ class Graph:
 
 
 @dataclass
-class Plan:
+class ReplayPlan:
     """The parts of an action, in the order in which they run. params, grads: of which arrays they are views."""
 
     params: Any
     grads: Any
-    parts: list[Part]
+    parts: list[CapturedPart]
 
 
 # -- recordings --------------------------------------------------------------------------------------------------------
 
 
-class Recording:
+class ProgramGraphs:
     """The graphs of one program for batches of one shape. whole: every action was there. stale: buffers have moved."""
 
     def __init__(self, views: Any, refused: dict[tuple[str, str], str]) -> None:
         self.views, self.refused = views, refused
         self.memory = GraphMemory()
         self.whole = self.stale = False
-        self._plans: dict[Action, Plan] = {}
+        self._plans: dict[Action, ReplayPlan] = {}
         self._left: set[tuple[str, int | None, int | None, int]] = set()  # verb, unit, microbatch, node: captured
         self._layers: dict[str, str | None] = {}
 
@@ -297,17 +297,17 @@ class Recording:
 
     def _run(self, action: Action, work: Work) -> None:
         if not self.whole:
-            self._plans[action] = Plan(work.params, work.grads, self._record(action, work))
+            self._plans[action] = ReplayPlan(work.params, work.grads, self._record(action, work))
             return
         plan = self._plans.get(action)
         if plan is None or plan.params is not work.params or plan.grads is not work.grads:
-            self.stale, parts = True, [Part(work, 0, len(work.unit.nodes))]
+            self.stale, parts = True, [CapturedPart(work, 0, len(work.unit.nodes))]
         else:
             parts = plan.parts
         for part in parts:
             self._replay(part, work)
 
-    def _replay(self, part: Part, work: Work) -> None:
+    def _replay(self, part: CapturedPart, work: Work) -> None:
         flows, held = work.of(part), _cut(work.held, part)
         graph = part.graph
         if graph is None or not graph.fits(flows, held):
@@ -318,17 +318,17 @@ class Recording:
         work.give(part, graph.gives)
         work.keep(part, _mapped(graph.kept, _same))
 
-    def _eagerly(self, part: Part, work: Work, flows: dict[int, Any], held: Any) -> None:
+    def _eagerly(self, part: CapturedPart, work: Work, flows: dict[int, Any], held: Any) -> None:
         kept = work.run(part, work.envs[part.start : part.stop], flows, held)
         work.give(part, flows)
         work.keep(part, kept)
 
     # -- the run that is recorded --------------------------------------------------------------------------------------
 
-    def _record(self, action: Action, work: Work) -> list[Part]:
+    def _record(self, action: Action, work: Work) -> list[CapturedPart]:
         """Run the action and capture what is possible: a node that raises in a capture runs as usual, and the rest of
         its part is tried again without it."""
-        done: list[Part] = []
+        done: list[CapturedPart] = []
         count = len(work.unit.nodes)
         order = range(count - 1, -1, -1) if work.backwards else range(count)
         at = 0
@@ -338,7 +338,7 @@ class Recording:
             while end < count and self._capturable(action, work, order[end]) == still:
                 end += 1
             first, last = sorted((order[at], order[end - 1]))
-            part = Part(work, first, last + 1)
+            part = CapturedPart(work, first, last + 1)
             flows, held = work.of(part), _cut(work.held, part)
             if not still:
                 self._eagerly(part, work, flows, held)
@@ -359,7 +359,7 @@ class Recording:
             return False
         return (action.op, node.path) not in self.refused
 
-    def _capture(self, action: Action, part: Part, work: Work, flows: dict[int, Any], held: Any) -> bool:
+    def _capture(self, action: Action, part: CapturedPart, work: Work, flows: dict[int, Any], held: Any) -> bool:
         """Capture and launch a part. If that fails nothing has run: False, its arrays are put back, and the nodes to
         blame are noted. The arrays are held until then, or the next capture might use their memory."""
         memory, entries, before = self.memory, _entries(part.grads), _flags(_entries(part.grads))
@@ -381,7 +381,7 @@ class Recording:
             if work.backwards:
                 work.flows.update(given)
             return False
-        made = part.graph = Graph(graph, takes, copied, wanted, *lasting, entries, (before, _flags(entries)))
+        made = part.graph = CapturedGraph(graph, takes, copied, wanted, *lasting, entries, (before, _flags(entries)))
         made.launch(given)
         work.give(part, gives)
         work.keep(part, kept)
@@ -389,7 +389,7 @@ class Recording:
         self._left.update((verb, action.unit, action.mb, i) for i in range(part.start, part.stop))
         return True
 
-    def _taken(self, part: Part, flows: dict[int, Any]) -> tuple[dict[int, Any], frozenset[int]]:
+    def _taken(self, part: CapturedPart, flows: dict[int, Any]) -> tuple[dict[int, Any], frozenset[int]]:
         """The arrays that the graph reads, by value, and which are copies; those stand in `flows` from then on."""
         takes, copied = {}, []
         for v, array in flows.items():
@@ -406,7 +406,7 @@ class Recording:
             copied.append(v)
         return takes, frozenset(copied)
 
-    def _blame(self, action: Action, part: Part, error: Exception) -> None:
+    def _blame(self, action: Action, part: CapturedPart, error: Exception) -> None:
         """The node that the error names, else all of them."""
         notes = " ".join(getattr(error, "__notes__", ()))
         named = [node.path for node in part.unit.nodes if f"of layer {node.path!r} " in notes]
@@ -418,22 +418,22 @@ class Replay:
     """The recordings of one program."""
 
     def __init__(self) -> None:
-        self.now: Recording | None = None
+        self.now: ProgramGraphs | None = None
         self.refused: dict[tuple[str, str], str] = {}
-        self._recordings: dict[Any, Recording] = {}
+        self._recordings: dict[Any, ProgramGraphs] = {}
         self._before: Any = None
         self._turns = 0
 
-    def begin(self, views: Any, feed: Feed) -> Recording | None:
+    def begin(self, views: Any, feed: Feed) -> ProgramGraphs | None:
         """The recording that this run is captured in, or replayed from; None: it runs as usual."""
         known = {key: one for key, one in self._recordings.items() if one.whole and not one.stale}
         self._recordings = {key: one for key, one in known.items() if one.views is views}
         key = choice.active, feed.training, tuple(None if b is None else _shapes(b.inputs) for b in feed.batch)
-        again, self._before = self._before == key, key
+        repeated, self._before = self._before == key, key
         self.now = self._recordings.get(key)
-        if self.now is None and again and len(self._recordings) < MOST and self._turns < TURNS:
+        if self.now is None and repeated and len(self._recordings) < MOST and self._turns < TURNS:
             self._turns += 1
-            self.now = self._recordings[key] = Recording(views, self.refused)
+            self.now = self._recordings[key] = ProgramGraphs(views, self.refused)
         return self.now
 
     def end(self) -> None:
@@ -441,7 +441,7 @@ class Replay:
         if self.now is not None:
             self.now.whole = True
 
-    def told(self) -> dict[str, str]:
+    def reasons(self) -> dict[str, str]:
         """The layers that are not captured, and why: path of a layer -> reason."""
         return {path: why for (_, path), why in self.refused.items()}
 
@@ -477,7 +477,7 @@ def _same(array: Any) -> Any:
     return array
 
 
-def _cut(held: list[Any] | None, part: Part) -> list[Any] | None:
+def _cut(held: list[Any] | None, part: CapturedPart) -> list[Any] | None:
     """The data kept for these nodes; taken out, so that it lives no longer than they need it."""
     if held is None:
         return None
@@ -486,13 +486,13 @@ def _cut(held: list[Any] | None, part: Part) -> list[Any] | None:
     return mine
 
 
-def _entries(grads: Sequence[Any]) -> list[Entry]:
+def _entries(grads: Sequence[Any]) -> list[GradientEntry]:
     """All gradients of these nodes, each once."""
     found = {id(e): e for g in grads if isinstance(g, Gradients) for e in g.entries.values()}
     return list(found.values())
 
 
-def _flags(entries: Sequence[Entry]) -> bytes:
+def _flags(entries: Sequence[GradientEntry]) -> bytes:
     return bytes(e.flags[e.at] for e in entries)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fsdpx.state.scaler import Scaler
 
-__all__ = ["Mean", "Scale", "Share"]
+__all__ = ["GradientScale", "Mean", "RoundShare"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Scale:
+class GradientScale:
     """The factor of every gradient in the update. norm: global gradient norm before clipping, nan if it was
     not asked for. skip: gradients overflowed, nothing is updated. rate: this step's learning rate. scaler: the loss
     scale from the next step on. gauge: the sums over all parameters that the optimiser asked for."""
@@ -41,7 +41,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Share:
+class RoundShare:
     """own: of what all replicas have trained on in a round, this one's part. loss: mean over the batches of all of them
     in its last step."""
 

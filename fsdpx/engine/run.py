@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpx.comm.communicator import Communicator
-from fsdpx.engine.replay import Recording
+from fsdpx.engine.replay import ProgramGraphs
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
 from fsdpx.nn.cache import Cache
@@ -22,7 +22,7 @@ from fsdpx.state.state import TrainState
 from fsdpx.state.ties import Tie
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["Operation", "Run", "Values", "Worlds", "microbatch_of", "number_of", "words"]
+__all__ = ["Operation", "ProgramRun", "Values", "Worlds", "microbatch_of", "number_of", "words"]
 
 Values = tuple[Any, ...]
 
@@ -37,21 +37,21 @@ class Worlds:
         self._units, self._made = place.layout.units, dict[tuple[bool, bool], tuple[Env, list[list[Env]]]]()
 
     def of(
-        self, training: bool, again: bool, inputs: Sequence[Any], cache: Cache | None = None
+        self, training: bool, recomputing: bool, inputs: Sequence[Any], cache: Cache | None = None
     ) -> tuple[Env, list[list[Env]]]:
         """Of the model as a whole, and of each node of each unit. again: this is a recompute. inputs: of the model."""
         time = time_of(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
             self._root = replace(self._root, time=time, cache=cache)
             self._made.clear()
-        if (training, again) not in self._made:
-            root = replace(self._root, training=training, recomputing=again)
-            self._made[training, again] = root, [[root.at(n.path) for n in u.nodes] for u in self._units]
-        return self._made[training, again]
+        if (training, recomputing) not in self._made:
+            root = replace(self._root, training=training, recomputing=recomputing)
+            self._made[training, recomputing] = root, [[root.at(n.path) for n in u.nodes] for u in self._units]
+        return self._made[training, recomputing]
 
 
 @dataclass
-class Run:
+class ProgramRun:
     """place: what is fixed. feed: what this run was given. ties: by their first page. step, scaler: number of updates
     made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, and the action that
     began them; the run waits for them at its end. recording: of graphs, that this run makes or replays."""
@@ -65,7 +65,7 @@ class Run:
     step: int
     scaler: Scaler
     issue: Callable[[Action, Transfer], None]
-    recording: Recording | None = None
+    recording: ProgramGraphs | None = None
 
     def computed(self, action: Action, body: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for a function of `fsdpx.engine.compute` in this action."""
@@ -108,13 +108,13 @@ class Run:
         """The microbatch that an action is about; None if this rank has no samples in it."""
         return self.feed.batch[microbatch_of(action)]
 
-    def worlds_at(self, batch: Microbatch, again: bool = False) -> tuple[Env, list[list[Env]]]:
+    def worlds_at(self, batch: Microbatch, recomputing: bool = False) -> tuple[Env, list[list[Env]]]:
         """The world at this microbatch, as the loss sees it, and as each node of each unit does."""
         self.worlds.moment.step, self.worlds.moment.row = self.step, batch.row + self.place.first_sample(batch)
-        return self.worlds.of(self.feed.training, again, batch.inputs, self.feed.cache)
+        return self.worlds.of(self.feed.training, recomputing, batch.inputs, self.feed.cache)
 
 
-Operation = Callable[[Run, Action, Values, Values, Values], Values]
+Operation = Callable[[ProgramRun, Action, Values, Values, Values], Values]
 """(run, action, taken, read, added) -> values given, then values added into, all in the order of the table."""
 
 
@@ -129,6 +129,6 @@ def number_of(action: Action) -> int:
     return action.unit
 
 
-def words(run: Run, action: Action) -> str:
+def words(run: ProgramRun, action: Action) -> str:
     """An action and its page as text, for errors."""
     return f"{action} {run.place.name(number_of(action))}"

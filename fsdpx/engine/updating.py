@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdpx.array.sums import exact_sum
 from fsdpx.comm.communicator import DONE, split_evenly
-from fsdpx.engine.results import Share
-from fsdpx.engine.run import Run, Values, number_of, words
+from fsdpx.engine.results import RoundShare
+from fsdpx.engine.run import ProgramRun, Values, number_of, words
 from fsdpx.optim import Segments, rate
 from fsdpx.optim.kept import Kept, kept_of, places
 from fsdpx.program import Action
@@ -18,31 +18,33 @@ from fsdpx.state.transfer import Transfer
 __all__ = ["adopt", "delta", "move", "outer", "share", "update"]
 
 
-def update(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def update(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     p, scale, (master, slots) = number_of(action), read[0], added
     if run.place.imaginary:
         for axis, call, nbytes in run.place.parts_moved(p):
             run.place.axes.counters.add(axis, call, nbytes)
     if not scale.skip:
-        told = {"gauge": scale.gauge} if scale.gauge else {}
-        move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor, **told)
+        gauges = {"gauge": scale.gauge} if scale.gauge else {}
+        move(run, master, taken[0], slots, run.place.segments[p], run.step + 1, scale.rate, scale.factor, **gauges)
     return (master, slots)
 
 
 def move(
-    run: Run, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float,
-    **told: Any,
+    run: ProgramRun, master: Any, gradient: Any, slots: Any, segments: Segments, step: int, lr: float, factor: float,
+    **gauges: Any,
 ) -> None:  # fmt: skip
-    """Run the optimiser on elements of a page. told: what it asked of all parameters."""
+    """Run the optimiser on elements of a page. gauges: the sums over all parameters that it asked for."""
     place = run.place
     with _left_alone(run, place.optimizer, segments, master, slots):
         place.optimizer.update(
-            place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor, **told
+            place.xp, master, gradient, slots, lr=lr, step=step, segments=segments, scale=factor, **gauges
         )
 
 
 @contextmanager
-def _left_alone(run: Run, optimizer: Any, segments: Segments, master: Any, slots: Mapping[str, Any]) -> Iterator[None]:
+def _left_alone(
+    run: ProgramRun, optimizer: Any, segments: Segments, master: Any, slots: Mapping[str, Any]
+) -> Iterator[None]:
     """Keep temporarily frozen parameters as they are: weight decay and momentum need no gradient."""
     forms, frozen = kept_of(optimizer), run.views.frozen
     own = [(master, Kept()), *((array, forms[name]) for name, array in slots.items())] if frozen else []
@@ -58,22 +60,22 @@ def _still(array: Any, form: Kept, segments: Segments, frozen: frozenset[str]) -
     return [array[at] for s, at in own if s.name in frozen]
 
 
-def share(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def share(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """One message with the amount of data each replica has trained on in this round, and its loss."""
     (mean, weights), place, rounds = read, run.place, run.place.rounds
     assert rounds is not None
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & run.outer.deltas)
     replicas = place.axes.mesh.line(place.axes.coordinates, ("replica",))
 
-    def of(rows: list[list[float]]) -> Share:
+    def of(rows: list[list[float]]) -> RoundShare:
         trained, total, weight = (exact_sum([rows[rank][i] for rank in replicas]) for i in range(3))
-        return Share(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))
+        return RoundShare(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))
 
     numbers = [known + mean.shared, mean.total, mean.weight]
     return (place.telling(numbers, "SHARE (samples, loss)", of),)
 
 
-def delta(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def delta(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """outer gradient = reduce-scatter of share (outer parameters - parameters): n - n/R elements per rank."""
     p, place, (master, start, mine), kept = number_of(action), run.place, read, added[0] if added else {}
     buffer, replica = run.workspace.delta(p), place.axes.replica
@@ -92,7 +94,7 @@ def delta(run: Run, action: Action, taken: Values, read: Values, added: Values) 
     return (Transfer(handle, lambda: total), *added)
 
 
-def outer(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def outer(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """One step of the outer optimiser on this replica's part, then outer parameters = all-gather of the parts: n - n/R
     elements per rank."""
     p, place, (gradient,), (whole, slots) = number_of(action), run.place, taken, added
@@ -110,7 +112,7 @@ def outer(run: Run, action: Action, taken: Values, read: Values, added: Values) 
     return (Transfer(handle, lambda: whole), whole, slots)
 
 
-def adopt(run: Run, action: Action, taken: Values, read: Values, added: Values) -> Values:
+def adopt(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
     """parameters = mix parameters + (1 - mix) outer parameters."""
     (found,), (master,), local = taken, added, run.place.options.local
     assert local is not None

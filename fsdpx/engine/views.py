@@ -7,7 +7,7 @@ from typing import Any
 from fsdpx.engine.lines import Stacks
 from fsdpx.layout.pages import Page
 from fsdpx.layout.units import Layout
-from fsdpx.nn.gradients import Entries, Entry, Gradients
+from fsdpx.nn.gradients import Entries, GradientEntry, Gradients
 from fsdpx.nn.layer import Parameters, dotted
 
 __all__ = ["Views"]
@@ -71,7 +71,7 @@ class Views:
             cached = self._params[key] = (tuple(pages), made)  # holding the pages keeps their ids taken
         return cached[1]
 
-    def grads(self, unit: int, pages: Sequence[dict[str, Entry]]) -> list[Gradients]:
+    def grads(self, unit: int, pages: Sequence[dict[str, GradientEntry]]) -> list[Gradients]:
         """Per node of a unit: local name -> gradient, trainable parameters only."""
         key = (unit, *map(id, pages))
         cached = self._grads.get(key)

@@ -147,8 +147,8 @@ def taken_up(argv: Sequence[str] | None, comm: Any) -> tuple[argparse.Namespace,
     args = made.parse_args(argv)
     if args.no_save:
         return args, None
-    again = args.resume or environment.read().restart > 0
-    folder, before = choose("gpt", args.run, again, comm)
+    resumed = args.resume or environment.read().restart > 0
+    folder, before = choose("gpt", args.run, resumed, comm)
     made.set_defaults(**{name: value for name, value in before.items() if name not in PASSING})
     args = made.parse_args(argv)
     if comm.rank == 0:

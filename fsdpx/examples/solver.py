@@ -34,7 +34,7 @@ def network() -> nn.Layer:
     return nn.Chain(nn.Linear(SEEN, 48), nn.Tanh(), nn.Linear(48, 2))
 
 
-class Exchange:
+class PutWindow:
     """A window of each rank that others put arrays into, between two fences. Collective over `world`, mpi4py's."""
 
     def __init__(self, world: Any, elements: int) -> None:
@@ -130,7 +130,7 @@ def flat(values: dict[str, Array]) -> Array:
     return np.concatenate([array.reshape(-1) for array in values.values()])
 
 
-def solve(comm: Any, world: Any, exchange: Exchange, rounds: int) -> tuple[float, float]:
+def solve(comm: Any, world: Any, exchange: PutWindow, rounds: int) -> tuple[float, float]:
     """What the ranks that solve do: how far the field is from the exact one, and the share of small steps it cost."""
     solver, trainers = Solver(comm), range(comm.size, world.size)
     learned = False
@@ -142,7 +142,7 @@ def solve(comm: Any, world: Any, exchange: Exchange, rounds: int) -> tuple[float
     return solver.apart(), solver.small / (rounds * LARGE * SMALL)
 
 
-def learn(comm: Any, world: Any, exchange: Exchange, rounds: int, strategy: str) -> float:
+def learn(comm: Any, world: Any, exchange: PutWindow, rounds: int, strategy: str) -> float:
     """What the ranks that train do; returns the last loss."""
     trainer = network().as_distributed(
         loss=nn.MSE(), optimizer=optim.AdamW(lr=3e-3, weight_decay=0.0), strategy=strategy, comm=comm
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     part = world.Split(int(trains))
     rows = len(np.array_split(np.empty(SAMPLES), args.trainers)[part.rank]) if trains else 0
     size = sum(spec.size for spec in network().specs().values()) + 1
-    exchange = Exchange(world, (SEEN + 2) * rows * solvers if trains else size)
+    exchange = PutWindow(world, (SEEN + 2) * rows * solvers if trains else size)
     found = (
         learn(part, world, exchange, args.rounds, args.strategy)
         if trains

@@ -50,20 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     mine = everyone.rank * args.groups // everyone.size
     group = MPI.COMM_WORLD.Split(mine)  # not everyone.split: its parts make shared memory together, all at once
     found = {rate: trained(group, rate, args) for rate in args.rates[mine :: args.groups]}
-    told = everyone.all_gather_object((mine, found))
+    results = everyone.all_gather_object((mine, found))
     if everyone.rank == 0:
-        show(args, told)
+        show(args, results)
     return 0
 
 
-def show(args: argparse.Namespace, told: list[tuple[int, dict[float, float]]]) -> None:
-    """A line for each rate. told: by rank, its group and the losses by rate of that group."""
-    print(f"{args.groups} groups of {len(told)} ranks, {args.steps} steps each")
+def show(args: argparse.Namespace, results: list[tuple[int, dict[float, float]]]) -> None:
+    """A line for each rate. results: by rank, its group and the losses by rate of that group."""
+    print(f"{args.groups} groups of {len(results)} ranks, {args.steps} steps each")
     print(f"{'rate':>8} {'group':>6} {'ranks':>10} {'validation loss':>16}")
-    losses = {rate: loss for _, found in told for rate, loss in found.items()}
+    losses = {rate: loss for _, found in results for rate, loss in found.items()}
     for n, rate in enumerate(args.rates):
         group = n % args.groups
-        ranks = ",".join(str(rank) for rank, (its, _) in enumerate(told) if its == group)
+        ranks = ",".join(str(rank) for rank, (its, _) in enumerate(results) if its == group)
         print(f"{rate:>8g} {group:>6} {ranks:>10} {losses[rate]:>16.4f}")
     best = min(losses, key=losses.__getitem__)
     print(f"best: {best:g}, {losses[best]:.4f}", flush=True)

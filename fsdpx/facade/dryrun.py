@@ -20,7 +20,7 @@ from fsdpx.nn.layer import Layer
 from fsdpx.program import Action, Program
 from fsdpx.program.stage import Slots
 from fsdpx.shapes.array import Meter, metered
-from fsdpx.state.footprint import Footprint, Part, held
+from fsdpx.state.footprint import Footprint, ProcessBytes, held
 from fsdpx.state.transfer import Transfer
 from fsdpx.trainer.report import Report
 from fsdpx.trainer.trainer import Trainer
@@ -63,14 +63,14 @@ class DryRun:
         largest = max((spec.size for spec in placement.layout.specs.values() if len(spec.shape) > 1), default=0)
         workspace = min(base.workspace, 2 * largest * placement.compute.itemsize)  # both operands, no more
         parts = {
-            "interpreter and libraries": Part(base.own, base.own),
-            "code of libraries": Part(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
-            "MPI": Part(base.mpi, base.mpi),
-            "Python objects of layers": Part(objects, objects),
+            "interpreter and libraries": ProcessBytes(base.own, base.own),
+            "code of libraries": ProcessBytes(base.files + base.mpi_files, (base.files + base.mpi_files) // here),
+            "MPI": ProcessBytes(base.mpi, base.mpi),
+            "Python objects of layers": ProcessBytes(objects, objects),
             **held(self.trainer.engine.state, here),
-            "activations": Part(self.passing, self.passing),
-            "between activations": Part(self.passing // PIECES, self.passing // PIECES),
-            "matrix products": Part(workspace, workspace),
+            "activations": ProcessBytes(self.passing, self.passing),
+            "between activations": ProcessBytes(self.passing // PIECES, self.passing // PIECES),
+            "matrix products": ProcessBytes(workspace, workspace),
         }
         return Footprint({name: part for name, part in parts.items() if part.rss}, here)
 

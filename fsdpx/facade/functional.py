@@ -88,7 +88,7 @@ def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) ->
 
 def _local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
     """The launcher's local rank, known beforehand, if it numbers the ranks of this host; else their order."""
-    here = [(other, said) for other, (host, said) in enumerate(hosts) if host == hosts[rank][0]]
+    here = [(other, reported) for other, (host, reported) in enumerate(hosts) if host == hosts[rank][0]]
     ranks, numbers = zip(*here, strict=True)
     local = numbers if {*numbers} == {*range(len(here))} else range(len(here))
     return int(dict(zip(ranks, local, strict=True))[rank])

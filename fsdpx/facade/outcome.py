@@ -13,16 +13,16 @@ __all__ = ["keep", "result"]
 
 def result(history: History, unit: str) -> str:
     """One line. The rate, in `unit` per second, is that of training alone, without validation and saving."""
-    said = []
+    parts = []
     if history.losses:
         rate = history.seen / history.seconds
-        said = [f"{len(history.losses)} steps", f"{rate:,.0f} {unit}/s", f"training loss {history.losses[-1]:.4f}"]
+        parts = [f"{len(history.losses)} steps", f"{rate:,.0f} {unit}/s", f"training loss {history.losses[-1]:.4f}"]
     if history.validation:
-        said.append(f"validation loss {history.validation[-1][1]:.4f}")
-    return ", ".join(said)
+        parts.append(f"validation loss {history.validation[-1][1]:.4f}")
+    return ", ".join(parts)
 
 
-def keep(trainer: Trainer, history: History, folder: RunFolder, summary: Summary, again: str) -> None:
+def keep(trainer: Trainer, history: History, folder: RunFolder, summary: Summary, resume: str) -> None:
     """The trained model, the curve and the report; rank 0 says where. Collective.
 
     again: the arguments with which the run goes on."""
@@ -37,4 +37,4 @@ def keep(trainer: Trainer, history: History, folder: RunFolder, summary: Summary
             f"run folder: {folder.path}: config.json, metrics.csv, metrics.jsonl, {curve}, report.html, report.txt, "
             "log.txt, checkpoints/, model/"
         )
-        print(f"weights: {folder.model / 'model.safetensors'}; to go on: {again}", flush=True)
+        print(f"weights: {folder.model / 'model.safetensors'}; to go on: {resume}", flush=True)

@@ -9,20 +9,20 @@ import numpy as np
 from fsdpx.errors import ConfigError, DataError, NumericsError
 from fsdpx.generation.sampling import NO_TOKEN, Sampling
 
-__all__ = ["Limits", "Stream", "checked", "is_one", "padded", "window", "write"]
+__all__ = ["Stream", "TextLimits", "checked", "is_one", "padded", "window", "write"]
 
 Stream = Callable[[int, int], Any]
 
 
 @dataclass(frozen=True)
-class Limits:
+class TextLimits:
     """max_new_tokens: of each text. stop: tokens that end a text."""
 
     max_new_tokens: int
     stop: frozenset[int]
 
     @classmethod
-    def of(cls, max_new_tokens: int, stop: int | Collection[int], vocab: int) -> "Limits":
+    def of(cls, max_new_tokens: int, stop: int | Collection[int], vocab: int) -> "TextLimits":
         """ConfigError for what cannot be."""
         if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
             raise ConfigError(f"generate(max_new_tokens={max_new_tokens!r}): it must be a whole number >= 1")
@@ -80,7 +80,7 @@ def write(
     logits: Callable[[list[list[int]]], Iterable[np.ndarray]],
     share: Callable[[np.ndarray], None],
     sampling: Sampling,
-    limits: Limits,
+    limits: TextLimits,
     stream: Stream | None,
 ) -> list[np.ndarray]:
     """The new tokens of each text, which is extended by them.

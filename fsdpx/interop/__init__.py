@@ -39,6 +39,6 @@ def handed_on(model: Layer, comm: Communicator) -> None:
         return
     comm.barrier(what="first values").wait()  # ranks that are threads may share the layers
     for values in found:
-        values.hand_on()
+        values.release()
     gc.collect()  # what PyTorch has made to cut a module holds its parameters, in circles
     give_back()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdpx.interop.described import Layout, dumped, loaded
+from fsdpx.interop.described import ModuleLayout, dumped, loaded
 
 __all__ = ["PATIENCE", "apart"]
 
@@ -29,13 +29,13 @@ QUIET = {"fsdpx watchdog", "fsdpx progress"}
 GIVEN = b"."  # the last byte of a whole result
 
 
-def apart(work: Callable[[], Layout]) -> Layout:
+def apart(work: Callable[[], ModuleLayout]) -> ModuleLayout:
     """work(), done by a child process where that is safe, and here if the child gave no result for whatever reason:
     what went wrong is then raised by the same work in this process."""
     return _by_child(work) or work()
 
 
-def _by_child(work: Callable[[], Layout]) -> Layout | None:
+def _by_child(work: Callable[[], ModuleLayout]) -> ModuleLayout | None:
     others = {thread.name for thread in threading.enumerate() if thread is not threading.current_thread()}
     if not hasattr(os, "fork") or others - QUIET or torch.cuda.is_initialized():
         return None  # another thread may hold a lock that the child would wait for, and CUDA's state is not inherited
@@ -55,7 +55,7 @@ def _by_child(work: Callable[[], Layout]) -> Layout | None:
     return loaded(text[:-1]) if text[-1:] == GIVEN else None
 
 
-def _give(writer: int, work: Callable[[], Layout]) -> Any:
+def _give(writer: int, work: Callable[[], ModuleLayout]) -> Any:
     """The child's life: it ends here, without what Python and libraries do at the end of a process."""
     status = 1
     try:

@@ -19,24 +19,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdpx.errors import ConfigError
 from fsdpx.interop.apart import apart
-from fsdpx.interop.described import At, Graph, Layout, Shapes, Unit, described, value
+from fsdpx.interop.described import At, ModuleLayout, ModuleUnit, OperationGraph, Shapes, described, value
 from fsdpx.interop.module import Differentiated, Module, chosen, values_of
 from fsdpx.interop.operations import Operations
 from fsdpx.interop.recorded import Run
 from fsdpx.interop.surroundings import REPLACED
 from fsdpx.interop.tensors import tensor_of
-from fsdpx.nn.container import Container, Step
+from fsdpx.nn.container import ChildCall, Container
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.layer import Env, Params, Spec, dotted
 
-__all__ = ["Cut", "Part", "cut", "shared"]
+__all__ = ["CutModule", "UnitFunction", "cut", "shared"]
 
 Units = Callable[[str, torch.nn.Module], bool]
 _tracing = threading.Lock()  # PyTorch exports in one thread at a time, and changes the module while it does
 ROOT = "module."
 
 
-class Part(Differentiated):
+class UnitFunction(Differentiated):
     """The operations of one unit of a module.
 
     Parameters
@@ -83,7 +83,7 @@ class Part(Differentiated):
         return run
 
 
-class Cut(Container):
+class CutModule(Container):
     """Layers under the dotted names that they have in the module that they were cut from."""
 
     def _parts(self, arrays: Params) -> Mapping[str, Params]:
@@ -99,10 +99,10 @@ class Cut(Container):
 def cut(
     module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None,
     backend: str | None,
-) -> Cut:  # fmt: skip
+) -> CutModule:  # fmt: skip
     """See `fsdpx.interop.torch.from_torch`."""
 
-    def work() -> Layout:
+    def work() -> ModuleLayout:
         with _tracing:
             return _layout(module, example, units, output)
 
@@ -112,16 +112,16 @@ def cut(
 
 def _layout(
     module: torch.nn.Module, example: Sequence[Any], units: Units | Sequence[str] | None, output: str | int | None
-) -> Layout:
+) -> ModuleLayout:
     modules = dict(module.named_modules())
     plan = _Plan(_exported(module, example, output), modules, _chooser(units, modules))
     found = [plan.unit(segment) for segment in plan.segments()]
-    return Layout(found, [value.name for value in plan.inputs], plan.result.name, plan.borrowed)
+    return ModuleLayout(found, [value.name for value in plan.inputs], plan.result.name, plan.borrowed)
 
 
-def _made(layout: Layout, module: torch.nn.Module, backend: str | None) -> Cut:
+def _made(layout: ModuleLayout, module: torch.nn.Module, backend: str | None) -> CutModule:
     """The layers of a layout. Units that do the same share what they do."""
-    operations, steps = dict[str, Operations](), list[Step]()
+    operations, steps = dict[str, Operations](), list[ChildCall]()
     buffers = dict(module.named_buffers())
     for unit in layout.units:
         if unit.graph is None:
@@ -132,8 +132,8 @@ def _made(layout: Layout, module: torch.nn.Module, backend: str | None) -> Cut:
                 operations[does] = Operations(unit.graph.module(), backend)
             tensors = {local: module.get_parameter(full) for local, full in unit.parameters}
             constants = [buffers[held] if isinstance(held, str) else held for held in unit.constants]
-            layer = Part(operations[does], len(unit.reads), tensors, constants, unit.name, unit.shapes)
-        steps.append(Step(unit.name, layer, tuple(unit.reads), (unit.result,)))
+            layer = UnitFunction(operations[does], len(unit.reads), tensors, constants, unit.name, unit.shapes)
+        steps.append(ChildCall(unit.name, layer, tuple(unit.reads), (unit.result,)))
     made = {dotted(step.name, local) for step in steps for local in step.layer.specs()}
     ties = {alias: name for alias, name in shared(module).items() if {alias, name} <= made}
     for alias, names in layout.borrowed.items():
@@ -141,7 +141,7 @@ def _made(layout: Layout, module: torch.nn.Module, backend: str | None) -> Cut:
         if name is None:
             raise ConfigError(f"{alias!r} is of no unit but of a module around several: choose other units")
         ties[alias] = ties.get(name, name)
-    return Cut(steps, list(layout.inputs), [layout.result], ties)
+    return CutModule(steps, list(layout.inputs), [layout.result], ties)
 
 
 @dataclass
@@ -201,12 +201,12 @@ class _Plan:
         ordered = [s for s in found.values() if s.results]
         return sorted(ordered, key=lambda s: s.nodes[-1])
 
-    def unit(self, segment: _Segment) -> Unit:
+    def unit(self, segment: _Segment) -> ModuleUnit:
         """The layer that a segment is."""
         own = self.modules.get(segment.name)
         if isinstance(own, _BatchNorm):
             norm = next(node for node in segment.nodes if "batch_norm" in str(node.target))
-            return Unit(segment.name, [norm.args[0].name], segment.result.name)
+            return ModuleUnit(segment.name, [norm.args[0].name], segment.result.name)
         needed = self._needed(segment)
         reads = [node for node in needed if self._comes_from_elsewhere(node, segment)]
         if not reads:
@@ -217,11 +217,11 @@ class _Plan:
         named = [(self._local(segment.name, n), self._parameters[n]) for n in parameters]
         held = [self._constants[n] for n in constants]
         names, shapes = [node.name for node in reads], Shapes([value(node) for node in reads], value(segment.result))
-        return Unit(segment.name, names, segment.result.name, named, held, graph, shapes)
+        return ModuleUnit(segment.name, names, segment.result.name, named, held, graph, shapes)
 
     def _graph(
         self, segment: _Segment, needed: Sequence[fx.Node], given: Sequence[fx.Node], reads: Sequence[fx.Node]
-    ) -> Graph:
+    ) -> OperationGraph:
         """What the operations of a segment do with what they are given."""
         made = fx.Graph()
         at = {node: made.placeholder(node.name) for node in given}

@@ -17,7 +17,18 @@ from torch import fx
 
 from fsdpx.interop.replaced import fuse
 
-__all__ = ["At", "Graph", "Layout", "Operation", "Shapes", "Unit", "described", "dumped", "loaded", "value"]
+__all__ = [
+    "At",
+    "ModuleLayout",
+    "ModuleUnit",
+    "Operation",
+    "OperationGraph",
+    "Shapes",
+    "described",
+    "dumped",
+    "loaded",
+    "value",
+]
 
 INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
 
@@ -37,12 +48,12 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Graph:
+class OperationGraph:
     """Operations in order, inputs first. inner: graphs that some of them call, by name. Equal in text if they do the
     same."""
 
     nodes: Sequence[Operation]
-    inner: Mapping[str, Graph] = field(default_factory=dict)
+    inner: Mapping[str, OperationGraph] = field(default_factory=dict)
 
     def module(self) -> fx.GraphModule:
         """As PyTorch runs it."""
@@ -56,7 +67,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Value:
+class TensorValue:
     """What PyTorch's exporter knows of a tensor: sizes that hold for this module alone, as numbers, and others by name,
     the same for all values of a module; the name of its NumPy dtype."""
 
@@ -64,18 +75,18 @@ class Value:
     kind: str
 
 
-def value(node: fx.Node) -> Value:
+def value(node: fx.Node) -> TensorValue:
     tensor = node.meta["val"]
     sizes = [size if isinstance(size, int) else str(size) for size in tensor.shape]
-    return Value(sizes, str(tensor.dtype).removeprefix("torch."))
+    return TensorValue(sizes, str(tensor.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True)
 class Shapes:
     """What a unit reads and gives, in the format of the module."""
 
-    reads: Sequence[Value]
-    result: Value
+    reads: Sequence[TensorValue]
+    result: TensorValue
 
     def of(self, given: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
         """(shape, dtype) of the result for arrays that are given; None if PyTorch has to be asked, which knows more of
@@ -94,7 +105,7 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Unit:
+class ModuleUnit:
     """One layer to be.
 
     name : of the unit in the module
@@ -110,16 +121,16 @@ class Unit:
     result: str
     parameters: Sequence[tuple[str, str]] = ()
     constants: Sequence[str | torch.Tensor] = ()
-    graph: Graph | None = None
+    graph: OperationGraph | None = None
     shapes: Shapes | None = None
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModuleLayout:
     """Units in the order in which they run. inputs, result: of the module. borrowed: parameters of other units that a
     unit reads, name there -> names that they have in the module."""
 
-    units: Sequence[Unit]
+    units: Sequence[ModuleUnit]
     inputs: Sequence[str]
     result: str
     borrowed: Mapping[str, Sequence[str]]
@@ -127,7 +138,7 @@ class Layout:
 
 def described(
     nodes: Sequence[fx.Node], number: Mapping[fx.Node, At], target_of: Callable[[fx.Node], Any], owner: torch.nn.Module
-) -> Graph:
+) -> OperationGraph:
     """The description of nodes of a graph.
 
     Parameters
@@ -137,7 +148,7 @@ def described(
     target_of : what is called in the place of a node's own target
     owner : what inner graphs are attributes of
     """
-    inner, made = dict[str, Graph](), list[Operation]()
+    inner, made = dict[str, OperationGraph](), list[Operation]()
     for node in nodes:
         target = None if node.op in (INPUT, RESULT) else target_of(node)
         if node.op == INNER:
@@ -145,10 +156,10 @@ def described(
             inner[target] = _inner(operator.attrgetter(str(node.target))(owner))
         args, kwargs = (fx.node.map_arg(given, number.__getitem__) for given in (node.args, node.kwargs))
         made.append(Operation(node.op, target, args, kwargs))
-    return Graph(made, inner)
+    return OperationGraph(made, inner)
 
 
-def _inner(module: Any) -> Graph:
+def _inner(module: Any) -> OperationGraph:
     number = {node: At(i) for i, node in enumerate(module.graph.nodes)}
     return described(list(module.graph.nodes), number, lambda node: node.target, module)
 
@@ -172,13 +183,13 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
-def dumped(layout: Layout) -> bytes:
+def dumped(layout: ModuleLayout) -> bytes:
     """For `loaded`; an exception of pickle if something in it cannot go to another process."""
     into = io.BytesIO()
     _Pickler(into, pickle.HIGHEST_PROTOCOL).dump(layout)
     return into.getvalue()
 
 
-def loaded(text: bytes) -> Layout:
-    layout: Layout = _Unpickler(io.BytesIO(text)).load()
+def loaded(text: bytes) -> ModuleLayout:
+    layout: ModuleLayout = _Unpickler(io.BytesIO(text)).load()
     return layout

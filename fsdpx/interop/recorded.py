@@ -26,7 +26,7 @@ class Derivatives:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Source:
     """Where a tensor that backward needs is found again: in parameter `name`, or in kept array number `number`."""
 
     name: str | None
@@ -99,16 +99,16 @@ class Recorded:
         pairs = zip(trained, found[len(edges) :], strict=True)
         return Derivatives(dx, {name: gradient for name, gradient in pairs if gradient is not None})
 
-    def _pack(self, tensor: torch.Tensor) -> _Place:
+    def _pack(self, tensor: torch.Tensor) -> _Source:
         tensor = tensor.detach()
         name = self._owners.get(_memory(tensor))
         if name is not None and self._tensors[name].dtype != tensor.dtype:
             name = None
         if name is None:
             self._held.append(tensor)
-        return _Place(name, len(self._held) - 1, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return _Source(name, len(self._held) - 1, tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
-    def _unpack(self, place: _Place) -> torch.Tensor:
+    def _unpack(self, place: _Source) -> torch.Tensor:
         if place.name is not None:
             return self._tensors[place.name].detach().as_strided(place.size, place.stride, place.offset)
         if self._bare:

@@ -114,10 +114,10 @@ class GlobalNorm(torch.nn.Module):
         if not self.training and env.training:  # this one is held in evaluation, as `eval()` on it has said
             env = Env(env.xp, env.mesh, env.random, training=False)
         affine = (self.weight, self.bias) if self.layer.affine else ()
-        return _Norm.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)
+        return _BatchNormFunction.apply(env, self.layer, x, self.running_mean, self.running_var, *affine)
 
 
-class _Norm(torch.autograd.Function):
+class _BatchNormFunction(torch.autograd.Function):
     """`fsdpx.nn.BatchNorm` for PyTorch's autograd."""
 
     @staticmethod

@@ -13,7 +13,7 @@ from fsdpx.nn.layer import Layer, Spec
 
 __all__ = ["Values", "values_in"]
 
-Again = Callable[[], np.ndarray | None]
+Remade = Callable[[], np.ndarray | None]
 
 
 class Values:
@@ -28,9 +28,9 @@ class Values:
 
     def __init__(
         self, arrays: Mapping[str, np.ndarray], missing: Mapping[str, str] | None = None,
-        again: Mapping[str, Again] | None = None,
+        remade: Mapping[str, Remade] | None = None,
     ) -> None:  # fmt: skip
-        self._held, self._again = dict(arrays), dict(again or {})
+        self._held, self._remade = dict(arrays), dict(remade or {})
         self._names, self.missing = tuple(arrays), dict(missing or {})
 
     def specs(
@@ -53,18 +53,18 @@ class Values:
         if name in self.missing:
             raise ConfigError(f"{name!r} {self.missing[name]}")
         array = self._held.get(name)
-        if array is None and name in self._again:
-            array = self._again[name]()
+        if array is None and name in self._remade:
+            array = self._remade[name]()
         if array is None:
             raise ConfigError(
                 f"{name!r}: the first values of this layer were handed on, and the module that they came from is no "
-                "more; keep the module, or make a layer of it anew"
+                "more; keep the module, or make a new layer of it"
             )
         return array
 
-    def hand_on(self) -> None:
+    def release(self) -> None:
         """All ranks have taken their parts of those that have another owner."""
-        self._held = {name: array for name, array in self._held.items() if name not in self._again}
+        self._held = {name: array for name, array in self._held.items() if name not in self._remade}
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,7 @@ class Arrays(NamedTuple):
     piece: Array
 
 
-class Verb(NamedTuple):
+class TimedVerb(NamedTuple):
     """call: begins it. bus: bytes that each rank must send or receive at least, as a share of the full array, for N
     ranks. raw: the same by mpi4py, for comparison. turns: messages of a call that follow each other."""
 
@@ -101,27 +101,28 @@ def _at_root(comm: Any, array: Array) -> Array | None:
 
 
 VERBS = {
-    "send": Verb(_message, _whole, _raw_message, turns=2),
-    "all_gather": Verb(
+    "send": TimedVerb(_message, _whole, _raw_message, turns=2),
+    "all_gather": TimedVerb(
         lambda c, a: c.all_gather(a.piece, a.common), _others, lambda r, a: r.Allgather(a.piece, a.plain)),
-    "reduce_scatter": Verb(
+    "reduce_scatter": TimedVerb(
         lambda c, a: c.reduce_scatter(a.shared, a.piece), _others,
         lambda r, a: r.Reduce_scatter_block(a.shared, a.piece)),
-    "all_reduce": Verb(lambda c, a: c.all_reduce(a.shared), _twice, lambda r, a: r.Allreduce(_in_place(), a.shared)),
-    "all_reduce ring": Verb(lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _twice),
-    "broadcast": Verb(lambda c, a: c.broadcast(a.shared, 0), _whole, lambda r, a: r.Bcast(a.shared, 0)),
-    "reduce": Verb(
+    "all_reduce": TimedVerb(
+        lambda c, a: c.all_reduce(a.shared), _twice, lambda r, a: r.Allreduce(_in_place(), a.shared)),
+    "all_reduce ring": TimedVerb(lambda c, a: c.all_reduce(a.shared, algorithm="ring"), _twice),
+    "broadcast": TimedVerb(lambda c, a: c.broadcast(a.shared, 0), _whole, lambda r, a: r.Bcast(a.shared, 0)),
+    "reduce": TimedVerb(
         lambda c, a: c.reduce(a.shared, _at_root(c, a.plain), SUM, 0), _whole,
         lambda r, a: r.Reduce(a.shared, _at_root(r, a.plain), root=0)),
-    "gather": Verb(
+    "gather": TimedVerb(
         lambda c, a: c.gather(a.piece, _at_root(c, a.plain), 0), _others,
         lambda r, a: r.Gather(a.piece, _at_root(r, a.plain), 0)),
-    "scatter": Verb(
+    "scatter": TimedVerb(
         lambda c, a: c.scatter(_at_root(c, a.plain), a.piece, 0), _others,
         lambda r, a: r.Scatter(_at_root(r, a.plain), a.piece, 0)),
-    "all_to_all": Verb(
+    "all_to_all": TimedVerb(
         lambda c, a: c.all_to_all(a.shared, a.plain), _others, lambda r, a: r.Alltoall(a.shared, a.plain)),
-    "barrier": Verb(lambda c, a: c.barrier(), _nothing, lambda r, a: r.Barrier()),
+    "barrier": TimedVerb(lambda c, a: c.barrier(), _nothing, lambda r, a: r.Barrier()),
 }  # fmt: skip
 
 
@@ -152,7 +153,7 @@ def bench(args: argparse.Namespace) -> int:
         if missing:
             raise LaunchError(f"--plot {args.plot}: {missing}")
         if comm.size == 1:
-            raise LaunchError("one rank has nobody to speak to: mpiexec -n 2 python -m fsdpx bench comm")
+            raise LaunchError("one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm")
         report = measure(comm, sizes, verbs, args.seconds)
         if comm.rank == 0:
             print(_text(report))
@@ -182,12 +183,14 @@ def measure(
     sizes: bytes of the full array, rounded up so that each rank has equally many elements. seconds: for each row."""
     names: list[str] = comm.all_gather_object(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
-    room = _Room(comm, max(sizes) + 4 * comm.size)
-    levels = [_level(name, group, room, sizes, verbs, seconds) for name, group in _groups(comm, hosts)]
-    said = [level for level in levels if level is not None]
-    room.release()
-    everyone: list[list[dict[str, Any]]] = comm.all_gather_object(said)
-    in_order = sorted((one for told in everyone for one in told), key=lambda one: LEVELS.index(one["level"]))
+    buffers = _Buffers(comm, max(sizes) + 4 * comm.size)
+    levels = [_level(name, group, buffers, sizes, verbs, seconds) for name, group in _groups(comm, hosts)]
+    lines = [level for level in levels if level is not None]
+    buffers.release()
+    everyone: list[list[dict[str, Any]]] = comm.all_gather_object(lines)
+    in_order = sorted(
+        (one for level_list in everyone for one in level_list), key=lambda one: LEVELS.index(one["level"])
+    )
     return {
         "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": backend_name(), "library": _library(),
         "levels": in_order,
@@ -205,7 +208,7 @@ def _groups(comm: Communicator, hosts: dict[str, list[int]]) -> Iterator[tuple[s
     yield LEVELS[2], comm
 
 
-class _Room:
+class _Buffers:
     """Memory for the largest size, placed as the engine would place it: in windows, if ranks of a host share memory."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
@@ -228,7 +231,7 @@ class _Room:
 
 
 def _level(
-    name: str, comm: Communicator | None, room: _Room, sizes: Sequence[int], verbs: Sequence[str], seconds: float
+    name: str, comm: Communicator | None, buffers: _Buffers, sizes: Sequence[int], verbs: Sequence[str], seconds: float
 ) -> dict[str, Any] | None:
     """The measurements of a group of ranks; None except on its first rank."""
     if comm is None:
@@ -237,7 +240,7 @@ def _level(
     for verb in verbs:
         for size in sizes if verb != "barrier" else (0,):
             elements = comm.size * max(math.ceil(size / (4 * comm.size)), 1)
-            rows.append(_row(verb, comm, room.arrays(elements, comm.size), seconds))
+            rows.append(_row(verb, comm, buffers.arrays(elements, comm.size), seconds))
     if comm.rank:
         return None
     sends = [row for row in rows if row["verb"] == "send"]
@@ -318,18 +321,18 @@ def _text(report: dict[str, Any]) -> str:
     """For people: a table per level, and what its columns mean."""
     hosts = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in report["hosts"].items())
     by = f"{report['backend']}, {report['library']}" if report["library"] else report["backend"]
-    said = [f"{by}; {hosts}"]
+    lines = [f"{by}; {hosts}"]
     for level in report["levels"]:
         where = f" of {level['host']}" if level["level"] == LEVELS[0] else ""
-        said.append(f"\n{level['level']}{where}, {level['ranks']} ranks{_link(level)}")
+        lines.append(f"\n{level['level']}{where}, {level['ranks']} ranks{_link(level)}")
         rows = [("verb", "bytes", "us", "GB/s", "bus GB/s", "raw MPI us", "by")]
         for row in level["rows"]:
             raw = "" if row["raw_seconds"] is None else f"{1e6 * row['raw_seconds']:.1f}"
             rates = (f"{1e-9 * row[name]:.3f}" if row["bytes"] else "" for name in ("bandwidth", "bus_bandwidth"))
             rows.append((row["verb"], f"{row['bytes']:,}", f"{1e6 * row['seconds']:.1f}", *rates, raw, row["by"]))
-        said.append(table(rows))
-    said.append("\nfloat32; bytes of the full array; the slowest rank's time in the median of blocks of calls")
-    return "\n".join(said)
+        lines.append(table(rows))
+    lines.append("\nfloat32; bytes of the full array; the slowest rank's time in the median of blocks of calls")
+    return "\n".join(lines)
 
 
 def _link(level: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from fsdpx.nn import models
 from fsdpx.nn.sort import infer, sort
 from fsdpx.shapes import ShapeArray
 
-__all__ = ["CATALOG", "Entry", "entry"]
+__all__ = ["CATALOG", "CatalogModel", "entry"]
 
 _WHOLE = "wants whole numbers"
 """Words in the error of a layer that takes no real numbers, such as Embedding."""
@@ -24,7 +24,7 @@ _BATCH = re.compile(r"(\d+(?:x\d+)*)(?::(\w+))?")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CatalogModel:
     """A model with everything that a step of it needs.
 
     about: one line that describes it. model: a function that makes it. x, y: functions from n to the (shape, dtype) of
@@ -38,30 +38,30 @@ class Entry:
     batch: int
 
 
-def _text(size: str) -> Entry:
+def _text(size: str) -> CatalogModel:
     s = models.SIZES[size]
     about = f"GPT, {s.n_layers} blocks of width {s.d_model}, {s.n_heads} heads, {s.seq_len} bytes of context"
 
     def tokens(n: int) -> tuple[tuple[int, int], str]:
         return (n, s.seq_len), "int64"
 
-    return Entry(about, lambda: models.gpt(size), nn.CrossEntropy(), tokens, tokens, 16)
+    return CatalogModel(about, lambda: models.gpt(size), nn.CrossEntropy(), tokens, tokens, 16)
 
 
-def _mlp(layers: int, width: int, batch: int, activation: bool, about: str) -> Entry:
+def _mlp(layers: int, width: int, batch: int, activation: bool, about: str) -> CatalogModel:
     def rows(n: int) -> tuple[tuple[int, int], str]:
         return (n, width), "float32"
 
-    return Entry(about, lambda: models.mlp(layers, width, activation), nn.MSE(), rows, rows, batch)
+    return CatalogModel(about, lambda: models.mlp(layers, width, activation), nn.MSE(), rows, rows, batch)
 
 
-CATALOG: dict[str, Entry] = {
+CATALOG: dict[str, CatalogModel] = {
     "gpt-tiny": _text("tiny"),
     "gpt-small": _text("small"),
     "gpt-medium": _text("medium"),
     "mlp": _mlp(24, 1024, 256, True, "24 x Linear(1024, 1024) + GELU"),
     "many": _mlp(1000, 32, 64, False, "1,000 x Linear(32, 32)"),
-    "digits": Entry(
+    "digits": CatalogModel(
         "a small convolutional network on drawn digits",
         models.digits,
         nn.CrossEntropy(),
@@ -72,7 +72,7 @@ CATALOG: dict[str, Entry] = {
 }
 
 
-def entry(name: str, batch: str | None = None) -> Entry:
+def entry(name: str, batch: str | None = None) -> CatalogModel:
     """A model of the catalog, or of the user, "module:name": a layer, a function that makes one, or one that makes a
     layer and its loss. batch: samples, of a user's model with the shape of each: "8x1024", or "8x1024:int64"."""
     if ":" in name:
@@ -89,7 +89,7 @@ def entry(name: str, batch: str | None = None) -> Entry:
     return replace(found, batch=int(batch))
 
 
-def _own(name: str, batch: str | None) -> Entry:
+def _own(name: str, batch: str | None) -> CatalogModel:
     """By default inputs are whole numbers where real ones do not fit, and the loss is CrossEntropy there, else MSE."""
     made = _made(name)
     match = _BATCH.fullmatch(batch or "")
@@ -104,7 +104,7 @@ def _own(name: str, batch: str | None) -> Entry:
     labels = isinstance(loss, nn.CrossEntropy)
     target = output[1 : -1 if labels else None], "int64" if labels else "float32"
     about = f"{model.__class__.__name__}, samples of {'x'.join(map(str, dims[1:])) or 1} {dtype}, {loss!r}"
-    return Entry(
+    return CatalogModel(
         about, lambda: model, loss, lambda n: ((n, *dims[1:]), dtype), lambda n: ((n, *target[0]), target[1]), dims[0]
     )
 

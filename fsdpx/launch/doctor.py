@@ -32,7 +32,7 @@ from fsdpx.launch import found
 from fsdpx.state.tables import bytes_text
 from fsdpx.version import __version__
 
-__all__ = ["Told", "Way", "diagnose", "doctor", "warnings_of", "ways_of"]
+__all__ = ["RankFacts", "Way", "diagnose", "doctor", "warnings_of", "ways_of"]
 
 PACKAGES = ("numpy", "numba", "ml_dtypes", "mpi4py", "cupy", "torch")
 SIZES = (8 << 10, 4 << 20)
@@ -41,7 +41,7 @@ LITTLE = 64 << 20
 """Bytes of free shared memory that windows for training soon exceed: Docker's default."""
 
 
-class Told(NamedTuple):
+class RankFacts(NamedTuple):
     """A rank's description of itself. cores: those it may run on. free: bytes of shared memory. locked, files: bytes it
     may lock, files it may open; None: no limit. gpus: that CuPy sees. driver: whether the host has NVIDIA's."""
 
@@ -79,33 +79,33 @@ def doctor(args: argparse.Namespace) -> int:
 
 def diagnose(comm: Communicator) -> dict[str, Any]:
     """The findings by topic, as `--json` prints them. Collective."""
-    told: list[Told] = comm.all_gather_object(_told())
+    facts: list[RankFacts] = comm.all_gather_object(_rank_facts())
     speed = [_timed(comm, nbytes) for nbytes in SIZES]
     mpi = _mpi(comm)
     seats, why_not = _gpus(comm)
     awareness = _awareness(comm, seats is not None) if mpi else None
     sharing = [] if seats is None else devices.shared(seats)
-    ways, warnings = ways_of(comm, told, mpi, awareness, sharing), warnings_of(told, mpi, sharing)
+    ways, warnings = ways_of(comm, facts, mpi, awareness, sharing), warnings_of(facts, mpi, sharing)
     if seats is not None and comm.size > 1:
         ways.append(_from_gpu_to_gpu(comm, seats))
-    hosts = list(dict.fromkeys(one.host for one in told))
+    hosts = list(dict.fromkeys(one.host for one in facts))
     return {
-        "healthy": not any(row["wrong_ranks"] for row in speed) and not (why_not and any(one.gpus for one in told)),
-        "versions": {"fsdpx": __version__, "python": platform.python_version(), **told[0].versions},
+        "healthy": not any(row["wrong_ranks"] for row in speed) and not (why_not and any(one.gpus for one in facts)),
+        "versions": {"fsdpx": __version__, "python": platform.python_version(), **facts[0].versions},
         "mpi": mpi,
         "launcher": found.launcher(),
         "ranks": comm.size,
-        "hosts": {host: [rank for rank, one in enumerate(told) if one.host == host] for host in hosts},
-        "binding": _binding(told),
-        "cores": [list(one.cores) for one in told],
-        "threads": [one.threads for one in told],
+        "hosts": {host: [rank for rank, one in enumerate(facts) if one.host == host] for host in hosts},
+        "binding": _binding(facts),
+        "cores": [list(one.cores) for one in facts],
+        "threads": [one.threads for one in facts],
         "devices": why_not or [seat._asdict() for seat in seats or []],
         "attention": None if seats is None else attention.library().words,
         "gpu_awareness": None if awareness is None else awareness._asdict(),
         "limits": [
             {"host": one.host, "shared_memory_free": one.free, "locked_memory": one.locked, "open_files": one.files,
              "cache": one.cache, "cache_writable": one.writable}
-            for one in (next(o for o in told if o.host == host) for host in hosts)
+            for one in (next(o for o in facts if o.host == host) for host in hosts)
         ],
         "transports": [way._asdict() for way in ways],
         "all_reduce": speed,
@@ -113,14 +113,14 @@ def diagnose(comm: Communicator) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _told() -> Told:
+def _rank_facts() -> RankFacts:
     settings = environment.read()
     try:
         gpus = seen()
     except ConfigError:
         gpus = ()
     affinity = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    return Told(
+    return RankFacts(
         platform.node(), {name: _version(name) for name in PACKAGES}, affinity, parallel.threads(),
         found.free_shared(), *_limits(), str(settings.cache), _writable(settings), gpus,
         os.path.exists("/dev/nvidiactl"),
@@ -200,13 +200,13 @@ def _awareness(comm: Communicator, gpus: bool) -> aware.Awareness:
     """Whether MPI takes arrays of GPUs; where there are none, what it says of itself."""
     found = None
     if comm.rank == 0:
-        said = tuple(text for _, text in aware.claims())
-        found = aware.awareness(environment.gpu_aware_mpi()) if gpus else aware.Awareness(False, ("no GPU", *said))
+        notes = tuple(text for _, text in aware.claims())
+        found = aware.awareness(environment.gpu_aware_mpi()) if gpus else aware.Awareness(False, ("no GPU", *notes))
     return comm.all_gather_object(found)[0]
 
 
 def ways_of(
-    comm: Communicator, told: Sequence[Told], mpi: dict[str, Any] | None, awareness: aware.Awareness | None,
+    comm: Communicator, facts: Sequence[RankFacts], mpi: dict[str, Any] | None, awareness: aware.Awareness | None,
     sharing: Sequence[Sequence[int]],
 ) -> list[Way]:  # fmt: skip
     """The transports with their evidence; for each kind of array one is chosen, the one that `distribute` takes."""
@@ -226,12 +226,12 @@ def ways_of(
         Way("gloo", "host", name == "gloo", f"PyTorch {found.version('torch')}", name == "gloo" and not windows),
         Way("local", "host", name == "local", "one rank by itself, or threads of fsdpx.spawn", name == "local"),
     ]
-    gpus = all(one.gpus for one in told)
+    gpus = all(one.gpus for one in facts)
     direct = awareness is not None and awareness.able
     evidence = "; ".join(awareness.evidence) if awareness else no_mpi
     ways.append(Way("MPI on GPU memory", "gpu", gpus and direct, evidence, gpus and direct))
     ways.append(Way("nccl", "gpu", *_nccl(gpus, mpi is not None, sharing)))
-    staged = f"always possible; above {bytes_text(CHUNK)} in chunks" if gpus else _no_gpu(told)
+    staged = f"always possible; above {bytes_text(CHUNK)} in chunks" if gpus else _no_gpu(facts)
     ways.append(Way("staged through the host", "gpu", gpus, staged, gpus and not direct))
     return ways
 
@@ -241,8 +241,10 @@ def _from_gpu_to_gpu(comm: Communicator, seats: Sequence[devices.Seat]) -> Way:
     taken(seats[comm.rank].gpu)
     found, asked = ipc.reach(comm), environment.cuda_ipc()
     able = any(found.ranks)
-    said = ("taken with FSDPX_CUDA_IPC=1",) if able and not asked else ()
-    return Way("CUDA IPC between processes of a host", "gpu", able, "; ".join((*found.evidence, *said)), able and asked)
+    notes = ("taken with FSDPX_CUDA_IPC=1",) if able and not asked else ()
+    return Way(
+        "CUDA IPC between processes of a host", "gpu", able, "; ".join((*found.evidence, *notes)), able and asked
+    )
 
 
 def _nccl(gpus: bool, mpi: bool, sharing: Sequence[Sequence[int]]) -> tuple[bool, str]:
@@ -255,50 +257,50 @@ def _nccl(gpus: bool, mpi: bool, sharing: Sequence[Sequence[int]]) -> tuple[bool
     return mpi, "taken with backend='nccl'" if mpi else "its ranks meet through MPI, which did not start these"
 
 
-def _no_gpu(told: Sequence[Told]) -> str:
-    ranks = [rank for rank, one in enumerate(told) if not one.gpus]
+def _no_gpu(facts: Sequence[RankFacts]) -> str:
+    ranks = [rank for rank, one in enumerate(facts) if not one.gpus]
     return f"no GPU on {ranks_text(ranks)}: CuPy {found.cupy()[0]}"
 
 
-def warnings_of(told: Sequence[Told], mpi: dict[str, Any] | None, sharing: Sequence[Sequence[int]]) -> list[str]:
+def warnings_of(facts: Sequence[RankFacts], mpi: dict[str, Any] | None, sharing: Sequence[Sequence[int]]) -> list[str]:
     """Likely problems, each with its remedy."""
-    said = []
-    for host in dict.fromkeys(one.host for one in told):
-        here = [one for one in told if one.host == host]
+    notes = []
+    for host in dict.fromkeys(one.host for one in facts):
+        here = [one for one in facts if one.host == host]
         running, able = sum(one.threads for one in here), len({core for one in here for core in one.cores})
         if able and running > able:
-            said.append(f"{host}: {running} threads of {len(here)} ranks on {able} cores: set OMP_NUM_THREADS to "
+            notes.append(f"{host}: {running} threads of {len(here)} ranks on {able} cores: set OMP_NUM_THREADS to "
                         f"{max(able // len(here), 1)}, or start at most {able} ranks")  # fmt: skip
         free = here[0].free
         if free is not None and free < LITTLE and len(here) > 1:
-            said.append(
+            notes.append(
                 f"{host}: {bytes_text(free)} of shared memory are free: docker run --shm-size=8g, or FSDPX_NODE=0"
             )
         if here[0].driver and not here[0].gpus:
-            said.append(f"{host} has an NVIDIA driver, but CuPy sees no GPU: pip install 'fsdpx[cuda13]', and look at "
+            notes.append(f"{host} has an NVIDIA driver, but CuPy sees no GPU: pip install 'fsdpx[cuda13]', and look at "
                         "CUDA_VISIBLE_DEVICES")  # fmt: skip
-    for rank, one in enumerate(told):
-        if one.versions != told[0].versions:
-            names = ", ".join(f"{n} {v}" for n, v in one.versions.items() if v != told[0].versions[n])
-            said.append(f"rank {rank} on {one.host} has {names}, rank 0 has other versions: use one environment")
+    for rank, one in enumerate(facts):
+        if one.versions != facts[0].versions:
+            names = ", ".join(f"{n} {v}" for n, v in one.versions.items() if v != facts[0].versions[n])
+            notes.append(f"rank {rank} on {one.host} has {names}, rank 0 has other versions: use one environment")
         if not one.writable:
-            said.append(
-                f"rank {rank} on {one.host} cannot write {one.cache}: set FSDPX_CACHE, else each job compiles anew"
+            notes.append(
+                f"rank {rank} on {one.host} cannot write {one.cache}: set FSDPX_CACHE, else each job compiles again"
             )
-    if told[0].versions["numba"] == "not installed":
-        said.append("Numba is not installed: kernels are several times slower; pip install numba")
+    if facts[0].versions["numba"] == "not installed":
+        notes.append("Numba is not installed: kernels are several times slower; pip install numba")
     if mpi is not None and mpi["threads"] != "MULTIPLE":
-        said.append(f"MPI's thread level is {mpi['threads']}: transfers move between actions only (progress='loop')")
-    said += [
+        notes.append(f"MPI's thread level is {mpi['threads']}: transfers move between actions only (progress='loop')")
+    notes += [
         f"{ranks_text(ranks)} share a GPU: start one rank per GPU, or name them by device_map" for ranks in sharing
     ]
-    return said
+    return notes
 
 
-def _binding(told: Sequence[Told]) -> str:
+def _binding(facts: Sequence[RankFacts]) -> str:
     """Whether the launcher gave each rank cores of its own."""
-    for host in dict.fromkeys(one.host for one in told):
-        sets = [set(one.cores) for one in told if one.host == host]
+    for host in dict.fromkeys(one.host for one in facts):
+        sets = [set(one.cores) for one in facts if one.host == host]
         if len(sets) > 1 and sum(map(len, sets)) > len(set().union(*sets)):
             return "ranks of a host may run on the same cores"
     return "each rank has cores of its own"

@@ -21,7 +21,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--prompt", required=True, help="the text to go on with")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the most likely token")
-    p.add_argument("--top-k", type=int, help="draw from so many of the most likely tokens only")
+    p.add_argument("--top-k", type=int, help="draw only from this many of the most likely tokens")
     p.add_argument("--top-p", type=float, help="draw from the fewest most likely tokens of this probability")
     p.add_argument(
         "--repetition-penalty", type=float, default=1.0, help="above 1: tokens of the text become less likely"

@@ -36,13 +36,13 @@ def main(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="fsdpx-meet-") as folder:
         started: list[subprocess.Popen[bytes]] = []
 
-        def hand_on(number: int, frame: FrameType | None) -> None:
+        def forward(number: int, frame: FrameType | None) -> None:
             for rank in started:
                 with suppress(OSError):
                     rank.send_signal(number)
 
         for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGUSR1", signal.SIGTERM)):
-            signal.signal(number, hand_on)
+            signal.signal(number, forward)
         for rank in range(ranks):
             started.append(subprocess.Popen(command, env=_variables(rank, ranks, Path(folder, "store"))))
         return _wait(started)

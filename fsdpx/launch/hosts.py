@@ -11,14 +11,14 @@ from pathlib import Path
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["Host", "look_up", "read_hosts", "room", "share", "write_hosts"]
+__all__ = ["HostSlots", "look_up", "read_hosts", "share", "slots_of", "write_hosts"]
 
 _LINE = re.compile(r"(?P<name>[\w.-]+)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
 
 
 @dataclass(frozen=True)
-class Host:
+class HostSlots:
     """slots: how many ranks it takes, None if nothing says so. line: where the file names it first."""
 
     name: str
@@ -26,7 +26,7 @@ class Host:
     line: int = 0
 
 
-def read_hosts(path: Path) -> list[Host]:
+def read_hosts(path: Path) -> list[HostSlots]:
     """The hosts of a file in its order; LaunchError names a line that is not a host.
 
     A host on several lines has the sum of their slots, one for each line without a number, as in the node files of
@@ -35,7 +35,7 @@ def read_hosts(path: Path) -> list[Host]:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"the hostfile {path} cannot be read: {getattr(error, 'strerror', error)}") from None
-    found: dict[str, Host] = {}
+    found: dict[str, HostSlots] = {}
     for number, text in enumerate(lines, 1):
         line = text.partition("#")[0].strip()
         match = _LINE.fullmatch(line)
@@ -45,15 +45,15 @@ def read_hosts(path: Path) -> list[Host]:
             known, slots = found.get(match["name"]), match["slots"] and int(match["slots"])
             if known is not None:
                 slots = (known.slots or 1) + (slots or 1)
-            found[match["name"]] = Host(match["name"], slots or None, known.line if known else number)
+            found[match["name"]] = HostSlots(match["name"], slots or None, known.line if known else number)
     if not found:
         raise LaunchError(f"the hostfile {path} names no host: {_FORMS}")
     if any(host.slots for host in found.values()):
-        return [Host(host.name, host.slots or 1, host.line) for host in found.values()]
+        return [HostSlots(host.name, host.slots or 1, host.line) for host in found.values()]
     return list(found.values())
 
 
-def share(hosts: Sequence[Host], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
+def share(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[tuple[str, int]]:
     """(host, its ranks), host after host; LaunchError if there are more ranks than slots."""
     if config.nodes is not None and len(hosts) < config.nodes:
         raise LaunchError(f"nodes={config.nodes}: {config.hostfile} names {_count(len(hosts), 'host')}")
@@ -74,19 +74,19 @@ def share(hosts: Sequence[Host], config: LaunchConfig, ranks: int) -> list[tuple
     return shared
 
 
-def room(hosts: Sequence[Host], config: LaunchConfig, ranks: int) -> int:
+def slots_of(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:
     """How many of the ranks find a slot; all of them, on hosts without a number of slots."""
     most = config.per_node or ranks
     return min(sum(min(host.slots or most, most) for host in hosts[: config.nodes]), ranks)
 
 
-def write_hosts(hosts: Sequence[Host], path: Path) -> Path:
+def write_hosts(hosts: Sequence[HostSlots], path: Path) -> Path:
     """A hostfile of ours."""
     path.write_text("".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts))
     return path
 
 
-def look_up(hosts: Sequence[Host], path: Path) -> None:
+def look_up(hosts: Sequence[HostSlots], path: Path) -> None:
     """LaunchError if the address of a host is unknown: a launcher would wait for it, or report that over many lines."""
     for host in hosts:
         try:

@@ -42,13 +42,13 @@ def join(folder: Path, ranks: int, seconds: float) -> str:
                     "of its ranks on the launcher's host saves when it is asked to stop (fit(..., checkpoints=...))"
                 )
             time.sleep(0.1)
-        said = answer.read_text()
+        reply = answer.read_text()
     finally:
         for file in (asks, answer):
             file.unlink(missing_ok=True)
-    if said.startswith(_NO):
-        raise LaunchError(f"--join {folder}: {said.removeprefix(_NO)}")
-    return said
+    if reply.startswith(_NO):
+        raise LaunchError(f"--join {folder}: {reply.removeprefix(_NO)}")
+    return reply
 
 
 class Guests:

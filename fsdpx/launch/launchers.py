@@ -16,7 +16,7 @@ from pathlib import Path
 from fsdpx import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch.here import starter
-from fsdpx.launch.hosts import Host, read_hosts, share
+from fsdpx.launch.hosts import HostSlots, read_hosts, share
 from fsdpx.launch.library import library
 from fsdpx.launch.options import LaunchConfig
 
@@ -141,7 +141,7 @@ def command(found: Found, config: LaunchConfig, ranks: int, program: Sequence[st
     return [*found.words, *options, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *program]
 
 
-def answering(found: Found, hosts: Sequence[Host], seconds: float = 15.0) -> list[Host]:
+def answering(found: Found, hosts: Sequence[HostSlots], seconds: float = 15.0) -> list[HostSlots]:
     """The hosts on which the launcher can start a process within `seconds`; all, where it is not known how to name
     hosts to it."""
     kind = found.kind

@@ -25,14 +25,14 @@ from fsdpx.comm.start import late, lives, ours, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.batch import sbatch
 from fsdpx.launch.deaths import Deaths
-from fsdpx.launch.hosts import look_up, read_hosts, room, write_hosts
+from fsdpx.launch.hosts import look_up, read_hosts, slots_of, write_hosts
 from fsdpx.launch.join import Guests, join
 from fsdpx.launch.launchers import Found, answering, command, find
 from fsdpx.launch.logs import Follower, ask
 from fsdpx.launch.notes import Note, read_notes
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.launch.rank import end_with_parent
-from fsdpx.watch.flight import Flight, log, read_all
+from fsdpx.watch.flight import FlightRecord, log, read_all
 from fsdpx.watch.leaving import LEFT
 from fsdpx.watch.preempt import PREEMPTED
 from fsdpx.watch.watchdog import HUNG
@@ -163,8 +163,8 @@ def run(config: LaunchConfig, program: Sequence[str], variables: Mapping[str, st
             reason, seconds = decide(plan, ending)
             if seconds is None or signals.received:
                 break
-            again = f"restart {plan.restarts + 1} of {plan.max_restarts} in {seconds:g} s"
-            _log(f"{ending.text}; {'they go on' if ending.kind == 'joined' else again}: {reason}")
+            restart = f"restart {plan.restarts + 1} of {plan.max_restarts} in {seconds:g} s"
+            _log(f"{ending.text}; {'they go on' if ending.kind == 'joined' else restart}: {reason}")
             if signals.wait(seconds):
                 break
     guests.close()
@@ -186,7 +186,7 @@ def _on_hosts_left(job: Job, plan: RestartPlan, folder: Path) -> tuple[Job, int]
     hosts = read_hosts(config.hostfile)
     left = answering(job.found, hosts)
     gone = [host.name for host in hosts if host not in left]
-    ranks = room(left, config, plan.ranks)
+    ranks = slots_of(left, config, plan.ranks)
     if not gone or ranks < plan.min_ranks:
         return job, plan.ranks
     _log(f"{', '.join(gone)} cannot be reached: {ranks} ranks on {', '.join(host.name for host in left)}")
@@ -286,10 +286,10 @@ def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, gu
     return ending
 
 
-def _flights(folder: Path, notes: dict[int, Note]) -> dict[int, Flight]:
+def _flights(folder: Path, notes: dict[int, Note]) -> dict[int, FlightRecord]:
     """The flight records by the rank that a process was started as; survivors of a death have other ranks later."""
     started = {(note.host, note.process): note.rank for note in notes.values()}
-    found: dict[int, Flight] = {}
+    found: dict[int, FlightRecord] = {}
     for flown in sorted(folder.glob("flight-*/"), key=lambda path: path.stat().st_mtime):
         for flight in read_all(flown).values():
             rank = started.get((flight.host, flight.process), flight.rank)
@@ -298,7 +298,7 @@ def _flights(folder: Path, notes: dict[int, Note]) -> dict[int, Flight]:
 
 
 def _ending(
-    status: int, notes: dict[int, Note], flights: dict[int, Flight], deaths: list[int], elastic: bool = False
+    status: int, notes: dict[int, Note], flights: dict[int, FlightRecord], deaths: list[int], elastic: bool = False
 ) -> Ending:
     """How the job ended, from the launcher's status, the ranks' notes and records, and the order of their deaths.
 
@@ -349,7 +349,7 @@ def _before_the_start(notes: dict[int, Note], ended: list[int], waited: set[int]
 
 
 def _death(
-    status: int, notes: dict[int, Note], flights: dict[int, Flight], deaths: list[int], step: int | None
+    status: int, notes: dict[int, Note], flights: dict[int, FlightRecord], deaths: list[int], step: int | None
 ) -> Ending:
     """How a job ended that the death of a rank has ended."""
     more = "; with it and others parts of the state" if any(n.error == "StateLost" for n in notes.values()) else ""

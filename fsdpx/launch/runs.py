@@ -31,12 +31,12 @@ def runs(args: argparse.Namespace) -> int:
 def _list(folders: list[RunFolder]) -> str:
     rows: list[tuple[str, ...]] = [("run", "begun", "ranks", "steps", "loss", "validation", "rate", "ended")]
     for folder in folders:
-        config, metrics = folder.told("config.json"), folder.metrics()
+        config, metrics = folder.read_json("config.json"), folder.metrics()
         last = {name: row[name] for row in metrics for name in row}
         best = min((row["validation_loss"] for row in metrics if "validation_loss" in row), default=None)
         rates = [row["rate"] for row in metrics if "rate" in row][1:]
         rate = sorted(rates)[len(rates) // 2] if rates else None
-        ended = "ended" in folder.told("report.json")
+        ended = "ended" in folder.read_json("report.json")
         rows.append(
             (
                 folder.path.name, str(config.get("begun", "")), str(config.get("ranks", "")), str(last.get("step", 0)),
@@ -53,7 +53,7 @@ def _number(value: float | None) -> str:
 
 def _differences(folders: list[RunFolder]) -> str:
     """The arguments that are not the same in all."""
-    given: list[dict[str, Any]] = [{"ranks": f.told("config.json").get("ranks"), **f.arguments()} for f in folders]
+    given: list[dict[str, Any]] = [{"ranks": f.read_json("config.json").get("ranks"), **f.arguments()} for f in folders]
     names = [n for n in dict.fromkeys(n for one in given for n in one) if len({str(one.get(n)) for one in given}) > 1]
     rows = [("differ in", *(folder.path.name for folder in folders))]
     rows += [(name, *(str(one.get(name, "")) for one in given)) for name in names]

@@ -8,7 +8,7 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Offload, byte_count
 from fsdpx.errors import ConfigError
 from fsdpx.facade.dryrun import DryRun, dry_run
-from fsdpx.launch.catalog import Entry, entry
+from fsdpx.launch.catalog import CatalogModel, entry
 from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
 from fsdpx.program import Costs, PipelineSchedule, bubble, grid, in_flight, simulate
@@ -63,7 +63,7 @@ def show(args: argparse.Namespace) -> str:
     return "\n\n".join(parts)
 
 
-def _cut(example: Entry, batch: str | None, chunks: int | None) -> Entry:
+def _cut(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
     """With a batch that can be cut into chunks: the usual one grows as far as needed."""
     if chunks is None or chunks < 1 or example.batch % chunks == 0:
         return example
@@ -150,8 +150,8 @@ def _traffic(run: DryRun) -> str:
         words = " ".join(filter(None, (check, more)))
         rows.append((call_text(axis, call), f"{count.calls:,}", bytes_text(count.bytes), words))
     time = run.report.disk_time
-    said = [] if time is None or time.rates is None else [str(time)]
-    return "\n".join([table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")]), *said])
+    times = [] if time is None or time.rates is None else [str(time)]
+    return "\n".join([table(rows if len(rows) > 1 else [*rows, ("nothing", "", "", "")]), *times])
 
 
 def _memory(run: DryRun) -> str:
@@ -168,10 +168,10 @@ def _process(run: DryRun, budget: str | None) -> str:
     if budget is None:
         return text
     limit, least = byte_count(budget, "--memory"), "PSS: what a rank shares counts in part"
-    room = f"{bytes_text(found.pss)} of {bytes_text(limit)} per rank ({least})"
+    expected = f"{bytes_text(found.pss)} of {bytes_text(limit)} per rank ({least})"
     if found.fits(limit):
-        return f"{text}\nbudget kept: {room}"
-    return f"{text}\nbudget NOT kept: {room}, {bytes_text(found.pss - limit)} too much"
+        return f"{text}\nbudget kept: {expected}"
+    return f"{text}\nbudget NOT kept: {expected}, {bytes_text(found.pss - limit)} too much"
 
 
 def _schedule(schedule: PipelineSchedule) -> str:

@@ -31,7 +31,7 @@ Found = tuple[list[float], dict[str, Any], str]
 
 
 @dataclass(frozen=True)
-class Size:
+class VerifySize:
     """A GPT with enough layers for the stages of a mesh, and enough heads and positions for its tensor axis."""
 
     width: int = 24
@@ -40,7 +40,7 @@ class Size:
     seq_len: int = SEQ_LEN
 
     @classmethod
-    def on(cls, mesh: Mesh | None) -> "Size":
+    def on(cls, mesh: Mesh | None) -> "VerifySize":
         if mesh is None:
             return cls()
         pipe, tensor = mesh.width("pipe"), mesh.width("tensor")
@@ -49,7 +49,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Case:
+class VerifyCase:
     """One training to compare. mesh: None: that of the strategy. recompute: as on the command line."""
 
     strategy: str
@@ -69,9 +69,9 @@ class Case:
         return 0.0 if exact else TOLERANCE[self.precision]
 
     @property
-    def alone(self) -> "Case":
+    def alone(self) -> "VerifyCase":
         """The same training in one process."""
-        return Case("ddp", self.precision, chunks=self.chunks, steps=self.steps)
+        return VerifyCase("ddp", self.precision, chunks=self.chunks, steps=self.steps)
 
     def __str__(self) -> str:
         """Everything but strategy, precision and ranks."""
@@ -94,11 +94,11 @@ def verify_on(comm: Communicator, args: argparse.Namespace) -> int:
     """`verify` on the ranks of `comm`. Collective."""
     good = True
     for case in cases(args, comm.size):
-        good &= _compare(comm, case, Size.on(case.mesh))
+        good &= _compare(comm, case, VerifySize.on(case.mesh))
     return 0 if good else 1
 
 
-def cases(args: argparse.Namespace, ranks: int) -> list[Case]:
+def cases(args: argparse.Namespace, ranks: int) -> list[VerifyCase]:
     """The product of the strategies, precisions, schedules and sequences that were given."""
     strategies = list(PRESETS) if args.strategy == "all" else [args.strategy]
     formats = _formats(args.precision)
@@ -107,7 +107,7 @@ def cases(args: argparse.Namespace, ranks: int) -> list[Case]:
     schedules: list[str | None] = list(SCHEDULES) if args.schedule == "all" else [args.schedule]
     sequences = SEQUENCES if args.sequence == "all" else (args.sequence,)
     return [
-        Case(
+        VerifyCase(
             strategy, precision, None if mesh is None else lay(mesh, strategy, ranks), schedule, sequence,
             args.recompute, args.chunks, args.microbatches, args.steps,
         )
@@ -130,7 +130,7 @@ def lay(mesh: Mesh, strategy: str, ranks: int) -> Mesh:
     return full
 
 
-def _compare(comm: Communicator, case: Case, size: Size) -> bool:
+def _compare(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
     losses, got, text = _train(comm, case, size)
     verdict = None
     if comm.rank == 0:
@@ -143,11 +143,11 @@ def _compare(comm: Communicator, case: Case, size: Size) -> bool:
 
 
 @cache
-def _alone(case: Case, size: Size) -> Found:
+def _alone(case: VerifyCase, size: VerifySize) -> Found:
     return _train(single(), case, size)
 
 
-def _train(comm: Communicator, case: Case, size: Size) -> Found:
+def _train(comm: Communicator, case: VerifyCase, size: VerifySize) -> Found:
     """Train a small GPT with tied weights, dropout and clipping on batches of which the last is short."""
     exact = case.chunks is not None
     model = nn.GPT(VOCAB, size.width, size.layers, size.heads, size.seq_len, tie=True, dropout=0.0 if exact else 0.1)
@@ -174,7 +174,7 @@ def _train(comm: Communicator, case: Case, size: Size) -> Found:
     return losses, parameters, text
 
 
-def _microbatches(case: Case) -> int:
+def _microbatches(case: VerifyCase) -> int:
     pipe = 1 if case.mesh is None else case.mesh.width("pipe")
     return 2 * pipe if case.microbatches is None else case.microbatches
 

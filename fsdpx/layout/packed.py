@@ -10,10 +10,10 @@ from fsdpx.array.namespace import from_host, namespace_of, to_host
 from fsdpx.array.packed import Packed, Packing
 from fsdpx.errors import DataError
 
-__all__ = ["Rows"]
+__all__ = ["PackedRows"]
 
 
-class Rows:
+class PackedRows:
     """Rows of a packed matrix as a flat array of float32 that is read and filled by whole rows of `grain` elements.
 
     name: of the matrix, for errors. stored: (rows, bytes)."""
@@ -28,10 +28,10 @@ class Rows:
     def size(self) -> int:
         return int(self._stored.shape[0]) * self.grain
 
-    def __getitem__(self, part: slice) -> Rows:
+    def __getitem__(self, part: slice) -> PackedRows:
         start, stop, _ = part.indices(self.size)
         assert start % self.grain == stop % self.grain == 0, f"{self.name}: {start} to {stop} are no whole rows"
-        return Rows(self.name, self._stored[start // self.grain : stop // self.grain], self.grain, self._packing)
+        return PackedRows(self.name, self._stored[start // self.grain : stop // self.grain], self.grain, self._packing)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         stored = to_host(self._stored)

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdpx.array.packed import Packed, Packing
 from fsdpx.array.sums import GRAIN
-from fsdpx.layout.packed import Rows
+from fsdpx.layout.packed import PackedRows
 from fsdpx.layout.ranges import Piece, Range, overlap
 
 __all__ = ["Field", "Page", "cut"]
@@ -90,7 +90,7 @@ class Page:
                 yield (
                     field,
                     first // stride * columns,
-                    Rows(field.source, own.reshape(-1, stride), columns, self.packing),
+                    PackedRows(field.source, own.reshape(-1, stride), columns, self.packing),
                 )
 
     def pieces(self, shard: Range) -> list[Piece]:

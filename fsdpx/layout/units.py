@@ -188,7 +188,7 @@ def lay_out(
     sizes = [sum(_share(held[n], spread) for n in names) * itemsize for names in owned]
     ends = [*spread.starts[1:], len(owned)]
     groups = [g for a, b in zip(spread.starts, ends, strict=True) for g in _groups(sizes[a:b], limit, a)]
-    alone = {*copies, *copies.values(), *_met_again(model, groups)}
+    alone = {*copies, *copies.values(), *_shared_between(model, groups)}
     packs = frozenset() if packing is None else _packing(model, specs, copies)
     codecs = {name: carried(names) for name, names in _names(model, specs).items()}
 
@@ -237,7 +237,7 @@ def _ties(model: Sorted, spread: Spread) -> tuple[dict[str, str], dict[str, str]
     return shared, copies
 
 
-def _met_again(model: Sorted, groups: Sequence[Sequence[int]]) -> set[str]:
+def _shared_between(model: Sorted, groups: Sequence[Sequence[int]]) -> set[str]:
     """The tied parameters that several units use."""
     used = _used(model.nodes, model.ties)
     units = [{name for i in group for name in used[i]} for group in groups]

@@ -11,11 +11,11 @@ import numpy as np
 from fsdpx.array.namespace import to_host
 from fsdpx.checkpoint.pieces import BLOCK, Block, Held, Run
 
-__all__ = ["Box", "Turned", "boxes", "turned"]
+__all__ = ["MatrixBlock", "Turned", "boxes", "turned"]
 
 
 @dataclass(frozen=True)
-class Box:
+class MatrixBlock:
     """Elements [top, bottom) x [left, right) of a matrix."""
 
     top: int
@@ -32,17 +32,17 @@ class Box:
         return [(column * rows + self.top, column * rows + self.bottom) for column in range(self.left, self.right)]
 
 
-def boxes(runs: Iterable[Run], columns: int) -> Iterator[Box]:
+def boxes(runs: Iterable[Run], columns: int) -> Iterator[MatrixBlock]:
     """Runs of flat elements of a matrix as boxes, in order: part of a row, whole rows, part of a row."""
     for start, stop in runs:
         while start < stop:
             (top, left), rest = divmod(start, columns), stop - start
             if left or rest < columns:
                 right = min(left + rest, columns)
-                yield Box(top, top + 1, left, right)
+                yield MatrixBlock(top, top + 1, left, right)
                 start += right - left
             else:
-                yield Box(top, top + rest // columns, 0, columns)
+                yield MatrixBlock(top, top + rest // columns, 0, columns)
                 start += rest // columns * columns
 
 
@@ -53,7 +53,7 @@ class Turned:
 
     name: str
     array: Any
-    box: Box
+    box: MatrixBlock
     rows: int
 
     def blocks(self, elements: int) -> Iterator[Block]:

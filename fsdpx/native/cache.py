@@ -18,12 +18,12 @@ __all__ = ["enable"]
 def enable(dispatcher: Any, function: Callable[..., Any], fastmath: Any, bare: bool) -> None:
     """Keep on disk what the dispatcher of a function compiles. bare: it cannot be called by Python."""
     try:
-        dispatcher._cache = Cache(function, fastmath, bare)
+        dispatcher._cache = KernelCache(function, fastmath, bare)
     except RuntimeError as error:
         _warn(error)
 
 
-class Cache(FunctionCache):
+class KernelCache(FunctionCache):
     """Numba's cache with one file per function, signature and version of the sources; a failing disk is a warning.
 
     Numba numbers the signatures of a function, and two ranks that compile at the same time can take the same number;

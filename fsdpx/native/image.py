@@ -25,7 +25,7 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.native import layout
-from fsdpx.native.processor import told
+from fsdpx.native.processor import cpuinfo
 
 if TYPE_CHECKING:
     from fsdpx.native.link import Code
@@ -133,16 +133,16 @@ def _ready(function: Any, data: bytes, start: int, inside: Any, outside: Any) ->
     found = {name: _address(name) for _, name in outside}
     if None in found.values():
         return None
-    room = mmap.mmap(-1, len(data), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE)
-    base = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    memory = mmap.mmap(-1, len(data), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, mmap.PROT_READ | mmap.PROT_WRITE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     code = bytearray(data)
     for at, added in [*((at, base) for at in inside), *((at, found[name]) for at, name in outside)]:
         struct.pack_into("<Q", code, at, struct.unpack_from("<Q", code, at)[0] + added)
-    room[:] = code
+    memory[:] = code
     if _libraries()[0].mprotect(ctypes.c_void_p(base), ctypes.c_size_t(len(data)), EXECUTABLE):
         return None
     method = Method(function.__name__.encode(), base + start, FASTCALL, None)
-    _kept.append((room, method))
+    _kept.append((memory, method))
     new = ctypes.pythonapi.PyCFunction_NewEx
     new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     made: Callable[..., Any] = new(ctypes.addressof(method), None, None)
@@ -236,4 +236,4 @@ def _machine() -> tuple[str, ...]:
     for library in ("numba", "llvmlite"):
         version = _folder(library) / "_version.py"
         versions.append(_digest([version]) if version.exists() else str(version))
-    return (*versions, sys.version, np.__version__, told("model name"), told("flags"), environment.compiler())
+    return (*versions, sys.version, np.__version__, cpuinfo("model name"), cpuinfo("flags"), environment.compiler())

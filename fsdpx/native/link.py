@@ -46,7 +46,7 @@ class _Symbol(NamedTuple):
     size: int
 
 
-class _Place(NamedTuple):
+class _Relocation(NamedTuple):
     """Where an address goes."""
 
     at: int
@@ -59,7 +59,7 @@ def link(objects: Sequence[bytes], start: str) -> Code | None:
     """Bind all that `start` reaches; None where that is not possible."""
     data = bytearray()
     symbols: dict[str, _Symbol] = {}
-    places: list[_Place] = []
+    places: list[_Relocation] = []
     for one in objects:
         _lay(one, data, symbols, places)
     functions = [s for s in symbols.values() if s.kind == FUNCTION and s.at is not None]
@@ -67,7 +67,7 @@ def link(objects: Sequence[bytes], start: str) -> Code | None:
     def function(at: int) -> str:
         return next((s.name for s in functions if s.at is not None and s.at <= at < s.at + s.size), "")
 
-    within: dict[str, list[_Place]] = {}
+    within: dict[str, list[_Relocation]] = {}
     for place in places:
         within.setdefault(function(place.at), []).append(place)
     reached, waiting = set(), ["", start]
@@ -97,7 +97,7 @@ def link(objects: Sequence[bytes], start: str) -> Code | None:
     return Code(bytes(data), at, tuple(sorted(inside)), tuple(sorted(outside)))
 
 
-def _lay(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Place]) -> None:
+def _lay(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[_Relocation]) -> None:
     """Add what an object has; of two functions of one name the first counts."""
     offset, (size, count) = struct.unpack_from("<Q", one, 40)[0], struct.unpack_from("<HH", one, 58)
     sections = [_Section(*struct.unpack_from("<IIQQQQIIQQ", one, offset + n * size)) for n in range(count)]
@@ -126,4 +126,4 @@ def _lay(one: bytes, data: bytearray, symbols: dict[str, _Symbol], places: list[
         if section.kind == RELOCATIONS and section.info in begins:
             for at in range(section.at, section.at + section.size, 24):
                 where, info, added = struct.unpack_from("<QQq", one, at)
-                places.append(_Place(begins[section.info] + where, info & 0xFFFFFFFF, own[info >> 32], added))
+                places.append(_Relocation(begins[section.info] + where, info & 0xFFFFFFFF, own[info >> 32], added))

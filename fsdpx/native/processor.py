@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-__all__ = ["told"]
+__all__ = ["cpuinfo"]
 
 
-def told(field: str) -> str:
+def cpuinfo(field: str) -> str:
     """What /proc/cpuinfo says in `field` of the first core, such as "flags" or "model name"; "" where it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    said = (line.partition(":") for line in lines)
-    return next((value.strip() for name, _, value in said if name.strip() == field), "")
+    fields = (line.partition(":") for line in lines)
+    return next((value.strip() for name, _, value in fields if name.strip() == field), "")

@@ -29,7 +29,7 @@ def dispatcher(function: Callable[..., Any], fastmath: Any) -> Any:
     key = function.__code__.co_filename, function.__qualname__
     for home in [function.__module__, *sorted(name for name in sys.modules if name.startswith("fsdpx."))]:
         if _is_code(home):
-            _again(home)
+            _reread(home)
             if key in _made:
                 return _made[key]
     return _dispatcher(function, fastmath)
@@ -67,7 +67,7 @@ def _is_code(home: str) -> bool:
     return f"from {TOOLS} " in Path(file).read_text()
 
 
-def _again(home: str) -> ModuleType:
+def _reread(home: str) -> ModuleType:
     if home not in _read:
         file = sys.modules[home].__file__
         assert file is not None
@@ -83,7 +83,7 @@ def _import(name: str, globals: Any = None, locals: Any = None, names: Any = (),
     if name == TOOLS:
         return _tools()
     module = _python(name, globals, locals, names, level)
-    return _again(name) if names and _is_code(name) else module
+    return _reread(name) if names and _is_code(name) else module
 
 
 @functools.cache

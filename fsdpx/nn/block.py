@@ -6,7 +6,7 @@ from fsdpx.array import kernels
 from fsdpx.nn.activation import GELU, activation_of
 from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.check import positive
-from fsdpx.nn.container import Container, Step, chained
+from fsdpx.nn.container import ChildCall, Container, chained
 from fsdpx.nn.dropout import Dropout
 from fsdpx.nn.init import Init, zeros
 from fsdpx.nn.layer import Array, Env, Layer, Params
@@ -176,7 +176,7 @@ class TransformerBlock(Container):
         super().__init__(steps, ("x",), ("add2",))
 
 
-def _branch(name: str, source: str, layers: dict[str, Layer]) -> list[Step]:
+def _branch(name: str, source: str, layers: dict[str, Layer]) -> list[ChildCall]:
     """`name = source + layers(source)`."""
     steps, _, (end,) = chained(layers, source)
-    return [*steps, Step(name, Add(), (source, end), (name,))]
+    return [*steps, ChildCall(name, Add(), (source, end), (name,))]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import Container, Step, check_name, outputs_of
+from fsdpx.nn.container import ChildCall, Container, check_name, outputs_of
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.shape import Add, Multiply
 
@@ -32,7 +32,7 @@ class Value:
 
     __slots__ = ("name", "tracing")
 
-    def __init__(self, trace: Trace, name: str) -> None:
+    def __init__(self, trace: ComposeTrace, name: str) -> None:
         self.tracing, self.name = trace, name
 
     def __repr__(self) -> str:
@@ -70,13 +70,13 @@ class Value:
         )
 
 
-class Trace:
+class ComposeTrace:
     """The steps of a container while `compose` runs. named: the layers that are attributes of `owner`.
 
     A layer that is called again is another step, whose parameters are tied to those of the first."""
 
     def __init__(self, owner: str, named: dict[str, Layer], inputs: tuple[str, ...]) -> None:
-        self.owner, self.steps, self.ties = owner, list[Step](), dict[str, str]()
+        self.owner, self.steps, self.ties = owner, list[ChildCall](), dict[str, str]()
         self.inputs = [Value(self, name) for name in inputs]
         self._named, self._taken = named, {*named, *inputs}
 
@@ -87,7 +87,7 @@ class Trace:
         if layer.n_inputs not in (None, len(x)):
             raise ConfigError(f"{self.owner}: {layer!r} takes {layer.n_inputs} inputs, but gets {len(x)}")
         name = self._name(layer)
-        step = Step(name, layer, tuple(value.name for value in x), outputs_of(name, layer))
+        step = ChildCall(name, layer, tuple(value.name for value in x), outputs_of(name, layer))
         self.steps.append(step)
         values = tuple(Value(self, gives) for gives in step.gives)
         return values[0] if len(values) == 1 else values
@@ -168,7 +168,7 @@ class Composite(Container, metaclass=Composing):
         elif not inputs or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in inputs.values()):
             raise ConfigError(f"{owner}: compose takes one argument by name for each input, compose(self, x)")
         named = {check_name(owner, name): child for name, child in vars(self).items() if isinstance(child, Layer)}
-        trace = Trace(owner, named, tuple(inputs))
+        trace = ComposeTrace(owner, named, tuple(inputs))
         found = self.compose(*trace.inputs)
         outputs = [trace.check(value, "compose returns") for value in (found if isinstance(found, tuple) else (found,))]
         called = [step.layer for step in trace.steps]

@@ -19,11 +19,11 @@ from fsdpx.nn.shape import Add
 from fsdpx.nn.ties import resolve_ties
 from fsdpx.program import constants
 
-__all__ = ["Chain", "Container", "Residual", "Step", "chained", "check_name"]
+__all__ = ["Chain", "ChildCall", "Container", "Residual", "chained", "check_name"]
 
 
 @dataclass(frozen=True)
-class Step:
+class ChildCall:
     """One child in execution order: `layer` reads the values `sources` and returns the values `gives`."""
 
     name: str
@@ -62,7 +62,7 @@ class Container(Layer):
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[ChildCall],
         inputs: Sequence[str],
         outputs: Sequence[str],
         ties: Mapping[str, str] | None = None,
@@ -83,7 +83,7 @@ class Container(Layer):
     def children(self) -> dict[str, Layer]:
         return {step.name: step.layer for step in self.steps}
 
-    def rewired(self, steps: Sequence[Step], outputs: Sequence[str] | None = None) -> Container:
+    def rewired(self, steps: Sequence[ChildCall], outputs: Sequence[str] | None = None) -> Container:
         """A copy with other steps, of the same parameters, which may be cut over the tensor axis differently."""
         new = copy(self)
         new.steps = tuple(steps)
@@ -143,7 +143,7 @@ class Container(Layer):
         """Step by step, so that what `backward_params` of a step needs is freed soonest."""
         parts, into = self._parts(p), self._parts(g)
 
-        def one(step: Step, held: Any, dy: Any) -> Any:
+        def one(step: ChildCall, held: Any, dy: Any) -> Any:
             name = step.name
             return step.layer.backward(env.at(name), parts.get(name, {}), into.get(name, {}), held, dy)
 
@@ -154,7 +154,7 @@ class Container(Layer):
         parts, into = self._parts(p), self._parts(g)
         constant = constants((((step.name,), step.sources, step.gives) for step in self.steps), into, self.inputs)
 
-        def one(step: Step, held: Any, dy: Any) -> Any:
+        def one(step: ChildCall, held: Any, dy: Any) -> Any:
             name = step.name
             given = env.at(name), parts.get(name, {}), into.get(name, {}), held, dy
             if not constant.issuperset(step.sources):
@@ -167,7 +167,7 @@ class Container(Layer):
     def backward_input(self, env: Env, p: Params, saved: Any, dy: Any) -> tuple[Any, Any]:
         parts, kept = self._parts(p), dict[str, Any]()
 
-        def one(step: Step, held: Any, dy: Any) -> Any:
+        def one(step: ChildCall, held: Any, dy: Any) -> Any:
             dx, kept[step.name] = step.layer.backward_input(env.at(step.name), parts.get(step.name, {}), held, dy)
             return dx
 
@@ -183,7 +183,7 @@ class Container(Layer):
         self,
         env: Env,
         parts: Mapping[str, Any],
-        one: Callable[[Step, Any, Any], Any],
+        one: Callable[[ChildCall, Any, Any], Any],
         saved: Any,
         dy: Any,
         constant: Collection[str] = (),
@@ -247,7 +247,7 @@ class Chain(Container):
     ) -> None:
         named = _named(type(self).__name__, layers)
         inputs = input_names(named[0][1])
-        steps: list[Step] = []
+        steps: list[ChildCall] = []
         values = inputs
         for name, layer in named:
             if layer.n_inputs not in (None, len(values)):
@@ -255,7 +255,7 @@ class Chain(Container):
                     f"Chain: layer {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(values)}"
                 )
             gives = outputs_of(name, layer)
-            steps.append(Step(name, layer, values, gives))
+            steps.append(ChildCall(name, layer, values, gives))
             values = gives
         super().__init__(steps, inputs, values, ties, frozen)
 
@@ -279,19 +279,19 @@ class Residual(Container):
         if (body.n_inputs, body.n_outputs) != (1, 1):
             raise ConfigError(f"Residual: the body must take one input and give one output, got {body!r}")
         self.body = body
-        steps = [Step("body", body, ("x",), ("body",)), Step("add", Add(), ("x", "body"), ("add",))]
+        steps = [ChildCall("body", body, ("x",), ("body",)), ChildCall("add", Add(), ("x", "body"), ("add",))]
         super().__init__(steps, ("x",), ("add",))
 
 
 def chained(
     layers: Mapping[str, Layer], source: str = "x", shared: Sequence[str] = ()
-) -> tuple[list[Step], tuple[str, ...], tuple[str, ...]]:
+) -> tuple[list[ChildCall], tuple[str, ...], tuple[str, ...]]:
     """Steps of `layers` in a chain from the value `source`; the names of the inputs; that of the last value.
 
     shared: values that layers of several inputs read too, after the one that comes along the chain."""
     steps, value = [], source
     for name, layer in layers.items():
-        steps.append(Step(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
+        steps.append(ChildCall(name, layer, (value, *(shared if layer.n_inputs != 1 else ())), (name,)))
         value = name
     return steps, (source, *shared), (value,)
 
@@ -341,7 +341,7 @@ def _named(owner: str, layers: Sequence[Any]) -> list[tuple[str, Layer]]:
     return [(name, check_layer(owner, name, layer)) for name, layer in named]
 
 
-def _last_reads(steps: Sequence[Step], outputs: Sequence[str]) -> list[list[str]]:
+def _last_reads(steps: Sequence[ChildCall], outputs: Sequence[str]) -> list[list[str]]:
     """For each step the values that no later step reads."""
     seen, last = set(outputs), []
     for step in reversed(steps):

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from fsdpx.array import kernels
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.check import pair, positive, want_image
 from fsdpx.nn.gradients import destination
@@ -133,13 +133,13 @@ class AvgPool2d(_Pool2d):
         return kernels.avg_pool2d_backward(env.xp, dy, self._window, saved), ()
 
 
-def _check_fit(layer: Layer, window: Window, x: Array) -> None:
+def _check_fit(layer: Layer, window: SlidingWindow, x: Array) -> None:
     """ShapeError if the window does not fit once."""
     if min(window.out(x.shape)) < 1:
         raise ShapeError(f"{layer!r}: the window does not fit into an image of shape {tuple(x.shape)}")
 
 
-def _window(layer: Layer, kernel: Pair, stride: Pair, padding: Pair) -> Window:
-    return Window(
+def _window(layer: Layer, kernel: Pair, stride: Pair, padding: Pair) -> SlidingWindow:
+    return SlidingWindow(
         pair(layer, "kernel_size", kernel, 1), pair(layer, "stride", stride, 1), pair(layer, "padding", padding, 0)
     )

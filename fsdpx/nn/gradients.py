@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["BLANK", "WRITTEN", "Entries", "Entry", "Gradients", "destination"]
+__all__ = ["BLANK", "WRITTEN", "Entries", "GradientEntry", "Gradients", "destination"]
 
 Array = Any
 
 WRITTEN, BLANK = 0, 1
 
 
-class Entry:
+class GradientEntry:
     """One parameter's gradient. blank: nothing was written yet, and the content of the array is undefined.
 
     One byte of `flags`, at `at`, says so: those of a buffer lie in a row, to be looked at and changed all at once."""
@@ -34,12 +34,12 @@ class Entry:
         return self.array
 
 
-class Entries(dict[str, Entry]):
+class Entries(dict[str, GradientEntry]):
     """The gradients in one buffer by name, in the order of memory."""
 
     def __init__(self, arrays: Mapping[str, Array]) -> None:
         self.flags = bytearray(len(arrays))
-        super().__init__({name: Entry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
+        super().__init__({name: GradientEntry(array, self.flags, i) for i, (name, array) in enumerate(arrays.items())})
 
     def blank(self) -> None:
         """All are used for the first time."""
@@ -58,11 +58,11 @@ class Entries(dict[str, Entry]):
 class Gradients(Mapping[str, Array]):
     """Name -> gradient: `g["weight"] += d` works for every layer; `destination` saves zeroing and adding.
 
-    Tied parameters are one `Entry` under several names."""
+    Tied parameters are one `GradientEntry` under several names."""
 
     __slots__ = ("_branches", "entries")
 
-    def __init__(self, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, entries: Mapping[str, GradientEntry]) -> None:
         self.entries = entries
         self._branches: tuple[Mapping[str, str], dict[str, Gradients]] | None = None
 
@@ -93,7 +93,7 @@ class Gradients(Mapping[str, Array]):
 
     def _grouped(self, aliases: Mapping[str, str]) -> dict[str, Gradients]:
         known = {alias: self.entries[name] for alias, name in aliases.items() if name in self.entries}
-        grouped: dict[str, dict[str, Entry]] = {}
+        grouped: dict[str, dict[str, GradientEntry]] = {}
         for name, entry in {**self.entries, **known}.items():
             head, _, rest = name.partition(".")
             grouped.setdefault(head, {})[rest] = entry

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.nn.container import Container, Step, check_layer, check_name, outputs_of
+from fsdpx.nn.container import ChildCall, Container, check_layer, check_name, outputs_of
 
 __all__ = ["Graph"]
 
@@ -59,17 +59,17 @@ def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def _step(name: str, node: Any) -> Step:
+def _step(name: str, node: Any) -> ChildCall:
     check_name("Graph", name)
     if not isinstance(node, tuple | list) or len(node) < 2 or not all(isinstance(s, str) for s in node[1:]):
         raise ConfigError(f"Graph: node {name!r} must be (layer, 'source', ...), got {node!r}")
     layer = check_layer("Graph", name, node[0])
     if layer.n_inputs not in (None, len(node) - 1):
         raise ConfigError(f"Graph: node {name!r} {layer!r} takes {layer.n_inputs} inputs, but gets {len(node) - 1}")
-    return Step(name, layer, tuple(node[1:]), outputs_of(name, layer))
+    return ChildCall(name, layer, tuple(node[1:]), outputs_of(name, layer))
 
 
-def _known(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str]) -> None:
+def _known(steps: Sequence[ChildCall], inputs: Sequence[str], outputs: Sequence[str]) -> None:
     values = [*inputs, *(value for step in steps for value in step.gives)]
     reads = [(f"node {step.name!r} reads", source) for step in steps for source in step.sources]
     for reader, name in [*reads, *(("outputs name", name) for name in outputs)]:
@@ -77,7 +77,7 @@ def _known(steps: Sequence[Step], inputs: Sequence[str], outputs: Sequence[str])
             raise ConfigError(f"Graph: {reader} {name!r}, which is unknown; there are {', '.join(values)}")
 
 
-def _order(steps: Sequence[Step], inputs: Sequence[str]) -> list[Step]:
+def _order(steps: Sequence[ChildCall], inputs: Sequence[str]) -> list[ChildCall]:
     """In topological order, as written wherever possible (Kahn 1962, always taking the first that is ready)."""
     waiting, ready, ordered = list(steps), set(inputs), []
     while waiting:
@@ -90,7 +90,7 @@ def _order(steps: Sequence[Step], inputs: Sequence[str]) -> list[Step]:
     return ordered
 
 
-def _cycle(waiting: Sequence[Step]) -> str:
+def _cycle(waiting: Sequence[ChildCall]) -> str:
     source_of = {value: step for step in waiting for value in step.gives}
     walk = [waiting[0]]
     while True:

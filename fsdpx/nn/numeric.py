@@ -106,10 +106,10 @@ def add_product(xp: Any, g: Mapping[str, Any], name: str, a: Any, b: Any) -> Non
     elif takes(a, b):
         gemm(out, a, b, add)
     else:
-        as_one(_add_plainly, xp, out, add, a, b)
+        as_one(_matmul_into, xp, out, add, a, b)
 
 
-def _add_plainly(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
+def _matmul_into(xp: Any, out: Any, add: bool, a: Any, b: Any) -> None:
     dtype = wide(a.dtype)
     total = xp.matmul(a.astype(dtype, copy=False), b.astype(dtype, copy=False))
     if add:

@@ -6,11 +6,11 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.nn.block import MLP
-from fsdpx.nn.container import Container, Step, input_names
+from fsdpx.nn.container import ChildCall, Container, input_names
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.losses import CrossEntropy, Loss
 from fsdpx.nn.marks import matched
-from fsdpx.nn.rewrite import Features, Kind, Part, Rewriter, Whole, free
+from fsdpx.nn.rewrite import CutValue, Features, Kind, Rewriter, Whole, free
 from fsdpx.nn.sequence import Enter, Framed, Leave, SampleLoss, SequenceLoss
 from fsdpx.nn.ties import canonical
 from fsdpx.nn.vocabulary import VocabCrossEntropy
@@ -85,15 +85,15 @@ def _root(rewriter: Rewriter, model: Layer, loss: Loss, inputs: list[Kind]) -> P
         new, kinds = rewriter.visit(model, "", inputs)
     else:
         if rewriter.enters(inputs[0], model, "", 0):
-            enter, inputs = Enter(rewriter.dim), [Part()]
+            enter, inputs = Enter(rewriter.dim), [CutValue()]
         new, kinds = rewriter.visit(model, "", inputs)
     if len(kinds) > 1 and any(not isinstance(kind, Whole) for kind in kinds):
         way = "choose another sequence" if rewriter.samples else "close what is cut with a Row"
         raise ConfigError(f"a model with several outputs must give them whole: {way}")
     kind, leave, output_dim = kinds[0], None, None
-    if isinstance(kind, Part) and rewriter.samples:
+    if isinstance(kind, CutValue) and rewriter.samples:
         loss, output_dim = SampleLoss(loss), 0
-    elif isinstance(kind, Part):
+    elif isinstance(kind, CutValue):
         _may_be_cut(loss, rewriter.sequence)
         loss, output_dim = SequenceLoss(loss, rewriter.width), 1
     if isinstance(kind, Features):
@@ -107,7 +107,7 @@ def _root(rewriter: Rewriter, model: Layer, loss: Loss, inputs: list[Kind]) -> P
     elif leave:
         assert isinstance(new, Container)
         name = free(new, "leave")
-        new = new.rewired([*new.steps, Step(name, leave, new.outputs, (name,))], (name,))
+        new = new.rewired([*new.steps, ChildCall(name, leave, new.outputs, (name,))], (name,))
     return Planned(new, loss, output_dim, _canonical(rewriter, new))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fsdpx.errors import ConfigError
 from fsdpx.nn.attention import Core, Heads, MultiHeadAttention
 from fsdpx.nn.block import MLP
-from fsdpx.nn.container import Container, Step
+from fsdpx.nn.container import ChildCall, Container
 from fsdpx.nn.context import PartTokenEmbedding, Ring, Ulysses
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
@@ -22,7 +22,7 @@ from fsdpx.nn.sequence import Enter
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
 from fsdpx.nn.vocabulary import VocabEmbedding, VocabTokenEmbedding
 
-__all__ = ["Features", "Kind", "Part", "Rewriter", "Whole", "free"]
+__all__ = ["CutValue", "Features", "Kind", "Rewriter", "Whole", "free"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Part:
+class CutValue:
     """A value that is cut along dim 1, or dim 0 where samples are cut."""
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Features:
         return f"features that {self.source!r} cut"
 
 
-Kind = Whole | Part | Features
+Kind = Whole | CutValue | Features
 """How a value is cut over the tensor axis."""
 
 
@@ -72,7 +72,7 @@ class Rewriter:
     def visit(self, layer: Layer, path: str, kinds: Sequence[Kind]) -> tuple[Layer, list[Kind]]:
         """The layer that replaces `layer`, and how its results are cut."""
         if self.samples and (isinstance(layer, MLP) or not isinstance(layer, Container)):
-            return self._of_samples(layer, path), [Part()]
+            return self._of_samples(layer, path), [CutValue()]
         if isinstance(layer, MultiHeadAttention | MLP | Container) and path in self.marks:
             raise ConfigError(
                 f"tensor_plan: {path!r} is a {type(layer).__name__}, which cannot be a {_name(self.marks[path])}: name "
@@ -91,7 +91,7 @@ class Rewriter:
         """`visit` of a container: of its steps, with an `Enter` before those that must read a part of the sequence."""
         values = dict(zip(layer.inputs, kinds, strict=True))
         entered: dict[str, str] = {}
-        steps: list[Step] = []
+        steps: list[ChildCall] = []
         for step in layer.steps:
             below = dotted(path, step.name)
             sources = []
@@ -99,13 +99,13 @@ class Rewriter:
                 if self.enters(values[source], step.layer, below, place):
                     if source not in entered:
                         entered[source] = free(layer, f"enter_{source.replace('.', '_')}")
-                        steps.append(Step(entered[source], Enter(self.dim), (source,), (entered[source],)))
-                        values[entered[source]] = Part()
+                        steps.append(ChildCall(entered[source], Enter(self.dim), (source,), (entered[source],)))
+                        values[entered[source]] = CutValue()
                     source = entered[source]
                 sources.append(source)
             new, given = self.visit(step.layer, below, [values[source] for source in sources])
             values.update(zip(step.gives, given, strict=True))
-            steps.append(Step(step.name, new, tuple(sources), step.gives))
+            steps.append(ChildCall(step.name, new, tuple(sources), step.gives))
         self._ties(layer, path, steps)
         return layer.rewired(steps), [values[name] for name in layer.outputs]
 
@@ -130,7 +130,7 @@ class Rewriter:
             return place == 3
         return isinstance(layer, Embedding | TokenEmbedding) and path in self.marks
 
-    def _ties(self, layer: Container, path: str, steps: Sequence[Step]) -> None:
+    def _ties(self, layer: Container, path: str, steps: Sequence[ChildCall]) -> None:
         """Tied parameters must be cut alike."""
         specs = prefixed((step.name, step.layer) for step in steps)
         for alias, name in layer.ties.items():
@@ -149,16 +149,16 @@ class Rewriter:
                 self._enough(path, layer.n_heads, "heads", 'sequence="ring"')
             core: Core = Ring(heads) if self.sequence == "ring" else Ulysses(heads)
             self._add_partial(layer, path)
-            return layer.rebuilt(core=core), [Part()]
+            return layer.rebuilt(core=core), [CutValue()]
         if not self._pair(path, "qkv", "out"):
-            if isinstance(kind, Part):
+            if isinstance(kind, CutValue):
                 raise ConfigError(
                     f"{path!r}: attention needs the whole sequence, but gets a part of it: cut it by heads with "
                     f"tensor_plan={{{path!r}: nn.Own}}"
                 )
             return layer, [kind]
         self._enough(path, layer.n_heads, "heads")
-        parts = isinstance(kind, Part)
+        parts = isinstance(kind, CutValue)
         qkv, out = (self._linear(child, dotted(path, name)) for name, child in layer.children().items())
         row = self._row(out, dotted(path, "out"), layer.d_head, parts)
         self.cuts += 1
@@ -167,7 +167,7 @@ class Rewriter:
     def _mlp(self, layer: MLP, path: str, kind: Kind) -> tuple[Layer, list[Kind]]:
         self._not_features(layer, path, kind)
         up, activation, down, *drop = layer.steps
-        parts = isinstance(kind, Part)
+        parts = isinstance(kind, CutValue)
         if parts and drop:
             drop = [replace(drop[0], layer=CutDropout(layer.dropout, 1))]
         if self.context or not self._pair(path, "up", "down"):
@@ -211,7 +211,7 @@ class Rewriter:
             close = "close them before it, with a Row or Column(gather_output=True)"
             self._no_parameters(layer, path, kind, close)
             return self._dropout(layer, path, kind), kind
-        if isinstance(kind, Part):
+        if isinstance(kind, CutValue):
             self._add_partial(layer, path)
             if type(layer) is TokenEmbedding:
                 size = (layer.vocab, layer.d_model, layer.seq_len)
@@ -225,13 +225,13 @@ class Rewriter:
         self._enough(path, layer.experts, "experts", "" if self.context else "a tensor_plan that leaves them whole")
         self.partial.add(dotted(path, "router"))
         self.cuts += 1
-        size = (layer.d_model, layer.d_hidden, layer.experts, layer.active, layer.balance, isinstance(kind, Part))
+        size = (layer.d_model, layer.d_hidden, layer.experts, layer.active, layer.balance, isinstance(kind, CutValue))
         return CutMoE(*size, init=layer.init, out_init=layer.out_init), kind
 
     def _of_samples(self, layer: Layer, path: str) -> Layer:
         """Of a part of the samples a layer makes what it makes of all, unless it looks at several."""
         if isinstance(layer, MoE):
-            return self._experts(layer, path, Part())[0]
+            return self._experts(layer, path, CutValue())[0]
         if layer.collective or any(spec.state for spec in layer.specs().values()):
             raise ConfigError(
                 f"{path!r} {layer!r} takes statistics over samples, which sequence='samples' cuts: use LayerNorm or "
@@ -253,11 +253,11 @@ class Rewriter:
                 )
             self._add_partial(layer, path)
             return layer, kinds[0]
-        if any(isinstance(kind, Part) for kind in kinds):
+        if any(isinstance(kind, CutValue) for kind in kinds):
             self._add_partial(layer, path)
             if self.sequence == "ulysses" and isinstance(layer, Attention):
                 self._enough(path, layer.n_heads, "heads", 'sequence="ring"')
-            return layer.on_part(path, str(self.sequence)), Part()
+            return layer.on_part(path, str(self.sequence)), CutValue()
         return layer, kinds[0]
 
     def _marked(self, layer: Layer, path: str, mark: Mark, kind: Kind) -> tuple[Layer, Kind]:
@@ -268,7 +268,7 @@ class Rewriter:
             self._enough(path, layer.num_embeddings, "embeddings")
             parts = self.sequence is not None
             new = VocabEmbedding(layer.num_embeddings, layer.embedding_dim, parts, init=layer.init)
-            return new, Part() if parts else Whole()
+            return new, CutValue() if parts else Whole()
         linear = self._linear(layer, path, mark)
         if isinstance(mark, Row):
             return self._marked_row(linear, path, kind)
@@ -283,7 +283,7 @@ class Rewriter:
             )
         self._enough(path, count, "results" if options.grain == 1 else f"runs of {options.grain} results")
         cut = (options.blocks, options.grain, options.gather_output)
-        new_column = self._column(linear, path, isinstance(kind, Part), *cut)
+        new_column = self._column(linear, path, isinstance(kind, CutValue), *cut)
         if options.gather_output:
             return new_column, Whole()
         size = (linear.out_features, options.blocks, options.grain)
@@ -295,7 +295,7 @@ class Rewriter:
         if parts:
             self.partial.add(dotted(path, "position"))
         new = VocabTokenEmbedding(*size, parts, init=layer.init, position_init=layer.position_init)
-        return new, Part() if parts else Whole()
+        return new, CutValue() if parts else Whole()
 
     def _marked_row(self, linear: Linear, path: str, kind: Kind) -> tuple[Layer, Kind]:
         if not isinstance(kind, Features):
@@ -309,7 +309,7 @@ class Rewriter:
                 f"reads {linear.in_features} in one block"
             )
         parts = self.sequence is not None
-        return self._row(linear, path, kind.grain, parts), Part() if parts else Whole()
+        return self._row(linear, path, kind.grain, parts), CutValue() if parts else Whole()
 
     def _pair(self, path: str, first: str, last: str) -> bool:
         """Whether the layer at `path` is cut between its children `first` and `last`."""
@@ -361,7 +361,7 @@ class Rewriter:
     def _dropout(self, layer: Layer, path: str, kind: Kind) -> Layer:
         if type(layer) is not Dropout:
             return layer
-        if isinstance(kind, Part):
+        if isinstance(kind, CutValue):
             return CutDropout(layer.p, 1)
         assert isinstance(kind, Features)
         if kind.blocks != 1:

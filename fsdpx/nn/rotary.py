@@ -113,46 +113,46 @@ def frequencies(
     steps = np.arange(0, d_head, 2) / d_head
     if checked is None:
         return theta**-steps, 1.0
-    way, said = checked[0], dict(checked[1:])
-    factor = said["factor"]
+    way, options = checked[0], dict(checked[1:])
+    factor = options["factor"]
     if way == "linear":
         return theta**-steps / factor, 1.0
     if way == "dynamic":
         longer = factor * max(time, seq_len) / seq_len - (factor - 1)
         return (theta * longer ** (d_head / (d_head - 2))) ** -steps, 1.0
-    return (_llama3 if way == "llama3" else _yarn)(theta**-steps, d_head, theta, said)
+    return (_llama3 if way == "llama3" else _yarn)(theta**-steps, d_head, theta, options)
 
 
-def _llama3(plain: np.ndarray, d_head: int, theta: float, said: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+def _llama3(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """Long waves are stretched by the factor, short ones are not, and those between by a part of it."""
-    factor, low, high = said["factor"], said["low_freq_factor"], said["high_freq_factor"]
-    turns = said["original_max_position_embeddings"] * plain / (2 * math.pi)
+    factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
+    turns = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     part = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return (1 - part) * plain / factor + part * plain, 1.0
 
 
-def _yarn(plain: np.ndarray, d_head: int, theta: float, said: Mapping[str, Any]) -> tuple[np.ndarray, float]:
+def _yarn(plain: np.ndarray, d_head: int, theta: float, options: Mapping[str, Any]) -> tuple[np.ndarray, float]:
     """Peng et al. 2023: a ramp over the features between `beta_fast` and `beta_slow` turns in the old length."""
-    factor, length = said["factor"], said["original_max_position_embeddings"]
+    factor, length = options["factor"], options["original_max_position_embeddings"]
 
     def place(turns: float) -> float:
         return d_head * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = place(said.get("beta_fast") or 32), place(said.get("beta_slow") or 1)
-    if said.get("truncate", True):
+    low, high = place(options.get("beta_fast") or 32), place(options.get("beta_slow") or 1)
+    if options.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, d_head - 1)
     ramp = np.clip((np.arange(d_head // 2) - low) / ((high - low) or 0.001), 0.0, 1.0)
-    return plain / factor * ramp + plain * (1 - ramp), _yarn_size(factor, said)
+    return plain / factor * ramp + plain * (1 - ramp), _yarn_size(factor, options)
 
 
-def _yarn_size(factor: float, said: Mapping[str, Any]) -> float:
+def _yarn_size(factor: float, options: Mapping[str, Any]) -> float:
     def size(scale: float, by: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * by * math.log(scale) + 1.0
 
-    if said.get("attention_factor") is not None:
-        return float(said["attention_factor"])
-    both = said.get("mscale"), said.get("mscale_all_dim")
+    if options.get("attention_factor") is not None:
+        return float(options["attention_factor"])
+    both = options.get("mscale"), options.get("mscale_all_dim")
     return size(factor, both[0]) / size(factor, both[1]) if both[0] and both[1] else size(factor)
 
 
@@ -175,7 +175,7 @@ def _table(
     d_head: int, theta: float, scaling: tuple[Any, ...] | None, seq_len: int, time: int, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines of the first `count` positions, in float64."""
-    said = {"rope_type": scaling[0], **dict(scaling[1:])} if scaling else None
-    turns, size = frequencies(d_head, theta, said, seq_len, time)
+    options = {"rope_type": scaling[0], **dict(scaling[1:])} if scaling else None
+    turns, size = frequencies(d_head, theta, options, seq_len, time)
     angles = np.arange(count)[:, None] * turns[None, :]
     return np.cos(angles) * size, np.sin(angles) * size

@@ -16,11 +16,11 @@ from typing import Any
 from fsdpx.engine.recording import Turn
 from fsdpx.errors import ConfigError
 from fsdpx.observe.clocks import Reading, offset_at
-from fsdpx.observe.events import Place, events_of, waits_of
+from fsdpx.observe.events import TracePlace, events_of, waits_of
 from fsdpx.program import VERBS, Event
 from fsdpx.version import __version__
 
-__all__ = ["MERGED", "RankTrace", "Told", "merge", "name_of", "read", "traced", "write"]
+__all__ = ["MERGED", "RankTrace", "TraceHeader", "merge", "name_of", "read", "traced", "write"]
 
 MERGED = "trace.json.gz"
 MICRO = 1e6
@@ -31,7 +31,7 @@ JSON = dict[str, Any]
 
 
 @dataclass
-class Told:
+class TraceHeader:
     """The content of a file beside its events. origin: zero of its times, in seconds of the rank's clock. clock:
     readings of that clock beside rank 0's. place: on the mesh, by axis. simulated: (action, start, end) of this rank in
     the step `shown`, if messages took no time. alive: (seconds, bytes of activations) in that step. memory: what is
@@ -55,35 +55,35 @@ class Told:
 class RankTrace:
     """One file, read again. events: as in the file."""
 
-    told: Told
+    header: TraceHeader
     events: list[JSON]
 
     def aligned(self, seconds: float) -> float:
         """A time of this rank, in seconds of rank 0's clock. seconds: since the file's origin."""
-        at = self.told.origin + seconds
-        return at - offset_at(self.told.clock, at)
+        at = self.header.origin + seconds
+        return at - offset_at(self.header.clock, at)
 
     @property
     def error(self) -> float:
         """Seconds by which its times may be off beside rank 0's."""
-        return max(reading.error for reading in self.told.clock)
+        return max(reading.error for reading in self.header.clock)
 
 
 def name_of(rank: int) -> str:
     return f"rank-{rank:05}.json.gz"
 
 
-def write(folder: Path, told: Told, turns: Sequence[Turn], place: Place) -> Path:
+def write(folder: Path, header: TraceHeader, turns: Sequence[Turn], place: TracePlace) -> Path:
     """Write one rank's file; returns its path."""
-    path = folder / name_of(told.rank)
-    _save(path, {"traceEvents": traced(told, turns, place), "displayTimeUnit": "ms", "fsdpx": asdict(told)})
+    path = folder / name_of(header.rank)
+    _save(path, {"traceEvents": traced(header, turns, place), "displayTimeUnit": "ms", "fsdpx": asdict(header)})
     return path
 
 
-def traced(told: Told, turns: Sequence[Turn], place: Place) -> list[JSON]:
+def traced(header: TraceHeader, turns: Sequence[Turn], place: TracePlace) -> list[JSON]:
     """The events of one rank: steps, actions, waits and transfers as slices, messages as arrows, activations as a
     curve."""
-    lanes = _Lanes(told)
+    lanes = _Lanes(header)
     for turn in turns:
         if not turn.acted:
             continue
@@ -103,16 +103,16 @@ class _Lanes:
     """Events of one rank as they are added. Slices of a thread lie beside or inside each other: what moves at the same
     time as another transfer of its axis gets one more thread."""
 
-    def __init__(self, told: Told) -> None:
-        self.told = told
+    def __init__(self, header: TraceHeader) -> None:
+        self.header = header
         self.found: list[JSON] = []
         self._free: dict[str, list[float]] = {}  # lane -> when each of its threads is free
         self._threads: dict[tuple[str, int], int] = {}
 
     def names(self) -> Iterator[JSON]:
-        where = " ".join(f"{axis} {at}" for axis, at in self.told.place.items())
-        yield self._meta("process_name", 0, name=f"rank {self.told.rank} ({where}) on {self.told.host}")
-        yield self._meta("process_sort_index", 0, sort_index=self.told.rank)
+        where = " ".join(f"{axis} {at}" for axis, at in self.header.place.items())
+        yield self._meta("process_name", 0, name=f"rank {self.header.rank} ({where}) on {self.header.host}")
+        yield self._meta("process_sort_index", 0, sort_index=self.header.rank)
         named = {COMPUTE: "compute", STEPS: "steps"}
         named |= {tid: lane + (f" ({n + 1})" if n else "") for (lane, n), tid in self._threads.items()}
         for tid, name in named.items():
@@ -120,12 +120,12 @@ class _Lanes:
             yield self._meta("thread_sort_index", tid, sort_index=tid)
 
     def _meta(self, what: str, tid: int, **args: Any) -> JSON:
-        return {"ph": "M", "name": what, "pid": self.told.rank, "tid": tid, "args": args}
+        return {"ph": "M", "name": what, "pid": self.header.rank, "tid": tid, "args": args}
 
     def slice(self, tid: int, name: str, kind: str, start: float, end: float, **args: Any) -> None:
-        told = {"ph": "X", "name": name, "cat": kind, "pid": self.told.rank, "tid": tid}
+        header = {"ph": "X", "name": name, "cat": kind, "pid": self.header.rank, "tid": tid}
         begin = self._micro(start)
-        self.found.append({**told, "ts": begin, "dur": round(self._micro(end) - begin, 3), "args": args})
+        self.found.append({**header, "ts": begin, "dur": round(self._micro(end) - begin, 3), "args": args})
 
     def step(self, turn: Turn, end: float) -> None:
         words = f"{turn.program.kind} {turn.steps + 1}"
@@ -147,8 +147,8 @@ class _Lanes:
             self._arrow(tid, event, verb.sends)
 
     def alive(self, at: float, nbytes: int) -> None:
-        told = {"ph": "C", "name": "activations", "pid": self.told.rank, "ts": self._micro(at)}
-        self.found.append({**told, "args": {"bytes": nbytes}})
+        header = {"ph": "C", "name": "activations", "pid": self.header.rank, "ts": self._micro(at)}
+        self.found.append({**header, "args": {"bytes": nbytes}})
 
     def _thread(self, lane: str, event: Event) -> int:
         free = self._free.setdefault(lane, [])
@@ -159,16 +159,16 @@ class _Lanes:
     def _arrow(self, tid: int, event: Event, sends: bool) -> None:
         """From the beginning of a send to the end of its receive."""
         number = int.from_bytes(blake2b(repr(event.key).encode(), digest_size=6).digest(), "big")
-        told = {"name": "message", "cat": "message", "id": number, "pid": self.told.rank, "tid": tid}
+        header = {"name": "message", "cat": "message", "id": number, "pid": self.header.rank, "tid": tid}
         if sends:
-            self.found.append({**told, "ph": "s", "ts": self._micro(event.start)})
+            self.found.append({**header, "ph": "s", "ts": self._micro(event.start)})
         else:
             start, end = self._micro(event.start), self._micro(event.end)
             inside = max(end - 0.01, (start + end) / 2)  # an arrow belongs to the slice around its end
-            self.found.append({**told, "ph": "f", "bp": "e", "ts": round(inside, 3)})
+            self.found.append({**header, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 
     def _micro(self, at: float) -> float:
-        return round((at - self.told.origin) * MICRO, 3)
+        return round((at - self.header.origin) * MICRO, 3)
 
 
 def _words(event: Event) -> str:
@@ -187,10 +187,10 @@ def read(folder: Path) -> list[RankTrace]:
             f"{folder}: there is no rank-*.json.gz; run with --trace, FSDPX_TRACE or distribute(trace=...)"
         )
     found = [_read(path) for path in paths]
-    missing = sorted(set(range(found[0].told.ranks)) - {one.told.rank for one in found})
+    missing = sorted(set(range(found[0].header.ranks)) - {one.header.rank for one in found})
     if missing:
         numbers = ", ".join(map(str, missing))
-        raise ConfigError(f"{folder}: of {found[0].told.ranks} ranks the files of {numbers} are missing")
+        raise ConfigError(f"{folder}: of {found[0].header.ranks} ranks the files of {numbers} are missing")
     return found
 
 
@@ -198,9 +198,9 @@ def _read(path: Path) -> RankTrace:
     try:
         with gzip.open(path, "rt") as file:
             found = json.load(file)
-        told = dict(found["fsdpx"])
-        told["clock"] = [Reading(*reading) for reading in told["clock"]]
-        return RankTrace(Told(**told), found["traceEvents"])
+        header = dict(found["fsdpx"])
+        header["clock"] = [Reading(*reading) for reading in header["clock"]]
+        return RankTrace(TraceHeader(**header), found["traceEvents"])
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: no trace of fsdpx can be read there: {error!r}") from error
 
@@ -214,9 +214,9 @@ def merge(folder: Path) -> tuple[Path, float, int]:
     errors = sorted((one.error for one in ranks), reverse=True)
     bound = sum(errors[:2])
     path = folder / MERGED
-    told = {"ranks": len(ranks), "clock_error_us": [round(one.error * MICRO, 3) for one in ranks]}
-    told["clock_error_between_ranks_us"] = round(bound * MICRO, 3)
-    _save(path, {"traceEvents": events, "displayTimeUnit": "ms", "fsdpx": told})
+    header = {"ranks": len(ranks), "clock_error_us": [round(one.error * MICRO, 3) for one in ranks]}
+    header["clock_error_between_ranks_us"] = round(bound * MICRO, 3)
+    _save(path, {"traceEvents": events, "displayTimeUnit": "ms", "fsdpx": header})
     ends = [{event["id"] for event in events if event["ph"] == kind} for kind in "sf"]
     return path, bound, len(ends[0] & ends[1])
 

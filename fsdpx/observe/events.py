@@ -7,17 +7,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from fsdpx.comm.mesh import AXES, Axes
-from fsdpx.engine.recording import Acted, Flight, Turn
+from fsdpx.engine.recording import Acted, TransferSpan, Turn
 from fsdpx.program import VERBS, Action, Event
 
-__all__ = ["Place", "events_of", "waits_of"]
+__all__ = ["TracePlace", "events_of", "waits_of"]
 
 LEAST = 1e-6
 """Seconds: what is shorter is no wait but Python."""
 
 
 @dataclass(frozen=True)
-class Place:
+class TracePlace:
     """Where a rank stands. lines: lane of a verb -> a name for the ranks it communicates with there, the same on all of
     them."""
 
@@ -25,7 +25,7 @@ class Place:
     lines: dict[str, str]
 
     @classmethod
-    def of(cls, axes: Axes) -> Place:
+    def of(cls, axes: Axes) -> TracePlace:
         here = axes.coordinates._asdict()
         lines = {axis: ".".join(f"{name}{at}" for name, at in here.items() if name != axis) for axis in AXES}
         together = "" if axes.group is axes.world else f"replica{axes.coordinates.replica}"
@@ -41,11 +41,11 @@ class Place:
         return (verb.lane, self.lines[verb.lane], turn.number, kind, action.unit, action.mb, time)
 
 
-def events_of(turn: Turn, place: Place) -> list[Event]:
+def events_of(turn: Turn, place: TracePlace) -> list[Event]:
     """One event for each action, in the order of the program. An action that computes lasts from when it had all it
     needed to its end; one that moves data beside the computing from the same moment to when this rank saw that it was
     complete."""
-    flights: dict[Action, list[Flight]] = defaultdict(list)
+    flights: dict[Action, list[TransferSpan]] = defaultdict(list)
     for flight in turn.flights:
         flights[flight.action].append(flight)
     times: Counter[Action] = Counter()
@@ -59,7 +59,7 @@ def events_of(turn: Turn, place: Place) -> list[Event]:
     return found
 
 
-def _span(one: Acted, flights: Sequence[Flight]) -> tuple[float, float]:
+def _span(one: Acted, flights: Sequence[TransferSpan]) -> tuple[float, float]:
     """From when the action had all it needed to the end of the last transfer that it began, if it began any. A message
     may arrive before the call that sends it has returned, on a machine that then does something else."""
     landed = [flight.landed for flight in flights if one.ready <= flight.issued <= one.end]

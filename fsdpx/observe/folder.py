@@ -64,7 +64,7 @@ class RunFolder:
     def begin(self, arguments: dict[str, Any], ranks: int) -> None:
         """Write what the run is. On one rank."""
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
-        told = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime("%F %T")}
+        read_json = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime("%F %T")}
         found: dict[str, Any] = {
             "host": platform.node(),
             "system": platform.platform(),
@@ -74,7 +74,7 @@ class RunFolder:
         found |= {"versions": {name: text for name in LIBRARIES if (text := _version(name))}}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(json.dumps(told, indent=1) + "\n")
+            self.config.write_text(json.dumps(read_json, indent=1) + "\n")
             (self.path / "environment.json").write_text(json.dumps(found, indent=1) + "\n")
         except OSError as error:
             raise ConfigError(
@@ -86,7 +86,7 @@ class RunFolder:
         (self.path / "report.txt").write_text(f"{text}\n")
         (self.path / "report.json").write_text(json.dumps({"ended": time.strftime("%F %T"), "ranks": reports}) + "\n")
 
-    def told(self, name: str) -> dict[str, Any]:
+    def read_json(self, name: str) -> dict[str, Any]:
         """The content of a JSON file of the folder; nothing if it is not there. ConfigError if it cannot be read."""
         path = self.path / name
         try:

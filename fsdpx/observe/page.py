@@ -13,7 +13,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.observe import svg
 from fsdpx.observe.chrome import MICRO, RankTrace, read
 from fsdpx.observe.folder import RunFolder
-from fsdpx.observe.svg import Box
+from fsdpx.observe.svg import TimeBar
 from fsdpx.observe.waits import Waits, waits
 from fsdpx.program import VERBS
 from fsdpx.state.tables import bytes_text
@@ -83,8 +83,8 @@ def _card(title: str, content: str, kind: str = "") -> str:
 
 
 def _facts(folder: RunFolder) -> str:
-    config, environment = folder.told("config.json"), folder.told("environment.json")
-    ended = folder.told("report.json").get("ended", "not yet, or not well")
+    config, environment = folder.read_json("config.json"), folder.read_json("environment.json")
+    ended = folder.read_json("report.json").get("ended", "not yet, or not well")
     rows = [("begun", config.get("begun")), ("ended", ended), ("ranks", config.get("ranks"))]
     rows += [("host", environment.get("host")), ("command", " ".join(environment.get("command", [])))]
     rows += [(name, value) for name, value in config.get("arguments", {}).items() if value not in (None, False, "")]
@@ -102,24 +102,24 @@ def _curves(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _step(traces: Sequence[RankTrace]) -> str:
-    if not traces or traces[0].told.shown is None:
+    if not traces or traces[0].header.shown is None:
         return f'<p class="note">{NO_TRACE}</p>'
     windows = [_window(one) for one in traces]
     zero = min(one.aligned(start / MICRO) for one, (start, _) in zip(traces, windows, strict=True))
-    boxes, names = list[Box](), list[str]()
+    boxes, names = list[TimeBar](), list[str]()
     for n, (one, (start, end)) in enumerate(zip(traces, windows, strict=True)):
         names += [f"rank {n} measured", "simulated"]
         boxes += [_measured(one, e, 2 * n, zero) for e in one.events if _within(e, start, end)]
         boxes += _simulated(one, 2 * n + 1)
     shown = [op for op in svg.COLOURS if any(box.op == op for box in boxes)]
     key = svg.legend([*shown, "waits, other moves"], [*map(svg.colour_of, shown), svg.WAITING])
-    told = " ".join(_idle(boxes, row, what) for row, what in ((0, "measured"), (1, "simulated")))
-    return f'<div class="scroll">{svg.schedule(names, boxes)}</div>{key}<p>{told}</p>'
+    header = " ".join(_idle(boxes, row, what) for row, what in ((0, "measured"), (1, "simulated")))
+    return f'<div class="scroll">{svg.schedule(names, boxes)}</div>{key}<p>{header}</p>'
 
 
 def _window(one: RankTrace) -> tuple[float, float]:
     """From when to when the step lasts that is shown, in the file's time."""
-    step = next(e for e in one.events if e.get("cat") == "step" and e["args"]["turn"] == one.told.shown)
+    step = next(e for e in one.events if e.get("cat") == "step" and e["args"]["turn"] == one.header.shown)
     return step["ts"], step["ts"] + step["dur"]
 
 
@@ -127,20 +127,20 @@ def _within(event: dict[str, Any], start: float, end: float) -> bool:
     return event["ph"] == "X" and event["cat"] not in ("step", "outside") and start <= event["ts"] < end
 
 
-def _measured(one: RankTrace, event: dict[str, Any], row: int, zero: float) -> Box:
+def _measured(one: RankTrace, event: dict[str, Any], row: int, zero: float) -> TimeBar:
     start, end = (1e3 * (one.aligned(at / MICRO) - zero) for at in (event["ts"], event["ts"] + event["dur"]))
     name = event["name"]
     if event["cat"] == "wait":
-        return Box(row, start, end, "wait", f"{name}: {end - start:.3f} ms")
+        return TimeBar(row, start, end, "wait", f"{name}: {end - start:.3f} ms")
     moved = f", {bytes_text(event['args']['bytes'])}" if "bytes" in event["args"] else ""
     level = 0 if event["cat"] in ("compute", "host") else 1
-    return Box(row, start, end, _verb(name), f"{name}: {end - start:.3f} ms{moved}", level)
+    return TimeBar(row, start, end, _verb(name), f"{name}: {end - start:.3f} ms{moved}", level)
 
 
-def _simulated(one: RankTrace, row: int) -> list[Box]:
-    rows = [(name, 1e3 * start, 1e3 * end) for name, start, end in one.told.simulated]
+def _simulated(one: RankTrace, row: int) -> list[TimeBar]:
+    rows = [(name, 1e3 * start, 1e3 * end) for name, start, end in one.header.simulated]
     return [
-        Box(row, start, end, _verb(name), f"{name}: {end - start:.3f} ms")
+        TimeBar(row, start, end, _verb(name), f"{name}: {end - start:.3f} ms")
         for name, start, end in rows
         if VERBS[_verb(name)].lane == "compute" and end > start
     ]
@@ -150,9 +150,9 @@ def _verb(name: str) -> str:
     return re.match("[A-Z]+", name)[0]  # type: ignore[index]
 
 
-def _idle(boxes: Sequence[Box], parity: int, what: str) -> str:
+def _idle(boxes: Sequence[TimeBar], parity: int, what: str) -> str:
     """Over all ranks, the share of the step in which they do not compute."""
-    rows: dict[int, list[Box]] = defaultdict(list)
+    rows: dict[int, list[TimeBar]] = defaultdict(list)
     for box in boxes:
         if box.row % 2 == parity and box.level == 0 and box.op != "wait" and VERBS[box.op].lane == "compute":
             rows[box.row].append(box)
@@ -162,18 +162,18 @@ def _idle(boxes: Sequence[Box], parity: int, what: str) -> str:
 
 
 def _memory(traces: Sequence[RankTrace]) -> str:
-    series = {f"rank {n}": [(1e3 * at, b / 2**20) for at, b in one.told.alive] for n, one in enumerate(traces)}
+    series = {f"rank {n}": [(1e3 * at, b / 2**20) for at, b in one.header.alive] for n, one in enumerate(traces)}
     if not any(series.values()):
         return f'<p class="note">{NO_TRACE}</p>'
     most = max((y for points in series.values() for _, y in points), default=0.0)
-    held = max(sum(one.told.memory.values()) for one in traces)
+    held = max(sum(one.header.memory.values()) for one in traces)
     note = f"<p>At most {most:.2f} MiB, beside {bytes_text(held)} that a rank holds all the time.</p>"
     return svg.curves(series, "ms", "MiB") + svg.legend(list(series)) + note
 
 
 def _bytes(folder: RunFolder) -> str:
     total: dict[str, float] = defaultdict(float)
-    for report in folder.told("report.json").get("ranks", []):
+    for report in folder.read_json("report.json").get("ranks", []):
         for axis, call, _, nbytes in report["traffic"]:
             total[f"{call.replace('_', '-')}, {axis}"] += nbytes / 2**20
     if not total:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fsdpx.program import VERBS
 
-__all__ = ["Box", "bars", "colour_of", "curves", "legend", "schedule"]
+__all__ = ["TimeBar", "bars", "colour_of", "curves", "legend", "schedule"]
 
 COLOURS = {
     "F": "#4c78a8", "E": "#4c78a8", "C": "#4c78a8", "R": "#9ecae9", "B": "#54a24b", "I": "#88d27a", "W": "#f58518",
@@ -27,7 +27,7 @@ def colour_of(op: str) -> str:
     return COLOURS.get(op, WAITING if VERBS[op].moves else OTHER)
 
 
-class Box(NamedTuple):
+class TimeBar(NamedTuple):
     """From start to end, in milliseconds. level: 0 above the middle of its row, 1 for a thin line below."""
 
     row: int
@@ -71,7 +71,7 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], unit: str) -> str:
     return _svg(WIDTH, 12 + 22 * len(rows), made)
 
 
-def schedule(names: Sequence[str], boxes: Sequence[Box], width: int = 1000) -> str:
+def schedule(names: Sequence[str], boxes: Sequence[TimeBar], width: int = 1000) -> str:
     """A row per name, time from left to right."""
     last, height = max((box.end for box in boxes), default=1.0), ROW * len(names) + 30
     ms = _axis([0.0, last])
@@ -122,8 +122,8 @@ def _frame(xs: tuple[float, float], ys: tuple[float, float], x: str, y: str) -> 
 
 def _axis(values: Sequence[float]) -> tuple[float, float]:
     least, most = min(values), max(values)
-    room = 0.0 if least == 0 else 0.04 * (most - least)
-    return least - room, (most if most > least else least + (abs(least) or 1.0)) + 0.04 * (most - least)
+    margin = 0.0 if least == 0 else 0.04 * (most - least)
+    return least - margin, (most if most > least else least + (abs(least) or 1.0)) + 0.04 * (most - least)
 
 
 def _ticks(axis: tuple[float, float]) -> list[float]:

@@ -13,9 +13,9 @@ from fsdpx.checkpoint.agree import together
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.recording import Recording, Turn
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.observe.chrome import Told, name_of, write
+from fsdpx.observe.chrome import TraceHeader, name_of, write
 from fsdpx.observe.clocks import synchronise
-from fsdpx.observe.events import Place
+from fsdpx.observe.events import TracePlace
 from fsdpx.observe.measure import machine_of
 from fsdpx.program import simulate_programs
 
@@ -62,8 +62,8 @@ class Tracer:
     def write(self) -> None:
         """Write what was kept, each rank its own file. Collective; ConfigError on all ranks if one cannot."""
         turns = list(self._recording.turns)
-        told = self._told(turns)
-        self._together(lambda: write(self.folder, told, turns, Place.of(self._axes)))
+        header = self._header(turns)
+        self._together(lambda: write(self.folder, header, turns, TracePlace.of(self._axes)))
 
     def _make(self) -> None:
         """A folder that cannot be written is found before training, not after it."""
@@ -78,11 +78,11 @@ class Tracer:
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 
-    def _told(self, turns: list[Turn]) -> Told:
+    def _header(self, turns: list[Turn]) -> TraceHeader:
         axes = self._axes
         clock = [self._begun, synchronise(axes.uncounted)]
         place, memory = axes.coordinates._asdict(), self.engine.state.nbytes()
-        told = Told(
+        header = TraceHeader(
             axes.world.rank,
             axes.world.size,
             str(axes.mesh),
@@ -98,10 +98,10 @@ class Tracer:
             everyone = axes.pipe.all_gather_object((line, shown.program))
             events = simulate_programs([program for _, program in everyone], machine_of([row for row, _ in everyone]))
             zero = shown.acted[0].begin
-            told.shown = shown.number
-            told.simulated = [(str(e.action), e.start, e.end) for e in events if e.rank == axes.pipe.rank]
-            told.alive = [(one.end - zero, one.alive) for one in shown.acted]
-        return told
+            header.shown = shown.number
+            header.simulated = [(str(e.action), e.start, e.end) for e in events if e.rank == axes.pipe.rank]
+            header.alive = [(one.end - zero, one.alive) for one in shown.acted]
+        return header
 
     def _shown(self, turns: list[Turn]) -> Turn | None:
         """The step that stands for all: of those that all ranks have whole, that of the median time. Collective."""

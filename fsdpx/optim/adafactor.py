@@ -9,7 +9,7 @@ import numpy as np
 
 from fsdpx.array.sums import PARTS, block_squares, exact_sum, padded
 from fsdpx.errors import ConfigError
-from fsdpx.optim.factored import Divisors, Piece, elements, matrix, portion, together
+from fsdpx.optim.factored import Divisors, MatrixPiece, elements, matrix, portion, together
 from fsdpx.optim.kept import Kept, places
 from fsdpx.optim.optimizer import Rate, Slots, check_number, check_options, has_data
 from fsdpx.optim.plain import BLOCK
@@ -83,13 +83,15 @@ class Adafactor:
         with np.errstate(all="ignore"):  # as in all updates; gradients are checked for finite values elsewhere
             moved = [partial(self._moved, slots["row"][at], share) for at, _ in own]
             mine = zip(segments.items, moved, strict=True)
-            parts = {s.name: _told(xp, s, p[s.start : s.stop], g[s.start : s.stop], factor, rows) for s, rows in mine}
+            parts = {
+                s.name: _statistics(xp, s, p[s.start : s.stop], g[s.start : s.stop], factor, rows) for s, rows in mine
+            }
             known = segments.together(xp, parts, self.sends, np.float64)
             for s, run, rows, (at_row, at_column) in zip(segments.items, runs, moved, own, strict=True):
                 row, column = slots["row"][at_row], slots["column"][at_column]
-                squares_p = exact_sum([x for _, told in known[s.name] for x in told[:PARTS].tolist()])
-                told = [(_piece(other), flat[PARTS:]) for other, flat in known[s.name]]
-                sums, columns, divided = together(xp, told, rows, _piece(s).shape)
+                squares_p = exact_sum([x for _, statistics in known[s.name] for x in statistics[:PARTS].tolist()])
+                statistics = [(_piece(other), flat[PARTS:]) for other, flat in known[s.name]]
+                sums, columns, divided = together(xp, statistics, rows, _piece(s).shape)
                 row[...] = rows(0, sums / column.size)
                 column += (columns / row.size + self.eps[0] - column) * share
                 squares_u = float(xp.mean(row) * (divided / column).sum())
@@ -107,11 +109,11 @@ class Adafactor:
         return before + (means + self.eps[0] - before) * share
 
 
-def _piece(s: Segment) -> Piece:
-    return Piece(s.offset, s.stop - s.start, matrix(s.shape or (s.size,)))
+def _piece(s: Segment) -> MatrixPiece:
+    return MatrixPiece(s.offset, s.stop - s.start, matrix(s.shape or (s.size,)))
 
 
-def _told(xp: Any, s: Segment, p: Any, g: Any, scale: Any, divisors: Divisors) -> Any:
+def _statistics(xp: Any, s: Segment, p: Any, g: Any, scale: Any, divisors: Divisors) -> Any:
     """The numbers that this rank sends of its part: the sum of squares of p, and those of g by row and by column."""
 
     def squares(start: int, stop: int) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
-__all__ = ["Divisors", "Piece", "elements", "matrix", "portion", "together"]
+__all__ = ["Divisors", "MatrixPiece", "elements", "matrix", "portion", "together"]
 
 CHUNK = 1 << 16
 """Elements that are looked at together."""
@@ -19,7 +19,7 @@ Divisors = Callable[[int, Any], Any]
 """From the means of rows, the first of which has a number, to what each of these rows is divided by."""
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """Elements [offset, offset + size) of a matrix of `shape`: the part of one rank."""
 
     offset: int
@@ -53,13 +53,13 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
-def elements(piece: Piece) -> int:
+def elements(piece: MatrixPiece) -> int:
     """Of what `portion` gives."""
     first, last = piece.rows
     return last - first + 2 * len(piece.nodes) * piece.shape[1] + sum(stop - start for start, stop in piece.loose)
 
 
-def portion(xp: Any, values: Callable[[int, int], Any], divisors: Divisors, piece: Piece) -> Any:
+def portion(xp: Any, values: Callable[[int, int], Any], divisors: Divisors, piece: MatrixPiece) -> Any:
     """The flat array that the piece's rank sends. values: elements from one to another of the piece, flat."""
     (first, last), (count, columns), offset = piece.rows, piece.shape, piece.offset
     rows, nodes = [], {}
@@ -72,13 +72,13 @@ def portion(xp: Any, values: Callable[[int, int], Any], divisors: Divisors, piec
 
 
 def together(
-    xp: Any, told: Iterable[tuple[Piece, Any]], divisors: Divisors, shape: tuple[int, int]
+    xp: Any, statistics: Iterable[tuple[MatrixPiece, Any]], divisors: Divisors, shape: tuple[int, int]
 ) -> tuple[Any, Any, Any]:
     """From what all ranks tell: the sums of all rows (rows,), and those of all columns (columns,), as they are and with
     each row divided."""
     count, columns = shape
     rows, nodes, torn = xp.empty(count), dict[Node, Any](), dict[int, Any]()
-    for piece, flat in told:
+    for piece, flat in statistics:
         (first, last), at = piece.rows, piece.rows[1] - piece.rows[0]
         rows[first:last] = flat[:at]
         for node in piece.nodes:

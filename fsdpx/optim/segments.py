@@ -152,17 +152,17 @@ class Segments:
         found = {s.name: [(s, parts[s.name])] for s in self.items if s.name in parts}
         if self.peers is None or not any(map(sends, self.peers.torn)):
             return found
-        told = [[(theirs, mine) for theirs, mine in some if sends(mine)] for some in self._shared]
-        outgoing = [parts[mine.name] for some in told for _, mine in some]
-        incoming = xp.empty(sum(sends(theirs) for some in told for theirs, _ in some), dtype=dtype)
+        chosen = [[(theirs, mine) for theirs, mine in some if sends(mine)] for some in self._shared]
+        outgoing = [parts[mine.name] for some in chosen for _, mine in some]
+        incoming = xp.empty(sum(sends(theirs) for some in chosen for theirs, _ in some), dtype=dtype)
         self.peers.all_to_all(
             xp.concatenate(outgoing) if outgoing else xp.empty(0, dtype=dtype),
             incoming,
-            [sum(sends(mine) for _, mine in some) for some in told],
-            [sum(sends(theirs) for theirs, _ in some) for some in told],
+            [sum(sends(mine) for _, mine in some) for some in chosen],
+            [sum(sends(theirs) for theirs, _ in some) for some in chosen],
         )
         at = 0
-        for theirs in (theirs for some in told for theirs, _ in some):
+        for theirs in (theirs for some in chosen for theirs, _ in some):
             found[theirs.name].append((theirs, incoming[at : at + sends(theirs)]))
             at += sends(theirs)
         return found

@@ -16,7 +16,7 @@ __all__ = ["KINDS", "Program", "Request", "compile"]
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProgramKind:
     """about: what a program of this kind does. ops: its verbs in the order of the schedule, or one of them for all
     microbatches. loss: the verb that closes a forward. results: kinds of the slots that the caller collects. apart: no
     other rank takes part."""
@@ -30,20 +30,22 @@ class Kind:
 
 
 KINDS = {
-    "step": Kind("forward, backward, reduce and update", "FB", "LOSS", ("mean", "scale"), updates=True),
-    "accumulate": Kind("forward and backward; gradients are added up as the placement says", "FB", "LOSS", ("mean",)),
-    "local": Kind("forward and backward; gradients stay local (no_sync)", "FB", "LOSS", ("mean",)),
-    "push": Kind(
+    "step": ProgramKind("forward, backward, reduce and update", "FB", "LOSS", ("mean", "scale"), updates=True),
+    "accumulate": ProgramKind(
+        "forward and backward; gradients are added up as the placement says", "FB", "LOSS", ("mean",)
+    ),
+    "local": ProgramKind("forward and backward; gradients stay local (no_sync)", "FB", "LOSS", ("mean",)),
+    "push": ProgramKind(
         "a step at this rank's own speed, on parameters of all ranks", "FB", "LOSS", ("mean", "scale"), True, True
     ),
-    "mix": Kind(
+    "mix": ProgramKind(
         "the same on a model of its own, which others are drawn to", "FB", "LOSS", ("mean", "scale"), True, True
     ),
-    "update": Kind("reduce what is still local, then update", "", results=("mean", "scale"), updates=True),
-    "evaluate": Kind("forward and the mean loss", "E", "SCORE", ("mean", "weight")),
-    "predict": Kind("forward only, nothing kept", "E", results=("act",)),
-    "forward": Kind("forward, kept for a backward of the caller", "F", results=("act",)),
-    "backward": Kind("backward from the caller's gradients to those of the inputs", "B", results=("dact",)),
+    "update": ProgramKind("reduce what is still local, then update", "", results=("mean", "scale"), updates=True),
+    "evaluate": ProgramKind("forward and the mean loss", "E", "SCORE", ("mean", "weight")),
+    "predict": ProgramKind("forward only, nothing kept", "E", results=("act",)),
+    "forward": ProgramKind("forward, kept for a backward of the caller", "F", results=("act",)),
+    "backward": ProgramKind("backward from the caller's gradients to those of the inputs", "B", results=("dact",)),
 }
 
 
@@ -134,8 +136,8 @@ def _compute(request: Request) -> list[Action]:
     order = request.order or one_by_one(request.microbatches) if kind.ops == "FB" else _through(kind.ops, request)
     seeds = [Action("SEED", None, m) for m in range(request.microbatches)] if kind.ops == "B" and stage.scores else []
     actions = [*seeds, *compute(order, stage, kind.loss)]
-    told = (kind.updates and "NORM" in request.scales) or kind.apart  # by NORM or ALONE
-    return _with_mean(actions, stage, kind.loss) if kind.loss and not told else actions
+    given = (kind.updates and "NORM" in request.scales) or kind.apart  # by NORM or ALONE
+    return _with_mean(actions, stage, kind.loss) if kind.loss and not given else actions
 
 
 def _with_mean(actions: list[Action], stage: Stage, loss: str) -> list[Action]:
@@ -169,8 +171,8 @@ def _update(actions: list[Action], request: Request) -> list[Action]:
         joins = (Action(_joins(request), p) for p in stage.trained)
         tail = [*reduce_carried(sorted(request.grads), request.ahead), *joins]
     tail += [Action("TIE", p) for p in stage.ties]
-    told = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
-    tail += [*told, *map(Action, request.scales)]
+    given = [Action("MEAN")] if request.kind == "update" and "NORM" not in request.scales else []
+    tail += [*given, *map(Action, request.scales)]
     tail += [Action("COMMIT")] if Slot("agreed") in _results(request) else []
     tail += [Action("SHARE")] if outer.deltas else []
     last: dict[int | None, str] = dict.fromkeys(request.resident, "GATHER")

@@ -87,13 +87,13 @@ def arrow(schedule: PipelineSchedule, rank: int, position: int, width: int = 120
     words = [[str(action) for action in row] for row in schedule.ranks]
     wide = max((len(word) for row in words for word in row), default=1) + 1
     lead = len(f"rank {len(words) - 1}") + 2
-    room = max((width - lead - 8) // wide, 1)  # steps that fit beside "... " and " ..."
-    first = max(min(position - room // 2, max(map(len, words)) - room), 0)
+    shown = max((width - lead - 8) // wide, 1)  # steps that fit beside "... " and " ..."
+    first = max(min(position - shown // 2, max(map(len, words)) - shown), 0)
     lines = []
     for number, row in enumerate(words):
         text = f"{f'rank {number}':<{lead}}" + ("... " if first else "")
-        here = "".join(f"{word:<{wide}}" for word in row[first : first + room])
-        lines.append((text + here + ("..." if len(row) > first + room else "")).rstrip())
+        here = "".join(f"{word:<{wide}}" for word in row[first : first + shown])
+        lines.append((text + here + ("..." if len(row) > first + shown else "")).rstrip())
         if number == rank:
             lines.append(" " * (len(text) + (position - first) * wide) + "^")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.shapes.array import Elementwise, ShapeArray, dtype_of_result, elementwise, product, reduced
+from fsdpx.shapes.array import ShapeArray, ShapeUfunc, dtype_of_result, elementwise, product, reduced
 
 __all__ = ["ShapeArray", "holds_no_data", "inf", "nan", "newaxis", "pi"]
 
@@ -34,7 +34,7 @@ equal, not_equal, less, less_equal = map(elementwise, ("equal", "not_equal", "le
 greater, greater_equal = map(elementwise, ("greater", "greater_equal"))
 logical_and, logical_or, logical_not = map(elementwise, ("logical_and", "logical_or", "logical_not"))
 bitwise_and, bitwise_or, bitwise_xor = map(elementwise, ("bitwise_and", "bitwise_or", "bitwise_xor"))
-where, clip = Elementwise(np.where), Elementwise(np.clip)
+where, clip = ShapeUfunc(np.where), ShapeUfunc(np.clip)
 sum, mean, max, min, prod = map(reduced, ("sum", "mean", "max", "min", "prod"))
 any, all, argmax, argmin, var, std = map(reduced, ("any", "all", "argmax", "argmin", "var", "std"))
 matmul = product

@@ -13,7 +13,7 @@ import numpy as np
 
 from fsdpx.shapes.indexing import selected
 
-__all__ = ["Elementwise", "Meter", "ShapeArray", "as_one", "dtype_of_result", "elementwise", "metered", "reduced"]
+__all__ = ["Meter", "ShapeArray", "ShapeUfunc", "as_one", "dtype_of_result", "elementwise", "metered", "reduced"]
 
 
 class Meter:
@@ -217,7 +217,7 @@ def _dtype_of(function: Callable[..., Any], *kinds: Any, **options: Any) -> np.d
     return np.asarray(function(*empty, **options)).dtype
 
 
-class Elementwise:
+class ShapeUfunc:
     """A NumPy ufunc on shapes: operands broadcast."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -244,9 +244,9 @@ def stored(out: ShapeArray, result: ShapeArray) -> ShapeArray:
     return out
 
 
-def elementwise(name: str) -> Elementwise:
+def elementwise(name: str) -> ShapeUfunc:
     """The shape-only form of NumPy's `name`."""
-    return Elementwise(getattr(np, name))
+    return ShapeUfunc(getattr(np, name))
 
 
 def product(a: Any, b: Any) -> ShapeArray:
@@ -322,7 +322,7 @@ def _is_mask(index: Any) -> bool:
 
 def _binary(short: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """The operator, its reflected form and its in-place form."""
-    function = Elementwise(getattr(operator, f"__{short}__"))
+    function = ShapeUfunc(getattr(operator, f"__{short}__"))
 
     def forward(self: ShapeArray, other: Any) -> Any:
         return function(self, other)
@@ -337,7 +337,7 @@ def _binary(short: str) -> tuple[Callable[..., Any], Callable[..., Any], Callabl
 
 
 def _unary(short: str) -> Callable[..., Any]:
-    function = Elementwise(getattr(operator, f"__{short}__"))
+    function = ShapeUfunc(getattr(operator, f"__{short}__"))
     return lambda self: function(self)
 
 

@@ -13,7 +13,7 @@ from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.comm.mesh import Axes, Mesh
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.layout.shards import ShardedPage
-from fsdpx.layout.tree import Node, chunks_of, depth, nodes_of
+from fsdpx.layout.tree import TreeNode, chunks_of, depth, nodes_of
 from fsdpx.state.gradients import ChunkGradients, Gradient, Reduction, Subtrees, WholeGradient, same_memory
 from fsdpx.state.parcels import Parcels, parcel_nbytes
 from fsdpx.state.transfer import Transfer
@@ -205,18 +205,18 @@ class ByTree:
         return _trades(self._held, self.shard[0], foreign), (*trades, ("all_gather", rest))
 
     @property
-    def _held(self) -> list[tuple[Node, ...]]:
+    def _held(self) -> list[tuple[TreeNode, ...]]:
         """What the chunks of each rank of this shard axis add up to."""
         base = self.replica[0] * self.shard[1]
         return [self._nodes(range(base + s, base + s + 1)) for s in range(self.shard[1])]
 
     @property
-    def _groups(self) -> list[tuple[Node, ...]]:
+    def _groups(self) -> list[tuple[TreeNode, ...]]:
         """What the chunks of all ranks of each replica add up to."""
         width = self.shard[1]
         return [self._nodes(range(r * width, (r + 1) * width)) for r in range(self.replica[1])]
 
-    def _nodes(self, ranks: range) -> tuple[Node, ...]:
+    def _nodes(self, ranks: range) -> tuple[TreeNode, ...]:
         first, last = (chunks_of(self.total, r, self.ranks) for r in (ranks[0], ranks[-1]))
         return nodes_of(self.total, range(first.start, last.stop))
 
@@ -269,5 +269,5 @@ def microbatches_of(wanted: int | None, chunks: int | None, mesh: Mesh) -> int:
     return 1 if mesh.width("pipe") == 1 or chunks is not None else 4 * mesh.width("pipe")
 
 
-def _trades(held: Sequence[Sequence[Node]], rank: int, nbytes: int) -> Moves:
+def _trades(held: Sequence[Sequence[TreeNode]], rank: int, nbytes: int) -> Moves:
     return tuple(("all_to_all", nbytes * (i < len(held[rank]))) for i in range(max(map(len, held))))

@@ -12,7 +12,7 @@ from fsdpx.array.arena import Arena
 from fsdpx.array.namespace import from_host
 from fsdpx.nn.layer import Spec
 from fsdpx.state.exchange import Exchange
-from fsdpx.state.ledger import Ledger, Row
+from fsdpx.state.ledger import Ledger, LedgerRow
 from fsdpx.state.offload import Disk, open_disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.rows import rows_of
@@ -51,7 +51,7 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     return state
 
 
-def _placed(placement: Placement, arena: Arena) -> list[Row]:
+def _placed(placement: Placement, arena: Arena) -> list[LedgerRow]:
     """The rows of this rank, those that ranks share in shared memory already."""
     sharers = sharers_of(placement, arena)
     rows = list(rows_of(placement, arena.memory is not None, sharers))
@@ -65,7 +65,7 @@ def _placed(placement: Placement, arena: Arena) -> list[Row]:
     return rows
 
 
-def _memory(arena: Arena, ledger: Ledger, row: Row, disk: Disk | None) -> Any:
+def _memory(arena: Arena, ledger: Ledger, row: LedgerRow, disk: Disk | None) -> Any:
     if row.inside is not None:
         return ledger.arrays[row.inside][row.at : row.at + row.elements]
     if row.level == "map":

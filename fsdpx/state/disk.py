@@ -29,7 +29,7 @@ THREADS = 2
 LOCK = "fsdpx.lock"
 
 
-class Pieces:
+class DiskTransfer:
     """Reads or writes under way, piece by piece: a handle as that of a message."""
 
     __slots__ = ("left",)
@@ -74,7 +74,7 @@ class File:
         self.folder, self.nbytes, self.watch = folder, nbytes, Stopwatch()
         self._fd, self.direct = _unnamed(folder, direct)
         try:
-            _room(self._fd, folder, 0, nbytes)
+            _reserve(self._fd, folder, 0, nbytes)
         except OffloadError:
             os.close(self._fd)
             raise
@@ -84,24 +84,24 @@ class File:
         for waits in [self._threads.submit(all_run.wait) for _ in range(THREADS)]:
             waits.result()
 
-    def read(self, at: int, data: Any) -> Pieces:
+    def read(self, at: int, data: Any) -> DiskTransfer:
         """Fill `data`, bytes in memory, from byte `at` of the file on."""
         return self._begin(self._read, at, data)
 
-    def write(self, at: int, data: Any) -> Pieces:
+    def write(self, at: int, data: Any) -> DiskTransfer:
         """Write `data`, bytes in memory, from byte `at` of the file on."""
         return self._begin(self._write, at, data)
 
-    def _begin(self, move: Callable[[int, Any], None], at: int, data: Any) -> Pieces:
+    def _begin(self, move: Callable[[int, Any], None], at: int, data: Any) -> DiskTransfer:
         starts = range(0, len(data), PIECE)
-        return Pieces([self._threads.submit(move, at + i, data[i : i + PIECE]) for i in starts])
+        return DiskTransfer([self._threads.submit(move, at + i, data[i : i + PIECE]) for i in starts])
 
     def _read(self, at: int, data: Any) -> None:
         self._all(lambda view, at: os.preadv(self._fd, [view], at), at, data, "read")
 
     def extend(self, nbytes: int) -> int:
         """Make the file longer; where the new part begins."""
-        self.nbytes += _room(self._fd, self.folder, self.nbytes, nbytes)
+        self.nbytes += _reserve(self._fd, self.folder, self.nbytes, nbytes)
         return self.nbytes - nbytes
 
     def _write(self, at: int, data: Any) -> None:
@@ -143,7 +143,7 @@ class File:
         os.close(self._fd)
 
 
-def _room(fd: int, folder: Path, at: int, nbytes: int) -> int:
+def _reserve(fd: int, folder: Path, at: int, nbytes: int) -> int:
     """Set aside `nbytes` of the disk from byte `at` of a file on."""
     try:
         if nbytes:

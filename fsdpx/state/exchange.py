@@ -20,7 +20,7 @@ from fsdpx.layout.ranges import Range
 from fsdpx.optim import Segments
 from fsdpx.optim.average import AVERAGE
 from fsdpx.optim.segments import Peers
-from fsdpx.state.ledger import Key, Row
+from fsdpx.state.ledger import Key, LedgerRow
 from fsdpx.state.placement import Placement, segments_of
 
 __all__ = ["Exchange", "Update"]
@@ -82,11 +82,11 @@ class Exchange:
 
     # -- memory --------------------------------------------------------------------------------------------------------
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[LedgerRow]:
         """Rows of what lies in this rank's part and is in no other ledger row."""
         for item in self._items[self.rank].values():
             if item.key.kind in ("added", "centre"):
-                yield Row(item.key, item.dtype, Range(0, item.elements), "private")
+                yield LedgerRow(item.key, item.dtype, Range(0, item.elements), "private")
 
     def arrays(self) -> Iterator[tuple[Key, Any]]:
         """The rows of this rank that lie in its part."""

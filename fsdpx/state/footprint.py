@@ -14,10 +14,10 @@ from fsdpx.config import byte_count
 from fsdpx.state.state import TrainState
 from fsdpx.state.tables import bytes_text, table
 
-__all__ = ["Footprint", "Part", "held", "peak_rss", "reading"]
+__all__ = ["Footprint", "ProcessBytes", "held", "peak_rss", "reading"]
 
 
-class Part(NamedTuple):
+class ProcessBytes(NamedTuple):
     """Bytes. rss: resident, a page that ranks share counting in each. pss: such a page divided by its sharers."""
 
     rss: int
@@ -34,7 +34,7 @@ class Footprint:
     ranks_here : ranks of its host; None if that is unknown
     """
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ProcessBytes]
     ranks_here: int | None = 1
 
     @property
@@ -66,7 +66,7 @@ class Footprint:
         return self.pss <= byte_count(budget, "memory")
 
 
-def held(state: TrainState, ranks_here: int) -> dict[str, Part]:
+def held(state: TrainState, ranks_here: int) -> dict[str, ProcessBytes]:
     """The arena and the shared windows of a rank.
 
     A rank reads its part of what each other rank has in a window to sum it up: that much more is resident."""
@@ -78,7 +78,7 @@ def held(state: TrainState, ranks_here: int) -> dict[str, Part]:
     read = own * (ranks_here - 1) // ranks_here
     passing = sum(row.nbytes for row in state.ledger if row.passing)  # these lie where activations were
     private = max(total - share - own - passing, 0)
-    parts = {"arena": Part(private, private), "shared windows": Part(common + own + read, share + own)}
+    parts = {"arena": ProcessBytes(private, private), "shared windows": ProcessBytes(common + own + read, share + own)}
     return {name: part for name, part in parts.items() if part.rss}
 
 
@@ -88,7 +88,7 @@ def reading(state: TrainState) -> partial[Footprint | None]:
     Call it on request only: Linux walks through all pages of the process."""
     node, world = node_of(state.placement.axes.world), state.placement.axes.world
     here = len(node.machine) if node else 1 if world.size == 1 else None
-    return partial(_measured, held(state, 1).get("arena", Part(0, 0)).rss, here)
+    return partial(_measured, held(state, 1).get("arena", ProcessBytes(0, 0)).rss, here)
 
 
 def _measured(arena: int, ranks_here: int | None) -> Footprint | None:
@@ -99,10 +99,10 @@ def _measured(arena: int, ranks_here: int | None) -> Footprint | None:
         return None
     arena = min(arena, own)
     parts = {
-        "arena": Part(arena, arena),
-        "interpreter, libraries, activations": Part(own - arena, own - arena),
-        "code of libraries": Part(files, 1024 * rollup.get("Pss_File", files // 1024)),
-        "windows and MPI's shared memory": Part(shared, 1024 * rollup.get("Pss_Shmem", shared // 1024)),
+        "arena": ProcessBytes(arena, arena),
+        "interpreter, libraries, activations": ProcessBytes(own - arena, own - arena),
+        "code of libraries": ProcessBytes(files, 1024 * rollup.get("Pss_File", files // 1024)),
+        "windows and MPI's shared memory": ProcessBytes(shared, 1024 * rollup.get("Pss_Shmem", shared // 1024)),
     }
     return Footprint({name: part for name, part in parts.items() if part.rss}, ranks_here)
 

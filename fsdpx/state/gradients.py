@@ -11,7 +11,7 @@ import numpy as np
 from fsdpx.codecs import Codec
 from fsdpx.comm.communicator import DONE, Communicator, Handle, split_evenly
 from fsdpx.layout.shards import ShardedPage
-from fsdpx.layout.tree import Node, Stack
+from fsdpx.layout.tree import Stack, TreeNode
 from fsdpx.state.transfer import Transfer
 
 __all__ = ["ChunkGradients", "Gradient", "Reduction", "Subtrees", "WholeGradient", "same_memory"]
@@ -106,7 +106,7 @@ class ChunkGradients:
 
     blank = False
 
-    def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[Node]]) -> None:
+    def __init__(self, leaves: list[Any], chunks: range, total: int, held: Sequence[Sequence[TreeNode]]) -> None:
         """chunks: of this rank. total: of the global batch. held: what each rank of the shard axis has in the end."""
         self.free = leaves[::-1]
         self.chunks, self.held = chunks, held
@@ -141,7 +141,7 @@ class ChunkGradients:
             self._keep(self.chunks[microbatch], leaf)
 
     def _keep(self, chunk: int, leaf: Any) -> None:
-        self.stack.push(Node(0, chunk), leaf)
+        self.stack.push(TreeNode(0, chunk), leaf)
 
     def _add(self, left: Any, right: Any) -> Any:
         left += right
@@ -156,11 +156,11 @@ Gradient = WholeGradient | ChunkGradients
 class Subtrees:
     """This rank's elements of partial sums that are not one sum yet, the scratch that is left, and all chunks."""
 
-    entries: list[tuple[Node, Any]]
+    entries: list[tuple[TreeNode, Any]]
     scratch: Any
     total: int
 
-    def join(self, replica: Communicator, groups: Sequence[Sequence[Node]], out: Any, what: str) -> Any:
+    def join(self, replica: Communicator, groups: Sequence[Sequence[TreeNode]], out: Any, what: str) -> Any:
         """The sum over the replica axis, in `out`. groups: what each replica's ranks hold. Blocking: the memory of the
         entries is lent until this action."""
         if replica.size == 1:
@@ -179,8 +179,8 @@ class Trade:
     def __init__(
         self,
         comm: Communicator,
-        entries: list[tuple[Node, Any]],
-        held: Sequence[Sequence[Node]],
+        entries: list[tuple[TreeNode, Any]],
+        held: Sequence[Sequence[TreeNode]],
         counts: Sequence[int],
         total: int,
         scratch: Any,
@@ -188,7 +188,7 @@ class Trade:
     ) -> None:
         self.total, self.used = total, 0
         self.handles: list[Handle] = []
-        self.arrived: list[tuple[Node, Any]] = list(entries)
+        self.arrived: list[tuple[TreeNode, Any]] = list(entries)
         if comm.size > 1:
             self.arrived = []
             own, none = counts[comm.rank], [0] * comm.size
@@ -209,7 +209,7 @@ class Trade:
         for handle in self.handles:
             handle.wait()
 
-    def finish(self) -> list[tuple[Node, Any]]:
+    def finish(self) -> list[tuple[TreeNode, Any]]:
         self.wait()
         stack: Stack[Any] = Stack(self.total, _add)
         for node, values in sorted(self.arrived, key=lambda entry: entry[0].start):

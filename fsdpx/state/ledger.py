@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from fsdpx.layout.ranges import Range
 
-__all__ = ["KINDS", "Key", "Kind", "Ledger", "Level", "Lifetime", "Row"]
+__all__ = ["KINDS", "Key", "Kind", "Ledger", "LedgerRow", "Level", "Lifetime"]
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class LedgerRow:
     """One array. span: its elements, in the page's (or the tensor's) numbers. times: how many such arrays lie behind
     each other (partial sums). inside, at: the row in whose memory it lies, and from which element on. sharers: ranks of
     this machine that have the memory in common."""
@@ -118,7 +118,7 @@ class Ledger:
     slower: gives the array of a row that lies in a slower level, for as long as it is referenced. planned, most: bytes
     by kind of memory of the rows that it began with, and the most there ever were."""
 
-    def __init__(self, rows: Iterable[Row] = (), slower: Callable[[Row], Any] | None = None) -> None:
+    def __init__(self, rows: Iterable[LedgerRow] = (), slower: Callable[[LedgerRow], Any] | None = None) -> None:
         self.rows = {row.key: row for row in rows}
         self.arrays: dict[Key, Any] = {}
         self.sizes: dict[tuple[str, int], list[float]] = {}
@@ -128,10 +128,10 @@ class Ledger:
         self.most = Counter(self.planned)
         self._now = Counter(self.planned)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[LedgerRow]:
         return iter(self.rows.values())
 
-    def add(self, row: Row, array: Any) -> None:
+    def add(self, row: LedgerRow, array: Any) -> None:
         assert row.key not in self.rows, f"{row.key} is there already"
         self.rows[row.key], self.arrays[row.key] = row, array
         self._count(row, 1)
@@ -140,7 +140,7 @@ class Ledger:
         self._count(self.rows.pop(key), -1)
         self.arrays.pop(key, None)
 
-    def _count(self, row: Row, sign: int) -> None:
+    def _count(self, row: LedgerRow, sign: int) -> None:
         if row.kept and row.inside is None:
             kind = KINDS[row.key.kind].memory
             self._now[kind] += sign * (row.nbytes // row.sharers)
@@ -151,11 +151,11 @@ class Ledger:
         row = self.rows.get(Key(kind, page, name))
         return None if row is None else self._at(row)
 
-    def saved(self) -> Iterator[tuple[Row, Any]]:
+    def saved(self) -> Iterator[tuple[LedgerRow, Any]]:
         """The rows of the train state with their arrays."""
         return ((row, self._at(row)) for row in self if row.saved)
 
-    def _at(self, row: Row) -> Any:
+    def _at(self, row: LedgerRow) -> Any:
         if row.level == "disk" and self._slower is not None:
             return self._slower(row)
         return self.arrays.get(row.key)

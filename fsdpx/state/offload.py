@@ -18,8 +18,8 @@ from fsdpx.config import Offload
 from fsdpx.errors import ConfigError, OffloadError
 from fsdpx.program import Slot
 from fsdpx.shapes.array import Root
-from fsdpx.state.disk import ALIGN, File, Pieces, taken
-from fsdpx.state.ledger import KINDS, Key, Row
+from fsdpx.state.disk import ALIGN, DiskTransfer, File, taken
+from fsdpx.state.ledger import KINDS, Key, LedgerRow
 from fsdpx.state.placement import Placement
 from fsdpx.state.rates import Rates, rates_of
 from fsdpx.state.spill import Spilled
@@ -32,11 +32,11 @@ class Disk:
 
     file: None in a dry run, which moves nothing."""
 
-    def __init__(self, rows: Sequence[Row], xp: Any, offload: Offload) -> None:
+    def __init__(self, rows: Sequence[LedgerRow], xp: Any, offload: Offload) -> None:
         self.xp, self.offload = xp, offload
         self.file: File | None = None
         self._lock: int | None = None
-        self._records: dict[Slot, list[Row]] = {}
+        self._records: dict[Slot, list[LedgerRow]] = {}
         for row in rows:
             if row.level == "disk":
                 self._records.setdefault(Slot(KINDS[row.key.kind].slot, row.key.page), []).append(row)
@@ -120,14 +120,14 @@ class Disk:
 
     def _place(self, slot: Slot, index: int, nbytes: int) -> int:
         """Where a part of an activation lies: the same place in each step, unless it has grown."""
-        at, room = self._parts.get((slot, index), (0, 0))
-        if nbytes > room:
+        at, reserved = self._parts.get((slot, index), (0, 0))
+        if nbytes > reserved:
             at = self.nbytes if self.file is None else self.file.extend(_whole(nbytes))
             self.nbytes = at + _whole(nbytes)
             self._parts[slot, index] = at, _whole(nbytes)
         return at
 
-    def mapped(self, row: Row) -> Any:
+    def mapped(self, row: LedgerRow) -> Any:
         """The array of a row, on disk: see `File.mapped`."""
         if self.file is None:
             return self.xp.empty((row.elements,), dtype=row.dtype)
@@ -141,7 +141,7 @@ class Disk:
         self.file = self._lock = None
 
 
-def open_disk(placement: Placement, rows: Sequence[Row]) -> Disk | None:
+def open_disk(placement: Placement, rows: Sequence[LedgerRow]) -> Disk | None:
     """The disk of `Offload`, if one was given. Collective: OffloadError on all ranks if one of them cannot have it."""
     offload = placement.options.offload
     if offload is None:
@@ -177,5 +177,5 @@ def _aligned(buffer: Any, nbytes: int) -> Any:
     return buffer[first : first + nbytes]
 
 
-def _together(transfers: Iterable[Pieces]) -> Pieces:
-    return Pieces([piece for one in transfers for piece in one.left])
+def _together(transfers: Iterable[DiskTransfer]) -> DiskTransfer:
+    return DiskTransfer([piece for one in transfers for piece in one.left])

@@ -11,7 +11,7 @@ from fsdpx.codecs import Compressed
 from fsdpx.codecs.compressed import TURNS, pieces_of
 from fsdpx.comm.communicator import DONE, Handle
 from fsdpx.layout.ranges import Piece
-from fsdpx.layout.tree import Node, Stack, depth, root
+from fsdpx.layout.tree import Stack, TreeNode, depth, root
 from fsdpx.state.gradients import ChunkGradients, Reduction, Subtrees
 from fsdpx.state.transfer import Transfer
 
@@ -95,7 +95,7 @@ def _total(r: Reduction, turn: int, parcels: Sequence[Any]) -> Any:
         for piece, wire in zip(pieces, pieces_of(parcel, sizes), strict=True):
             out = part[piece.start - first : piece.stop - first]
             r.codec.unpack(xp, wire, out, False, _numbers(r, turn, chunk, piece))
-        stack.push(Node(0, chunk), part)
+        stack.push(TreeNode(0, chunk), part)
     return stack.entries[0][1]
 
 

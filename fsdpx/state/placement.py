@@ -222,8 +222,8 @@ class Placement:
         axis, collective, and bytes."""
         optimizer = inside(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
-            told, shard, tensor = 8 * gathers * len(self.sources(page)), self.axes.shard.size, self.axes.tensor.size
-            sent = {"shard": told * (shard - 1), "tensor": told * shard * (tensor - 1)}
+            numbers, shard, tensor = 8 * gathers * len(self.sources(page)), self.axes.shard.size, self.axes.tensor.size
+            sent = {"shard": numbers * (shard - 1), "tensor": numbers * shard * (tensor - 1)}
             return tuple((axis, "all_gather", nbytes) for axis, nbytes in sent.items() if nbytes)
         count = self.segments[page].sent(optimizer.sends) if hasattr(optimizer, "sends") else None
         itemsize = np.dtype(getattr(optimizer, "sends_as", "") or self.formats.gradients).itemsize
@@ -397,11 +397,13 @@ def _exchange(
     layout, tensor, row = placement.layout, placement.axes.tensor, list[float]()
     names, what = placement.sources(page), f"UPDATE{page} ({placement.name(page)})"
     for name in names:
-        told = mine.get(name) if tensor.rank == 0 or layout.specs[name].cut is not None else None
-        row += [0.0] * width if told is None else told
+        numbers = mine.get(name) if tensor.rank == 0 or layout.specs[name].cut is not None else None
+        row += [0.0] * width if numbers is None else numbers
     rows = placement.everyone(row, what, holders)
     if tensor.size > 1:
         rows = placement.everyone([x for row in rows for x in row], what, tensor)
-    told = [x for row in rows for x in row]
+    numbers = [x for row in rows for x in row]
     every = len(names) * width
-    return {name: [told[at : at + width] for at in range(i * width, len(told), every)] for i, name in enumerate(names)}
+    return {
+        name: [numbers[at : at + width] for at in range(i * width, len(numbers), every)] for i, name in enumerate(names)
+    }

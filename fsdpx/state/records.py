@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from fsdpx import environment
 
-__all__ = ["Record", "every", "read", "write"]
+__all__ = ["Measurement", "every", "read", "write"]
 
 
-class Record(NamedTuple):
+class Measurement(NamedTuple):
     """key: all that the value depends on. date: when it was measured, in UTC."""
 
     key: dict[str, Any]
@@ -24,12 +24,12 @@ class Record(NamedTuple):
     date: str
 
 
-def read(kind: str, key: dict[str, Any]) -> Record | None:
+def read(kind: str, key: dict[str, Any]) -> Measurement | None:
     """The record; None if there is none or the file is damaged: then it is measured again."""
     return _of(_file(kind, key), kind)
 
 
-def every(kind: str) -> Iterator[Record]:
+def every(kind: str) -> Iterator[Measurement]:
     """All records of a kind, those of other machines as well."""
     for file in sorted(environment.read().cache.glob(f"{kind}-*.json")):
         record = _of(file, kind)
@@ -49,10 +49,10 @@ def write(kind: str, key: dict[str, Any], value: dict[str, Any]) -> None:
         return
 
 
-def _of(file: Path, kind: str) -> Record | None:
+def _of(file: Path, kind: str) -> Measurement | None:
     try:
         found = json.loads(file.read_text())
-        return Record(dict(found["key"]), dict(found[kind]), str(found.get("date", "")))
+        return Measurement(dict(found["key"]), dict(found[kind]), str(found.get("date", "")))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -15,7 +15,7 @@ from fsdpx.nn.layer import Spec
 from fsdpx.optim.average import AVERAGE
 from fsdpx.optim.kept import Kept
 from fsdpx.program import Rounds
-from fsdpx.state.ledger import KINDS, Key, Level, Lifetime, Row
+from fsdpx.state.ledger import KINDS, Key, LedgerRow, Level, Lifetime
 from fsdpx.state.placement import Placement
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
+def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[LedgerRow]:
     """All rows of this rank. windows: ranks of a machine share memory. sharers: how many ranks have their full
     parameters in common there, 0 if none do."""
     formats = placement.formats
@@ -35,24 +35,24 @@ def rows_of(placement: Placement, windows: bool, sharers: int) -> Iterator[Row]:
                 kind = "average" if name == AVERAGE else "slot"
                 p, level = page.page.index, _level(placement, "optimizer")
                 span = placement.slot_span(name, p)
-                yield Row(Key(kind, p, name), placement.slot_format(name), span, placement.owner, level=level)
+                yield LedgerRow(Key(kind, p, name), placement.slot_format(name), span, placement.owner, level=level)
             if placement.rounds is not None:
                 yield from _outer(placement, placement.rounds, page)
             yield from _memory(placement, page)
     for name, spec in placement.layout.state.items():
-        yield Row(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
+        yield LedgerRow(Key("statistic", None, name), formats.statistics, Range(0, spec.size), "all")
 
 
 def _level(placement: Placement, what: str) -> Level:
     return "disk" if placement.offloads(what) else "device"
 
 
-def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[Row]:
+def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterator[LedgerRow]:
     """The shard is a part of the full parameters where these are kept in the same format."""
     p = page.page.index
     dtype, gathered = placement.stored(p), placement.gathered(p)
     kept = placement.keep_full or sharers > 0
-    full = Row(
+    full = LedgerRow(
         Key("full", p),
         gathered,
         Range(0, page.size),
@@ -64,52 +64,56 @@ def _parameters(placement: Placement, page: ShardedPage, sharers: int) -> Iterat
     inside = full.key if kept and placement.apart is None and placement.sent(p) is None and gathered == dtype else None
     owner, level = placement.owner if page.page.trainable else "shard", _level(placement, "parameters")
     at = page.mine.start if inside else 0
-    yield Row(Key("master", p), dtype, page.mine, owner, level=level, inside=inside, at=at)
+    yield LedgerRow(Key("master", p), dtype, page.mine, owner, level=level, inside=inside, at=at)
 
 
-def _outer(placement: Placement, rounds: Rounds, page: ShardedPage) -> Iterator[Row]:
+def _outer(placement: Placement, rounds: Rounds, page: ShardedPage) -> Iterator[LedgerRow]:
     """Of replicas that train by themselves. An outer gradient lies where the part of a gradient did, unless it is under
     way for longer than a step."""
     p, dtype, replicas = page.page.index, placement.formats.gradients, placement.axes.replica.size
     part, codec = placement.replica_part(p), placement.route(p).replica
-    yield Row(Key("outer", p), dtype, page.mine)
+    yield LedgerRow(Key("outer", p), dtype, page.mine)
     for name in placement.outer.slots:
-        yield Row(Key("velocity", p, name), dtype, part, "data")
+        yield LedgerRow(Key("velocity", p, name), dtype, part, "data")
     inside = Key("part", p) if rounds.half == 0 else None
-    yield (delta := Row(Key("delta", p), dtype, page.mine, "private", "step", inside=inside))
+    yield (delta := LedgerRow(Key("delta", p), dtype, page.mine, "private", "step", inside=inside))
     if inside is None:
-        yield Row(Key("sum", p), dtype, part, "data", inside=delta.key)
+        yield LedgerRow(Key("sum", p), dtype, part, "data", inside=delta.key)
         if replicas > 1 and (nbytes := codec.scratch(page.mine.size, replicas)):
-            yield Row(Key("parcel", p), np.dtype(np.uint8), Range(0, nbytes), "private", "step")
+            yield LedgerRow(Key("parcel", p), np.dtype(np.uint8), Range(0, nbytes), "private", "step")
 
 
-def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[Row]:
+def _gradients(placement: Placement, page: ShardedPage, windows: bool) -> Iterator[LedgerRow]:
     """The reduced part lies in the full gradient where that is kept: at its own place in windows, which other ranks may
     be reading elsewhere, else in front."""
     p, dtype, kept = page.page.index, placement.formats.gradients, placement.keep_grads
     lifetime: Lifetime = "step" if kept else "use"
     level: Level = "map" if placement.offloads("gradients") else "device"
     times = placement.accumulation.times
-    full = Row(Key("grad", p), dtype, Range(0, page.size), "private", lifetime, level if kept else "device", times)
+    full = LedgerRow(
+        Key("grad", p), dtype, Range(0, page.size), "private", lifetime, level if kept else "device", times
+    )
     yield full
     inside, at = (full.key, page.mine.start * windows) if kept else (None, 0)
     alone = inside is None and level == "device" and placement.rounds is None
-    yield Row(Key("part", p), dtype, page.mine, lifetime="pass" if alone else "step", level=level, inside=inside, at=at)
+    yield LedgerRow(
+        Key("part", p), dtype, page.mine, lifetime="pass" if alone else "step", level=level, inside=inside, at=at
+    )
 
 
-def _memory(placement: Placement, page: ShardedPage) -> Iterator[Row]:
+def _memory(placement: Placement, page: ShardedPage) -> Iterator[LedgerRow]:
     """What codecs keep, "axis/name"; of a chunk, "chunk5/name"."""
     p, mine, apart = page.page.index, page.mine, placement.accumulation.apart
     for axis, name, elements, recut in memories(placement.route(p), placement.axes, page.size, mine.size, apart):
         span = mine if axis == "replica" else Range(0, page.size)
-        key = Key("trace" if recut == "anew" else "memory", p, f"{axis}/{name}")
+        key = Key("trace" if recut == "reset" else "memory", p, f"{axis}/{name}")
         held = span if recut == "sum" else Range(0, elements)
         if held.size != elements:
             raise ConfigError(
                 f"codec memory {name!r} has {elements} elements for a gradient of {span.size}: its recut is 'sum', so "
                 "there must be as many"
             )
-        yield Row(key, placement.formats.gradients, held, "private")
+        yield LedgerRow(key, placement.formats.gradients, held, "private")
 
 
 def memories(
@@ -121,10 +125,10 @@ def memories(
     for axis in axes.summing:
         codec: Codec = getattr(route, axis)
         for name, elements in codec.memory(size if axis == "shard" else own).items():
-            recut = codec.recut.get(name, "anew")
+            recut = codec.recut.get(name, "reset")
             if apart is not None and recut != "same":
                 yield from ((f"chunk{c}", name, elements, recut) for c in apart)
-            elif recut != "anew" or axes.data.size > 1:
+            elif recut != "reset" or axes.data.size > 1:
                 yield axis, name, elements, recut
 
 
@@ -134,13 +138,13 @@ def recut_of(placement: Placement, key: Key) -> str:
     axis, _, name = key.name.partition("/")
     route = placement.route(key.page)
     codec = route.replica if axis == "replica" else route.shard
-    return codec.recut.get(name, "anew")
+    return codec.recut.get(name, "reset")
 
 
-def local_gradient(placement: Placement, page: int) -> Row:
+def local_gradient(placement: Placement, page: int) -> LedgerRow:
     """A whole gradient that is kept on this rank until the update, where gradients live for a use otherwise."""
     span, times = Range(0, placement.pages[page].size), placement.accumulation.times
-    return Row(Key("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times)
+    return LedgerRow(Key("grad", page, "local"), placement.formats.gradients, span, "private", "step", times=times)
 
 
 def tensor_name(row: str, parameter: str) -> str:
@@ -148,7 +152,7 @@ def tensor_name(row: str, parameter: str) -> str:
     return f"{row}/{parameter}" if row else parameter
 
 
-def saved_name(row: Row, replica: int) -> str:
+def saved_name(row: LedgerRow, replica: int) -> str:
     """The first half of such a name: "m", or "replica1/m" of what each replica has of its own."""
     name = KINDS[row.key.kind].prefix + row.key.name
     return _of_replica(name, replica) if row.owner == "replica" else name

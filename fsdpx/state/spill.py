@@ -17,7 +17,7 @@ LEAST = 1 << 14
 """Bytes of an array that is worth a read and a write."""
 
 
-class Place(NamedTuple):
+class ArrayAddress(NamedTuple):
     """Where an array lies in memory of number `root`. strides: None for arrays without data."""
 
     root: int
@@ -37,7 +37,9 @@ class Spilled:
 
     def value(self, memory: list[Any]) -> Any:
         """The value, with the arrays in other memory that holds the same."""
-        return _mapped(self.tree, lambda leaf: _array(memory[leaf.root], leaf) if isinstance(leaf, Place) else leaf)
+        return _mapped(
+            self.tree, lambda leaf: _array(memory[leaf.root], leaf) if isinstance(leaf, ArrayAddress) else leaf
+        )
 
 
 def spill(value: Any, stays: Callable[[Any], bool]) -> Spilled:
@@ -54,8 +56,8 @@ def spill(value: Any, stays: Callable[[Any], bool]) -> Spilled:
             made.roots.append(root)
             made.sizes.append(int(root.nbytes))
         if isinstance(root, Root):
-            return Place(numbers[id(root)], 0, leaf.shape, None, leaf.dtype)
-        return Place(numbers[id(root)], address(leaf) - address(root), leaf.shape, leaf.strides, leaf.dtype)
+            return ArrayAddress(numbers[id(root)], 0, leaf.shape, None, leaf.dtype)
+        return ArrayAddress(numbers[id(root)], address(leaf) - address(root), leaf.shape, leaf.strides, leaf.dtype)
 
     made.tree = _mapped(value, apart)
     return made
@@ -78,7 +80,7 @@ def _worth(array: Any, root: Any) -> bool:
     return bool(whole and root.nbytes >= LEAST and 2 * own >= root.nbytes)
 
 
-def _array(memory: Any, place: Place) -> Any:
+def _array(memory: Any, place: ArrayAddress) -> Any:
     if place.strides is None:
         return ShapeArray(place.shape, place.dtype, memory)
     return np.ndarray(place.shape, place.dtype, memory, place.offset, place.strides)
@@ -92,6 +94,6 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return [_mapped(one, change) for one in value]
     if type(value) is tuple:
         return tuple(_mapped(one, change) for one in value)
-    if isinstance(value, tuple) and not isinstance(value, Place):  # with named fields
+    if isinstance(value, tuple) and not isinstance(value, ArrayAddress):  # with named fields
         return type(value)(*(_mapped(one, change) for one in value))
     return change(value)

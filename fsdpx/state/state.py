@@ -10,7 +10,7 @@ from fsdpx.array.arena import Arena
 from fsdpx.array.random import Moment, Random
 from fsdpx.program import Slot
 from fsdpx.state.exchange import Exchange
-from fsdpx.state.ledger import KINDS, Key, Ledger, Row
+from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
 from fsdpx.state.offload import Disk
 from fsdpx.state.placement import Placement
 from fsdpx.state.scaler import Scaler
@@ -214,7 +214,7 @@ class TrainState:
             self.ledger.arrays[key] = self.arena.fresh(row.elements, row.dtype)
         return self.ledger.arrays[key]
 
-    def local_gradient(self, row: Row) -> Any:
+    def local_gradient(self, row: LedgerRow) -> Any:
         """Memory for a whole gradient that stays on this rank until the update, while `no_sync` asks for it."""
         if row.key not in self.ledger.arrays:
             self.ledger.add(row, self.arena.keep(row.key, row.elements, row.dtype, passing=True))

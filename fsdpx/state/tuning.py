@@ -21,7 +21,7 @@ from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.comm.poker import Poker
 from fsdpx.layout.units import GROUP_BYTES
-from fsdpx.native.processor import told
+from fsdpx.native.processor import cpuinfo
 from fsdpx.state import records
 from fsdpx.version import __version__
 
@@ -84,15 +84,15 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     if not wanted or xp is not np or not measurable:
         return Tuning(blas.chosen(), parallel.threads())
     key = _key(world)
-    again = environment.read().retune and str(key) not in _anew
+    repeated = environment.read().retune and str(key) not in _remeasured
     known = _kept(key) if world.rank == 0 else None
-    found = _of_rank_0(world, None if again else known)
+    found = _of_rank_0(world, None if repeated else known)
     if found is None:
         last = _of_rank_0(world, known or _like(key))
         found = _measure_well(world, last)
-        if last is not None and not again:  # jobs of all sizes on a machine compute with one library: the same bits
+        if last is not None and not repeated:  # jobs of all sizes on a machine compute with one library: the same bits
             found = replace(found, blas=last.blas, sixteen=last.sixteen)
-        _anew.add(str(key))
+        _remeasured.add(str(key))
         if world.rank == 0:
             records.write("tuning", key, asdict(found))
     if found.blas != blas.chosen():
@@ -102,7 +102,7 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     return found
 
 
-_anew: set[str] = set()
+_remeasured: set[str] = set()
 """Kinds of jobs that this process has measured."""
 
 
@@ -122,8 +122,8 @@ def _measure_well(world: Communicator, last: Tuning | None) -> Tuning:
     found = _measure(world)
     if last is None or not _of_rank_0(world, _far(found.speed, last.speed)):
         return found
-    again = _measure(world)
-    return again if sum(map(math.log, again.speed.values())) > sum(map(math.log, found.speed.values())) else found
+    repeated = _measure(world)
+    return repeated if sum(map(math.log, repeated.speed.values())) > sum(map(math.log, found.speed.values())) else found
 
 
 def _far(found: dict[str, float], last: dict[str, float]) -> bool:
@@ -203,23 +203,23 @@ def _through_messages(world: Communicator) -> dict[str, float]:
 def _through_windows(world: Communicator) -> dict[str, float]:
     node = node_of(world)
     assert node is not None
-    room = node.share(LARGE)
-    if room is None:
+    shared = node.share(LARGE)
+    if shared is None:
         return {}
-    large, small = room.view(np.float32), room[:SMALL].view(np.float32)
+    large, small = shared.view(np.float32), shared[:SMALL].view(np.float32)
     own, few = (even_pieces(a.size, world.size).part(a, world.rank) for a in (large, small))
     found = {
         "latency": _least(world, lambda: world.reduce_scatter(small, few, what="tuning").wait(), 20),
         "reduce": _least(world, lambda: world.reduce_scatter(large, own, what="tuning").wait(), 5),
     }
-    node.release(room)
+    node.release(shared)
     return found
 
 
 def _computing_over(world: Communicator, node: NodeCommunicator | None) -> dict[str, float]:
     """A reduce-scatter under some products, moved on between them, or by a thread."""
-    room = node.share(LARGE) if node is not None else None
-    large = np.zeros(LARGE // 4, np.float32) if room is None else room.view(np.float32)
+    shared = node.share(LARGE) if node is not None else None
+    large = np.zeros(LARGE // 4, np.float32) if shared is None else shared.view(np.float32)
     part = even_pieces(large.size, world.size).part(large, world.rank)
     a, b, out = (np.ones((384, 384), np.float32) for _ in range(3))
 
@@ -239,8 +239,8 @@ def _computing_over(world: Communicator, node: NodeCommunicator | None) -> dict[
 
     poker = Poker()
     found = {"loop": _least(world, loop, 8), "thread": _least(world, thread, 8) if _threads(world) else float("inf")}
-    if node is not None and room is not None:
-        node.release(room)
+    if node is not None and shared is not None:
+        node.release(shared)
     return found
 
 
@@ -277,7 +277,7 @@ def _key(world: Communicator) -> dict[str, Any]:
     here = 1 if node is None else len(node.machine) if isinstance(node, FakeNode) else node.host.size
     return {
         "machine": platform.node(),
-        "processor": told("model name") or platform.processor(),
+        "processor": cpuinfo("model name") or platform.processor(),
         "libraries": blas.present(),
         "version": __version__,
         "backend": _way(node) if node is not None else alone if imagined else type(world).__name__,
@@ -311,7 +311,7 @@ def _like(key: dict[str, Any]) -> Tuning | None:
     return replace(last, speed={name: rate for name, rate in last.speed.items() if name.startswith("GFLOP/s")})
 
 
-def _tuning(record: records.Record) -> Tuning | None:
+def _tuning(record: records.Measurement) -> Tuning | None:
     try:
         return Tuning(**record.value)
     except TypeError:

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.array.arena import ALIGN, Arena, Memory, address
+from fsdpx.array.arena import ALIGN, Arena, WindowMemory, address
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeNode
 from fsdpx.comm.opening import node_of
-from fsdpx.state.ledger import Row
+from fsdpx.state.ledger import LedgerRow
 from fsdpx.state.placement import Placement
 
 __all__ = ["lay_out_in_windows", "memory_of", "sharers_of"]
 
 
-def memory_of(world: Communicator, xp: Any) -> Memory | None:
+def memory_of(world: Communicator, xp: Any) -> WindowMemory | None:
     """Memory that ranks share, if arrays are NumPy's and some machine has several ranks: alike on all ranks.
 
     Arrays without data share the memory of ranks that do not exist."""
@@ -43,7 +43,9 @@ def sharers_of(placement: Placement, arena: Arena) -> int:
     return len(node.machine)
 
 
-def lay_out_in_windows(placement: Placement, arena: Arena, rows: Sequence[Row], what: str, together: bool) -> bool:
+def lay_out_in_windows(
+    placement: Placement, arena: Arena, rows: Sequence[LedgerRow], what: str, together: bool
+) -> bool:
     """Let the arena keep these rows in one block of shared memory: `together`, one for all ranks of a machine; else one
     for each rank, where the others can read it. False, with a warning, if a machine has no room. Collective."""
     nbytes, node, block = sum(map(_padded, rows)) + ALIGN, node_of(placement.axes.shard), None
@@ -62,7 +64,7 @@ def lay_out_in_windows(placement: Placement, arena: Arena, rows: Sequence[Row], 
     return True
 
 
-def _padded(row: Row) -> int:
+def _padded(row: LedgerRow) -> int:
     return -(-row.nbytes // ALIGN) * ALIGN
 
 

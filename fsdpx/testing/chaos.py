@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from fsdpx.comm.rendezvous import Died
 from fsdpx.errors import ConfigError
 
-__all__ = ["Blow", "Ledger", "Struck", "blows", "endure", "parse", "strike"]
+__all__ = ["Blow", "StepLog", "Struck", "blows", "endure", "parse", "strike"]
 
 KINDS = ("kill", "stop", "delay")
 _TEXT = re.compile(r"(kill|stop|delay) (\d+)@(\d+)(?: for ([\d.]+))?(?: in (\d+))?")
@@ -113,7 +113,7 @@ def endure(run: Callable[[int], T], most: int = 20) -> tuple[T, int]:
     raise AssertionError(f"struck in each of {most} starts")
 
 
-class Ledger:
+class StepLog:
     """What each rank reports to have done: one file per start and rank, a line per step, written at once."""
 
     def __init__(self, folder: Path) -> None:

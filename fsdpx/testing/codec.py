@@ -48,7 +48,7 @@ class CodecContract:
     def test_all_ranks_get_the_same_sum(self, size: int, n: int) -> None:
         def body(comm: Communicator) -> np.ndarray:
             codec, grad = self.make(), self._gradient(n, comm.rank)
-            codec.reduce_all(comm, grad, *self._room(codec, n, size), what="g").wait()
+            codec.reduce_all(comm, grad, *self._buffers(codec, n, size), what="g").wait()
             return grad
 
         found = spawn(body, size, timeout=60)
@@ -61,7 +61,7 @@ class CodecContract:
 
         def body(comm: Communicator) -> tuple[Counters, Counters]:
             codec, kept = self.make(), (Counters(), Counters())
-            scratch, memory = self._room(codec, n, size)
+            scratch, memory = self._buffers(codec, n, size)
             grad, counts = self._gradient(n, comm.rank), split_evenly(n, size)
             part, all_of_it = (Counted(comm, "x", counters) for counters in kept)
             codec.reduce(part, grad, np.empty(counts[comm.rank], grad.dtype), counts, scratch, memory, what="g").wait()
@@ -70,8 +70,8 @@ class CodecContract:
 
         codec, itemsize = self.make(), np.dtype(self.dtype).itemsize
         for rank, found in enumerate(spawn(body, size, timeout=60)):
-            said = codec.moves(split_evenly(n, size), rank, itemsize), codec.moves_all(n, size, rank, itemsize)
-            for counters, declared in zip(found, said, strict=True):
+            declaration = codec.moves(split_evenly(n, size), rank, itemsize), codec.moves_all(n, size, rank, itemsize)
+            for counters, declared in zip(found, declaration, strict=True):
                 moved: dict[str, list[int]] = {}
                 for verb, nbytes in declared if size > 1 else ():
                     moved.setdefault(verb, []).append(nbytes)
@@ -85,7 +85,7 @@ class CodecContract:
             codec, counts = self.make(), split_evenly(n, size)
             declared = codec.scratch(n, size)
             scratch = np.full(declared + 64, 77, np.uint8)
-            _, memory = self._room(codec, n, size)
+            _, memory = self._buffers(codec, n, size)
             out = np.full(counts[comm.rank] + 8, 77, self.dtype)
             mine = out[: counts[comm.rank]]
             codec.reduce(comm, self._gradient(n, comm.rank), mine, counts, scratch[:declared], memory, what="g").wait()
@@ -102,7 +102,7 @@ class CodecContract:
 
         def body(comm: Communicator, codecs: Sequence[Codec]) -> list[bytes]:
             n, counts = 61, split_evenly(61, comm.size)
-            scratch, memory = self._room(codecs[0], n, comm.size)
+            scratch, memory = self._buffers(codecs[0], n, comm.size)
             found = []
             for step in range(4):
                 out = np.empty(counts[comm.rank], self.dtype)
@@ -121,7 +121,7 @@ class CodecContract:
             codec, grad, own = self.make(), self._gradient(n, comm.rank), counts[comm.rank]
             start = sum(counts[: comm.rank]) if into == "own part" else 0
             out = np.full(own, np.nan, grad.dtype) if into == "elsewhere" else grad[start : start + own]
-            codec.reduce(comm, grad, out, counts, *self._room(codec, n, size), what="g").wait()
+            codec.reduce(comm, grad, out, counts, *self._buffers(codec, n, size), what="g").wait()
             return out
 
         for rank, out in enumerate(spawn(body, size, timeout=60)):
@@ -137,7 +137,7 @@ class CodecContract:
     def _gradient(self, n: int, seed: int) -> np.ndarray:
         return np.random.default_rng([n, seed]).standard_normal(n).astype(self.dtype)
 
-    def _room(self, codec: Codec, n: int, size: int) -> tuple[np.ndarray, dict[str, Any]]:
+    def _buffers(self, codec: Codec, n: int, size: int) -> tuple[np.ndarray, dict[str, Any]]:
         """The scratch and the memory that a codec asks for."""
         memory = {name: np.zeros(elements, self.dtype) for name, elements in codec.memory(n).items()}
         return np.full(codec.scratch(n, size), 77, np.uint8), memory

@@ -126,12 +126,12 @@ class OptimizerContract:
         """Three steps on the shards between `cuts`, each shard on a thread of its own."""
         bounds = [0, *cuts, TOTAL]
         optimizer = self.make(lr=0.01)
-        threads = _Threads(len(bounds) - 1)
+        threads = _ThreadRanks(len(bounds) - 1)
 
         def train(r: int) -> dict[str, Any]:
             low, high = bounds[r], bounds[r + 1]
             p, g, slots = self._state(dtype, slice(low, high))
-            segments = _segments(low, high, threads.told(r), threads.peers(r, bounds))
+            segments = _segments(low, high, threads.exchange_of(r), threads.peers(r, bounds))
             for step in (1, 2, 3):
                 optimizer.update(np, p, g, slots, lr=0.01, step=step, segments=segments, scale=0.7 / step)
             found = {"p": p}
@@ -178,7 +178,7 @@ def _segments(low: int, high: int, exchange: Exchange | None = None, peers: Peer
     return Segments(tuple(items), exchange, peers)
 
 
-class _Threads:
+class _ThreadRanks:
     """Threads with an all-gather of objects, without a communicator."""
 
     def __init__(self, size: int) -> None:
@@ -194,7 +194,7 @@ class _Threads:
 
         return all_gather
 
-    def told(self, rank: int) -> Exchange:
+    def exchange_of(self, rank: int) -> Exchange:
         exchange = self.exchange(rank)
 
         def tell(mine: Mapping[str, Sequence[float]], width: int) -> dict[str, list[Sequence[float]]]:

@@ -52,8 +52,8 @@ class ScheduleContract:
 
     def test_every_rank_gets_the_same(self) -> None:
         """Each rank calls the function by itself."""
-        for made, again in zip(self._made(), self._made(), strict=True):
-            assert made == again
+        for made, repeated in zip(self._made(), self._made(), strict=True):
+            assert made == repeated
 
     def test_every_microbatch_goes_forward_and_backward_through_every_stage(self) -> None:
         for made in self._made():

@@ -16,7 +16,7 @@ from fsdpx.array.heap import keep_pages
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.namespace import namespace
 from fsdpx.array.nf4 import NF4
-from fsdpx.array.packed import Int8, Packing
+from fsdpx.array.packed import PackedInt8, Packing
 from fsdpx.codecs import Choice, Codec, Codecs, OneBit
 from fsdpx.codecs import codec as codec_of
 from fsdpx.comm import devices
@@ -27,7 +27,7 @@ from fsdpx.comm.mesh import Axes, Mesh, connect
 from fsdpx.comm.poker import Poker
 from fsdpx.config import Offload, Precision, Sharding
 from fsdpx.cuda.devices import current, take
-from fsdpx.engine.engine import Engine, Recorder
+from fsdpx.engine.engine import ActionRecorder, Engine
 from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError
 from fsdpx.layout.stages import cut_stages
@@ -64,7 +64,7 @@ from fsdpx.trainer.session import Commit, Session
 
 __all__ = ["placement_of", "session_of"]
 
-Watch = Callable[[Axes], Recorder | None]
+Watch = Callable[[Axes], ActionRecorder | None]
 """Begins to look after this rank on its axes. Collective."""
 
 
@@ -112,7 +112,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
     xp, local = _namespace(machinery, world), local_of(distribution.strategy)
     formats = _asked(machinery.precision, xp)
-    again = recompute(training.recompute)
+    recomputed = recompute(training.recompute)
     settings = environment.read()
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
     with slow(world, "measuring"):
@@ -134,7 +134,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     check_packed(codecs, training.chunks, axes, formats)
     chunked = accumulation(training.chunks, axes, codecs.packs)
     layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning, codecs)
-    _check_recompute(again, layout)
+    _check_recompute(recomputed, layout)
     products = _products(world, formats, xp)
     schedule = distribution.schedule
     words = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
@@ -142,8 +142,8 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     check_offload(offload, training.optimizer, training.average)
     apart = config.apart(distribution.strategy)
     options = Options(
-        training.seed, training.clip_norm, training.chunks, training.check_finite, words, again, offload, local, apart,
-        machinery.cuda_graphs,
+        training.seed, training.clip_norm, training.chunks, training.check_finite, words, recomputed, offload, local,
+        apart, machinery.cuda_graphs,
     )  # fmt: skip
     if apart is not None:
         check_apart(apart, axes.mesh, recipe, layout, formats, ordered, xp)
@@ -242,7 +242,7 @@ def _layout(
 
 def _packing(formats: Precision, dtype: np.dtype) -> Packing | None:
     """How frozen matrices are stored, if not as all others."""
-    known: dict[str | None, Packing | None] = {None: None, "int8": Int8(formats.block, dtype), "nf4": NF4(dtype)}
+    known: dict[str | None, Packing | None] = {None: None, "int8": PackedInt8(formats.block, dtype), "nf4": NF4(dtype)}
     return known[formats.frozen]
 
 
@@ -253,10 +253,11 @@ def _planned(model: Layer, loss: Any, axes: Axes, plan: Any, sequence: str | Non
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
 
 
-def _check_recompute(again: Recompute, layout: Layout) -> None:
-    if again.every > len(layout.units):
+def _check_recompute(recomputed: Recompute, layout: Layout) -> None:
+    if recomputed.every > len(layout.units):
         raise ConfigError(
-            f"recompute={again.every}: every {again.every}th unit of {len(layout.units)} is none; take a smaller number"
+            f"recompute={recomputed.every}: every {recomputed.every}th unit of {len(layout.units)} is none; "
+            "take a smaller number"
         )
 
 

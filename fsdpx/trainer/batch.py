@@ -16,16 +16,16 @@ from fsdpx.errors import DataError, FsdpxError
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
-from fsdpx.trainer.calls import CALL, Said, number, said, tell
+from fsdpx.trainer.calls import CALL, CallRecord, call_records, exchange, number
 
 __all__ = [
-    "ENDED", "Part", "agree", "array_of", "check_places", "cut", "digest_of", "features_of", "inputs_of", "largest",
-    "sum_of", "target_of",
+    "ENDED", "LocalBatch", "agree", "array_of", "check_places", "cut", "digest_of", "features_of", "inputs_of",
+    "largest", "sum_of", "target_of",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Part:
+class LocalBatch:
     """This rank's samples: dim 0 of every input and of the target. row: number of the first one in the global batch.
     rows: of every data rank."""
 
@@ -117,7 +117,7 @@ def agree(
     replica, if these train by themselves: the others are taken to have as many rows."""
     comm = comm or axes.world
     kind, _, digest = features.partition(DIGEST)
-    table = tell(comm, (error is None, rows, number(f"{call} {kind}"), number(digest)), "the batch")
+    table = exchange(comm, (error is None, rows, number(f"{call} {kind}"), number(digest)), "the batch")
     alone = comm.size < axes.world.size
     ranks = axes.mesh.line(axes.coordinates, REPLICA) if alone else range(comm.size)
     lines = [_data_rank(axes, rank) for rank in ranks]
@@ -126,8 +126,8 @@ def agree(
     if table[:, 0].all() and (table[:, CALL] == table[0, CALL]).all() and same:
         known = tuple(table[first, 1].tolist())
         return known * (axes.data.size // len(known)), bool((table[first] == table[0]).all())
-    mine = Said(call, kind) if error is None else Said(call, kind, type(error), str(error))
-    raise _disagreement([one.features for one in said(comm, mine)], lines)
+    mine = CallRecord(call, kind) if error is None else CallRecord(call, kind, type(error), str(error))
+    raise _disagreement([one.features for one in call_records(comm, mine)], lines)
 
 
 def _data_rank(axes: Axes, rank: int) -> int:
@@ -164,7 +164,7 @@ def sum_of(arrays: Iterable[Any]) -> int:
     return total
 
 
-def cut(placement: Placement, part: Part, microbatches: int, evenly: bool = False) -> list[Microbatch | None]:
+def cut(placement: Placement, part: LocalBatch, microbatches: int, evenly: bool = False) -> list[Microbatch | None]:
     """The microbatches of a part, as gradients add up; the same number on every rank. evenly: as even as can be."""
     bounds = [part.size * m // microbatches for m in range(microbatches + 1)]
     if not evenly:
@@ -180,6 +180,6 @@ def largest(placement: Placement, inputs: Sequence[Any], rows: tuple[int, ...], 
     return Microbatch(tuple(ShapeArray((most, *a.shape[1:]), a.dtype) for a in inputs), None, 0)
 
 
-def _microbatch(part: Part, start: int, stop: int) -> Microbatch:
+def _microbatch(part: LocalBatch, start: int, stop: int) -> Microbatch:
     target = None if part.target is None else part.target[start:stop]
     return Microbatch(tuple(a[start:stop] for a in part.inputs), target, part.row + start)

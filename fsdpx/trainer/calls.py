@@ -10,15 +10,15 @@ from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.guarded import grouped
 from fsdpx.errors import DesyncError, FsdpxError
 
-__all__ = ["CALL", "Said", "begin", "different", "largest", "number", "said", "tell"]
+__all__ = ["CALL", "CallRecord", "begin", "call_records", "different", "exchange", "largest", "number"]
 
 WIDTH, CALL = 4, 2
 """Numbers of 8 bytes that each rank sends, and which of them identifies its call; the others are the call's own."""
 OWN = [column for column in range(WIDTH) if column != CALL]
-ROOM = len(OWN)
+OWN_WIDTH = len(OWN)
 
 
-class Said(NamedTuple):
+class CallRecord(NamedTuple):
     """A rank's call, its arguments, and what is wrong with them, for errors that all ranks raise alike."""
 
     call: str
@@ -27,7 +27,7 @@ class Said(NamedTuple):
     text: str = ""
 
 
-def tell(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
+def exchange(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
     """The numbers of every rank, by rank: one all-gather of 32 bytes, the same for every call."""
     table = np.zeros((comm.size, WIDTH), np.int64)
     table[comm.rank] = row
@@ -39,33 +39,33 @@ def tell(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
 
 def begin(comm: Communicator, call: str) -> None:
     """Return when all ranks have come to `call`; DesyncError on all of them if some call something else."""
-    _told(comm, call, [0] * ROOM)
+    _checked(comm, call, [0] * OWN_WIDTH)
 
 
 def largest(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
     """The same, and the largest of each of the values, of 8 bytes, over all ranks: in one exchange if there are few."""
-    if values.size > ROOM:
+    if values.size > OWN_WIDTH:
         begin(comm, call)
         found = np.array(values)
         comm.all_reduce(found, ReduceOp.MAX, what=call).wait()
         return found
-    row = np.zeros(ROOM, values.dtype)
+    row = np.zeros(OWN_WIDTH, values.dtype)
     row[: values.size] = values
-    table = _told(comm, call, row.view(np.int64).tolist())
+    table = _checked(comm, call, row.view(np.int64).tolist())
     return np.ascontiguousarray(table[:, OWN]).view(values.dtype)[:, : values.size].max(axis=0)
 
 
-def _told(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
-    table = tell(comm, [*own[:CALL], number(call), *own[CALL:]], call)
+def _checked(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
+    table = exchange(comm, [*own[:CALL], number(call), *own[CALL:]], call)
     if (table[:, CALL] != table[0, CALL]).any():
-        said(comm, Said(call))
+        call_records(comm, CallRecord(call))
     return table
 
 
-def said(comm: Communicator, mine: Said) -> list[Said]:
+def call_records(comm: Communicator, mine: CallRecord) -> list[CallRecord]:
     """The descriptions of all ranks' calls, where they are the same call; an error on all ranks alike where a rank has
     met one, or where the calls differ. Collective, after an exchange that did not agree."""
-    everyone: list[Said] = comm.all_gather_object(mine)
+    everyone: list[CallRecord] = comm.all_gather_object(mine)
     for rank, one in enumerate(everyone):
         if one.kind is not None:
             raise one.kind(one.text if one.text.startswith(f"rank {rank}: ") else f"rank {rank}: {one.text}")

@@ -20,7 +20,7 @@ from fsdpx.trainer.limits import EPOCHS, Limits, Votes
 from fsdpx.trainer.log import Log
 from fsdpx.trainer.metrics import Metric, Metrics, host
 from fsdpx.trainer.notices import say
-from fsdpx.trainer.progress import Progress
+from fsdpx.trainer.progress import ProgressBar
 from fsdpx.trainer.routing import METRICS, Routing, Watched
 from fsdpx.trainer.saves import Saves, Saving
 from fsdpx.trainer.series import Checkpoints
@@ -81,7 +81,7 @@ def fit(
     Parameters
     ----------
     loader : batches of this data rank, as `DataLoader(comm=trainer.data)` gives; if it has `set_epoch`, that is called
-    for each epoch
+        for each epoch
     epochs, steps : whichever ends first; epochs=None: steps alone
     validation : batches whose mean loss is taken every `every` steps and at the end
     metrics : by name, functions of a validation batch: (output, target), NumPy arrays of this rank's samples, to an
@@ -109,7 +109,7 @@ def fit(
     best = patience is not None if restore_best is None else restore_best
     saves = Saves(trainer, loader, None if checkpoints is None else Checkpoints.of(checkpoints), history, best)
     listeners = [
-        *([Progress(unit, _total(loader, limits), epochs, history)] if progress else []),
+        *([ProgressBar(unit, _total(loader, limits), epochs, history)] if progress else []),
         *([] if log is None else [Log(log, (*(metrics or ()), *(METRICS if trainer.routes else ())), tensorboard)]),
     ]
     loop = _Loop(

@@ -11,7 +11,7 @@ from fsdpx.array.namespace import to_host
 from fsdpx.comm.communicator import ReduceOp
 from fsdpx.errors import ConfigError
 from fsdpx.generation.sampling import Sampling
-from fsdpx.generation.texts import Limits, Stream, checked, padded, window, write
+from fsdpx.generation.texts import Stream, TextLimits, checked, padded, window, write
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.container import Container
 from fsdpx.nn.layer import Layer, dotted
@@ -38,7 +38,7 @@ def generate(
         _demand_caches(layers)
     context = min((n for _, layer in layers if (n := getattr(layer, "seq_len", None)) is not None), default=1 << 31)
     vocab = session.vocab(np.zeros((1, 1), np.int64))
-    limits = Limits.of(max_new_tokens, stop, vocab)
+    limits = TextLimits.of(max_new_tokens, stop, vocab)
     texts = checked(prompts, vocab, context)
     read = sum_of(np.array(text) for text in texts)
     session.begin(f"generate({len(texts)} prompts {read}, {limits}, {sampling}, cache={cached})")

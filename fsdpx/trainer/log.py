@@ -37,7 +37,7 @@ class Log:
         self._rate = Rate()
         self._files: tuple[TextIO, TextIO] | None = None
         self._board: Any = None  # of tensorboardX
-        self._said: logging.Handler | None = None
+        self._text_log: logging.Handler | None = None
 
     def on_train_begin(self, trainer: Any, history: History) -> None:
         try:
@@ -58,9 +58,9 @@ class Log:
     def on_train_end(self, trainer: Any, history: History) -> None:
         for file in self._files or ():
             file.close()
-        if self._said is not None:
-            LOGGER.removeHandler(self._said)
-            self._said.close()
+        if self._text_log is not None:
+            LOGGER.removeHandler(self._text_log)
+            self._text_log.close()
         if self._board is not None:
             self._board.close()
 
@@ -80,9 +80,9 @@ class Log:
         """On the rank that writes; in elastic training it may be another one later."""
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
         self._files = (table.open("a", newline="", buffering=1), lines.open("a", buffering=1))
-        self._said = logging.FileHandler(self.folder / "log.txt", mode="a" if history.before else "w")
-        self._said.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-        LOGGER.addHandler(self._said)
+        self._text_log = logging.FileHandler(self.folder / "log.txt", mode="a" if history.before else "w")
+        self._text_log.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        LOGGER.addHandler(self._text_log)
         if self._tensorboard is False:
             return
         try:

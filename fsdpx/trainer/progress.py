@@ -11,7 +11,7 @@ from typing import Any
 from fsdpx.trainer.history import History
 from fsdpx.trainer.notices import line
 
-__all__ = ["Progress", "Rate"]
+__all__ = ["ProgressBar", "Rate"]
 
 SECONDS = 5.0
 """Seconds between two lines where there is no terminal."""
@@ -31,7 +31,7 @@ class Rate:
         return seen / max(seconds, 1e-9)
 
 
-class Progress:
+class ProgressBar:
     """A callback of `fit`. total: steps since the very start, if known. epochs: in all, if known."""
 
     def __init__(self, unit: str, total: int | None, epochs: int | None, history: History) -> None:

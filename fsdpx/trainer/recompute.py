@@ -39,7 +39,7 @@ def _kept(stage: Stage) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Kept:
+class UnitBytes:
     """Bytes that a unit keeps of one microbatch. whole: from its forward to its backward; inputs: the same if it runs
     again; late: from the first half of its backward to the second."""
 
@@ -68,7 +68,7 @@ def _within(
     return frozenset(chosen)
 
 
-def _peak(stage: Stage, order: Sequence[Action], sizes: Mapping[int, Kept], chosen: Collection[int]) -> int:
+def _peak(stage: Stage, order: Sequence[Action], sizes: Mapping[int, UnitBytes], chosen: Collection[int]) -> int:
     """The most bytes that units of one rank keep at once, in a step of this order."""
     parts = dict(stage.parts)
     kept = {u: size.inputs if u in chosen else size.whole for u, size in sizes.items()}
@@ -88,13 +88,13 @@ def _peak(stage: Stage, order: Sequence[Action], sizes: Mapping[int, Kept], chos
     return most
 
 
-def kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> Kept:
+def kept_bytes(placement: Placement, stage: Stage, unit: int, batch: Microbatch) -> UnitBytes:
     """The most on any rank of the tensor axis, so that all of them choose the same."""
     found = [_kept_on(placement, stage, unit, batch, tensor) for tensor in range(placement.axes.tensor.size)]
-    return Kept(*(max(getattr(one, name) for one in found) for name in ("whole", "inputs", "late")))
+    return UnitBytes(*(max(getattr(one, name) for one in found) for name in ("whole", "inputs", "late")))
 
 
-def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int) -> Kept:
+def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, tensor: int) -> UnitBytes:
     """Forward and the first half of backward on shapes alone."""
     one, row = placement.layout.units[unit], stage.units[unit]
     spread = replace(placement.layout.spread, rank=tensor)
@@ -112,7 +112,7 @@ def _kept_on(placement: Placement, stage: Stage, unit: int, batch: Microbatch, t
     whole, inputs = _total(roots(saved), mine), _total(roots(read), mine)
     dvalues = {v: xp.zeros(values[v].shape, dtype=values[v].dtype) for v in row.gives if v not in stage.constant}
     late = compute.backward_input(one, envs, params, saved, dvalues, stage.constant)
-    return Kept(whole, inputs, _total(roots(late), mine))
+    return UnitBytes(whole, inputs, _total(roots(late), mine))
 
 
 def _total(found: Iterable[tuple[int, int]], but: set[int]) -> int:

@@ -16,7 +16,7 @@ from fsdpx.config import Async
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.executable import Executable
 from fsdpx.engine.finite import demand_finite
-from fsdpx.engine.results import Mean, Scale
+from fsdpx.engine.results import GradientScale, Mean
 from fsdpx.errors import ConfigError, FsdpxError
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.numeric import is_index
@@ -56,7 +56,7 @@ class Session:
         self._twins = Twins(self.place.axes)
         self._executables: dict[tuple[Request, frozenset[str]], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
-        self._told: set[str] = set()
+        self._noticed: set[str] = set()
         self.tracer: Tracer | None = None
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
@@ -177,7 +177,7 @@ class Session:
         trains = kind in ("step", "accumulate", "forward")
         before = 0 if kind in ("step", "accumulate") and not state.adding else state.samples
         row = sum(rows[: place.axes.data.rank]) + (before if trains else 0)
-        part = batches.Part(inputs, target, rows, row)
+        part = batches.LocalBatch(inputs, target, rows, row)
         evenly = whole or (kind == "evaluate" and not place.accumulation.fits(rows))
         made = batches.cut(place, part, 1 if whole else self.microbatches, evenly)
         if trains:
@@ -242,10 +242,10 @@ class Session:
             self._executables[key] = self.engine.prepare(request)
         self.state.note(kind)
         results = self.engine.run(self._executables[key], feed)
-        if self.state.idle and IDLE not in self._told:
+        if self.state.idle and IDLE not in self._noticed:
             self._tell_idle()
         if (replay := self._executables[key].replay) is not None:
-            self._tell_eager(replay.told())
+            self._tell_eager(replay.reasons())
         return results
 
     def _demand_whole(self, request: Request) -> None:
@@ -261,7 +261,7 @@ class Session:
     def _tell_idle(self) -> None:
         """Say once which parameters get no gradient, on the first rank that has them."""
         names, axes = list(self.state.idle), self.place.axes
-        self._told.add(IDLE)
+        self._noticed.add(IDLE)
         if axes.data.rank == axes.tensor.rank == 0:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
             warnings.warn(
@@ -274,13 +274,13 @@ class Session:
     def _tell_eager(self, found: Mapping[str, str]) -> None:
         """Say once of each layer that no graph holds why, on the first rank that has it."""
         axes = self.place.axes
-        fresh = {path: why for path, why in found.items() if path not in self._told}
-        self._told.update(fresh)
+        fresh = {path: why for path, why in found.items() if path not in self._noticed}
+        self._noticed.update(fresh)
         if axes.data.rank == axes.tensor.rank == 0:
             for path, why in fresh.items():
                 line(f"fsdpx: cuda_graphs: layer {path!r} is computed without a graph: {why}")
 
-    def updated(self, mean: Mean, scale: Scale) -> None:
+    def updated(self, mean: Mean, scale: GradientScale) -> None:
         """An update has ended."""
         self.state.updated(scale.skip, scale.scaler, mean.shared)
         self.engine.drop_stale_views()

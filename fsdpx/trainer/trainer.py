@@ -24,7 +24,7 @@ from fsdpx.checkpoint.state import Scalars
 from fsdpx.checkpoint.weights import WeightsReport, load_weights
 from fsdpx.comm.communicator import Communicator
 from fsdpx.engine.engine import Engine
-from fsdpx.engine.results import Scale
+from fsdpx.engine.results import GradientScale
 from fsdpx.errors import ConfigError, DataError, RankLost
 from fsdpx.generation.sampling import Sampling
 from fsdpx.generation.texts import Stream, is_one
@@ -58,7 +58,7 @@ from fsdpx.trainer.whole import (
 )
 from fsdpx.watch.preempt import Preemption
 
-__all__ = ["Step", "Trainer"]
+__all__ = ["LastUpdate", "Trainer"]
 
 T = TypeVar("T")
 MEAN, SCALE, SHARE = Slot("mean"), Slot("scale"), Slot("share")
@@ -66,7 +66,7 @@ PIECES = "the whole global batch goes into one step; chunks are its microbatches
 
 
 @dataclass(frozen=True)
-class Step:
+class LastUpdate:
     """The last update: global mean loss, global gradient norm (nan if not asked for), learning rate."""
 
     loss: float
@@ -75,7 +75,7 @@ class Step:
     skipped: bool
 
     @classmethod
-    def of(cls, loss: float, scale: Scale) -> Step:
+    def of(cls, loss: float, scale: GradientScale) -> LastUpdate:
         return cls(loss, scale.norm, scale.rate, scale.skip)
 
 
@@ -92,7 +92,7 @@ class Trainer:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.last: Step | None = None
+        self.last: LastUpdate | None = None
         self.weight = 0.0  # what the last `evaluate` averaged over
         self._forwarded: Feed | None = None  # of the last `forward`
         self._shown: list[tuple[int, ...]] = []  # shapes of its outputs
@@ -655,7 +655,7 @@ class Trainer:
     def _updated(self, results: Mapping[Slot, Any]) -> float:
         found = results.get(SHARE)
         loss = float(results[MEAN].value if found is None else found.loss)
-        self.last = Step.of(loss, results[SCALE])
+        self.last = LastUpdate.of(loss, results[SCALE])
         self._session.updated(results[MEAN], results[SCALE])
         return loss
 

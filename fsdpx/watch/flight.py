@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["LENGTH", "Entry", "Flight", "Recorder", "label", "log", "read", "read_all"]
+__all__ = ["LENGTH", "ActionRecord", "FlightRecord", "FlightRecorder", "label", "log", "read", "read_all"]
 
 LENGTH = 512
 """Actions that are remembered."""
@@ -39,7 +39,7 @@ def label(text: str, width: int = 112) -> bytes:
     return text.encode()[:width].decode(errors="ignore").encode()
 
 
-class Recorder:
+class FlightRecorder:
     """Writes one rank's record: half a microsecond per action, no system call.
 
     thread: the one that runs the program, so that a watchdog knows whose stack to look at. serial: actions begun so
@@ -110,7 +110,7 @@ assert _RECORD.size == 256
 
 
 @dataclass(frozen=True)
-class Entry:
+class ActionRecord:
     """One action. begin, end: seconds since 1970; end 0: it was under way. waits: for what, if it did."""
 
     number: int
@@ -121,7 +121,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Flight:
+class FlightRecord:
     """The content of a record. calls, call, before: of the calls that all ranks make, how many have begun, the last
     one, and the one before it. left: the exit status, if the script has come to its end. entries: oldest first. since,
     what: what the rank waits for (since 0: nothing), seconds since 1970. vain: longer than it may."""
@@ -140,10 +140,10 @@ class Flight:
     call: str
     before: str
     left: int | None
-    entries: tuple[Entry, ...]
+    entries: tuple[ActionRecord, ...]
 
     @property
-    def last(self) -> Entry | None:
+    def last(self) -> ActionRecord | None:
         return self.entries[-1] if self.entries else None
 
     def where(self, now: float) -> str:
@@ -157,7 +157,7 @@ class Flight:
         return f"outside any action for {now - last.end:.1f} s, after {last.action}"
 
 
-def read(path: Path, whole: bool = True) -> Flight | None:
+def read(path: Path, whole: bool = True) -> FlightRecord | None:
     """The record in a file, or all of it but the actions; None while it is being made, or if it is not a record."""
     size = _SIZE if whole else _START
     try:
@@ -175,19 +175,19 @@ def read(path: Path, whole: bool = True) -> Flight | None:
     left, status = _LEFT.unpack_from(data, _LEFT_AT)
     wall = (since + clock) if since else 0.0
     entries = tuple(sorted(_entries(data, clock), key=lambda entry: entry.number)) if whole else ()
-    return Flight(
+    return FlightRecord(
         rank, ranks, process, _text(host), step, _text(kind), beats, bool(vain), wall, _text(what), calls, _text(call),
         _text(before), status if left else None, entries,
     )  # fmt: skip
 
 
-def read_all(folder: Path) -> dict[int, Flight]:
+def read_all(folder: Path) -> dict[int, FlightRecord]:
     """The records of a job, by rank."""
     found = (read(path) for path in sorted(folder.glob("rank-*.flight")))
     return {flight.rank: flight for flight in found if flight is not None}
 
 
-def log(flights: dict[int, Flight]) -> str:
+def log(flights: dict[int, FlightRecord]) -> str:
     """All records as text: per rank a head, then one action per line, begin (seconds since 1970), duration, text."""
     lines = []
     for flight in flights.values():
@@ -201,11 +201,11 @@ def log(flights: dict[int, Flight]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _entries(data: bytes, clock: float) -> Iterator[Entry]:
+def _entries(data: bytes, clock: float) -> Iterator[ActionRecord]:
     for place in range(LENGTH):
         number, begin, end, action, waits = _RECORD.unpack_from(data, _START + place * _RECORD.size)
         if number:
-            yield Entry(number, begin + clock, end + clock if end else 0.0, _text(action), _text(waits))
+            yield ActionRecord(number, begin + clock, end + clock if end else 0.0, _text(action), _text(waits))
 
 
 def _text(data: bytes) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fsdpx.watch.flight import Flight, Recorder, read
+from fsdpx.watch.flight import FlightRecord, FlightRecorder, read
 
 __all__ = [
     "LATE", "LEFT", "all_gone", "all_left", "ended", "gone", "leaving", "missed", "parted", "state_of", "status",
@@ -19,15 +19,15 @@ __all__ = [
 
 LEFT = 1
 """Exit status of a job that a rank has left with status 0 while others waited for it."""
-SOON, LATE = 1.0, 5.0
+EARLY, LATE = 1.0, 5.0
 """Seconds for which a rank waits before it checks whether others have ended; and before it gives up a wait that all
 living ranks share, where no count of calls tells whether the ended rank is needed."""
 
 TO_PASS_ON = 0.2
 """Seconds before an abort: a launcher may drop what it has not yet passed on of the last words."""
 
-_told: list[Any] = [0]
-_open: dict[Recorder, Open] = {}
+_reported: list[Any] = [0]
+_open: dict[FlightRecorder, Open] = {}
 
 
 class Open(NamedTuple):
@@ -38,7 +38,7 @@ class Open(NamedTuple):
     abort: Callable[[int], None] | None
 
 
-def stays(record: Recorder, end: Callable[[], None], abort: Callable[[int], None] | None) -> None:
+def stays(record: FlightRecorder, end: Callable[[], None], abort: Callable[[int], None] | None) -> None:
     """From now on the end of this process concerns other ranks, which read it in `record`; see `Open`."""
     if not _open:
         _listen(os.getpid())
@@ -46,7 +46,7 @@ def stays(record: Recorder, end: Callable[[], None], abort: Callable[[int], None
     atexit.register(end)
 
 
-def leaving(record: Recorder) -> None:
+def leaving(record: FlightRecorder) -> None:
     """It does not any more."""
     if record in _open:
         atexit.unregister(_open.pop(record).end)
@@ -54,8 +54,8 @@ def leaving(record: Recorder) -> None:
 
 def status() -> int:
     """The exit status of this process that `sys.exit` was given, if it was called."""
-    told = _told[0]
-    return 0 if told is None else told & 0xFF if isinstance(told, int) else 1
+    reported = _reported[0]
+    return 0 if reported is None else reported & 0xFF if isinstance(reported, int) else 1
 
 
 def _listen(process: int) -> None:
@@ -66,7 +66,7 @@ def _listen(process: int) -> None:
     ends, ends_at_once = sys.exit, os._exit
 
     def exit(status: Any = None, /) -> Any:
-        _told[0] = status
+        _reported[0] = status
         ends(status)
 
     def _exit(status: int) -> Any:
@@ -98,7 +98,7 @@ def state_of(process: int) -> str:
     return "" if state in "ZX" else state
 
 
-def gone(flight: Flight) -> bool:
+def gone(flight: FlightRecord) -> bool:
     """Whether a rank of this host has come to its end, or its process has."""
     return flight.left is not None or state_of(flight.process) == ""
 
@@ -113,13 +113,13 @@ def all_gone(places: Collection[Path]) -> bool:
     return all(flight is None or gone(flight) for flight in map(_head, places))
 
 
-def missed(mine: Recorder, waited: float, others: Collection[Path], everyone: bool) -> Flight | None:
+def missed(mine: FlightRecorder, waited: float, others: Collection[Path], everyone: bool) -> FlightRecord | None:
     """A rank of this host that has ended and for which this one, `mine`, waits in vain since `waited` seconds.
 
     A rank that ended before it began the call that others are in will never reach it, and a rank that ended in an
     action will not finish it. Other reasons to wait cannot be known; but if all living ranks wait, none can help the
     others. others: the records of the other ranks of this host. everyone: there are no others."""
-    if waited < SOON:
+    if waited < EARLY:
         return None
     flights = [flight for flight in map(_head, others) if flight is not None]
     for flight in filter(gone, flights):
@@ -144,7 +144,7 @@ def parted(places: Collection[Path]) -> dict[int, str]:
     return {} if late or len({*calls.values()}) < 2 else calls
 
 
-def ended(flight: Flight) -> str:
+def ended(flight: FlightRecord) -> str:
     """The fate of a rank that is gone, as text."""
     how = f"has ended with status {flight.left}" if flight.left else "has come to the end of its script"
     if flight.left is None:
@@ -153,15 +153,15 @@ def ended(flight: Flight) -> str:
     return f"rank {flight.rank} {how}, {after}"
 
 
-def _head(place: Path) -> Flight | None:
+def _head(place: Path) -> FlightRecord | None:
     return read(place, whole=False)
 
 
-def _waits(flight: Flight) -> bool:
-    return 0 < flight.since < time.time() - LATE + SOON
+def _waits(flight: FlightRecord) -> bool:
+    return 0 < flight.since < time.time() - LATE + EARLY
 
 
-def _inside(flight: Flight, places: Collection[Path]) -> bool:
+def _inside(flight: FlightRecord, places: Collection[Path]) -> bool:
     """Whether its last action is still under way."""
     for place in places:
         whole = read(place)

@@ -27,7 +27,7 @@ from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
 from fsdpx.comm.start import ours
 from fsdpx.comm.steps import Progress, progress_of, spin
-from fsdpx.watch.flight import LENGTH, Flight, Recorder, log, read_all
+from fsdpx.watch.flight import LENGTH, FlightRecord, FlightRecorder, log, read_all
 from fsdpx.watch.leaving import LATE, LEFT, all_gone, all_left, ended, leaving, missed, parted, state_of, status, stays
 
 __all__ = ["HUNG", "Watchdog", "note", "report", "unwatch", "watch", "watch_axes"]
@@ -69,7 +69,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
     return watchdog
 
 
-def watch_axes(axes: Axes, timeout: float | None = None) -> Recorder | None:
+def watch_axes(axes: Axes, timeout: float | None = None) -> FlightRecorder | None:
     """The same for all communicators of a mesh; the record that the engine of this rank keeps."""
     watchdog = watch(axes.world, axes.replica, axes.shard, axes.data, axes.pipe, axes.tensor, timeout=timeout)
     return None if watchdog is None else watchdog.record
@@ -105,7 +105,7 @@ class Watchdog:
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
         folder.mkdir(parents=True, exist_ok=True)
-        self.record = Recorder(self._place(self.rank, "flight"), comm.rank, comm.size, self.host, self.ask)
+        self.record = FlightRecorder(self._place(self.rank, "flight"), comm.rank, comm.size, self.host, self.ask)
         self.record.thread = threading.get_ident()
         self._comm = weakref.ref(comm)
         self._progress: Progress = progress_of(comm)
@@ -218,7 +218,7 @@ class Watchdog:
         now = time.monotonic()
         return {r for r, (_, when) in self._seen.items() if now - when >= max(4 * self._every, 0.5)}
 
-    def _others_move(self, flights: dict[int, Flight]) -> bool:
+    def _others_move(self, flights: dict[int, FlightRecord]) -> bool:
         """Whether any rank of this host did anything within the timeout."""
         now = time.time()
         for flight in flights.values():
@@ -241,7 +241,7 @@ class Watchdog:
         and the network between them is cut."""
         return alarmed > 7 * patience and self._claim(f"claimed-{self.host}")
 
-    def _miss(self, left: Flight, what: str) -> None:
+    def _miss(self, left: FlightRecord, what: str) -> None:
         """A rank has ended that others wait for: the job ends, or, where others outlive it, the process does."""
         waits = f"rank {self.rank} waits for it in call {self.record.calls} for {what}"
         if getattr(self._comm(), "survives", False):
@@ -286,7 +286,7 @@ class Watchdog:
         for what in ("flight", "partial", "stack", "missed"):
             self._place(rank, what).unlink(missing_ok=True)
 
-    def _evict(self, flights: dict[int, Flight], silent: set[int]) -> bool:
+    def _evict(self, flights: dict[int, FlightRecord], silent: set[int]) -> bool:
         """Where others outlive a rank, those of this host that do not come while others wait for them, stopped or at
         something else, are killed, which the others then see. Whether any was."""
         here = [f for f in flights.values() if f.host == self.host and state_of(f.process)]
@@ -339,7 +339,7 @@ def _discard(folder: Path) -> None:
 
 
 def report(
-    flights: dict[int, Flight],
+    flights: dict[int, FlightRecord],
     ranks: int,
     silent: set[int],
     stacks: dict[int, str],
@@ -350,7 +350,7 @@ def report(
     """Which ranks wait in which action for which tensor, and which are elsewhere. Times in seconds; now: since 1970.
     silent: ranks whose watchdogs have stopped. stacks: of the others, as text."""
     lines = [f"fsdpx watchdog: no rank has made progress for {timeout:g} s; the job ends with status {HUNG}"]
-    waiting: dict[str, list[Flight]] = {}
+    waiting: dict[str, list[FlightRecord]] = {}
     for flight in flights.values():
         if flight.since and flight.rank not in silent:
             waiting.setdefault(_waits(flight), []).append(flight)
@@ -370,7 +370,7 @@ def report(
     return "\n".join(lines) + "\n"
 
 
-def _waits(flight: Flight) -> str:
+def _waits(flight: FlightRecord) -> str:
     what = re.sub(r" on rank \d+ of \d+$", "", flight.what)
     last = flight.last
     if last is None or last.end:
@@ -378,7 +378,7 @@ def _waits(flight: Flight) -> str:
     return f"in action {last.action} for {what}"
 
 
-def _fate(flight: Flight, host: str) -> str:
+def _fate(flight: FlightRecord, host: str) -> str:
     if flight.host != host:
         return f"on {flight.host} says nothing any more"
     if flight.left is not None:
@@ -396,8 +396,8 @@ def waiting_in(thread: int) -> tuple[Any, str] | None:
     for frame in _frames(sys._current_frames().get(thread)):
         if frame.f_code is spin.__code__ and frame.f_back is not None:
             waits = frame.f_back.f_locals.get("self")
-            said = type(waits).__str__ is not object.__str__
-            return waits, str(waits) if said else f"{type(waits).__name__}.{frame.f_back.f_code.co_name}"
+            has_text = type(waits).__str__ is not object.__str__
+            return waits, str(waits) if has_text else f"{type(waits).__name__}.{frame.f_back.f_code.co_name}"
     return None
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from fsdpx.array import kernels
 from fsdpx.array.blas import halves
 from fsdpx.array.kernels.activation import CUBIC, SLOPE
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.random import Stretch
 
@@ -396,7 +396,7 @@ def channels(x, dy, dtype) -> Cases:
     }
 
 
-WINDOW = Window((2, 3), (1, 2), (0, 0))
+WINDOW = SlidingWindow((2, 3), (1, 2), (0, 0))
 
 
 def images(x, dy, dtype) -> Cases:

@@ -103,7 +103,7 @@ def test_no_folder_for_the_cache_warns_once(cache, monkeypatch):
     def nowhere(function, fastmath, bare):
         raise RuntimeError("cannot cache function: no locator available")
 
-    monkeypatch.setattr(cache, "Cache", nowhere)
+    monkeypatch.setattr(cache, "KernelCache", nowhere)
     with pytest.warns(RuntimeWarning, match="set NUMBA_CACHE_DIR to a folder that can be written") as caught:
         first, second = dispatcher(lambda x: x + 1), dispatcher(lambda x: x + 2)
     assert len(caught) == 1

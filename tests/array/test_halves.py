@@ -144,7 +144,7 @@ def test_mkl_is_the_default_on_intel_where_onednn_is_missing(monkeypatch, intel,
     monkeypatch.setattr(mkl, "found", lambda: Right() if "mkl" in here else None)
     monkeypatch.setattr(halves, "intel", lambda: intel)
     monkeypatch.setattr(halves, "present", lambda: dict.fromkeys(here, "lib.so 1 2"))
-    monkeypatch.setattr(halves, "told", lambda what: "avx2 avx512bw")
+    monkeypatch.setattr(halves, "cpuinfo", lambda what: "avx2 avx512bw")
     monkeypatch.setattr(halves, "instructions", lambda kind="bfloat16": ("amx_bf16",))
     _forget()
     try:
@@ -174,7 +174,7 @@ def test_onednn_is_left_out_where_it_has_no_product_for_the_processor(monkeypatc
         name, path, version = "it", "lib.so", "1"
 
     monkeypatch.setattr(halves, "present", lambda: dict.fromkeys(("onednn", "mkl"), "lib.so 1 2"))
-    monkeypatch.setattr(halves, "told", lambda what: flags)
+    monkeypatch.setattr(halves, "cpuinfo", lambda what: flags)
     monkeypatch.setattr(onednn, "found", Library)
     monkeypatch.setattr(mkl, "found", Library)
     assert list(halves.available()) == here
@@ -396,9 +396,9 @@ def test_attention_ends_where_a_position_sees_no_more(way: str) -> None:
 
 
 def test_words_are_for_processors_that_have_the_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "told", lambda field: "fma avx512f")
+    monkeypatch.setattr(words, "cpuinfo", lambda field: "fma avx512f")
     assert not words.available.__wrapped__()
-    monkeypatch.setattr(words, "told", lambda field: "avx512f avx512_bf16")
+    monkeypatch.setattr(words, "cpuinfo", lambda field: "avx512f avx512_bf16")
     assert words.available.__wrapped__()
     monkeypatch.setenv("NUMBA_CPU_NAME", "skylake")
     assert not words.available.__wrapped__()

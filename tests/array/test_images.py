@@ -9,7 +9,7 @@ from amount import few
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.kernels import use
 from fsdpx.array.kernels.compiled import winograd
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 
 WINDOWS = [
     ((3, 3), (1, 1), (1, 1)),  # Winograd's way where channels allow it
@@ -30,7 +30,7 @@ def far(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.max(np.abs(got - want), initial=0.0)) / max(float(np.max(np.abs(want), initial=0.0)), 1.0)
 
 
-def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: Window) -> list[np.ndarray]:
+def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: SlidingWindow) -> list[np.ndarray]:
     """Forward and all gradients; those of parameters are added to ones."""
     dweight, dbias = np.ones_like(weight), np.ones_like(bias)
     y = kernels.conv2d(np, x, weight, bias, window)
@@ -39,7 +39,7 @@ def all_of(x: Any, weight: Any, bias: Any, dy: Any, window: Window) -> list[np.n
     return [y, dx, dweight, dbias]
 
 
-def setting(dtype: str, shape: tuple[int, ...], window: Window) -> tuple[np.ndarray, ...]:
+def setting(dtype: str, shape: tuple[int, ...], window: SlidingWindow) -> tuple[np.ndarray, ...]:
     rng, (n, inner, height, width, outer) = np.random.default_rng(0), shape
     x, weight = rng.normal(size=(n, inner, height, width)), rng.normal(size=(outer, inner, *window.kernel))
     dy = rng.normal(size=(n, outer, *window.out(x.shape)))
@@ -49,8 +49,8 @@ def setting(dtype: str, shape: tuple[int, ...], window: Window) -> tuple[np.ndar
 
 @pytest.mark.parametrize("dtype", few(TOLERANCE, 2))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("window", [Window(*w) for w in WINDOWS], ids=str)
-def test_convolutions_equal_the_plain_ones(window: Window, shape: tuple[int, ...], dtype: str) -> None:
+@pytest.mark.parametrize("window", [SlidingWindow(*w) for w in WINDOWS], ids=str)
+def test_convolutions_equal_the_plain_ones(window: SlidingWindow, shape: tuple[int, ...], dtype: str) -> None:
     arrays = setting(dtype, shape, window)
     with use("plain"):
         want = all_of(*(a.astype(np.float64) for a in arrays), window)
@@ -61,16 +61,16 @@ def test_convolutions_equal_the_plain_ones(window: Window, shape: tuple[int, ...
 
 
 def test_winograd_is_taken_where_it_pays() -> None:
-    same = Window((3, 3), (1, 1), (1, 1))
+    same = SlidingWindow((3, 3), (1, 1), (1, 1))
     assert winograd.suits((2, 16, 32, 32), (16, 16, 3, 3), same)
     assert winograd.suits((2, 16, 7, 7), (32, 16, 3, 3), same)
     assert not winograd.suits((2, 3, 32, 32), (16, 3, 3, 3), same)  # channels
     assert not winograd.suits((2, 16, 5, 5), (16, 16, 3, 3), same)  # most of its tiles would be empty
-    assert not winograd.suits((2, 16, 32, 32), (16, 16, 3, 3), Window((3, 3), (2, 2), (1, 1)))
+    assert not winograd.suits((2, 16, 32, 32), (16, 16, 3, 3), SlidingWindow((3, 3), (2, 2), (1, 1)))
 
 
 def test_errors_of_winograd_in_float32_are_within_what_the_documentation_says() -> None:
-    window = Window((3, 3), (1, 1), (1, 1))
+    window = SlidingWindow((3, 3), (1, 1), (1, 1))
     for inner in (64, 512):
         arrays = setting("float32", (2, inner, 8, 8, 64), window)
         with use("plain"):
@@ -84,8 +84,8 @@ def turned(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
 
 
-@pytest.mark.parametrize("window", [Window(*w) for w in WINDOWS[:1] + WINDOWS[4:6]], ids=str)
-def test_bits_do_not_depend_on_the_order_in_memory(window: Window) -> None:
+@pytest.mark.parametrize("window", [SlidingWindow(*w) for w in WINDOWS[:1] + WINDOWS[4:6]], ids=str)
+def test_bits_do_not_depend_on_the_order_in_memory(window: SlidingWindow) -> None:
     x, weight, bias, dy = setting("float32", SHAPES[0], window)
     want = all_of(x, weight, bias, dy, window)
     for given in ((turned(x), dy), (x, turned(dy)), (turned(x), turned(dy))):
@@ -95,7 +95,7 @@ def test_bits_do_not_depend_on_the_order_in_memory(window: Window) -> None:
 
 @pytest.mark.parametrize("shape", [(9, 16, 32, 32, 32), (4, 64, 16, 16, 64)], ids=str)
 def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[int, ...]) -> None:
-    window, before = Window((3, 3), (1, 1), (1, 1)), parallel.threads()
+    window, before = SlidingWindow((3, 3), (1, 1), (1, 1)), parallel.threads()
     arrays = setting("float32", shape, window)
     found = []
     try:
@@ -115,7 +115,7 @@ def test_bits_of_winograd_do_not_depend_on_the_number_of_threads(shape: tuple[in
     "window", [((2, 2), (2, 2), (0, 0)), ((3, 3), (2, 2), (1, 1)), ((3, 2), (1, 2), (1, 1))], ids=str
 )
 def test_pools_equal_the_plain_ones(window: Any, order: Any) -> None:
-    window, rng = Window(*window), np.random.default_rng(1)
+    window, rng = SlidingWindow(*window), np.random.default_rng(1)
     x = rng.integers(0, 5, (2, 6, 9, 8)).astype(np.float64)  # equals among them
     x[0, 2, 3, 4] = np.nan
     x[1, 1, :3, :3] = -np.inf

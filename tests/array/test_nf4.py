@@ -11,7 +11,7 @@ from fsdpx.array import blas
 from fsdpx.array.namespace import dtype
 from fsdpx.array.nf4 import LEVELS, NF4
 from fsdpx.array.packed import Packed
-from fsdpx.layout.packed import Rows
+from fsdpx.layout.packed import PackedRows
 from fsdpx.nn import numeric
 
 SINGLE, BF16 = np.dtype("f4"), dtype("bf16")
@@ -26,7 +26,7 @@ SHAPES = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 63, 64, 65, 130, 40
 def stored(values: np.ndarray, of: np.dtype = SINGLE) -> Packed:
     packing = NF4(of)
     flat = np.full(packing.nbytes(values.shape), 77, np.uint8)
-    rows = Rows("w", flat.reshape(len(values), -1), values.shape[1], packing)
+    rows = PackedRows("w", flat.reshape(len(values), -1), values.shape[1], packing)
     rows[...] = values.reshape(-1)
     return Packed(flat, values.shape, packing)
 

@@ -14,9 +14,9 @@ from fsdpx import shapes
 from fsdpx.array import blas, kernels, parallel
 from fsdpx.array.blas import integers, onednn
 from fsdpx.array.namespace import dtype
-from fsdpx.array.packed import Int8, Packed
+from fsdpx.array.packed import Packed, PackedInt8
 from fsdpx.errors import DataError
-from fsdpx.layout.packed import Rows
+from fsdpx.layout.packed import PackedRows
 from fsdpx.nn import numeric
 
 SINGLE, BF16 = np.dtype("f4"), dtype("bf16")
@@ -27,9 +27,9 @@ BLOCKS = st.sampled_from([None, 8, 31, 64])
 
 
 def stored(values: np.ndarray, block: int | None = None, of: Any = SINGLE) -> Packed:
-    packing = Int8(block, of)
+    packing = PackedInt8(block, of)
     flat = np.full(packing.nbytes(values.shape), 77, np.uint8)
-    rows = Rows("w", flat.reshape(-1, packing.stride(values.shape[1])), values.shape[1], packing)
+    rows = PackedRows("w", flat.reshape(-1, packing.stride(values.shape[1])), values.shape[1], packing)
     rows[...] = values.reshape(-1)
     return Packed(flat, values.shape, packing)
 
@@ -77,9 +77,9 @@ def test_any_floats_denormal_and_huge_and_once_more_the_same(numbers, block) -> 
 
 
 def test_rows_take_their_numbers_and_scales() -> None:
-    assert Int8(None, SINGLE).nbytes((10, 64)) == 10 * (64 + 4)
-    assert Int8(None, SINGLE).nbytes((10, 65)) == 10 * (68 + 4)
-    assert Int8(16, SINGLE).nbytes((10, 65)) == 10 * (68 + 5 * 4)
+    assert PackedInt8(None, SINGLE).nbytes((10, 64)) == 10 * (64 + 4)
+    assert PackedInt8(None, SINGLE).nbytes((10, 65)) == 10 * (68 + 4)
+    assert PackedInt8(16, SINGLE).nbytes((10, 65)) == 10 * (68 + 5 * 4)
     assert stored(np.zeros((3, 5), "f4")).dense().tolist() == np.zeros((3, 5)).tolist()
 
 
@@ -92,9 +92,9 @@ def test_what_is_no_number_is_refused_by_name(bad: float) -> None:
 
 
 def test_rows_are_read_and_filled_in_parts() -> None:
-    values, packing = normal((6, 5), 0), Int8(None, SINGLE)
+    values, packing = normal((6, 5), 0), PackedInt8(None, SINGLE)
     flat = np.zeros(packing.nbytes((6, 5)), np.uint8)
-    rows = Rows("w", flat.reshape(6, -1), 5, packing)
+    rows = PackedRows("w", flat.reshape(6, -1), 5, packing)
     assert (rows.size, rows.grain) == (30, 5)
     for start in (0, 10, 20):
         rows[start : start + 10][...] = values.reshape(-1)[start : start + 10]
@@ -157,7 +157,7 @@ def test_arrays_are_made_of_it_where_somebody_wants_one() -> None:
 
 
 def test_shapes_alone() -> None:
-    packing = Int8(8, SINGLE)
+    packing = PackedInt8(8, SINGLE)
     weight = Packed(shapes.empty(packing.nbytes((5, 12)), np.uint8), (5, 12), packing)
     x = shapes.empty((3, 12), np.float32)
     assert numeric.affine(shapes, x, weight, shapes.empty(5, np.float32)).shape == (3, 5)
@@ -204,7 +204,7 @@ def test_a_library_that_multiplies_wrongly_is_named_and_left_alone(monkeypatch: 
         def product(self, out: np.ndarray, a: np.ndarray, b: np.ndarray, *rest: Any) -> None:
             out[...] = np.clip(a.astype("f4") @ b.astype("f4"), -32768, 32767)  # as sums in 16 bits
 
-    monkeypatch.setattr(integers, "told", lambda name: "avx512_vnni")
+    monkeypatch.setattr(integers, "cpuinfo", lambda name: "avx512_vnni")
     monkeypatch.setattr(onednn, "found", Wrong)
     with pytest.warns(RuntimeWarning, match=r"/lib/wrong \(1.0\) multiplies int8 wrongly .* and is not used"):
         assert integers.chosen() == ""
@@ -214,7 +214,7 @@ def test_a_library_that_multiplies_wrongly_is_named_and_left_alone(monkeypatch: 
 
 @pytest.mark.usefixtures("anew")
 def test_without_instructions_the_library_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(integers, "told", lambda name: "avx2 avx512f")
+    monkeypatch.setattr(integers, "cpuinfo", lambda name: "avx2 avx512f")
     monkeypatch.setattr(onednn, "found", lambda: pytest.fail("asked"))
     assert integers.chosen() == ""
 

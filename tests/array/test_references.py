@@ -15,7 +15,7 @@ from references import BF16, F16, FAMILIES, agree, cases
 
 from fsdpx.array import kernels
 from fsdpx.array.kernels.compiled import winograd
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 
 ROWS = st.sampled_from([0, 1, 2, 3, 31, 32, 33, 63, 64, 65, 130])
 COLUMNS = st.integers(1, 140)
@@ -82,7 +82,7 @@ def test_every_kernel_has_a_reference():
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), BF16, F16], ids=str)
 def test_winograd_takes_inf_to_its_tile_and_no_further(dtype):
     """A tile of 4 x 4 results is made of differences of all its pixels."""
-    rng, window = np.random.default_rng(0), Window((3, 3), (1, 1), (1, 1))
+    rng, window = np.random.default_rng(0), SlidingWindow((3, 3), (1, 1), (1, 1))
     x, weight = (rng.normal(size=shape).astype(dtype) for shape in ((1, 16, 16, 16), (16, 16, 3, 3)))
     assert winograd.suits(x.shape, weight.shape, window)
     clean = kernels.conv2d(np, x, weight, None, window)

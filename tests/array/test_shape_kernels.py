@@ -6,7 +6,7 @@ import pytest
 from fsdpx import shapes
 from fsdpx.array import kernels
 from fsdpx.array.kernels import attention, embedding_backward
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 from fsdpx.array.random import Stretch
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes import known as known_of
@@ -15,7 +15,7 @@ from fsdpx.shapes.known import known
 
 N, C = 6, 5
 NUMBERS = Stretch(0, "d", 0, N * C)
-WINDOW = Window((2, 1), (1, 1), (0, 0))
+WINDOW = SlidingWindow((2, 1), (1, 1), (0, 0))
 
 
 def image(x):

@@ -18,7 +18,7 @@ from stand_in import Cublas, Cupy, Device, ndarray
 from fsdpx import nn, optim, spawn
 from fsdpx.array import kernels
 from fsdpx.cuda import attention, gemm
-from fsdpx.cuda.attention import Case, described
+from fsdpx.cuda.attention import AttentionCase, described
 from fsdpx.cuda.kernels import on_gpu
 
 BOUNDS = {"bfloat16": 2e-2, "float16": 3e-3}
@@ -223,7 +223,7 @@ def test_cudnn_takes_the_graphs() -> None:
     for name, (arrays, (causal, scale, *window)) in CASES.items():
         strides = tuple(tuple(n // 2 for n in a.strides) for a in arrays)
         shapes = arrays[0].shape, arrays[1].shape
-        case = Case(arrays[0].dtype.name, *shapes, strides, causal, scale, *(window or [0]), gpu=0)
+        case = AttentionCase(arrays[0].dtype.name, *shapes, strides, causal, scale, *(window or [0]), gpu=0)
         for backward in (False, True):
             described(cudnn, case, backward, sm_version=90).build_operation_graph()
         assert name

@@ -62,10 +62,10 @@ class Hosts:
     def __init__(self, hosts: str, known: list[int | None], device_maps: list[Any] | None = None) -> None:
         self.size, self.rank = len(hosts), 0
         maps = device_maps or [None] * self.size
-        self.told = [devices._Told(h, 100 + r, known[r], ("a", "b"), maps[r]) for r, h in enumerate(hosts)]
+        self.facts = [devices._RankFacts(h, 100 + r, known[r], ("a", "b"), maps[r]) for r, h in enumerate(hosts)]
 
     def all_gather_object(self, mine: Any) -> list[Any]:
-        return self.told
+        return self.facts
 
 
 def numbers(*given: Any) -> list[int]:

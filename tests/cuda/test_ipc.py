@@ -119,14 +119,14 @@ def test_who_does_not_wait_for_a_copy_finds_old_numbers(cupy: Cupy, monkeypatch:
 
 def test_who_takes_a_slot_too_early_spoils_a_chunk(cupy: Cupy, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender takes slots for free as soon as it has told of them; or it ends before all notes have come back."""
-    tell = ipc.Between._tell
+    tell = ipc.PeerExchange._tell
 
     def early(self: Any, kind: int, slot: int, *rest: Any) -> None:
         tell(self, kind, slot, *rest)
         if kind == ipc.FULL and self._chunks:
             self.free.append(slot)
 
-    monkeypatch.setattr(ipc.Between, "_tell", early)
+    monkeypatch.setattr(ipc.PeerExchange, "_tell", early)
     with pytest.raises((AssertionError, KeyError)):
         exchanged(cupy)
 

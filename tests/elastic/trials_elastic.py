@@ -24,7 +24,7 @@ from trials import none_left
 
 from fsdpx import Elastic, init, spawn
 from fsdpx.errors import CheckpointError
-from fsdpx.testing.chaos import Ledger
+from fsdpx.testing.chaos import StepLog
 
 __all__ = ["BEGINS", "POINTS", "Death", "Plan", "Trial", "demand", "drawn", "run"]
 
@@ -151,7 +151,7 @@ def train(comm: Any, plan: Plan, folder: Path) -> dict[str, Any]:
     trainer = make(comm, plan.strategy, elastic=Elastic(every=plan.every, copies=plan.ranks - 1))
     doom = Doom(born, plan.deaths)
     trainer.engine.observers.append(doom)
-    ledger, before = Ledger(folder / "ledger"), 0
+    ledger, before = StepLog(folder / "ledger"), 0
     for step, (x, y) in enumerate(BATCHES):
         if step == plan.save:
             trainer.save(folder / "saved", background=plan.background)
@@ -192,7 +192,7 @@ def calm(ranks: int = 1, strategy: str = "fsdp") -> dict[str, Any]:
 
     with TemporaryDirectory() as place:
         first = spawn(train, ranks, Plan(ranks, strategy), Path(place), survive=True)[0]
-        return first | {"losses": Ledger(Path(place, "ledger")).starts()[0][0]}
+        return first | {"losses": StepLog(Path(place, "ledger")).starts()[0][0]}
 
 
 def drawn(seed: int) -> Plan:
@@ -220,7 +220,7 @@ def run(plan: Plan, folder: Path, seconds: float = 60.0, **variables: str) -> Tr
     left = not none_left(folder)
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("result-*"))]
     died = {int(path.name.partition("-")[2]): float(path.read_text()) for path in folder.glob("died-*")}
-    ledger = Ledger(folder / "ledger").starts().get(0, {})
+    ledger = StepLog(folder / "ledger").starts().get(0, {})
     return Trial(plan, done, results, died, ledger, folder, left)
 
 

@@ -19,7 +19,7 @@ from fsdpx.errors import ConfigError  # noqa: E402
 from fsdpx.interop import apart as apart_module  # noqa: E402
 from fsdpx.interop.apart import apart  # noqa: E402
 from fsdpx.interop.cut import _layout  # noqa: E402
-from fsdpx.interop.described import Layout, Shapes, Value, dumped, loaded  # noqa: E402
+from fsdpx.interop.described import ModuleLayout, Shapes, TensorValue, dumped, loaded  # noqa: E402
 from fsdpx.interop.surroundings import draws  # noqa: E402
 
 tnn = torch.nn
@@ -42,7 +42,7 @@ class Net(tnn.Module):
         return self.norm(x * scale)
 
 
-def layout() -> Layout:
+def layout() -> ModuleLayout:
     return _layout(Net(), [np.ones((3, 4), np.float32)], None, None)
 
 
@@ -100,7 +100,7 @@ def test_what_the_child_does_not_give_is_done_here(
     monkeypatch.setattr(apart_module, "PATIENCE", 1.0)
     process, wanted = os.getpid(), layout()
 
-    def work() -> Layout:
+    def work() -> ModuleLayout:
         return wanted if os.getpid() == process else end()
 
     assert apart(work) is wanted
@@ -108,7 +108,7 @@ def test_what_the_child_does_not_give_is_done_here(
 
 
 def test_errors_are_those_of_this_process(children: list[int]) -> None:
-    def work() -> Layout:
+    def work() -> ModuleLayout:
         raise ConfigError(f"in process {os.getpid()}")
 
     with pytest.raises(ConfigError, match=f"in process {os.getpid()}"):
@@ -139,7 +139,10 @@ print([name for name in ("sympy", "networkx", "torch._dynamo", "torch.export") i
     assert done.stdout.splitlines() == ["['0', '3']", "True", "[]"], done.stderr
 
 
-SHAPES = Shapes([Value(["s0", "s1", 8], "float32"), Value(["s0", "s1"], "int64")], Value(["s0", 8, "s1"], "float32"))
+SHAPES = Shapes(
+    [TensorValue(["s0", "s1", 8], "float32"), TensorValue(["s0", "s1"], "int64")],
+    TensorValue(["s0", 8, "s1"], "float32"),
+)
 
 
 def test_a_result_has_the_sizes_that_are_read() -> None:

@@ -85,7 +85,7 @@ def test_the_levels_are_those_of_the_machine() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "fsdpx bench: one rank has nobody to speak to: mpiexec -n 2 python -m fsdpx bench comm"),
+        ([], "fsdpx bench: one rank has no other to talk to: mpiexec -n 2 python -m fsdpx bench comm"),
         (["--verbs", "send,allreduce"], "fsdpx bench: --verbs allreduce: there are send, all_gather, "),
         (["--sizes", "4KiB,many"], "fsdpx bench: --sizes='many': a number of bytes is needed"),
         (["--plot", "missing/x.png"], "fsdpx bench: --plot missing/x.png cannot be written (ENOENT)"),

@@ -14,10 +14,10 @@ from stand_in import Cupy, Device
 from fsdpx import spawn
 from fsdpx.__main__ import main
 from fsdpx.launch import doctor
-from fsdpx.launch.doctor import Told, diagnose, warnings_of
+from fsdpx.launch.doctor import RankFacts, diagnose, warnings_of
 
 VERSIONS = {"numpy": "2.1", "numba": "0.6"}
-GOOD = Told("n1", VERSIONS, (0, 1), 1, 1 << 30, None, 4096, "/cache", True, (), False)
+GOOD = RankFacts("n1", VERSIONS, (0, 1), 1, 1 << 30, None, 4096, "/cache", True, (), False)
 
 
 def test_without_a_gpu_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,7 +79,7 @@ def test_sums_that_are_wrong_are_seen() -> None:
         ),
     ],
 )  # fmt: skip
-def test_warnings_have_remedies(ranks: list[Told], words: str) -> None:
+def test_warnings_have_remedies(ranks: list[RankFacts], words: str) -> None:
     (said,) = warnings_of(ranks, None, [])
     assert said.startswith(words)
 

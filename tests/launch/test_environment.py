@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdpx.environment import Environment, Launcher, Store, alone, check_alone, check_size, read
+from fsdpx.environment import Environment, StartedBy, Store, alone, check_alone, check_size, read
 from fsdpx.errors import LaunchError
 
 
@@ -38,7 +38,7 @@ def test_expected_size(environ, size):
 
 def test_a_launcher_that_says_only_which_rank_this_is():
     found = read({"PMI_RANK": "1"})
-    assert found.launcher == Launcher("mpiexec or srun with PMI (PMI_SIZE)", rank=1, variable="PMI_RANK")
+    assert found.launcher == StartedBy("mpiexec or srun with PMI (PMI_SIZE)", rank=1, variable="PMI_RANK")
     check_size(2, found)
     with pytest.raises(LaunchError, match=r"this rank was started without the others: .* says 2 ranks"):
         check_size(1, found)
@@ -46,13 +46,13 @@ def test_a_launcher_that_says_only_which_rank_this_is():
 
 def test_what_is_known_of_ranks_on_this_host():
     said = {"PMI_SIZE": "6", "PMI_RANK": "5", "MPI_LOCALRANKID": "2", "MPI_LOCALNRANKS": "3"}
-    assert read(said).launcher == Launcher("mpiexec or srun with PMI (PMI_SIZE)", 6, 5, 2, 3, "PMI_RANK")
+    assert read(said).launcher == StartedBy("mpiexec or srun with PMI (PMI_SIZE)", 6, 5, 2, 3, "PMI_RANK")
     said = {f"OMPI_COMM_WORLD_{name}": n for name, n in (("SIZE", "6"), ("RANK", "5"), ("LOCAL_RANK", "2"))}
-    assert read(said).launcher == Launcher(
+    assert read(said).launcher == StartedBy(
         "mpiexec of Open MPI (OMPI_COMM_WORLD_SIZE)", 6, 5, 2, None, "OMPI_COMM_WORLD_RANK"
     )
     said = {"SLURM_STEP_ID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
-    assert read(said).launcher == Launcher("srun (SLURM_STEP_NUM_TASKS)", 4, 3, 1, None, "SLURM_PROCID")
+    assert read(said).launcher == StartedBy("srun (SLURM_STEP_NUM_TASKS)", 4, 3, 1, None, "SLURM_PROCID")
 
 
 def test_variables_of_torchrun_mean_one_of_several():
@@ -67,11 +67,11 @@ def test_variables_of_torchrun_mean_one_of_several():
 def test_ranks_without_mpi_are_found_below_a_launcher_of_mpi_and_inside_it():
     by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
     store = Store("n1", 29400)
-    assert read(by_hand).launcher == Launcher(
+    assert read(by_hand).launcher == StartedBy(
         "ranks without MPI (WORLD_SIZE)", 2, 1, variable="RANK", mpi=False, store=store
     )
     mpi = {"PMI_SIZE": "4", "PMI_RANK": "3"}
-    assert read(by_hand | mpi).launcher == Launcher(
+    assert read(by_hand | mpi).launcher == StartedBy(
         "mpiexec or srun with PMI (PMI_SIZE)", 4, 3, variable="PMI_RANK", store=store
     )
     torchrun = {"LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "7", "TORCHELASTIC_USE_AGENT_STORE": "True"}

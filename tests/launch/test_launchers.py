@@ -16,7 +16,7 @@ from fsdpx import environment
 from fsdpx.__main__ import main
 from fsdpx.errors import LaunchError
 from fsdpx.launch import join, launchers, run
-from fsdpx.launch.hosts import Host, read_hosts, share
+from fsdpx.launch.hosts import HostSlots, read_hosts, share
 from fsdpx.launch.options import LaunchConfig
 
 SAYS = {
@@ -168,18 +168,18 @@ def test_threads_and_seconds_are_variables(
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
-        ("n1\n\n# a word\nn2\n", [Host("n1", None, 1), Host("n2", None, 4)]),
-        ("n1:4\nn2 slots=2 max_slots=8\nn3 3\n", [Host("n1", 4, 1), Host("n2", 2, 2), Host("n3", 3, 3)]),
-        ("n1\nn1\nn2\n", [Host("n1", 2, 1), Host("n2", 1, 3)]),  # of PBS
+        ("n1\n\n# a word\nn2\n", [HostSlots("n1", None, 1), HostSlots("n2", None, 4)]),
+        ("n1:4\nn2 slots=2 max_slots=8\nn3 3\n", [HostSlots("n1", 4, 1), HostSlots("n2", 2, 2), HostSlots("n3", 3, 3)]),
+        ("n1\nn1\nn2\n", [HostSlots("n1", 2, 1), HostSlots("n2", 1, 3)]),  # of PBS
     ],
 )
-def test_hostfiles_of_all_launchers_are_read(tmp_path: Path, text: str, hosts: list[Host]) -> None:
+def test_hostfiles_of_all_launchers_are_read(tmp_path: Path, text: str, hosts: list[HostSlots]) -> None:
     (tmp_path / "hosts").write_text(text)
     assert read_hosts(tmp_path / "hosts") == hosts
 
 
 def test_ranks_are_shared_host_after_host() -> None:
-    two, bare = [Host("n1", 3), Host("n2", 2)], [Host("n1", None), Host("n2", None)]
+    two, bare = [HostSlots("n1", 3), HostSlots("n2", 2)], [HostSlots("n1", None), HostSlots("n2", None)]
     assert share(two, LaunchConfig(5), 5) == [("n1", 3), ("n2", 2)]
     assert share(two, LaunchConfig(2), 2) == [("n1", 2)]
     assert share(two, LaunchConfig(4, per_node=2), 4) == [("n1", 2), ("n2", 2)]

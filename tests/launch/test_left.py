@@ -18,7 +18,7 @@ from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_lef
 from fsdpx.comm.start import lives, owner
 from fsdpx.launch.left import left
 from fsdpx.launch.run import _temporary
-from fsdpx.watch.flight import Recorder
+from fsdpx.watch.flight import FlightRecorder
 from fsdpx.watch.watchdog import _folder
 
 WAITS = """
@@ -40,7 +40,7 @@ def record(folder: Path, process: int, host: str) -> Path:
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "getpid", lambda: process)
-        Recorder(folder / "rank-00000.flight", 0, 2, host)
+        FlightRecorder(folder / "rank-00000.flight", 0, 2, host)
     return folder
 
 

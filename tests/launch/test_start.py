@@ -14,7 +14,7 @@ from amount import pairs
 from trials import Done, alive_in, environment, job, none_left
 
 from fsdpx.comm.clock import report
-from fsdpx.environment import Launcher
+from fsdpx.environment import StartedBy
 from fsdpx.launch.notes import Note
 from fsdpx.launch.run import Ending, _before_the_start
 
@@ -157,4 +157,4 @@ def test_a_launcher_says_which_variable_has_the_rank() -> None:
     from fsdpx.environment import read
 
     said = {"PMI_SIZE": "3", "PMI_RANK": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-    assert read(said).launcher == Launcher("mpiexec or srun with PMI (PMI_SIZE)", 3, 2, 0, 1, "PMI_RANK")
+    assert read(said).launcher == StartedBy("mpiexec or srun with PMI (PMI_SIZE)", 3, 2, 0, 1, "PMI_RANK")

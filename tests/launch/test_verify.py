@@ -12,7 +12,7 @@ from fsdpx.__main__ import main, parser
 from fsdpx.comm import Communicator
 from fsdpx.config import PRESETS
 from fsdpx.errors import ConfigError, MeshError
-from fsdpx.launch.verify import Case, Size, cases, verify_on
+from fsdpx.launch.verify import VerifyCase, VerifySize, cases, verify_on
 from fsdpx.program import SCHEDULES
 
 
@@ -110,7 +110,7 @@ def test_a_mesh_that_one_process_cannot_fill_is_an_error(capsys: pytest.CaptureF
 
 def test_the_model_has_enough_to_cut() -> None:
     for pipe, tensor in ((1, 1), (2, 5), (8, 3)):
-        size = Size.on(fsdpx.Mesh(pipe=pipe, tensor=tensor, shard=1))
+        size = VerifySize.on(fsdpx.Mesh(pipe=pipe, tensor=tensor, shard=1))
         assert size.layers >= 2 * pipe
         assert size.heads >= tensor
         assert size.width % size.heads == size.seq_len % tensor == 0
@@ -118,8 +118,8 @@ def test_the_model_has_enough_to_cut() -> None:
 
 def test_only_sums_over_the_tensor_axis_may_round_with_chunks() -> None:
     pipe, tensor = fsdpx.Mesh(pipe=2, shard=2), fsdpx.Mesh(tensor=2, shard=2)
-    assert Case("fsdp", "float32", pipe, chunks=4).tolerance == 0.0
-    assert Case("fsdp", "float32", tensor, chunks=4).tolerance == Case("fsdp", "float32").tolerance == 1e-5
+    assert VerifyCase("fsdp", "float32", pipe, chunks=4).tolerance == 0.0
+    assert VerifyCase("fsdp", "float32", tensor, chunks=4).tolerance == VerifyCase("fsdp", "float32").tolerance == 1e-5
 
 
 @pytest.mark.world

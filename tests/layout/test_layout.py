@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fsdpx.array.sums import GRAIN
 from fsdpx.layout.pages import Page, cut
 from fsdpx.layout.ranges import Range, overlap
-from fsdpx.layout.tree import Node, Stack, chunks_of, nodes_of, root
+from fsdpx.layout.tree import Stack, TreeNode, chunks_of, nodes_of, root
 
 CHECK = settings(max_examples=examples(200), derandomize=True, database=None, deadline=None)
 
@@ -55,7 +55,7 @@ def test_cuts_tile_the_page_without_padding(sizes: list[int], width: int, snap: 
         assert max(s.size for s in shards) - min(s.size for s in shards) <= 1
 
 
-def _leaves(node: Node, chunks: int) -> set[int]:
+def _leaves(node: TreeNode, chunks: int) -> set[int]:
     start = node.index << node.level
     return set(range(start, min(start + (1 << node.level), chunks)))
 
@@ -80,12 +80,12 @@ def test_any_spread_over_ranks_adds_in_one_order(chunks: int, ranks: int) -> Non
 
     whole: Stack[str] = Stack(chunks, add)
     for c in range(chunks):
-        whole.push(Node(0, c), str(c))
+        whole.push(TreeNode(0, c), str(c))
     merged: Stack[str] = Stack(chunks, add)
     for r in range(ranks):
         part: Stack[str] = Stack(chunks, add)
         for c in chunks_of(chunks, r, ranks):
-            part.push(Node(0, c), str(c))
+            part.push(TreeNode(0, c), str(c))
         assert tuple(n for n, _ in part.entries) == nodes_of(chunks, chunks_of(chunks, r, ranks))
         for node, text in part.entries:
             merged.push(node, text)
@@ -104,5 +104,5 @@ def test_the_tree_is_a_sum() -> None:
     numbers = [random.Random(7).random() for _ in range(11)]
     stack: Stack[float] = Stack(11, lambda a, b: a + b)
     for c, value in enumerate(numbers):
-        stack.push(Node(0, c), value)
+        stack.push(TreeNode(0, c), value)
     assert stack.entries[0][1] == pytest.approx(sum(numbers))

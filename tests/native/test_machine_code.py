@@ -13,7 +13,7 @@ import pytest
 from amount import few, in_full
 
 from fsdpx.native import image, layout, twice
-from fsdpx.native.cache import Cache
+from fsdpx.native.cache import KernelCache
 from fsdpx.native.compiled import REORDER, fixed, jit
 
 pytestmark = pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
@@ -79,7 +79,7 @@ def test_code_that_may_reorder_sums_is_not_taken_for_one_that_may_not(cache):
 
 
 def test_code_is_not_taken_for_that_of_a_compiler_told_otherwise(monkeypatch):
-    kept, codegen = Cache(_along, False, False), SimpleNamespace(magic_tuple=lambda: ("a processor",))
+    kept, codegen = KernelCache(_along, False, False), SimpleNamespace(magic_tuple=lambda: ("a processor",))
     files = []
     for level in ("3", "1", "3"):
         monkeypatch.setenv("NUMBA_OPT", level)

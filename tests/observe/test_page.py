@@ -19,7 +19,7 @@ from fsdpx import Mesh, data, spawn
 from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
 from fsdpx.errors import ConfigError
-from fsdpx.observe.chrome import RankTrace, Told
+from fsdpx.observe.chrome import RankTrace, TraceHeader
 from fsdpx.observe.clocks import Reading
 from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.page import page
@@ -188,7 +188,7 @@ def test_gradients_beyond_the_plan_are_seen() -> None:
 
 def rank_of(n: int, begins: float, ends: float, ahead: float = 0.0) -> RankTrace:
     """A step of 10 ms with one meeting, in which the rank stands still; times in ms of rank 0. ahead: its clock, s."""
-    told = Told(n, 3, "", {}, "", 0.0, [Reading(0.0, ahead, 0.0)])
+    told = TraceHeader(n, 3, "", {}, "", 0.0, [Reading(0.0, ahead, 0.0)])
     shift = 1e6 * ahead
     step = {"ph": "X", "cat": "step", "ts": shift, "dur": 10e3, "args": {}}
     computing = {"ph": "X", "cat": "compute", "ts": shift, "dur": 1e3 * begins, "args": {}}

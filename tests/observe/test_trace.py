@@ -21,11 +21,11 @@ import fsdpx
 from fsdpx import Elastic, Mesh, Trace, nn, spawn
 from fsdpx.__main__ import main
 from fsdpx.comm import Communicator
-from fsdpx.engine.recording import Acted, Flight, Turn
+from fsdpx.engine.recording import Acted, TransferSpan, Turn
 from fsdpx.errors import ConfigError
-from fsdpx.observe.chrome import MERGED, RankTrace, Told, merge, name_of, read
+from fsdpx.observe.chrome import MERGED, RankTrace, TraceHeader, merge, name_of, read
 from fsdpx.observe.clocks import Reading, offset_at, synchronise
-from fsdpx.observe.events import Place, events_of, waits_of
+from fsdpx.observe.events import TracePlace, events_of, waits_of
 from fsdpx.program import VERBS, Action
 
 
@@ -127,7 +127,7 @@ def test_events_are_the_program_and_their_bytes_all_that_moved(tmp_path: Path) -
         turns = list(trainer.engine.recording.turns)
         assert [turn.number for turn in turns] == [0, 1]
         assert all(turn.complete for turn in turns)
-        place = Place.of(trainer.placement.axes)
+        place = TracePlace.of(trainer.placement.axes)
         moved = 0
         for turn in turns:
             events = events_of(turn, place)
@@ -147,8 +147,8 @@ def test_events_are_the_program_and_their_bytes_all_that_moved(tmp_path: Path) -
 def test_a_message_is_not_sent_after_it_came() -> None:
     """Its call may return late: the other side has it by then."""
     send = Action("SEND", 0, 0)
-    turn = Turn(0, 0, None, [], [Acted(send, 0.5, 1.0, 3.0, 8, 0)], [Flight(send, 2.9, 3.5)])  # type: ignore[arg-type]
-    (event,) = events_of(turn, Place(0, {}))
+    turn = Turn(0, 0, None, [], [Acted(send, 0.5, 1.0, 3.0, 8, 0)], [TransferSpan(send, 2.9, 3.5)])  # type: ignore[arg-type]
+    (event,) = events_of(turn, TracePlace(0, {}))
     assert (event.start, event.end) == (1.0, 3.5)
 
 
@@ -164,8 +164,8 @@ def test_only_the_last_steps_are_kept_and_evaluation_is_not(tmp_path: Path) -> N
     spawn(run, 2)
     for one in read(tmp_path):
         assert [e["name"] for e in one.events if e.get("cat") == "step"] == ["step 2", "step 3"]
-        assert one.told.shown in (1, 2)
-        assert len(one.told.simulated) == len(one.told.alive)
+        assert one.header.shown in (1, 2)
+        assert len(one.header.simulated) == len(one.header.alive)
 
 
 def test_without_a_trace_nothing_is_kept() -> None:
@@ -214,7 +214,7 @@ def test_clocks_of_processes_are_within_the_bound(world: Communicator) -> None:
 def test_other_clocks_are_put_onto_that_of_rank_0() -> None:
     """A clock that is 100 s ahead and goes 1 % fast."""
     clock = [Reading(0.0 + 100, 100.0, 1e-6), Reading(10.1 + 100, 100.1, 3e-6)]
-    one = RankTrace(Told(1, 2, "", {}, "", 100.0, clock), [])
+    one = RankTrace(TraceHeader(1, 2, "", {}, "", 100.0, clock), [])
     assert one.aligned(0.0) == pytest.approx(0.0)
     assert one.aligned(5.05) == pytest.approx(5.0)
     assert one.error == 3e-6
@@ -245,7 +245,7 @@ def test_who_waits_for_a_slow_rank_knows_for_which_transfer(tmp_path: Path) -> N
         for _ in range(2):
             trainer.step(x, np.ones((2, 4), np.float32))
         turn = trainer.engine.recording.turns[-1]
-        events = events_of(turn, Place.of(trainer.placement.axes))
+        events = events_of(turn, TracePlace.of(trainer.placement.axes))
         meeting = [e for e in events if VERBS[e.action.op].moves and e.end - e.start > 0.03]
         waits = [wait for wait in waits_of(turn, events) if wait.end - wait.start > 0.03]
         return {str(wait.action) for wait in waits}, {str(e.action) for e in meeting}, [w.key for w in waits]

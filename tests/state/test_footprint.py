@@ -16,7 +16,7 @@ from fsdpx.errors import ConfigError
 from fsdpx.facade.baseline import Baseline
 from fsdpx.shapes.array import ShapeArray, as_one, metered
 from fsdpx.state import footprint as module_of_footprint
-from fsdpx.state.footprint import Footprint, Part
+from fsdpx.state.footprint import Footprint, ProcessBytes
 
 MIB = 1 << 20
 WIDTH, LAYERS = 256, 8
@@ -32,7 +32,9 @@ def dry(ranks: int, here: int, strategy: str, **options):
 
 
 def test_a_footprint_is_the_sum_of_its_parts_and_keeps_a_budget_by_its_share():
-    footprint = Footprint({"arena": Part(3 * MIB, 3 * MIB), "shared windows": Part(8 * MIB, 2 * MIB)}, 4)
+    footprint = Footprint(
+        {"arena": ProcessBytes(3 * MIB, 3 * MIB), "shared windows": ProcessBytes(8 * MIB, 2 * MIB)}, 4
+    )
     assert (footprint.rss, footprint.pss, footprint.host) == (11 * MIB, 5 * MIB, 20 * MIB)
     assert footprint.fits("5MiB")
     assert footprint.fits(5 * MIB)
@@ -176,7 +178,7 @@ def test_a_product_takes_what_was_measured_and_no_more_than_its_operands(width, 
     batch = ((32, width), "float32")
     run = fsdpx.dry_run(nn.Chain(nn.Linear(width, width)), batch, batch, ranks=1, loss=nn.MSE(), optimizer=optim.SGD())
     parts = run.footprint.parts
-    assert parts["matrix products"] == Part(found, found)
+    assert parts["matrix products"] == ProcessBytes(found, found)
     assert parts["between activations"].rss == parts["activations"].rss // 16
 
 

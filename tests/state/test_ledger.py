@@ -12,7 +12,7 @@ from fsdpx.checkpoint.pieces import held, owned
 from fsdpx.comm import Communicator
 from fsdpx.layout.ranges import Range
 from fsdpx.state import ledger
-from fsdpx.state.ledger import KINDS, Key, Ledger, Row
+from fsdpx.state.ledger import KINDS, Key, Ledger, LedgerRow
 
 F32 = np.dtype(np.float32)
 
@@ -119,7 +119,7 @@ def test_every_kind_has_a_row_somewhere() -> None:
 
 def test_a_key_is_there_once() -> None:
     known = Ledger()
-    row = Row(Key("copy", None, "a"), F32, Range(0, 3), "private", level="host")
+    row = LedgerRow(Key("copy", None, "a"), F32, Range(0, 3), "private", level="host")
     known.add(row, np.zeros(3, F32))
     with pytest.raises(AssertionError, match="is there already"):
         known.add(row, np.zeros(3, F32))

@@ -95,7 +95,7 @@ def rates(monkeypatch):
 
     monkeypatch.setattr(blas, "measure", measure)
     monkeypatch.setattr(blas, "measure_halves", dict)
-    monkeypatch.setattr(tuning, "_anew", set())
+    monkeypatch.setattr(tuning, "_remeasured", set())
     return found, taken
 
 
@@ -119,7 +119,7 @@ def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
     assert len(taken) == 1
     monkeypatch.setenv("FSDPX_TUNE", "again")
     assert environment.read().tune
-    monkeypatch.setattr(tuning, "_anew", set())
+    monkeypatch.setattr(tuning, "_remeasured", set())
     tune_for(_single(), True, np)
     assert len(taken) == 2
     tune_for(_single(), True, np)
@@ -135,7 +135,7 @@ def test_a_result_far_from_the_last_one_is_measured_twice_and_the_faster_counts(
     tune_for(_single(), True, np)
     found += then
     monkeypatch.setenv("FSDPX_TUNE", "again")
-    monkeypatch.setattr(tuning, "_anew", set())
+    monkeypatch.setattr(tuning, "_remeasured", set())
     again = tune_for(_single(), True, np)
     assert len(taken) == times
     assert set(again.speed.values()) == {kept}
@@ -199,7 +199,7 @@ def test_jobs_of_all_sizes_on_a_machine_compute_with_one_library(monkeypatch):
     monkeypatch.setattr(blas, "measure", lambda: {**dict.fromkeys(blas.available(), 1.0), usual: 2.0})
     assert tune_for(_single(), True, np).blas == other
     monkeypatch.setenv("FSDPX_TUNE", "again")
-    monkeypatch.setattr(tuning, "_anew", set())
+    monkeypatch.setattr(tuning, "_remeasured", set())
     assert tune_for(_single(), True, np).blas == usual
 
 

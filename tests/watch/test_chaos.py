@@ -17,7 +17,7 @@ from trials import TRAINER, environment, none_left
 
 from fsdpx import nn, optim, spawn
 from fsdpx.errors import ConfigError
-from fsdpx.testing.chaos import Blow, Ledger, blows, endure, parse, strike
+from fsdpx.testing.chaos import Blow, StepLog, blows, endure, parse, strike
 
 STEPS, EVERY = 6, 2
 rng = np.random.default_rng(0)
@@ -26,7 +26,7 @@ BATCHES = [(rng.standard_normal((6, 6)), rng.integers(0, 3, 6)) for _ in range(S
 
 def train(folder: Path, ranks: int, planned: tuple[Blow, ...], strategy: str = "fsdp") -> tuple[str, int, int]:
     """Steps with a checkpoint every EVERY: fingerprint, actions per rank, and the last start."""
-    ledger = Ledger(folder / "ledger")
+    ledger = StepLog(folder / "ledger")
 
     def body(comm, start):
         model = nn.Chain(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 3))
@@ -71,7 +71,7 @@ def test_a_kill_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
     _, actions, _ = train(tmp_path / "calm", 2, ())
     each = actions // STEPS
     train(tmp_path, 2, (Blow("kill", 1, 3 * each + 2),))
-    assert Ledger(tmp_path / "ledger").check(STEPS) == [0, 0, 1, 1, 1, 1]
+    assert StepLog(tmp_path / "ledger").check(STEPS) == [0, 0, 1, 1, 1, 1]
 
 
 @given(st.integers(0, 2**64), st.integers(1, 9), st.integers(1, 99), st.integers(1, 3), st.integers(0, 4))
@@ -101,7 +101,7 @@ def test_what_is_no_blow(text: str) -> None:
     ],
 )  # fmt: skip
 def test_a_history_that_is_wrong(tmp_path: Path, lines: dict[tuple[int, int], list[int]], wrong: str) -> None:
-    ledger = Ledger(tmp_path)
+    ledger = StepLog(tmp_path)
     for (start, rank), steps in lines.items():
         for step in steps:
             ledger.note(start, rank, abs(step), float(step))
@@ -147,6 +147,6 @@ def fingerprint_of_a_run(folder: Path, planned: str) -> str:
 def test_processes_that_are_killed_and_stopped(tmp_path: Path) -> None:
     wanted = fingerprint_of_a_run(tmp_path / "calm", "")
     assert fingerprint_of_a_run(tmp_path / "wild", "kill 1@50 in 0, stop 2@20 in 1") == wanted
-    history = Ledger(tmp_path / "wild" / "ledger").check(6)
+    history = StepLog(tmp_path / "wild" / "ledger").check(6)
     assert history == sorted(history)
     assert history[-1] == 2

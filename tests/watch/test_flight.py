@@ -10,12 +10,12 @@ from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdpx.watch.flight import LENGTH, Recorder, label, log, read, read_all
+from fsdpx.watch.flight import LENGTH, FlightRecorder, label, log, read, read_all
 from fsdpx.watch.watchdog import report
 
 
-def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> Recorder:
-    return Recorder(folder / f"rank-{rank:05}.flight", rank, ranks, "host")
+def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> FlightRecorder:
+    return FlightRecorder(folder / f"rank-{rank:05}.flight", rank, ranks, "host")
 
 
 @settings(max_examples=examples(20))
@@ -79,7 +79,7 @@ def test_an_action_costs_less_than_a_microsecond_or_so(tmp_path: Path) -> None:
     assert best < 5e-6  # measured: 0.5e-6 on an idle core; others may use it at the same time
 
 
-def _seconds(written: Recorder, words: bytes) -> float:
+def _seconds(written: FlightRecorder, words: bytes) -> float:
     begin = time.perf_counter()
     for _ in range(1000):
         written.begin(words, 1.0)

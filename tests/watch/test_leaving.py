@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from trials import STEPS, TRAINER, job, none_left
 
-from fsdpx.watch.flight import Recorder, read
+from fsdpx.watch.flight import FlightRecorder, read
 from fsdpx.watch.leaving import all_left, missed, parted
 
 ENDS = "def outside(step):\n    if step == 3 and comm.rank == 2: {how}\n"
@@ -137,7 +137,7 @@ def dead() -> int:
 
 @pytest.fixture
 def records(tmp_path):
-    made = [Recorder(tmp_path / f"rank-{rank:05}.flight", rank, 3, "here") for rank in range(3)]
+    made = [FlightRecorder(tmp_path / f"rank-{rank:05}.flight", rank, 3, "here") for rank in range(3)]
     paths = sorted(tmp_path.glob("*.flight"))
     return made, paths
 
@@ -163,7 +163,7 @@ def test_who_dies_in_an_action_is_missed(records, monkeypatch):
     assert missed(made[0], 2.0, paths[1:], everyone=False) is None
     gone = dead()
     monkeypatch.setattr(os, "getpid", lambda: gone)
-    again = Recorder(paths[1], 1, 3, "here")
+    again = FlightRecorder(paths[1], 1, 3, "here")
     again.call("step")
     again.begin("F0.0", 1.0)
     found = missed(made[0], 2.0, paths[1:], everyone=False)

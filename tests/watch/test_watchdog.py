@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from trials import STEPS, TRAINER, job, none_left
 
-from fsdpx.watch.flight import Recorder
+from fsdpx.watch.flight import FlightRecorder
 from fsdpx.watch.watchdog import unwatch, watch
 
 pytestmark = pytest.mark.jobs
@@ -146,7 +146,7 @@ def test_who_dies_before_it_has_let_go_is_buried_later(tmp_path, monkeypatch, st
     dog = watch(comm)
     assert dog is not None
     record = dog.folder / "rank-00001.flight"
-    Recorder(record, 1, 2, "here")
+    FlightRecorder(record, 1, 2, "here")
     assert unwatch(comm) is dog
     assert list(dog.folder.iterdir()) == [record]
     dog.bury(comm.lost())

@@ -14,7 +14,7 @@ from fsdpx.array.blas.products import gemm, pieces, round_off, small_product
 from fsdpx.array.kernels.half import widened
 from fsdpx.array.namespace import dtype
 from fsdpx.errors import ConfigError
-from fsdpx.native.processor import told
+from fsdpx.native.processor import cpuinfo
 
 __all__ = ["available", "candidates", "choose", "chosen", "instructions", "product"]
 
@@ -58,7 +58,7 @@ def candidates() -> list[str]:
 
 def _present() -> list[str]:
     """What is installed, and has products of bfloat16 for this processor: neither takes loading it."""
-    here, flags = present(), set(told("flags").split())
+    here, flags = present(), set(cpuinfo("flags").split())
     fits = {name for name in here if name not in NEEDED or flags.intersection(NEEDED[name])}
     return [name for name in LIBRARIES["bfloat16"] if name in fits]
 
@@ -70,7 +70,7 @@ def _library(name: str) -> onednn.OneDNN | mkl.MKL | None:
 @functools.cache
 def instructions(kind: str = "bfloat16") -> tuple[str, ...]:
     """The instructions for products of a format that this processor has, fastest first."""
-    flags = told("flags").split()
+    flags = cpuinfo("flags").split()
     return tuple(name for name in INSTRUCTIONS[kind] if name in flags)
 
 

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 
 from fsdpx.array.blas import onednn
-from fsdpx.native.processor import told
+from fsdpx.native.processor import cpuinfo
 
 __all__ = ["chosen", "library"]
 
@@ -26,7 +26,7 @@ def chosen() -> str:
 @functools.cache
 def library() -> onednn.OneDNN | None:
     """What multiplies int8 by int8 into float32, if there is something that computes right."""
-    flags = told("flags").split()
+    flags = cpuinfo("flags").split()
     found = onednn.found() if any(name in flags for name in INSTRUCTIONS) else None
     if found is None or _computes(found):
         return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdpx.native.processor import told
+from fsdpx.native.processor import cpuinfo
 
 __all__ = ["NAMES", "Library", "files", "intel", "library", "load", "preferred", "present"]
 
@@ -111,4 +111,4 @@ def _address(function: object) -> int:
 
 
 def intel() -> bool:
-    return "Intel" in (told("vendor_id") or platform.processor())
+    return "Intel" in (cpuinfo("vendor_id") or platform.processor())

@@ -14,7 +14,7 @@ from fsdpx.array.blas.products import gemm
 from fsdpx.array.kernels.choice import installed
 from fsdpx.array.kernels.half import narrowed, widened
 from fsdpx.array.nf4 import BLOCK, LEVELS, NF4
-from fsdpx.array.packed import Int8, Packed
+from fsdpx.array.packed import Packed, PackedInt8
 
 __all__ = ["affine", "product"]
 
@@ -34,7 +34,7 @@ NOTHING = np.empty(0, np.float32)
 
 def affine(out: np.ndarray, x: np.ndarray, weight: Packed, bias: np.ndarray | None) -> None:
     """out = x @ weight.T + bias: `(m, k)` and `(n, k)` into `(m, n)` in the dtype of x, float32 or bfloat16."""
-    rows, alone, whole = x.shape[0], weight.packing.block is None, isinstance(weight.packing, Int8)
+    rows, alone, whole = x.shape[0], weight.packing.block is None, isinstance(weight.packing, PackedInt8)
     digits = alone and x.shape[1] <= LONGEST and installed() and integers.library() is not None
     if whole and rows <= (FEWER if digits or not alone else FEW) and installed():
         total = np.empty((weight.shape[0], rows), np.float32)
@@ -97,10 +97,10 @@ def _pieces(weight: Packed, dtype: np.dtype) -> Iterator[tuple[int, int, np.ndar
     """Some rows at a time, as an array that the next ones overwrite."""
     rows, columns = weight.shape
     step = max(AT_ONCE // max(columns, 1), 1)
-    room = np.empty((min(step, rows), columns), dtype)
+    buffer = np.empty((min(step, rows), columns), dtype)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        values = room[: stop - start]
+        values = buffer[: stop - start]
         if installed():
             seen = values if dtype == np.float32 else values.view(np.uint16)
             part = weight.rows(start, stop)

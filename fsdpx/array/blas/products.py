@@ -185,7 +185,7 @@ def pieces(out: Array, a: Array, b: Array) -> list[tuple[Array, Array, Array]]:
     return [(out[p], a[p], b) if m >= n else (out[:, p], a, b[:, p]) for p in parts]
 
 
-class Compiled(dict[str, Callable[..., Any]]):
+class CompiledProducts(dict[str, Callable[..., Any]]):
     """Name -> compiled function, compiled when it is first looked up."""
 
     def __missing__(self, name: str) -> Callable[..., Any]:
@@ -207,7 +207,7 @@ def _compiled_small(name: str) -> Callable[..., Any]:
     return fixed(getattr(small, name), ARGUMENTS[name], results)
 
 
-COMPILED = Compiled()
+COMPILED = CompiledProducts()
 ARGUMENTS = {
     "gemm": "i A2 A2r A2r b",
     "affine": "i C2 A2r A2r C1r",

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from fsdpx.array.kernels.dispatch import kernel
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 
 __all__ = ["Sum", "conv2d", "conv2d_backward_input", "conv2d_backward_params", "put"]
 
@@ -16,7 +16,7 @@ Sum = tuple[Any, bool] | None
 
 
 @kernel(bits=False)
-def conv2d(xp: Any, x: Any, weight: Any, bias: Any, window: Window) -> Any:
+def conv2d(xp: Any, x: Any, weight: Any, bias: Any, window: SlidingWindow) -> Any:
     """The windows of x (samples, in, height, width) times weight (out, in, kh, kw), plus bias (out,) or None.
 
     The windows become the columns of one matrix product (im2col, Chellapilla et al. 2006)."""
@@ -30,7 +30,7 @@ def conv2d(xp: Any, x: Any, weight: Any, bias: Any, window: Window) -> Any:
 
 
 @kernel(bits=False)
-def conv2d_backward_input(xp: Any, weight: Any, dy: Any, window: Window, shape: tuple[int, ...]) -> Any:
+def conv2d_backward_input(xp: Any, weight: Any, dy: Any, window: SlidingWindow, shape: tuple[int, ...]) -> Any:
     """The gradient of x, of this shape."""
     out = tuple(dy.shape[2:])
     columns = xp.matmul(_matrix(weight).T, _flat(dy)).reshape(weight.shape[1], window.size, shape[0], *out)
@@ -41,7 +41,7 @@ def conv2d_backward_input(xp: Any, weight: Any, dy: Any, window: Window, shape: 
 
 
 @kernel(narrow=0, bits=False)
-def conv2d_backward_params(xp: Any, x: Any, dy: Any, window: Window, weight: Sum, bias: Sum) -> None:
+def conv2d_backward_params(xp: Any, x: Any, dy: Any, window: SlidingWindow, weight: Sum, bias: Sum) -> None:
     """The gradients of weight and bias."""
     if weight is not None:
         columns = _columns(xp, x, window, tuple(dy.shape[2:]))
@@ -59,7 +59,7 @@ def put(into: Any, value: Any) -> None:
         out[...] = value
 
 
-def _columns(xp: Any, x: Any, window: Window, out: tuple[int, ...]) -> Any:
+def _columns(xp: Any, x: Any, window: SlidingWindow, out: tuple[int, ...]) -> Any:
     """`(in kh kw, samples height width)`: one column per place of the result."""
     image = window.padded(xp, x, 0.0)
     columns = xp.empty((x.shape[1], window.size, x.shape[0], *out), dtype=x.dtype)

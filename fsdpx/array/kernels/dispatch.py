@@ -35,7 +35,7 @@ def kernel(
         def direct(xp: Any, *arguments: Any, **options: Any) -> Any:
             return choose(xp, arguments)(xp, *arguments, **options)
 
-        def plainly(xp: Any, *arguments: Any, **options: Any) -> Any:
+        def fallback(xp: Any, *arguments: Any, **options: Any) -> Any:
             """Without the compiled code for this dtype, for what that does not take."""
             half = arguments[0].dtype.itemsize == 2
             body = _through_float32(plain if kept else direct, kept, narrow) if half else plain
@@ -68,7 +68,7 @@ def kernel(
                 body = bodies[key] = resolve(xp, arguments)
             return body(xp, *arguments, **options)
 
-        run.plainly = plainly  # type: ignore[attr-defined]
+        run.fallback = fallback  # type: ignore[attr-defined]
         return run
 
     return register

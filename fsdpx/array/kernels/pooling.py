@@ -4,13 +4,13 @@ import math
 from typing import Any
 
 from fsdpx.array.kernels.dispatch import kernel
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 
 __all__ = ["avg_pool2d", "avg_pool2d_backward", "max_pool2d", "max_pool2d_backward"]
 
 
 @kernel(bits=False)
-def max_pool2d(xp: Any, x: Any, window: Window) -> tuple[Any, Any]:
+def max_pool2d(xp: Any, x: Any, window: SlidingWindow) -> tuple[Any, Any]:
     """The largest value of each window of x (samples, channels, height, width), NaN before all others, and its place
     in the window, int32: the first of equals."""
     out = window.out(x.shape)
@@ -26,7 +26,7 @@ def max_pool2d(xp: Any, x: Any, window: Window) -> tuple[Any, Any]:
 
 
 @kernel(bits=False)
-def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: Window, shape: tuple[int, ...]) -> Any:
+def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, shape: tuple[int, ...]) -> Any:
     """dy to the pixel that won, in an image of this shape."""
     image, nothing = window.empty_gradient(xp, shape, dy.dtype), xp.zeros((), dtype=dy.dtype)
     for n, place in enumerate(window.places(tuple(dy.shape[2:]))):
@@ -35,7 +35,7 @@ def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: Window, shape: tu
 
 
 @kernel(bits=False)
-def avg_pool2d(xp: Any, x: Any, window: Window) -> Any:
+def avg_pool2d(xp: Any, x: Any, window: SlidingWindow) -> Any:
     """The mean of each window of x (samples, channels, height, width); padding counts as zeros."""
     out = window.out(x.shape)
     image = window.padded(xp, x, 0.0)
@@ -47,7 +47,7 @@ def avg_pool2d(xp: Any, x: Any, window: Window) -> Any:
 
 
 @kernel(bits=False)
-def avg_pool2d_backward(xp: Any, dy: Any, window: Window, shape: tuple[int, ...]) -> Any:
+def avg_pool2d_backward(xp: Any, dy: Any, window: SlidingWindow, shape: tuple[int, ...]) -> Any:
     """dy to all pixels of its window in equal parts, in an image of this shape."""
     image = window.empty_gradient(xp, shape, dy.dtype)
     share = dy / window.size

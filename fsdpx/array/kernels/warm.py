@@ -8,9 +8,9 @@ from numpy.lib.stride_tricks import as_strided
 
 from fsdpx.array import blas, kernels
 from fsdpx.array.kernels import choice
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 from fsdpx.array.nf4 import NF4
-from fsdpx.array.packed import Int8, Packed
+from fsdpx.array.packed import Packed, PackedInt8
 from fsdpx.array.random import Stretch, normal
 
 __all__ = ["SAMPLES", "warm"]
@@ -18,7 +18,7 @@ __all__ = ["SAMPLES", "warm"]
 Sample = Callable[[Any, Any, Any], Any]
 """A call with rows (2, 3) and columns (3,) of the dtype computed in, and columns of that in which it is summed."""
 
-WINDOW = Window((2, 2), (2, 2), (0, 0))
+WINDOW = SlidingWindow((2, 2), (2, 2), (0, 0))
 TARGET, NUMBERS = np.zeros(2, np.int64), Stretch(0, "", 0, 6)
 
 SAMPLES: dict[str, Sample] = {
@@ -130,12 +130,12 @@ def _windows(x: Any) -> list[Any]:
     """Images, weights and windows of the two ways that a convolution can go."""
     shapes = (
         ((2, 3, 4, 4), (3, 3, 2, 2), WINDOW),
-        ((1, 16, 4, 4), (16, 16, 3, 3), Window((3, 3), (1, 1), (1, 1))),
+        ((1, 16, 4, 4), (16, 16, 3, 3), SlidingWindow((3, 3), (1, 1), (1, 1))),
     )
     return [(np.zeros(image, x.dtype), np.zeros(weight, x.dtype), window) for image, weight, window in shapes]
 
 
-def _slope(x: Any, weight: Any, window: Window) -> Any:
+def _slope(x: Any, weight: Any, window: SlidingWindow) -> Any:
     return np.zeros((x.shape[0], weight.shape[0], *window.out(x.shape)), x.dtype)
 
 
@@ -167,7 +167,7 @@ def _linear(x: Any, w: Any, s: Any) -> None:
 
 def _packed(dtype: Any) -> None:
     """Products with matrices in few bits, of few rows and of many, and their gradients."""
-    for packing in (Int8(None, dtype), Int8(2, dtype), NF4(dtype)):
+    for packing in (PackedInt8(None, dtype), PackedInt8(2, dtype), NF4(dtype)):
         weight = Packed(np.zeros(packing.nbytes((3, 3)), np.uint8), (3, 3), packing)
         for x in (np.zeros((rows, 3), dtype) for rows in (1, 16)):
             blas.packed.affine(np.empty_like(x), x, weight, None)

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Window"]
+__all__ = ["SlidingWindow"]
 
 
 @dataclass(frozen=True)
-class Window:
+class SlidingWindow:
     """A window of `kernel` (height, width) that moves by `stride` over an image with `padding` around it."""
 
     kernel: tuple[int, int]

@@ -9,7 +9,7 @@ from fsdpx.array.kernels import addition as plain
 from fsdpx.array.kernels.activation import exact
 from fsdpx.array.kernels.compiled.activation import gelu_of, gelu_tanh_of
 from fsdpx.array.kernels.compiled.arrays import alike, owned
-from fsdpx.array.kernels.compiled.bits import number, plainly, put, real, wide
+from fsdpx.array.kernels.compiled.bits import fallback, number, put, real, wide
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over, over_columns
 from fsdpx.native.tools import jit
@@ -75,7 +75,7 @@ def _rows(x: np.ndarray) -> np.ndarray:
 
 def add(xp: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.shape != b.shape:
-        return plainly(plain.add, xp, a, b)
+        return fallback(plain.add, xp, a, b)
     flat, out = alike(a, b)
     over(_add, flat)
     return out
@@ -86,12 +86,12 @@ def add_bias(xp: Any, y: np.ndarray, bias: np.ndarray) -> None:
     if y.flags.c_contiguous and fits:
         over(_add_bias, (y.reshape(math.prod(lead), bias.size),), owned(bias).reshape(-1))
     else:
-        plainly(plain.add_bias, xp, y, bias)
+        fallback(plain.add_bias, xp, y, bias)
 
 
 def bias_gelu(xp: Any, h: np.ndarray, bias: np.ndarray | None, approximate: str = "none") -> np.ndarray:
     if bias is None or bias.shape != h.shape[-1:] or bias.dtype != h.dtype or not h.flags.c_contiguous:
-        return plainly(plain.bias_gelu, xp, h, bias, approximate)
+        return fallback(plain.bias_gelu, xp, h, bias, approximate)
     y = np.empty(h.shape, h.dtype)
     loop = _bias_gelu if exact(approximate) else _bias_gelu_tanh
     over(loop, (_rows(h), _rows(y)), owned(bias))

@@ -10,7 +10,7 @@ from fsdpx.array import blas, parallel
 from fsdpx.array.kernels.attention import attention as plain
 from fsdpx.array.kernels.attention import attention_backward as plain_backward
 from fsdpx.array.kernels.compiled import attention16
-from fsdpx.array.kernels.compiled.bits import plainly, wide
+from fsdpx.array.kernels.compiled.bits import fallback, wide
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.rows import dot, in_line, largest
 from fsdpx.array.kernels.compiled.scalar import exp, widest
@@ -193,7 +193,7 @@ def attention(
     bits = q.dtype == np.uint16
     single = q.shape[2] == 1 and not (bits or causal) and segments is None
     if not (available() and not window and segments is None if bits else at or single):
-        return plainly(plain, xp, q, k, v, causal, scale, window, segments)
+        return fallback(plain, xp, q, k, v, causal, scale, window, segments)
     samples, heads, _, _ = q.shape
     o, lse = time_first(np, q), np.empty(q.shape[:3], wide(q.dtype))
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -222,7 +222,7 @@ def attention_backward(
     at = blas.pointer(wide(q.dtype))
     bits = q.dtype == np.uint16
     if not (available() and not window and segments is None if bits else at):
-        return plainly(plain_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
+        return fallback(plain_backward, xp, q, k, v, o, lse, do, causal, scale, window, segments)
     d, pairs = merged(np, q, k), k.shape[0] * k.shape[1]
     q, k, v, lse = _rows(q), _rows(k), _rows(v), np.ascontiguousarray(lse)
     factor, names = np.array([scale], lse.dtype), _names(segments, lse.dtype)

@@ -13,7 +13,7 @@ from fsdpx.array.kernels.compiled.half import from_bfloat16, to_bfloat16
 from fsdpx.array.namespace import dtype as bfloat16
 from fsdpx.native.tools import overload, types
 
-__all__ = ["number", "plainly", "put", "real", "wide", "zero"]
+__all__ = ["fallback", "number", "put", "real", "wide", "zero"]
 
 
 def real(x: Any) -> Any:
@@ -51,9 +51,9 @@ def number(array: Any) -> Any:
     return array.view(bfloat16("bf16")) if isinstance(array, np.ndarray) and array.dtype == np.uint16 else array
 
 
-def plainly(kernel: Any, xp: Any, *arguments: Any) -> Any:
+def fallback(kernel: Any, xp: Any, *arguments: Any) -> Any:
     """A kernel without the compiled code for this format, for what that does not take."""
-    result = kernel.plainly(xp, *map(number, arguments))
+    result = kernel.fallback(xp, *map(number, arguments))
     return tuple(map(_bits, result)) if isinstance(result, tuple) else _bits(result)
 
 

@@ -11,7 +11,7 @@ from fsdpx.array.kernels import addition
 from fsdpx.array.kernels import convolution as plain
 from fsdpx.array.kernels.compiled import winograd
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last, put_channels_first
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 from fsdpx.array.parallel import over
 from fsdpx.native.tools import jit, register_jitable
 
@@ -73,7 +73,7 @@ def _fold(image, rows, channels, kh, kw, down, right, top, left):
                         into[c] += pixels[c]
 
 
-def conv2d(xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, window: Window) -> np.ndarray:
+def conv2d(xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, window: SlidingWindow) -> np.ndarray:
     at = blas.pointer(x.dtype)
     if not at:
         return plain.conv2d.__wrapped__(xp, x, weight, bias, window)  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def conv2d(xp: Any, x: np.ndarray, weight: np.ndarray, bias: Any, window: Window
 
 
 def conv2d_backward_input(
-    xp: Any, weight: np.ndarray, dy: np.ndarray, window: Window, shape: tuple[int, ...]
+    xp: Any, weight: np.ndarray, dy: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]
 ) -> np.ndarray:
     if not blas.pointer(dy.dtype):
         return plain.conv2d_backward_input.__wrapped__(xp, weight, dy, window, shape)  # type: ignore[attr-defined]
@@ -103,7 +103,7 @@ def conv2d_backward_input(
     return channels_first(dx)
 
 
-def conv2d_backward_params(xp: Any, x: Any, dy: Any, window: Window, weight: plain.Sum, bias: plain.Sum) -> None:
+def conv2d_backward_params(xp: Any, x: Any, dy: Any, window: SlidingWindow, weight: plain.Sum, bias: plain.Sum) -> None:
     slope = channels_last(dy)
     if bias is not None:
         total = np.empty(dy.shape[1], dy.dtype)
@@ -124,7 +124,7 @@ def conv2d_backward_params(xp: Any, x: Any, dy: Any, window: Window, weight: pla
     put_channels_first(weight, dw)
 
 
-def _unfolded(image: np.ndarray, window: Window, out: tuple[int, ...]) -> Iterator[tuple[slice, np.ndarray]]:
+def _unfolded(image: np.ndarray, window: SlidingWindow, out: tuple[int, ...]) -> Iterator[tuple[slice, np.ndarray]]:
     """Blocks of samples, each with its windows as rows of a matrix; valid until the next block."""
     if window.dot:
         yield slice(None), _flat(image)
@@ -143,7 +143,7 @@ def _unfolded(image: np.ndarray, window: Window, out: tuple[int, ...]) -> Iterat
         yield part, _flat(rows)
 
 
-def _folded(slope: np.ndarray, kernel: np.ndarray, window: Window, shape: tuple[int, ...]) -> np.ndarray:
+def _folded(slope: np.ndarray, kernel: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
     """The gradient of the image: the gradients of its windows, each added where it belongs."""
     samples, channels, height, width = shape
     dx = np.zeros((samples, height, width, channels), slope.dtype)

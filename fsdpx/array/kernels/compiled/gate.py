@@ -16,7 +16,7 @@ from fsdpx.array.kernels.compiled.activation import (
     silu_of,
 )
 from fsdpx.array.kernels.compiled.arrays import alike
-from fsdpx.array.kernels.compiled.bits import plainly, put, real
+from fsdpx.array.kernels.compiled.bits import fallback, put, real
 from fsdpx.array.kernels.compiled.scalar import density, like, widest
 from fsdpx.array.parallel import over
 from fsdpx.native.tools import jit, register_jitable
@@ -74,7 +74,7 @@ _loops = {
 
 def gated(xp: Any, a: np.ndarray, b: np.ndarray, form: str = "silu") -> np.ndarray:
     if form not in _loops or a.shape != b.shape or a.dtype != b.dtype:
-        return plainly(plain.gated, xp, a, b, form)
+        return fallback(plain.gated, xp, a, b, form)
     flat, out = alike(a, b)
     over(_loops[form][0], flat)
     return out
@@ -84,7 +84,7 @@ def gated_backward(
     xp: Any, a: np.ndarray, b: np.ndarray, dy: np.ndarray, form: str = "silu"
 ) -> tuple[np.ndarray, np.ndarray]:
     if form not in _loops or not a.shape == b.shape == dy.shape or not a.dtype == b.dtype == dy.dtype:
-        return plainly(plain.gated_backward, xp, a, b, dy, form)
+        return fallback(plain.gated_backward, xp, a, b, dy, form)
     flat = [np.ascontiguousarray(x).reshape(-1) for x in (a, b, dy)]
     out = np.empty((2, *a.shape), a.dtype)
     over(_loops[form][1], (*flat, out[0].reshape(-1), out[1].reshape(-1)))

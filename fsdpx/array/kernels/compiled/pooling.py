@@ -6,7 +6,7 @@ import numpy as np
 
 from fsdpx.array.kernels.compiled.arrays import owned
 from fsdpx.array.kernels.compiled.images import channels_first, channels_last
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 from fsdpx.array.parallel import over
 from fsdpx.native.tools import jit
 
@@ -74,7 +74,7 @@ def _to_all(image, dy, kh, kw, down, right, top, left):
                             pixel[c] += slope[c] / size
 
 
-def max_pool2d(xp: Any, x: np.ndarray, window: Window) -> tuple[np.ndarray, np.ndarray]:
+def max_pool2d(xp: Any, x: np.ndarray, window: SlidingWindow) -> tuple[np.ndarray, np.ndarray]:
     image = channels_last(x)
     y = _empty(x, window)
     winner = np.empty(y.shape, np.int32)
@@ -82,29 +82,29 @@ def max_pool2d(xp: Any, x: np.ndarray, window: Window) -> tuple[np.ndarray, np.n
     return channels_first(y), channels_first(winner)
 
 
-def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: Window, shape: tuple[int, ...]) -> np.ndarray:
+def max_pool2d_backward(xp: Any, dy: Any, winner: Any, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
     image = _zeros(dy, shape)
     over(_to_largest, (image, channels_last(dy), owned(winner.transpose(0, 2, 3, 1), np.int32)), *_numbers(window))
     return channels_first(image)
 
 
-def avg_pool2d(xp: Any, x: np.ndarray, window: Window) -> np.ndarray:
+def avg_pool2d(xp: Any, x: np.ndarray, window: SlidingWindow) -> np.ndarray:
     y = _empty(x, window)
     over(_mean, (channels_last(x), y), *_numbers(window))
     return channels_first(y)
 
 
-def avg_pool2d_backward(xp: Any, dy: np.ndarray, window: Window, shape: tuple[int, ...]) -> np.ndarray:
+def avg_pool2d_backward(xp: Any, dy: np.ndarray, window: SlidingWindow, shape: tuple[int, ...]) -> np.ndarray:
     image = _zeros(dy, shape)
     over(_to_all, (image, channels_last(dy)), *_numbers(window))
     return channels_first(image)
 
 
-def _numbers(window: Window) -> tuple[int, ...]:
+def _numbers(window: SlidingWindow) -> tuple[int, ...]:
     return (*window.kernel, *window.stride, *window.padding)
 
 
-def _empty(x: np.ndarray, window: Window) -> np.ndarray:
+def _empty(x: np.ndarray, window: SlidingWindow) -> np.ndarray:
     return np.empty((x.shape[0], *window.out(x.shape), x.shape[1]), x.dtype)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from fsdpx.array.kernels.activation import DENSITY, exact
 from fsdpx.array.kernels.compiled.activation import argument_of, gelu_tanh_slope, integral_of, sigmoid_of
-from fsdpx.array.kernels.compiled.bits import plainly, put, real
+from fsdpx.array.kernels.compiled.bits import fallback, put, real
 from fsdpx.array.kernels.compiled.scalar import density, like, widest
 from fsdpx.array.kernels.recompute import gelu_recompute as plain
 from fsdpx.array.parallel import over
@@ -38,7 +38,7 @@ def _gelu_tanh_loop(x, dy, y):
 
 def gelu_recompute(xp: Any, x: np.ndarray, dy: np.ndarray, approximate: str = "none") -> np.ndarray:
     if x.dtype == np.uint16 and dy.dtype != x.dtype:
-        return plainly(plain, xp, x, dy, approximate)
+        return fallback(plain, xp, x, dy, approximate)
     if not dy.flags.c_contiguous or dy.dtype != x.dtype:
         flat = np.array(dy, x.dtype, order="C")
         y = gelu_recompute(xp, x, flat, approximate)

@@ -6,7 +6,7 @@ import numpy as np
 
 from fsdpx.array.kernels import rotary as plain
 from fsdpx.array.kernels.compiled.arrays import owned
-from fsdpx.array.kernels.compiled.bits import plainly, put, real, wide
+from fsdpx.array.kernels.compiled.bits import fallback, put, real, wide
 from fsdpx.array.kernels.compiled.scalar import widest
 from fsdpx.array.parallel import over
 from fsdpx.native.tools import jit
@@ -32,7 +32,7 @@ def _rotate(x, y, cos, sin):
 def rotate(xp: Any, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     dtype = wide(x.dtype)
     if not cos.dtype == sin.dtype == dtype:
-        return plainly(plain.rotate, xp, x, cos, sin)
+        return fallback(plain.rotate, xp, x, cos, sin)
     x, y = owned(x), np.empty(x.shape, x.dtype)
     over(_rotate, (x, y), owned(cos), owned(sin))
     return y

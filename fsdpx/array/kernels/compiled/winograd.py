@@ -12,7 +12,7 @@ import numpy as np
 from fsdpx.array import parallel
 from fsdpx.array.kernels.compiled.product import PLAIN, TURNED, cblas
 from fsdpx.array.kernels.compiled.tiles import LANES, gathering, scattering
-from fsdpx.array.kernels.window import Window
+from fsdpx.array.kernels.window import SlidingWindow
 from fsdpx.native.tools import jit
 
 __all__ = ["backward_input", "backward_weight", "forward", "suits"]
@@ -57,7 +57,7 @@ def _multiply(first, last, at, out, a, b, turn_a, turn_b, m, n, k, accumulate):
         cblas(at, ta, tb, m, n, k, one, ap, lda, bp, ldb, beta, cp, n)
 
 
-def suits(shape: tuple[int, ...], weight: tuple[int, ...], window: Window) -> bool:
+def suits(shape: tuple[int, ...], weight: tuple[int, ...], window: SlidingWindow) -> bool:
     """Whether images and weights of these shapes can go this way, and few pixels of its tiles lie outside."""
     top, left = window.padding
     if (window.kernel, window.stride) != ((3, 3), (1, 1)) or top != left or top > 2:

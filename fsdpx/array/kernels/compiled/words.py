@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from fsdpx import environment
-from fsdpx.native.processor import told
+from fsdpx.native.processor import cpuinfo
 from fsdpx.native.tools import cgutils, extending, ir, jit, types
 
 __all__ = ["GRAIN", "available", "copy", "multiply", "padded", "turned", "woven"]
@@ -37,7 +37,7 @@ class Pairs(ir.Type):
 @functools.cache
 def available() -> bool:
     """Whether Numba compiles for a processor that has the instruction."""
-    return not environment.compiler() and "avx512_bf16" in told("flags").split()
+    return not environment.compiler() and "avx512_bf16" in cpuinfo("flags").split()
 
 
 @jit
