@@ -35,8 +35,8 @@ def allocate(placement: Placement, initial: bool = True) -> TrainState:
     arena = Arena(xp, memory_of(world, xp) if windows else None)
     rows = _placed(placement, arena)
     if exchange is not None:
-        rows += exchange.rows()
-        for key, array in exchange.arrays():
+        rows += exchange.memory.rows()
+        for key, array in exchange.memory.arrays():
             arena.adopt(key, array)
     disk = open_disk(placement, rows)
     ledger = Ledger(rows, None if disk is None else disk.mapped)
