@@ -1,5 +1,5 @@
-"""The protocol of ranks that step at their own speed: they pull, push and mix the state they share, and count updates and
-steps. Each rank makes its changes itself, under a lock: no rank serves others."""
+"""The protocol of ranks that step at their own speed: they pull, push and mix the state they share, and count steps and
+updates. Each rank makes its changes itself, under a lock: no rank serves others."""
 
 from __future__ import annotations
 
