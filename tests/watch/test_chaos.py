@@ -112,9 +112,9 @@ def test_a_history_that_is_wrong(tmp_path: Path, lines: dict[tuple[int, int], li
 PROCESS = """
 from pathlib import Path
 from fsdpx import environment
-from fsdpx.testing.chaos import Ledger, parse, strike
+from fsdpx.testing.chaos import StepLog, parse, strike
 start, last = environment.read().restart, Path("last")
-ledger = Ledger(Path("ledger"))
+ledger = StepLog(Path("ledger"))
 if last.exists(): trainer.load(last)
 comm.barrier().wait()
 strike(trainer, parse(sys.argv[1]), start)
