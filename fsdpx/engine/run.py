@@ -39,7 +39,7 @@ class Worlds:
     def of(
         self, training: bool, recomputing: bool, inputs: Sequence[Any], cache: Cache | None = None
     ) -> tuple[Env, list[list[Env]]]:
-        """Of the model as a whole, and of each node of each unit. again: this is a recompute. inputs: of the model."""
+        """Of the model as a whole, and of each node of each unit. recomputing: this is a recompute. inputs: of the model."""
         time = time_of(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
             self._root = replace(self._root, time=time, cache=cache)

@@ -25,7 +25,7 @@ def result(history: History, unit: str) -> str:
 def keep(trainer: Trainer, history: History, folder: RunFolder, summary: Summary, resume: str) -> None:
     """The trained model, the curve and the report; rank 0 says where. Collective.
 
-    again: the arguments with which the run goes on."""
+    resume: the arguments with which the run goes on."""
     drawn = trainer.alone(f"draw {folder.curve}", lambda: folder.draw() or folder.curve.exists())
     if history.losses or not trainer.alone(f"look for {folder.model}", folder.model.exists):
         trainer.save(folder.model)

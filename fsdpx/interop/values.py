@@ -17,13 +17,13 @@ Remade = Callable[[], np.ndarray | None]
 
 
 class Values:
-    """First values of parameters by name. Once handed on, they are kept only where `again` cannot give them.
+    """First values of parameters by name. Once handed on, they are kept only where `remade` cannot give them.
 
     Parameters
     ----------
     arrays : the values by name
     missing : name -> why a parameter has no values
-    again : name -> what gives the values as long as their owner keeps them, then None
+    remade : name -> what gives the values as long as their owner keeps them, then None
     """
 
     def __init__(
