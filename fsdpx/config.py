@@ -294,15 +294,15 @@ class Precision:
 
     def _check_frozen(self) -> None:
         self._choose("frozen", None, "int8", "nf4")
-        words = f"frozen={self.frozen!r}"
+        chosen = f"frozen={self.frozen!r}"
         if self.frozen and self.compute not in ("float32", "bf16"):
-            raise ConfigError(f"Precision(compute={self.compute!r}, {words}): {self.frozen} goes with float32 or bf16")
+            raise ConfigError(f"Precision(compute={self.compute!r}, {chosen}): {self.frozen} goes with float32 or bf16")
         if self.frozen and self.master == "bf16":
-            raise ConfigError(f"Precision(master='bf16', {words}): beside {self.frozen} a master is float32")
+            raise ConfigError(f"Precision(master='bf16', {chosen}): beside {self.frozen} a master is float32")
         if self.block is None:
             return
         if self.frozen != "int8":
-            beside = f", {words}" * (self.frozen is not None)
+            beside = f", {chosen}" * (self.frozen is not None)
             raise ConfigError(f"Precision(block={self.block!r}{beside}): blocks are of frozen='int8'")
         if type(self.block) is not int or self.block < LEAST_BLOCK:
             raise ConfigError(f"Precision(block={self.block!r}): a whole number of elements, {LEAST_BLOCK} or more")
@@ -317,8 +317,8 @@ class Precision:
 
     def __repr__(self) -> str:
         """The choices that differ from the defaults."""
-        words = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
-        return f"Precision({', '.join(words)})"
+        chosen = [f"{f.name}={v!r}" for f in fields(self) if (v := getattr(self, f.name)) != f.default]
+        return f"Precision({', '.join(chosen)})"
 
     @property
     def gradients(self) -> str:

@@ -65,7 +65,7 @@ class Compressed(Codec):
 
     @abstractmethod
     def unpack(self, xp: Any, wire: Array, out: Array, add: bool, numbers: Stretch) -> None:
-        """Unpack what `pack` made into `out`, or add it."""
+        """Unpack what `pack` made: write it to `out`, or add it to `out` if `add`."""
 
     def pack_sum(self, xp: Any, x: Array, wire: Array, lost: Array | None, numbers: Stretch) -> None:
         """Pack a sum of what was packed before, on its way from its owner to all ranks."""

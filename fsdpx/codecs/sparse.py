@@ -190,7 +190,7 @@ def _block(codec: str, block: object) -> int | None:
 
 
 def _stretches(size: int, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Where the ceil(share size) stretches of `size` elements begin, and their lengths."""
+    """Where the ceil(share size) stretches begin into which `size` elements are cut, and their lengths."""
     k = math.ceil(share * size)
     edges = np.arange(k + 1) * size // max(k, 1)
     return edges[:-1], np.diff(edges)

@@ -65,7 +65,7 @@ def _travel(
     """At any time the unfinished message with the least number is under way on both sides: all that either posted
     before it are done. So waiting for the oldest never ends in a circle, also where a send waits for its receive."""
     flying: deque[PendingMessage] = deque()
-    rooms: list[np.ndarray] = []
+    spare: list[np.ndarray] = []
 
     def land() -> None:
         flying[0].handle.wait()
@@ -76,7 +76,7 @@ def _travel(
             if len(flying) == FLIGHT:
                 land()
             arrays, names = (have, have_names) if message.sends else (want, want_names)
-            flying.append(_posted(comm, message, arrays, names, rooms, plan.block))
+            flying.append(_posted(comm, message, arrays, names, spare, plan.block))
         for move in plan.own:
             _copy(move.want.view(want[move.want.part]), move.have.view(have[move.have.part]))
         while flying:
@@ -89,7 +89,7 @@ def _travel(
 
 
 def _posted(
-    comm: Communicator, message: Message, arrays: list[Any], names: list[str], rooms: list[np.ndarray], block: int
+    comm: Communicator, message: Message, arrays: list[Any], names: list[str], spare: list[np.ndarray], block: int
 ) -> PendingMessage:
     """From or to the array itself where it is one run of host memory, else through a room of its own."""
     what = f"{names[message.rows[0].part]}, re-cut"
@@ -97,7 +97,7 @@ def _posted(
     run = _run(message.rows, arrays)
     if run is not None:
         return PendingMessage(call(run, message.peer, what=what), lambda: None)
-    block_memory = rooms.pop() if rooms else np.empty(block, np.uint8)
+    block_memory = spare.pop() if spare else np.empty(block, np.uint8)
     views = [rows.view(arrays[rows.part]) for rows in message.rows]
     ends = [0, *accumulate(view.nbytes for view in views)]
     packed = [
@@ -108,13 +108,13 @@ def _posted(
     def unpack() -> None:
         for view, part in zip(views, packed, strict=True):
             _copy(view, part)
-        rooms.append(block_memory)
+        spare.append(block_memory)
 
     if message.sends:
         for view, part in zip(views, packed, strict=True):
             _copy(part, view)
     handle = call(block_memory[: ends[-1]], message.peer, what=what)
-    return PendingMessage(handle, (lambda: rooms.append(block_memory)) if message.sends else unpack)
+    return PendingMessage(handle, (lambda: spare.append(block_memory)) if message.sends else unpack)
 
 
 def _run(rows: list[StridedRuns], arrays: list[Any]) -> np.ndarray | None:

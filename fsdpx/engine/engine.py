@@ -70,8 +70,8 @@ class Engine:
         overflows = self.state.scaler.dynamic  # expected then, and seen in the gradients
         with flushed(), np.errstate(over="ignore", invalid="ignore") if overflows else nullcontext():
             run = self._begin(executable, feed)
-            for step in executable.steps:
-                self._act(run, step)
+            for planned in executable.steps:
+                self._act(run, planned)
             for transfer in self._sends:
                 transfer.wait()
             self._sends.clear()
@@ -99,9 +99,9 @@ class Engine:
         if self._worlds.seed != state.seed:  # the worlds of layers hold random numbers of the seed before
             self._worlds = Worlds(state)
         work, views, worlds = executable.workspace, self._views, self._worlds
-        recording = None if executable.replay is None else executable.replay.begin(views, feed)
+        graphs = None if executable.replay is None else executable.replay.begin(views, feed)
         fixed = self.placement, feed, work, views, worlds
-        return ProgramRun(*fixed, state.ties, state.steps, state.scaler, self._issue, recording)
+        return ProgramRun(*fixed, state.ties, state.steps, state.scaler, self._issue, graphs)
 
     def _let_fly(self) -> None:
         """Transfers under way that lie in slots belong to a later program; the others are of a program that broke off,
@@ -112,8 +112,8 @@ class Engine:
                 transfer.handle.wait()
         self._flying = [(action, transfer) for action, transfer in self._flying if id(transfer) in known]
 
-    def _act(self, run: ProgramRun, step: ExecutableAction) -> None:
-        operation, action, words, takes, reads, adds, gives, lane = step
+    def _act(self, run: ProgramRun, planned: ExecutableAction) -> None:
+        operation, action, words, takes, reads, adds, gives, lane = planned
         store, recorder, counters = self.state.store, self.recorder, self.placement.axes.counters
         before, begin = counters.total, perf_counter()
         if recorder is not None:
@@ -143,7 +143,7 @@ class Engine:
         moved = counters.total - before
         self.clock.ran(action.op, begin, ready, end, moved)
         if self.recording is not None:
-            self.recording.acted(step, begin, ready, end, moved, values)
+            self.recording.acted(planned, begin, ready, end, moved, values)
         if lane == "compute" and self._flying:
             self._poke()
             self.clock.ran(PROGRESS, end, end, perf_counter())

@@ -34,7 +34,8 @@ class ExecutableAction(NamedTuple):
 
 
 class Executable:
-    """Proved and planned when it is made. givers: slot -> the action that fills it, as text. replay: its graphs."""
+    """Proved and planned when it is made. givers: slot -> the action that fills it, as text. replay: CUDA
+    graphs of what it computes."""
 
     def __init__(self, state: TrainState, request: Request) -> None:
         place, program = state.placement, compile(request)

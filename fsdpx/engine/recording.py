@@ -87,18 +87,18 @@ class Recording:
         self._before.append(Outside(what, begin, end))
 
     def acted(
-        self, step: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
+        self, planned: ExecutableAction, begin: float, ready: float, end: float, nbytes: int, values: Sequence[Any]
     ) -> None:
         """An action came to its end and gave these values."""
         if self._now is None:
             return
         activations = self.activations
-        for slot in step.takes:
+        for slot in planned.takes:
             activations.take(slot)
-        for slot, value in zip(step.gives, values, strict=True):
+        for slot, value in zip(planned.gives, values, strict=True):
             if is_activation(slot) and value.__class__ is not Transfer:
                 activations.give(slot, value)
-        self._now.acted.append(Acted(step.action, begin, ready, end, nbytes, activations.alive))
+        self._now.acted.append(Acted(planned.action, begin, ready, end, nbytes, activations.alive))
 
     def landed(self, action: Action, issued: float, landed: float) -> None:
         """A transfer that this action began is complete."""

@@ -219,7 +219,7 @@ class ReplayPlan:
     parts: list[CapturedPart]
 
 
-# -- recordings --------------------------------------------------------------------------------------------------------
+# -- programs ----------------------------------------------------------------------------------------------------------
 
 
 class ProgramGraphs:
@@ -415,25 +415,25 @@ class ProgramGraphs:
 
 
 class Replay:
-    """The recordings of one program."""
+    """The graphs of one program, for batches of several shapes."""
 
     def __init__(self) -> None:
         self.now: ProgramGraphs | None = None
         self.refused: dict[tuple[str, str], str] = {}
-        self._recordings: dict[Any, ProgramGraphs] = {}
+        self._graphs: dict[Any, ProgramGraphs] = {}
         self._before: Any = None
         self._turns = 0
 
     def begin(self, views: Any, feed: Feed) -> ProgramGraphs | None:
-        """The recording that this run is captured in, or replayed from; None: it runs as usual."""
-        known = {key: one for key, one in self._recordings.items() if one.whole and not one.stale}
-        self._recordings = {key: one for key, one in known.items() if one.views is views}
+        """The graphs that this run is captured in, or replayed from; None: it runs as usual."""
+        known = {key: one for key, one in self._graphs.items() if one.whole and not one.stale}
+        self._graphs = {key: one for key, one in known.items() if one.views is views}
         key = choice.active, feed.training, tuple(None if b is None else _shapes(b.inputs) for b in feed.batch)
         repeated, self._before = self._before == key, key
-        self.now = self._recordings.get(key)
-        if self.now is None and repeated and len(self._recordings) < MOST and self._turns < TURNS:
+        self.now = self._graphs.get(key)
+        if self.now is None and repeated and len(self._graphs) < MOST and self._turns < TURNS:
             self._turns += 1
-            self.now = self._recordings[key] = ProgramGraphs(views, self.refused)
+            self.now = self._graphs[key] = ProgramGraphs(views, self.refused)
         return self.now
 
     def end(self) -> None:

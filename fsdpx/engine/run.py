@@ -39,7 +39,7 @@ class Worlds:
     def of(
         self, training: bool, recomputing: bool, inputs: Sequence[Any], cache: Cache | None = None
     ) -> tuple[Env, list[list[Env]]]:
-        """Of the model as a whole, and of each node of each unit. recomputing: this is a recompute. inputs: of the model."""
+        """Of the model as a whole, and of each node of each unit. recomputing: of a recompute. inputs: of the model."""
         time = time_of(inputs) if self._root.mesh.tensor.size > 1 else None
         if time != self._root.time or cache is not self._root.cache:
             self._root = replace(self._root, time=time, cache=cache)
@@ -54,7 +54,7 @@ class Worlds:
 class ProgramRun:
     """place: what is fixed. feed: what this run was given. ties: by their first page. step, scaler: number of updates
     made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, and the action that
-    began them; the run waits for them at its end. recording: of graphs, that this run makes or replays."""
+    began them; the run waits for them at its end. graphs: that this run captures or replays."""
 
     place: Placement
     feed: Feed
@@ -65,15 +65,15 @@ class ProgramRun:
     step: int
     scaler: Scaler
     issue: Callable[[Action, Transfer], None]
-    recording: ProgramGraphs | None = None
+    graphs: ProgramGraphs | None = None
 
     def computed(self, action: Action, body: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for a function of `fsdpx.engine.compute` in this action."""
-        return body if self.recording is None else self.recording.body(action, body)
+        return body if self.graphs is None else self.graphs.body(action, body)
 
     def leaving(self, array: Any) -> Any:
         """An array that is read at any time until the end of the run: a copy, if a graph may write over it."""
-        return array.copy() if self.recording is not None and self.recording.memory.owns(array) else array
+        return array.copy() if self.graphs is not None and self.graphs.memory.owns(array) else array
 
     @property
     def stage(self) -> Stage:

@@ -32,9 +32,9 @@ def values_of(tensors: Mapping[str, torch.Tensor]) -> Values:
     """First values: those that a module has now. tensors: its own, which live as long as it does."""
     missing = "is on PyTorch's device 'meta', without values: make the module on the CPU"
     here = {name: t for name, t in tensors.items() if not t.is_meta}
-    remade = {name: functools.partial(_remake, weakref.ref(t)) for name, t in here.items()}
+    remakers = {name: functools.partial(_remake, weakref.ref(t)) for name, t in here.items()}
     arrays = {name: array_of(np, t) for name, t in here.items()}
-    return Values(arrays, {name: missing for name, t in tensors.items() if t.is_meta}, remade)
+    return Values(arrays, {name: missing for name, t in tensors.items() if t.is_meta}, remakers)
 
 
 def _remake(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:

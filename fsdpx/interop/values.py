@@ -13,24 +13,24 @@ from fsdpx.nn.layer import Layer, Spec
 
 __all__ = ["Values", "values_in"]
 
-Remade = Callable[[], np.ndarray | None]
+Remake = Callable[[], np.ndarray | None]
 
 
 class Values:
-    """First values of parameters by name. Once handed on, they are kept only where `remade` cannot give them.
+    """First values of parameters by name. Once released, they are kept only where `remakers` cannot give them.
 
     Parameters
     ----------
     arrays : the values by name
     missing : name -> why a parameter has no values
-    remade : name -> what gives the values as long as their owner keeps them, then None
+    remakers : name -> what gives the values as long as their owner keeps them, then None
     """
 
     def __init__(
         self, arrays: Mapping[str, np.ndarray], missing: Mapping[str, str] | None = None,
-        remade: Mapping[str, Remade] | None = None,
+        remakers: Mapping[str, Remake] | None = None,
     ) -> None:  # fmt: skip
-        self._held, self._remade = dict(arrays), dict(remade or {})
+        self._held, self._remakers = dict(arrays), dict(remakers or {})
         self._names, self.missing = tuple(arrays), dict(missing or {})
 
     def specs(
@@ -53,18 +53,18 @@ class Values:
         if name in self.missing:
             raise ConfigError(f"{name!r} {self.missing[name]}")
         array = self._held.get(name)
-        if array is None and name in self._remade:
-            array = self._remade[name]()
+        if array is None and name in self._remakers:
+            array = self._remakers[name]()
         if array is None:
             raise ConfigError(
-                f"{name!r}: the first values of this layer were handed on, and the module that they came from is no "
+                f"{name!r}: the first values of this layer were released, and the module that they came from is no "
                 "more; keep the module, or make a new layer of it"
             )
         return array
 
     def release(self) -> None:
-        """All ranks have taken their parts of those that have another owner."""
-        self._held = {name: array for name, array in self._held.items() if name not in self._remade}
+        """Drop the values that `remakers` can give: all ranks have taken their parts."""
+        self._held = {name: array for name, array in self._held.items() if name not in self._remakers}
 
 
 @dataclass(frozen=True, eq=False)

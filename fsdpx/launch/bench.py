@@ -185,12 +185,10 @@ def measure(
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _Buffers(comm, max(sizes) + 4 * comm.size)
     levels = [_level(name, group, buffers, sizes, verbs, seconds) for name, group in _groups(comm, hosts)]
-    lines = [level for level in levels if level is not None]
+    own = [level for level in levels if level is not None]
     buffers.release()
-    everyone: list[list[dict[str, Any]]] = comm.all_gather_object(lines)
-    in_order = sorted(
-        (one for level_list in everyone for one in level_list), key=lambda one: LEVELS.index(one["level"])
-    )
+    everyone: list[list[dict[str, Any]]] = comm.all_gather_object(own)
+    in_order = sorted((one for theirs in everyone for one in theirs), key=lambda one: LEVELS.index(one["level"]))
     return {
         "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": backend_name(), "library": _library(),
         "levels": in_order,

@@ -106,5 +106,5 @@ class LaunchConfig:
             if self.elastic:
                 yield "backend='gloo': all ranks end when one dies; leave elastic out, or start them by MPI"
         if self.nodes and self.per_node and self.ranks > self.nodes * self.per_node:
-            slots = f"{self.nodes} hosts with {self.per_node} ranks each have room for {self.nodes * self.per_node}"
-            yield f"ranks={self.ranks}: {slots}; ask for fewer ranks, or more nodes or per_node"
+            capacity = f"{self.nodes} hosts with {self.per_node} ranks each have room for {self.nodes * self.per_node}"
+            yield f"ranks={self.ranks}: {capacity}; ask for fewer ranks, or more nodes or per_node"

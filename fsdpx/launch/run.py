@@ -222,8 +222,9 @@ def _place(config: LaunchConfig) -> Path:
 def _temporary(place: Path) -> Path:
     """A folder of this process. Folders of killed processes are removed."""
     for left in place.glob(f"{_PREFIX}*/{_OWNER}"):
-        if ours(left) and not lives(left.read_text()):
-            shutil.rmtree(left.parent, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another job has just ended, or removes it as well
+            if ours(left) and not lives(left.read_text()):
+                shutil.rmtree(left.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     (folder / _OWNER).write_text(owner())
     return folder

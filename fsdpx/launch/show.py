@@ -87,7 +87,7 @@ def _rank(args: argparse.Namespace, mesh: Mesh, ranks: int, batch: int) -> tuple
 
 
 def _ranks(args: argparse.Namespace, mesh: Mesh | None) -> int:
-    """The number given; else that of the mesh, with width 1 for an open axis."""
+    """The number given; else that of the mesh, with width 1 for an open axis; 4 without a mesh."""
     if args.ranks is not None:
         return int(args.ranks)
     return 4 if mesh is None else (mesh.pipe or 1) * (mesh.replica or 1) * (mesh.shard or 1) * (mesh.tensor or 1)
@@ -168,10 +168,10 @@ def _process(run: DryRun, budget: str | None) -> str:
     if budget is None:
         return text
     limit, least = byte_count(budget, "--memory"), "PSS: what a rank shares counts in part"
-    expected = f"{bytes_text(found.pss)} of {bytes_text(limit)} per rank ({least})"
+    compared = f"{bytes_text(found.pss)} of {bytes_text(limit)} per rank ({least})"
     if found.fits(limit):
-        return f"{text}\nbudget kept: {expected}"
-    return f"{text}\nbudget NOT kept: {expected}, {bytes_text(found.pss - limit)} too much"
+        return f"{text}\nbudget kept: {compared}"
+    return f"{text}\nbudget NOT kept: {compared}, {bytes_text(found.pss - limit)} too much"
 
 
 def _schedule(schedule: PipelineSchedule) -> str:

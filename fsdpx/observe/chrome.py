@@ -123,9 +123,9 @@ class _Lanes:
         return {"ph": "M", "name": what, "pid": self.header.rank, "tid": tid, "args": args}
 
     def slice(self, tid: int, name: str, kind: str, start: float, end: float, **args: Any) -> None:
-        header = {"ph": "X", "name": name, "cat": kind, "pid": self.header.rank, "tid": tid}
+        common = {"ph": "X", "name": name, "cat": kind, "pid": self.header.rank, "tid": tid}
         begin = self._micro(start)
-        self.found.append({**header, "ts": begin, "dur": round(self._micro(end) - begin, 3), "args": args})
+        self.found.append({**common, "ts": begin, "dur": round(self._micro(end) - begin, 3), "args": args})
 
     def step(self, turn: Turn, end: float) -> None:
         words = f"{turn.program.kind} {turn.steps + 1}"
@@ -147,8 +147,8 @@ class _Lanes:
             self._arrow(tid, event, verb.sends)
 
     def alive(self, at: float, nbytes: int) -> None:
-        header = {"ph": "C", "name": "activations", "pid": self.header.rank, "ts": self._micro(at)}
-        self.found.append({**header, "args": {"bytes": nbytes}})
+        common = {"ph": "C", "name": "activations", "pid": self.header.rank, "ts": self._micro(at)}
+        self.found.append({**common, "args": {"bytes": nbytes}})
 
     def _thread(self, lane: str, event: Event) -> int:
         free = self._free.setdefault(lane, [])
@@ -159,13 +159,13 @@ class _Lanes:
     def _arrow(self, tid: int, event: Event, sends: bool) -> None:
         """From the beginning of a send to the end of its receive."""
         number = int.from_bytes(blake2b(repr(event.key).encode(), digest_size=6).digest(), "big")
-        header = {"name": "message", "cat": "message", "id": number, "pid": self.header.rank, "tid": tid}
+        common = {"name": "message", "cat": "message", "id": number, "pid": self.header.rank, "tid": tid}
         if sends:
-            self.found.append({**header, "ph": "s", "ts": self._micro(event.start)})
+            self.found.append({**common, "ph": "s", "ts": self._micro(event.start)})
         else:
             start, end = self._micro(event.start), self._micro(event.end)
             inside = max(end - 0.01, (start + end) / 2)  # an arrow belongs to the slice around its end
-            self.found.append({**header, "ph": "f", "bp": "e", "ts": round(inside, 3)})
+            self.found.append({**common, "ph": "f", "bp": "e", "ts": round(inside, 3)})
 
     def _micro(self, at: float) -> float:
         return round((at - self.header.origin) * MICRO, 3)

@@ -64,7 +64,7 @@ class RunFolder:
     def begin(self, arguments: dict[str, Any], ranks: int) -> None:
         """Write what the run is. On one rank."""
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
-        read_json = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime("%F %T")}
+        config = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime("%F %T")}
         found: dict[str, Any] = {
             "host": platform.node(),
             "system": platform.platform(),
@@ -74,7 +74,7 @@ class RunFolder:
         found |= {"versions": {name: text for name in LIBRARIES if (text := _version(name))}}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.config.write_text(json.dumps(read_json, indent=1) + "\n")
+            self.config.write_text(json.dumps(config, indent=1) + "\n")
             (self.path / "environment.json").write_text(json.dumps(found, indent=1) + "\n")
         except OSError as error:
             raise ConfigError(

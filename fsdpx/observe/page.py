@@ -113,8 +113,8 @@ def _step(traces: Sequence[RankTrace]) -> str:
         boxes += _simulated(one, 2 * n + 1)
     shown = [op for op in svg.COLOURS if any(box.op == op for box in boxes)]
     key = svg.legend([*shown, "waits, other moves"], [*map(svg.colour_of, shown), svg.WAITING])
-    header = " ".join(_idle(boxes, row, what) for row, what in ((0, "measured"), (1, "simulated")))
-    return f'<div class="scroll">{svg.schedule(names, boxes)}</div>{key}<p>{header}</p>'
+    idle = " ".join(_idle(boxes, row, what) for row, what in ((0, "measured"), (1, "simulated")))
+    return f'<div class="scroll">{svg.schedule(names, boxes)}</div>{key}<p>{idle}</p>'
 
 
 def _window(one: RankTrace) -> tuple[float, float]:

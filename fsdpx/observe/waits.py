@@ -56,7 +56,8 @@ def waits(ranks: Sequence[RankTrace]) -> Waits:
 
 
 def _slices(one: RankTrace) -> Iterator[tuple[str, float, float, bool]]:
-    """The transfers that other ranks take part in: key, begin and end on rank 0's clock, and whether it stood still."""
+    """The transfers that other ranks take part in: key, begin and end on rank 0's clock, and whether this rank
+    stood still."""
     for event in one.events:
         key = event.get("args", {}).get("key")
         if event["ph"] == "X" and event["cat"] != "wait" and key:

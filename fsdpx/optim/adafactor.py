@@ -89,7 +89,7 @@ class Adafactor:
             known = segments.together(xp, parts, self.sends, np.float64)
             for s, run, rows, (at_row, at_column) in zip(segments.items, runs, moved, own, strict=True):
                 row, column = slots["row"][at_row], slots["column"][at_column]
-                squares_p = exact_sum([x for _, statistics in known[s.name] for x in statistics[:PARTS].tolist()])
+                squares_p = exact_sum([x for _, flat in known[s.name] for x in flat[:PARTS].tolist()])
                 statistics = [(_piece(other), flat[PARTS:]) for other, flat in known[s.name]]
                 sums, columns, divided = together(xp, statistics, rows, _piece(s).shape)
                 row[...] = rows(0, sums / column.size)

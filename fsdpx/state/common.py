@@ -74,7 +74,7 @@ class CommonMemory:
                 yield LedgerRow(item.key, item.dtype, Range(0, item.elements), "private")
 
     def arrays(self) -> Iterator[tuple[Key, Any]]:
-        """The rows of this rank that lie in its part."""
+        """Key and array of everything in this rank's part but the words."""
         for item in self._items[self.rank].values():
             if item.key.kind != "words":
                 yield item.key, self.own(item.key)

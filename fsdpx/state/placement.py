@@ -222,9 +222,9 @@ class Placement:
         axis, collective, and bytes."""
         optimizer = inside(self.optimizer)
         if gathers := getattr(optimizer, "gathers", 0):
-            numbers, shard, tensor = 8 * gathers * len(self.sources(page)), self.axes.shard.size, self.axes.tensor.size
-            sent = {"shard": numbers * (shard - 1), "tensor": numbers * shard * (tensor - 1)}
-            return tuple((axis, "all_gather", nbytes) for axis, nbytes in sent.items() if nbytes)
+            nbytes, shard, tensor = 8 * gathers * len(self.sources(page)), self.axes.shard.size, self.axes.tensor.size
+            sent = {"shard": nbytes * (shard - 1), "tensor": nbytes * shard * (tensor - 1)}
+            return tuple((axis, "all_gather", moved) for axis, moved in sent.items() if moved)
         count = self.segments[page].sent(optimizer.sends) if hasattr(optimizer, "sends") else None
         itemsize = np.dtype(getattr(optimizer, "sends_as", "") or self.formats.gradients).itemsize
         return () if count is None else (("shard", "all_to_all", count * itemsize),)

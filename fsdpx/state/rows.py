@@ -125,7 +125,7 @@ def memories(
     for axis in axes.summing:
         codec: Codec = getattr(route, axis)
         for name, elements in codec.memory(size if axis == "shard" else own).items():
-            recut = codec.recut.get(name, "reset")
+            recut = _recut(codec, name)
             if apart is not None and recut != "same":
                 yield from ((f"chunk{c}", name, elements, recut) for c in apart)
             elif recut != "reset" or axes.data.size > 1:
@@ -138,7 +138,14 @@ def recut_of(placement: Placement, key: Key) -> str:
     axis, _, name = key.name.partition("/")
     route = placement.route(key.page)
     codec = route.replica if axis == "replica" else route.shard
-    return codec.recut.get(name, "reset")
+    return _recut(codec, name)
+
+
+def _recut(codec: Codec, name: str) -> Recut:
+    found = codec.recut.get(name, "reset")
+    if found not in ("sum", "same", "reset"):
+        raise ConfigError(f"{type(codec).__name__}: recut of {name!r} is {found!r}: choose 'sum', 'same' or 'reset'")
+    return found
 
 
 def local_gradient(placement: Placement, page: int) -> LedgerRow:

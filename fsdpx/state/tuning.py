@@ -84,13 +84,13 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     if not wanted or xp is not np or not measurable:
         return Tuning(blas.chosen(), parallel.threads())
     key = _key(world)
-    repeated = environment.read().retune and str(key) not in _remeasured
+    anyway = environment.read().retune and str(key) not in _remeasured
     known = _kept(key) if world.rank == 0 else None
-    found = _of_rank_0(world, None if repeated else known)
+    found = _of_rank_0(world, None if anyway else known)
     if found is None:
         last = _of_rank_0(world, known or _like(key))
         found = _measure_well(world, last)
-        if last is not None and not repeated:  # jobs of all sizes on a machine compute with one library: the same bits
+        if last is not None and not anyway:  # jobs of all sizes on a machine compute with one library: the same bits
             found = replace(found, blas=last.blas, sixteen=last.sixteen)
         _remeasured.add(str(key))
         if world.rank == 0:
@@ -122,8 +122,8 @@ def _measure_well(world: Communicator, last: Tuning | None) -> Tuning:
     found = _measure(world)
     if last is None or not _of_rank_0(world, _far(found.speed, last.speed)):
         return found
-    repeated = _measure(world)
-    return repeated if sum(map(math.log, repeated.speed.values())) > sum(map(math.log, found.speed.values())) else found
+    second = _measure(world)
+    return second if sum(map(math.log, second.speed.values())) > sum(map(math.log, found.speed.values())) else found
 
 
 def _far(found: dict[str, float], last: dict[str, float]) -> bool:

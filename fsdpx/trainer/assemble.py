@@ -112,7 +112,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     training, distribution, machinery = recipe.training, recipe.distribution, recipe.machinery
     xp, local = _namespace(machinery, world), local_of(distribution.strategy)
     formats = _asked(machinery.precision, xp)
-    recomputed = recompute(training.recompute)
+    recomputing = recompute(training.recompute)
     settings = environment.read()
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
     with slow(world, "measuring"):
@@ -134,7 +134,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     check_packed(codecs, training.chunks, axes, formats)
     chunked = accumulation(training.chunks, axes, codecs.packs)
     layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning, codecs)
-    _check_recompute(recomputed, layout)
+    _check_recompute(recomputing, layout)
     products = _products(world, formats, xp)
     schedule = distribution.schedule
     words = schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
@@ -142,7 +142,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     check_offload(offload, training.optimizer, training.average)
     apart = config.apart(distribution.strategy)
     options = Options(
-        training.seed, training.clip_norm, training.chunks, training.check_finite, words, recomputed, offload, local,
+        training.seed, training.clip_norm, training.chunks, training.check_finite, words, recomputing, offload, local,
         apart, machinery.cuda_graphs,
     )  # fmt: skip
     if apart is not None:
@@ -253,10 +253,10 @@ def _planned(model: Layer, loss: Any, axes: Axes, plan: Any, sequence: str | Non
     return parallelise(model, loss, axes.tensor.size, plan, sequence)
 
 
-def _check_recompute(recomputed: Recompute, layout: Layout) -> None:
-    if recomputed.every > len(layout.units):
+def _check_recompute(recomputing: Recompute, layout: Layout) -> None:
+    if recomputing.every > len(layout.units):
         raise ConfigError(
-            f"recompute={recomputed.every}: every {recomputed.every}th unit of {len(layout.units)} is none; "
+            f"recompute={recomputing.every}: every {recomputing.every}th unit of {len(layout.units)} is none; "
             "take a smaller number"
         )
 

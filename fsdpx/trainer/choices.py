@@ -37,7 +37,8 @@ __all__ = [
 
 
 def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
-    """ConfigError for options that need a mesh; for an axis of one rank they are allowed, without effect."""
+    """ConfigError for options of an axis without a mesh, and for stages beside costs. On an axis of one rank they are
+    allowed, without effect."""
     for name, given, axis in (
         ("stages", stages, "pipe"),
         ("costs", costs, "pipe"),

@@ -46,7 +46,7 @@ class Routing:
         return max(self.computed) * len(self.computed) / sum(self.computed) if sum(self.computed) else nan
 
     def since(self, earlier: Routing | None) -> Routing:
-        """The counts added since then; all of them, if counting was restarted."""
+        """The counts added since `earlier`; all of them, if counting was restarted."""
         if earlier is None or sum(earlier.chosen) > sum(self.chosen) or len(earlier.computed) != len(self.computed):
             return self
         pairs = (zip(self.chosen, earlier.chosen, strict=True), zip(self.computed, earlier.computed, strict=True))

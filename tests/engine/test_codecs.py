@@ -198,3 +198,13 @@ def test_one_bit_adam_brings_its_codec() -> None:
     adam, mesh = optim.OneBitAdam(warmup_steps=1), Mesh(replica=2, shard=2)
     between = {"optimizer": adam, "codec": fsdpx.Between(fsdpx.OneBit(1)), "mesh": mesh}
     assert len(set(spawn(lambda comm: run(comm, "onebit", "hybrid", 2, **between)[0].fingerprint(), 4))) == 1
+
+
+class Misspelt(fsdpx.TopK):
+    recut = {"error": "anew"}  # noqa: RUF012
+
+
+def test_what_becomes_of_a_memory_is_one_of_three() -> None:
+    words = r"Misspelt: recut of 'error' is 'anew': choose 'sum', 'same' or 'reset'"
+    with pytest.raises(ConfigError, match=words):
+        spawn(lambda comm: make(comm, "mlp", codec=Misspelt(0.5)), 2)

@@ -355,7 +355,7 @@ def test_layers_keep_no_first_values_that_were_handed_on(cut: bool) -> None:
     assert first == again
     del net
     gc.collect()
-    with pytest.raises(ConfigError, match="first values of this layer were handed on, and the module that they came"):
+    with pytest.raises(ConfigError, match="first values of this layer were released, and the module that they came"):
         train(model, x, y, 2)
     alone = from_torch(Language(1), *example)
     fsdpx.dry_run(alone, x, y, ranks=2, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1))

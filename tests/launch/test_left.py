@@ -11,11 +11,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
 from fsdpx.comm.start import lives, owner
+from fsdpx.launch import run
 from fsdpx.launch.left import left
 from fsdpx.launch.run import _temporary
 from fsdpx.watch.flight import FlightRecorder
@@ -58,6 +60,34 @@ def test_records_go_when_all_who_wrote_them_are_dead(tmp_path: Path, monkeypatch
         os.utime(folder, (0, 0))  # a job may run for long
     assert _folder("new") == tmp_path / "fsdpx-flight-new"
     assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "fsdpx-flight-begins"])
+
+
+def test_records_that_go_meanwhile_are_no_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job on the host ends while this one looks at what is left of jobs."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ends, scan = record(tmp_path / "fsdpx-flight-ends", os.getpid(), platform.node()), os.scandir
+
+    def late(path: Any) -> Any:
+        if Path(path) == ends:
+            (ends / "rank-00000.flight").unlink(missing_ok=True)
+            ends.rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", late)
+    assert _folder("new") == tmp_path / "fsdpx-flight-new"
+    assert not ends.exists()
+
+
+def test_a_starter_that_ends_meanwhile_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fsdpx-run-ends").mkdir()
+    (tmp_path / "fsdpx-run-ends" / "owner").write_text(owner())
+
+    def late(path: Path) -> bool:
+        path.unlink()
+        return True
+
+    monkeypatch.setattr(run, "ours", late)
+    assert (_temporary(tmp_path) / "owner").read_text() == owner()
 
 
 def test_folders_of_killed_starters_go_and_records_that_were_kept_stay(tmp_path: Path) -> None:
