@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from fsdpx import environment
 from fsdpx.comm.clock import CAME, LATE, began
 from fsdpx.comm.place import running_mpi
 
-__all__ = ["PREFIX", "late", "lives", "ours", "owner", "together", "waiting"]
+__all__ = ["PREFIX", "clear", "late", "lives", "ours", "owner", "together", "waiting"]
 
 PREFIX = "fsdpx-start-"
 _inside: list[Path] = []  # the mark of this process, while it waits
@@ -72,6 +72,15 @@ def ours(path: Path) -> bool:
     return False
 
 
+def clear(found: Iterable[Path], dead: Callable[[Path], bool]) -> None:
+    """Remove those folders of this user that belong to killed jobs. Jobs end, and clear up, meanwhile: a folder that is
+    gone is passed over."""
+    for left in found:
+        with suppress(FileNotFoundError):
+            if ours(left) and dead(left):
+                shutil.rmtree(left, ignore_errors=True)
+
+
 def owner() -> str:
     """This process, for `lives`: a number alone could be another's by then."""
     return f"{os.getpid()}-{began(os.getpid())}"
@@ -85,13 +94,6 @@ def lives(owner: str) -> bool:
     return began(int(process)) == birth if birth else began(int(process)) != ""
 
 
-def _clear() -> None:
-    """Remove files left by killed jobs."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        if ours(left) and not lives(left.name.removeprefix(PREFIX)):
-            shutil.rmtree(left, ignore_errors=True)
-
-
 def _clock(folder: Path, settings: environment.Environment, job: str) -> subprocess.Popen[bytes] | None:
     """A Python without site-packages: 10 ms of a core. It outlives what the launcher kills, to clear up. None: another
     rank has one, or this system cannot wait for a pipe with a time limit."""
@@ -101,7 +103,7 @@ def _clock(folder: Path, settings: environment.Environment, job: str) -> subproc
         (folder / "clock").touch(exist_ok=False)
     except FileExistsError:
         return None
-    _clear()
+    clear(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), lambda left: not lives(left.name.removeprefix(PREFIX)))
     assert settings.launcher is not None
     known = (settings.start_timeout, job or 0, settings.expected_size or 0, settings.launcher.local_size or 0)
     words = [str(folder), *map(str, known), "keep" if settings.run else ""]

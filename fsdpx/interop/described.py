@@ -18,17 +18,9 @@ from torch import fx
 from fsdpx.interop.replaced import fuse
 
 __all__ = [
-    "At",
-    "ModuleLayout",
-    "ModuleUnit",
-    "Operation",
-    "OperationGraph",
-    "Shapes",
-    "described",
-    "dumped",
-    "loaded",
-    "value",
-]
+    "At", "ModuleLayout", "ModuleUnit", "Operation", "OperationGraph", "Shapes", "described",
+    "dumped", "loaded", "value",
+]  # fmt: skip
 
 INPUT, RESULT, INNER = "placeholder", "output", "get_attr"
 

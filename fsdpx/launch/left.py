@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +21,16 @@ SECONDS = 60.0
 def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
     """Files of this user that belong to an MPI library and that no process has mapped."""
     old = time.time() - seconds
-    found = sorted(path for name in NAMES for path in folder.glob(name) if ours(path) and path.stat().st_mtime < old)
+    found = sorted(path for name in NAMES for path in folder.glob(name) if ours(path) and _changed(path) < old)
     used = _mapped(folder) if found else set()
     return [path for path in found if str(path) not in used]
+
+
+def _changed(path: Path) -> float:
+    """When the file was last written; never before, if it is gone by now."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_mtime
+    return math.inf
 
 
 def _mapped(folder: Path) -> set[str]:

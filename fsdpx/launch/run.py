@@ -21,7 +21,7 @@ from types import FrameType
 
 from fsdpx import environment
 from fsdpx.comm.clock import ranks_text
-from fsdpx.comm.start import late, lives, ours, owner, waiting
+from fsdpx.comm.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
 from fsdpx.launch.batch import sbatch
 from fsdpx.launch.deaths import Deaths
@@ -221,10 +221,8 @@ def _place(config: LaunchConfig) -> Path:
 
 def _temporary(place: Path) -> Path:
     """A folder of this process. Folders of killed processes are removed."""
-    for left in place.glob(f"{_PREFIX}*/{_OWNER}"):
-        with suppress(FileNotFoundError):  # another job has just ended, or removes it as well
-            if ours(left) and not lives(left.read_text()):
-                shutil.rmtree(left.parent, ignore_errors=True)
+    owned = (file.parent for file in place.glob(f"{_PREFIX}*/{_OWNER}"))
+    clear(owned, lambda left: not lives((left / _OWNER).read_text()))
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
     (folder / _OWNER).write_text(owner())
     return folder

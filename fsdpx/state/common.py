@@ -47,7 +47,6 @@ class CommonMemory:
     def __init__(self, placement: Placement) -> None:
         self.placement, world = placement, placement.axes.world
         self.rank, self.size = world.rank, world.size
-        self.sharded = isinstance(placement.apart, Async)
         self._items = [_items(placement, rank) for rank in range(self.size)]
         ends = [max(item.stop for item in found.values()) for found in self._items]
         self.window: Window = world.window(ends[self.rank])
@@ -100,15 +99,14 @@ class CommonMemory:
 
     def holders(self, page: int) -> Sequence[Span]:
         """Whose parts a page is read from and updated in: from this rank on, so that ranks start at different parts."""
-        here = self.placement.pages[page]
-        if not self.sharded:
-            return [(self.rank, here.mine)]
-        turned = [(self.rank + i) % self.size for i in range(self.size)]
-        return [(rank, here.shards[rank]) for rank in turned]
+        turned = [
+            (self.rank + i) % self.size for i in range(self.size if isinstance(self.placement.apart, Async) else 1)
+        ]
+        return [(rank, _held(self.placement, page, rank)) for rank in turned]
 
     def over_all(self, page: int) -> list[Span]:
         """A page cut over all ranks, as the centre of models is."""
-        return _over(self.placement, page, self.size)
+        return _over_all(self.placement, page)
 
     def put_together(self, key: Key, spans: Sequence[Span], size: int) -> Any:
         """All `size` elements of a page, from the parts of the ranks that hold them."""
@@ -121,8 +119,7 @@ class CommonMemory:
     def segments_of(self, rank: int, page: int) -> Segments:
         """What a rank holds of a page, in the optimiser's terms."""
         if (rank, page) not in self._segments:
-            here = self.placement.pages[page]
-            mine = here.shards[rank] if self.sharded else here.mine
+            here, mine = self.placement.pages[page], _held(self.placement, page, rank)
             others = () if mine.size == here.size else (_refuse, Peers(_refuse, rank, _refuse))
             self._segments[rank, page] = Segments(segments_of(here.page, mine), *others)
         return self._segments[rank, page]
@@ -141,8 +138,7 @@ def _items(placement: Placement, rank: int) -> dict[Key, Item]:
 
 def _of_page(placement: Placement, p: int, rank: int) -> Iterator[tuple[Key, Any, int]]:
     choice, page, master = placement.apart, placement.pages[p], placement.formats.master
-    shards = isinstance(choice, Async)
-    mine = page.shards[rank] if shards else page.mine
+    mine = _held(placement, p, rank)
     yield Key("words", p), np.dtype(np.int64), LINE // 8
     if page.page.trainable and isinstance(choice, Async) and choice.staleness == 0:
         yield Key("added", p), placement.formats.gradients, mine.size
@@ -154,13 +150,17 @@ def _of_page(placement: Placement, p: int, rank: int) -> Iterator[tuple[Key, Any
         key = Key("average" if name == AVERAGE else "slot", p, name)
         yield key, placement.slot_format(name), sum(kept.count(s) for s in segments)
     if isinstance(choice, EASGD):
-        width = placement.axes.world.size
-        yield Key("centre", p), master, _over(placement, p, width)[rank][1].size
+        yield Key("centre", p), master, _over_all(placement, p)[rank][1].size
 
 
-def _over(placement: Placement, page: int, width: int) -> list[Span]:
-    """A page cut over all ranks."""
-    return list(enumerate(cut(placement.pages[page].page, width)))
+def _held(placement: Placement, page: int, rank: int) -> Range:
+    """The elements of a page in the part of a rank: its shard where all update one model, else all of its own model."""
+    here = placement.pages[page]
+    return here.shards[rank] if isinstance(placement.apart, Async) else here.mine
+
+
+def _over_all(placement: Placement, page: int) -> list[Span]:
+    return list(enumerate(cut(placement.pages[page].page, placement.axes.world.size)))
 
 
 def _refuse(*asked: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 
@@ -143,7 +144,7 @@ def recut_of(placement: Placement, key: Key) -> str:
 
 def _recut(codec: Codec, name: str) -> Recut:
     found = codec.recut.get(name, "reset")
-    if found not in ("sum", "same", "reset"):
+    if found not in get_args(Recut):
         raise ConfigError(f"{type(codec).__name__}: recut of {name!r} is {found!r}: choose 'sum', 'same' or 'reset'")
     return found
 

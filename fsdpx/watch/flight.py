@@ -182,11 +182,8 @@ def read(path: Path, whole: bool = True) -> FlightRecord | None:
 
 
 def read_all(folder: Path) -> dict[int, FlightRecord]:
-    """The records of a job, by rank; none where its last rank has just removed the folder."""
-    paths: list[Path] = []
-    with suppress(FileNotFoundError):
-        paths = sorted(folder.glob("rank-*.flight"))
-    found = map(read, paths)
+    """The records of a job, by rank."""
+    found = (read(path) for path in sorted(folder.glob("rank-*.flight")))
     return {flight.rank: flight for flight in found if flight is not None}
 
 

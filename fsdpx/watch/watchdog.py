@@ -25,7 +25,7 @@ from typing import Any
 from fsdpx import environment
 from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
-from fsdpx.comm.start import ours
+from fsdpx.comm.start import clear
 from fsdpx.comm.steps import Progress, progress_of, spin
 from fsdpx.watch.flight import LENGTH, FlightRecord, FlightRecorder, log, read_all
 from fsdpx.watch.leaving import LATE, LEFT, all_gone, all_left, ended, leaving, missed, parted, state_of, status, stays
@@ -440,9 +440,7 @@ def _folder(token: str) -> Path:
     if run is not None:
         return run / f"flight-{token}"
     temporary = Path(tempfile.gettempdir())
-    for left in temporary.glob(_PREFIX + "*"):  # of jobs that were killed
-        if ours(left) and _abandoned(left):
-            shutil.rmtree(left, ignore_errors=True)
+    clear(temporary.glob(_PREFIX + "*"), _abandoned)
     return temporary / (_PREFIX + token)
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
+from fsdpx.comm import start
 from fsdpx.comm.start import lives, owner
-from fsdpx.launch import run
 from fsdpx.launch.left import left
 from fsdpx.launch.run import _temporary
 from fsdpx.watch.flight import FlightRecorder
@@ -83,10 +83,10 @@ def test_a_starter_that_ends_meanwhile_is_passed_over(tmp_path: Path, monkeypatc
     (tmp_path / "fsdpx-run-ends" / "owner").write_text(owner())
 
     def late(path: Path) -> bool:
-        path.unlink()
+        (path / "owner").unlink()
         return True
 
-    monkeypatch.setattr(run, "ours", late)
+    monkeypatch.setattr(start, "ours", late)
     assert (_temporary(tmp_path) / "owner").read_text() == owner()
 
 
@@ -115,6 +115,16 @@ def test_what_is_mpis_is_found_unless_it_is_in_use(tmp_path: Path) -> None:
     assert found == ["mpich_shm_1f_0", "sm_segment.n1.0.1"]
     assert left(tmp_path) == []  # they are new
     assert len(left(tmp_path, 0.0)) == 3
+
+
+def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(path: Path) -> bool:
+        path.unlink()
+        return True
+
+    (tmp_path / "mpich_shm_1f_0").write_bytes(b"x")
+    monkeypatch.setattr("fsdpx.launch.left.ours", late)
+    assert left(tmp_path, -10.0) == []
 
 
 @pytest.mark.jobs
