@@ -270,6 +270,11 @@ def traced(environ: Mapping[str, str] = os.environ) -> Path | None:
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
 
 
+def python_path(first: str, environ: Mapping[str, str] = os.environ) -> str:
+    """PYTHONPATH with this folder before what it has."""
+    return os.pathsep.join(filter(None, (first, environ.get("PYTHONPATH"))))
+
+
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> str | None:
     """The GPUs that the launcher or the user lets this process see (CUDA_VISIBLE_DEVICES); None: all. Never set."""
     return environ.get("CUDA_VISIBLE_DEVICES")

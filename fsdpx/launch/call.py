@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import site
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdpx import environment
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init
 from fsdpx.launch.options import LaunchConfig
@@ -56,26 +58,42 @@ def launch(
 
 
 def _run(config: LaunchConfig, program: Sequence[str]) -> None:
-    ending = run(config, program)
+    ending = run(config, program, _path())
     if ending.kind != "done":
         raise LaunchError(ending.text)
 
 
+def _path() -> dict[str, str]:
+    """PYTHONPATH for ranks, where this process finds fsdpx in a folder that it has put on its path itself."""
+    home = str(Path(__file__).parents[2])
+    installed = home in (*site.getsitepackages(), site.getusersitepackages())
+    return {} if installed or home not in sys.path else {"PYTHONPATH": environment.python_path(home)}
+
+
 def _packed(what: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """The call, and where this process finds modules."""
-    try:
-        import cloudpickle as pickler
-    except ImportError:
-        pickler = pickle
     name = getattr(what, "__qualname__", repr(what))
-    if pickler is pickle and getattr(what, "__module__", "") == "__main__":
+    if _pickler() is pickle and getattr(what, "__module__", "") == "__main__":
         raise LaunchError(
             f"launch({name}): ranks cannot import __main__; pip install cloudpickle, or use a module for it"
         )
+    return pickle.dumps((sys.path, _dumped((what, args), f"launch({name}): it")))
+
+
+def _pickler() -> Any:
+    """What pickles functions and classes of a notebook as well, where it is installed."""
     try:
-        return pickle.dumps((sys.path, pickler.dumps((what, args))))
+        import cloudpickle
+    except ImportError:
+        return pickle
+    return cloudpickle
+
+
+def _dumped(value: Any, what: str) -> bytes:
+    try:
+        return bytes(_pickler().dumps(value))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LaunchError(f"launch({name}): it cannot be given to other processes: {error}") from error
+        raise LaunchError(f"{what} cannot be given to other processes: {error}") from error
 
 
 def _results(folder: Path) -> list[Any]:
@@ -101,7 +119,8 @@ def main(folder: Path) -> None:
     function, args = pickle.loads(call)
     comm = init()
     result = function(comm, *args)
-    (folder / _RESULT.format(comm.rank)).write_bytes(pickle.dumps((comm.size, result)))
+    packed = _dumped((comm.size, result), f"rank {comm.rank}: what {getattr(function, '__qualname__', function)} returned")
+    (folder / _RESULT.format(comm.rank)).write_bytes(packed)
 
 
 if __name__ == "__main__":

@@ -241,12 +241,19 @@ def _writable(folder: Path, option: str) -> Path:
 def _look_for(program: Sequence[str]) -> None:
     """LaunchError if there is nothing to start, before any rank says so."""
     where, module, script = Path.cwd(), program[0] == "-m", program[1 if program[0] == "-m" else 0]
-    if module and PathFinder.find_spec(script.partition(".")[0], [str(where), *sys.path]) is None:
+    if module and not _importable(script.partition(".")[0], where):
         raise LaunchError(f"there is no module {script!r} on Python's path or in {where}")
     if not module and not Path(script).exists():
         raise LaunchError(f"there is no script {script!r} in {where}")
     if not module and Path(script).is_dir() and not Path(script, "__main__.py").exists():
         raise LaunchError(f"{script!r} is no script but a folder, and has no __main__.py")
+
+
+def _importable(package: str, where: Path) -> bool:
+    """Whether a Python that is started in `where` finds it: there, or as this one does. Packages that are installed as
+    links to their sources are on no path; a finder of their own knows them."""
+    here = PathFinder.find_spec(package, [str(where)]) is not None
+    return here or any(finder.find_spec(package, None) is not None for finder in sys.meta_path)
 
 
 def _log(text: str) -> None:

@@ -7,6 +7,8 @@ import shlex
 import subprocess
 import sys
 import threading
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -313,6 +315,25 @@ def test_a_batch_file_says_the_same_job(site: Path, capsys: pytest.CaptureFixtur
     words = "run --ranks 4 --nodes 2 --elastic --threads 3 --grace 90.0 train.py --name 'a b'"
     assert f"\npython -m fsdpx {words} & job=$!\n" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Linked(MetaPathFinder):
+        """Finds a package that lies on no path, as those that are installed as links to their sources do."""
+
+        @staticmethod
+        def find_spec(name: str, path: object, target: object = None) -> ModuleSpec | None:
+            return ModuleSpec(name, None) if name == "linked" else None
+
+    (site / "beside.py").write_text("")
+    run._look_for(["-m", "beside"])
+    run._look_for(["-m", "json.tool"])
+    with pytest.raises(LaunchError, match="^there is no module 'linked.train' on Python's path or in "):
+        run._look_for(["-m", "linked.train"])
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Linked()])
+    run._look_for(["-m", "linked.train"])
 
 
 def test_what_cannot_be_given_to_other_processes_is_said() -> None:

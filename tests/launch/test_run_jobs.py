@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from trials import MPIEXEC, TRAINER, environment, none_left
@@ -162,6 +163,8 @@ def test_a_function_gives_what_it_returned_on_each_rank(
 ) -> None:
     for name, value in environment(TMPDIR=str(tmp_path)).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.delenv("PYTHONPATH")  # ranks find fsdpx as this process does, from any folder
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "sums.py").write_text(SUMS)
     monkeypatch.syspath_prepend(tmp_path)
     add = importlib.import_module("sums").add
@@ -169,3 +172,25 @@ def test_a_function_gives_what_it_returned_on_each_rank(
     assert "[1] rank 1 adds\n" in capsys.readouterr().out
     with pytest.raises(LaunchError, match=r"^rank [01] on .* ended with ValueError"):
         fsdpx.launch(add, -1, config=fsdpx.LaunchConfig(ranks=2, max_restarts=0))
+
+
+IN_A_NOTEBOOK = """
+class Sum:
+    def __init__(self, total):
+        self.total = total
+
+def add(comm, more):
+    return Sum(comm.rank + more.total)
+"""
+
+
+def test_a_notebook_gives_functions_and_classes_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cloudpickle")
+    for name, value in environment(TMPDIR=str(tmp_path)).items():
+        monkeypatch.setenv(name, value)
+    main = ModuleType("__main__")
+    exec(IN_A_NOTEBOOK, main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    sums = fsdpx.launch(main.add, main.Sum(3), ranks=2)
+    assert sums is not None
+    assert [(type(one), one.total) for one in sums] == [(main.Sum, 3), (main.Sum, 4)]
