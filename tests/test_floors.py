@@ -10,7 +10,7 @@ from reading import NAME, Package
 
 PACKAGE = Package.of(Path(__file__).parents[1] / NAME)
 
-GROUND = ("errors", "config", "version", "environment")
+GROUND = ("errors", "config", "version", "environment", "files")
 FLOORS = (
     GROUND,
     ("program", "shapes", "native", "cuda"),
@@ -34,7 +34,7 @@ BESIDE = ("testing",)
 """What users inherit; of the floors only what users copy knows it."""
 
 NARROWER = {
-    "program": {"errors"},
+    "program": {"errors", "files"},
     "optim": {"array", "cuda", "native", *GROUND},
     "data": {"array", "comm", *GROUND},
     "generation": {"array", *GROUND},

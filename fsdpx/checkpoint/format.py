@@ -12,8 +12,9 @@ import numpy as np
 
 from fsdpx.array.namespace import dtype as dtype_of_name
 from fsdpx.errors import CheckpointError
+from fsdpx.files import parse_json
 
-__all__ = ["Contents", "TensorEntry", "array_type", "code_of", "lay", "parse", "read_json"]
+__all__ = ["Contents", "TensorEntry", "array_type", "code_of", "lay", "parse"]
 
 LARGEST_HEADER = 100_000_000
 """Bytes, as the reference reader has it."""
@@ -126,8 +127,8 @@ def parse(read: Any, size: int, where: str) -> Contents:
     if head[LENGTH : LENGTH + 1] != b"{":
         raise bad("the header does not begin with '{': this is no safetensors file")
     try:
-        table = read_json(head[LENGTH:])
-    except (ValueError, RecursionError) as error:
+        table = parse_json(head[LENGTH:])
+    except ValueError as error:
         raise bad(f"the header is no JSON of unique names: {error}") from None
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
@@ -167,25 +168,3 @@ def _demand_tiling(entries: Mapping[str, TensorEntry], base: int, size: int, bad
         raise bad(f"truncated: {size} bytes, its tensors need {at}")
     if at < size:
         raise bad(f"{size - at} bytes after the last tensor belong to none")
-
-
-def read_json(data: bytes) -> Any:
-    """The value of a JSON text; ValueError or RecursionError if it is none, if an object has a name twice, or if a text
-    in it is none that can be written: half of a surrogate pair."""
-    text = data.decode()
-    value = json.loads(text, object_pairs_hook=_unique)
-    if "\\u" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{error.object[error.start]!r} in it is no text") from None
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON; ValueError if it has a name twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return found

@@ -12,8 +12,9 @@ from typing import Any
 
 from fsdpx.checkpoint import digest
 from fsdpx.checkpoint.files import WRITTEN, FileLayout
-from fsdpx.checkpoint.format import Contents, read_json
+from fsdpx.checkpoint.format import Contents
 from fsdpx.errors import CheckpointError
+from fsdpx.files import parse_json
 
 __all__ = ["MANIFEST", "OWN", "SUMS", "FileRecord", "Manifest", "is_checkpoint"]
 
@@ -67,14 +68,14 @@ class Manifest:
     def parse(cls, data: bytes, where: str) -> Manifest:
         """CheckpointError for anything but what `text` gives, to the last byte."""
         try:
-            table = read_json(data)
+            table = parse_json(data)
             version = table["checkpoint"]
             files = {n: FileRecord(f["bytes"], f["head"], dict(f["tensors"])) for n, f in table["files"].items()}
             if not all(record.sound for record in files.values()):
                 raise ValueError("numbers of another type or out of range")
             made = cls(files)
             intact = made.text() == data
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise CheckpointError(f"{where}: damaged: this is no manifest of a checkpoint") from None
         if version != VERSION:
             raise CheckpointError(f"{where}: format {version!r} of checkpoints; this fsdpx reads format {VERSION}")

@@ -10,9 +10,10 @@ from pathlib import Path
 from fsdpx.checkpoint.commit import current
 from fsdpx.checkpoint.disk import opened, read_at
 from fsdpx.checkpoint.files import INDEX, STATE, WEIGHTS, FileLayout, Tensors
-from fsdpx.checkpoint.format import Contents, TensorEntry, parse, read_json
+from fsdpx.checkpoint.format import Contents, TensorEntry, parse
 from fsdpx.checkpoint.manifest import MANIFEST, Manifest, is_checkpoint
 from fsdpx.errors import CheckpointError
+from fsdpx.files import parse_json
 
 __all__ = ["Source", "checkpoint", "weights"]
 
@@ -100,11 +101,11 @@ def contents(path: Path) -> Contents:
 def _indexed(path: Path) -> Source:
     """An index says which tensor is in which file; files and index must say the same."""
     try:
-        table = read_json(_text(path))
+        table = parse_json(_text(path))
         names = table["weight_map"]
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in names.items()):
             raise ValueError("weight_map must map texts to texts")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: this is no index of safetensors files: {error}") from None
     files = {}
     for file in sorted(set(names.values())):

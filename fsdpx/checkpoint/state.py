@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fsdpx.checkpoint.format import read_json
 from fsdpx.errors import CheckpointError
+from fsdpx.files import parse_json
 from fsdpx.optim.rounded import inside
 from fsdpx.state.state import TRAINED, TrainState
 
@@ -64,11 +64,11 @@ class Scalars:
     @classmethod
     def parse(cls, text: str | None, where: str) -> Scalars:
         try:
-            table = read_json((text or "").encode())
+            table = parse_json((text or "").encode())
             made = cls(**{**table, "slots": tuple(table["slots"])})
             if type(table["slots"]) is not list or not made._sound:
                 raise ValueError("a value is of another type or out of range")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise CheckpointError(f"{where}: this state cannot be read: {error}") from None
         return made
 

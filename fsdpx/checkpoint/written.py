@@ -13,11 +13,11 @@ import numpy as np
 
 from fsdpx.checkpoint.disk import opened, read_at
 from fsdpx.checkpoint.files import WRITTEN
-from fsdpx.checkpoint.format import read_json
 from fsdpx.checkpoint.source import Source
 from fsdpx.config import PRECISIONS, PRESETS, Precision, Sharding
 from fsdpx.config import sharding as sharding_of
 from fsdpx.errors import CheckpointError
+from fsdpx.files import parse_json
 from fsdpx.state.placement import Placement
 from fsdpx.version import __version__
 
@@ -66,9 +66,9 @@ def words(note: bytes | None) -> str:
     if note is None:
         return UNKNOWN
     try:
-        table = read_json(note)
+        table = parse_json(note)
         return ", ".join(f"{name} {value}" for name, value in table.items())
-    except (ValueError, AttributeError, RecursionError):
+    except (ValueError, AttributeError):
         return f"{WRITTEN} cannot be read"
 
 

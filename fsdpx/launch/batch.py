@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
 __all__ = ["sbatch"]
@@ -38,14 +40,26 @@ exit "$status"
 
 
 def sbatch(config: LaunchConfig, program: Sequence[str]) -> str:
-    """The text of the file."""
+    """The text of the file; LaunchError for a word with a line break: a scheduler could read what is after it."""
     nodes, per_node = config.spread(config.ranks) or (1, config.ranks)
     threads = "" if config.threads is None else f"#SBATCH --cpus-per-task={config.threads}\n"
-    name = Path(next(word for word in program if word != "-m")).stem
+    name = _name(program)
     return _TEXT.format(
         name=name, nodes=nodes, per_node=per_node, threads=threads, notice=math.ceil(config.grace) + _NOTICE,
-        words=shlex.join(["run", *_options(config), *program]),
+        words=shlex.join(_of_one_line(["run", *_options(config), *program])),
     )  # fmt: skip
+
+
+def _name(program: Sequence[str]) -> str:
+    """Of the job: its script's, in characters that mean nothing to a shell or a scheduler."""
+    return re.sub(r"[^\w.+-]", "_", Path(next(word for word in program if word != "-m")).stem)
+
+
+def _of_one_line(words: Sequence[str]) -> Sequence[str]:
+    for word in words:
+        if any(not char.isprintable() for char in word):
+            raise LaunchError(f"{word!r} has a line break or another control character: a batch file cannot hold it")
+    return words
 
 
 def _options(config: LaunchConfig) -> Iterator[str]:

@@ -13,7 +13,7 @@ from fsdpx.launch.options import LaunchConfig
 
 __all__ = ["HostSlots", "look_up", "read_hosts", "share", "slots_of", "write_hosts"]
 
-_LINE = re.compile(r"(?P<name>[\w.-]+)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
+_LINE = re.compile(r"(?P<name>\w[\w.-]*)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
 
 

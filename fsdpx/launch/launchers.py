@@ -19,6 +19,7 @@ from fsdpx.launch.here import starter
 from fsdpx.launch.hosts import HostSlots, read_hosts, share
 from fsdpx.launch.library import library
 from fsdpx.launch.options import LaunchConfig
+from fsdpx.launch.rank import handed_over
 
 __all__ = ["LAUNCHERS", "Found", "Launcher", "answering", "command", "find"]
 
@@ -138,7 +139,7 @@ def command(found: Found, config: LaunchConfig, ranks: int, program: Sequence[st
     where = _where(found, config, ranks)
     always, passes = ([], []) if kind is None else (_filled(kind.always), _passed(kind.passes, sorted(names)))
     options = [*always, *where, *passes] if found.chosen else [*where, *(passes if where else [])]
-    return [*found.words, *options, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *program]
+    return [*found.words, *options, "-n", str(ranks), sys.executable, "-m", "fsdpx.launch.rank", *handed_over(program)]
 
 
 def answering(found: Found, hosts: Sequence[HostSlots], seconds: float = 15.0) -> list[HostSlots]:

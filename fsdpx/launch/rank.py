@@ -22,7 +22,7 @@ from fsdpx.comm.start import together
 from fsdpx.launch.logs import asked, redirect
 from fsdpx.launch.notes import Note, hold_lifeline
 
-__all__ = ["end_with_parent"]
+__all__ = ["end_with_parent", "handed_over"]
 
 _PDEATHSIG = 1
 
@@ -31,6 +31,7 @@ def main() -> None:
     """`python -m fsdpx.launch.rank script.py ...`, as `python -m mpi4py script.py ...` otherwise."""
     settings = environment.read()
     end_with_parent()
+    sys.argv[1:] = [word[1:] if _only_colons(word) else word for word in sys.argv[1:]]
     if settings.launcher is not None and not settings.launcher.mpi:
         run = _run
     else:
@@ -52,6 +53,16 @@ def main() -> None:
         _ended(begun, error).write(settings.run)
         raise
     replace(begun, status=0).write(settings.run)
+
+
+def handed_over(program: Sequence[str]) -> list[str]:
+    """The words of a program as a launcher gets them for its ranks. A launcher takes ":" for the beginning of another
+    program, wherever it is: a word of nothing but colons gets one more, which `main` drops."""
+    return [f":{word}" if _only_colons(word) else word for word in program]
+
+
+def _only_colons(word: str) -> bool:
+    return word != "" and not word.strip(":")
 
 
 def _run() -> None:

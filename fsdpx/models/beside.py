@@ -6,8 +6,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fsdpx.checkpoint.format import read_json
 from fsdpx.errors import ConfigError
+from fsdpx.files import parse_json
 
 __all__ = ["ends_of", "tokenizer_of"]
 
@@ -30,7 +30,7 @@ def ends_of(folder: str | PathLike[str]) -> list[int]:
     """The tokens that end a text, the first of them the one to write; none if the folder does not say."""
     for name in ("generation_config.json", "config.json"):
         file = Path(folder, name)
-        found = read_json(file.read_bytes()).get("eos_token_id") if file.exists() else None
+        found = parse_json(file.read_bytes()).get("eos_token_id") if file.exists() else None
         if found is not None:
             return [int(end) for end in (found if isinstance(found, list) else [found])]
     return []

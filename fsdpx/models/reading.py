@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from fsdpx.checkpoint.format import array_type, read_json
+from fsdpx.checkpoint.format import array_type
 from fsdpx.checkpoint.pieces import Held
 from fsdpx.checkpoint.read import elements, read
 from fsdpx.checkpoint.rounding import rounded
 from fsdpx.checkpoint.source import Source, weights
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.files import parse_json
 from fsdpx.models.architecture import Architecture, Config
 from fsdpx.models.tables import ARCHITECTURES
 from fsdpx.models.turned import boxes
@@ -123,10 +124,10 @@ def _config(path: Path) -> Config:
     if not path.is_dir():
         raise ConfigError(f"{str(path)!r} is no folder here, and nothing is downloaded: give the path of a folder")
     try:
-        config = read_json((path / CONFIG).read_bytes())
+        config = parse_json((path / CONFIG).read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no {CONFIG}; a folder as transformers writes it has one") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path / CONFIG}: this is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigError(f"{path / CONFIG}: a configuration is an object, this is {type(config).__name__}")

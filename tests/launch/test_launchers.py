@@ -18,6 +18,7 @@ from fsdpx import environment
 from fsdpx.__main__ import main
 from fsdpx.errors import LaunchError
 from fsdpx.launch import join, launchers, run
+from fsdpx.launch.batch import sbatch
 from fsdpx.launch.hosts import HostSlots, read_hosts, share
 from fsdpx.launch.options import LaunchConfig
 
@@ -334,6 +335,22 @@ def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
         run._look_for(["-m", "linked.train"])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Linked()])
     run._look_for(["-m", "linked.train"])
+
+
+def test_a_name_in_a_batch_file_runs_nothing(tmp_path: Path) -> None:
+    text = sbatch(LaunchConfig(4), ["a$(touch ran);b`c`.py", "$(touch ran)", "; touch ran", "'", "#SBATCH"])
+    assert "#SBATCH --job-name=a__touch_ran__b_c_\n" in text
+    assert text.count("\n#SBATCH") == 6
+    done = subprocess.run(["bash", "-c", f"python() {{ printf '%s\\n' \"$@\"; }}\n{text}"], cwd=tmp_path,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    words = ["a$(touch ran);b`c`.py", "$(touch ran)", "; touch ran", "'", "#SBATCH"]
+    assert done.stdout.splitlines() == ["-m", "fsdpx", "run", "--ranks", "4", *words]
+    assert not (tmp_path / "ran").exists()
+    for word in ("a\n#SBATCH --uid=0\ntouch ran\n#.py", "a\rb", "a\0"):
+        with pytest.raises(LaunchError, match=r"has a line break or another control character: a batch file cannot"):
+            sbatch(LaunchConfig(4), ["train.py", word])
+        with pytest.raises(LaunchError, match=r"has a line break"):
+            sbatch(LaunchConfig(4), [word])
 
 
 def test_what_cannot_be_given_to_other_processes_is_said() -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -20,11 +21,13 @@ from fsdpx.launch.logs import Follower
 pytestmark = [pytest.mark.mpi_skip, pytest.mark.jobs]
 
 
-def run(folder: Path, program: str, *options: str) -> tuple[subprocess.CompletedProcess[str], float]:
+def run(
+    folder: Path, program: str, *options: str, args: Sequence[str] = ()
+) -> tuple[subprocess.CompletedProcess[str], float]:
     """A job on 4 ranks, and the seconds from `open("at", "w")` in it to its end."""
     (folder / "job.py").write_text(program)
     done = subprocess.run(
-        [sys.executable, "-m", "fsdpx", "run", "-n", "4", "--max-restarts", "0", *options, "job.py"],
+        [sys.executable, "-m", "fsdpx", "run", "-n", "4", "--max-restarts", "0", *options, "job.py", *args],
         cwd=folder, capture_output=True, text=True, timeout=100, env=environment(TMPDIR=str(folder)),
     )  # fmt: skip
     at = folder / "at"
@@ -63,7 +66,7 @@ def test_however_one_rank_ends_the_job_ends_soon_and_names_it(
 PRINTS = """
 import os, sys, fsdpx
 comm = fsdpx.init()
-print("begun", comm.rank)
+print("begun", comm.rank, sys.argv[1:])
 fsdpx.barrier()
 os.write(2, b"raw\\n")
 print("threads", os.environ["OMP_NUM_THREADS"], end="")
@@ -72,14 +75,16 @@ sys.exit(3 * (comm.rank == 1))
 
 
 def test_each_rank_has_its_log_and_a_record_of_its_end(tmp_path: Path) -> None:
-    done, _ = run(tmp_path, PRINTS, "--logs", "logs", "--threads", "1")
+    args = [":", "touch", "other", "a b", "::", "\n$(touch other)"]  # launchers begin another program at ":"
+    done, _ = run(tmp_path, PRINTS, "--logs", "logs", "--threads", "1", args=args)
     assert done.returncode == 3, done.stderr
     for rank in range(4):
         text = (tmp_path / "logs" / f"rank-000{rank}.log").read_text()
-        assert f"begun {rank}\nraw\n" in text
-        assert f"[{rank}] begun {rank}\n[{rank}] raw\n" in "".join(
+        assert f"begun {rank} {args}\nraw\n" in text
+        assert f"[{rank}] begun {rank} {args}\n[{rank}] raw\n" in "".join(
             line for line in done.stdout.splitlines(keepends=True) if line.startswith(f"[{rank}]")
         )
+    assert not (tmp_path / "other").exists()
     assert "threads 1" in (tmp_path / "logs" / "rank-0001.log").read_text()
     assert json.loads((tmp_path / "logs" / "rank-0001.json").read_text())["status"] == 3
 

@@ -1,0 +1,291 @@
+"""Files that others may have written: which of them are believed, how they are opened, and how new ones are made.
+
+There are two kinds. Files of *ours* are caches, records, notes, marks and locks that fsdpx wrote itself: they are
+opened without following links, and they must be regular files of this user or of root that no other user can write. The
+user's *input* is a file that the user names, such as a model or a checkpoint: it may belong to another user and be
+reached over links, but it must be a regular file as well. Both have a largest size. Opening never waits for the other
+end of a pipe.
+
+What does not fit is `Untrusted`. A caller that can make the file again passes over it with one warning (`passed_over`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import stat
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = [
+    "LARGEST_RECORD", "READABLE", "Untrusted", "believed", "belongs", "create", "demand_private", "folder", "is_folder",
+    "lock", "open_file", "parse_json", "passed_over", "read", "read_json", "remove", "sign", "typed", "write",
+]  # fmt: skip
+
+LARGEST_RECORD = 1 << 20
+"""Bytes of a file of ours that is read whole, unless the caller says another number."""
+DEEPEST = 64
+"""Lists and objects inside each other in JSON."""
+DIGITS = 64
+"""Of a whole number in JSON. Tokenizers have one of 31 for "no limit"."""
+PRIVATE, READABLE = 0o600, 0o644
+"""Modes of new files: for this user alone, and for others to read, as in a cache that users share."""
+_POSIX = os.name == "posix"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
+_SAFELY = _AT_ONCE | getattr(os, "O_BINARY", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_warned: set[str] = set()
+
+
+class Untrusted(OSError):
+    """A file or a folder that is there, but not as it has to be. The text names it and says why."""
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def open_file(path: str | os.PathLike[str], most: int | None = None, ours: bool = True) -> BinaryIO:
+    """A file opened for reading; `Untrusted` where it is not as it has to be, OSError where it cannot be opened.
+
+    Parameters
+    ----------
+    path : the file
+    most : the largest size in bytes, or None for any
+    ours : whether fsdpx has written it; otherwise it is the user's input
+    """
+    before = os.lstat(path) if ours else os.stat(path)  # opening a device can do something by itself
+    _demand(path, before, most, ours)
+    file = os.open(path, os.O_RDONLY | _SAFELY | (_NO_LINK if ours else 0))
+    try:
+        _demand(path, os.fstat(file), most, ours)
+        return os.fdopen(file, "rb")
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def read(path: str | os.PathLike[str], most: int = LARGEST_RECORD, ours: bool = True) -> bytes:
+    """The content of a file of at most this many bytes, as `open_file` opens it."""
+    with open_file(path, most, ours) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise Untrusted(f"{path} has more than {most:,} bytes")
+    return data
+
+
+def read_json(path: str | os.PathLike[str], most: int = LARGEST_RECORD, ours: bool = True) -> Any:
+    """The value of a file of JSON; as `read`, and ValueError as `parse_json`."""
+    return parse_json(read(path, most, ours))
+
+
+def believed(path: Path, most: int = LARGEST_RECORD) -> bytes | None:
+    """The content of a file of ours; None if there is none, or, with one warning, if it is refused."""
+    try:
+        return read(path, most)
+    except Untrusted as error:
+        passed_over(error)
+    except OSError:
+        pass
+    return None
+
+
+def passed_over(error: Exception, path: Path | None = None) -> None:
+    """Warn, once per process and folder, that a file is not used. path: the file, where the error does not name it."""
+    text = f"{error}" if path is None else f"{path}: {error}"
+    key = text.partition(" ")[0].rpartition(os.sep)[0]
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(f"fsdpx: {text}; it is passed over", RuntimeWarning, stacklevel=3)
+
+
+def _demand(path: str | os.PathLike[str], found: os.stat_result, most: int | None, ours: bool) -> None:
+    """`Untrusted` unless this is a regular file, not too large, and, if one of ours, of this user or root alone."""
+    if stat.S_ISLNK(found.st_mode):
+        raise Untrusted(f"{path} is a link, which is not followed here")
+    if not stat.S_ISREG(found.st_mode):
+        raise Untrusted(f"{path} is a folder, a pipe or a device where a file should be")
+    if ours:
+        _demand_owner(path, found, _OTHERS_WRITE)
+    if most is not None and found.st_size > most:
+        raise Untrusted(f"{path} has {found.st_size:,} bytes, more than {most:,}")
+
+
+def _demand_owner(path: str | os.PathLike[str], found: os.stat_result, closed: int, root: bool = True) -> None:
+    if not _POSIX:  # there a user's folders are the user's
+        return
+    if found.st_uid not in ((os.geteuid(), 0) if root else (os.geteuid(),)):
+        raise Untrusted(f"{path} belongs to user {found.st_uid}, not to this one ({os.geteuid()})")
+    if found.st_mode & closed:
+        what = "be written by" if closed == _OTHERS_WRITE else "be entered by"
+        raise Untrusted(f"{path} can {what} others (mode {stat.S_IMODE(found.st_mode):04o})")
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def parse_json(data: bytes) -> Any:
+    """The value of a JSON text, in time linear in its length.
+
+    ValueError if it is none, if an object has a name twice, if lists and objects are more than 64 deep, if a whole
+    number has more than 64 digits, or if a text in it cannot be written, as half of a surrogate pair."""
+    text = data.decode()
+    try:
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=_whole)
+    except RecursionError:
+        raise ValueError(f"lists and objects in it are more than {DEEPEST} deep") from None
+    _demand_depth(value)
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{error.object[error.start]!r} in it is no text") from None
+    return value
+
+
+def typed(found: Any, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
+    """The value if it is an object of exactly these names, each with a value of its type; otherwise ValueError. A bool
+    is no int."""
+    if not isinstance(found, dict) or found.keys() != kinds.keys():
+        raise ValueError(f"it is no object of {', '.join(kinds)}")
+    for name, kind in kinds.items():
+        allowed = kind if isinstance(kind, tuple) else (kind,)
+        if type(found[name]) not in allowed:
+            raise ValueError(f"{name} is no {' or '.join(one.__name__ for one in allowed)}")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; ValueError if it has a name twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen = set[str]()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {name!r} is there twice")
+            seen.add(name)
+    return found
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > DIGITS:
+        raise ValueError(f"a whole number in it has more than {DIGITS} digits")
+    return int(digits)
+
+
+def _demand_depth(value: Any) -> None:
+    """Level by level, since a function that calls itself would end where the value is deeper than the stack."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        inner = [part for part in level if isinstance(part, dict | list)]
+        level = [part for whole in inner for part in (whole.values() if isinstance(whole, dict) else whole)]
+    if level or inner:
+        raise ValueError(f"lists and objects in it are more than {DEEPEST} deep")
+
+
+# -- folders ---------------------------------------------------------------------------------------------------------
+
+
+def folder(path: Path, private: bool = True) -> Path:
+    """The folder, made with the folders above it if it is not there; `Untrusted` if it is not this user's.
+
+    Parameters
+    ----------
+    path : the folder
+    private : whether others may not enter it (mode 0700), as a run's folder; otherwise they may read (0755 at most), as
+        a cache, of which an existing folder is taken as it is: each file in it is looked at when it is read
+    """
+    missing = [path] if not os.path.lexists(path) else []
+    while missing and not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for one in reversed(missing):
+        with suppress(FileExistsError):  # another rank has made it meanwhile
+            os.mkdir(one, 0o700 if private else 0o755)
+    if private:
+        demand_private(path)
+    return path
+
+
+def demand_private(path: Path) -> None:
+    """`Untrusted` unless this is a folder, not a link to one, that this user owns and no other user can enter."""
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode):
+        raise Untrusted(f"{path} is a link or a file where a folder should be")
+    _demand_owner(path, found, stat.S_IRWXG | stat.S_IRWXO, root=False)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether it is a folder of this user, and not a link to one."""
+    with suppress(OSError):
+        return stat.S_ISDIR(os.lstat(path).st_mode) and belongs(path)
+    return False
+
+
+def belongs(path: Path) -> bool:
+    """Whether this user owns what is there, a link itself rather than what it points at."""
+    with suppress(OSError):  # it is gone by now
+        return not _POSIX or os.lstat(path).st_uid == os.geteuid()
+    return False
+
+
+def remove(path: Path) -> None:
+    """Remove a folder of this user with all that is in it, without following links; nothing else."""
+    if is_folder(path):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def create(path: Path, mode: int = PRIVATE) -> int:
+    """A new file, open for reading and writing; FileExistsError if there is anything of this name, even a link."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
+
+
+def write(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
+    """Write a file that is there whole or not at all, and replaces whatever has its name, even a link."""
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    file = create(partial, mode)
+    try:
+        with os.fdopen(file, "wb") as out:
+            out.write(data.encode() if isinstance(data, str) else data)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+def lock(path: Path) -> int:
+    """A file to lock, open to read and write, made if it is not there; `Untrusted` if it is not this user's alone.
+
+    Other users can neither write it nor, as they cannot open it, hold its lock. `sign` writes who holds it."""
+    for _ in range(100):  # another process of this user may make or remove it meanwhile
+        with suppress(FileExistsError):
+            return create(path)
+        with suppress(FileNotFoundError):
+            _demand(path, os.lstat(path), None, ours=True)
+            file = os.open(path, os.O_RDWR | _SAFELY | _NO_LINK)
+            try:
+                _demand(path, found := os.fstat(file), None, ours=True)
+                if found.st_nlink > 1:
+                    raise Untrusted(f"{path} is another file's name as well (a hard link)")
+                if _POSIX:
+                    os.fchmod(file, PRIVATE)  # of root's, this user has opened none
+            except BaseException:
+                os.close(file)
+                raise
+            return file
+    raise Untrusted(f"{path} comes and goes: it cannot be locked")
+
+
+def sign(file: int, text: str) -> None:
+    """Write a text into a lock's file in place of what it says."""
+    os.ftruncate(file, 0)
+    os.lseek(file, 0, os.SEEK_SET)
+    os.write(file, text.encode())
