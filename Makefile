@@ -138,6 +138,7 @@ bench: $(VENV)/.ready
 	$(PY) bench/gloo.py $(ARGS)
 	$(PY) bench/modules.py $(ARGS)
 	$(PY) bench/footprint.py $(ARGS)
+	$(PY) bench/predict.py $(ARGS)
 	$(PY) bench/axes.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)
 	$(PY) bench/offload.py $(ARGS)

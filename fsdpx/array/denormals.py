@@ -6,25 +6,23 @@ nothing is changed."""
 
 import functools
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["flush_for_good", "flushed"]
 
 
-@contextmanager
-def flushed() -> Iterator[None]:
+class flushed:  # noqa: N801
     """Within the block, denormals count as 0 in this thread."""
-    control = _control()
-    if control is None:
-        yield
-        return
-    before = control.flush()
-    try:
-        yield
-    finally:
-        control.restore(before)
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        control = _control()
+        self._before = None if control is None else control.flush()
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None:
+            _control().restore(self._before)
 
 
 def flush_for_good() -> None:

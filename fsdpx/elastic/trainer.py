@@ -58,6 +58,7 @@ class ElasticTrainer(Trainer):
     def step(self, x: Any, y: Any) -> float:
         """Train on one global batch, given whole on every rank: its mean loss, equal on every rank."""
         self._open("step")
+        self._demand("step")
         self._recent.add(x, y)
         self._catch_up()
         assert self.last is not None

@@ -72,10 +72,12 @@ class Engine:
             run = self._begin(executable, feed)
             for planned in executable.steps:
                 self._act(run, planned)
-            for transfer in self._sends:
-                transfer.wait()
-            self._sends.clear()
-            self._poke()
+            if self._sends:
+                for transfer in self._sends:
+                    transfer.wait()
+                self._sends.clear()
+            if self._flying:
+                self._poke()
             if executable.replay is not None:
                 executable.replay.end()
             return {slot: self._result(slot) for slot in executable.program.results}
@@ -119,9 +121,9 @@ class Engine:
         if recorder is not None:
             recorder.begin(words, begin)
         try:
-            taken = tuple([self._ready(store.pop(slot), slot) for slot in takes]) if takes else ()
-            read = tuple([self._read(slot) for slot in reads]) if reads else ()
-            added = tuple([self._ready(store.get(slot), slot) for slot in adds]) if adds else ()
+            taken = tuple(map(self._ready, map(store.pop, takes), takes)) if takes else ()
+            read = tuple(map(self._read, reads)) if reads else ()
+            added = tuple(map(self._ready, map(store.get, adds), adds)) if adds else ()
             ready = perf_counter()
             if self._poker is None or lane != "compute" or not self._flying:
                 values = operation(run, action, taken, read, added)

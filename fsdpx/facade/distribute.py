@@ -37,8 +37,8 @@ __all__ = ["distribute"]
 def distribute(
     model: Any,
     *,
-    loss: Any,
-    optimizer: Any,
+    loss: Any = None,
+    optimizer: Any = None,
     strategy: str | Sharding | Local | Apart = "fsdp",
     mesh: Mesh | None = None,
     comm: Any = None,
@@ -75,7 +75,8 @@ def distribute(
     Parameters
     ----------
     model : a layer, such as `nn.Chain(...)`, or a `torch.nn.Module` (docs/pytorch.md)
-    loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss from `torch.nn` as well
+    loss, optimizer : from `fsdpx.nn` and `fsdpx.optim`; the loss from `torch.nn` as well. Without an optimiser the
+        trainer is for `predict`, `generate` and `evaluate`, which takes a loss, and holds parameters alone
     strategy : "ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid" or `fsdpx.Sharding(...)`; "local_sgd", "diloco" or
         `fsdpx.Local(...)`: replicas train by themselves and meet now and then (docs/local.md);
         or ranks at their own speed (docs/asynchronous.md): "async" or `fsdpx.Async(...)`, "gossip" or

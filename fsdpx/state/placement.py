@@ -108,7 +108,7 @@ class Placement:
         """Of gathered parameters and activations."""
         return self.formats.compute
 
-    @property
+    @cached_property
     def imaginary(self) -> bool:
         """Whether arrays have shapes only: a dry run."""
         return bool(getattr(self.xp, "holds_no_data", False))

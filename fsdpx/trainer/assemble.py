@@ -47,6 +47,7 @@ from fsdpx.state.placement import Formats, Options, Placement, statistics_of
 from fsdpx.state.recompute import Recompute, recompute
 from fsdpx.state.rows import memories
 from fsdpx.state.tuning import Tuning, tune_for
+from fsdpx.trainer.absent import NoOptimizer
 from fsdpx.trainer.apart import check_apart
 from fsdpx.trainer.choices import (
     agree,
@@ -232,7 +233,9 @@ def _layout(
         number = codecs.number(names)
         return number, formats.param == "int8" or not all(codec.elementwise for codec in codecs.rules[number][1])
 
-    layout = lay_out(ordered, dtype.itemsize, group, training.frozen, spread, packing, carried)
+    still = isinstance(training.optimizer, NoOptimizer) and any(node.layer.specs() for node in ordered.nodes)
+    frozen = ("*",) if still else training.frozen
+    layout = lay_out(ordered, dtype.itemsize, group, frozen, spread, packing, carried)
     for pattern, _ in codecs.rules[:-1]:  # the last one is for parameters that no pattern fits
         layout.matching(pattern)
     if packing is not None and (wide := left_wide(ordered, layout, formats.frozen)):

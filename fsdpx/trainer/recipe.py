@@ -18,6 +18,7 @@ from fsdpx.nn.layer import Layer
 from fsdpx.observe.trace import Trace
 from fsdpx.state.accumulation import check_chunks
 from fsdpx.state.local import Local, local_of
+from fsdpx.trainer.absent import NoLoss, NoOptimizer
 from fsdpx.trainer.choices import check_graphs, check_numbers, check_options, check_parts
 
 __all__ = ["Distribution", "Machinery", "Recipe", "Training"]
@@ -28,8 +29,8 @@ class Training:
     """The model to train, and how a step is made. `fsdpx.distribute` explains the choices."""
 
     model: Layer
-    loss: Any
-    optimizer: Any
+    loss: Any = None
+    optimizer: Any = None
     frozen: Sequence[str] = ()
     microbatches: int | None = None
     seed: int = 0
@@ -40,6 +41,10 @@ class Training:
     average: Any = None
 
     def __post_init__(self) -> None:
+        if self.optimizer is None and self.average is not None:
+            raise ConfigError(f"average={self.average!r}: without an optimizer nothing moves; leave average out")
+        object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
+        object.__setattr__(self, "optimizer", NoOptimizer() if self.optimizer is None else self.optimizer)
         check_chunks(self.chunks, self.microbatches)
         check_numbers(microbatches=self.microbatches, clip_norm=self.clip_norm, seed=self.seed)
 

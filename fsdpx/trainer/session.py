@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from time import perf_counter
 from typing import Any
@@ -26,6 +26,7 @@ from fsdpx.optim.rounded import inside
 from fsdpx.program import KINDS, Program, Request, Slot, Stage, compile, one_by_one
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.clock import BATCHES
+from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
@@ -42,6 +43,8 @@ STEP = frozenset({"step", "accumulate", "forward", "backward", "update"})
 
 
 IDLE = "no gradient reaches some"
+LOOKS = ("evaluate", "predict")
+"""Programs that only look: their requests depend on what is in the store and on what is frozen, and on nothing else."""
 
 
 class Session:
@@ -54,7 +57,8 @@ class Session:
         self.microbatches, self.commit = microbatches, commit
         self.model, self.loss = model, loss
         self._twins = Twins(self.place.axes)
-        self._executables: dict[tuple[Request, frozenset[str]], Executable] = {}
+        # by request and what ran before; those of `LOOKS` by what their requests depend on as well
+        self._executables: dict[tuple[Any, ...], Executable] = {}
         self._fits: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}  # batch shapes seen -> output shapes
         self._noticed: set[str] = set()
         self.tracer: Tracer | None = None
@@ -102,11 +106,14 @@ class Session:
             self.state.exchange.begin(self.state.steps)
             self.begin("begin to step apart")
 
-    @contextmanager
-    def common(self, *kinds: str) -> Iterator[None]:
+    def common(self, *kinds: str) -> AbstractContextManager[None]:
         """Inside, each rank has what all have in common, where ranks have models of their own. kinds: of rows of the
         ledger."""
-        put = None if self.state.exchange is None else self.state.exchange.common(kinds)
+        return nullcontext() if self.state.exchange is None else self._common(self.state.exchange, kinds)
+
+    @contextmanager
+    def _common(self, exchange: Exchange, kinds: Sequence[str]) -> Iterator[None]:
+        put = exchange.common(kinds)
         if put is None:
             yield
             return
@@ -137,16 +144,18 @@ class Session:
             if kind in ("step", "accumulate", "evaluate"):
                 target = batches.target_of(place, y, rows)
             arrays = [*inputs, *([] if target is None else [target])]
-            features = batches.features_of(arrays) + also
+            if place.axes.world.size > 1:
+                features = batches.features_of(arrays) + also
             doubted = kind in ("step", "accumulate") and self._twins.doubted
             if doubted or place.axes.data.size < place.axes.world.size:  # several ranks work on the same samples
                 features += batches.digest_of(arrays)
             self._validate(inputs, target)
         except FsdpxError as problem:
             error = problem
-        if error is not None and self._by_itself(kind):
+        by_itself = self._by_itself(kind)
+        if error is not None and by_itself:
             raise error
-        if self._by_itself(kind):
+        if by_itself or (place.axes.world.size == 1 and error is None):
             everyone = place.accumulation.imagined(rows)
         else:
             self.meet()
@@ -174,6 +183,8 @@ class Session:
     ) -> list[Microbatch | None]:
         """Cut this rank's part; samples that are trained on are counted since the last update."""
         place, state, whole = self.place, self.state, kind in ("forward", "predict")
+        if kind == "predict":
+            return [Microbatch(inputs, None, sum(rows[: place.axes.data.rank]))]
         trains = kind in ("step", "accumulate", "forward")
         before = 0 if kind in ("step", "accumulate") and not state.adding else state.samples
         row = sum(rows[: place.axes.data.rank]) + (before if trains else 0)
@@ -231,22 +242,36 @@ class Session:
         """Run a program. local: gradients stay on this rank, whatever the placement says."""
         if self.place.apart is not None and kind not in ("step", "evaluate", "predict"):
             raise ConfigError(f"{kind}: ranks that step at their own speed train by whole steps; use step or fit")
+        executable = self._executable(kind, feed, local)
+        self.state.note(kind)
+        results = self.engine.run(executable, feed)
+        if self.state.idle and IDLE not in self._noticed:
+            self._tell_idle()
+        if executable.replay is not None:
+            self._tell_eager(executable.replay.reasons())
+        return results
+
+    def _executable(self, kind: str, feed: Feed, local: bool) -> Executable:
+        if kind in LOOKS:
+            state = self.state
+            key = kind, len(feed.batch), state.frozen, frozenset(state.store), frozenset(state.ran)
+            found = self._executables.get(key)
+            if found is None:
+                found = self._executables[key] = self._prepared(self.request(kind, len(feed.batch)))
+            return found
         request = self.request(kind, len(feed.batch), local)
         if kind in ("forward", "backward"):
             (batch,) = feed.batch
             request = replace(request, stage=self._stage(batch))
+        return self._prepared(request)
+
+    def _prepared(self, request: Request) -> Executable:
         # memory that ranks share is made together: what they ran before is the same, what it left may not be
         key = (request, frozenset(self.state.ran))
         if key not in self._executables:
             self._demand_whole(request)
             self._executables[key] = self.engine.prepare(request)
-        self.state.note(kind)
-        results = self.engine.run(self._executables[key], feed)
-        if self.state.idle and IDLE not in self._noticed:
-            self._tell_idle()
-        if (replay := self._executables[key].replay) is not None:
-            self._tell_eager(replay.reasons())
-        return results
+        return self._executables[key]
 
     def _demand_whole(self, request: Request) -> None:
         """ConfigError where a codec must see the gradient of each step whole, and this would sum the rest of one."""
@@ -361,9 +386,12 @@ class Session:
 
     def outputs(self, results: Mapping[Slot, Any], feed: Feed) -> tuple[Any, ...]:
         """The model's outputs, whole, on every rank that works on the same samples."""
+        values, axes = tuple(results.values()), self.place.axes
+        if axes.tensor.size == axes.pipe.size == 1:
+            return values
         (batch,) = feed.batch
         assert batch is not None
-        return whole_outputs(self.place, tuple(results.values()), self._fits[_shapes(batch.inputs)], batch)
+        return whole_outputs(self.place, values, self._fits[_shapes(batch.inputs)], batch)
 
     def save_trace(self) -> None:
         """Write the trace that was kept, if there is one. Collective."""
@@ -378,4 +406,4 @@ class Session:
 
 
 def _shapes(inputs: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple((a.shape, str(a.dtype)) for a in inputs)
+    return tuple([(a.shape, a.dtype) for a in inputs])

@@ -7,7 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import update_wrapper
@@ -38,6 +38,7 @@ from fsdpx.state.feed import Feed
 from fsdpx.state.placement import Placement
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
+from fsdpx.trainer.absent import demand
 from fsdpx.trainer.fit import fit
 from fsdpx.trainer.generate import generate
 from fsdpx.trainer.history import History
@@ -117,6 +118,7 @@ class Trainer:
         """Forward, backward and update on one global batch: its mean loss, equal on every rank.
 
         RuntimeWarning, on rank 0, at the first of a run of losses that are NaN or Inf."""
+        self._demand("step")
         if self._local:
             raise ConfigError("step inside no_sync: use accumulate there; step is what ends an accumulation")
         self._refuse_to_mix("accumulate")
@@ -128,6 +130,7 @@ class Trainer:
 
     def accumulate(self, x: Any, y: Any) -> float:
         """Forward and backward only; gradients add up until `step` or `update`. The loss of this batch alone."""
+        self._demand("accumulate")
         self.placement.accumulation.demand_pieces("accumulate", PIECES)
         self._refuse_to_mix("accumulate")
         feed = self._feed(x, y, "accumulate")
@@ -182,6 +185,7 @@ class Trainer:
 
     def update(self) -> float:
         """Reduce what is still local, then update; the global gradient norm if clipping asks for one, else nan."""
+        demand("update", optimizer=self.placement.optimizer)
         if not self._session.state.adding:
             raise ConfigError("update: there are no gradients; call accumulate or backward first")
         self._begin("update")
@@ -207,6 +211,7 @@ class Trainer:
     def evaluate(self, x: Any, y: Any, with_: str = "parameters") -> float:
         """Mean loss of the global batch, without dropout; changes nothing. with_: "parameters", or their "average" over
         time (docs/optimisers.md)."""
+        demand("evaluate", self._session.loss)
         feed = self._feed(x, y, "evaluate", training=False)
         with self._with(with_), self._session.aside():
             found = self._session.run("evaluate", feed)[MEAN]
@@ -260,6 +265,7 @@ class Trainer:
 
     def fit(self, loader: Any, **options: Any) -> History:
         _demand_known(options)
+        self._demand("fit")
         preempt = options.pop("preempt", None)
         if preempt is None and options.get("checkpoints") is not None:
             preempt = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either
@@ -287,15 +293,16 @@ class Trainer:
                 found = whole_parameters(self._session.state, names) | whole_state(self._session.state)
         return {n: found[n] for n in self.placement.layout.specs if names is None or n in names}
 
-    @contextmanager
-    def _with(self, which: str) -> Iterator[None]:
+    def _with(self, which: str) -> AbstractContextManager[None]:
         """Inside, the parameters are what was asked for. After an error each rank puts them back by itself."""
         if which not in ("parameters", "average"):
             raise ConfigError(f"with_={which!r}: choose parameters or average")
         if which == "parameters" and self.placement.rounds is None:
-            with self._session.common("master"):
-                yield
-            return
+            return self._session.common("master")
+        return self._put(which)
+
+    @contextmanager
+    def _put(self, which: str) -> Iterator[None]:
         self._begin(f"with {which}")
         put_back = (put_outer if which == "parameters" else put_averages)(self._session.state)
         try:
@@ -651,6 +658,10 @@ class Trainer:
         """A batch, checked, agreed on and cut."""
         self._open(kind)
         return self._session.feed(x, y, kind, training)
+
+    def _demand(self, call: str) -> None:
+        """ConfigError where a loss or an optimiser is missing that this call needs."""
+        demand(call, self._session.loss, self.placement.optimizer)
 
     def _updated(self, results: Mapping[Slot, Any]) -> float:
         found = results.get(SHARE)

@@ -1,0 +1,77 @@
+"""A trainer without loss or optimiser: it predicts, holds parameters alone, and says what is missing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from models import mlp
+
+from fsdpx import EMA, Trainer, nn, optim, spawn
+from fsdpx.comm import Communicator
+from fsdpx.errors import ConfigError, DataError
+
+X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(2, 12)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_predicts_as_a_trainer_that_trains(strategy: str) -> None:
+    def run(comm: Communicator) -> tuple[Any, Any, dict[str, int]]:
+        whole = mlp().as_distributed(loss=nn.MSE(), optimizer=optim.AdamW(), comm=comm, strategy=strategy)
+        alone = mlp().as_distributed(comm=comm, strategy=strategy)
+        return whole.predict(X), alone.predict(X), alone.report().memory
+
+    for want, got, memory in spawn(run, 2):
+        np.testing.assert_array_equal(got, want)
+        assert set(memory) <= {"parameters", "working set"}  # no gradients, no state of an optimiser
+
+
+@pytest.mark.parametrize(
+    ("call", "use", "without"),
+    [
+        ("step", lambda t: t.step(X, X), "loss and optimizer"),
+        ("accumulate", lambda t: t.accumulate(X, X), "loss and optimizer"),
+        ("fit", lambda t: t.fit([]), "loss and optimizer"),
+        ("evaluate", lambda t: t.evaluate(X, X), "loss"),
+        ("update", lambda t: t.update(), "optimizer"),
+    ],
+)
+def test_calls_that_need_more_say_what_is_missing(call: str, use: Callable[[Trainer], Any], without: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{call}: this trainer was made without {without}, .*distribute\("):
+        use(nn.Linear(12, 12).as_distributed())
+
+
+def test_evaluates_with_a_loss_and_goes_back_to_the_inputs() -> None:
+    model = nn.Linear(12, 12)
+    want = model.as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    alone = model.as_distributed(loss=nn.MSE())
+    assert alone.evaluate(X, X) == want.evaluate(X, X)
+    alone.forward(X), want.forward(X)
+    np.testing.assert_array_equal(alone.backward(X), want.backward(X))
+    with pytest.raises(ConfigError, match="step: this trainer was made without optimizer"):
+        alone.step(X, X)
+
+
+def test_a_model_without_parameters_and_an_average_of_nothing() -> None:
+    np.testing.assert_array_equal(nn.ReLU().as_distributed().predict(X), np.maximum(X, 0))
+    with pytest.raises(ConfigError, match="without an optimizer nothing moves"):
+        nn.Linear(12, 12).as_distributed(average=EMA(0.9))
+
+
+def test_one_rank_exchanges_nothing_and_compiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What repeated predictions of one shape must not do again."""
+    trainer = nn.Linear(12, 12).as_distributed()
+    trainer.predict(X)
+    before = trainer.predict(X)  # as every later one: memory that programs share is planned for those that have run
+    for name in ("fsdpx.trainer.session.infer", "fsdpx.trainer.session.Request", "fsdpx.trainer.batch.exchange"):
+        monkeypatch.setattr(name, None)
+    np.testing.assert_array_equal(trainer.predict(X), before)
+
+
+def test_an_error_of_one_rank_names_it_and_freezing_is_seen() -> None:
+    trainer = nn.Linear(12, 12).as_distributed(loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    before = trainer.predict(X)
+    with pytest.raises(DataError, match="rank 0: "):
+        trainer.predict(np.float32(1))
+    trainer.step(X, X)
+    assert (trainer.predict(X) != before).any()
