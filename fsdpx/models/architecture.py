@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from fsdpx.errors import ConfigError
+from fsdpx.models.fields import HARMLESS, PLAIN, ConfigField, checked, shown
 from fsdpx.nn.container import Container
 
 __all__ = ["Architecture", "Config"]
@@ -30,7 +31,11 @@ class Architecture:
     base : the beginning of names that files of the model without its head leave out
     turned : patterns (fnmatch) of the names here of matrices that are stored the other way round
     unused : patterns of names there that are needed for nothing
-    plain : options of the configuration that must have these values, or be left out: others are computed nowhere here
+    fields : of the configuration, that the model is made of
+    plain : fields that must have one of these values, or be left out: others are computed nowhere here
+    harmless : fields that change nothing. Any other field, and none of all architectures', is an error
+    same : other names of fields
+    tied : a tensor -> the tensor that it is if `tie_word_embeddings` says so; the first of them is the head
     """
 
     make: Callable[..., Container]
@@ -38,7 +43,31 @@ class Architecture:
     base: str = ""
     turned: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    plain: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, ConfigField] = field(default_factory=dict)
+    plain: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    harmless: tuple[str, ...] = ()
+    same: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    def settled(self, config: Config, where: str, parts: int) -> dict[str, Any]:
+        """The values of `fields`; ConfigError for a field that may mean what is computed nowhere here."""
+        values = dict(config)
+        for alias, name in self.same.items():
+            value = values.pop(alias, None)
+            if value is not None and values.setdefault(name, value) != value:
+                raise ConfigError(f"{where}: {alias}={shown(value)} and {name}={shown(values[name])} are one field")
+        plain = {**PLAIN, **self.plain}
+        for name, value in values.items():
+            if name in self.fields or name in HARMLESS or name in self.harmless:
+                continue
+            if name in plain and value not in plain[name]:
+                raise ConfigError(f"{where}: {name}={shown(value)} is computed nowhere here, {plain[name][0]!r} is")
+            if name not in plain and value is not None:
+                raise ConfigError(
+                    f"{where}: {name}={shown(value)}: this field is not known, and may mean what is computed nowhere "
+                    "here; take it out of the file if the model is the same without it"
+                )
+        return checked(values, self.fields, where, parts)
 
     def theirs(self, name: str, rows: int) -> tuple[str, ...]:
         """The names of a parameter there: one tensor, or one for each of its `rows`."""

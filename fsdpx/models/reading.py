@@ -19,6 +19,7 @@ from fsdpx.checkpoint.source import Source, weights
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.files import parse_json
 from fsdpx.models.architecture import Architecture, Config
+from fsdpx.models.fields import shown
 from fsdpx.models.tables import ARCHITECTURES
 from fsdpx.models.turned import boxes
 from fsdpx.nn.container import Container
@@ -28,6 +29,7 @@ from fsdpx.nn.sort import sort, specs_of
 __all__ = ["CONFIG", "Stored", "from_pretrained"]
 
 CONFIG = "config.json"
+ELEMENTS = 1 << 20
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -84,8 +86,9 @@ class Stored:
 def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
     """The model of a folder as transformers writes it: `config.json` and safetensors files, of which an index may tell.
 
-    Nothing but headers is read here. When `distribute` makes a rank's shards, the rank reads the elements that it
-    holds, and converts them to its format. `trainer.save_pretrained` writes such a folder again.
+    Nothing but headers is read here, and the head where the configuration ties it and the files have one: if it differs
+    from the embedding it is a parameter of its own. When `distribute` makes a rank's shards, the rank reads the
+    elements that it holds, and converts them to its format. `trainer.save_pretrained` writes such a folder again.
 
     Parameters
     ----------
@@ -99,19 +102,21 @@ def from_pretrained(folder: str | PathLike[str], **options: Any) -> Container:
 
     Raises
     ------
-    ConfigError : no such folder, no configuration, an architecture or an option of it that is not known, a tokenizer
+    ConfigError : no such folder, no configuration, an architecture or a field of it that is not known, a tokenizer
         with tokens that the model has not
     CheckpointError : files that cannot be read; tensors that are missing, left over or of another shape
     """
     path = Path(folder)
     config = _config(path)
     architecture = _architecture(path, config)
+    source = weights(path)
+    values = architecture.settled(config, str(path / CONFIG), len(source.places))
     _demand_tokens(path, config)
-    try:
-        model = architecture.make(config, **options)
-    except KeyError as error:
-        raise ConfigError(f"{path / CONFIG}: it does not say {error}") from None
-    model.initial = _stored(weights(path), model, architecture)
+    tied = _tied(source, architecture, values)
+    if "tie_word_embeddings" in values:
+        values["tie_word_embeddings"] = next(iter(architecture.tied), None) in tied
+    model = architecture.make(values, **options)
+    model.initial = _stored(source, model, architecture, tied)
     return model
 
 
@@ -135,14 +140,12 @@ def _config(path: Path) -> Config:
 
 
 def _architecture(path: Path, config: Config) -> Architecture:
-    names = [*(config.get("architectures") or ()), config.get("model_type")]
-    found = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    classes, kind = config.get("architectures") or [], config.get("model_type")
+    names = [*classes, kind] if isinstance(classes, list) else [kind]
+    found = next((ARCHITECTURES[name] for name in names if isinstance(name, str) and name in ARCHITECTURES), None)
     if found is None:
         known = ", ".join(name for name in ARCHITECTURES if name.islower())
-        raise ConfigError(f"{path / CONFIG}: the model_type {names[-1]!r} is not known; known are {known}")
-    for name, value in found.plain.items():
-        if config.get(name, value) != value:
-            raise ConfigError(f"{path / CONFIG}: {name}={config[name]!r} is computed nowhere here, {value!r} is")
+        raise ConfigError(f"{path / CONFIG}: the model_type {shown(kind)} is not known; known are {known}")
     return found
 
 
@@ -161,14 +164,43 @@ def _demand_tokens(path: Path, config: Config) -> None:
         )
 
 
-def _stored(source: Source, model: Container, architecture: Architecture) -> dict[str, Stored]:
+def _headless(source: Source, architecture: Architecture) -> bool:
+    return not any(name.startswith(architecture.base) for name in source.places)
+
+
+def _tied(source: Source, architecture: Architecture, values: Config) -> set[str]:
+    """Which of the tensors that may be tied are so. As in transformers, the files count: one that differs from the
+    tensor that it should be is a parameter of its own."""
+    if not values.get("tie_word_embeddings"):
+        return set()
+    base = architecture.base if _headless(source, architecture) else ""
+    pairs = [(name, other.removeprefix(base)) for name, other in architecture.tied.items()]
+    return {name for name, other in pairs if not {name, other} <= source.places.keys() or _equal(source, name, other)}
+
+
+def _equal(source: Source, name: str, other: str) -> bool:
+    """Whether two tensors have the same numbers; read block by block up to the first difference."""
+    one, two = (source.places[n][1] for n in (name, other))
+    if one.shape != two.shape or not {one.code, two.code} <= set(FLOATS):
+        return False
+    for start in range(0, one.elements, ELEMENTS):
+        run = [(start, min(start + ELEMENTS, one.elements))]
+        if not np.array_equal(_wide(elements(source, name, run)), _wide(elements(source, other, run))):
+            return False
+    return True
+
+
+def _stored(source: Source, model: Container, architecture: Architecture, tied: set[str]) -> dict[str, Stored]:
     """Name in the model -> where it lies. A tied parameter may be there once or under each of its names."""
     ordered = sort(model)
-    base = architecture.base
-    headless = not any(name.startswith(base) for name in source.places)
+    base, headless = architecture.base, _headless(source, architecture)
     specs = specs_of(ordered)
     rows = {name: (specs[ordered.ties.get(name, name)].shape or (1,))[0] for name in [*specs, *ordered.ties]}
     theirs = {name: architecture.theirs(name, n) for name, n in rows.items()}
+    taken = {other for others in theirs.values() for other in others}
+    for name, (first, *_) in theirs.items():  # tied to what is no parameter here
+        if first in tied and (twin := architecture.tied[first]) in source.places and twin not in taken:
+            theirs[name] = (twin,)
     if headless:
         theirs = {name: tuple(other.removeprefix(base) for other in others) for name, others in theirs.items()}
     found = {

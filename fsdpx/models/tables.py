@@ -6,6 +6,8 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.models.architecture import Architecture, Config
+from fsdpx.models.fields import COUNT, FLAG, NUMBER, OBJECT, PARTS, WORD, ValueKind, checked, shown
+from fsdpx.models.fields import ConfigField as Field
 from fsdpx.nn.bert import Bert
 from fsdpx.nn.gpt import GPT
 from fsdpx.nn.llama import Llama
@@ -16,61 +18,89 @@ __all__ = ["ARCHITECTURES"]
 
 def _gpt2(c: Config, **options: Any) -> GPT:
     given: dict[str, Any] = {
-        "tie": c.get("tie_word_embeddings", True), "hidden": c.get("n_inner"), "eps": c.get("layer_norm_epsilon", 1e-5),
-        "activation": c.get("activation_function", "gelu_new"),
+        "tie": c["tie_word_embeddings"], "hidden": c["n_inner"], "eps": c["layer_norm_epsilon"],
+        "activation": c["activation_function"],
     }  # fmt: skip
     return GPT(c["vocab_size"], c["n_embd"], c["n_layer"], c["n_head"], c["n_positions"], **given | options)
 
 
 def _llama(c: Config, **options: Any) -> Llama:
     """Llama's, and what others have instead where their configuration says so."""
-    rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", c.get("rope_theta", 10000.0))
-    if rope.get("rope_type", rope.get("type", "default")) == "default":
-        rope = {}
-    if bool(c.get("attention_bias")) != bool(c.get("mlp_bias")):
-        raise ConfigError("config.json: biases in attention or the MLP alone are computed nowhere here")
+    theta, scaling = _rope(c)
+    bias, other = c.get("attention_bias", False), c.get("mlp_bias", False)
+    if bias is not other:
+        raise ConfigError(
+            f"config.json: attention_bias={bias} and mlp_bias={other}: biases in one of them are computed nowhere here"
+        )
     given: dict[str, Any] = {
-        "kv_heads": c.get("num_key_value_heads"), "d_head": c.get("head_dim"), "hidden": c["intermediate_size"],
-        "theta": theta, "rope_scaling": rope or None, "bias": bool(c.get("attention_bias")),
-        "activation": c.get("hidden_act", "silu"), "eps": c.get("rms_norm_eps", 1e-6),
-        "tie": c.get("tie_word_embeddings", False),
+        "kv_heads": c["num_key_value_heads"], "d_head": c["head_dim"], "hidden": c["intermediate_size"],
+        "theta": theta, "rope_scaling": scaling, "bias": bias, "activation": c["hidden_act"],
+        "eps": c["rms_norm_eps"], "tie": c["tie_word_embeddings"],
     }  # fmt: skip
     sizes = (c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"])
     return Llama(*sizes, c["max_position_embeddings"], **given | options)
 
 
+def _rope(c: Config) -> tuple[float, dict[str, Any] | None]:
+    """The base of the frequencies, and how positions are stretched."""
+    if c["rope_parameters"] and c["rope_scaling"]:
+        raise ConfigError("config.json: rope_parameters and rope_scaling are one field under two names")
+    given = c["rope_parameters"] or c["rope_scaling"] or {}
+    for name, value in given.items():
+        if (name not in ROPE and value is not None) or (name in ROPE_PLAIN and value not in ROPE_PLAIN[name]):
+            raise ConfigError(f"config.json: {name}={shown(value)} of rotary positions is computed nowhere here")
+    rope = checked(given, ROPE, "config.json, rotary positions", 0)
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type") or rope.pop("type") or "default"
+    theta = c["rope_theta"] if theta is None else theta
+    if kind == "default":
+        return theta, None
+    if kind in ("llama3", "yarn"):
+        length = c["original_max_position_embeddings"] or rope["original_max_position_embeddings"]
+        rope["original_max_position_embeddings"] = length or c["max_position_embeddings"]
+    return theta, {"rope_type": kind} | {name: value for name, value in rope.items() if value is not None}
+
+
 def _mistral(c: Config, **options: Any) -> Llama:
-    return _llama(c, **{"window": c.get("sliding_window"), **options})
+    return _llama(c, **{"window": c["sliding_window"], **options})
 
 
 def _qwen2(c: Config, **options: Any) -> Llama:
+    _full(c)
     return _llama(c, **{"qkv_bias": True, **options})
 
 
 def _qwen3(c: Config, **options: Any) -> Llama:
-    return _llama(c, **{"qk_norm": True, "d_head": c.get("head_dim", 128), **options})
+    _full(c)
+    return _llama(c, **{"qk_norm": True, **options})
+
+
+def _full(c: Config) -> None:
+    if odd := set(c["layer_types"] or ()) - {"full_attention"}:
+        raise ConfigError(f"config.json: layer_types: {shown(min(odd))} is computed nowhere here, 'full_attention' is")
 
 
 def _gemma(c: Config, **options: Any) -> Llama:
-    own = {
-        "scale_embedding": True, "unit_offset": True, "tie": c.get("tie_word_embeddings", True),
-        "activation": c.get("hidden_activation") or "gelu_pytorch_tanh", "d_head": c.get("head_dim", 256),
-    }  # fmt: skip
-    return _llama(c, **own | options)
+    """There "gelu" has always meant its tanh form. Later versions know the second name no more."""
+    activation = "gelu_pytorch_tanh" if c["hidden_act"] == "gelu" else c["hidden_act"]
+    if (c["hidden_activation"] or activation) != activation:
+        raise ConfigError(
+            f"config.json: hidden_activation={c['hidden_activation']!r} and hidden_act={c['hidden_act']!r}: which of "
+            "them counts differs between versions of transformers; take one out of the file"
+        )
+    return _llama(c, **{"scale_embedding": True, "unit_offset": True, "activation": activation, **options})
 
 
 def _mixtral(c: Config, **options: Any) -> Llama:
     """Their loss that balances the load is one of all blocks together, and computed where `output_router_logits` asks
     for it; `balance=` is ours, of each block."""
-    own = {"experts": c.get("num_local_experts", 8), "active": c.get("num_experts_per_tok", 2)}
-    return _mistral({"rope_theta": 1e6, **c}, **own | options)
+    own = {"experts": c["num_local_experts"], "active": c["num_experts_per_tok"]}
+    return _mistral(c, **own | options)
 
 
 def _bert(c: Config, **options: Any) -> Bert:
     given: dict[str, Any] = {
-        "hidden": c["intermediate_size"], "types": c.get("type_vocab_size", 2),
-        "activation": c.get("hidden_act", "gelu"), "eps": c.get("layer_norm_eps", 1e-12),
+        "hidden": c["intermediate_size"], "types": c["type_vocab_size"], "activation": c["hidden_act"],
+        "eps": c["layer_norm_eps"], "tie": c["tie_word_embeddings"],
     }  # fmt: skip
     sizes = (c["vocab_size"], c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"])
     return Bert(*sizes, c["max_position_embeddings"], **given | options)
@@ -82,16 +112,79 @@ def _bert_classes(c: Config, **options: Any) -> Bert:
 
 def _vit(c: Config, **options: Any) -> ViT:
     given: dict[str, Any] = {
-        "channels": c.get("num_channels", 3), "hidden": c["intermediate_size"], "qkv_bias": c.get("qkv_bias", True),
-        "activation": c.get("hidden_act", "gelu"), "eps": c.get("layer_norm_eps", 1e-12),
+        "channels": c["num_channels"], "hidden": c["intermediate_size"], "qkv_bias": c["qkv_bias"],
+        "activation": c["hidden_act"], "eps": c["layer_norm_eps"],
     }  # fmt: skip
     sizes = (c["image_size"], c["patch_size"], c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"])
     return ViT(*sizes, _classes(c), **given | options)
 
 
 def _classes(c: Config) -> int:
-    return len(c.get("id2label") or (0, 1))
+    return len(c["id2label"] or ()) or c["num_labels"]
 
+
+def _listed(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+NULL_COUNT = Field(COUNT, None, null=True)
+SIZES = {
+    "hidden_size": Field(COUNT), "num_hidden_layers": Field(PARTS), "num_attention_heads": Field(COUNT),
+    "intermediate_size": Field(COUNT),
+}  # fmt: skip
+CLASSES = {"id2label": Field(OBJECT, None, null=True), "num_labels": Field(COUNT, 2)}
+TIE = Field(FLAG, True)
+
+GPT2_FIELDS = {
+    "vocab_size": Field(COUNT), "n_embd": Field(COUNT), "n_layer": Field(PARTS), "n_head": Field(COUNT),
+    "n_positions": Field(COUNT), "n_inner": NULL_COUNT, "layer_norm_epsilon": Field(NUMBER, 1e-5),
+    "activation_function": Field(WORD, "gelu_new"), "tie_word_embeddings": TIE,
+}  # fmt: skip
+
+ROPE_PLAIN = {"partial_rotary_factor": (1.0, None)}
+ROPE = {
+    "rope_type": Field(WORD, None, null=True), "type": Field(WORD, None, null=True), "truncate": Field(FLAG, True),
+    **dict.fromkeys(("original_max_position_embeddings",), NULL_COUNT),
+    **dict.fromkeys(
+        ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "mscale",
+         "mscale_all_dim", "attention_factor", "partial_rotary_factor"),
+        Field(NUMBER, None, null=True),
+    ),
+}  # fmt: skip
+"""What `rope_parameters` may say."""
+
+LLAMA_FIELDS = SIZES | {
+    "vocab_size": Field(COUNT), "max_position_embeddings": Field(COUNT), "num_key_value_heads": NULL_COUNT,
+    "head_dim": NULL_COUNT, "rope_parameters": Field(OBJECT, None, null=True),
+    "rope_scaling": Field(OBJECT, None, null=True), "rope_theta": Field(NUMBER, 10000.0),
+    "original_max_position_embeddings": NULL_COUNT, "hidden_act": Field(WORD, "silu"),
+    "rms_norm_eps": Field(NUMBER, 1e-6), "tie_word_embeddings": Field(FLAG, False),
+}  # fmt: skip
+BIASES = {"attention_bias": Field(FLAG, False), "mlp_bias": Field(FLAG, False)}
+MISTRAL_FIELDS = LLAMA_FIELDS | {
+    "num_key_value_heads": Field(COUNT, 8, null=True), "sliding_window": Field(COUNT, 4096, null=True),
+}  # fmt: skip
+MIXTRAL_FIELDS = MISTRAL_FIELDS | {
+    "sliding_window": NULL_COUNT, "num_local_experts": Field(PARTS, 8), "num_experts_per_tok": Field(COUNT, 2),
+    "rope_theta": Field(NUMBER, 1e6), "rms_norm_eps": Field(NUMBER, 1e-5),
+}  # fmt: skip
+QWEN2_FIELDS = LLAMA_FIELDS | {
+    "num_key_value_heads": Field(COUNT, 32, null=True),
+    "layer_types": Field(ValueKind("a list of texts", _listed), None, null=True),
+}  # fmt: skip
+QWEN3_FIELDS = QWEN2_FIELDS | {"head_dim": Field(COUNT, 128)}
+GEMMA_FIELDS = LLAMA_FIELDS | {
+    "num_key_value_heads": Field(COUNT, 16), "head_dim": Field(COUNT, 256), "tie_word_embeddings": TIE,
+    "hidden_act": Field(WORD, "gelu_pytorch_tanh"), "hidden_activation": Field(WORD, None, null=True),
+}  # fmt: skip
+BERT_FIELDS = SIZES | {
+    "vocab_size": Field(COUNT), "max_position_embeddings": Field(COUNT), "type_vocab_size": Field(COUNT, 2),
+    "hidden_act": Field(WORD, "gelu"), "layer_norm_eps": Field(NUMBER, 1e-12), "tie_word_embeddings": TIE,
+}  # fmt: skip
+VIT_FIELDS = SIZES | CLASSES | {
+    "image_size": Field(COUNT, 224), "patch_size": Field(COUNT, 16), "num_channels": Field(COUNT, 3),
+    "qkv_bias": Field(FLAG, True), "hidden_act": Field(WORD, "gelu"), "layer_norm_eps": Field(NUMBER, 1e-12),
+}  # fmt: skip
 
 GPT2_NAMES = {
     "embed.weight": "transformer.wte.weight",
@@ -147,7 +240,7 @@ TOKENS_NAMES = {
     "dense.": "cls.predictions.transform.dense.",
     "norm.": "cls.predictions.transform.LayerNorm.",
     "head.weight": "cls.predictions.decoder.weight",
-    "head.bias": "cls.predictions.bias",
+    "head.bias": "cls.predictions.decoder.bias",
 }
 CLASSES_NAMES = {"pooler.": "bert.pooler.dense.", "head.": "classifier."}
 
@@ -167,27 +260,76 @@ VIT_NAMES = {
     "head.": "classifier.",
 }
 
-PLAIN = {"use_sliding_window": False}
+NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
+ROTARY = {"partial_rotary_factor": (1.0, None)}
+QWEN_PLAIN = NO_BIAS | ROTARY | {"use_sliding_window": (False, None), "use_mrope": (False, None)}
+LLAMA_TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+ENCODER_DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+BERT_PLAIN = {"position_embedding_type": ("absolute", None)}
+BERT_HARMLESS = (
+    *ENCODER_DROPOUT, "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+    "pooler_size_per_head", "pooler_type",
+)  # fmt: skip
 
 ARCHITECTURES = {
     "gpt2": Architecture(
         _gpt2, GPT2_NAMES, "transformer.",
-        turned=("*.attn.*.weight", "*.mlp.*.weight"), unused=("*.attn.bias", "*.attn.masked_bias"),
-        plain={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        turned=("*.attn.*.weight", "*.mlp.*.weight"), unused=("*.attn.bias", "*.attn.masked_bias"), fields=GPT2_FIELDS,
+        plain={"scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False, None)},
+        harmless=(
+            "resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx", "reorder_and_upcast_attn", "summary_type",
+            "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+        ),
+        same={
+            "hidden_size": "n_embd", "max_position_embeddings": "n_positions", "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        tied={"lm_head.weight": "transformer.wte.weight"},
     ),
-    "llama": Architecture(_llama, LLAMA_NAMES, "model.", unused=("*.rotary_emb.inv_freq",)),
-    "mistral": Architecture(_mistral, LLAMA_NAMES, "model."),
-    "mixtral": Architecture(_mixtral, MIXTRAL_NAMES, "model.", plain={"router_jitter_noise": 0.0}),
-    "qwen2": Architecture(_qwen2, LLAMA_NAMES, "model.", plain=PLAIN),
-    "qwen3": Architecture(_qwen3, LLAMA_NAMES, "model.", plain=PLAIN),
-    "gemma": Architecture(_gemma, LLAMA_NAMES, "model."),
+    "llama": Architecture(
+        _llama, LLAMA_NAMES, "model.", unused=("*.rotary_emb.inv_freq",), fields=LLAMA_FIELDS | BIASES, plain=ROTARY,
+        harmless=("max_sequence_length",), tied=LLAMA_TIED,
+    ),
+    "mistral": Architecture(
+        _mistral, LLAMA_NAMES, "model.", fields=MISTRAL_FIELDS, plain=NO_BIAS | ROTARY, tied=LLAMA_TIED
+    ),
+    "mixtral": Architecture(
+        _mixtral, MIXTRAL_NAMES, "model.", fields=MIXTRAL_FIELDS,
+        plain=NO_BIAS | ROTARY | {"router_jitter_noise": (0.0, None)},
+        harmless=("output_router_logits", "router_aux_loss_coef"), same={"num_experts": "num_local_experts"},
+        tied=LLAMA_TIED,
+    ),
+    "qwen2": Architecture(
+        _qwen2, LLAMA_NAMES, "model.", fields=QWEN2_FIELDS, plain=QWEN_PLAIN,
+        harmless=("sliding_window", "max_window_layers"), tied=LLAMA_TIED,
+    ),
+    "qwen3": Architecture(
+        _qwen3, LLAMA_NAMES, "model.", fields=QWEN3_FIELDS, plain=QWEN_PLAIN,
+        harmless=("sliding_window", "max_window_layers"), tied=LLAMA_TIED,
+    ),
+    "gemma": Architecture(
+        _gemma, LLAMA_NAMES, "model.", fields=GEMMA_FIELDS,
+        plain=NO_BIAS | ROTARY | {"use_bidirectional_attention": (False, None)}, tied=LLAMA_TIED,
+    ),
     "bert": Architecture(
         _bert, BERT_NAMES | TOKENS_NAMES, "bert.",
-        unused=("*.position_ids", "bert.pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.bias"),
+        unused=(
+            "*.position_ids", "bert.pooler.*", "cls.seq_relationship.*", "cls.predictions.decoder.bias",
+            "cls.predictions.bias",
+        ),
+        fields=BERT_FIELDS, plain=BERT_PLAIN, harmless=BERT_HARMLESS,
+        tied={
+            "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
     ),
     "BertForSequenceClassification": Architecture(
-        _bert_classes, BERT_NAMES | CLASSES_NAMES, "bert.", unused=("*.position_ids",)
+        _bert_classes, BERT_NAMES | CLASSES_NAMES, "bert.", unused=("*.position_ids",),
+        fields=BERT_FIELDS | CLASSES, plain=BERT_PLAIN, harmless=BERT_HARMLESS,
     ),
-    "vit": Architecture(_vit, VIT_NAMES, "vit."),
+    "vit": Architecture(
+        _vit, VIT_NAMES, "vit.", fields=VIT_FIELDS,
+        harmless=(*ENCODER_DROPOUT, "encoder_stride", "pooler_output_size", "pooler_act", "tie_word_embeddings"),
+    ),
 }  # fmt: skip
 """`model_type` of a configuration, or the name of a class in it, -> what is to know."""

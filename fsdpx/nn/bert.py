@@ -67,6 +67,7 @@ class Bert(Container):
     activation : of the MLP and of the head for tokens, as in `GPT`
     eps : of the LayerNorm layers
     dropout : before the head for classes
+    tie : `head.weight` of the head for tokens is `embed.tokens.weight`
     frozen : name patterns (fnmatch) of parameters that are not trained
     """
 
@@ -86,6 +87,7 @@ class Bert(Container):
         activation: str = "gelu",
         eps: float = 1e-12,
         dropout: float = 0.0,
+        tie: bool = True,
         frozen: Sequence[str] = (),
     ) -> None:
         positive(self, vocab=vocab, d_model=d_model, n_layers=n_layers, n_heads=n_heads, seq_len=seq_len, types=types)
@@ -93,6 +95,7 @@ class Bert(Container):
             raise ConfigError("Bert: dropout is that of the head for classes: give classes=...")
         self.vocab, self.d_model, self.n_layers, self.n_heads = vocab, d_model, n_layers, n_heads
         self.seq_len, self.classes, self.dropout = seq_len, classes, float(dropout)
+        self.tie = bool(tie)
         init = normal(0.02)
         attention = GroupedQueryAttention(
             d_model, n_heads, n_heads, None, causal=False, segments=True, qkv_bias=True, out_bias=True, init=init
@@ -104,7 +107,7 @@ class Bert(Container):
         head = _classes(d_model, classes, dropout) if classes else _tokens(self, d_model, vocab, activation, eps)
         more, _, outputs = chained(head, last)
         first, _, _ = chained({"embed": BertEmbedding(vocab, d_model, seq_len, types, eps)}, "x", ("kinds",))
-        ties = None if classes else {"head.weight": "embed.tokens.weight"}
+        ties = None if classes or not tie else {"head.weight": "embed.tokens.weight"}
         super().__init__([*first, *steps, *more], ("x", "kinds", "mask"), outputs, ties, frozen)
 
     def __repr__(self) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +14,25 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from huggingface_hub.errors import StrictDataclassError  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
 import fsdpx  # noqa: E402
 from fsdpx import models, nn, optim  # noqa: E402
 from fsdpx.comm import Communicator, spawn  # noqa: E402
+from fsdpx.errors import CheckpointError, ConfigError  # noqa: E402
 
 DECODER: dict[str, Any] = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 16, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
-ENCODER = {
-    **DECODER, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "image_size": 8, "patch_size": 4,
-    "num_labels": 5, "pad_token_id": 0,
+VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 8,
+    "patch_size": 4, "num_labels": 5,
+}  # fmt: skip
+ENCODER: dict[str, Any] = {
+    "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 16, "num_labels": 5,
 }  # fmt: skip
 MADE: dict[str, Any] = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
@@ -35,7 +46,7 @@ MADE: dict[str, Any] = {
     "gemma": lambda: transformers.GemmaForCausalLM(transformers.GemmaConfig(**DECODER, head_dim=8)),
     "bert": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)),
     "bert for classes": lambda: transformers.BertForSequenceClassification(transformers.BertConfig(**ENCODER)),
-    "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**ENCODER)),
+    "vit": lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**VISION)),
 }
 
 
@@ -80,3 +91,112 @@ def logits(net: Any, x: Any) -> np.ndarray:
         else:
             found = net(torch.tensor(x))
     return found.logits.numpy()
+
+
+def inputs(name: str) -> Any:
+    r = np.random.default_rng(0)
+    if name == "vit":
+        return r.standard_normal((2, 3, 8, 8)).astype(np.float32)
+    x = r.integers(1, 50, (2, 8))
+    return (x, np.zeros_like(x), np.ones_like(x)) if "bert" in name else x
+
+
+def ours(folder: Path, x: Any) -> np.ndarray:
+    loss, optimizer = nn.CrossEntropy(), optim.SGD(lr=0.1)
+    return models.from_pretrained(folder).as_distributed(loss=loss, optimizer=optimizer).predict(x)
+
+
+SIZES = {
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "head_dim", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "image_size",
+    "patch_size", "num_channels", "type_vocab_size", "num_local_experts", "id2label", "label2id", "num_labels",
+    "model_type", "architectures", "transformers_version", "return_dict", "dtype",
+}  # fmt: skip
+ODD = {
+    "is_causal": False, "is_decoder": True, "logit_scale": 2.0, "partial_rotary_factor": 0.5,
+    "use_bidirectional_attention": True, "attention_bias": True, "mlp_bias": True, "hidden_activation": "relu",
+    "quantization_config": {"bits": 4}, "per_layer_config": {"0": {"hidden_act": "relu"}}, "layer_types": ["other"],
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "longrope", "a": 1},
+    "original_max_position_embeddings": 4,
+}  # fmt: skip
+
+
+def changed(value: Any) -> Any:
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, float):
+        return 0.75 if value == 0.5 else 0.5
+    return value + 4 if isinstance(value, int) else "relu" if isinstance(value, str) else 7
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_field_is_computed_harmless_or_refused_by_name(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = MADE[name]().eval(), inputs(name)
+    net.save_pretrained(tmp_path)
+    file, refused = tmp_path / "config.json", dict[str, str]()
+    said, own = json.loads(file.read_text()), json.loads(net.config.to_json_string(use_diff=False))
+    fields = {field: changed(value) for field, value in own.items() if field not in SIZES}
+    for field, value in (fields | ODD).items():
+        file.write_text(json.dumps({**said, field: value}))
+        try:
+            found = ours(tmp_path, x)
+        except CheckpointError:  # other tensors than the files have
+            continue
+        except ConfigError as error:
+            refused[field] = str(error)
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                there = type(net).from_pretrained(tmp_path).eval()
+            except (ValueError, StrictDataclassError):  # of a kind that it does not take
+                continue
+        np.testing.assert_allclose(found, logits(there, x), atol=1e-5, err_msg=field)
+    assert {"logit_scale", "quantization_config", "is_causal", "per_layer_config"} <= refused.keys()
+    assert all(re.search(f"{field}|activation|rotary|experts", text) for field, text in refused.items()), refused
+    assert not {"use_cache", "initializer_range", "bos_token_id", "layer_norm_eps", "rms_norm_eps"} & refused.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2", "gemma", "bert"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_of_the_files_counts(name: str, tied: bool, tmp_path: Path) -> None:
+    """A configuration that ties it, and files with another one: transformers 5 keeps both."""
+    torch.manual_seed(0)
+    net, x = MADE[name]().eval(), inputs(name)
+    net.save_pretrained(tmp_path / "a")
+    head, table = net.get_output_embeddings(), net.get_input_embeddings()
+    tensors = {n: t.clone() for n, t in net.state_dict().items()}
+    for n, t in tensors.items():
+        if t is not None and (n.startswith("lm_head") or "decoder" in n):
+            t.add_(torch.randn(t.shape))
+    save_file(tensors, tmp_path / "a" / "model.safetensors", {"format": "pt"})
+    file = tmp_path / "a" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": tied}))
+    assert head.weight.shape == table.weight.shape
+    there = type(net).from_pretrained(tmp_path / "a").eval()
+    assert not torch.equal(there.get_output_embeddings().weight, there.get_input_embeddings().weight)
+
+    def run(comm: Communicator) -> Any:
+        model = models.from_pretrained(tmp_path / "a")
+        trainer = fsdpx.distribute(model, comm=comm, loss=nn.CrossEntropy(), optimizer=optim.AdamW(lr=1e-2))
+        before = trainer.predict(x)
+        trainer.step(x, x[0] if isinstance(x, tuple) else x)
+        trainer.save_pretrained(tmp_path / "b")
+        return before, trainer.predict(x)
+
+    before, after = spawn(run, 1)[0]
+    np.testing.assert_allclose(before, logits(there, x), atol=1e-5)
+    np.testing.assert_allclose(after, logits(type(net).from_pretrained(tmp_path / "b").eval(), x), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_head_that_is_the_table_twice_stays_tied(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net, x = MADE[name]().eval(), inputs(name)
+    net.save_pretrained(tmp_path)
+    save_file({n: t.clone() for n, t in net.state_dict().items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    model = models.from_pretrained(tmp_path)
+    assert "head.weight" in model.ties
+    np.testing.assert_allclose(ours(tmp_path, x), logits(net, x), atol=1e-5)

@@ -160,6 +160,39 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         models.from_pretrained(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "wrong"),
+    [
+        (
+            "n_layer",
+            10**9,
+            "n_layer=1000000000: it must be a whole number from 1 to the number of tensors in the files",
+        ),
+        ("n_layer", "2", "n_layer='2': it must be a whole number"),
+        ("n_embd", 8.0, r"n_embd=8\.0: it must be a whole number"),
+        ("n_head", True, "n_head=True: it must be a whole number"),
+        ("vocab_size", 2**31, "vocab_size=2147483648: it must be a whole number from 1 to 2147483647"),
+        ("n_inner", [1], r"n_inner=\[1\]: it must be a whole number"),
+        ("layer_norm_epsilon", "a", "layer_norm_epsilon='a': it must be a number of at least 0"),
+        ("tie_word_embeddings", 1, "tie_word_embeddings=1: it must be true or false"),
+        ("activation_function", 3, "activation_function=3: it must be a text"),
+        ("hidden_size", 9, "hidden_size=9 and n_embd=8 are one field"),
+        ("architectures", 5, None),
+        ("model_type", ["gpt2"], r"the model_type \['gpt2'\] is not known"),
+        ("logit_scale", 2.0, r"logit_scale=2\.0: this field is not known, and may mean what is computed nowhere here"),
+        ("is_causal", False, "is_causal=False is computed nowhere here, True is"),
+        ("more", None, None),
+    ],
+)
+def test_what_is_wrong_with_a_field_is_said(field: str, value: Any, wrong: str | None, tmp_path: Path) -> None:
+    folder(tmp_path / "a", config={**CONFIG, field: value})
+    if wrong is None:
+        models.from_pretrained(tmp_path / "a")
+        return
+    with pytest.raises(ConfigError, match=wrong):
+        models.from_pretrained(tmp_path / "a")
+
+
 def test_what_is_wrong_with_experts_is_said(tmp_path: Path) -> None:
     there = "model.layers.0.block_sparse_moe.experts"
     shapes = {**MIXTRAL_SHAPES, f"{there}.3.w1.weight": (HIDDEN, WIDTH), f"{there}.1.w2.weight": (HIDDEN, WIDTH)}
