@@ -97,9 +97,20 @@ class Environment:
     threads: int | None = None
 
     @property
+    def agreed(self) -> dict[str, str]:
+        """The variables that decide which messages ranks exchange, as text: all ranks must have them alike."""
+        tune = "again" if self.retune else self.tune
+        found = {"CHECK": self.check, "NODE": self.node, "TUNE": tune, "WATCH": self.watch, "TIMEOUT": self.timeout}
+        return {f"FSDPX_{name}": _words(value) for name, value in found.items()}
+
+    @property
     def shares_memory(self) -> bool:
         """Whether ranks of one machine may communicate through shared memory, which does not outlive them."""
         return self.node and not self.ulfm
+
+
+def _words(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else "not set" if value is None else str(value)
 
 
 def read(environ: Mapping[str, str] = os.environ) -> Environment:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from fsdpx import environment
 from fsdpx.comm import default
+from fsdpx.comm.alike import compare, given_to_call
 from fsdpx.comm.carrier import TIMEOUT, Carrier
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.fake import FakeCommunicator
@@ -220,6 +221,8 @@ def _begun(carrier: Carrier, shared: bool) -> Communicator:
     from fsdpx.comm.node import NodeCommunicator
 
     abort.install(carrier)
+    if carrier.size > 1:
+        compare(carrier, {**environment.read().agreed, **given_to_call()})
     made = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
     ranks_here = made.all_gather_object(platform.node()).count(platform.node())
     made.progress.patience = PATIENT if cores.share_cores(ranks_here) * ranks_here <= cores.cores() else 0

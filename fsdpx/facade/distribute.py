@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from fsdpx import environment
 from fsdpx.codecs import Choice
 from fsdpx.comm import default as defaults
+from fsdpx.comm.alike import with_arguments
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.default import uses
 from fsdpx.comm.mesh import Mesh
@@ -126,8 +128,8 @@ def distribute(
     model, loss = native(model, loss)
     choice = Elastic.of(elastic)
     _check_elastic(choice, backend, precision, offload, strategy, trace)
-    # before choices are checked: an error on all ranks is printed once for all of them
-    world: Any = _world(comm, backend, device, device_map) if choice is None else resilient(comm)
+    with with_arguments(backend=backend, elastic=elastic, check=check, tune=tune) as given:
+        world: Any = _met(comm, backend, device, device_map, choice is not None, given)
     recipe = Recipe(
         Training(
             model, loss, optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite, recompute, average
@@ -162,9 +164,7 @@ def _check_elastic(
 
 
 def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
-    note(world, "distribute")
     device = recipe.machinery.device
-    begin(world, "distribute" if device == "cpu" else f"distribute(device={device!r})")
     if device != "shape":
         same_values(recipe.training.model, world)
     session = session_of(recipe, world, watch=watch_axes)
@@ -185,6 +185,32 @@ def _elastic(recipe: Recipe, world: Any, choice: Elastic) -> ElasticTrainer:
     if (opened := defaults.current()) is not None:
         unwatch(opened.comm)  # a watchdog over all ranks that were started would end the job when one of them dies
     return trainer
+
+
+def _met(
+    comm: Any, backend: str | None, device: str, device_map: DeviceMap, elastic: bool, given: Mapping[str, str]
+) -> Any:
+    """The ranks of the trainer, which have all come to this call and were given the same. Where they had met before it,
+    they agree on that there; else in the first message of what is opened here. It is before choices are checked: an
+    error on all ranks is printed once for all of them."""
+    words, before = "distribute" if device == "cpu" else f"distribute(device={device!r})", _before(comm)
+    if before is not None:
+        note(before, "distribute")
+        begin(before, words, given)
+    world: Any = resilient(comm) if elastic else _world(comm, backend, device, device_map)
+    if not elastic and world is not before:
+        note(world, "distribute")
+        begin(world, words)
+    return world
+
+
+def _before(comm: Any) -> Communicator | None:
+    """None where some of them may have died since."""
+    opened = defaults.current()
+    if comm is None and opened is not None:
+        comm = opened.comm
+    known = hasattr(comm, "all_gather") and hasattr(comm, "reduce_scatter")
+    return comm if known and not environment.read().ulfm else None
 
 
 def _world(comm: Any, backend: str | None, device: str, device_map: DeviceMap) -> Communicator:

@@ -13,6 +13,7 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.comm import default as defaults
+from fsdpx.comm.alike import with_arguments
 from fsdpx.comm.calls import Array, Handle, Pieces, ReduceOp, even_pieces, pieces
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
@@ -61,7 +62,8 @@ def init(
     """
     existing = defaults.current()
     if existing is None:
-        opened = _open(backend, comm, rank, size)
+        with with_arguments(backend=backend):
+            opened = _open(backend, comm, rank, size)
         opened.comm.leave = finalize
         defaults.put(opened)
         return opened.comm

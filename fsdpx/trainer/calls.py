@@ -1,11 +1,12 @@
 """How every call of a trainer begins: one exchange in which the ranks tell each other which call it is."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from fsdpx.comm.alike import compare
 from fsdpx.comm.communicator import Communicator, ReduceOp
 from fsdpx.comm.guarded import grouped
 from fsdpx.errors import DesyncError, FsdpxError
@@ -37,9 +38,13 @@ def exchange(comm: Communicator, row: Sequence[int], what: str) -> np.ndarray:
     return table
 
 
-def begin(comm: Communicator, call: str) -> None:
-    """Return when all ranks have come to `call`; DesyncError on all of them if some call something else."""
-    _checked(comm, call, [0] * OWN_WIDTH)
+def begin(comm: Communicator, call: str, values: Mapping[str, str] | None = None) -> None:
+    """Return when all ranks have come to `call`; DesyncError on all of them if some call something else, ConfigError if
+    some have other `values`."""
+    own = 0 if values is None else number(str(sorted(values.items())))
+    table = _checked(comm, call, [own] * OWN_WIDTH)
+    if values is not None and (table[:, 0] != own).any():
+        compare(comm, values)
 
 
 def largest(comm: Communicator, call: str, values: np.ndarray) -> np.ndarray:
