@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from fsdpx.errors import ConfigError, DataError
@@ -20,6 +21,20 @@ SUMS = (
     torch.nn.MSELoss, torch.nn.L1Loss, torch.nn.SmoothL1Loss, torch.nn.HuberLoss, torch.nn.BCELoss,
     torch.nn.BCEWithLogitsLoss, torch.nn.PoissonNLLLoss, torch.nn.SoftMarginLoss,
 )  # fmt: skip
+ALIKE = (
+    *SUMS, torch.nn.KLDivLoss, torch.nn.HingeEmbeddingLoss, torch.nn.MultiLabelMarginLoss,
+    torch.nn.MultiLabelSoftMarginLoss,
+)  # fmt: skip
+ALIKE_FUNCTIONS = {
+    getattr(torch.nn.functional, name)
+    for name in (
+        "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+        "binary_cross_entropy_with_logits", "poisson_nll_loss", "soft_margin_loss", "kl_div", "hinge_embedding_loss",
+        "multilabel_margin_loss", "multilabel_soft_margin_loss",
+    )
+}  # fmt: skip
+"""Losses of output and target of one shape. PyTorch repeats a target of another one, and compares each sample with
+all."""
 
 
 class Criterion(Loss):
@@ -39,6 +54,7 @@ class Criterion(Loss):
         if (reduction := getattr(function, "reduction", "mean")) != "mean":
             raise ConfigError(f"{function}: reduction={reduction!r} gives no mean over a batch; use 'mean'")
         self.function = function
+        self._alike = isinstance(function, ALIKE) or function in ALIKE_FUNCTIONS
         self._sum: Any = function
         if isinstance(function, (*LABELS, *SUMS)):
             self._sum = copy.copy(function)
@@ -46,7 +62,9 @@ class Criterion(Loss):
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         output, wanted = tensor_of(y).detach().requires_grad_(), tensor_of(target)
-        if wanted.is_floating_point():
+        if isinstance(self.function, LABELS) and not wanted.is_floating_point():
+            wanted = wanted.to(torch.int64)
+        elif wanted.is_floating_point() or self._alike:
             wanted = wanted.to(output.dtype)
         weight = self._weight(output, wanted)
         with torch.enable_grad():
@@ -66,6 +84,30 @@ class Criterion(Loss):
     def validate(self, shape: tuple[int, ...], target: Array) -> None:
         if not target.shape or target.shape[0] != shape[0]:
             raise DataError(f"{self!r}: a target of shape {tuple(target.shape)} for {shape[0]} samples")
+        given, output = tuple(target.shape), tuple(shape)
+        if isinstance(self.function, LABELS):
+            self._demand_labels(output, target)
+        elif self._alike and given != output:
+            raise DataError(
+                f"{self!r} needs a target of the output's shape {output}, got {given}: PyTorch would repeat one of them"
+            )
+
+    def _demand_labels(self, output: tuple[int, ...], target: Array) -> None:
+        """Probabilities of the output's shape, or whole numbers, dim 1 of the output being classes."""
+        whole = np.dtype(target.dtype).kind in "iu"
+        wanted = (output[:1] + output[2:]) if whole else output
+        if np.dtype(target.dtype).kind == "b" or tuple(target.shape) != wanted:
+            kind = "labels" if whole else "probabilities"
+            raise DataError(
+                f"{self!r}: {kind} for an output of shape {output} have the shape {wanted}, got {tuple(target.shape)} "
+                f"of {target.dtype}"
+            )
+        ignored = self.function.ignore_index  # type: ignore[attr-defined]
+        if whole and bool((wrong := ((target < 0) | (target >= output[1])) & (target != ignored)).any()):
+            raise DataError(
+                f"{self!r}: label {int(target[wrong][0])} is out of range: it must be from 0 to {output[1] - 1}, or "
+                f"ignore_index {ignored}"
+            )
 
     def _weight(self, output: torch.Tensor, target: torch.Tensor) -> float:
         if isinstance(self.function, SUMS):

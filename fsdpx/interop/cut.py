@@ -57,7 +57,8 @@ class UnitFunction(Differentiated):
         self.values = values_of(parameters)
         self.trained = frozenset(n for n, t in parameters.items() if t.requires_grad)
         self._shapes = {n: tuple(t.shape) for n, t in parameters.items()}
-        self._operations, self._constants = operations, tuple(constants)
+        self._operations = operations
+        self.constants = {f"constant {i}": constant for i, constant in enumerate(constants)}
         self.compiled, self.draws = operations.backend is not None, operations.draws
 
     def specs(self) -> dict[str, Spec]:
@@ -77,7 +78,7 @@ class UnitFunction(Differentiated):
         operations = self._operations.run(env.training, not getattr(env.xp, "holds_no_data", False))
 
         def run(given: dict[str, torch.Tensor], inputs: list[torch.Tensor]) -> torch.Tensor:
-            constants = [c.to(inputs[0].device) for c in self._constants]
+            constants = [c.to(inputs[0].device) for c in self.constants.values()]
             return operations(*inputs, *(given[name] for name in self._shapes), *constants)
 
         return run

@@ -8,7 +8,8 @@ import inspect
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,9 @@ class Differentiated(Layer):
     draws = True
     """Whether its operations may draw random numbers. PyTorch looks for those by what imports its compiler."""
 
+    constants: Mapping[str, torch.Tensor]
+    """Buffers, or constants, which keep their format, by name."""
+
     @abstractmethod
     def _run(self, env: Env) -> Run:
         """What gives the result for (parameters and buffers by name, inputs)."""
@@ -92,7 +96,7 @@ class Differentiated(Layer):
     def _recorded(self, env: Env, read: tuple[Array, ...], p: Params, trained: frozenset[str]) -> Recorded:
         run, bare = self._run(env), getattr(env.xp, "holds_no_data", False)
         compiled = self.compiled and not bare
-        with around(env, read[0].shape[0], listen=self.draws and not compiled):
+        with around(env, read[0].shape[0], listen=self.draws and not compiled), self._one_format(read, p):
             if self.device == "cpu" or not bare:
                 return Recorded(env.xp, run, read, p, trained, "cpu", compiled)
             try:
@@ -100,6 +104,23 @@ class Differentiated(Layer):
             except (RuntimeError, NotImplementedError):  # it looks at values, or makes tensors on the CPU
                 self.device = "cpu"
                 return Recorded(env.xp, run, read, p, trained, "cpu")
+
+    @contextmanager
+    def _one_format(self, read: tuple[Array, ...], p: Params) -> Iterator[None]:
+        """An error of PyTorch's inside, if constants have another format than all else, names them."""
+        try:
+            yield
+        except RuntimeError as error:
+            kinds = {str(a.dtype) for a in (*p.values(), *read) if not is_index(a)}
+            odd = [f"{n} is {t.dtype}" for n, t in self.constants.items() if t.is_floating_point()]
+            odd = [text for text in odd if text.rpartition(".")[2] not in kinds]
+            if not odd or "dtype" not in str(error):
+                raise
+            raise ConfigError(
+                f"{self!r}: {', '.join(odd)}, a buffer that is not saved and so keeps its format, and all else is "
+                f"{', '.join(sorted(kinds))}: convert it in the module, or choose precision= alike. PyTorch says: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
 
     def _backward(
         self, env: Env, p: Params, saved: Any, dy: Array, inputs: bool, trained: Sequence[str]
@@ -118,11 +139,11 @@ class Module(Differentiated):
     Parameters keep PyTorch's names and begin with the module's values. Buffers that PyTorch saves are parameters that
     are not trained. Batch norms see the global batch, and dropout draws fsdpx's numbers: the result does not depend on
     how ranks are laid out. `forward` may do what autograd can follow, but must not write into inputs, parameters or
-    buffers.
+    buffers. Modules inside that are in evaluation (`eval()`) stay so in training, as in PyTorch.
 
     Parameters
     ----------
-    module : is copied; later changes to it have no effect
+    module : is copied, its modes too; later changes to it have no effect
     inputs : names of the arguments of its `forward` that the layer's inputs are; None: those without a default
     output : what of the result of `forward` is the layer's, where that is not one tensor: a key, an attribute or a
         number; None: "logits" where there is such an attribute
@@ -136,7 +157,7 @@ class Module(Differentiated):
         self.n_inputs = _needed(module) if self.inputs is None else len(self.inputs)
         self._bare = _Bare(module)
         self.values = self._bare.values
-        self.trained = self._bare.trained
+        self.trained, self.constants = self._bare.trained, self._bare.constants
         self.collective = self._bare.norms
         self.aliases = dict.fromkeys(self._bare.counts)  # type: ignore[misc]
 
@@ -184,7 +205,7 @@ class _Bare:
     """A module without the data of its parameters, which every thread can have a copy of.
 
     shapes: of parameters and saved buffers by name. state: names of running statistics. counts: names of buffers of
-    integers, which are left out."""
+    integers, which are constants."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.kind = f"{type(module).__name__}, {sum(p.numel() for p in module.parameters()):,} parameters"
@@ -194,9 +215,8 @@ class _Bare:
         floats = {name: t for name, t in held.items() if t.is_floating_point()}
         self.values = values_of(floats)
         self.shapes = {name: tuple(t.shape) for name, t in floats.items()}
-        empty = {id(t): _without_data(t) for t in held.values()}
-        self._module = copy.deepcopy(module, empty)
-        self._still = {name for name, child in module.named_modules() if module.training and not child.training}
+        self._module = copy.deepcopy(module, {id(t): _without_data(t) for t in floats.values()})
+        self._modes = {name: child.training for name, child in module.named_modules()}
         norms = [(n, m) for n, m in self._module.named_modules() if isinstance(m, _BatchNorm)]
         self.norms = bool(norms)
         self.state = frozenset(f"{n}.{s}".lstrip(".") for n, _ in norms for s in ("running_mean", "running_var"))
@@ -204,19 +224,21 @@ class _Bare:
             self._module = _replaced(self._module, name, GlobalNorm(norm, name))
         if getattr(self._module, "inplace", False):
             self._module.inplace = False  # its input belongs to the layer before it
-        self._constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
+        self.constants = {n: b.clone() for n, b in self._module.named_buffers() if n not in floats}
         self._threads = threading.local()
 
     def here(self, env: Env) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-        """This thread's copy in the mode of `env`, and its buffers that are not saved."""
+        """This thread's copy and its buffers that are not trained. In training each module inside is in the mode in
+        which it was given."""
         if not hasattr(self._threads, "module"):
-            self._threads.module = copy.deepcopy(self._module)
+            self._threads.module, self._threads.mode = copy.deepcopy(self._module), None
         module: torch.nn.Module = self._threads.module
-        if module.training != env.training:
+        if self._threads.mode is not env.training:
             module.train(env.training)
-            for name in self._still:
-                module.get_submodule(name).eval()
-        return module, self._constants
+            for name, mode in self._modes.items() if env.training else ():
+                module.get_submodule(name).training = mode
+            self._threads.mode = env.training
+        return module, self.constants
 
 
 def _held(module: torch.nn.Module) -> dict[str, torch.Tensor]:

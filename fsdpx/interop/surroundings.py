@@ -26,18 +26,18 @@ aten: Any = torch.ops.aten
 
 @contextmanager
 def around(env: Env, samples: int, listen: bool = True) -> Iterator[None]:
-    """Inside, modules of this thread run in `env` on this many samples, and draw its random numbers when training.
+    """Inside, modules of this thread run in `env` on this many samples, and draw its random numbers.
 
     listen: for operations that draw; otherwise there are none, or they ask for the numbers by themselves (`settled`).
     ConfigError if one draws from PyTorch's generator all the same: its numbers depend on how ranks are laid out."""
     _now.env, _now.drawn = env, _Drawn(env, samples)
-    before = torch.default_generator.get_state() if env.training else None
+    before = torch.default_generator.get_state()
     try:
-        with _now.drawn if env.training and listen else nullcontext():
+        with _now.drawn if listen else nullcontext():
             yield
     finally:
         _now.env = _now.drawn = None
-    if before is not None and not torch.equal(before, torch.default_generator.get_state()):
+    if not torch.equal(before, torch.default_generator.get_state()):
         raise ConfigError(
             "the module draws random numbers in a way that is not known here (dropout and torch.rand_like are): the "
             "result would depend on the number of ranks"

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import fsdpx  # noqa: E402
 from fsdpx import nn, optim  # noqa: E402
 from fsdpx.comm import Communicator, spawn  # noqa: E402
-from fsdpx.errors import ConfigError  # noqa: E402
+from fsdpx.errors import ConfigError, DataError  # noqa: E402
 from fsdpx.interop.torch import Criterion, Module, from_torch  # noqa: E402
 from fsdpx.testing import LayerContract  # noqa: E402
 
@@ -404,6 +404,153 @@ def test_losses_divide_as_pytorch_divides_the_whole_batch(name: str) -> None:
     wanted = loss(copy.deepcopy(net)(torch.tensor(x)), torch.tensor(y)).item()
     (found,), _, _ = train(net, x, y, 3, steps=1, loss=Criterion(loss))
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
+
+
+FLOAT, EACH = np.float32, (6, 4)
+TARGETS: dict[str, tuple[Any, Any, tuple[int, ...], str]] = {
+    "squares": (tnn.MSELoss(), np.zeros(6, FLOAT), (6, 1), r"a target of the output's shape \(6, 1\), got \(6,\)"),
+    "absolute": (tnn.L1Loss(), np.zeros((6, 1), FLOAT), EACH, r"shape \(6, 4\), got \(6, 1\)"),
+    "function": (tnn.functional.mse_loss, np.zeros(6, FLOAT), (6, 1), r"got \(6,\): PyTorch would repeat one"),
+    "divergence": (tnn.KLDivLoss(), np.zeros((6, 1), FLOAT), EACH, r"shape \(6, 4\), got \(6, 1\)"),
+    "labels": (tnn.CrossEntropyLoss(), np.zeros((6, 1), int), EACH, r"labels for .* the shape \(6,\), got \(6, 1\)"),
+    "flags": (tnn.CrossEntropyLoss(), np.zeros(6, bool), EACH, r"probabilities for .* got \(6,\) of bool"),
+    "range": (tnn.NLLLoss(), np.full(6, 4), EACH, "label 4 is out of range: it must be from 0 to 3, or ignore_index"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_targets_that_do_not_fit_a_loss_are_refused(name: str) -> None:
+    loss, target, shape, wrong = TARGETS[name]
+    with pytest.raises(DataError, match=wrong):
+        Criterion(loss).validate(shape, target)
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.uint8, np.int64, np.uint16])
+def test_labels_of_any_whole_numbers_are_those_of_int64(kind: Any) -> None:
+    net, (x, y) = image_net().double(), images()
+    wanted, _, _ = train(net, x, y, 2, steps=1, loss=tnn.CrossEntropyLoss())
+    assert train(net, x, y.astype(kind), 2, steps=1, loss=tnn.CrossEntropyLoss())[0] == wanted
+
+
+def test_squares_take_whole_numbers_as_targets() -> None:
+    x = np.arange(12, dtype=np.float64).reshape(3, 4) / 7
+    net = tnn.Linear(4, 4).double()
+    wanted = tnn.functional.mse_loss(net(torch.tensor(x)), torch.ones(3, 4).double()).item()
+    found, _, _ = train(net, x, np.ones((3, 4), np.int64), 1, steps=1, loss=tnn.MSELoss())
+    np.testing.assert_allclose(found, [wanted], rtol=1e-12)
+
+
+class Modes(tnn.Module):
+    """As Sequential, whose children are not layers by themselves."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def still(which: str) -> Any:
+    torch.manual_seed(3)
+    norms, drop = [tnn.BatchNorm1d(4), tnn.BatchNorm1d(4)], tnn.Dropout(0.5)
+    net = tnn.Sequential(tnn.Linear(4, 4), norms[0], tnn.Linear(4, 4), norms[1], drop, tnn.Linear(4, 3)).double()
+    for norm in norms:
+        torch.nn.init.normal_(norm.running_mean)
+    drop.eval()
+    if which == "all":
+        net.eval()
+    elif which == "first norm":
+        norms[0].eval()
+    return net
+
+
+@pytest.mark.parametrize("way", ["layers", "module", "cut"])
+@pytest.mark.parametrize("which", ["all", "first norm", "dropout"])
+def test_what_is_in_evaluation_stays_so_in_training_as_in_pytorch(which: str, way: str) -> None:
+    net, r = still(which), np.random.default_rng(1)
+    x, y = r.standard_normal((8, 4)), r.integers(0, 3, 8)
+    given = from_torch(net, x) if way == "cut" else net
+    if way == "module":
+        given = Modes(net)
+        given.training = net.training  # of itself alone
+    trainer = fsdpx.distribute(given, loss=nn.CrossEntropy(), optimizer=optim.SGD(lr=0.1), precision="float64")
+    there, losses, found = copy.deepcopy(net), [], []
+    sgd = torch.optim.SGD(there.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = tnn.functional.cross_entropy(there(torch.tensor(x)), torch.tensor(y))
+        sgd.zero_grad()
+        loss.backward()
+        sgd.step()
+        losses.append(loss.item())
+        found.append(trainer.step(x, y))
+        trainer.evaluate(x, y)  # goes back to the modes that were given
+    np.testing.assert_allclose(found, losses, rtol=1e-9)
+    prefix, parameters = "inner." if way == "module" else "", trainer.parameters()
+    for name, value in there.state_dict().items():
+        if "num_batches" not in name:
+            np.testing.assert_allclose(parameters[prefix + name], value.numpy(), rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+class Picked(tnn.Module):
+    """A buffer that is no float."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.lin = tnn.Linear(4, 4)
+        self.register_buffer("chosen", torch.tensor([1, 0, 1, 1]).to(kind))
+
+    def forward(self, x: Any) -> Any:
+        return self.lin(x) * self.chosen
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_saved_buffers_that_are_no_floats_are_constants(kind: Any) -> None:
+    net, x = Picked(kind).double(), np.arange(12, dtype=np.float64).reshape(3, 4) / 7
+    wanted = tnn.functional.mse_loss(net(torch.tensor(x)), torch.tensor(x)).item()
+    found, _, _ = train(net, x, x, 1, steps=1, loss=nn.MSE())
+    np.testing.assert_allclose(found, [wanted], rtol=1e-12)
+
+
+class Mixed(tnn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = tnn.Linear(4, 4)
+        self.register_buffer("turn", torch.eye(4).half(), persistent=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.lin(x) @ self.turn
+
+
+def test_a_buffer_of_another_format_is_named() -> None:
+    trainer = fsdpx.distribute(Mixed(), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1))
+    x = np.ones((3, 4), np.float32)
+    with pytest.raises(ConfigError, match=r"turn is torch\.float16, a buffer that is not saved .* all else is float32"):
+        trainer.step(x, x)
+
+
+class Noise(tnn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = tnn.Linear(4, 4)
+
+    def forward(self, x: Any) -> Any:
+        return self.lin(x) + torch.rand_like(x)
+
+
+def test_evaluation_draws_the_same_on_any_number_of_ranks_and_none_of_pytorchs_numbers() -> None:
+    net, x = Noise().double(), np.ones((4, 4))
+
+    def run(comm: Communicator) -> Any:
+        options: dict[str, Any] = {"loss": nn.MSE(), "optimizer": optim.SGD(lr=0.0), "precision": "float64"}
+        trainer = fsdpx.distribute(net, comm=comm, **options)
+        part = slice(comm.rank * 4 // comm.size, (comm.rank + 1) * 4 // comm.size)
+        return trainer.evaluate(x[part], x[part]), trainer.step(x[part], x[part])
+
+    before = torch.default_generator.get_state()
+    alone, shared = spawn(run, 1)[0], spawn(run, 2)[0]
+    np.testing.assert_allclose(alone, shared, rtol=1e-12)
+    assert torch.equal(before, torch.default_generator.get_state())
 
 
 class Wrong(tnn.Module):
