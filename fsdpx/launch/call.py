@@ -119,7 +119,8 @@ def main(folder: Path) -> None:
     function, args = pickle.loads(call)
     comm = init()
     result = function(comm, *args)
-    packed = _dumped((comm.size, result), f"rank {comm.rank}: what {getattr(function, '__qualname__', function)} returned")
+    name = getattr(function, "__qualname__", function)
+    packed = _dumped((comm.size, result), f"rank {comm.rank}: what {name} returned")
     (folder / _RESULT.format(comm.rank)).write_bytes(packed)
 
 

@@ -1,7 +1,7 @@
 """AdamW without a schedule: it trains at a mean of its iterates and of their average (Defazio et al. 2024)."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from itertools import accumulate
 from typing import Any, ClassVar
 
 from fsdpx.errors import ConfigError
@@ -56,12 +56,9 @@ class AdamWScheduleFree(Elementwise):
 
     def _share(self, step: int) -> float:
         """c. A function of the step alone, so nothing need be saved; 1 as long as no rate was above 0."""
-        sums = self._sums
-        while len(sums) <= step:
-            t = len(sums)
-            sums.append(sums[-1] + rate(self, t) ** 2 * (1.0 - self.betas[1] ** t))
+        sums = self.__dict__.get("_sums", (0.0,))
+        if len(sums) <= step:
+            squares = (rate(self, t) ** 2 * (1.0 - self.betas[1] ** t) for t in range(len(sums), step + 1))
+            sums = (*sums[:-1], *accumulate(squares, initial=sums[-1]))
+            self.__dict__["_sums"] = sums  # never changed, only replaced: ranks that are threads share the optimiser
         return (sums[step] - sums[step - 1]) / sums[step] if sums[step] > 0 else 1.0
-
-    @cached_property
-    def _sums(self) -> list[float]:
-        return [0.0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,23 +31,30 @@ class Meter:
             self.peak = self.live
 
 
-_meters: list[Meter] = []
+class _Meters(threading.local):
+    """Those of this thread: two ranks that are threads may make dry runs at once."""
+
+    def __init__(self) -> None:
+        self.open: list[Meter] = []
+
+
+_meters = _Meters()
 
 
 @contextmanager
 def metered() -> Iterator[Meter]:
     """Count the memory of the arrays that are made inside the block, as long as they live."""
-    _meters.append(Meter())
+    _meters.open.append(Meter())
     try:
-        yield _meters[-1]
+        yield _meters.open[-1]
     finally:
-        _meters.pop()
+        _meters.open.pop()
 
 
 def as_one(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """`call` counted by what is there when it ends: what runs in its place on NumPy arrays is compiled, with
     temporaries in registers and caches."""
-    meter = _meters[-1] if _meters else None
+    meter = _meters.open[-1] if _meters.open else None
     if meter is None:
         return call(*arguments, **options)
     meter.inside += 1
@@ -64,7 +72,7 @@ class Root:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.meter = _meters[-1] if _meters else None
+        self.meter = _meters.open[-1] if _meters.open else None
         if self.meter is not None:
             self.meter.add(nbytes)
 

@@ -13,6 +13,7 @@ from fsdpx.comm.calls import split_evenly
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.counted import Counted, Counters
 from fsdpx.comm.threads import spawn
+from fsdpx.testing.threads import switching
 
 __all__ = ["CodecContract"]
 
@@ -113,6 +114,24 @@ class CodecContract:
 
         one = spawn(lambda comm: body(comm, [self.make()]), size, timeout=60)
         assert one == spawn(lambda comm: body(comm, [self.make(), self.make()]), size, timeout=60)
+
+    def test_ranks_that_are_threads_may_share_it(self) -> None:
+        def body(comm: Communicator, codec: Codec) -> list[bytes]:
+            n, counts = 61, split_evenly(61, comm.size)
+            scratch, memory = self._buffers(codec, n, comm.size)
+            found = []
+            for step in range(2):
+                out, grad = np.empty(counts[comm.rank], self.dtype), self._gradient(n, comm.rank + 10 * step)
+                codec.reduce(comm, grad, out, counts, scratch, memory, what="g").wait()
+                found.append(out.tobytes())
+            return found
+
+        def switched(comm: Communicator) -> list[bytes]:
+            with switching():
+                return body(comm, shared)
+
+        shared = self.make()
+        assert spawn(switched, 2, timeout=60) == spawn(lambda comm: body(comm, self.make()), 2, timeout=60)
 
     def _reduced(self, size: int, counts: Sequence[int], into: str = "elsewhere") -> None:
         n = sum(counts)

@@ -13,6 +13,7 @@ import pytest
 
 from fsdpx.comm.communicator import Communicator, ReduceOp, split_evenly
 from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.testing.threads import switching
 
 __all__ = ["CommunicatorContract"]
 
@@ -61,6 +62,17 @@ class CommunicatorContract:
         own[:] = _part(whole, comm, counts)
         comm.all_gather(own, recv, counts).wait()
         _same(recv, whole)
+
+    @_on_every_rank
+    def test_threads_may_change_at_every_bytecode(self, comm: Communicator) -> None:
+        ours = [_values("float64", 7, seed=rank) for rank in range(comm.size)]
+        with switching():
+            for _ in range(2):
+                mine, gathered = ours[comm.rank].copy(), np.empty(7 * comm.size)
+                comm.all_reduce(mine, SUM).wait()
+                comm.all_gather(ours[comm.rank].copy(), gathered).wait()
+                _close(mine, _reduced(ours, SUM))
+                _same(gathered, np.concatenate(ours))
 
     @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
     @_on_every_rank

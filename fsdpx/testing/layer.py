@@ -1,12 +1,14 @@
 """LayerContract: tests of what every layer must do, to be inherited."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from fsdpx.nn.init import values
 from fsdpx.nn.layer import Env, Layer
+from fsdpx.testing.threads import interleaved
 
 __all__ = ["LayerContract"]
 
@@ -102,6 +104,18 @@ class LayerContract:
         layer.backward_leaf(self._env(np), p, got, saved, _pack(dy))
         for name in want:
             np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+    def test_ranks_that_are_threads_may_share_it(self) -> None:
+        """Forward and backward of one layer on two threads at once, each on samples of its own."""
+        layer, x, p = self._setting()
+        halves = [tuple(part[rows] for part in x) for rows in (slice(None), slice(None, None, -1))]
+        wanted = [self._pass(self.make(), p, half) for half in halves]
+        found = interleaved(*[partial(self._pass, layer, p, half) for half in halves])
+        for got, want in zip(found, wanted, strict=True):
+            for mine, theirs in zip((*got[0], *got[2]), (*want[0], *want[2]), strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+            for name in want[3]:
+                np.testing.assert_array_equal(got[3][name], want[3][name], err_msg=name)
 
     def test_nothing_that_was_passed_in_is_changed(self) -> None:
         layer, x, p = self._setting()

@@ -6,6 +6,7 @@ import numpy as np
 
 from fsdpx.nn.layer import Env
 from fsdpx.nn.losses import Loss
+from fsdpx.testing.threads import interleaved
 
 __all__ = ["LossContract"]
 
@@ -68,6 +69,20 @@ class LossContract:
         y, target = self._setting()
         for one, quarter in zip(self._backward(y, target, 1.0), self._backward(y, target, 0.25), strict=True):
             np.testing.assert_allclose(quarter, 0.25 * one, rtol=1e-12)
+
+    def test_ranks_that_are_threads_may_share_it(self) -> None:
+        y, target = self._setting()
+        loss, env = self.make(), self._env(np)
+
+        def both(loss: Loss) -> tuple[float, float, Arrays]:
+            total, weight, saved = loss.forward(env, _pack(y), target)
+            return float(total), float(weight), _parts(loss.backward(env, saved, 0.5))
+
+        want = both(self.make())
+        for found in interleaved(*[lambda: both(loss)] * 2):
+            assert found[:2] == want[:2]
+            for got, wanted in zip(found[2], want[2], strict=True):
+                np.testing.assert_array_equal(got, wanted)
 
     def test_parts_of_a_batch_add_up(self) -> None:
         """Ranks, microbatches and chunks have parts of the batch, some of them none of it."""

@@ -10,6 +10,7 @@ import numpy as np
 from fsdpx.optim import Optimizer, Segment, Segments, rate
 from fsdpx.optim.kept import kept_of, places, zeros
 from fsdpx.optim.segments import Exchange, Peers
+from fsdpx.testing.threads import interleaved
 
 __all__ = ["OptimizerContract"]
 
@@ -22,9 +23,12 @@ class OptimizerContract:
     """Inherit, define `make`, and run it with pytest:
 
         class TestMine(OptimizerContract):
+            grouped = False  # Mine takes no `groups`, or no `weight_decay`
             def make(self, **options): return Mine(**options)
 
-    Each shard is updated in a thread of its own, so that optimisers can add norms of full parameters."""
+    `make` must take `lr`, a number or a schedule from 1-based step to number; with `grouped`, which is the default, it
+    must take `weight_decay` and `groups` as well. Each shard is updated in a
+    thread of its own, so that optimisers can add norms of full parameters."""
 
     grain: int = 1
     """1 if shards may be cut anywhere without a change of bits, 1024 if only at multiples of it in each parameter."""
@@ -84,6 +88,22 @@ class OptimizerContract:
         before = p.copy()
         self._update(p, g, slots, lr=0.0)
         assert np.array_equal(p, before)
+
+    def test_ranks_that_are_threads_may_share_it(self) -> None:
+        """What it keeps for itself is the same whichever of them asks first."""
+
+        def train(optimizer: Optimizer) -> dict[str, Any]:
+            p, g, slots = self._state("float32", slice(None), optimizer)
+            for step in (1, 2, 3):
+                self._update(p, g, slots, optimizer=optimizer, lr=rate(optimizer, step), step=step)
+            return {"p": p, **slots}
+
+        def make() -> Optimizer:
+            return self.make(lr=lambda step: 0.01 / step)
+
+        whole, shared = train(make()), make()
+        for found in interleaved(*[lambda: train(shared)] * 2):
+            self._same(whole, found)
 
     def test_an_empty_shard_is_fine(self) -> None:
         optimizer = self.make(lr=0.01)

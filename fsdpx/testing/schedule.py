@@ -17,6 +17,7 @@ from fsdpx.program import (
     simulate,
     validate,
 )
+from fsdpx.testing.threads import interleaved
 
 __all__ = ["ScheduleContract"]
 
@@ -54,6 +55,11 @@ class ScheduleContract:
         """Each rank calls the function by itself."""
         for made, repeated in zip(self._made(), self._made(), strict=True):
             assert made == repeated
+
+    def test_ranks_that_are_threads_may_share_it(self) -> None:
+        given, wanted = self.make(), schedule(self.make(), 2, 3, self.per_rank)
+        for made in interleaved(*[lambda: schedule(given, 2, 3, self.per_rank)] * 2):
+            assert made == wanted
 
     def test_every_microbatch_goes_forward_and_backward_through_every_stage(self) -> None:
         for made in self._made():

@@ -1,5 +1,7 @@
 """Kernels on shape-only arrays give the shapes and dtypes that they give on NumPy arrays."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -126,6 +128,25 @@ def test_what_is_remembered_takes_the_same_memory(name):
 
     known_of._results.clear()
     assert call() == call()
+
+
+def test_threads_that_count_memory_do_not_see_each_other():
+    inside, counted = threading.Barrier(2), [0, 0]
+
+    def count(thread):
+        with metered() as meter:
+            inside.wait()
+            array = shapes.zeros(10 * (thread + 1), "u1")
+            inside.wait()
+            counted[thread] = meter.live
+            del array
+
+    threads = [threading.Thread(target=count, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted == [10, 20]
 
 
 def test_a_function_runs_once_for_each_kind_of_arguments():

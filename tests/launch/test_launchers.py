@@ -331,7 +331,7 @@ def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
     (site / "beside.py").write_text("")
     run._look_for(["-m", "beside"])
     run._look_for(["-m", "json.tool"])
-    with pytest.raises(LaunchError, match="^there is no module 'linked.train' on Python's path or in "):
+    with pytest.raises(LaunchError, match=r"^there is no module 'linked\.train' on Python's path or in "):
         run._look_for(["-m", "linked.train"])
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Linked()])
     run._look_for(["-m", "linked.train"])
