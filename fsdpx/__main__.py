@@ -168,7 +168,7 @@ def _trace(p: argparse.ArgumentParser) -> None:
 
 
 def _start(p: argparse.ArgumentParser) -> None:
-    p.add_argument("-n", "--ranks", type=int, required=True, help="number of ranks")
+    p.add_argument("-n", "--ranks", type=int, help="number of ranks (default: the allocation's, or the cores here)")
     p.add_argument("--nodes", type=int, help="number of hosts, of the hostfile or the allocation")
     p.add_argument("--nproc-per-node", dest="per_node", type=int, help="ranks per host, at most")
     p.add_argument("--hostfile", type=Path, help="hosts and their slots, in the form of any launcher")
@@ -194,7 +194,8 @@ def _start(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--retune", action="store_true", help="measure again what is chosen by measurement (docs/speed.md)")
     p.add_argument("--dry-run", action="store_true", help="print the command that would start the ranks")
-    p.add_argument("--print-sbatch", action="store_true", help="print a batch file for Slurm")
+    p.add_argument("--print-batch", choices=("slurm", "pbs", "lsf"), help="print a batch file for this system")
+    p.add_argument("--print-sbatch", dest="print_batch", action="store_const", const="slurm", help="the same for Slurm")
     p.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module")
     p.add_argument("script", nargs="?", help="script.py")
     p.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False  # it may have none
@@ -264,7 +265,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "info": ("what this machine has: MPI, BLAS, Numba, GPU", _info),
     "doctor": ("under mpiexec: what all ranks have, the ways between them, a test", _doctor),
     "bench": ("under mpiexec: how fast the verbs of a communicator are", _bench),
-    "run": ("start N ranks; restart from the last checkpoint when a death ends the job", _start),
+    "run": ("start ranks; restart from the last checkpoint when a death ends the job", _start),
     "train": ("train what a run file in TOML describes; under mpiexec on all ranks", _train),
     "generate": ("let a model of a folder go on with a text", _generate),
     "show": ("a step's program, units, traffic and memory, without MPI", _show),

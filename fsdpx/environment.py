@@ -8,7 +8,10 @@ from pathlib import Path
 
 from fsdpx.errors import LaunchError
 
-__all__ = ["Environment", "StartedBy", "Store", "alike", "allocation", "alone", "check_alone", "check_size", "read"]
+__all__ = [
+    "Environment", "StartedBy", "Store", "alike", "allocated", "allocation", "alone", "check_alone", "check_size",
+    "hosts_of_job", "read",
+]  # fmt: skip
 
 ALIKE = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
 _YES = ("1", "true", "yes", "on")
@@ -279,6 +282,31 @@ def compiler(environ: Mapping[str, str] = os.environ) -> str:
 def traced(environ: Mapping[str, str] = os.environ) -> Path | None:
     """The folder for traces of training (FSDPX_TRACE), where a script names none."""
     return Path(environ["FSDPX_TRACE"]) if environ.get("FSDPX_TRACE") else None
+
+
+def allocated(environ: Mapping[str, str] = os.environ) -> tuple[int, str] | None:
+    """How many ranks the allocation of this process is for, and the variable that says so; None without one.
+
+    Slurm without a number of tasks means one on each node. Files have one line for each rank."""
+    if "SLURM_JOB_ID" in environ:
+        nodes, each = _count(environ, "SLURM_NNODES") or 1, _count(environ, "SLURM_NTASKS_PER_NODE") or 1
+        tasks = _count(environ, "SLURM_NTASKS")
+        return (tasks, "SLURM_NTASKS") if tasks else (nodes * each, "SLURM_NNODES, SLURM_NTASKS_PER_NODE")
+    for variable in ("LSB_DJOB_NUMPROC", "LSB_MAX_NUM_PROCESSORS"):
+        if slots := _count(environ, variable):
+            return slots, variable
+    return None
+
+
+def hosts_of_job(environ: Mapping[str, str] = os.environ) -> tuple[Path, str] | None:
+    """A hostfile that the scheduler or the operator of a cluster has made for this job, and its variable."""
+    known = ("PBS_NODEFILE", "HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile")
+    return next(((Path(environ[name]), name) for name in known if environ.get(name)), None)
+
+
+def modules(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The environment modules that are loaded."""
+    return [name for name in environ.get("LOADEDMODULES", "").split(":") if name]
 
 
 def python_path(first: str, environ: Mapping[str, str] = os.environ) -> str:

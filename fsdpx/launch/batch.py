@@ -1,34 +1,44 @@
-"""`fsdpx run --print-sbatch`: a batch file for Slurm that starts the same job, and again when its time is over."""
+"""`fsdpx run --print-batch`: a file for Slurm, PBS or LSF that starts the same job; under Slurm again when its time is
+over."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
+from fsdpx import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["sbatch"]
+__all__ = ["BATCH", "Room", "batch", "room"]
 
 _NOTICE = 60
 """Slurm may send the signal this many seconds early, never late; added to the time to save in."""
-_TEXT = """\
+_SLURM = """\
 #!/usr/bin/env bash
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={per_node}
-{threads}#SBATCH --time=01:00:00
+#SBATCH --cpus-per-task={cores}
+#SBATCH --time=01:00:00
 #SBATCH --output=%x-%j.out --open-mode=append
 #SBATCH --signal=B:USR1@{notice} --requeue
-set -uo pipefail
+{about}set -uo pipefail
+
+{environment}# Newer versions of srun do not take it from sbatch.
+export SRUN_CPUS_PER_TASK=${{SLURM_CPUS_PER_TASK:-{cores}}}
 
 # Slurm sends USR1 to this shell {notice} s before the time limit, and TERM when it cancels the job or needs its nodes.
 # The ranks save, and the job ends with 85. After USR1 it is queued again here, after TERM by Slurm if it is to be.
-python -m fsdpx {words} & job=$!
+{python} -m fsdpx {words} & job=$!
 requeue=
 trap 'requeue=yes; heard=yes; kill -USR1 $job' USR1
 trap 'heard=yes; kill -USR1 $job' TERM
@@ -37,17 +47,100 @@ while [[ $heard ]]; do heard=; wait $job; status=$?; done  # a trap interrupts w
 [[ $requeue ]] && (( status == 85 )) && scontrol requeue "$SLURM_JOB_ID"
 exit "$status"
 """
+_PBS = """\
+#!/usr/bin/env bash
+#PBS -N {name}
+#PBS -l select={nodes}:ncpus={node_cores}:mpiprocs={per_node}
+#PBS -l walltime=01:00:00
+#PBS -j oe
+{about}set -euo pipefail
+
+# PBS starts a job in the home folder.
+cd "$PBS_O_WORKDIR"
+{environment}# At qdel and at the time limit ranks get TERM and save, as far as PBS waits (kill_delay).
+exec {python} -m fsdpx {words}
+"""
+_LSF = """\
+#!/usr/bin/env bash
+#BSUB -J {name}
+#BSUB -n {ranks}
+#BSUB -R "span[ptile={per_node}] affinity[core({cores})]"
+#BSUB -W 01:00
+#BSUB -wa USR1 -wt {minutes}
+#BSUB -o {name}-%J.out
+{about}set -euo pipefail
+
+{environment}# LSF sends USR1 {minutes} minutes before the time limit: the ranks save. Start with: bsub < this file
+exec {python} -m fsdpx {words}
+"""
+BATCH = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$LSB_DJOB_HOSTFILE")}
+"""System -> its file, and the variable that names the hosts of a job."""
 
 
-def sbatch(config: LaunchConfig, program: Sequence[str]) -> str:
-    """The text of the file; LaunchError for a word with a line break: a scheduler could read what is after it."""
-    nodes, per_node = config.spread(config.ranks) or (1, config.ranks)
-    threads = "" if config.threads is None else f"#SBATCH --cpus-per-task={config.threads}\n"
-    name = _name(program)
-    return _TEXT.format(
-        name=name, nodes=nodes, per_node=per_node, threads=threads, notice=math.ceil(config.grace) + _NOTICE,
-        words=shlex.join(_of_one_line(["run", *_options(config), *program])),
+@dataclass(frozen=True)
+class Room:
+    """cores: of a node. source: what says so."""
+
+    cores: int
+    source: str
+
+
+def room() -> Room:
+    """The cores of a node: of the smallest that Slurm has, or of this machine."""
+    if sinfo := shutil.which("sinfo"):
+        done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if counts := [int(count) for count in re.findall(r"^(\d+)\+?$", done.stdout, re.M)]:
+            return Room(min(counts), "as Slurm's smallest node has (sinfo)")
+    return Room(os.cpu_count() or 1, "as this machine has")
+
+
+def batch(
+    system: str, config: LaunchConfig, program: Sequence[str], of_node: Room, variables: Mapping[str, str] | None = None
+) -> str:
+    """The text of the file. variables: for the ranks. LaunchError for a word with a line break: a scheduler could read
+    what is after it."""
+    if config.hostfile is not None:
+        raise LaunchError("a batch system chooses the hosts itself: leave --hostfile out")
+    nodes, per_node = _spread(config, of_node)
+    cores = config.threads or max(1, of_node.cores // per_node)
+    text, hosts = BATCH[system]
+    if config.backend != "gloo":
+        config = replace(config, nodes=None if hosts else nodes, per_node=None)
+    there = f' --hostfile "{hosts}"' if hosts and nodes > 1 else ""
+    words = f"{shlex.join(_of_one_line(['run', *_options(config)]))}{there} {shlex.join(_of_one_line(program))}"
+    return text.format(
+        name=_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
+        node_cores=per_node * cores, about=_about(nodes, per_node, cores, of_node), words=words,
+        notice=math.ceil(config.grace) + _NOTICE, minutes=math.ceil((config.grace + _NOTICE) / 60),
+        python=shlex.quote(sys.executable), environment="".join(f"{line}\n" for line in _environment(variables or {})),
     )  # fmt: skip
+
+
+def _spread(config: LaunchConfig, of_node: Room) -> tuple[int, int]:
+    """Nodes, and ranks on each: as they are given, or as few nodes as have a core for each thread of each rank."""
+    if config.backend == "gloo":
+        return config.spread(config.ranks) or (1, config.ranks)
+    most = max(1, of_node.cores // (config.threads or 1))
+    nodes, per_node = config.spread(config.ranks) or (math.ceil(config.ranks / most), most)
+    return nodes, min(per_node, math.ceil(config.ranks / nodes)) if config.per_node is None else per_node
+
+
+def _about(nodes: int, per_node: int, cores: int, of_node: Room) -> str:
+    """A comment that says what is asked for, and by what it was chosen."""
+    asked = f"{per_node} ranks on each of {nodes} nodes, {cores} cores for each"
+    more = "" if per_node * cores <= of_node.cores else f": {per_node * cores} in all, which is more"
+    return f"# {asked}{more}. A node is taken to have {of_node.cores} cores, {of_node.source}.\n"
+
+
+def _environment(variables: Mapping[str, str]) -> Iterator[str]:
+    """The lines that make the job's environment this process's."""
+    modules = environment.modules()
+    yield f"# module load {' '.join(modules)}" if modules else "# module load ...  (none is loaded here)"
+    activate = Path(sys.prefix, "bin", "activate")
+    if sys.prefix != sys.base_prefix and activate.exists():
+        yield f"source {shlex.quote(str(activate))}"
+    for name, value in variables.items():
+        yield f"export {name}={shlex.quote(value)}"
 
 
 def _name(program: Sequence[str]) -> str:

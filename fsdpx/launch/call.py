@@ -15,6 +15,7 @@ from typing import Any
 from fsdpx import environment
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init
+from fsdpx.launch.hosts import ranks_there
 from fsdpx.launch.options import LaunchConfig
 from fsdpx.launch.run import run
 
@@ -35,13 +36,17 @@ def launch(
     what : a script's path, "-m" (the first of `args` is then a module), or a function. A function and its arguments
         are pickled: one of a script or a notebook needs the package cloudpickle, one of a module does not.
     args : of the script as text, or of the function
-    config, options : a `LaunchConfig`, fields of one as keywords (`ranks=4`), or both. On several hosts a function
-        needs `folder`, on a disk that all of them share.
+    config, options : a `LaunchConfig`, fields of one as keywords (`ranks=4`), or both. Without `ranks` there are as
+        many as `fsdpx run` takes without -n. On several hosts a function needs `folder`, on a disk that all of them
+        share.
 
     Returns
     -------
     list : what the function returned, by rank; None for a script
     """
+    if config is None and "ranks" not in options:
+        where = [options.get(name) for name in ("nodes", "per_node", "hostfile", "threads")]
+        options["ranks"], _ = ranks_there(*where)
     config = replace(config, **options) if config is not None else LaunchConfig(**options)
     folder = Path(tempfile.mkdtemp(prefix="fsdpx-launch-", dir=config.folder))
     if config.logs is None and sys.stdout is not sys.__stdout__:  # ranks' output belongs in the notebook's cell

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdpx import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["HostSlots", "look_up", "read_hosts", "share", "slots_of", "write_hosts"]
+__all__ = ["HostSlots", "look_up", "ranks_there", "read_hosts", "share", "slots_of", "write_hosts"]
 
 _LINE = re.compile(r"(?P<name>\w[\w.-]*)(?:(?::|\s+slots\s*=\s*|\s+)(?P<slots>\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 _FORMS = "write one host in a line, as n1, n1:4, n1 slots=4 or n1 4"
@@ -72,6 +74,26 @@ def share(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> list[
             shared.append((host.name, min(slots, left)))
             left -= shared[-1][1]
     return shared
+
+
+def ranks_there(nodes: int | None, per_node: int | None, hostfile: Path | None, threads: int | None) -> tuple[int, str]:
+    """How many ranks a job has that does not say so, and what says it: its hosts, the allocation, or the cores here."""
+    if hostfile is None and nodes is not None and per_node is not None:
+        return nodes * per_node, "--nodes and --nproc-per-node"
+    made = environment.hosts_of_job() if hostfile is None else (hostfile, "--hostfile")
+    allocated = environment.allocated() if hostfile is None else None
+    if made is not None and allocated is None:
+        hosts = read_hosts(Path(made[0]))[:nodes]
+        if per_node is None and hostfile is not None and not all(host.slots for host in hosts):
+            raise LaunchError(f"{made[0]} does not say how many ranks a host takes: say -n or --nproc-per-node")
+        return sum(min(host.slots or per_node or 1, per_node or host.slots or 1) for host in hosts), made[1]
+    if allocated is not None:
+        return allocated
+    if nodes is not None and nodes > 1:
+        raise LaunchError(f"how many ranks on {nodes} hosts? Say -n or --nproc-per-node")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = max(1, cores // (threads or 1))
+    return min(ranks, per_node or ranks), f"the {_count(cores, 'core')} that this process may use"
 
 
 def slots_of(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> int:

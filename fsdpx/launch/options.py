@@ -108,3 +108,6 @@ class LaunchConfig:
         if self.nodes and self.per_node and self.ranks > self.nodes * self.per_node:
             capacity = f"{self.nodes} hosts with {self.per_node} ranks each have room for {self.nodes * self.per_node}"
             yield f"ranks={self.ranks}: {capacity}; ask for fewer ranks, or more nodes or per_node"
+        elif self.nodes and self.per_node and not self.hostfile and self.ranks <= (self.nodes - 1) * self.per_node:
+            asked = f"nodes={self.nodes} with per_node={self.per_node} are {self.nodes * self.per_node}"
+            yield f"ranks={self.ranks}: {asked}, and a host would have none; leave one of the three out"

@@ -23,9 +23,9 @@ from fsdpx import environment
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
-from fsdpx.launch.batch import sbatch
+from fsdpx.launch.batch import batch, room
 from fsdpx.launch.deaths import Deaths
-from fsdpx.launch.hosts import look_up, read_hosts, slots_of, write_hosts
+from fsdpx.launch.hosts import look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.join import Guests, join
 from fsdpx.launch.launchers import Found, answering, command, find
 from fsdpx.launch.logs import Follower, ask
@@ -114,8 +114,9 @@ def _stuck(endings: Sequence[Ending]) -> int:
 
 
 def main(args: argparse.Namespace) -> int:
-    """The job of a command line, or what it would be (--dry-run, --print-sbatch); its exit status."""
-    config = LaunchConfig(**{one.name: getattr(args, one.name) for one in fields(LaunchConfig)})
+    """The job of a command line, or what it would be (--dry-run, --print-batch); its exit status."""
+    given = {one.name: getattr(args, one.name) for one in fields(LaunchConfig)}
+    config = LaunchConfig(**given | {"ranks": _ranks(args)})
     if args.join is not None:
         print(f"fsdpx run: {args.join}: {join(args.join, config.ranks, config.timeout or _SECONDS_TO_JOIN)}")
         return 0
@@ -123,8 +124,9 @@ def main(args: argparse.Namespace) -> int:
         raise LaunchError("which script? fsdpx run -n 4 train.py, or -m and a module")
     program = [*(["-m"] if args.module else []), args.script, *args.args]
     variables = {"FSDPX_TUNE": "again"} if args.retune else {}
-    if args.print_sbatch:
-        print(sbatch(config, program), end="")
+    if args.print_batch:
+        _look_for(program)
+        print(batch(args.print_batch, config, program, room(), variables), end="")
     elif args.dry_run:
         folder = config.folder or Path(tempfile.gettempdir(), f"{_PREFIX}by-hand")
         job = Job(find(config), config, program, variables)
@@ -135,6 +137,18 @@ def main(args: argparse.Namespace) -> int:
     else:
         return run(config, program, variables).status
     return 0
+
+
+def _ranks(args: argparse.Namespace) -> int:
+    """As many as are asked for; else those of the allocation or of this machine, and a line that says so."""
+    if args.ranks is not None:
+        return int(args.ranks)
+    elsewhere = (args.print_batch and (args.nodes is None or args.per_node is None)) or args.join is not None
+    if elsewhere:
+        raise LaunchError("how many ranks? -n 4; a batch file also takes --nodes and --nproc-per-node")
+    ranks, source = ranks_there(args.nodes, args.per_node, args.hostfile, args.threads)
+    _log(f"{ranks} rank{'' if ranks == 1 else 's'}, by {source}")
+    return ranks
 
 
 def run(config: LaunchConfig, program: Sequence[str], variables: Mapping[str, str] | None = None) -> Ending:

