@@ -18,7 +18,7 @@ from fsdpx import environment
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
-__all__ = ["BATCH", "Room", "batch", "room"]
+__all__ = ["BATCH", "NodeCores", "batch", "node_cores"]
 
 _NOTICE = 60
 """Slurm may send the signal this many seconds early, never late; added to the time to save in."""
@@ -50,7 +50,7 @@ exit "$status"
 _PBS = """\
 #!/usr/bin/env bash
 #PBS -N {name}
-#PBS -l select={nodes}:ncpus={node_cores}:mpiprocs={per_node}
+#PBS -l select={nodes}:ncpus={all_cores}:mpiprocs={per_node}
 #PBS -l walltime=01:00:00
 #PBS -j oe
 {about}set -euo pipefail
@@ -78,24 +78,24 @@ BATCH = {"slurm": (_SLURM, ""), "pbs": (_PBS, "$PBS_NODEFILE"), "lsf": (_LSF, "$
 
 
 @dataclass(frozen=True)
-class Room:
+class NodeCores:
     """cores: of a node. source: what says so."""
 
     cores: int
     source: str
 
 
-def room() -> Room:
+def node_cores() -> NodeCores:
     """The cores of a node: of the smallest that Slurm has, or of this machine."""
     if sinfo := shutil.which("sinfo"):
         done = subprocess.run([sinfo, "-h", "-o", "%c"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if counts := [int(count) for count in re.findall(r"^(\d+)\+?$", done.stdout, re.M)]:
-            return Room(min(counts), "as Slurm's smallest node has (sinfo)")
-    return Room(os.cpu_count() or 1, "as this machine has")
+            return NodeCores(min(counts), "as Slurm's smallest node has (sinfo)")
+    return NodeCores(os.cpu_count() or 1, "as this machine has")
 
 
 def batch(
-    system: str, config: LaunchConfig, program: Sequence[str], of_node: Room, variables: Mapping[str, str] | None = None
+    system: str, config: LaunchConfig, program: Sequence[str], of_node: NodeCores, variables: Mapping[str, str] | None = None
 ) -> str:
     """The text of the file. variables: for the ranks. LaunchError for a word with a line break: a scheduler could read
     what is after it."""
@@ -110,13 +110,13 @@ def batch(
     words = f"{shlex.join(_of_one_line(['run', *_options(config)]))}{there} {shlex.join(_of_one_line(program))}"
     return text.format(
         name=_name(program), ranks=config.ranks, nodes=nodes, per_node=per_node, cores=cores,
-        node_cores=per_node * cores, about=_about(nodes, per_node, cores, of_node), words=words,
+        all_cores=per_node * cores, about=_about(nodes, per_node, cores, of_node), words=words,
         notice=math.ceil(config.grace) + _NOTICE, minutes=math.ceil((config.grace + _NOTICE) / 60),
         python=shlex.quote(sys.executable), environment="".join(f"{line}\n" for line in _environment(variables or {})),
     )  # fmt: skip
 
 
-def _spread(config: LaunchConfig, of_node: Room) -> tuple[int, int]:
+def _spread(config: LaunchConfig, of_node: NodeCores) -> tuple[int, int]:
     """Nodes, and ranks on each: as they are given, or as few nodes as have a core for each thread of each rank."""
     if config.backend == "gloo":
         return config.spread(config.ranks) or (1, config.ranks)
@@ -125,7 +125,7 @@ def _spread(config: LaunchConfig, of_node: Room) -> tuple[int, int]:
     return nodes, min(per_node, math.ceil(config.ranks / nodes)) if config.per_node is None else per_node
 
 
-def _about(nodes: int, per_node: int, cores: int, of_node: Room) -> str:
+def _about(nodes: int, per_node: int, cores: int, of_node: NodeCores) -> str:
     """A comment that says what is asked for, and by what it was chosen."""
     asked = f"{per_node} ranks on each of {nodes} nodes, {cores} cores for each"
     more = "" if per_node * cores <= of_node.cores else f": {per_node * cores} in all, which is more"

@@ -23,7 +23,7 @@ from fsdpx import environment
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
-from fsdpx.launch.batch import batch, room
+from fsdpx.launch.batch import batch, node_cores
 from fsdpx.launch.deaths import Deaths
 from fsdpx.launch.hosts import look_up, ranks_there, read_hosts, slots_of, write_hosts
 from fsdpx.launch.join import Guests, join
@@ -126,7 +126,7 @@ def main(args: argparse.Namespace) -> int:
     variables = {"FSDPX_TUNE": "again"} if args.retune else {}
     if args.print_batch:
         _look_for(program)
-        print(batch(args.print_batch, config, program, room(), variables), end="")
+        print(batch(args.print_batch, config, program, node_cores(), variables), end="")
     elif args.dry_run:
         folder = config.folder or Path(tempfile.gettempdir(), f"{_PREFIX}by-hand")
         job = Job(find(config), config, program, variables)

@@ -18,7 +18,7 @@ from fsdpx import environment
 from fsdpx.__main__ import main
 from fsdpx.errors import LaunchError
 from fsdpx.launch import join, launchers, run
-from fsdpx.launch.batch import BATCH, Room, batch
+from fsdpx.launch.batch import BATCH, NodeCores, batch
 from fsdpx.launch.hosts import HostSlots, read_hosts, share
 from fsdpx.launch.options import LaunchConfig
 
@@ -325,7 +325,7 @@ def test_a_batch_file_says_the_same_job(
 
 
 def printed(system: str, config: LaunchConfig, cores: int = 64) -> str:
-    return batch(system, config, ["train.py"], Room(cores, "so it is said"), {"FSDPX_TUNE": "again"})
+    return batch(system, config, ["train.py"], NodeCores(cores, "so it is said"), {"FSDPX_TUNE": "again"})
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_modules_are_looked_for_as_a_python_of_this_folder_finds_them(
 
 def test_a_name_in_a_batch_file_runs_nothing(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
-    of_node = Room(4, "so it is said")
+    of_node = NodeCores(4, "so it is said")
     words = ["a$(touch ran);b`c`.py", "$(touch ran)", "; touch ran", "'", "#SBATCH"]
     text = batch("slurm", LaunchConfig(4), words, of_node)
     assert "#SBATCH --job-name=a__touch_ran__b_c_\n" in text

