@@ -95,7 +95,11 @@ def node_cores() -> NodeCores:
 
 
 def batch(
-    system: str, config: LaunchConfig, program: Sequence[str], of_node: NodeCores, variables: Mapping[str, str] | None = None
+    system: str,
+    config: LaunchConfig,
+    program: Sequence[str],
+    of_node: NodeCores,
+    variables: Mapping[str, str] | None = None,
 ) -> str:
     """The text of the file. variables: for the ranks. LaunchError for a word with a line break: a scheduler could read
     what is after it."""
