@@ -1,19 +1,15 @@
 # Ranks on this Windows machine, with the mpiexec of MS-MPI or Intel MPI: all else is `fsdpx run`.
 #
-#   launch\run_distributed.ps1 -Ranks 4 train.py --steps 100
-#   launch\run_distributed.ps1 -Ranks 8 -Hostfile hosts.txt train.py
-param(
-    [int]$Ranks = 4,
-    [string]$Hostfile = "",
-    [string]$Mpiexec = "",
-    [Parameter(Mandatory = $true, Position = 0)][string]$Script,
-    [Parameter(ValueFromRemainingArguments = $true)][string[]]$Arguments
-)
+#   launch\run_distributed.ps1 -n 4 train.py --steps 100
+#   launch\run_distributed.ps1 -n 8 --hostfile hosts.txt -m mypackage.train
+#
+# It declares no parameters: PowerShell would take -m for the beginning of the name of one. All words are in $args.
 $ErrorActionPreference = "Stop"
 
-$options = @("-n", "$Ranks")
-if ($Hostfile) { $options += @("--hostfile", $Hostfile) }
-if ($Mpiexec) { $options += @("--mpiexec", $Mpiexec) }
+if ($args.Count -eq 0) {
+    [Console]::Error.WriteLine("usage: run_distributed.ps1 -n RANKS [options of fsdpx run] script.py [arguments]")
+    exit 2
+}
 
-& python -m fsdpx run $options $Script $Arguments
+& python -m fsdpx run @args
 exit $LASTEXITCODE
