@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from os import PathLike
@@ -17,8 +16,8 @@ from fsdpx.checkpoint.read import elements, read
 from fsdpx.checkpoint.rounding import rounded
 from fsdpx.checkpoint.source import Source, weights
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.files import parse_json
 from fsdpx.models.architecture import Architecture, Config
+from fsdpx.models.beside import last_token, object_of
 from fsdpx.models.fields import shown
 from fsdpx.models.tables import ARCHITECTURES
 from fsdpx.models.turned import boxes
@@ -129,14 +128,9 @@ def _config(path: Path) -> Config:
     if not path.is_dir():
         raise ConfigError(f"{str(path)!r} is no folder here, and nothing is downloaded: give the path of a folder")
     try:
-        config = parse_json((path / CONFIG).read_bytes())
+        return object_of(path / CONFIG)
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no {CONFIG}; a folder as transformers writes it has one") from None
-    except ValueError as error:
-        raise ConfigError(f"{path / CONFIG}: this is no JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path / CONFIG}: a configuration is an object, this is {type(config).__name__}")
-    return config
 
 
 def _architecture(path: Path, config: Config) -> Architecture:
@@ -151,15 +145,9 @@ def _architecture(path: Path, config: Config) -> Architecture:
 
 def _demand_tokens(path: Path, config: Config) -> None:
     """Every token of the tokenizer beside the model has a row of its embedding."""
-    if "vocab_size" not in config or not (path / "tokenizer.json").is_file():
-        return
-    table = json.loads((path / "tokenizer.json").read_bytes())
-    vocab = table.get("model", {}).get("vocab", {})
-    ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
-    ids += [token["id"] for token in table.get("added_tokens", ())]
-    if ids and max(ids) >= config["vocab_size"]:
+    if "vocab_size" in config and (last := last_token(path)) >= config["vocab_size"]:
         raise ConfigError(
-            f"{path}: the tokenizer has the token {max(ids)}, the model a vocabulary of {config['vocab_size']}: "
+            f"{path}: the tokenizer has the token {last}, the model a vocabulary of {config['vocab_size']}: "
             "they do not belong together"
         )
 

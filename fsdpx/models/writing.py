@@ -21,6 +21,8 @@ from fsdpx.checkpoint.pieces import BLOCK, Held, owned
 from fsdpx.checkpoint.source import Source
 from fsdpx.checkpoint.write import write
 from fsdpx.errors import CheckpointError
+from fsdpx.files import Untrusted, open_file, passed_over, read
+from fsdpx.models.beside import LARGEST
 from fsdpx.models.reading import CONFIG, Stored
 from fsdpx.models.turned import Turned, turned
 from fsdpx.state.state import TrainState
@@ -32,6 +34,7 @@ BESIDE = (
     "chat_template*", "*.model", "*preprocessor_config.json",
 )  # fmt: skip
 """Files that are copied unchanged."""
+LARGEST_BESIDE = 1 << 30
 
 
 def save_pretrained(state: TrainState, folder: Any, dtype: str | None = None) -> None:
@@ -129,7 +132,7 @@ def _finish(path: Path, partial: Path, plan: FileLayout, source: Source, dtype: 
     for pattern in BESIDE:
         for file in source.folder.glob(pattern):
             if file.is_file():
-                shutil.copyfile(file, partial / file.name)
+                _copy(file, partial / file.name)
     sync_folder(partial)
     if path.exists():
         path.rmdir()
@@ -137,9 +140,27 @@ def _finish(path: Path, partial: Path, plan: FileLayout, source: Source, dtype: 
     sync_folder(path.parent)
 
 
+def _copy(file: Path, target: Path) -> None:
+    """Copy a file from beside the weights, with no more rights than it has. What a link out of the folder points at may
+    be a secret of this user's, put there by another: it is not copied, but for the one way in which the cache of the
+    hub links."""
+    real, folder = file.resolve(), file.parent.resolve()
+    blobs = folder.parents[1] / "blobs" if folder.parent.name == "snapshots" else folder
+    if not (real.is_relative_to(folder) or real.parent == blobs):
+        passed_over(CheckpointError("this is a link out of its folder, and is not copied"), file)
+        return
+    try:
+        with open_file(real, LARGEST_BESIDE, ours=False) as found:
+            mode = os.fstat(found.fileno()).st_mode & 0o666
+            with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as into:
+                shutil.copyfileobj(found, into)
+    except Untrusted as error:
+        passed_over(error)
+
+
 def _config(source: Source, dtype: str | None) -> bytes:
     """As it was; another format of the weights is told in it."""
-    text = (source.folder / CONFIG).read_bytes()
+    text = read(source.folder / CONFIG, LARGEST, ours=False)
     if dtype is None:
         return text
     config = json.loads(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fsdpx.checkpoint import disk
 from fsdpx.checkpoint.files import lay_out
 from fsdpx.comm import Communicator, spawn
 from fsdpx.errors import CheckpointError, ConfigError
+from fsdpx.models.beside import ends_of
 from fsdpx.models.turned import boxes
 
 WIDTH, VOCAB, TIME = 8, 11, 6
@@ -218,3 +220,54 @@ def test_boxes_are_the_runs() -> None:
     for run in [(0, 35), (3, 4), (3, 29), (5, 15), (4, 6), (7, 7)]:
         parts = [whole[b.top : b.bottom, b.left : b.right].reshape(-1) for b in boxes([run], 5)]
         assert np.concatenate([[], *parts]).tolist() == list(range(*run))
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse"])
+def test_files_that_never_end_are_refused(name: str, kind: str, tmp_path: Path) -> None:
+    folder(tmp_path / "a")
+    file = tmp_path / "a" / name
+    file.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.touch()
+        os.truncate(file, 10 << 30)
+    with pytest.raises(ConfigError, match=name):
+        models.from_pretrained(tmp_path / "a")
+
+
+@pytest.mark.parametrize("text", ["[]", '"a"', "{", '{"a": 1, "a": 2}', '{"model": {"vocab": {"a": "b"}}}'])
+def test_a_spoilt_tokenizer_is_named(text: str, tmp_path: Path) -> None:
+    folder(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: this (must be an object|is no)"):
+        models.from_pretrained(tmp_path / "a")
+
+
+def test_ends_of_a_text_are_whole_numbers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"eos_token_id": ["a"]}')
+    with pytest.raises(ConfigError, match=r"eos_token_id=\['a'\]: it must be a whole number"):
+        ends_of(tmp_path)
+
+
+def test_links_out_of_the_folder_are_not_copied(tmp_path: Path) -> None:
+    """What they point at may be a secret of the user who saves; the hub's cache links to its blobs beside."""
+    here = tmp_path / "snapshots" / "1"
+    here.parent.mkdir()
+    folder(here)
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "b").write_text("{}")
+    (tmp_path / "blobs" / "trap").symlink_to(tmp_path / "secret")
+    (here / "vocab.txt").symlink_to(tmp_path / "secret")
+    (here / "vocab.model").symlink_to(tmp_path / "blobs" / "trap")
+    (here / "tokenizer_config.json").symlink_to("../../blobs/b")
+    (here / "merges.txt").chmod(0o600)
+    with pytest.warns(RuntimeWarning, match="is a link out of its folder, and is not copied"):
+        on(1, here, lambda trainer: trainer.save_pretrained(tmp_path / "new"))
+    names = {file.name for file in (tmp_path / "new").iterdir()}
+    assert names == {"config.json", "model.safetensors", "merges.txt", "tokenizer_config.json"}
+    assert (tmp_path / "new" / "merges.txt").stat().st_mode & 0o777 == 0o600
