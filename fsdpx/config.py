@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from fsdpx.errors import ConfigError
+from fsdpx.words import meant
 
 __all__ = [
     "APART", "EASGD", "PRESETS", "Apart", "Async", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
@@ -178,10 +179,12 @@ def sharding(strategy: "str | Sharding | Apart", ranks: int) -> Sharding:
         if strategy not in PRESETS:
             raise ConfigError(
                 f"unknown strategy {strategy!r}: choose one of {names}, local_sgd, diloco, or pass fsdpx.Sharding(...)"
+                + meant(strategy, (*PRESETS, *APART, "local_sgd", "diloco"))
             )
         strategy = PRESETS[strategy]
     if not isinstance(strategy, Sharding):
-        raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...)")
+        hint = meant(getattr(strategy, "name", type(strategy).__name__), ())  # as an Enum of PyTorch has it
+        raise ConfigError(f"strategy is {type(strategy).__name__}: pass a name ({names}) or fsdpx.Sharding(...){hint}")
     replica, shard = strategy.replica, strategy.shard
     if replica is None and shard is None:
         shard = next(d for d in range(1, ranks + 1) if ranks % d == 0 and d * d >= ranks)

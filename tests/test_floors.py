@@ -10,7 +10,7 @@ from reading import NAME, Package
 
 PACKAGE = Package.of(Path(__file__).parents[1] / NAME)
 
-GROUND = ("errors", "config", "version", "environment", "files")
+GROUND = ("errors", "config", "version", "environment", "files", "words")
 FLOORS = (
     GROUND,
     ("program", "shapes", "native", "cuda"),

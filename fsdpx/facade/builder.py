@@ -6,7 +6,6 @@ import pkgutil
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from inspect import signature
 from os import PathLike
 from pathlib import Path
@@ -22,7 +21,9 @@ from fsdpx.nn import models
 from fsdpx.observe import trace
 from fsdpx.optim import schedules
 from fsdpx.state import local
+from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.trainer import Trainer
+from fsdpx.words import meant
 
 __all__ = ["SECTIONS", "ModelBuilder"]
 
@@ -53,7 +54,7 @@ class ModelBuilder:
     def __post_init__(self) -> None:
         for name in self.plan:
             if name not in SECTIONS:
-                raise ConfigError(f"{self.source}: there is no section [{name}]{_meant(name, SECTIONS)}")
+                raise ConfigError(f"{self.source}: there is no section [{name}]{meant(name, SECTIONS)}")
         for name in NEEDED:
             if name not in self.plan:
                 raise ConfigError(f"{self.source}: the section [{name}] is missing")
@@ -137,21 +138,19 @@ class ModelBuilder:
                 raise ConfigError(f"{self.source}: [{where}] {name}: {error}") from error
         known = {one: home for home in reversed(HOMES) for one in home.__all__}
         if name not in known:
-            meant = _meant(str(name), known) or "; names of your own are written module:name"
-            raise ConfigError(f"{self.source}: [{where}] there is no {name!r} in fsdpx{meant}")
+            hint = meant(str(name), known) or "; names of your own are written module:name"
+            raise ConfigError(f"{self.source}: [{where}] there is no {name!r} in fsdpx{hint}")
         return getattr(known[name], name)
 
     def _demand(self, function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], where: str) -> None:
         """Check that a call has the arguments that it needs."""
+        taken = signature(function)
+        if "unknown" in taken.parameters:  # which `bind` would take for an option
+            demand_known(f"{self.source}: [{where}] {function.__name__}", named, taken.parameters)
         try:
-            signature(function).bind(*args, **named)
+            taken.bind(*args, **named)
         except TypeError as error:
             raise ConfigError(f"{self.source}: [{where}] {function.__name__}: {error}") from error
-
-
-def _meant(name: str, known: Any) -> str:
-    close = get_close_matches(name, known, 1)
-    return f": {close[0]}?" if close else ""
 
 
 def _change(plan: dict[str, Any], change: str) -> None:

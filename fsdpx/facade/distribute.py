@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 from fsdpx import environment
 from fsdpx.codecs import Choice
@@ -26,6 +27,7 @@ from fsdpx.observe.trace import Trace, Tracer
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.calls import begin
+from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.watch.watchdog import note, unwatch, watch_axes
@@ -71,6 +73,7 @@ def distribute(
     trace: str | PathLike[str] | Trace | None = None,
     device_map: DeviceMap = None,
     cuda_graphs: bool = False,
+    **unknown: Never,
 ) -> Trainer:
     """Spread `model` over the ranks of `comm` and return its `Trainer`. Collective.
 
@@ -125,15 +128,14 @@ def distribute(
     ------
     ConfigError : for choices that do not fit, or that differ between ranks; the same on all of them
     """
-    model, loss = native(model, loss)
     choice = Elastic.of(elastic)
-    _check_elastic(choice, backend, precision, offload, strategy, trace)
     with with_arguments(backend=backend, elastic=elastic, check=check, tune=tune) as given:
         world: Any = _met(comm, backend, device, device_map, choice is not None, given)
+    demand_known("distribute", unknown, signature(distribute).parameters)
+    _check_elastic(choice, backend, precision, offload, strategy, trace)
     recipe = Recipe(
-        Training(
-            model, loss, optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite, recompute, average
-        ),
+        Training(*native(model, loss), optimizer, frozen, microbatches, seed, clip_norm, chunks, check_finite,
+            recompute, average),
         Distribution(
             strategy, mesh, group_bytes, ahead, codec, schedule, stages, costs, tensor_plan, sequence, offload
         ), Machinery(precision, device, check, tune, progress, trace, device_map, cuda_graphs),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
+from dataclasses import fields
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
+from fsdpx import optim
 from fsdpx.array.sums import GRAIN
 from fsdpx.codecs import Cast, Codecs, Compressed, Plain
 from fsdpx.comm.communicator import Communicator
@@ -19,6 +22,8 @@ from fsdpx.nn.layer import Layer, dotted
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim.kept import needs_whole
 from fsdpx.state.local import Local
+from fsdpx.state.placement import Options
+from fsdpx.words import meant
 
 __all__ = [
     "agree",
@@ -34,6 +39,14 @@ __all__ = [
     "is_collective",
     "left_wide",
 ]
+
+
+def demand_known(call: str, options: Iterable[str], known: Iterable[str]) -> None:
+    """ConfigError for options that a call does not have, with what may be meant."""
+    known = [name for name in known if name != "unknown"]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{call}({name}=...): no such option" + (meant(name, known) or ": " + ", ".join(known)))
 
 
 def check_options(mesh: Mesh | None, stages: Any, costs: Any, plan: Any, sequence: Any) -> None:
@@ -77,11 +90,39 @@ def check_parts(model: Any, loss: Any, optimizer: Any, mesh: Any, frozen: Any) -
     ):
         if isinstance(value, type) or not all(hasattr(value, method) for method in methods):
             hint = f"{value.__name__}(...)" if isinstance(value, type) else "one of fsdpx.nn or fsdpx.optim"
-            raise ConfigError(f"{name}={value!r}: an object is needed, {hint}")
+            raise ConfigError(of_torch(value) or f"{name}={_short(value)}: an object is needed, {hint}")
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh={mesh!r}: fsdpx.Mesh(...) is needed")
     if isinstance(frozen, str):
         raise ConfigError(f"frozen={frozen!r}: a list of name patterns is needed, [{frozen!r}]")
+
+
+def of_torch(value: Any) -> str:
+    """An optimiser or a schedule of PyTorch in one line, with what takes its place here; "" for all else."""
+    kind = type(value)
+    if not kind.__module__.startswith("torch.optim"):
+        return ""
+    if hasattr(value, "last_epoch"):
+        ours = [name for name in optim.schedules.__all__ if kind.__name__.lower().startswith(name.lower())]
+        use = f"optim.schedules.{ours[0] if ours else 'Cosine'}(...)"
+        return f"torch.optim.lr_scheduler.{kind.__name__}: a schedule is the rate itself, fsdpx.optim.AdamW(lr={use})"
+    ours_too = getattr(optim, kind.__name__, None)
+    if ours_too is None:
+        return f"torch.optim.{kind.__name__} is not in fsdpx: choose one of {', '.join(_OPTIMIZERS)} of fsdpx.optim"
+    names = [field.name for field in fields(ours_too)]
+    defaults = {field.name: field.default for field in fields(ours_too)}
+    given = {name: one for name, one in getattr(value, "defaults", {}).items() if name in names}
+    words = [f"{name}={one!r}" for name, one in given.items() if name == "lr" or one != defaults[name]]
+    return f"torch.optim.{kind.__name__}: use fsdpx.optim.{kind.__name__}({', '.join(words)})"
+
+
+_OPTIMIZERS = [name for name in optim.__all__ if hasattr(getattr(optim, name), "update")]
+
+
+def _short(value: Any) -> str:
+    """In one line."""
+    first, *more = repr(value).splitlines() or [""]
+    return first if not more and len(first) < 200 else f"{first[:100]}... ({type(value).__name__})"
 
 
 def check_local(
@@ -126,15 +167,18 @@ def agree(world: Communicator, *choices: Any) -> None:
 
 
 def _differ(name: str, first: str, rank: int, theirs: str) -> str:
-    """Of long texts the first line that differs."""
+    """Of long texts the lines that differ: all options, the first layer."""
     lines = zip_longest(first.splitlines(), theirs.splitlines(), fillvalue="nothing")
-    here, there = next((a, b) for a, b in lines if a != b)
+    pairs = [(a, b) for a, b in lines if a != b]
+    here, there = (", ".join(some) for some in zip(*(pairs if name == "options" else pairs[:1]), strict=True))
     return f"ranks differ in {name}: rank 0 has {here}, rank {rank} has {there}"
 
 
 def _text(choice: Any) -> str:
     if isinstance(choice, str):
         return choice
+    if isinstance(choice, Options):
+        return "\n".join(f"{field.name}={_text(getattr(choice, field.name))}" for field in fields(choice))
     if isinstance(choice, Sorted):
         return "\n".join(f"{node.path} = {_text(node.layer)}" for node in choice.nodes)
     if isinstance(choice, Layout):

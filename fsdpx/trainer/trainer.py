@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import update_wrapper
 from os import PathLike
 from typing import Any, Self, TypeVar
@@ -39,6 +38,7 @@ from fsdpx.state.placement import Placement
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
 from fsdpx.trainer.absent import demand
+from fsdpx.trainer.choices import demand_known
 from fsdpx.trainer.fit import fit
 from fsdpx.trainer.generate import generate
 from fsdpx.trainer.history import History
@@ -264,7 +264,7 @@ class Trainer:
         return found if several else found[0]
 
     def fit(self, loader: Any, **options: Any) -> History:
-        _demand_known(options)
+        demand_known("fit", options, list(inspect.signature(fit).parameters)[2:])
         self._demand("fit")
         preempt = options.pop("preempt", None)
         if preempt is None and options.get("checkpoints") is not None:
@@ -693,17 +693,6 @@ class Trainer:
 
 
 update_wrapper(Trainer.fit, fit, assigned=["__doc__"])  # help(trainer.fit) shows every option
-
-
-def _demand_known(options: Mapping[str, Any]) -> None:
-    """ConfigError for options that `fit` does not have."""
-    known = list(inspect.signature(fit).parameters)[2:]
-    for name in options:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            raise ConfigError(
-                f"fit({name}=...): no such option; " + (f"is {near[0]} meant?" if near else ", ".join(known))
-            )
 
 
 def _one(values: Sequence[Any]) -> Any:

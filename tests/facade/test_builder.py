@@ -46,9 +46,9 @@ def test_a_plan_trains_as_the_same_calls_do():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"modle": 1}, "plan: there is no section [modle]: model?"),
+        ({"modle": 1}, "plan: there is no section [modle]; did you mean 'model'?"),
         ({"loss": "MSE"}, 'plan: [loss] says nothing to make: make = "Name"'),
-        ({"optimizer": {"make": "AdamV"}}, "plan: [optimizer] there is no 'AdamV' in fsdpx: Adam.*"),
+        ({"optimizer": {"make": "AdamV"}}, "plan: [optimizer] there is no 'AdamV' in fsdpx; did you mean 'Adam.*'?"),
         ({"optimizer": {"make": "Qqq"}},
          "plan: [optimizer] there is no 'Qqq' in fsdpx; names of your own are written module:name"),
         ({"optimizer": {"make": "SGD", "lrr": 1}}, "plan: [optimizer] SGD: got an unexpected keyword argument 'lrr'"),
@@ -57,7 +57,7 @@ def test_a_plan_trains_as_the_same_calls_do():
         ({"model": {"make": "no.such:Layer"}}, "plan: [model] no.such:Layer: No module named 'no'"),
         ({"model": {"make": "math:layer"}}, "plan: [model] math:layer: module 'math' has no attribute 'layer'"),
         ({"distribute": {"stratgy": "ddp"}},
-         "plan: [distribute] distribute: got an unexpected keyword argument 'stratgy'"),
+         "plan: [distribute] distribute(stratgy=...): no such option; did you mean 'strategy'?"),
         ({"distribute": 3}, "plan: distribute is a section: write [distribute] and its values below"),
     ],
 )  # fmt: skip

@@ -288,8 +288,8 @@ def test_fit_refuses_nonsense_and_nan() -> None:
         ({"patience": 0}, r"fit\(patience=0\): at least 1\n"),
         ({"every": 0}, r"fit\(every=0\): at least 1\n"),
         ({"epochs": 0}, r"fit\(epochs=0\): at least 1\n"),
-        ({"epoch": 1}, r"fit\(epoch=\.\.\.\): no such option; is epochs meant\?\n"),
-        ({"xyz": 1}, r"fit\(xyz=\.\.\.\): no such option; epochs, steps, validation, "),
+        ({"epoch": 1}, r"fit\(epoch=\.\.\.\): no such option; did you mean 'epochs'\?\n"),
+        ({"xyz": 1}, r"fit\(xyz=\.\.\.\): no such option: epochs, steps, validation, "),
         ({"checkpoints": 5}, r"fit\(checkpoints=5\): a folder, or fsdpx.Checkpoints\(folder, every=\.\.\.\)"),
     ):
         with pytest.raises(ConfigError, match=text):

@@ -1,0 +1,76 @@
+"""Words of other libraries and what they are called here: one table for all errors about names that are unknown."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+__all__ = ["OTHERS", "meant"]
+
+OTHERS: dict[str, str] = {
+    "FULL_SHARD": 'strategy="fsdp"',
+    "FSDP": 'strategy="fsdp"',
+    "FullyShardedDataParallel": 'strategy="fsdp"',
+    "ZeRO-3": 'strategy="zero3"',
+    "SHARD_GRAD_OP": 'strategy="zero2"',
+    "ZeRO-2": 'strategy="zero2"',
+    "ZeRO-1": 'strategy="zero1"',
+    "ZeroRedundancyOptimizer": 'strategy="zero1"',
+    "HYBRID_SHARD": 'strategy="hybrid"',
+    "HSDP": 'strategy="hybrid"',
+    "NO_SHARD": 'strategy="ddp"',
+    "DDP": 'strategy="ddp"',
+    "DistributedDataParallel": 'strategy="ddp"',
+    "Horovod": 'strategy="ddp"',
+    "sharding_strategy": "strategy=",
+    "criterion": "loss=",
+    "loss_fn": "loss=",
+    "optim": "optimizer=",
+    "learning_rate": "optimizer=optim.AdamW(lr=...)",
+    "lr": "optimizer=optim.AdamW(lr=...)",
+    "lr_scheduler": "optimizer=optim.AdamW(lr=optim.schedules.Cosine(...))",
+    "scheduler": "optimizer=optim.AdamW(lr=optim.schedules.Cosine(...))",
+    "init_method": "fsdpx.init(), which takes it from the launcher",
+    "world_size": "mpiexec -n, or fsdpx run -n: the launcher decides",
+    "nproc_per_node": "fsdpx run --nproc-per-node: the launcher decides",
+    "process_group": "comm=",
+    "group": "comm=",
+    "device_mesh": "mesh=fsdpx.Mesh(...)",
+    "device_ids": "device_map=",
+    "output_device": "device_map=",
+    "micro_batch_size": "microbatches=, their number, not their size",
+    "train_micro_batch_size_per_gpu": "microbatches=, their number, not their size",
+    "gradient_accumulation_steps": "microbatches=",
+    "accumulate_grad_batches": "microbatches=",
+    "gradient_clipping": "clip_norm=",
+    "max_grad_norm": "clip_norm=",
+    "gradient_clip_val": "clip_norm=",
+    "mixed_precision": "precision=",
+    "dtype": "precision=",
+    "fp16": 'precision="fp16"',
+    "bf16": 'precision="bf16"',
+    "cpu_offload": "offload=fsdpx.Offload(folder), on disk",
+    "activation_checkpointing": 'recompute="all"',
+    "gradient_checkpointing": 'recompute="all"',
+    "bucket_cap_mb": "group_bytes=, such as '25MiB'",
+    "auto_wrap_policy": "group_bytes=: layers are units by themselves",
+    "backward_prefetch": "ahead=",
+    "find_unused_parameters": "nothing: parameters without a gradient are found; leave it out",
+    "static_graph": "nothing: a step is always known beforehand; leave it out",
+    "use_orig_params": "nothing: parameters keep their names; leave it out",
+    "sync_module_states": "nothing: all ranks begin with the same values; leave it out",
+    "dataset_size": "nothing: the batch that step() is given counts; leave it out",
+    "batch_size": "data.DataLoader(dataset, batch_size)",
+    "num_epochs": "trainer.fit(loader, epochs=...)",
+    "epochs": "trainer.fit(loader, epochs=...)",
+}  # fmt: skip
+"""Word -> what to write here. Capitals, dashes and underscores do not count."""
+_PLAIN = str.maketrans("", "", "-_ ")
+_OTHERS = {word.lower().translate(_PLAIN): ours for word, ours in OTHERS.items()}
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """What an unknown word may mean, as the end of a sentence: its name here, the nearest of `known`, or nothing."""
+    ours = _OTHERS.get(word.rpartition(".")[2].lower().translate(_PLAIN))
+    if ours is not None:
+        return f"; here that is {ours}"
+    near = get_close_matches(word, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
