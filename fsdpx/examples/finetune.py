@@ -34,7 +34,12 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m fsdpx.examples.finetune", description=__doc__.splitlines()[0])
     p.add_argument("folder", nargs="?", help="of a model, as transformers writes it (default: a small one, made here)")
     p.add_argument("data", nargs="?", help="JSON lines: prompt and completion, or messages (default: made here)")
-    p.add_argument("--targets", nargs="+", default=["attn.q", "attn.v"], help="layers that get adapters")
+    p.add_argument(
+        "--targets",
+        nargs="+",
+        default=["attn.q", "attn.v"],
+        help="layers that get adapters, named as here or as in FOLDER",
+    )
     p.add_argument("--rank", type=int, default=8, help="of the adapters")
     p.add_argument("--alpha", type=float, default=16.0, help="adapters are scaled by alpha / rank")
     p.add_argument("--steps", type=int, default=200, help="of fine-tuning")

@@ -126,19 +126,22 @@ def lora(
     rank : columns of the thin matrices
     alpha : adapters are scaled by alpha / rank
     dropout : probability that an element of what an adapter reads is dropped
-    targets : names of Linear layers: whole, their last parts ("attn.qkv", as PEFT's `target_modules`), or patterns
+    targets : names of Linear layers: whole, their last parts ("attn.qkv", as PEFT's `target_modules`), or patterns; of
+        a model of `fsdpx.models.from_pretrained` also those of its folder ("q_proj")
     """
-    adapting = _Adapting(rank, alpha, dropout, (targets,) if isinstance(targets, str) else tuple(targets))
+    adapting = _Adapting(rank, alpha, dropout, (targets,) if isinstance(targets, str) else tuple(targets), model)
     new = adapting.visit(check_layer("lora", "model", model), "")
     adapting.demand_found()
     return new.with_frozen(LOW) if isinstance(new, Container) else new
 
 
 class _Adapting:
-    """One walk over a model. found: target -> whether a Linear fits. names: of all Linear."""
+    """One walk over a model. found: target -> whether a Linear fits. names: of all Linear. there: name of a
+    parameter -> what it is called in the files that it is read from."""
 
-    def __init__(self, rank: int, alpha: float, dropout: float, targets: tuple[str, ...]) -> None:
+    def __init__(self, rank: int, alpha: float, dropout: float, targets: tuple[str, ...], model: Layer) -> None:
         self.options = (rank, alpha, dropout)
+        self.there = {name: getattr(first, "name", "") for name, first in getattr(model, "initial", {}).items()}
         self.found = dict.fromkeys(targets, False)
         self.names: list[str] = []
 
@@ -165,6 +168,7 @@ class _Adapting:
 
     def _linear(self, layer: Linear, path: str) -> Layer:
         self.names.append(path)
-        fits = [t for t in self.found if path == t or path.endswith(f".{t}") or fnmatchcase(path, t)]
+        names = (path, self.there.get(f"{path}.weight", "").removesuffix(".weight"))
+        fits = [t for t in self.found if any(n == t or n.endswith(f".{t}") or fnmatchcase(n, t) for n in names if n)]
         self.found.update(dict.fromkeys(fits, True))
         return LoRALinear(layer, *self.options, path) if fits else layer

@@ -215,6 +215,17 @@ def test_a_model_of_another_origin_is_not_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_adapters_take_the_names_of_the_folder(tmp_path: Path) -> None:
+    folder(tmp_path / "a")
+    folder(tmp_path / "b", MIXTRAL_SHAPES, config=MIXTRAL)
+    for path, theirs, own in (("a", "c_fc", "mlp.up"), ("b", ["q_proj", "*.v_proj"], ["attn.q", "attn.v"])):
+        model = models.from_pretrained(tmp_path / path)
+        there, here = (nn.lora(model, rank=2, targets=targets).specs() for targets in (theirs, own))
+        assert there.keys() == here.keys() > model.specs().keys()
+    with pytest.raises(ConfigError, match="targets='k_pro' matches no Linear layer"):
+        nn.lora(models.from_pretrained(tmp_path / "b"), targets="k_pro")
+
+
 def test_boxes_are_the_runs() -> None:
     whole = np.arange(35).reshape(7, 5)
     for run in [(0, 35), (3, 4), (3, 29), (5, 15), (4, 6), (7, 7)]:
