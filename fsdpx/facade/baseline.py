@@ -8,13 +8,14 @@ import json
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from zlib import crc32
 
 from fsdpx import environment
 from fsdpx.errors import ConfigError
+from fsdpx.files import typed
 from fsdpx.native import image
 from fsdpx.state import records
 from fsdpx.version import __version__
@@ -66,6 +67,9 @@ class Baseline:
     workspace: int = 0
 
 
+_KINDS = dict.fromkeys((one.name for one in fields(Baseline)), int)
+
+
 @cache
 def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
     """Measured once, about three seconds. mpi: ranks are started by an MPI launcher; where MPI cannot be loaded it is
@@ -74,9 +78,9 @@ def baseline(mpi: bool, blas: str, ranks_here: int) -> Baseline:
     key |= {"code": image.able(), "fsdpx": __version__, "asked": crc32(CODE.encode())} | {
         name: _version(name) for name in ("numpy", "numba", "mpi4py", "mkl")
     }
-    known = records.read("process", key)
+    known = records.read("process", key, lambda value: Baseline(**typed(value, _KINDS)))
     if known is not None:
-        return Baseline(**known.value)
+        return known
     _ask(mpi, blas, ranks_here)  # compiles what is not compiled yet, which takes memory of its own
     found = _ask(mpi, blas, ranks_here)
     if isinstance(found, str) and mpi:

@@ -1,16 +1,18 @@
 """Numba's own cache on disk, from which machine code is made for other versions of Python and of NumPy."""
 
 import hashlib
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import FunctionCache
 from numba.core.runtime import rtsys
+from numba.core.serialize import dumps
 
 from fsdpx import environment
-from fsdpx.native.image import fingerprint, freedom
+from fsdpx.native.image import fingerprint, freedom, seal, unsealed
 
 __all__ = ["enable"]
 
@@ -68,7 +70,23 @@ class KernelCache(FunctionCache):
         sources = fingerprint(Path(self._py_func.__code__.co_filename))
         key = repr((str(sig), codegen.magic_tuple(), sources, self.made_as, environment.compiler()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
-        self._cache_file = IndexDataCacheFile(self._cache_path, name, sources)
+        self._cache_file = _KeptObject(Path(self._cache_path, f"{name}.kept"))
+
+
+class _KeptObject:
+    """One object in a file, in place of Numba's index and data: it is unpickled only if this user or root has written
+    it and its digest fits."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def save(self, key: Any, data: Any) -> None:
+        seal(self.file, dumps((key, data)))
+
+    def load(self, key: Any) -> Any:
+        content = unsealed(self.file)
+        known, data = (None, None) if content is None else pickle.loads(content)
+        return data if known == key else None
 
 
 _warned = False

@@ -14,7 +14,6 @@ import platform
 import re
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -23,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fsdpx import environment
+from fsdpx import environment, files
 from fsdpx.native import layout
 from fsdpx.native.processor import cpuinfo
 
 if TYPE_CHECKING:
     from fsdpx.native.link import Code
 
-__all__ = ["able", "fingerprint", "freedom", "keep", "load", "one_at_a_time"]
+__all__ = ["able", "fingerprint", "freedom", "keep", "load", "one_at_a_time", "seal", "unsealed"]
 
 PACKAGE = Path(__file__).parents[1]
 KERNELS = PACKAGE / "array" / "kernels"
@@ -39,6 +38,8 @@ CONSTANT = re.compile(rb"\b[A-Z][A-Z0-9_]+\b")
 FASTCALL = 0x80  # METH_FASTCALL of Python's methodobject.h
 EXECUTABLE = 5  # PROT_READ | PROT_EXEC
 PATIENCE = 60.0  # seconds: longer than a kernel compiles; a process stopped meanwhile does not block the others
+SEAL = 32  # bytes of the digest that a file begins with
+LARGEST = 64 << 20  # bytes of a file
 _kept: list[Any] = []  # machine code, which is never unloaded
 
 
@@ -62,11 +63,9 @@ def able() -> bool:
 
 def load(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) -> Callable[..., Any] | None:
     """The code that was kept for a function and kinds of arguments; None if there is none."""
-    try:
-        data, start, inside, outside = marshal.loads(_file(function, fastmath, wanted).read_bytes())
-    except (OSError, ValueError, EOFError, TypeError):
-        return None
-    return _ready(function, data, start, inside, outside)
+    file = _file(function, fastmath, wanted)
+    code = unsealed(file)
+    return None if code is None else _ready(function, *marshal.loads(code))
 
 
 def keep(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], code: Code) -> Callable[..., Any] | None:
@@ -74,15 +73,32 @@ def keep(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...], c
     entry = _ready(function, *code)
     if entry is not None:
         file = _file(function, fastmath, wanted)
-        other = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            other.write_bytes(marshal.dumps(tuple(code)))
-            other.replace(file)
-        except OSError:
-            with suppress(OSError):
-                other.unlink()
+        with suppress(OSError):
+            files.folder(file.parent, private=False)
+            seal(file, marshal.dumps(tuple(code)))
     return entry
+
+
+def seal(file: Path, content: bytes) -> None:
+    """Keep `content` with its digest, which is of the file's name as well: no file passes for another one."""
+    files.write(file, _seal_of(file, content) + content, files.READABLE)
+
+
+def unsealed(file: Path) -> bytes | None:
+    """What `seal` has kept; None if there is none, or, with one warning, if it was damaged or another user could have
+    written it: machine code is run, so it must be what this user or root has compiled, to the last bit."""
+    data = files.believed(file, LARGEST)
+    if data is None:
+        return None
+    seal, content = data[:SEAL], data[SEAL:]
+    if seal != _seal_of(file, content):
+        files.passed_over(ValueError("damaged: its digest does not fit, so it is compiled again"), file)
+        return None
+    return content
+
+
+def _seal_of(file: Path, content: bytes) -> bytes:
+    return hashlib.blake2b(file.name.encode() + b"\0" + content, digest_size=SEAL).digest()
 
 
 @contextmanager
@@ -91,8 +107,8 @@ def one_at_a_time(function: Callable[..., Any], fastmath: Any, wanted: tuple[str
     time, and load what the first of them has made. Without a disk, or one that locks nothing, each does it itself."""
     file = _file(function, fastmath, wanted).with_suffix(".lock")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_CREAT | os.O_RDWR)
+        files.folder(file.parent, private=False)
+        descriptor = files.lock(file)
     except OSError:
         yield
         return
@@ -178,7 +194,7 @@ def _file(function: Callable[..., Any], fastmath: Any, wanted: tuple[str, ...]) 
     inside = own.is_relative_to(PACKAGE)  # the same sources elsewhere on this machine are the same code
     where = own.relative_to(PACKAGE).as_posix() if inside else str(own)
     code = where, function.__qualname__, function.__code__.co_firstlineno
-    key = repr((*code, freedom(fastmath), wanted, fingerprint(own), _entries(), _machine()))
+    key = repr((*code, freedom(fastmath), wanted, fingerprint(own), _entries(), _machine(), SEAL))
     name = f"{own.stem}.{function.__name__}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}.code"
     return environment.read().cache / "code" / name
 
@@ -196,9 +212,9 @@ def _of_kernels() -> str:
     return _hash(_with_constants([*sorted(KERNELS.glob("*.py")), *sorted(KERNELS.glob("compiled/*.py"))]))
 
 
-def _with_constants(files: list[Path]) -> Iterable[bytes]:
+def _with_constants(sources: list[Path]) -> Iterable[bytes]:
     """The contents of files, and of those of this package whose constants they import: these are compiled in."""
-    read = {file: file.read_bytes() for file in files}
+    read = {file: file.read_bytes() for file in sources}
     for file in (left := list(read)):  # grows meanwhile
         for module, block, line in IMPORT.findall(read[file]):
             place = PACKAGE.joinpath(*module.decode().split("."))
@@ -215,8 +231,8 @@ def _entries() -> str:
     return _digest(Path(__file__).with_name(f"{name}.py") for name in ("build", "layout", "link"))
 
 
-def _digest(files: Iterable[Path]) -> str:
-    return _hash(file.read_bytes() for file in files)
+def _digest(sources: Iterable[Path]) -> str:
+    return _hash(file.read_bytes() for file in sources)
 
 
 def _hash(texts: Iterable[bytes]) -> str:

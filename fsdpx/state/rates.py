@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fsdpx import environment
 from fsdpx.array.arena import address
 from fsdpx.errors import OffloadError
+from fsdpx.files import typed
 from fsdpx.state import records
 from fsdpx.state.disk import ALIGN, File
 
@@ -39,9 +41,9 @@ def rates_of(folder: Path, direct: bool | None) -> Rates | None:
         return None
     settings = environment.read()
     key = {"machine": platform.node(), "device": folder.stat().st_dev, "direct": direct is not False}
-    known = records.read("disk", key)
+    known = records.read("disk", key, _of_record)
     if known is not None and not settings.retune:
-        return Rates(**known.value)
+        return known
     if not settings.tune:
         return None
     try:
@@ -49,6 +51,13 @@ def rates_of(folder: Path, direct: bool | None) -> Rates | None:
     except OffloadError:
         return None
     records.write("disk", key, found._asdict())
+    return found
+
+
+def _of_record(value: dict[str, Any]) -> Rates:
+    found = Rates(**typed(value, {"read": float, "written": float}))
+    if not all(0 < rate < math.inf for rate in found):
+        raise ValueError("a rate is no number of bytes per second")
     return found
 
 

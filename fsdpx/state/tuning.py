@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,10 +17,12 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.array import blas, cores, parallel
+from fsdpx.comm.checks import ALGORITHMS
 from fsdpx.comm.communicator import Communicator, even_pieces
 from fsdpx.comm.fake import FakeCommunicator, FakeNode
 from fsdpx.comm.opening import carrier_of, node_of
 from fsdpx.comm.poker import Poker
+from fsdpx.files import typed
 from fsdpx.layout.units import GROUP_BYTES
 from fsdpx.native.processor import cpuinfo
 from fsdpx.state import records
@@ -109,8 +112,11 @@ _remeasured: set[str] = set()
 def stored() -> list[tuple[dict[str, Any], Tuning, str]]:
     """What was measured on this machine: what it is for, the choices, and when it was."""
     here = (record for record in records.every("tuning") if record.key.get("machine") == platform.node())
-    found = ((record.key, _tuning(record), record.date) for record in here)
-    return [(key, tuning, date) for key, tuning, date in found if tuning is not None]
+    found = []
+    for record in here:
+        with suppress(ValueError):  # of another version, or damaged
+            found.append((record.key, _tuning(record.value), record.date))
+    return found
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------
@@ -294,8 +300,7 @@ def _way(node: NodeCommunicator | FakeNode) -> str:
 
 
 def _kept(key: dict[str, Any]) -> Tuning | None:
-    record = records.read("tuning", key)
-    return None if record is None else _tuning(record)
+    return records.read("tuning", key, _tuning)
 
 
 def _like(key: dict[str, Any]) -> Tuning | None:
@@ -311,8 +316,17 @@ def _like(key: dict[str, Any]) -> Tuning | None:
     return replace(last, speed={name: rate for name, rate in last.speed.items() if name.startswith("GFLOP/s")})
 
 
-def _tuning(record: records.Measurement) -> Tuning | None:
-    try:
-        return Tuning(**record.value)
-    except TypeError:
-        return None  # of another version: measured again
+def _tuning(value: dict[str, Any]) -> Tuning:
+    """ValueError if it has other fields, or values that no measurement has."""
+    found = Tuning(**typed(value, {one.name: type(getattr(_LIKE, one.name)) for one in fields(Tuning)}))
+    texts = all(type(text) is str for text in found.measured.values())
+    libraries = {"numpy", *blas.present()}
+    known = found.algorithm in ALGORITHMS and found.progress in ("loop", "thread") and found.blas in libraries
+    rates = all(type(rate) in (int, float) and 0 <= rate < math.inf for rate in found.speed.values())
+    known = known and found.sixteen in {"", blas.halves.WIDENED, *libraries}
+    if not (texts and known and rates and 0 < found.threads < 1 << 16 and 0 < found.group_bytes < 1 << 62):
+        raise ValueError("a choice in it is none that is measured")
+    return found
+
+
+_LIKE = Tuning("")

@@ -1,6 +1,8 @@
 """Machine code on disk: Numba's bits, taken only for what it was made for, and made anew when it is no good."""
 
 import marshal
+import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -12,8 +14,9 @@ import numpy as np
 import pytest
 from amount import few, in_full
 
+from fsdpx import files
 from fsdpx.native import image, layout, twice
-from fsdpx.native.cache import KernelCache
+from fsdpx.native.cache import KernelCache, _KeptObject
 from fsdpx.native.compiled import REORDER, fixed, jit
 
 pytestmark = pytest.mark.skipif(not image.able(), reason="machine code is not kept here")
@@ -80,12 +83,12 @@ def test_code_that_may_reorder_sums_is_not_taken_for_one_that_may_not(cache):
 
 def test_code_is_not_taken_for_that_of_a_compiler_told_otherwise(monkeypatch):
     kept, codegen = KernelCache(_along, False, False), SimpleNamespace(magic_tuple=lambda: ("a processor",))
-    files = []
+    names = []
     for level in ("3", "1", "3"):
         monkeypatch.setenv("NUMBA_OPT", level)
         kept._open("a signature", codegen)
-        files.append(kept._cache_file._index_path)
-    assert files[0] == files[2] != files[1]
+        names.append(kept._cache_file.file)
+    assert names[0] == names[2] != names[1]
 
 
 def test_what_no_code_is_made_for_is_left_to_numba(cache):
@@ -105,15 +108,82 @@ def test_a_declaration_takes_any_layout_and_arrays_that_are_only_read():
     assert function.ready == {("float64 2 any r", "float64 1 C w")}
 
 
-def test_code_that_cannot_be_read_is_made_anew(cache):
+def _spoil(file, how, whole):
+    if how == "another user's":
+        os.chown(file, 65534, 65534)
+    elif how in ("group", "world"):
+        file.chmod(0o664 if how == "group" else 0o646)
+    elif how == "bit":
+        file.write_bytes(whole[:-9] + bytes([whole[-9] ^ 4]) + whole[-8:])
+    elif how == "as large as a disk":
+        os.truncate(file, 1 << 40)
+    elif isinstance(how, bytes):
+        file.write_bytes(how)
+    else:
+        file.unlink()
+        os.mkfifo(file) if how == "pipe" else file.symlink_to({"device": "/dev/zero", "link": "/etc/passwd"}[how])
+
+
+HUGE = marshal.dumps(())[:1].replace(b")", b"(") + b"\xff\xff\xff\x7f"
+SPOILT = {
+    "bit": "digest does not fit", b"": "digest does not fit", HUGE: "digest does not fit",
+    "pipe": "a pipe or a device", "device": "is a link", "link": "is a link", "group": "mode 0664",
+    "world": "mode 0646",
+    "as large as a disk": "more than 67,108,864", "another user's": "belongs to user 65534",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SPOILT, ids=str)
+def test_code_that_was_spoilt_or_planted_is_never_run_but_compiled(cache, how):
+    if how == "another user's" and os.geteuid():
+        pytest.skip("only root can give a file away")
     x, y = _numbers("float32")
     found = jit(_along)(x, y.copy(), 2.0, False)
     (file,) = cache.iterdir()
     whole = file.read_bytes()
-    for spoilt in (b"", whole[:100], marshal.dumps(3), marshal.dumps((b"", 0, (), ((0, "no_such_function"),)))):
-        file.write_bytes(spoilt)
+    _spoil(file, how, whole)
+    with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}.*{SPOILT[how]}.*; it is passed over$") as warned:
         assert jit(_along)(x, y.copy(), 2.0, False) == found
-        assert file.read_bytes() == whole
+    assert len(warned) == 1
+    assert file.read_bytes() == whole
+    assert file.lstat().st_mode & 0o777 == 0o644
+    assert file.lstat().st_uid == os.geteuid()
+
+
+def test_code_is_not_taken_under_another_name(cache):
+    """Whoever may rename files in a shared cache cannot have one function run for another."""
+    x, y = _numbers("float32")
+    jit(_along)(x, y.copy(), 2.0, False)
+    (file,) = cache.iterdir()
+    jit(_along)(x, y.copy(), 2.0, 0)
+    (other,) = {*cache.iterdir()} - {file}
+    assert image.unsealed(file) != image.unsealed(other)
+    file.replace(other)
+    with pytest.warns(RuntimeWarning, match="digest does not fit"):
+        assert image.unsealed(other) is None
+
+
+def test_what_numba_keeps_is_not_unpickled_unless_it_is_ours(tmp_path):
+    ran = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return Path.touch, (ran,)
+
+    kept = _KeptObject(tmp_path / "object.kept")
+    assert kept.load("key") is None
+    kept.save("key", [1, 2])
+    assert kept.load("key") == [1, 2]
+    assert kept.load("another key") is None
+    kept.file.write_bytes(bytes(image.SEAL) + pickle.dumps(Evil()))
+    with pytest.warns(RuntimeWarning, match="digest does not fit"):
+        assert kept.load("key") is None
+    image.seal(kept.file, pickle.dumps(Evil()))
+    kept.file.chmod(0o666)
+    files._warned.clear()
+    with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0666\)"):
+        assert kept.load("key") is None
+    assert not ran.exists()
 
 
 def test_an_error_of_a_conversion_is_raised():

@@ -11,7 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
-from amount import in_full
+from amount import few, in_full
 
 import fsdpx
 from fsdpx import environment, nn, optim
@@ -226,15 +226,31 @@ def test_what_the_user_says_goes_before(monkeypatch):
     assert len(_trainer(tune=False).placement.layout.units) == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"tuning": 3}', '{"tuning": {"blas": "mkl", "speed": 1}}'])
+WHOLE, MORE = '{"key": KEY, "date": "", "tuning": %s}', '{"key": KEY, "date": "", "tuning": {GOOD, %s}}'
+BAD = (
+    '"blas": "no such library"', '"blas": 3', '"threads": 0', '"threads": true', '"group_bytes": 1e9',
+    '"algorithm": "?"',
+    '"progress": []', '"speed": {"GFLOP/s": "fast"}', '"measured": {"a": 1}', '"sixteen": "?"', '"more": 1',
+)  # fmt: skip
+SPOILT = [
+    "", "{", "[]", "[" * 9999, '{"tuning": 3}', WHOLE % 3, WHOLE % "{}", '{"key": {}, "date": "", "tuning": {GOOD}}',
+    *(MORE % bad for bad in BAD),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", few(SPOILT, 4))
 def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     counted = []
     monkeypatch.setattr(blas, "measure", lambda: counted.append(1) or dict.fromkeys(blas.available(), 1.0))
     tune_for(_single(), True, np)
     (file,) = cache.glob("tuning-*.json")
-    file.write_text(text)
+    key, good = json.loads(file.read_text())["key"], json.loads(file.read_text())["tuning"]
+    name = next((name for name in good if f'"{name}"' in text), None)  # none of the names is there twice
+    kept = {other: value for other, value in good.items() if other != name}
+    file.write_text(text.replace("KEY", json.dumps(key)).replace("GOOD", json.dumps(kept)[1:-1]))
     assert stored() == []
-    again = tune_for(_single(), True, np)
+    with pytest.warns(RuntimeWarning, match=f"^fsdpx: {file}: .*; it is passed over$"):
+        again = tune_for(_single(), True, np)
     assert len(counted) == 2
     assert json.loads(file.read_text())["tuning"]["blas"] == again.blas
 
