@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import stat
 import warnings
@@ -23,8 +22,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 __all__ = [
-    "LARGEST_RECORD", "READABLE", "Untrusted", "believed", "belongs", "create", "demand_private", "folder", "is_folder",
-    "lock", "open_file", "parse_json", "passed_over", "read", "read_json", "remove", "sign", "typed", "write",
+    "LARGEST_RECORD", "READABLE", "Untrusted", "append", "believed", "belongs", "create", "demand_private", "folder",
+    "is_folder", "lock", "mark", "open_file", "parse_json", "passed_over", "read", "read_json", "remove", "sign",
+    "typed", "write",
 ]  # fmt: skip
 
 LARGEST_RECORD = 1 << 20
@@ -247,9 +247,17 @@ def create(path: Path, mode: int = PRIVATE) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
 
 
+def mark(path: Path) -> bool:
+    """Make an empty file; False if there is anything of this name already."""
+    with suppress(FileExistsError):
+        os.close(create(path))
+        return True
+    return False
+
+
 def write(path: Path, data: bytes | str, mode: int = PRIVATE) -> None:
     """Write a file that is there whole or not at all, and replaces whatever has its name, even a link."""
-    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+    partial = path.with_name(f"{path.name}.{os.urandom(8).hex()}.partial")
     file = create(partial, mode)
     try:
         with os.fdopen(file, "wb") as out:
@@ -265,23 +273,39 @@ def lock(path: Path) -> int:
     """A file to lock, open to read and write, made if it is not there; `Untrusted` if it is not this user's alone.
 
     Other users can neither write it nor, as they cannot open it, hold its lock. `sign` writes who holds it."""
+    file = _own(path, os.O_RDWR, PRIVATE)
+    if _POSIX:
+        os.fchmod(file, PRIVATE)
+    return file
+
+
+def append(path: Path) -> int:
+    """A file for lines, open to write at its end, made if it is not there; `Untrusted` if it is not this user's."""
+    return _own(path, os.O_WRONLY | os.O_APPEND, READABLE)
+
+
+def _own(path: Path, how: int, mode: int) -> int:
+    """A regular file of this user under no other name, which may be written to."""
     for _ in range(100):  # another process of this user may make or remove it meanwhile
         with suppress(FileExistsError):
-            return create(path)
+            return os.open(path, how | os.O_CREAT | os.O_EXCL | _SAFELY | _NO_LINK, mode)
         with suppress(FileNotFoundError):
-            _demand(path, os.lstat(path), None, ours=True)
-            file = os.open(path, os.O_RDWR | _SAFELY | _NO_LINK)
+            _demand_own(path, os.lstat(path))
+            file = os.open(path, how | _SAFELY | _NO_LINK)
             try:
-                _demand(path, found := os.fstat(file), None, ours=True)
-                if found.st_nlink > 1:
-                    raise Untrusted(f"{path} is another file's name as well (a hard link)")
-                if _POSIX:
-                    os.fchmod(file, PRIVATE)  # of root's, this user has opened none
+                _demand_own(path, os.fstat(file))
             except BaseException:
                 os.close(file)
                 raise
             return file
-    raise Untrusted(f"{path} comes and goes: it cannot be locked")
+    raise Untrusted(f"{path} comes and goes: it cannot be opened")
+
+
+def _demand_own(path: Path, found: os.stat_result) -> None:
+    _demand(path, found, None, ours=False)
+    _demand_owner(path, found, 0, root=False)
+    if found.st_nlink > 1:
+        raise Untrusted(f"{path} is another file's name as well (a hard link)")
 
 
 def sign(file: int, text: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdpx import files
 from fsdpx.checkpoint.disk import create, opened, sync, sync_folder, write_at
 from fsdpx.checkpoint.files import WRITTEN, FileLayout
 from fsdpx.checkpoint.manifest import MANIFEST, OWN, SUMS, Manifest, is_checkpoint
@@ -188,7 +189,10 @@ def _lock(path: Path) -> int | None:
     """Hold PATH.lock until `release` or the end of the process, however it ends; CheckpointError if another has it."""
     name = beside(path, LOCK)
     while True:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fd = files.lock(name)
+        except files.Untrusted as error:
+            raise CheckpointError(f"{error}: remove it if no other job saves there, or choose another place") from None
         try:
             if fcntl is not None:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -201,15 +205,14 @@ def _lock(path: Path) -> int | None:
         if _still(fd, name):
             text = {"host": platform.node(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             with suppress(OSError):  # the text is for people; a full disk is noticed in a moment
-                os.ftruncate(fd, 0)
-                write_at(fd, json.dumps(text).encode(), 0)
+                files.sign(fd, json.dumps(text))
             return fd
         os.close(fd)  # its owner has deleted it meanwhile
 
 
 def _still(fd: int, name: Path) -> bool:
     try:
-        return os.path.samestat(os.fstat(fd), os.stat(name))
+        return os.path.samestat(os.fstat(fd), os.lstat(name))
     except FileNotFoundError:
         return False
 

@@ -1,22 +1,26 @@
 """The clock of MPI's start, one process on each host: ends a job whose last rank does not come, and names that rank.
 
-It is run as a file, to be there within milliseconds, so it needs the standard library only."""
+It is run as a file, to be there within milliseconds, so it needs the standard library only. Marks are names: it opens
+no file, and looks only into a folder of its own user that no other user can enter."""
 
 import os
 import platform
+import re
 import select
 import shutil
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-__all__ = ["CAME", "LATE", "began", "ranks_text"]
+__all__ = ["CAME", "LATE", "began", "came", "ranks_text"]
 
 CAME = "came-"
+_MARK = re.compile(rf"{CAME}(\d{{1,9}})\.(\d{{1,9}}-\d{{0,20}})\.(\w{{0,9}})")
 LATE = "late"
-"""Marks a start that was ended here, whatever order the ranks' deaths are then seen in."""
+"""A folder that marks a start that was ended here, whatever order the ranks' deaths are then seen in."""
 EVERY = 0.5
 SECONDS_TO_END = 2.0
 
@@ -31,20 +35,44 @@ def began(process: int) -> str:
     return "" if words[0] in "ZX" else words[19]
 
 
-def come(folder: str) -> dict[int, tuple[int, str]]:
-    """Rank -> process and local rank, of those that wait."""
+def came(name: str) -> tuple[int, str, str] | None:
+    """Rank, process with its birth, and local rank that the name of a mark says; None if it is no mark."""
+    found = _MARK.fullmatch(name)
+    return None if found is None else (int(found[1]), found[2], found[3])
+
+
+def come(folder: str) -> dict[int, tuple[str, str]]:
+    """Rank -> process with its birth, and local rank, of those that wait. Nothing in a folder that is not private."""
     found = {}
     with suppress(FileNotFoundError):
-        for name in os.listdir(folder):
-            if name.startswith(CAME):
-                with open(os.path.join(folder, name), encoding="utf-8") as file:
-                    process, _, local = file.read().partition(" ")
-                if process and began(int(process)):
-                    found[int(name.removeprefix(CAME))] = int(process), local
+        for rank, process, local in filter(None, map(came, _names(folder))):
+            if _lives(process):
+                found[rank] = process, local
     return found
 
 
-def report(found: dict[int, tuple[int, str]], seconds: float, size: int, local_size: int, known: bool) -> str:
+def _names(folder: str) -> list[str]:
+    if os.name != "posix":
+        return os.listdir(folder)
+    try:
+        inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except NotADirectoryError:  # a link, or another file
+        return []
+    try:
+        its = os.fstat(inside)
+        ours = its.st_uid == os.geteuid() and not its.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        return os.listdir(inside) if ours else []
+    finally:
+        os.close(inside)
+
+
+def _lives(owner: str) -> bool:
+    """Whether this very process is there: a number alone could be another one's by then."""
+    process, _, birth = owner.partition("-")
+    return began(int(process)) == birth != ""
+
+
+def report(found: dict[int, tuple[str, str]], seconds: float, size: int, local_size: int, known: bool) -> str:
     """The ranks that have not come, as far as this host can tell. known: whether all marks of its ranks are in one
     place."""
     host = platform.node()
@@ -73,7 +101,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def watch(folder: str, seconds: float) -> dict[int, tuple[int, str]]:
+def watch(folder: str, seconds: float) -> dict[int, tuple[str, str]]:
     """The ranks that still wait when time is up; none if all is well, or no waiting rank is left."""
     due, listens = time.monotonic() + seconds, [0]
     while True:
@@ -87,22 +115,23 @@ def watch(folder: str, seconds: float) -> dict[int, tuple[int, str]]:
             return found
 
 
-def end(found: dict[int, tuple[int, str]], launcher: str) -> None:
+def end(found: dict[int, tuple[str, str]], launcher: str) -> None:
     """Kill the ranks that wait. The launcher then ends the others; it is told to if it lets jobs outlive ranks."""
     for process, _ in found.values():
         _signal(process, signal.SIGKILL)
     due = time.monotonic() + SECONDS_TO_END
-    number, _, birth = launcher.partition("-")
-    while birth and began(int(number)) == birth:
+    while "-" in launcher and _lives(launcher):
         if time.monotonic() > due:
-            _signal(int(number), signal.SIGTERM)
+            _signal(launcher, signal.SIGTERM)
             return
         time.sleep(0.1)
 
 
-def _signal(process: int, number: signal.Signals) -> None:
+def _signal(owner: str, number: signal.Signals) -> None:
+    """To that very process, if it is there."""
     with suppress(OSError):
-        os.kill(process, number)
+        if _lives(owner):
+            os.kill(int(owner.partition("-")[0]), number)
 
 
 def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, keep: str) -> None:
@@ -114,8 +143,8 @@ def main(folder: str, seconds: str, launcher: str, size: str, local_size: str, k
     if keep != "keep":
         shutil.rmtree(folder, ignore_errors=True)
     elif found:
-        with suppress(FileNotFoundError), open(os.path.join(folder, LATE), "w", encoding="utf-8"):
-            pass
+        with suppress(OSError):  # it is there, or the start's folder is gone
+            os.mkdir(os.path.join(folder, LATE), 0o700)
     if found:
         end(found, launcher)
 

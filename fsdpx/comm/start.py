@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,14 +14,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fsdpx import environment
-from fsdpx.comm.clock import CAME, LATE, began
+from fsdpx import environment, files
+from fsdpx.comm.clock import CAME, LATE, began, came
 from fsdpx.comm.place import running_mpi
 
-__all__ = ["PREFIX", "clear", "late", "lives", "ours", "owner", "together", "waiting"]
+__all__ = ["PREFIX", "clear", "late", "lives", "owner", "together", "waiting"]
 
 PREFIX = "fsdpx-start-"
-_inside: list[Path] = []  # the mark of this process, while it waits
+_inside: list[int] = []  # the rank of this process, while it waits
 
 
 @contextmanager
@@ -35,29 +34,40 @@ def together() -> Iterator[None]:
     if _inside or unheeded or launcher is None or launcher.rank is None or settings.expected_size == 1:
         yield
         return
-    job = _job(launcher)
-    here = f"start-{platform.node()}"
-    folder = settings.run / here if settings.run else Path(tempfile.gettempdir(), f"{PREFIX}{job or os.getpid()}")
-    mark, clock = folder / f"{CAME}{launcher.rank:05}", None
-    with suppress(OSError):  # a folder that cannot be written: no clock
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text(f"{os.getpid()} {launcher.local_rank}")
+    mark, clock = None, None
+    try:
+        job = _job(launcher)
+        folder = _folder(settings, job)
+        mine = folder / f"{CAME}{launcher.rank:05}.{owner()}.{launcher.local_rank}"
+        mark = mine if files.mark(mine) else None
         clock = _clock(folder, settings, job) if running_mpi() is None else None
-    _inside.append(mark)
+    except files.Untrusted as error:
+        files.passed_over(error)
+    except OSError:  # a folder that cannot be written: no clock
+        pass
+    _inside.append(launcher.rank)
     try:
         yield
     finally:
         _inside.clear()
         with suppress(OSError):  # the clock has cleared up
-            mark.unlink()
-            folder.rmdir()
+            if mark is not None:
+                mark.unlink()
+                mark.parent.rmdir()
         if clock is not None:
             clock.communicate(b"through")
 
 
+def _folder(settings: environment.Environment, job: str) -> Path:
+    """Where the ranks of this host leave marks, which no other user can enter; `Untrusted` if another one made it."""
+    if settings.run is not None:
+        return files.folder(files.folder(settings.run) / f"start-{platform.node()}")
+    return files.folder(Path(tempfile.gettempdir(), f"{PREFIX}{job or os.getpid()}"))
+
+
 def waiting(run: Path) -> set[int]:
     """The ranks that wait in the start of the job whose FSDPX_RUN is `run`, as far as this host sees them."""
-    return {int(mark.name.removeprefix(CAME)) for mark in run.glob(f"start-*/{CAME}*")}
+    return {found[0] for mark in run.glob(f"start-*/{CAME}*") if (found := came(mark.name)) is not None}
 
 
 def late(run: Path) -> bool:
@@ -65,20 +75,13 @@ def late(run: Path) -> bool:
     return any(run.glob(f"start-*/{LATE}"))
 
 
-def ours(path: Path) -> bool:
-    """Whether this user owns it, and so may remove it."""
-    with suppress(OSError):  # it is gone by now
-        return path.stat().st_uid == getattr(os, "getuid", int)()
-    return False
-
-
 def clear(found: Iterable[Path], dead: Callable[[Path], bool]) -> None:
     """Remove those folders of this user that belong to killed jobs. Jobs end, and clear up, meanwhile: a folder that is
     gone is passed over."""
     for left in found:
         with suppress(FileNotFoundError):
-            if ours(left) and dead(left):
-                shutil.rmtree(left, ignore_errors=True)
+            if files.is_folder(left) and dead(left):
+                files.remove(left)
 
 
 def owner() -> str:
@@ -99,9 +102,7 @@ def _clock(folder: Path, settings: environment.Environment, job: str) -> subproc
     rank has one, or this system cannot wait for a pipe with a time limit."""
     if os.name != "posix":
         return None
-    try:
-        (folder / "clock").touch(exist_ok=False)
-    except FileExistsError:
+    if not files.mark(folder / "clock"):
         return None
     clear(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"), lambda left: not lives(left.name.removeprefix(PREFIX)))
     assert settings.launcher is not None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdpx import environment
+from fsdpx import environment, files
 from fsdpx.errors import LaunchError
 from fsdpx.launch.options import LaunchConfig
 
@@ -104,7 +104,7 @@ def slots_of(hosts: Sequence[HostSlots], config: LaunchConfig, ranks: int) -> in
 
 def write_hosts(hosts: Sequence[HostSlots], path: Path) -> Path:
     """A hostfile of ours."""
-    path.write_text("".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts))
+    files.write(path, "".join(f"{host.name}:{host.slots}\n" if host.slots else f"{host.name}\n" for host in hosts))
     return path
 
 

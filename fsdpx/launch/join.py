@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from fsdpx import files
 from fsdpx.errors import LaunchError
 from fsdpx.launch.notes import read_notes
 
@@ -34,21 +35,22 @@ def join(folder: Path, ranks: int, seconds: float) -> str:
     asks, answer = folder / f"{_ASKS}{name}", folder / f"{_ANSWER}{name}"
     end = time.monotonic() + seconds
     try:
-        _write(asks, str(ranks))
-        while not answer.exists():
+        files.write(asks, str(ranks))
+        while (reply := files.believed(answer)) is None:
             if time.monotonic() > end:
                 raise LaunchError(
                     f"--join {folder}: no answer for {seconds:g} s: no fsdpx run --folder {folder} runs there, or none "
                     "of its ranks on the launcher's host saves when it is asked to stop (fit(..., checkpoints=...))"
                 )
             time.sleep(0.1)
-        reply = answer.read_text()
     finally:
         for file in (asks, answer):
-            file.unlink(missing_ok=True)
-    if reply.startswith(_NO):
-        raise LaunchError(f"--join {folder}: {reply.removeprefix(_NO)}")
-    return reply
+            with suppress(OSError):  # it is gone, or another user's
+                file.unlink()
+    text = reply.decode(errors="replace")
+    if text.startswith(_NO):
+        raise LaunchError(f"--join {folder}: {text.removeprefix(_NO)}")
+    return text
 
 
 class Guests:
@@ -59,7 +61,8 @@ class Guests:
         self.ranks = 0
         self._folder, self._fits, self._due = folder, fits, 0.0
         for left in folder.glob(f"{_ASKS}*"):
-            left.unlink(missing_ok=True)
+            with suppress(OSError):  # it is gone, or another user's
+                left.unlink()
 
     def look(self, notes: Path) -> None:
         """Called often: answers, and has the job save once one of its ranks is ready to. notes: the ranks' folder."""
@@ -85,29 +88,30 @@ class Guests:
     def close(self) -> None:
         """The job is over."""
         for asks in self._folder.glob(f"{_ASKS}*"):
-            self._say(asks, f"{_NO}the job has ended")
+            if files.believed(asks) is not None:
+                self._say(asks, f"{_NO}the job has ended")
 
     def _answer(self, asks: Path) -> None:
-        with suppress(FileNotFoundError):  # no longer asked for
-            more = int(asks.read_text())
-            try:
-                self._fits(self.ranks + more)
-            except LaunchError as error:
-                self._say(asks, f"{_NO}{error}")
-            else:
-                self.ranks += more
-                self._say(asks, f"the job saves and goes on with {more} more")
+        """What another user asks for is passed over, with one warning."""
+        text = files.believed(asks)
+        if text is None:  # no longer asked for
+            return
+        more = int(text) if len(text) < 10 and text.isdigit() else 0
+        if not more:
+            self._say(asks, f"{_NO}{text[:80]!r} is no number of ranks")
+            return
+        try:
+            self._fits(self.ranks + more)
+        except LaunchError as error:
+            self._say(asks, f"{_NO}{error}")
+        else:
+            self.ranks += more
+            self._say(asks, f"the job saves and goes on with {more} more")
 
     def _say(self, asks: Path, text: str) -> None:
-        asks.unlink(missing_ok=True)
-        _write(asks.with_name(asks.name.replace(_ASKS, _ANSWER, 1)), text)
-
-
-def _write(file: Path, text: str) -> None:
-    """Whole, as soon as it is there."""
-    partial = file.with_name(f"partial-{file.name}")
-    partial.write_text(text)
-    partial.replace(file)
+        with suppress(OSError):  # the folder, or the request, has gone meanwhile
+            asks.unlink()
+            files.write(asks.with_name(asks.name.replace(_ASKS, _ANSWER, 1)), text)
 
 
 def _listener(notes: Path) -> int | None:

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from fsdpx.comm.start import ours
+from fsdpx.files import belongs
 
 __all__ = ["SHARED", "left"]
 
@@ -21,7 +21,7 @@ SECONDS = 60.0
 def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
     """Files of this user that belong to an MPI library and that no process has mapped."""
     old = time.time() - seconds
-    found = sorted(path for name in NAMES for path in folder.glob(name) if ours(path) and _changed(path) < old)
+    found = sorted(path for name in NAMES for path in folder.glob(name) if belongs(path) and _changed(path) < old)
     used = _mapped(folder) if found else set()
     return [path for path in found if str(path) not in used]
 
@@ -29,7 +29,7 @@ def left(folder: Path = SHARED, seconds: float = SECONDS) -> list[Path]:
 def _changed(path: Path) -> float:
     """When the file was last written; never before, if it is gone by now."""
     with suppress(FileNotFoundError):
-        return path.stat().st_mtime
+        return path.lstat().st_mtime
     return math.inf
 
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from fsdpx import files
+
 __all__ = ["Follower", "ask", "asked", "redirect"]
 
 _MARK = "logs"
@@ -17,17 +19,17 @@ _EVERY = 0.1
 
 
 def ask(run: Path, folder: Path) -> None:
-    (run / _MARK).write_text(str(folder))
+    files.write(run / _MARK, str(folder))
 
 
 def asked(run: Path) -> Path | None:
-    mark = run / _MARK
-    return Path(mark.read_text()) if mark.exists() else None
+    mark = files.believed(run / _MARK)
+    return None if mark is None else Path(mark.decode())
 
 
 def redirect(folder: Path, rank: int) -> None:
     """Append the output of this process and its libraries to the rank's file, line by line."""
-    log = os.open(folder / f"rank-{rank:04}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = files.append(folder / f"rank-{rank:04}.log")
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
@@ -40,7 +42,7 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._read = {path: path.stat().st_size for path in folder.glob("rank-*.log")}
+        self._read = {path: path.lstat().st_size for path in _logs(folder)}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="fsdpx run logs", daemon=True)
         self._thread.start()
@@ -51,21 +53,29 @@ class Follower:
         self._thread.join()
         self._print(whole=False)
         for rank, text in ends.items():
-            (self.folder / f"rank-{rank:04}.json").write_text(text)
+            files.write(self.folder / f"rank-{rank:04}.json", text, files.READABLE)
 
     def _run(self) -> None:
         while not self._stop.wait(_EVERY):
             self._print()
 
     def _print(self, whole: bool = True) -> None:
-        for path in sorted(self.folder.glob("rank-*.log")):
+        for path in _logs(self.folder):
             at = self._read.get(path, 0)
-            with path.open("rb") as file:
-                file.seek(at)
-                text = file.read()
+            try:
+                with files.open_file(path) as file:
+                    file.seek(at)
+                    text = file.read()
+            except files.Untrusted as error:
+                files.passed_over(error)
+                continue
             if whole:
                 text = text[: text.rfind(b"\n") + 1]
             self._read[path] = at + len(text)
             rank = int(path.stem.partition("-")[2])
             for line in text.decode(errors="replace").splitlines():
                 print(f"[{rank}] {line}", flush=True)
+
+
+def _logs(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("rank-*.log") if path.stem.partition("-")[2].isdecimal())

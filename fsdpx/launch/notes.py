@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fsdpx import files
+
 __all__ = ["Note", "hold_lifeline", "open_lifeline", "read_notes"]
 
 _HIGHEST = 4095
@@ -27,16 +29,26 @@ class Note:
         return json.dumps(asdict(self))
 
     def write(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)  # on other hosts it may not exist
-        partial = folder / f"rank-{self.rank:05}.partial"
-        partial.write_text(self.text())
-        partial.replace(folder / f"rank-{self.rank:05}.json")
+        files.folder(folder)  # on other hosts it may not exist
+        files.write(folder / f"rank-{self.rank:05}.json", self.text())
 
 
 def read_notes(folder: Path) -> dict[int, Note]:
-    """The notes of all ranks that have begun."""
-    notes = (Note(**json.loads(path.read_text())) for path in sorted(folder.glob("rank-*.json")))
-    return {note.rank: note for note in notes}
+    """The notes of all ranks that have begun. What is no note is passed over with one warning."""
+    notes = {}
+    for path in sorted(folder.glob("rank-*.json")):
+        try:
+            data = files.believed(path)
+            note = None if data is None else Note(**files.typed(files.parse_json(data), _KINDS))
+        except ValueError as error:
+            files.passed_over(error, path)
+            continue
+        if note is not None:
+            notes[note.rank] = note
+    return notes
+
+
+_KINDS = {"rank": int, "process": int, "host": str, "status": (int, type(None)), "error": str}
 
 
 def hold_lifeline(folder: Path, rank: int) -> None:

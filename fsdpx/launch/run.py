@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from types import FrameType
 
-from fsdpx import environment
+from fsdpx import environment, files
 from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.start import clear, late, lives, owner, waiting
 from fsdpx.errors import LaunchError
@@ -186,7 +185,7 @@ def run(config: LaunchConfig, program: Sequence[str], variables: Mapping[str, st
         kept = "" if ending.kind == "preempted" else f". Records: {folder}"
         _log(f"{ending.text}{'' if seconds is not None or reason == ending.kind else f'; {reason}'}{kept}")
     if config.folder is None and ending.kind in ("done", "preempted"):
-        shutil.rmtree(folder, ignore_errors=True)
+        files.remove(folder)
     (folder / _OWNER).unlink(missing_ok=True)  # what is left is left on purpose
     return ending
 
@@ -236,9 +235,9 @@ def _place(config: LaunchConfig) -> Path:
 def _temporary(place: Path) -> Path:
     """A folder of this process. Folders of killed processes are removed."""
     owned = (file.parent for file in place.glob(f"{_PREFIX}*/{_OWNER}"))
-    clear(owned, lambda left: not lives((left / _OWNER).read_text()))
+    clear(owned, lambda left: not lives((files.believed(left / _OWNER) or b"").decode(errors="replace")))
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-    (folder / _OWNER).write_text(owner())
+    files.write(folder / _OWNER, owner())
     return folder
 
 
@@ -250,6 +249,15 @@ def _writable(folder: Path, option: str) -> Path:
     except OSError as error:
         raise LaunchError(f"{option}={folder} cannot be written ({error.strerror}): name a folder that can") from None
     return folder
+
+
+def _private(own: Path) -> Path:
+    """The folder of a start, empty, which no other user can enter; LaunchError if another one has made it."""
+    files.remove(own)
+    try:
+        return files.folder(own)
+    except files.Untrusted as error:
+        raise LaunchError(f"{error}: name a --folder in which no other user can write") from None
 
 
 def _look_for(program: Sequence[str]) -> None:
@@ -276,9 +284,7 @@ def _log(text: str) -> None:
 
 def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, guests: Guests) -> Ending:
     """Run the job once."""
-    own = folder / f"start-{start}"
-    shutil.rmtree(own, ignore_errors=True)
-    own.mkdir()
+    own = _private(folder / f"start-{start}")
     logs = None if job.config.logs is None else Follower(job.config.logs.absolute())
     if logs is not None:
         ask(own, logs.folder)
@@ -300,9 +306,9 @@ def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, gu
     else:
         ending = _ending(status, notes, flights, deaths.order, job.config.elastic)
     if ending.kind in ("done", "preempted"):
-        shutil.rmtree(own, ignore_errors=True)
+        files.remove(own)
     elif flights:
-        (own / "actions.txt").write_text(log(flights))
+        files.write(own / "actions.txt", log(flights))
     return ending
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdpx import files
 from fsdpx.errors import OffloadError
 
 __all__ = ["ALIGN", "File", "taken"]
@@ -180,18 +181,19 @@ def taken(folder: Path, owner: str) -> int:
         what = "is no folder:" if folder.exists() else "does not exist: make it, or"
         raise OffloadError(f"{folder} {what} name another folder")
     try:
-        fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        fd = files.lock(folder / LOCK)
+    except files.Untrusted as error:
+        raise OffloadError(f"{error}: remove it, or name another folder") from None
     except OSError as error:
         raise OffloadError(f"{folder}: {error.strerror}") from error
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, owner.encode(), 0)
+            files.sign(fd, owner)
         except BlockingIOError:
             pass  # held by another process, perhaps a rank of this job
         fcntl.flock(fd, fcntl.LOCK_SH)
-        holder = os.pread(fd, 4096, 0).decode()
+        holder = os.pread(fd, 4096, 0).decode(errors="replace")
         if holder != owner:
             alone = "each job, and each trainer, needs a folder of its own"
             raise OffloadError(f"{folder} is in use by {holder.partition(',')[0]}: {alone}")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from fsdpx import files
+
 __all__ = ["LENGTH", "ActionRecord", "FlightRecord", "FlightRecorder", "label", "log", "read", "read_all"]
 
 LENGTH = 512
@@ -52,9 +54,13 @@ class FlightRecorder:
     ) -> None:
         """timed_out: called when a wait of this rank has failed."""
         self._path, self.timed_out = path, timed_out
-        with path.open("w+b") as file:
-            file.truncate(_SIZE)
-            self._buffer = mmap.mmap(file.fileno(), _SIZE)
+        path.unlink(missing_ok=True)
+        file = files.create(path)
+        try:
+            os.ftruncate(file, _SIZE)
+            self._buffer = mmap.mmap(file, _SIZE)
+        finally:
+            os.close(file)
         self._at, self.serial, self.ended, self.thread, self.beats, self.calls = _START, 0, 0, 0, 0, 0
         self._before = b""
         clock = time.time() - time.perf_counter()
@@ -158,11 +164,15 @@ class FlightRecord:
 
 
 def read(path: Path, whole: bool = True) -> FlightRecord | None:
-    """The record in a file, or all of it but the actions; None while it is being made, or if it is not a record."""
+    """The record in a file, or all of it but the actions; None while it is being made, or if it is no record of this
+    user's."""
     size = _SIZE if whole else _START
     try:
-        with path.open("rb") as file:
+        with files.open_file(path, _SIZE) as file:
             data = file.read(size)
+    except files.Untrusted as error:
+        files.passed_over(error)
+        return None
     except OSError:
         return None
     if len(data) != size or not data.startswith(_MAGIC):

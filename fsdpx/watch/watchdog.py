@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from fsdpx import environment
+from fsdpx import environment, files
 from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
 from fsdpx.comm.start import clear
@@ -51,7 +50,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
     if base.size == 1 or not hasattr(base, "timeout") or not environment.read().watch:
         return None
     watchdog = _watchdogs.get(base)
-    token = secrets.token_hex(4) if watchdog is None else ""
+    token = secrets.token_hex(8) if watchdog is None else ""
     tokens, hosts = zip(*base.all_gather_object((token, platform.node())), strict=True)  # always: all ranks do the same
     if watchdog is None:
         try:
@@ -104,7 +103,7 @@ class Watchdog:
         """here: the ranks of this host."""
         self.folder, self.timeout = folder, float(comm.timeout if timeout is None else timeout)
         self.rank, self.host = comm.rank, platform.node()
-        folder.mkdir(parents=True, exist_ok=True)
+        files.folder(folder)
         self.record = FlightRecorder(self._place(self.rank, "flight"), comm.rank, comm.size, self.host, self.ask)
         self.record.thread = threading.get_ident()
         self._comm = weakref.ref(comm)
@@ -139,7 +138,7 @@ class Watchdog:
         while getattr(self._comm(), "survives", False) and not all_gone(self._here):
             time.sleep(0.02)  # MPI may finalize without waiting: ranks that miss this one have time to find it here
         if all_left(self._here):
-            shutil.rmtree(self.folder, ignore_errors=True)
+            files.remove(self.folder)
 
     def bury(self, dead: Iterable[int]) -> None:
         """Remove the files of dead ranks, and the folder with the last record; `fsdpx run` reads them first."""
@@ -199,7 +198,7 @@ class Watchdog:
         if not alarm.exists():
             self._alarmed = now
             if self._asked.is_set() or not self._others_move(flights):
-                alarm.touch()
+                files.mark(alarm)
             return
         self._write_stack()
         alarmed, patience = now - self._alarmed, max(6 * self._every, 0.8)
@@ -230,11 +229,9 @@ class Watchdog:
 
     def _claim(self, what: str = "claimed") -> bool:
         """Whether this rank is the first of its host to do it."""
-        try:
-            (self.folder / what).touch(exist_ok=False)
-        except OSError:  # it is there, or the folder is gone
-            return False
-        return True
+        with suppress(OSError):  # the folder is gone
+            return files.mark(self.folder / what)
+        return False
 
     def _unheard(self, alarmed: float, patience: float) -> bool:
         """Whether this rank reports though another has: on a host that cannot be heard, where hosts share the folder
@@ -276,14 +273,13 @@ class Watchdog:
     def _write_stack(self) -> None:
         frame = sys._current_frames().get(self.record.thread)
         text = "".join(traceback.format_stack(frame)) if frame else "the thread has ended\n"
-        (partial := self._place(self.rank, "partial")).write_text(text)
-        partial.replace(self._place(self.rank, "stack"))  # the reporting rank reads all of it or nothing
+        files.write(self._place(self.rank, "stack"), text)  # the reporting rank reads all of it or nothing
 
     def _place(self, rank: int, what: str) -> Path:
         return self.folder / f"rank-{rank:05}.{what}"
 
     def _forget(self, rank: int) -> None:
-        for what in ("flight", "partial", "stack", "missed"):
+        for what in ("flight", "stack", "missed"):
             self._place(rank, what).unlink(missing_ok=True)
 
     def _evict(self, flights: dict[int, FlightRecord], silent: set[int]) -> bool:
@@ -314,11 +310,12 @@ class Watchdog:
         silent = self._silent()
         if self._evict(flights, silent):
             return
-        stacks = {int(p.stem[5:]): p.read_text() for p in self.folder.glob("rank-*.stack")}
+        kept = {rank: files.believed(self._place(rank, "stack")) for rank in flights}
+        stacks = {rank: text.decode(errors="replace") for rank, text in kept.items() if text is not None}
         ranks = comm.size if comm is not None else len(flights)
         text = report(flights, ranks, silent, stacks, self.timeout, time.time(), self.host)
-        kept = _keep(self.folder, text + "\n" + log(flights))
-        self._abort(HUNG, f"{text}The last {LENGTH} actions of each rank are in {kept}\n")
+        path = _keep(self.folder, text + "\n" + log(flights))
+        self._abort(HUNG, f"{text}The last {LENGTH} actions of each rank are in {path}\n")
 
 
 def _end_all(comm: Any, code: int) -> None:
@@ -332,7 +329,7 @@ def _discard(folder: Path) -> None:
     with suppress(OSError):
         folder.rename(gone)
     for _ in range(10):
-        shutil.rmtree(gone, ignore_errors=True)
+        files.remove(gone)
         if not gone.exists():
             return
         time.sleep(0.02)
@@ -457,6 +454,6 @@ def _keep(folder: Path, text: str) -> Path:
     for place in places:
         path = place / f"{folder.name.replace('flight-', 'flight-of-') if run is None else folder.name}.txt"
         with suppress(OSError):
-            path.write_text(text)
+            files.write(path, text, files.READABLE)
             return path.absolute()
     return Path(os.devnull)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from trials import MPIEXEC, STEPS, TRAINER, alive_in, environment, job, none_left
 
-from fsdpx.comm import start
+from fsdpx import files
 from fsdpx.comm.start import lives, owner
 from fsdpx.launch.left import left
 from fsdpx.launch.run import _temporary
@@ -86,7 +86,7 @@ def test_a_starter_that_ends_meanwhile_is_passed_over(tmp_path: Path, monkeypatc
         (path / "owner").unlink()
         return True
 
-    monkeypatch.setattr(start, "ours", late)
+    monkeypatch.setattr(files, "is_folder", late)
     assert (_temporary(tmp_path) / "owner").read_text() == owner()
 
 
@@ -123,7 +123,7 @@ def test_what_is_mpis_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return True
 
     (tmp_path / "mpich_shm_1f_0").write_bytes(b"x")
-    monkeypatch.setattr("fsdpx.launch.left.ours", late)
+    monkeypatch.setattr("fsdpx.launch.left.belongs", late)
     assert left(tmp_path, -10.0) == []
 
 

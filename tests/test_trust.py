@@ -1,0 +1,249 @@
+"""What another user plants where fsdpx looks is neither believed nor run, ends no process and holds none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdpx import files
+from fsdpx.checkpoint.commit import _lock
+from fsdpx.comm import clock, start
+from fsdpx.environment import Environment, StartedBy
+from fsdpx.errors import CheckpointError, LaunchError, OffloadError
+from fsdpx.launch.join import Guests
+from fsdpx.launch.logs import Follower, redirect
+from fsdpx.launch.notes import Note, read_notes
+from fsdpx.launch.run import _private, _temporary
+from fsdpx.state.disk import taken
+from fsdpx.watch.flight import FlightRecorder, read, read_all
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="there are no owners and modes")
+as_root = pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can be another user")
+OTHER = 65534
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[Path]:
+    """A file that attacks would overwrite; it stays as it is."""
+    path = tmp_path / "victim"
+    path.write_text("precious")
+    yield path
+    assert path.read_text() == "precious"
+
+
+@pytest.fixture
+def innocent() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that attacks would kill; it lives on."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    assert process.poll() is None
+    process.communicate(b"\n")
+
+
+# -- the start of MPI -------------------------------------------------------------------------------------------------
+
+
+def test_a_start_in_a_folder_that_others_can_enter_leaves_no_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: Path
+) -> None:
+    launcher = StartedBy("mpiexec", 2, 0, 0, 2, "PMI_RANK")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(start.environment, "read", lambda: Environment(launcher=launcher, expected_size=2))
+    monkeypatch.setattr(start, "running_mpi", lambda: None)
+    monkeypatch.setattr(start, "_job", lambda _: "77-1")
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a clock was started"))
+    folder = tmp_path / "fsdpx-start-77-1"
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "came-00000").symlink_to(victim)
+    with (
+        pytest.warns(
+            RuntimeWarning, match=f"^fsdpx: {folder} can be entered by others .mode 0777.; it is passed over$"
+        ),
+        start.together(),
+    ):
+        assert sorted(os.listdir(folder)) == ["came-00000"]
+    assert folder.exists()
+
+
+def test_a_clock_kills_only_the_very_process_that_a_mark_of_a_private_folder_names(
+    tmp_path: Path, innocent: subprocess.Popen[bytes]
+) -> None:
+    folder, birth = tmp_path / "start", clock.began(innocent.pid)
+    folder.mkdir(mode=0o700)
+    names = [f"came-00001.{innocent.pid}-1.0", f"came-1.{innocent.pid}.0", "came-x", f"came-00002.-{birth}.0", "came-"]
+    for name in names:
+        (folder / name).touch()
+    os.mkfifo(folder / "came-00003")
+    (folder / "came-00004").symlink_to("/dev/zero")
+    assert clock.come(str(folder)) == {}
+    (folder / f"came-00005.{innocent.pid}-{birth}.0").touch()
+    assert clock.come(str(folder)) == {5: (f"{innocent.pid}-{birth}", "0")}
+    (tmp_path / "link").symlink_to(folder)
+    assert clock.come(str(tmp_path / "link")) == {}
+    folder.chmod(0o711)
+    assert clock.come(str(folder)) == {}
+    clock.end({1: (f"{innocent.pid}-1", "0")}, f"{innocent.pid}-1")
+    clock._signal(f"{innocent.pid}-", signal.SIGKILL)
+
+
+@as_root
+def test_a_clock_believes_no_folder_of_another_user(tmp_path: Path, innocent: subprocess.Popen[bytes]) -> None:
+    (tmp_path / "start").mkdir(mode=0o700)
+    (tmp_path / "start" / f"came-00001.{innocent.pid}-{clock.began(innocent.pid)}.0").touch()
+    os.chown(tmp_path / "start", OTHER, OTHER)
+    assert clock.come(str(tmp_path / "start")) == {}
+
+
+def test_the_mark_of_a_start_that_was_ended_follows_no_link(tmp_path: Path, victim: Path) -> None:
+    folder = tmp_path / "start-host"
+    folder.mkdir(mode=0o700)
+    (folder / clock.LATE).symlink_to(tmp_path / "new")
+    waiting = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    (folder / f"came-00000.{waiting.pid}-{clock.began(waiting.pid)}.0").touch()
+    command = [sys.executable, "-I", "-S", clock.__file__, str(folder), "0", "0", "2", "2", "keep"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    assert "rank 1 of 2 has not come to the start of MPI within 0 s" in done.stderr or "not all ranks" in done.stderr
+    waiting.communicate(timeout=60)
+    assert waiting.returncode == -signal.SIGKILL
+    assert not (tmp_path / "new").exists()
+
+
+# -- records, notes, requests, logs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002])
+def test_a_flight_record_is_its_users_alone_whatever_the_umask(tmp_path: Path, umask: int, victim: Path) -> None:
+    before = os.umask(umask)
+    try:
+        folder = files.folder(tmp_path / "flight")
+        (folder / "rank-00000.flight").symlink_to(victim)
+        FlightRecorder(folder / "rank-00000.flight", 0, 2, "n1").leave(3)
+        Note(0, 1, "n1").write(tmp_path / "run")
+    finally:
+        os.umask(before)
+    for path in (folder / "rank-00000.flight", tmp_path / "run" / "rank-00000.json"):
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_forged_flight_record_ends_nothing(tmp_path: Path) -> None:
+    FlightRecorder(tmp_path / "rank-00000.flight", 0, 2, "n1").leave(3)
+    assert read_all(tmp_path)[0].left == 3
+    (tmp_path / "rank-00000.flight").chmod(0o660)
+    with pytest.warns(RuntimeWarning, match=r"can be written by others \(mode 0660\); it is passed over"):
+        assert read_all(tmp_path) == {}
+    os.mkfifo(tmp_path / "rank-00001.flight")
+    (tmp_path / "rank-00002.flight").symlink_to("/dev/zero")
+    assert read(tmp_path / "rank-00001.flight") is read(tmp_path / "rank-00002.flight") is None
+
+
+def test_notes_that_are_none_are_passed_over(tmp_path: Path) -> None:
+    Note(0, 7, "n1", 3, "ValueError").write(files.folder(tmp_path / "run"))
+    good = (tmp_path / "run" / "rank-00000.json").read_text()
+    for number, text in enumerate(
+        ["", "[" * 9999, "3", "{}", good.replace("7", '"7"'), good.replace("}", ', "x": 1}')], 1
+    ):
+        files.write(tmp_path / "run" / f"rank-{number:05}.json", text)
+    os.mkfifo(tmp_path / "run" / "rank-00008.json")
+    (tmp_path / "run" / "rank-00009.json").symlink_to("/dev/zero")
+    with pytest.warns(RuntimeWarning, match="rank-00001.json: .*; it is passed over$") as warned:
+        assert read_notes(tmp_path / "run") == {0: Note(0, 7, "n1", 3, "ValueError")}
+    assert len(warned) == 1
+
+
+def test_requests_to_join_that_are_none_do_not_end_or_hold_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: Path
+) -> None:
+    asked: list[int] = []
+    (tmp_path / "joins-left").mkdir()
+    guests = Guests(tmp_path, asked.append)
+    monkeypatch.setattr("fsdpx.launch.join._listener", lambda _: os.getpid())
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a process was signalled"))
+    for name, text in (("a", "garbage"), ("b", "-3"), ("c", "9" * 5000), ("d", "1")):
+        files.write(tmp_path / f"joins-{name}", text)
+    (tmp_path / "joins-d").chmod(0o666)
+    os.mkfifo(tmp_path / "joins-fifo")
+    (tmp_path / "joins-zero").symlink_to("/dev/zero")
+    (tmp_path / "answer-a").symlink_to(victim)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        guests.look(tmp_path)
+        guests.close()
+    assert asked == []
+    assert len(said) == 1
+    for name in "abc":
+        assert (tmp_path / f"answer-{name}").read_text().endswith("is no number of ranks")
+
+
+def test_logs_follow_no_link_and_nothing_in_their_folder_holds_the_launcher(
+    tmp_path: Path, victim: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rank-0000.log").symlink_to(victim)
+    with pytest.raises(files.Untrusted, match="is a link, which is not followed here"):
+        redirect(tmp_path, 0)
+    os.mkfifo(tmp_path / "rank-0001.log")
+    (tmp_path / "rank-none.log").touch()
+    (tmp_path / "rank-0002.json").symlink_to(victim)
+    follower = Follower(tmp_path)
+    files.write(tmp_path / "rank-0003.log", "a line\n")
+    with pytest.warns(RuntimeWarning, match="it is passed over"):
+        follower._print()
+    follower.close({2: "{}"})
+    assert "[3] a line\n" in capsys.readouterr().out
+
+
+@as_root
+def test_folders_of_another_user_are_neither_used_nor_removed(tmp_path: Path) -> None:
+    for name in ("start-0", "fsdpx-run-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "owner").write_text("1-1")
+        os.chown(tmp_path / name, OTHER, OTHER)
+    with pytest.raises(
+        LaunchError, match=r"start-0 belongs to user 65534, .*: name a --folder in which no other user can"
+    ):
+        _private(tmp_path / "start-0")
+    (tmp_path / "fsdpx-run-y").symlink_to(tmp_path / "start-0")
+    assert _temporary(tmp_path).exists()
+    assert all((tmp_path / name / "owner").exists() for name in ("start-0", "fsdpx-run-x", "fsdpx-run-y"))
+
+
+# -- locks ------------------------------------------------------------------------------------------------------------
+
+
+def _offload(folder: Path) -> Any:
+    return taken(folder, "a job")
+
+
+def _checkpoint(folder: Path) -> Any:
+    return _lock(folder / "fsdpx")
+
+
+@pytest.mark.parametrize(("locked", "error"), [(_offload, OffloadError), (_checkpoint, CheckpointError)])
+def test_locks_follow_no_link_and_overwrite_nothing(
+    tmp_path: Path, victim: Path, locked: Callable[[Path], Any], error: type[Exception]
+) -> None:
+    lock = tmp_path / "folder" / "fsdpx.lock"
+    lock.parent.mkdir()
+    for plant, why in (
+        (lambda: lock.symlink_to(victim), "is a link"),
+        (lambda: lock.symlink_to(tmp_path / "new"), "is a link"),
+        (lambda: os.link(victim, lock), "is another file's name as well"),
+        (lambda: os.mkfifo(lock), "a pipe or a device where a file should be"),
+    ):
+        plant()
+        with pytest.raises(error, match=f"^{lock} .*{why}.*: remove it"):
+            locked(lock.parent)
+        lock.unlink()
+    assert not (tmp_path / "new").exists()
+    os.close(locked(lock.parent))
