@@ -148,9 +148,9 @@ def parse_json(data: bytes) -> Any:
     return value
 
 
-def typed(found: Any, kinds: Mapping[str, type | tuple[type, ...]]) -> dict[str, Any]:
-    """The value if it is an object of exactly these names, each with a value of its type; otherwise ValueError. A bool
-    is no int."""
+def typed(found: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """The value if it is an object of exactly these names, each with a value of its type, or of one of its types;
+    otherwise ValueError. A bool is no int."""
     if not isinstance(found, dict) or found.keys() != kinds.keys():
         raise ValueError(f"it is no object of {', '.join(kinds)}")
     for name, kind in kinds.items():

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -257,6 +258,7 @@ def test_objects_are_of_the_names_and_types_that_are_asked_for() -> None:
     kinds = {"rank": int, "status": (int, type(None)), "host": str}
     good = {"rank": 1, "status": None, "host": "n1"}
     assert files.typed(good, kinds) == good
+    wrong: Any
     for wrong in (
         [],
         {**good, "more": 1},

@@ -70,7 +70,7 @@ class KernelCache(FunctionCache):
         sources = fingerprint(Path(self._py_func.__code__.co_filename))
         key = repr((str(sig), codegen.magic_tuple(), sources, self.made_as, environment.compiler()))
         name = f"{self._impl.filename_base}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
-        self._cache_file = _KeptObject(Path(self._cache_path, f"{name}.kept"))
+        self._cache_file: Any = _KeptObject(Path(self._cache_path, f"{name}.kept"))
 
 
 class _KeptObject:
