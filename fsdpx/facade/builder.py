@@ -29,6 +29,8 @@ __all__ = ["SECTIONS", "ModelBuilder"]
 
 SECTIONS = ("model", "loss", "optimizer", "distribute", "data", "validation", "loader", "fit")
 NEEDED = ("model", "loss", "optimizer")
+METHOD = {"model": "specs", "loss": "validate", "optimizer": "update", "data": "__len__", "validation": "__len__"}
+"""What the object of a section has, where a plan holds the object itself."""
 HOMES: tuple[Any, ...] = (
     nn, models, optim, schedules, data, codecs, config, mesh, local, elastic, trace,
 )  # fmt: skip
@@ -44,7 +46,8 @@ class ModelBuilder:
 
     Parameters
     ----------
-    plan : section -> its values: model, loss, optimizer; distribute, data, validation, loader, fit if wanted
+    plan : section -> its values: model, loss, optimizer; distribute, data, validation, loader, fit if wanted. Model,
+        loss, optimizer and data sets may be objects as well, such as `nn.CrossEntropy()`
     source : where it comes from, for errors
     """
 
@@ -105,6 +108,8 @@ class ModelBuilder:
 
     def _called(self, section: str) -> Any:
         given = self.plan[section]
+        if not isinstance(given, Mapping | str | bytes) and hasattr(given, METHOD[section]):
+            return given
         if not isinstance(given, Mapping) or "make" not in given:
             raise ConfigError(f'{self.source}: [{section}] says nothing to make: make = "Name"')
         return self._made(given, section)

@@ -148,6 +148,7 @@ class ByTree:
         if list(rows) != wanted:
             raise DataError(
                 f"chunks={self.total} wants {wanted} samples on ranks 0 to {self.ranks - 1}, they have {list(rows)}"
+                f": DataLoader(..., chunks={self.total}) cuts batches so"
             )
         each = total // self.total
         return [i * each for i in range(len(self.mine) + 1)]

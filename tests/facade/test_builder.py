@@ -118,3 +118,18 @@ def test_train_runs_the_file_of_the_page_and_goes_on(tmp_path, monkeypatch, caps
         assert "fsdpx train: run.toml: no run file can be read there" in capsys.readouterr().err
     finally:
         fsdpx.finalize()
+
+
+def test_objects_stand_for_themselves():
+    plan = {
+        **PLAN,
+        "model": nn.Linear(3, 2),
+        "loss": nn.CrossEntropy(),
+        "optimizer": optim.SGD(lr=0.5),
+        "distribute": {},
+    }
+    builder = fsdpx.ModelBuilder(plan)
+    assert builder.model() is plan["model"]
+    assert builder.build().placement.optimizer is plan["optimizer"]
+    with pytest.raises(ConfigError, match=r"plan: \[loss\] says nothing to make"):
+        fsdpx.ModelBuilder({**plan, "loss": 3}).build()

@@ -410,3 +410,11 @@ def test_ring_is_really_used() -> None:
 
     spawn(run, 2)
     assert set(seen) == {"ring"}
+
+
+def test_samples_that_are_dealt_out_without_chunks_are_told_how() -> None:
+    def run(comm: Communicator) -> None:
+        make(comm, "mlp", chunks=4).step(*CASES["mlp"].batch(np.random.default_rng(0), 3 if comm.rank else 5))
+
+    with pytest.raises(DataError, match=r"they have \[5, 3\]: DataLoader\(\.\.\., chunks=4\) cuts batches so"):
+        spawn(run, 2)
