@@ -94,7 +94,7 @@ def output(lab: Lab, job: str, *states: str, seconds: float = 200) -> str:
 
 def saved(run: str) -> None:
     """Wait for the first checkpoint."""
-    until(lambda: any(Path(run).rglob("manifest.json")), f"a checkpoint in {run}", 120)
+    until(lambda: any(Path(run).rglob("manifest.json")), f"a checkpoint in {run}", 500)
 
 
 def test_hosts_of_a_hostfile_over_ssh(lab: Lab, undisturbed: str) -> None:

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from fsdpx.launch.rank import end_with_parent
+
 __all__ = ["TOOLS", "Lab", "wanting"]
 
 TOOLS = {
@@ -192,6 +194,7 @@ class Lab:
                 ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--propagation",
                  "private", "bash", "-c", text],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=end_with_parent,  # however these tests end, no host outlives them
             )  # fmt: skip
         until(ready.exists, f"host {name}")
 
