@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import re
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,15 @@ try:
 except ImportError:  # Windows: two jobs there are not told apart
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Target", "current", "named", "numbered", "prune", "put"]
+__all__ = ["Target", "current", "moving", "named", "numbered", "prune", "put", "replaceable"]
 
 PREVIOUS, PARTIAL, LOCK, REMOVED = ".previous", ".partial-", ".lock", ".removed"
+LINKS = 40
+"""That lead to one another, as many as Linux follows."""
+IN_PLACE = (
+    "this folder cannot be renamed, so no checkpoint can take its place (it is a mount, or a lower layer of an "
+    "overlay): name a folder in it"
+)
 
 
 @dataclass
@@ -39,7 +46,8 @@ class Target:
 
     @classmethod
     def open(cls, path: Path, token: str, plan: FileLayout) -> Target:
-        """Lock `path`, and make the partial folder with files of the right size in it."""
+        """Lock the folder that `path` names, and make the partial folder with files of the right size in it."""
+        path = replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         target = cls(path, beside(path, PARTIAL + token), _lock(path))
         try:
@@ -67,12 +75,15 @@ class Target:
         previous = beside(self.path, PREVIOUS)
         if self.path.exists() and is_checkpoint(self.path):
             remove(previous)
-            os.rename(self.path, previous)
+            with moving(self.path):
+                os.rename(self.path, previous)
         elif self.path.exists():
-            self.path.rmdir()  # empty, as `_demand_free` saw
+            with moving(self.path):
+                self.path.rmdir()  # empty, as `_demand_free` saw
         try:
-            os.rename(self.partial, self.path)
-        except OSError:
+            with moving(self.path):
+                os.rename(self.partial, self.path)
+        except BaseException:
             if previous.exists():
                 os.rename(previous, self.path)
             raise
@@ -117,14 +128,50 @@ def _encodable(text: str) -> bool:
         return False
 
 
+def followed(path: Path) -> Path:
+    """The folder that `path` names, which may not be there yet: where its last part is a link, what that points at.
+    Links before it stay, as they may differ between hosts. CheckpointError for links in a circle."""
+    given = path
+    for _ in range(LINKS):
+        if not path.is_symlink():
+            return named(path)
+        path = path.parent / os.readlink(path)
+    raise CheckpointError(f"{given} is a link that leads to no end: choose another place")
+
+
+def replaceable(path: Path) -> Path:
+    """The folder that `path` names, if another one can take its place; CheckpointError if not."""
+    folder = followed(path)
+    if folder.is_dir() and os.path.samefile(folder, os.curdir):
+        raise CheckpointError(f"{path} is the current folder, which cannot be replaced: name a folder in it")
+    if os.path.ismount(folder):
+        raise CheckpointError(f"{path}: {IN_PLACE}")
+    return folder
+
+
+@contextmanager
+def moving(path: Path) -> Iterator[None]:
+    """CheckpointError where the system refuses to rename or to remove this folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EBUSY, errno.EXDEV):
+            raise CheckpointError(f"{path}: {IN_PLACE}") from error
+        raise
+
+
 def current(path: Path) -> Path:
     """Where the checkpoint of this name is: a job that was killed between two renames leaves it in `.previous`."""
+    path = followed(path)
     previous = beside(path, PREVIOUS)
     return previous if not path.exists() and is_checkpoint(previous) else path
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint or a part of one, nothing else. The manifest goes first: what is left then is none."""
+    """Delete a checkpoint or a part of one, nothing else. The manifest goes first: what is left then is none. Of a link
+    that is in its place, the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
     if not folder.is_dir():
         return
     for name in sorted(os.listdir(folder), key=lambda name: name != MANIFEST):
@@ -146,10 +193,16 @@ def numbered(folder: Path, prefix: str) -> Iterator[tuple[int, Path]]:
 
 
 def prune(path: Path, keep: int, spare: str | None = None) -> None:
-    """Delete all but the last `keep` checkpoints that are numbered as `path` is, never `path` itself nor `spare`."""
+    """Delete all but the last `keep` checkpoints that are numbered as `path` is, up to its number: those with larger
+    ones are of another run. `path` itself, `spare`, links, and what links of that folder point at stay."""
     prefix = unnumbered(path)
-    known = [p for _, p in numbered(path.parent, prefix) if p != path]
+    links = [p for p in path.parent.iterdir() if p.is_symlink()]
+    linked = {os.path.realpath(p) for p in links}
+    number = int(path.name.removeprefix(prefix))
+    known = [p for n, p in numbered(path.parent, prefix) if n < number and p not in links]
     for old in [p for p in known[: max(len(known) + 1 - keep, 0)] if p.name != spare]:
+        if os.path.realpath(old) in linked:
+            continue
         gone = beside(old, REMOVED)
         remove(gone)
         os.rename(current(old), gone)

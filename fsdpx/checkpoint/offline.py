@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ def convert(source: Path, target: Path, dtype: str | None, shard_bytes: int | No
     `target`. What else a checkpoint holds comes along unchanged. Digests of the source are checked before.
     CheckpointError if `target` is where the source lies: once rounded, it could not be restored."""
     found, wrong = verify(source)
-    if target.resolve() in (source.resolve(), found.folder.resolve()):
+    if target.exists() and any(os.path.samefile(target, place) for place in (source, found.folder) if place.exists()):
         raise CheckpointError(f"{target}: source and target are the same, which would be lost: name another folder")
     if wrong:
         raise CheckpointError(f"{found.folder}: damaged: the digest does not fit of {', '.join(wrong[:5])}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.checkpoint.agree import alone, place, together
-from fsdpx.checkpoint.commit import put
+from fsdpx.checkpoint.commit import moving, put, replaceable
 from fsdpx.checkpoint.disk import create, sync_folder
 from fsdpx.checkpoint.files import INDEX, FileLayout, index_of
 from fsdpx.checkpoint.format import code_of, lay
@@ -114,6 +114,7 @@ def _apart(piece: Held, one: Stored) -> Iterator[Held]:
 
 
 def _begin(path: Path, plan: FileLayout) -> Path:
+    path = replaceable(path)
     if path.exists() and (not path.is_dir() or os.listdir(path)):
         raise CheckpointError(f"{path} is there, and no empty folder: choose another place")
     partial = path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
@@ -134,9 +135,11 @@ def _finish(path: Path, partial: Path, plan: FileLayout, source: Source, dtype: 
             if file.is_file():
                 _copy(file, partial / file.name)
     sync_folder(partial)
-    if path.exists():
-        path.rmdir()
-    os.rename(partial, path)
+    path = replaceable(path)
+    with moving(path):
+        if path.exists():
+            path.rmdir()
+        os.rename(partial, path)
     sync_folder(path.parent)
 
 

@@ -377,7 +377,8 @@ class Trainer:
         loader : a `data.DataLoader`, whose place in the data is saved
         dtype : of the weights in the file: "bf16", "float16", "float32" or "float64" (default: the trainer's)
         shard_bytes : cut the weights into files of up to this many bytes, with an index, as Hugging Face does
-        keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-*
+        keep : after saving FOLDER/step-30, remove all but the last `keep` of FOLDER/step-* up to 30; links, and what
+            links of FOLDER point at, stay
         background : write a copy in a thread while training goes on; `wait_saved` or the next save tells how it went
         with_ : "average" writes the average of the parameters over time, and the weights alone
 

@@ -274,12 +274,106 @@ def test_options_that_cannot_be(options: Any, message: str, tmp_path: Path) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_of_the_script_is_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    digest = spawn(saved, 2, ".")[0]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["here"]
-    assert loaded(tmp_path / "here") == digest
+def test_the_current_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaced, it would leave the process in a folder that is gone."""
+    monkeypatch.chdir(tmp_path)
+    assert refused(2, saved, ".").endswith("is the current folder, which cannot be replaced: name a folder in it")
+    assert list(tmp_path.iterdir()) == []
+    spawn(saved, 2, "a/.")
+    assert loaded(tmp_path / "a/")
+
+
+def linked(folder: Path, *names: str) -> Path:
+    """A checkpoint step-100, and links to it, each to the one before."""
+    spawn(saved, 2, folder / "step-100")
+    for name, target in zip(names, ("step-100", *names), strict=False):
+        (folder / name).symlink_to(target)
+    return folder / names[-1]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_link_is_followed_to_its_end(in_background: bool, tmp_path: Path) -> None:
+    """The folder is replaced as a whole, the links stay as they are."""
+    path = linked(tmp_path, "latest", "newest")
+    spawn(lambda comm: trained(comm, path, background=in_background), 2)
+    spawn(saved, 2, tmp_path / "other")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "newest", "other", "step-100"]
+    assert [os.readlink(tmp_path / name) for name in ("latest", "newest")] == ["step-100", "latest"]
+    assert loaded(path) == loaded(tmp_path / "step-100") != loaded(tmp_path / "other")
+
+
+@pytest.mark.parametrize("moved", [".partial-", "step-100"])
+def test_what_a_link_names_outlives_a_failed_save(moved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rename = linked(tmp_path, "latest"), os.rename
+    digest = loaded(path)
+
+    def failing(source: Any, target: Any) -> None:
+        if moved in Path(source).name and ".previous" not in Path(source).name:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source))
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", failing)
+        assert "this folder cannot be renamed, so no checkpoint can take its place" in refused(2, trained, path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-100"]
+    assert loaded(path) == loaded(tmp_path / "step-100") == digest
+
+
+def test_links_without_an_end(tmp_path: Path) -> None:
+    """One that dangles names a folder that is not there yet; a circle is refused."""
+    (tmp_path / "latest").symlink_to("runs/step-1")
+    digest = spawn(saved, 2, tmp_path / "latest")[0]
+    assert (tmp_path / "latest").is_symlink()
+    assert loaded(tmp_path / "runs/step-1") == loaded(tmp_path / "latest") == digest
+    (tmp_path / "runs/step-1").rename(tmp_path / "runs/step-1.previous")  # killed between two renames
+    assert loaded(tmp_path / "latest") == digest
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert refused(2, saved, tmp_path / "a").endswith("is a link that leads to no end: choose another place")
+
+
+def test_links_in_the_place_of_parts_lose_themselves_alone(tmp_path: Path) -> None:
+    digest = spawn(saved, 2, tmp_path / "precious")[0]
+    for name in ("a.previous", "a.partial-1234", "step-1.removed"):
+        (tmp_path / name).symlink_to("precious")
+    spawn(saved, 2, tmp_path / "a")
+    spawn(saved, 2, tmp_path / "a")
+    spawn(lambda comm: saved(comm, tmp_path / "step-2", keep=1), 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "precious", "step-2"]
+    assert loaded(tmp_path / "precious") == digest
+
+
+def test_two_names_of_one_place_have_one_lock(tmp_path: Path) -> None:
+    path = linked(tmp_path, "latest")
+    (tmp_path / "by-another-name").symlink_to(tmp_path, target_is_directory=True)
+    lock = commit._lock(tmp_path / "step-100")
+    try:
+        for name in (path, tmp_path / "by-another-name/latest"):
+            assert "step-100: another job is saving there" in refused(2, trained, name)
+    finally:
+        (tmp_path / "step-100.lock").unlink()
+        os.close(lock or 0)
+    assert loaded(path)
+
+
+def test_keep_spares_links_and_what_they_point_at(tmp_path: Path) -> None:
+    spawn(saved, 2, tmp_path / "elsewhere")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/step-1").symlink_to(tmp_path / "elsewhere")
+    for k in (2, 3, 4, 5):
+        spawn(lambda comm, k=k: saved(comm, tmp_path / f"run/step-{k}", keep=2), 2)
+        if k == 2:
+            (tmp_path / "run/best").symlink_to("step-2")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["best", "step-1", "step-2", "step-4", "step-5"]
+    assert loaded(tmp_path / "elsewhere") == loaded(tmp_path / "run/best")
+
+
+def test_keep_leaves_larger_numbers_alone(tmp_path: Path) -> None:
+    """They are of another run; the run's own newest must not go first."""
+    spawn(saved, 1, tmp_path / "step-2000")
+    for k in (10, 20, 30):
+        spawn(lambda comm, k=k: saved(comm, tmp_path / f"step-{k}", keep=2), 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-20", "step-2000", "step-30"]
 
 
 def test_ranks_that_want_different_things(tmp_path: Path) -> None:

@@ -130,6 +130,19 @@ def test_what_is_not_trained_is_saved_as_it_was(
     }
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_of_a_model_is_written_to_the_end_of_a_link(there: bool, tmp_path: Path) -> None:
+    folder(tmp_path / "a", SHAPES)
+    (tmp_path / "link").symlink_to("b")
+    if there:
+        (tmp_path / "b").mkdir()
+    on(2, tmp_path / "a", lambda trainer: trainer.save_pretrained(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink()
+    assert {p.name for p in (tmp_path / "b").iterdir()} == {p.name for p in (tmp_path / "a").iterdir()}
+    with pytest.raises(CheckpointError, match="b is there, and no empty folder"):
+        on(1, tmp_path / "a", lambda trainer: trainer.save_pretrained(tmp_path / "link"))
+
+
 def test_another_format_and_names_without_a_base(tmp_path: Path) -> None:
     shapes = {name.removeprefix("transformer."): shape for name, shape in SHAPES.items()}
     arrays = folder(tmp_path / "a", shapes | {"h.0.attn.bias": (1, 1, TIME, TIME)})
