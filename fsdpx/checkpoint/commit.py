@@ -25,7 +25,7 @@ try:
 except ImportError:  # Windows: two jobs there are not told apart
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["Target", "current", "moving", "named", "numbered", "prune", "put", "replaceable"]
+__all__ = ["Target", "current", "hold", "moving", "named", "numbered", "prune", "put", "replaceable"]
 
 PREVIOUS, PARTIAL, LOCK, REMOVED = ".previous", ".partial-", ".lock", ".removed"
 LINKS = 40
@@ -238,21 +238,26 @@ def _some(names: list[str]) -> str:
     return ", ".join(sorted(names)[:5])
 
 
-def _lock(path: Path) -> int | None:
+def _lock(path: Path) -> int:
     """Hold PATH.lock until `release` or the end of the process, however it ends; CheckpointError if another has it."""
-    name = beside(path, LOCK)
+    return hold(beside(path, LOCK), f"{path}: another job is saving there")
+
+
+def hold(name: Path, busy: str) -> int:
+    """Lock a file, which holds until it is closed or the process ends. CheckpointError if another has it: `busy`, and
+    who that is."""
     while True:
         try:
             fd = files.lock(name)
         except files.Untrusted as error:
-            raise CheckpointError(f"{error}: remove it if no other job saves there, or choose another place") from None
+            raise CheckpointError(f"{error}: remove it if no other job writes there, or choose another place") from None
         try:
             if fcntl is not None:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(fd, 1000, 0).decode(errors="replace")
             os.close(fd)
-            raise CheckpointError(f"{path}: another job is saving there: {owner or 'it has just begun'}") from None
+            raise CheckpointError(f"{busy}: {owner or 'it has just begun'}") from None
         except OSError:
             pass  # a file system without locks
         if _still(fd, name):

@@ -10,7 +10,7 @@ import numpy as np
 from fsdpx.data.augment import Augmentation, Draw
 from fsdpx.data.dataset import Dataset, collate, emptied
 from fsdpx.data.prefetch import Prefetch
-from fsdpx.data.sampler import DistributedSampler
+from fsdpx.data.sampler import DistributedSampler, Pass
 from fsdpx.errors import ConfigError, DataError
 
 __all__ = ["DataLoader"]
@@ -20,9 +20,10 @@ class DataLoader:
     """Iterates over this rank's batches of one epoch.
 
     A batch is what the dataset's `take` or `collate` returns, `(x, y)` for the datasets of this package; of a short
-    last batch a rank may get zero rows. An exception while reading is raised where the batch was requested. Starting to
-    iterate ends an iteration that is still in progress. The thread ends with the loop, with `close()`, `with`, or
-    garbage collection. DataError for a dataset that does not give a single batch.
+    last batch a rank may get zero rows. An exception while reading is raised where the batch was requested. A loop
+    inside another one, as over the training data to validate, has batches of its own: the place that `state_dict` tells
+    is that of the outer loop. The thread ends with the loop, with `close()`, `with`, or garbage
+    collection. DataError for a dataset that does not give a single batch.
 
     Parameters
     ----------
@@ -72,7 +73,7 @@ class DataLoader:
         self.dataset, self.sampler, self.prefetch = dataset, sampler, prefetch
         self.collate, self.transform = collate, transform
         self.augment = tuple(augment) if isinstance(augment, Sequence) else (augment,)
-        self._running: weakref.ref[_Iteration] | None = None
+        self._running: weakref.WeakSet[_Iteration] = weakref.WeakSet()
 
     @property
     def batch_size(self) -> int:
@@ -94,9 +95,15 @@ class DataLoader:
         return self.sampler.steps
 
     def __iter__(self) -> Iterator[Any]:
-        self.close()
-        iteration = _Iteration(self)
-        self._running = weakref.ref(iteration)
+        return self._iterate(self.sampler.begin())
+
+    def aside(self) -> Iterator[Any]:
+        """The batches of the current epoch from its start on, without moving the place in the data."""
+        return self._iterate(Pass(self.sampler, self.epoch, 0))
+
+    def _iterate(self, under_way: Pass) -> Iterator[Any]:
+        iteration = _Iteration(self, under_way)
+        self._running.add(iteration)
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,9 +117,8 @@ class DataLoader:
         self.sampler.load_state_dict(state)
 
     def close(self) -> None:
-        """End the iteration in progress and its thread, if any."""
-        running = self._running and self._running()
-        if running:
+        """End the iterations in progress and their threads, if any."""
+        for running in list(self._running):
             running.close()
 
     def __enter__(self) -> "DataLoader":
@@ -141,31 +147,31 @@ class DataLoader:
 class _Iteration:
     """One epoch in progress. Advances the sampler's position as the consumer receives batches."""
 
-    def __init__(self, loader: DataLoader) -> None:
-        self._sampler = loader.sampler
-        source = _read(loader, self._sampler.epoch, self._sampler.start())
-        name = f"fsdpx loader (rank {self._sampler.rank})"
+    def __init__(self, loader: DataLoader, under_way: Pass) -> None:
+        self._pass = under_way
+        source = _read(loader, self._pass.epoch, self._pass.position)
+        name = f"fsdpx loader (rank {loader.sampler.rank})"
         self._source: Any = Prefetch(source, loader.prefetch, name) if loader.prefetch else source
-        self._open = True
 
     def __iter__(self) -> "_Iteration":
         return self
 
     def __next__(self) -> Any:
-        if not self._open:
+        if not self._pass.open:
             raise StopIteration
         try:
             batch, after = next(self._source)
-        except BaseException as error:
-            self._open = False
-            if isinstance(error, StopIteration):
-                self._sampler.ended()
+        except StopIteration:
+            self._pass.end()
             raise
-        self._sampler.position = after
+        except BaseException:
+            self._pass.open = False
+            raise
+        self._pass.move(after)
         return batch
 
     def close(self) -> None:
-        self._open = False
+        self._pass.open = False
         self._source.close()
 
 

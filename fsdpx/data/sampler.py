@@ -1,5 +1,6 @@
 """The samples of every global batch, and the part of each rank: the batches do not depend on the number of ranks."""
 
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
@@ -11,7 +12,7 @@ from fsdpx.array.random import permutation
 from fsdpx.comm.place import place
 from fsdpx.errors import ConfigError, DataError
 
-__all__ = ["DistributedSampler", "Share"]
+__all__ = ["DistributedSampler", "Pass", "Share"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class DistributedSampler:
 
     Iterating yields this rank's indices; `batches()` yields one array per step. `epoch` and `position` (samples of the
     global order that are done) advance meanwhile, and the end of an epoch begins the next. A loop that was left early
-    restarts its epoch, unless `load_state_dict` came before.
+    restarts its epoch, unless `load_state_dict` came before. A loop inside another one reads the whole epoch, and moves
+    neither.
 
     Parameters
     ----------
@@ -88,11 +90,12 @@ class DistributedSampler:
             )
         self.epoch = self.position = 0
         self._resume = False
+        self._pass: weakref.ref[Pass] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; nothing if that is the current one."""
         if _whole("epoch", epoch, 0) != self.epoch:
-            self.epoch, self.position, self._resume = index(epoch), 0, False
+            self.epoch, self.position, self._resume, self._pass = index(epoch), 0, False, None
 
     def order(self, epoch: int) -> np.ndarray:
         """The global order of an epoch, `(n,)` int64, the same on every rank."""
@@ -109,23 +112,27 @@ class DistributedSampler:
             yield Share(order[position + low : position + high], rows, min(after, self.n))
             position = after
 
-    def start(self) -> int:
-        """The position where a new iteration begins: 0, or that of a `load_state_dict` just before."""
+    def begin(self) -> "Pass":
+        """Begin a pass over the epoch: where a `load_state_dict` just before says, or at its start.
+
+        Of passes that are under way at once, the first moves `epoch` and `position`; others read the whole epoch."""
+        first = self._pass and self._pass()
+        if first is not None and first.open:
+            return Pass(self, self.epoch, 0)
         if not self._resume:
             self.position = 0
         self._resume = False
-        return self.position
-
-    def ended(self) -> None:
-        """Begin the next epoch."""
-        self.epoch, self.position = self.epoch + 1, 0
+        made = Pass(self, self.epoch, self.position)
+        self._pass = weakref.ref(made)
+        return made
 
     def batches(self) -> Iterator[np.ndarray]:
         """This rank's indices, one array per step; the array of a short batch may be empty."""
-        for share in self.plan(self.epoch, self.start()):
-            self.position = share.after
+        under_way = self.begin()
+        for share in self.plan(under_way.epoch, under_way.position):
+            under_way.move(share.after)
             yield share.indices
-        self.ended()
+        under_way.end()
 
     def __iter__(self) -> Iterator[int]:
         for indices in self.batches():
@@ -164,7 +171,11 @@ class DistributedSampler:
         epoch, position = _whole("epoch", state["epoch"], 0), _whole("position", state["position"], 0)
         if position > self.n:
             raise DataError(f"position {position} lies behind the {self.n} samples of an epoch")
-        self.epoch, self.position, self._resume = epoch, position, True
+        self.epoch, self.position, self._resume, self._pass = epoch, position, True, None
+
+    def follows(self, one: "Pass") -> bool:
+        """Whether this pass moves `epoch` and `position`."""
+        return self._pass is not None and self._pass() is one
 
     def _rows(self, position: int) -> int:
         """Samples of the global batch that starts at `position`, 0 if there is none."""
@@ -181,6 +192,25 @@ class DistributedSampler:
 
     def __repr__(self) -> str:
         return f"DistributedSampler({self.n}, rank={self.rank}, size={self.size}, batch={self.batch})"
+
+
+class Pass:
+    """A pass over an epoch, which moves the sampler's place if it is the one that the sampler follows."""
+
+    def __init__(self, sampler: DistributedSampler, epoch: int, position: int) -> None:
+        self.epoch, self.position, self.open = epoch, position, True
+        self._sampler = sampler
+
+    def move(self, after: int) -> None:
+        """A batch was handed out."""
+        if self._sampler.follows(self):
+            self._sampler.position = after
+
+    def end(self) -> None:
+        """The epoch is over: the next one begins."""
+        if self._sampler.follows(self):
+            self._sampler.epoch, self._sampler.position = self.epoch + 1, 0
+        self.open = False
 
 
 def _place(comm: Any, rank: int | None, size: int | None) -> tuple[int, int]:

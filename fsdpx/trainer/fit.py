@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from time import perf_counter
 from typing import Any, Protocol
@@ -27,6 +28,8 @@ from fsdpx.trainer.series import Checkpoints
 from fsdpx.watch.preempt import Preemption
 
 __all__ = ["History", "Trains", "fit"]
+
+_END = object()  # a loader may give None, which is an error and no end
 
 
 class Trains(Saving, Votes, Protocol):
@@ -114,7 +117,7 @@ def fit(
     ]
     loop = _Loop(
         trainer, loader, limits, history, saves,
-        _Validation(trainer, validation, metrics or {}, history, Watched()),
+        _Validation(trainer, validation, loader, metrics or {}, history, Watched()),
         Events(trainer, history, listeners, callbacks),
         count or _samples, preempt,
     )  # fmt: skip
@@ -139,8 +142,8 @@ class _Loop:
         if ended:
             say(self.trainer, f"finished: {limits.words(ended)} at {history.checkpoint}; nothing is trained or saved")
         else:
-            saves.say_begun()
-            with self.events:
+            with self.events:  # from here on, messages are in the log as well
+                saves.say_begun()
                 ended = self._epochs()
                 self.trainer.finish()
                 self.trainer.save_trace()
@@ -177,13 +180,13 @@ class _Loop:
         batches = iter(self.loader)
         while True:
             begin = perf_counter()
-            batch = next(batches, None)
-            if batch is None:
+            batch = next(batches, _END)
+            if batch is _END:
                 self.trainer.no_batch()
             self.history.seconds += perf_counter() - begin
-            if batch is None:
+            if batch is _END:
                 return
-            yield batch
+            yield _pair("", batch)
 
     def _step(self, x: Any, y: Any) -> None:
         begin = perf_counter()
@@ -216,7 +219,8 @@ class _Loop:
 @dataclass(frozen=True)
 class _Validation:
     trainer: Trains
-    batches: Iterable[Any] | None
+    batches: Any
+    training: Any
     metrics: Mapping[str, Metric]
     history: History
     watched: Watched
@@ -228,7 +232,9 @@ class _Validation:
         if self.batches is None or (history.validation and history.validation[-1][0] == history.steps):
             return False
         losses, weights = [], []
-        for x, y in self.batches:
+        same = self.batches is self.training and isinstance(self.batches, DataLoader)
+        batches = self.batches.aside() if same else self.batches
+        for x, y in map(partial(_pair, "validation "), batches):
             losses.append(self.trainer.evaluate(x, y))
             weights.append(self.trainer.weight)
             if self.metrics:
@@ -243,6 +249,15 @@ class _Validation:
         for name, mean in found.items():
             history.metrics.setdefault(name, []).append((history.steps, mean))
         return True
+
+
+def _pair(which: str, batch: Any) -> Any:
+    """A batch, if it is (x, y)."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        several = isinstance(batch, tuple | list)
+        what = f"{len(batch)} values" if several else "None" if batch is None else type(batch).__name__
+        raise DataError(f"fit: the {which}loader gives a batch that is {what} and not (x, y)")
+    return batch
 
 
 def _demand_shares(trainer: Trains, *loaders: Any) -> None:

@@ -6,12 +6,14 @@ import csv
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any, TextIO
 
+from fsdpx.checkpoint.commit import hold
 from fsdpx.errors import CheckpointError, ConfigError
 from fsdpx.trainer.history import History
 from fsdpx.trainer.notices import LOGGER, say
@@ -19,6 +21,7 @@ from fsdpx.trainer.progress import Rate
 
 __all__ = ["Log"]
 
+LOCK = ".lock"
 STEP = ("loss", "learning_rate", "gradient_norm", "rate")
 
 
@@ -33,7 +36,13 @@ class Log:
             raise ConfigError(
                 "fit(tensorboard=True): TensorBoard's events need tensorboardX: pip install 'fsdpx[tensorboard]'"
             )
-        self._columns = ("step", "epoch", *STEP, "validation_loss", *metrics)
+        own = ("step", "epoch", *STEP, "validation_loss")
+        if taken := [name for name in metrics if name in own]:
+            raise ConfigError(
+                f"fit(metrics=...): the log has columns named {', '.join(map(repr, taken))}: choose other names"
+            )
+        self._columns = (*own, *metrics)
+        self._lock: int | None = None  # on rank 0: holds off other jobs
         self._rate = Rate()
         self._files: tuple[TextIO, TextIO] | None = None
         self._board: Any = None  # of tensorboardX
@@ -58,6 +67,10 @@ class Log:
     def on_train_end(self, trainer: Any, history: History) -> None:
         for file in self._files or ():
             file.close()
+        if self._lock is not None:
+            (self.folder / LOCK).unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
         if self._text_log is not None:
             LOGGER.removeHandler(self._text_log)
             self._text_log.close()
@@ -67,6 +80,7 @@ class Log:
     def _begin(self, before: int) -> None:
         """The files with the rows that stay."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = hold(self.folder / LOCK, f"{self.folder}: another job is writing its log there")
         table, lines = self.folder / "metrics.csv", self.folder / "metrics.jsonl"
         rows = list(_kept(lines, before)) if before and lines.exists() else []
         with lines.open("w") as out:

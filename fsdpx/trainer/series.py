@@ -62,7 +62,8 @@ class Checkpoints:
     folder : holds step-500, step-1000, ...
     every : steps between two; there is one at the end, too
     keep : how many of the last ones stay, None for all; with `restore_best` the best one stays as well
-    resume : a run begins at the newest one, if there is one; epochs and steps are counted from the very start
+    resume : a run begins at the newest one, if there is one; epochs and steps are counted from the very start. False:
+        a folder that has checkpoints already is refused
     background : write while training goes on, for a copy of the shard in memory
     dtype, shard_bytes : as in `Trainer.save`
     """
@@ -108,12 +109,17 @@ class Checkpoints:
                     "goes on would not know its place in the data; use a data.DataLoader"
                 )
         trainer.wait_saved()
-        path = trainer.alone(f"resume from {self.folder}", self.latest) if self.resume else None
+        path = trainer.alone(f"resume from {self.folder}", self.latest)
         if path is None:
             return None
+        if not self.resume:
+            raise CheckpointError(
+                f"{path} is of an earlier run, which the next start would take for the newest of this one: give "
+                "Checkpoints(...) another folder, remove its checkpoints, or go on from them with resume=True"
+            )
         fit = trainer.resume(path, loader, convert=self.dtype is not None).fit
         if fit is None:
-            raise CheckpointError(f"{path} was not saved by fit: load it, and let fit begin with resume=False")
+            raise CheckpointError(f"{path} was not saved by fit: load it, and give fit another folder")
         try:
             begun = Begun.of(path, fit, history)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -185,13 +185,42 @@ def test_a_forgotten_loader_ends_its_thread():
     wait_for_threads()
 
 
-def test_a_new_loop_ends_the_one_before():
-    loader = DataLoader(numbers(), 2)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_loops_at_once_have_batches_of_their_own(prefetch):
+    """As in PyTorch. The place in the data is that of the loop that began first."""
+    loader = DataLoader(numbers(), 2, prefetch=prefetch)
     first = iter(loader)
-    next(first)
-    second = iter(loader)
-    assert list(first) == []
-    assert len(list(second)) == 5
+    before = [next(first)[0].tolist(), next(first)[0].tolist()]
+    assert [x.tolist() for x, _ in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert loader.state_dict()["position"] == 4
+    assert [*before, *(x.tolist() for x, _ in first)] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert (loader.epoch, loader.state_dict()["position"]) == (1, 0)
+    assert [a.tolist() == b.tolist() for (a, _), (b, _) in zip(loader, loader, strict=True)] == [True] * 5
+    assert loader.epoch == 2
+
+
+def test_a_loop_aside_moves_nothing():
+    loader = DataLoader(numbers(), 2)
+    assert [x.tolist() for x, _ in loader.aside()] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+    assert (loader.epoch, loader.state_dict()["position"]) == (0, 0)
+
+
+def test_passes_of_a_sampler_at_once():
+    sampler = DistributedSampler(6, 0, 1, shuffle=False, batch=2)
+    assert [(a.tolist(), b.tolist()) for a, b in zip(sampler.batches(), sampler.batches(), strict=True)] == [
+        ([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4, 5], [4, 5])
+    ]  # fmt: skip
+    assert (sampler.epoch, sampler.position) == (1, 0)
+
+
+def test_another_place_ends_the_passes_before():
+    loader = DataLoader(numbers(), 2)
+    running = iter(loader)
+    next(running)
+    loader.load_state_dict({"epoch": 3, "position": 4})
+    assert list(running) == []
+    assert [x.tolist() for x, _ in loader] == [[4, 5], [6, 7], [8, 9]]
+    assert loader.epoch == 4
 
 
 def test_samples_are_stacked_by_their_kind():

@@ -16,7 +16,7 @@ from models import CASES, make, part
 
 from fsdpx import Checkpoints, Elastic, Mesh, data, nn, optim, spawn
 from fsdpx.comm import Communicator
-from fsdpx.errors import ConfigError
+from fsdpx.errors import CheckpointError, ConfigError, DataError
 from fsdpx.state.tuning import Tuning
 from fsdpx.trainer import assemble, notices
 from fsdpx.trainer import log as logs
@@ -382,6 +382,79 @@ def test_real_tensorboard_events(tmp_path: Path) -> None:
     ranks(2, logged, tmp_path, 4)
     (events,) = tmp_path.glob("log/events.out.tfevents.*")
     assert b"validation_loss" in events.read_bytes()
+
+
+def test_two_jobs_do_not_write_one_log(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> str:
+        trainer, log = make(comm, "mlp"), logs.Log(tmp_path, ())
+        log.on_train_begin(trainer, History())
+        with pytest.raises(ConfigError) as caught:
+            trainer.fit(loader(trainer), progress=False, log=tmp_path)
+        log.on_train_end(trainer, History())
+        trainer.fit(loader(trainer), progress=False, log=tmp_path)
+        return str(caught.value)
+
+    for text in ranks(2, body):
+        assert f"{tmp_path}: another job is writing its log there: " in text
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_metrics_do_not_take_the_names_of_columns(tmp_path: Path) -> None:
+    def body(comm: Communicator) -> str:
+        trainer = make(comm, "mlp")
+        with pytest.raises(ConfigError) as caught:
+            metrics = {"loss": square, "mine": square}
+            trainer.fit(loader(trainer), validation=held(trainer), metrics=metrics, log=tmp_path)
+        return str(caught.value)
+
+    (text,) = ranks(1, body)
+    assert text == "fit(metrics=...): the log has columns named 'loss': choose other names"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_training_data_may_be_the_validation(size: int, tmp_path: Path) -> None:
+    """Its batches are counted once, and a run that goes on knows where it is."""
+
+    def body(comm: Communicator) -> tuple[int, int, int]:
+        trainer = make(comm, "mlp")
+        batches = loader(trainer)
+        history = trainer.fit(batches, epochs=2, every=2, validation=batches, checkpoints=tmp_path, progress=False)
+        return history.steps, batches.epoch, len(history.validation)
+
+    assert ranks(size, body) == [(6, 2, 3)] * size
+
+
+@pytest.mark.parametrize(("given", "what"), [(None, "None"), ((1, 2, 3), "3 values"), (5, "int")])
+def test_a_batch_that_is_none(given: Any, what: str) -> None:
+    def body(comm: Communicator) -> list[str]:
+        trainer, texts = make(comm, "mlp"), []
+        for training, validation in (([*held(trainer), given], None), (held(trainer), [given])):
+            with pytest.raises(DataError) as caught:
+                trainer.fit(training, validation=validation, progress=False)
+            texts.append(str(caught.value))
+        return texts
+
+    assert ranks(1, body) == [[
+        f"fit: the loader gives a batch that is {what} and not (x, y)",
+        f"fit: the validation loader gives a batch that is {what} and not (x, y)",
+    ]]  # fmt: skip
+
+
+def test_a_new_run_does_not_begin_among_old_checkpoints(tmp_path: Path) -> None:
+    def body(comm: Communicator, resume: bool) -> str:
+        trainer, kept = make(comm, "mlp"), Checkpoints(tmp_path, every=2, resume=resume)
+        if resume:
+            return str(trainer.fit(loader(trainer), epochs=None, steps=4, checkpoints=kept, progress=False).steps)
+        with pytest.raises(CheckpointError) as caught:
+            trainer.fit(loader(trainer), epochs=None, steps=2, checkpoints=kept, progress=False)
+        return str(caught.value)
+
+    assert ranks(2, body, True) == ["4", "4"]
+    assert set(ranks(2, body, False)) == {
+        f"{tmp_path / 'step-4'} is of an earlier run, which the next start would take for the newest of this one: give "
+        "Checkpoints(...) another folder, remove its checkpoints, or go on from them with resume=True"
+    }
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-4"]
 
 
 def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
