@@ -116,7 +116,7 @@ class DistributedSampler:
         """Begin a pass over the epoch: where a `load_state_dict` just before says, or at its start.
 
         Of passes that are under way at once, the first moves `epoch` and `position`; others read the whole epoch."""
-        first = self._pass and self._pass()
+        first = None if self._pass is None else self._pass()
         if first is not None and first.open:
             return Pass(self, self.epoch, 0)
         if not self._resume:

@@ -401,9 +401,8 @@ def test_two_jobs_do_not_write_one_log(tmp_path: Path) -> None:
 
 def test_metrics_do_not_take_the_names_of_columns(tmp_path: Path) -> None:
     def body(comm: Communicator) -> str:
-        trainer = make(comm, "mlp")
+        trainer, metrics = make(comm, "mlp"), {"loss": square, "mine": square}
         with pytest.raises(ConfigError) as caught:
-            metrics = {"loss": square, "mine": square}
             trainer.fit(loader(trainer), validation=held(trainer), metrics=metrics, log=tmp_path)
         return str(caught.value)
 
