@@ -14,6 +14,7 @@ __all__ = [
 ]  # fmt: skip
 
 ALIKE = ("FSDPX_", "PYTHON", "NUMBA_", "OMP_", "OPENBLAS_", "MKL_", "DNNL_", "MPI4PY_")
+LEAST_SECRET = 16
 _YES = ("1", "true", "yes", "on")
 _NO = ("", "0", "false", "no", "off")
 
@@ -32,12 +33,14 @@ _NO_TASKS = 0xFFFFFFF0
 class Store:
     """Where ranks meet that have no MPI: a port of a host, or a file that all of them reach and no job has used.
 
-    served: another process than rank 0 is there already to answer, as under torchrun."""
+    served: another process than rank 0 is there already to answer, as under torchrun. start: tells the starts of a
+    job apart where one store serves them all."""
 
     address: str = ""
     port: int = 0
     file: str = ""
     served: bool = False
+    start: str = ""
 
     def __str__(self) -> str:
         return f"FSDPX_STORE={self.file}" if self.file else f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}"
@@ -147,7 +150,7 @@ def alone(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The environment for a process that is queried, without the variables that would make it a rank of this job."""
     of_launchers = ("PMI", "OMPI_", "PRTE_", "HYDRA_", "MPIR_", "SLURM_", "RANK", "WORLD_SIZE")
     without_mpi = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_", "FSDPX_STORE")
-    of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN")
+    of_jobs = (*of_launchers, *without_mpi, "FSDPX_EXPECT_SIZE", "FSDPX_RUN", "FSDPX_SECRET")
     return {name: value for name, value in environ.items() if not name.startswith(of_jobs)}
 
 
@@ -239,7 +242,24 @@ def _store(environ: Mapping[str, str]) -> Store | None:
     if _missing(environ):
         return None
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").strip().lower() in _YES
-    return Store(environ["MASTER_ADDR"].strip(), int(environ["MASTER_PORT"]), served=served)
+    start = environ.get("TORCHELASTIC_RESTART_COUNT", "") if served else ""
+    return Store(environ["MASTER_ADDR"].strip(), int(environ["MASTER_PORT"]), served=served, start=start)
+
+
+def secret(environ: Mapping[str, str] = os.environ) -> bytes:
+    """What the ranks of a job know and others do not (FSDPX_SECRET); nothing if it is not set."""
+    found = environ.get("FSDPX_SECRET", "").strip().encode()
+    if 0 < len(found) < LEAST_SECRET:
+        raise LaunchError(
+            f"FSDPX_SECRET has {len(found)} characters, which can be guessed: at least {LEAST_SECRET} are needed, as "
+            "of openssl rand -hex 32; the same on all ranks"
+        )
+    return found
+
+
+def gloo_interface(environ: Mapping[str, str] = os.environ) -> str:
+    """The network that the user wants Gloo to use (GLOO_SOCKET_IFNAME), which PyTorch reads."""
+    return environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def _missing(environ: Mapping[str, str]) -> list[str]:

@@ -46,7 +46,7 @@ def hold(comm, path, layer, optimizer, seed):
             shard[a - start : b - start] = init(seed, f"{path}.{name}", a - offset, b - offset, shape)
             segments.append(optim.Segment(f"{path}.{name}", a - start, b - start, a - offset, prod(shape)))
     slots = {name: np.zeros(stop - start) for name in optimizer.slots}
-    return Held(fields, size, start, stop, shard, slots, optim.Segments(tuple(segments), comm.all_gather_object))
+    return Held(fields, size, start, stop, shard, slots, optim.Segments(tuple(segments), comm.all_gather_plain))
 
 
 def views(held, flat):

@@ -25,7 +25,7 @@ def together(world: Communicator, where: str, body: Callable[[], T]) -> list[T]:
         value = body()
     except Exception as error:
         problem, cause = in_words(error), error
-    for rank, (_, text) in enumerate(everyone := world.all_gather_object((value, problem))):
+    for rank, (_, text) in enumerate(everyone := world.all_gather_plain((value, problem))):
         if text is not None:
             who = f"rank {rank}: " if world.size > 1 else ""
             raise CheckpointError(text if text.startswith(where) else f"{where}: {who}{text}") from cause
@@ -39,7 +39,7 @@ def alone(world: Communicator, where: str, body: Callable[[], T]) -> T:
 
 def same(world: Communicator, where: str, **choices: str) -> None:
     """CheckpointError on all ranks if they differ in a choice; names the ranks. Collective."""
-    _demand_same(where, world.all_gather_object(choices))
+    _demand_same(where, world.all_gather_plain(choices))
 
 
 def place(world: Communicator, call: str, path: Any, **choices: str) -> Path:

@@ -106,7 +106,7 @@ def prepare(state: TrainState, path: Any, choices: Choices, loader: Any, fit: Ma
     where, local = f"save to {path}", rounds_of(state)
     all_scalars = together(world, where, lambda: _checked(state, path, choices, scalars_of(state, loader, fit, local)))
     same(world, where, state=all_scalars[world.rank].text())
-    everyone = world.all_gather_object({piece.name: piece.spec.shape for piece in written(state)})
+    everyone = world.all_gather_plain({piece.name: piece.spec.shape for piece in written(state)})
     made = plan_of(state.placement, choices, all_scalars[0], {n: shape for one in everyone for n, shape in one.items()})
     same(world, where, layout=str({name: contents.size for name, contents in made.files.items()}))
     opened: list[Target] = []

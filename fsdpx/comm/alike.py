@@ -40,7 +40,7 @@ def given_to_call() -> Mapping[str, str]:
 
 def compare(comm: Communicator, values: Mapping[str, str]) -> None:
     """ConfigError on all ranks if they have other values; it names the ranks and what differs alone. Collective."""
-    everyone: list[Mapping[str, str]] = comm.all_gather_object(dict(values))
+    everyone: list[Mapping[str, str]] = comm.all_gather_plain(dict(values))
     names = dict.fromkeys(name for one in everyone for name in one)
     by_name = {name: [one.get(name, "not given") for one in everyone] for name in names}
     different = [

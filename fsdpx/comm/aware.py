@@ -36,7 +36,7 @@ def settle(world: Communicator) -> Awareness | None:
     if inner is None:
         return None
     wanted = environment.gpu_aware_mpi()
-    found: Awareness = world.all_gather_object(awareness(wanted) if world.rank == 0 else None)[0]
+    found: Awareness = world.all_gather_plain(awareness(wanted) if world.rank == 0 else None)[0]
     if wanted and not found.able:
         raise ConfigError(
             f"FSDPX_GPU_AWARE_MPI=1, but this MPI does not take arrays of a GPU ({'; '.join(found.evidence)}): "

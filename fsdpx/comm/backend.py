@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,8 +10,10 @@ from fsdpx.comm import checks, ring, rounded
 from fsdpx.comm.calls import DONE, Call, Handle, pieces
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.messages import COLLECTIVES, Pairs
+from fsdpx.comm.plain import LIMIT
 from fsdpx.comm.steps import Progress, Steps
 from fsdpx.comm.verbs import check
+from fsdpx.errors import CommError
 
 __all__ = ["Backend"]
 
@@ -59,15 +59,18 @@ class Backend(Communicator):
         assert group is not None
         return group
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Pickled, in two all-gathers, sizes and bytes: so the wait for a missing rank ends here, too."""
-        mine = np.frombuffer(pickle.dumps(obj), np.uint8)
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """In two all-gathers, sizes and bytes: so the wait for a missing rank ends here, too."""
+        mine = np.frombuffer(data, np.uint8)
         sizes = np.empty(self.size, np.int64)
         self.all_gather(np.array([mine.size]), sizes, what="sizes of objects").wait()
+        wrong = [rank for rank, n in enumerate(sizes.tolist()) if not 0 <= n <= LIMIT]
+        if wrong:
+            raise CommError(f"rank {wrong[0]} says that it sends {sizes[wrong[0]]} bytes: at most {LIMIT} go at once")
         cut = pieces(tuple(int(n) for n in sizes))
-        data = np.empty(cut.total, np.uint8)
-        self.all_gather(mine, data, cut.counts, what="objects").wait()
-        return [pickle.loads(cut.part(data, rank)) for rank in range(self.size)]
+        found = np.empty(cut.total, np.uint8)
+        self.all_gather(mine, found, cut.counts, what="objects").wait()
+        return [cut.part(found, rank).tobytes() for rank in range(self.size)]
 
     def _ring(self, call: Call) -> Handle:
         call.tag = self._tag()

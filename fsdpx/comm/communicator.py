@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from fsdpx.comm.calls import DONE, AllCounts, Array, Arrays, Call, Counts, Handle, ReduceOp, even_pieces, split_evenly
+from fsdpx.comm.plain import pack, unpack
 from fsdpx.comm.steps import Progress, progress_of
 from fsdpx.comm.window import Window
 from fsdpx.errors import ConfigError
@@ -135,8 +137,18 @@ class Communicator(ABC):
         """The communicator of `ranks`, in that order. All call it, each with its own group. Blocking."""
 
     @abstractmethod
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's `data`, of any length, on every rank. Blocking."""
+
+    def all_gather_plain(self, value: Any) -> list[Any]:
+        """Every rank's `value` on every rank: plain data, as `fsdpx.comm.plain` has it. Blocking. By this ranks tell
+        each other about their work: nothing that another rank sends is run."""
+        return [unpack(data) for data in self.all_gather_bytes(pack(value))]
+
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Every rank's `obj` on every rank. Blocking, pickled: for small control messages, not for data."""
+        """Every rank's `obj`, any object of the user's, on every rank. Blocking, pickled: a rank runs what another one
+        has pickled, so ranks must have proven that they belong together. For small objects, not for data."""
+        return [pickle.loads(data) for data in self.all_gather_bytes(pickle.dumps(obj))]
 
     def window(self, nbytes: int) -> Window:
         """Memory of each rank that all others read and write without its help; ranks may ask for different amounts.
@@ -178,6 +190,9 @@ class Wrapper(Communicator):
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         return self.wrap(self.comm.subgroup(ranks))
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.comm.all_gather_bytes(data)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return self.comm.all_gather_object(obj)

@@ -59,7 +59,7 @@ def seats(world: Communicator, device_map: DeviceMap = None) -> list[Seat]:
         mine = _RankFacts(here, process, _known(world.size), devices.gpus(), device_map)
     except ConfigError as error:
         mine = _RankFacts(here, process, None, (), device_map, str(error))
-    facts = world.all_gather_object(mine)
+    facts = world.all_gather_plain(mine)
     return [_seat(rank, facts) for rank in range(len(facts))]
 
 

@@ -52,6 +52,10 @@ class FakeCommunicator(Backend):
         """As if every rank had given `obj`."""
         return [obj] * self.size
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """The same."""
+        return [data] * self.size
+
     def close(self) -> None:
         """Nothing to free."""
 

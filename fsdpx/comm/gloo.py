@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from hmac import compare_digest
 from os import _exit  # the original, before fsdpx.watch wraps it to report exits that others wait behind
 from queue import SimpleQueue
 from typing import Any
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fsdpx import environment
 from fsdpx.comm.calls import DONE, Array, Call, Handle, ReduceOp, named
 from fsdpx.comm.carrier import TIMEOUT, Carrier
 from fsdpx.comm.checks import copy
@@ -25,14 +28,16 @@ from fsdpx.comm.local import LocalCommunicator
 from fsdpx.comm.messages import Pairs
 from fsdpx.comm.relay import of_gpu, relayed
 from fsdpx.comm.rendezvous import ThreadGroup, ThreadWorld
-from fsdpx.comm.roll import Roll
+from fsdpx.comm.roll import CHALLENGE, Roll, proof
 from fsdpx.comm.steps import Finish, Progress, spin
-from fsdpx.errors import CommTimeout
+from fsdpx.errors import CommError, CommTimeout, ConfigError
 
 __all__ = ["GlooCommunicator"]
 
 _AGES = timedelta(days=30)
 """How long Gloo itself waits: our waits end before."""
+_TO_TELL = 1.0
+"""Seconds for which a rank that ends the job tries to say so in the store."""
 _LAST = 5.0
 """Seconds for which a process that ends waits for threads that wait for messages."""
 
@@ -57,9 +62,13 @@ class GlooCommunicator(Carrier):
         self._gloo: Any = None
         if size > 1:
             with roll.naming(f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"):
-                store = dist.PrefixStore(name, roll.store)
-                self._gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=max(timeout, roll.timeout)))
+                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                options._timeout = timedelta(seconds=roll.left() if name == "1" else max(timeout, roll.timeout))
+                options._devices = [_device(roll)]
+                self._gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, roll.store), rank, size, options)
                 self._gloo._set_default_timeout(_AGES)
+            if roll.secret:
+                self._prove(name)
 
     def __repr__(self) -> str:
         return f"GlooCommunicator(rank={self.rank}, size={self.size})"
@@ -71,6 +80,35 @@ class GlooCommunicator(Carrier):
     @property
     def native(self) -> frozenset[str]:
         return frozenset(_LIBRARY)
+
+    def _prove(self, name: str) -> None:
+        """Each rank shows each other one, on the connection that will carry data, that it knows the secret."""
+        patience, self.timeout = self.timeout, self.roll.timeout
+        number, width = self.size * CHALLENGE, proof(b"", "").size
+        asked = np.empty(number, np.uint8)
+        self.all_gather(np.frombuffer(os.urandom(CHALLENGE), np.uint8), asked, what="challenges").wait()
+        answers, found = np.empty((self.size, width), np.uint8), np.empty(self.size * width, np.uint8)
+        for other in range(self.size):
+            answers[other] = proof(self.roll.secret, f"{name} {self.rank} to {other}", asked.tobytes())
+        self.all_to_all(answers.reshape(-1), found, what="proofs").wait()
+        for other in range(self.size):
+            wanted = proof(self.roll.secret, f"{name} {other} to {self.rank}", asked.tobytes())
+            if not compare_digest(wanted.tobytes(), found[other * width :][:width].tobytes()):
+                raise CommError(
+                    f"rank {self.rank} of {self.size}: who answers as rank {other} does not know the FSDPX_SECRET of "
+                    "this job, and is refused: a stranger has connected, or FSDPX_SECRET differs between ranks"
+                )
+        self.timeout = patience
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """ConfigError where ranks have not proven that they belong together: what others have pickled is run."""
+        if self.size > 1 and not self.roll.secret:
+            raise ConfigError(
+                "all_gather_object over Gloo runs what other ranks have pickled, and without FSDPX_SECRET nobody knows "
+                "who they are: set FSDPX_SECRET to the same secret on all ranks (openssl rand -hex 32), start them by "
+                "fsdpx run, which makes one, or send plain data by all_gather_plain"
+            )
+        return super().all_gather_object(obj)
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -139,7 +177,7 @@ class GlooCommunicator(Carrier):
     # -- groups ----------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        given = self.all_gather_object((color, key))
+        given = self.all_gather_plain((color, key))
         self._groups += 1
         notes = None if self.notes is None else self.notes.split(color, key)
         if color is None:
@@ -156,9 +194,24 @@ class GlooCommunicator(Carrier):
         self._gloo = None
 
     def abort(self, code: int = 1) -> None:
-        """The others learn of it from the store, and by their connections to this rank."""
-        self.roll.ended(self.roll.rank)
+        """The others learn of it from the store, and by their connections to this rank. The store may have ended with
+        the rank that kept it, or not answer: the end of this process must not wait for it."""
+
+        def tell() -> None:
+            with suppress(Exception):
+                self.roll.ended(self.roll.rank)
+
+        telling = threading.Thread(target=tell, daemon=True)
+        telling.start()
+        telling.join(_TO_TELL)
         _exit(code)
+
+
+def _device(roll: Roll) -> Any:
+    """The network that Gloo listens on: no other than this host's own where all ranks meet inside of it."""
+    if roll.inside and not environment.gloo_interface():
+        return dist.ProcessGroupGloo.create_device(hostname=roll.inside)
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 class Works:

@@ -51,6 +51,10 @@ class Guarded(Wrapper):
         self._agree("subgroup")
         return super().subgroup(ranks)
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        self._agree("all_gather_plain")
+        return super().all_gather_bytes(data)
+
     def all_gather_object(self, obj: Any) -> list[Any]:
         self._agree("all_gather_object")
         return super().all_gather_object(obj)

@@ -69,8 +69,8 @@ class Host:
     def window(self, nbytes: int) -> int | None:
         """The number of a new window, with `nbytes` of memory of this rank; ranks may differ. None, on all ranks, if
         some machine has too little memory for what its ranks want. Collective over the world."""
-        wanted = sum(self.here.all_gather_object(nbytes))
-        if not all(self.world.all_gather_object(wanted <= free_bytes())):
+        wanted = sum(self.here.all_gather_plain(nbytes))
+        if not all(self.world.all_gather_plain(wanted <= free_bytes())):
             return None
         window, number = HostWindow(self.here, nbytes), self._made
         self._made += 1

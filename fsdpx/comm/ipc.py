@@ -180,7 +180,7 @@ def settle(world: Communicator) -> None:
     if carrier is None or not environment.cuda_ipc():
         return
     found = reach(world)
-    hosts = world.all_gather_object(_place())
+    hosts = world.all_gather_plain(_place())
     for one, other in combinations(range(world.size), 2):
         together = hosts[one][0] == hosts[other][0] and hosts[one] != hosts[other]
         if together and other not in found.ranks[one]:
@@ -199,7 +199,7 @@ def reach(world: Communicator) -> Reach:
         slab = ipc.export(PROBED)
     except RuntimeError as error:  # of CUDA
         why = " ".join(str(error).split())
-    facts = world.all_gather_object((_place(), slab and slab.handle, why))
+    facts = world.all_gather_plain((_place(), slab and slab.handle, why))
     own = facts[world.rank][0]
     near = [r for r, (place, _, _) in enumerate(facts) if place[0] == own[0] and place != own]
     failed = {rank: f"rank {rank} exports nothing: {facts[rank][2]}" for rank in near if facts[rank][1] is None}
@@ -211,7 +211,7 @@ def reach(world: Communicator) -> Reach:
             if rank not in failed and (text := _misread(facts[rank][1], rank, turn)):
                 failed[rank] = f"rank {world.rank} cannot read rank {rank}'s: {text}"
         world.barrier().wait()
-    everyone = world.all_gather_object((near, failed))
+    everyone = world.all_gather_plain((near, failed))
     good = [{rank for rank in near if rank not in failed} for near, failed in everyone]
     both = tuple(frozenset(r for r in mine if rank in good[r]) for rank, mine in enumerate(good))
     texts = dict.fromkeys(text for _, failed in everyone for text in failed.values())

@@ -80,6 +80,9 @@ class LocalCommunicator(Backend, Survivor):
     def all_gather_object(self, obj: Any) -> list[Any]:
         return list(self._meet_and_wait("all_gather_object", obj, list))
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return list(self._meet_and_wait("all_gather_bytes", data, list))
+
     def window(self, nbytes: int) -> ThreadWindow:
         def make(given: list[int]) -> tuple[list[Array], list[threading.Lock]]:
             return [aligned(n) for n in given], [threading.Lock() for _ in given]

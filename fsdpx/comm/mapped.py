@@ -40,13 +40,13 @@ class Mapping:
     size + r of `file` is locked by rank r as long as it lives."""
 
     def __init__(self, comm: Communicator, nbytes: int, at_once: bool = True) -> None:
-        sizes = comm.all_gather_object(max(nbytes, 1))
+        sizes = comm.all_gather_plain(max(nbytes, 1))
         starts = [0, *accumulate(-(-n // mmap.PAGESIZE) * mmap.PAGESIZE for n in sizes)]
         self.file, path = _shared_file(comm, starts[-1], at_once)
         memory = mmap.mmap(self.file, starts[-1])
         self.parts = [np.frombuffer(memory, np.uint8, n, start) for start, n in zip(starts, sizes, strict=False)]
         fcntl.lockf(self.file, fcntl.LOCK_EX, 1, comm.size + comm.rank)
-        comm.all_gather_object(None)  # all have it, and say that they live
+        comm.all_gather_plain(None)  # all have it, and say that they live
         if comm.rank == 0:
             os.unlink(path)
 
@@ -116,7 +116,7 @@ def _shared_file(comm: Communicator, nbytes: int, at_once: bool) -> tuple[int, s
             problem = f"{nbytes} bytes of shared memory for a window: {folder}: {error.strerror}"
             if path:
                 os.unlink(path)
-    path, problem = comm.all_gather_object((path, problem))[0]
+    path, problem = comm.all_gather_plain((path, problem))[0]
     if problem:
         raise ConfigError(f"{problem}; give it more room (containers: docker run --shm-size=4g)")
     return (file if comm.rank == 0 else os.open(path, os.O_RDWR)), path

@@ -194,7 +194,7 @@ class MpiCommunicator(Carrier):
         """By MPI; where ranks may die, in memory that outlives them, if all are on one machine."""
         from fsdpx.comm.onesided import MpiWindow
 
-        if ulfm_active() and len(set(self.all_gather_object(platform.node()))) == 1:
+        if ulfm_active() and len(set(self.all_gather_plain(platform.node()))) == 1:
             finalize_without_the_dead()
             return MappedWindow(self, nbytes, self.timeout)
         return MpiWindow(self.raw, nbytes, self.timeout)

@@ -73,7 +73,7 @@ class NcclCommunicator(Backend):
 
     def _open(self) -> Any:
         """NCCL's communicator of these ranks. Collective: rank 0 makes its name, and all have it before one begins."""
-        name = self.carrier.all_gather_object(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
+        name = self.carrier.all_gather_plain(self.nccl.get_unique_id() if self.rank == 0 else None)[0]
         self.carrier.barrier(what="NCCL").wait()
         return self.nccl.NcclCommunicator(self.size, name, self.rank)
 
@@ -237,6 +237,9 @@ class NcclCommunicator(Backend):
         return [rank for rank in range(self.size) if rank != self.rank]
 
     # -- groups ----------------------------------------------------------------------------------
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.carrier.all_gather_bytes(data)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return self.carrier.all_gather_object(obj)

@@ -49,7 +49,7 @@ class NodeCommunicator(Backend):
     ranks use messages throughout."""
 
     def __init__(self, carrier: Carrier, machines: Sequence[int] | None = None) -> None:
-        names = carrier.all_gather_object(memory_here()) if machines is None else machines
+        names = carrier.all_gather_plain(memory_here()) if machines is None else machines
         ranks = [rank for rank, name in enumerate(names) if name == names[carrier.rank]]
         here = carrier if len(ranks) == carrier.size else carrier.split(ranks[0], carrier.rank)
         assert here is not None
@@ -59,7 +59,7 @@ class NodeCommunicator(Backend):
         super().__init__(carrier.rank, carrier.size, carrier.progress)
         self.carrier, self.host = carrier, host
         self._owns = owns
-        everyone = carrier.all_gather_object((host.leader, host.rank, installed()))
+        everyone = carrier.all_gather_plain((host.leader, host.rank, installed()))
         names = list(dict.fromkeys(leader for leader, _, _ in everyone))
         number = names.index(host.leader)
         self.machines = [[r for r, (leader, _, _) in enumerate(everyone) if leader == name] for name in names]
@@ -322,6 +322,9 @@ class NodeCommunicator(Backend):
         return self.host.find(array)
 
     # -- groups ----------------------------------------------------------------------------------
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return self.carrier.all_gather_bytes(data)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return self.carrier.all_gather_object(obj)

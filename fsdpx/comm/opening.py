@@ -197,7 +197,9 @@ def _opened_mpi(asked: Asked, shared: bool) -> Communicator:
 def _gloo(asked: Asked) -> Communicator:
     from fsdpx.comm import roll
 
-    if asked.settings.expected_size == 1:
+    if asked.settings.launcher is None:
+        environment.check_alone()  # one that was started as one of several is told what is missing
+    if asked.settings.launcher is None or asked.settings.expected_size == 1:
         return _local(asked)
     called = roll.call(asked.settings)
     from fsdpx.comm.gloo import GlooCommunicator
@@ -224,7 +226,7 @@ def _begun(carrier: Carrier, shared: bool) -> Communicator:
     if carrier.size > 1:
         compare(carrier, {**environment.read().agreed, **given_to_call()})
     made = NodeCommunicator(carrier) if shared and carrier.size > 1 else carrier
-    ranks_here = made.all_gather_object(platform.node()).count(platform.node())
+    ranks_here = made.all_gather_plain(platform.node()).count(platform.node())
     made.progress.patience = PATIENT if cores.share_cores(ranks_here) * ranks_here <= cores.cores() else 0
     return made
 

@@ -107,7 +107,7 @@ class Assembler:
         StateLost, on all ranks, if there is none. Ends when the new ranks have copies of what they hold. report: called
         with the progress. timeout: of the watchdog before; that of a communicator which was watched is longer."""
         mine = [GenerationSummary(g.step, g.scalars.text(), [describe(part) for part in g.parts]) for g in generations]
-        everyone: list[Member] = control.all_gather_object(member._replace(generations=mine))
+        everyone: list[Member] = control.all_gather_plain(member._replace(generations=mine))
         report("recovery: all ranks have said what they hold")
         built = self._build(control, everyone, ranks, initial=False, timeout=timeout)
         report("recovery: the new trainer is there")

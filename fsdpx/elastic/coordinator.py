@@ -213,7 +213,7 @@ class Coordinator:
 
     def request(self) -> int | None:
         """The same, on all ranks; None if the mesh cannot use that many. Collective."""
-        found: int | None = self.assembly.control.all_gather_object(self._request())[0]
+        found: int | None = self.assembly.control.all_gather_plain(self._request())[0]
         where, size = self._assembler.recipe.distribution, self.assembly.control.size
         try:
             mesh_for(where.mesh, where.within(size), min(found or size, size))

@@ -105,7 +105,7 @@ class Copies:
         self._partners = Partners((), [], {})
         if self.needed:
             own = [describe(part) for part in self._live()]
-            everyone = comm.all_gather_object((platform.node(), own))
+            everyone = comm.all_gather_plain((platform.node(), own))
             placed = buddies([host for host, _ in everyone], copies)
             kept = {rank: everyone[rank][1] for rank in range(comm.size) if comm.rank in placed[rank]}
             self._partners = Partners(placed[comm.rank], own, kept)

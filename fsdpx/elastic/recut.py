@@ -37,7 +37,7 @@ def recut(comm: Communicator, have: Sequence[Held], want: Sequence[Held], block:
     A rank receives the bytes that it wants and has not, in messages of at most `block` bytes. Beside the arrays it
     needs up to FLIGHT x block, and that only where elements do not follow each other."""
     mine = ([describe(part) for part in have], [describe(part) for part in want])
-    everyone = comm.all_gather_object(mine)
+    everyone = comm.all_gather_plain(mine)
     plan = RecutPlan(comm.rank, [one[0] for one in everyone], [one[1] for one in everyone], block)
     plan.demand_possible()
     given, taken = [_raw(part.array) for part in have], [_raw(part.array) for part in want]

@@ -81,7 +81,7 @@ class ElasticTrainer(Trainer):
             (inputs,) = self._parts(x)
             output = Trainer.predict(self, inputs, with_)
             host = tuple(map(to_host, output)) if isinstance(output, tuple) else to_host(output)
-            parts = self._session.place.axes.data.all_gather_object(host)
+            parts = self._session.place.axes.data.all_gather_plain(host)
             if isinstance(host, tuple):
                 return tuple(np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             return np.concatenate(parts)
@@ -113,7 +113,7 @@ class ElasticTrainer(Trainer):
         def mine() -> None:
             self._begin("wait_saved")
             self._end_saving()
-            if any(self._session.place.axes.world.all_gather_object(self._given_up)):
+            if any(self._session.place.axes.world.all_gather_plain(self._given_up)):
                 raise CheckpointError("a save in the background was given up when a rank died: save again")
 
         try:

@@ -69,6 +69,9 @@ class _Silent(Wrapper):
     def issue(self, call: Call) -> Handle:
         raise Uncapturable("speaks with other ranks")
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        raise Uncapturable("speaks with other ranks")
+
     def all_gather_object(self, obj: Any) -> list[Any]:
         raise Uncapturable("speaks with other ranks")
 

@@ -122,7 +122,7 @@ def _agreed(state: TrainState, own: SlabPlan) -> SlabPlan:
     """Shared memory is made together: the slab is as large as the largest plan of all ranks."""
     if state.arena.memory is None:
         return own
-    return replace(own, nbytes=max(state.placement.axes.world.all_gather_object(own.nbytes)))
+    return replace(own, nbytes=max(state.placement.axes.world.all_gather_plain(own.nbytes)))
 
 
 def lives(state: TrainState, program: Program) -> list[Life]:

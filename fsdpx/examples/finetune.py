@@ -72,7 +72,7 @@ def tokenizer_made(comm: Any) -> Any:
             trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False),
         )
         text = made.to_str()
-    return Tokenizer.from_str(comm.all_gather_object(text)[0])
+    return Tokenizer.from_str(comm.all_gather_plain(text)[0])
 
 
 def conversations(path: Path, count: int = 400) -> None:

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     comm = fsdpx.init()
     made = tempfile.mkdtemp(prefix="fsdpx-offload-") if comm.rank == 0 else ""
-    before, after, report = train(comm, args.strategy, args.steps, comm.all_gather_object(made)[0])
+    before, after, report = train(comm, args.strategy, args.steps, comm.all_gather_plain(made)[0])
     comm.barrier().wait()
     if comm.rank == 0:
         shutil.rmtree(made)

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mine = everyone.rank * args.groups // everyone.size
     group = MPI.COMM_WORLD.Split(mine)  # not everyone.split: its parts make shared memory together, all at once
     found = {rate: trained(group, rate, args) for rate in args.rates[mine :: args.groups]}
-    results = everyone.all_gather_object((mine, found))
+    results = everyone.all_gather_plain((mine, found))
     if everyone.rank == 0:
         show(args, results)
     return 0

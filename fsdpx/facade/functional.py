@@ -79,7 +79,7 @@ def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) ->
     base = world(backend, comm, rank=rank, size=size)
     made = () if base is comm else (base,)
     launcher = environment.read().launcher
-    hosts = base.all_gather_object((platform.node(), None if launcher is None else launcher.local_rank))
+    hosts = base.all_gather_plain((platform.node(), None if launcher is None else launcher.local_rank))
     local_rank = _local_rank(base.rank, hosts)
     watch(base, patient=False)  # as long as there is no program, it cannot be seen whether others move
     if not environment.read().check or base.size == 1:
@@ -229,7 +229,7 @@ def scatter(x: Any = None, root: int = 0) -> Array:
     `reduce_scatter`."""
     comm = _called("scatter")
     x = _array(x) if comm.rank == root else None
-    shape, dtype = comm.all_gather_object(None if x is None else (x.shape, x.dtype))[root]
+    shape, dtype = comm.all_gather_plain(None if x is None else (x.shape, x.dtype))[root]
     like = np.empty(0, dtype) if x is None else x
     rows, cut = _rows("scatter", shape, comm.size)
     out = _empty(like, (rows.counts[comm.rank], *shape[1:]))

@@ -146,10 +146,10 @@ def bench(args: argparse.Namespace) -> int:
         raise LaunchError(f"--verbs {unknown[0]}: there are {', '.join(VERBS)}")
     with init() as comm:
         for option, path in (("--json", args.json), ("--plot", args.plot)):
-            wrong = comm.all_gather_object(_unwritable(path))[0]
+            wrong = comm.all_gather_plain(_unwritable(path))[0]
             if wrong:
                 raise LaunchError(f"{option} {path} cannot be written ({wrong}): name a file in a folder that is there")
-        missing = comm.all_gather_object(able() if args.plot is not None else "")[0]
+        missing = comm.all_gather_plain(able() if args.plot is not None else "")[0]
         if missing:
             raise LaunchError(f"--plot {args.plot}: {missing}")
         if comm.size == 1:
@@ -181,13 +181,13 @@ def measure(
     each verb and size. Collective.
 
     sizes: bytes of the full array, rounded up so that each rank has equally many elements. seconds: for each row."""
-    names: list[str] = comm.all_gather_object(platform.node())
+    names: list[str] = comm.all_gather_plain(platform.node())
     hosts = {host: [rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)}
     buffers = _Buffers(comm, max(sizes) + 4 * comm.size)
     levels = [_level(name, group, buffers, sizes, verbs, seconds) for name, group in _groups(comm, hosts)]
     own = [level for level in levels if level is not None]
     buffers.release()
-    everyone: list[list[dict[str, Any]]] = comm.all_gather_object(own)
+    everyone: list[list[dict[str, Any]]] = comm.all_gather_plain(own)
     in_order = sorted((one for theirs in everyone for one in theirs), key=lambda one: LEVELS.index(one["level"]))
     return {
         "fsdpx": __version__, "ranks": comm.size, "hosts": hosts, "backend": backend_name(), "library": _library(),
@@ -267,10 +267,10 @@ def _row(name: str, comm: Communicator, arrays: Arrays, seconds: float) -> dict[
 def _seconds(comm: Communicator, call: Callable[[], object], seconds: float) -> float:
     """The time of one call: the median over blocks of calls between two barriers, each timed by its slowest rank."""
     call()
-    taken = max(comm.all_gather_object(_block(comm, call, 3)))
+    taken = max(comm.all_gather_plain(_block(comm, call, 3)))
     calls = min(max(math.ceil(BLOCK / taken), 1), MOST)
     blocks = [_block(comm, call, calls) for _ in range(min(max(math.ceil(seconds / (taken * calls)), LEAST), MOST))]
-    return statistics.median(map(max, zip(*comm.all_gather_object(blocks), strict=True)))
+    return statistics.median(map(max, zip(*comm.all_gather_plain(blocks), strict=True)))
 
 
 def _block(comm: Communicator, call: Callable[[], object], calls: int) -> float:

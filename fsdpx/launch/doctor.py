@@ -79,7 +79,7 @@ def doctor(args: argparse.Namespace) -> int:
 
 def diagnose(comm: Communicator) -> dict[str, Any]:
     """The findings by topic, as `--json` prints them. Collective."""
-    facts: list[RankFacts] = comm.all_gather_object(_rank_facts())
+    facts: list[RankFacts] = comm.all_gather_plain(_rank_facts())
     speed = [_timed(comm, nbytes) for nbytes in SIZES]
     mpi = _mpi(comm)
     seats, why_not = _gpus(comm)
@@ -159,7 +159,7 @@ def _timed(comm: Communicator, nbytes: int) -> dict[str, Any]:
         comm.all_reduce(buf, what="doctor").wait()
         times.append(time.perf_counter() - begin)
         right = right and bool((buf == wanted).all())
-    everyone = comm.all_gather_object((statistics.median(times[2:]), right))
+    everyone = comm.all_gather_plain((statistics.median(times[2:]), right))
     return {
         "bytes": nbytes, "seconds": max(seconds for seconds, _ in everyone),
         "wrong_ranks": [rank for rank, (_, good) in enumerate(everyone) if not good],
@@ -202,7 +202,7 @@ def _awareness(comm: Communicator, gpus: bool) -> aware.Awareness:
     if comm.rank == 0:
         notes = tuple(text for _, text in aware.claims())
         found = aware.awareness(environment.gpu_aware_mpi()) if gpus else aware.Awareness(False, ("no GPU", *notes))
-    return comm.all_gather_object(found)[0]
+    return comm.all_gather_plain(found)[0]
 
 
 def ways_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ __all__ = ["starter"]
 _SECONDS_TO_END = 5.0
 """Seconds that the others may take to report what they know of a failed rank, and again to end when told to."""
 _LOOK = 0.02
+SECRET = secrets.token_hex(32)
+"""Of this start: by it ranks prove that they belong together, if the user has set none."""
 
 
 def starter() -> list[str]:
@@ -50,7 +53,8 @@ def main(words: Sequence[str]) -> int:
 
 def _variables(rank: int, ranks: int, store: Path) -> dict[str, str]:
     numbers = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks}
-    return {**os.environ, **{name: str(n) for name, n in numbers.items()}, "FSDPX_STORE": str(store)}
+    numbered = {name: str(n) for name, n in numbers.items()}
+    return {"FSDPX_SECRET": SECRET, **os.environ, **numbered, "FSDPX_STORE": str(store)}
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int:

@@ -139,7 +139,7 @@ def _compare(comm: Communicator, case: VerifyCase, size: VerifySize) -> bool:
         good, line = verdict
         what = f"{case.strategy} {case.precision}, {comm.size} ranks{case}{text}"
         print(f"{'OK' if good else 'DIFFERS'}  {what}: {line}", flush=True)
-    return bool(comm.all_gather_object(verdict)[0][0])
+    return bool(comm.all_gather_plain(verdict)[0][0])
 
 
 @cache

@@ -159,7 +159,7 @@ def _of_rank_0(comm: Any, decide: Callable[[], Any]) -> Any:
         found = decide() if comm.rank == 0 else None
     except ConfigError as error:
         found = error
-    found = comm.all_gather_object(found)[0]
+    found = comm.all_gather_plain(found)[0]
     if isinstance(found, ConfigError):
         raise found
     return found

@@ -71,7 +71,7 @@ def measure(engine: Engine, step: Callable[[], object], steps: int = 5) -> Measu
             timelines.append([(one.action, one.ready - origin, one.end - origin) for one in acted])
     finally:
         engine.recording = before
-    rows = axes.pipe.all_gather_object((timelines, engine.ran))
+    rows = axes.pipe.all_gather_plain((timelines, engine.ran))
     quickest = min(range(steps), key=lambda i: max(row[0][i][-1][2] - row[0][i][0][1] for row in rows))
     lines = [found[quickest] for found, _ in rows]
     first = min(start for line in lines for _, start, _ in line)

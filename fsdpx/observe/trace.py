@@ -95,7 +95,7 @@ class Tracer:
         shown = self._shown(turns)
         if shown is not None:
             line = [(one.action, one.ready, one.end) for one in shown.acted]
-            everyone = axes.pipe.all_gather_object((line, shown.program))
+            everyone = axes.pipe.all_gather_plain((line, shown.program))
             events = simulate_programs([program for _, program in everyone], machine_of([row for row, _ in everyone]))
             zero = shown.acted[0].begin
             header.shown = shown.number
@@ -106,7 +106,7 @@ class Tracer:
     def _shown(self, turns: list[Turn]) -> Turn | None:
         """The step that stands for all: of those that all ranks have whole, that of the median time. Collective."""
         own = {turn.number: turn.acted[-1].end - turn.acted[0].begin for turn in turns if turn.complete}
-        everyone = self._axes.world.all_gather_object(own)
+        everyone = self._axes.world.all_gather_plain(own)
         common = sorted(set.intersection(*map(set, everyone)), key=lambda number: max(row[number] for row in everyone))
         if not common or self.engine.placement.apart is not None:
             return None

@@ -158,10 +158,10 @@ def _open(disk: Disk, offload: Offload, world: Communicator) -> None:
     owner = f"process {os.getpid()} on {platform.node()}, {time.time_ns()}"
     problem, cause = None, None
     try:
-        disk.open(world.all_gather_object(owner)[0])
+        disk.open(world.all_gather_plain(owner)[0])
     except OffloadError as error:
         problem, cause = str(error), error
-    for rank, text in enumerate(world.all_gather_object(problem)):
+    for rank, text in enumerate(world.all_gather_plain(problem)):
         if text is not None:
             disk.close()
             who = f"rank {rank}: " if world.size > 1 else ""

@@ -253,7 +253,7 @@ def _computing_over(world: Communicator, node: NodeCommunicator | None) -> dict[
 def _threads(world: Communicator) -> bool:
     """Whether more than one thread of a rank may call what moves the bytes."""
     carrier = carrier_of(world)
-    return all(world.all_gather_object(carrier is not None and carrier.takes_threads))
+    return all(world.all_gather_plain(carrier is not None and carrier.takes_threads))
 
 
 def _least(world: Communicator, call: Callable[[], None], times: int) -> float:
@@ -269,7 +269,7 @@ def _least(world: Communicator, call: Callable[[], None], times: int) -> float:
 
 
 def _of_rank_0(world: Communicator, own: T) -> T:
-    found: T = own if world.size == 1 else world.all_gather_object(own)[0]
+    found: T = own if world.size == 1 else world.all_gather_plain(own)[0]
     return found
 
 

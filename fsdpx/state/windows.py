@@ -37,7 +37,7 @@ def sharers_of(placement: Placement, arena: Arena) -> int:
         return 0
     node, own_format = node_of(placement.axes.shard), placement.formats.wire is None
     fits = node is not None and own_format and (node.inside or (node.shares and placement.keep_full))
-    if not all(placement.axes.world.all_gather_object(fits)):
+    if not all(placement.axes.world.all_gather_plain(fits)):
         return 0
     assert node is not None
     return len(node.machine)

@@ -70,7 +70,7 @@ def _checked(comm: Communicator, call: str, own: Sequence[int]) -> np.ndarray:
 def call_records(comm: Communicator, mine: CallRecord) -> list[CallRecord]:
     """The descriptions of all ranks' calls, where they are the same call; an error on all ranks alike where a rank has
     met one, or where the calls differ. Collective, after an exchange that did not agree."""
-    everyone: list[CallRecord] = comm.all_gather_object(mine)
+    everyone: list[CallRecord] = comm.all_gather_plain(mine)
     for rank, one in enumerate(everyone):
         if one.kind is not None:
             raise one.kind(one.text if one.text.startswith(f"rank {rank}: ") else f"rank {rank}: {one.text}")

@@ -159,7 +159,7 @@ def agree(world: Communicator, *choices: Any) -> None:
         "loss", "codec", "microbatches", "device", "libraries of 16-bit and 8-bit products",
         "average", "trace", "rounds", "outer optimizer",
     )  # fmt: skip
-    everyone = world.all_gather_object([_text(choice) for choice in choices])
+    everyone = world.all_gather_plain([_text(choice) for choice in choices])
     for rank, texts in enumerate(everyone):
         for name, first, theirs in zip(names, everyone[0], texts, strict=True):
             if first != theirs:

@@ -21,7 +21,7 @@ def layer_costs(model: Layer, x: Any, repeat: int = 3, dtype: str = "float32", s
     """Path of each layer -> seconds of its forward and backward, for `distribute(costs=...)`. Without communication.
 
     Under MPI measure on one rank and hand the result to all, or the ranks would cut differently:
-    `comm.all_gather_object(layer_costs(...) if comm.rank == 0 else None)[0]`.
+    `comm.all_gather_plain(layer_costs(...) if comm.rank == 0 else None)[0]`.
 
     Parameters
     ----------

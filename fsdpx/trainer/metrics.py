@@ -38,7 +38,7 @@ class Metrics:
 
         ConfigError on all of them if a metric failed on one."""
         text, cause = self._problem or (None, None)
-        everyone = data.all_gather_object((self._sums, text))
+        everyone = data.all_gather_plain((self._sums, text))
         for rank, (_, problem) in enumerate(everyone):
             if problem is not None:
                 raise ConfigError(f"rank {rank}: {problem}") from cause

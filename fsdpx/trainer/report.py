@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isnan, nan
 from time import perf_counter
@@ -122,12 +122,16 @@ class Report(Moved):
     seconds: float
     disk_time: DiskTime | None = None
     high_water: dict[str, tuple[int | None, int]] = field(default_factory=dict)
-    read_footprint: Callable[[], Footprint | None] | None = field(default=None, repr=False, compare=False)
+    read_footprint: Callable[[], Footprint | None] | Footprint | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def footprint(self) -> Footprint | None:
         """Memory of the whole process, read when first asked for; None where the system does not say."""
-        return None if self.read_footprint is None else self.read_footprint()
+        return self.read_footprint() if callable(self.read_footprint) else self.read_footprint
+
+    def measured(self) -> Report:
+        """The same with its footprint read now, as plain data for other ranks."""
+        return replace(self, read_footprint=self.footprint)
 
     def __getstate__(self) -> dict[str, Any]:
         """The memory is that of the process of this rank, also where another rank prints the report."""

@@ -596,7 +596,7 @@ class Trainer:
         """The reports of all ranks, with the same numbers: time by verb over ranks, bandwidth, overlap, imbalance, and
         memory at its most beside the plan. Printed, a table. Collective."""
         self._begin("summary")
-        return Summary(tuple(self.world.all_gather_object(self.report())))
+        return Summary(tuple(self.world.all_gather_plain(self.report().measured())))
 
     @property
     def routes(self) -> bool:
@@ -608,7 +608,7 @@ class Trainer:
         """How the load of experts was in training, by the path of their layer, over all ranks since the last `reset`.
         Collective."""
         self._begin("routing")
-        return together(self.world.all_gather_object(routing_of(self.placement.axes.counters.tallies)))
+        return together(self.world.all_gather_plain(routing_of(self.placement.axes.counters.tallies)))
 
     def measure(self, x: Any, y: Any, steps: int = 5) -> Measured:
         """Train some steps and keep time of every action, on all ranks of the pipe; see `fsdpx.observe.measure`."""

@@ -51,7 +51,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
         return None
     watchdog = _watchdogs.get(base)
     token = secrets.token_hex(8) if watchdog is None else ""
-    tokens, hosts = zip(*base.all_gather_object((token, platform.node())), strict=True)  # always: all ranks do the same
+    tokens, hosts = zip(*base.all_gather_plain((token, platform.node())), strict=True)  # always: all ranks do the same
     if watchdog is None:
         try:
             watchdog = _watchdogs[base] = Watchdog(
@@ -59,7 +59,7 @@ def watch(comm: Any, *also: Any, timeout: float | None = None, patient: bool = T
             )
         except OSError as error:
             print(f"fsdpx: rank {base.rank} has no watchdog: {error}", file=sys.stderr, flush=True)
-    base.all_gather_object(None)  # a rank that ended before others had records would pass for the last one
+    base.all_gather_plain(None)  # a rank that ended before others had records would pass for the last one
     if watchdog is None:
         return None
     for one in (comm, *also) if patient else ():
@@ -169,6 +169,8 @@ class Watchdog:
             waited = time.perf_counter() - since if waiting else 0.0
             self.record.beat(self._asked.is_set() or waited >= self.timeout)
             comm = self._comm()
+            if not self.folder.exists() and not getattr(comm, "survives", False):
+                self._follow()
             others = [place for place in self._here if place != self._place(self.rank, "flight")]
             left = missed(self.record, waited, others, comm is not None and len(self._here) == comm.size)
             if left is not None:
@@ -249,6 +251,12 @@ class Watchdog:
         elif self._claim():
             code = left.left or LEFT
             self._abort(code, f"fsdpx watchdog: {ended(left)}, and {waits}: the job ends with status {code}\n")
+
+    def _follow(self) -> None:
+        """Another rank of this host has ended the job and removed all records. Where no launcher ends this rank, and
+        nothing that it waits for tells it, it ends by itself."""
+        if not self._stop.wait(self._every):
+            self._abort(LEFT, f"fsdpx watchdog: another rank ended the job, see its report; rank {self.rank} ends\n")
 
     def _part(self, calls: dict[int, str]) -> None:
         """The ranks wait for each other in different calls, and none of them will come."""

@@ -10,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,9 +22,9 @@ from amount import in_full
 from ranks import OVER_GLOO, carrier, together
 
 import fsdpx
-from fsdpx import nn, optim
-from fsdpx.comm import Communicator
-from fsdpx.environment import alone, read
+from fsdpx import environment, nn, optim
+from fsdpx.comm import Communicator, opening
+from fsdpx.environment import Store, alone, read
 from fsdpx.errors import CommTimeout, ConfigError, LaunchError
 from fsdpx.launch.launchers import find
 from fsdpx.launch.options import LaunchConfig
@@ -228,6 +229,119 @@ def test_who_does_not_come_and_an_address_that_is_wrong_are_named(tmp_path: Path
     )
     nobody = job(tmp_path, 1, "import fsdpx; fsdpx.init()", by=("-c",), RANK="1", **here)
     assert re.search(r"LaunchError: rank 1 of 3 cannot meet the others at MASTER_ADDR=127\.0\.0\.1", nobody.stderr)
+
+
+def rolls(*ranks: tuple[Any, ...], timeout: float = 0.5) -> list[Any]:
+    """What becomes of ranks (rank, size, secret, local rank) that come to one store, each in a thread."""
+    import torch.distributed as dist
+
+    from fsdpx.comm import roll
+
+    store, found = dist.HashStore(), list[Any]([None] * len(ranks))
+
+    def come(k: int, rank: int, size: int, secret: bytes = b"", local: int | None = None) -> None:
+        try:
+            found[k] = roll.Roll(store, rank, size, timeout, Store("here", 1), secret, local)
+        except LaunchError as error:
+            found[k] = str(error)
+
+    threads = [threading.Thread(target=come, args=(k, *rank)) for k, rank in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    roll.opened.clear()
+    return found
+
+
+@needs_torch
+def test_ranks_with_another_world_size_are_named() -> None:
+    found = rolls((0, 2), (1, 3), timeout=30.0)
+    assert "rank 0 has WORLD_SIZE=2, but rank 1 (process" in found[0]
+    assert "has WORLD_SIZE=3: set the same on all ranks" in found[0]
+    assert "rank 1 has WORLD_SIZE=3, but rank 0 (process" in found[1]
+
+
+@needs_torch
+def test_two_ranks_of_one_number_are_named_and_rank_as_the_first_of_a_node() -> None:
+    assert any("Two ranks have the same RANK, or another job meets there" in str(one) for one in rolls((0, 2), (0, 2)))
+    found = rolls((0, 8, b"", 0), (4, 8, b"", 0), (4, 8, b"", 1))
+    named = [text for text in found if "RANK=4 is that of the first rank of a node" in text]
+    assert len(named) == 1
+    assert named[0].endswith("set RANK to $((RANK + LOCAL_RANK))")
+
+
+@needs_torch
+def test_who_does_not_know_the_secret_does_not_come() -> None:
+    """Another job's rank is named; a stranger who was there first gives way to the rank itself."""
+    import torch.distributed as dist
+
+    from fsdpx.comm import roll
+
+    found = rolls((0, 2, b"one secret of many"), (1, 2, b"another secret"))
+    assert "who came as rank 1 does not know the FSDPX_SECRET of this job" in found[0]
+    store = dist.HashStore()
+    store.set("came/0", roll.Arrival(0, 1, 1, "h", None, "x").signed(b"guessed"))
+    mine = roll.Roll(store, 0, 1, 5.0, Store("here", 1), b"one secret of many")
+    roll.opened.clear()
+    assert mine._came[0].process == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "said", [b"", b"\xff", b" [[[[", b" " + b"[" * 4000, b" [0, 1]", b' ["0", 2, 3, "h", null, "x"]', b"zz [0]", b" 7"]
+)
+def test_what_is_no_arrival_is_none(said: bytes) -> None:
+    from fsdpx.comm.roll import Arrival
+
+    assert Arrival.read(said, b"") is None
+    assert Arrival.read(said, b"a secret that is long") is None
+
+
+def test_a_secret_that_can_be_guessed_is_refused() -> None:
+    assert environment.secret({}) == b""
+    assert environment.secret({"FSDPX_SECRET": " 0123456789abcdef "}) == b"0123456789abcdef"
+    with pytest.raises(LaunchError, match=r"FSDPX_SECRET has 5 characters, which can be guessed: at least 16"):
+        environment.secret({"FSDPX_SECRET": "guess"})
+
+
+def test_init_of_gloo_alone_is_a_world_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "FSDPX_EXPECT_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert opening._gloo(opening.Asked(read({}))).size == 1
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(LaunchError, match="RANK=1 and WORLD_SIZE=2 say that this process is one of 2"):
+        opening._gloo(opening.Asked(read({})))
+
+
+@pytest.mark.jobs
+@needs_torch
+def test_a_stranger_who_comes_first_is_refused_and_nothing_of_his_is_run(tmp_path: Path) -> None:
+    words = [str(TESTS / "comm" / "stranger.py"), str(tmp_path / "run"), "0123456789abcdef01"]
+    done = job(tmp_path, 1, *words, by=("-B",))
+    assert (done.returncode, (tmp_path / "run").exists()) == (0, False)
+    assert "who came as rank 1 does not know the FSDPX_SECRET of this job" in done.stderr
+
+
+@pytest.mark.jobs
+@needs_torch
+def test_the_death_of_rank_0_ends_ranks_that_were_started_by_hand(tmp_path: Path) -> None:
+    """The store dies with it, and nothing tells the others that wait in shared memory but their watchdogs."""
+    code = (
+        "import os, fsdpx; comm = fsdpx.init(); comm.barrier().wait(); comm.rank or os.kill(os.getpid(), 9); "
+        "comm.barrier().wait()"
+    )
+    own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "3", "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=alone() | own | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+            cwd=tmp_path,
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [-9, 1, 1]
+    assert re.search(r"rank 0 (is gone|has ended)", said[1] + said[2])
 
 
 def test_without_pytorch_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ class QueueCommunicator(Backend):
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         self.splits += 1
-        asked = self.all_gather_object((color, key, self.rank))
+        asked = self.all_gather_plain((color, key, self.rank))
         if color is None:
             return None
         ranks = [rank for other, _, rank in sorted(a for a in asked if a[0] is not None) if other == color]

@@ -64,7 +64,7 @@ class Hosts:
         maps = device_maps or [None] * self.size
         self.facts = [devices._RankFacts(h, 100 + r, known[r], ("a", "b"), maps[r]) for r, h in enumerate(hosts)]
 
-    def all_gather_object(self, mine: Any) -> list[Any]:
+    def all_gather_plain(self, mine: Any) -> list[Any]:
         return self.facts
 
 

@@ -62,8 +62,8 @@ class Threads(Carrier):
         part = self.comm.split(color, key)
         return None if part is None else Threads(part)
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        return list(self.comm.all_gather_object(obj))
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return list(self.comm.all_gather_bytes(data))
 
     def close(self) -> None:
         self.comm.close()

@@ -69,7 +69,7 @@ def test_ranks_send_parts_of_matrices_as_arrays(optimizer: Any, nbytes: int) -> 
 
     def run(comm: Communicator) -> Any:
         trainer = nn.Linear(8, 8, bias=False).as_distributed(comm=comm, **options)
-        trainer.placement.axes.shard.all_gather_object = None  # no objects are sent
+        trainer.placement.axes.shard.all_gather_bytes = None  # no objects are sent
         trainer.step(x, x)
         return trainer.report()
 
@@ -93,7 +93,7 @@ def test_lamb_sends_its_norms_as_arrays(mesh: Mesh) -> None:
             model = nn.Chain(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 3))
             trainer = model.as_distributed(comm=comm, optimizer=optimizer, **options)
             for axis in (trainer.placement.axes.shard, trainer.placement.axes.tensor):
-                axis.all_gather_object = None  # no objects are sent
+                axis.all_gather_bytes = None  # no objects are sent
             trainer.step(X, Y)
             report = trainer.report()
             assert {key: report.traffic[key] for key in report.predicted} == report.predicted

@@ -130,7 +130,7 @@ class Pair:
     def __init__(self) -> None:
         self.dead: tuple[int, ...] = ()
 
-    def all_gather_object(self, obj: object) -> list[object]:
+    def all_gather_plain(self, obj: object) -> list[object]:
         return [obj, obj]
 
     def lost(self) -> tuple[int, ...]:

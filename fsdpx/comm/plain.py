@@ -1,0 +1,239 @@
+"""Plain data as bytes: what ranks tell each other about their work. Reading it runs no code and has bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import Any, cast
+
+import numpy as np
+
+from fsdpx.errors import CommError, ConfigError
+
+__all__ = ["LIMIT", "pack", "unpack"]
+
+LIMIT = 1 << 31
+"""Most bytes that a rank may tell at once."""
+_DEPTH = 64
+"""Most values inside each other."""
+_SIZE = struct.Struct("<q")
+_FLOAT = struct.Struct("<d")
+_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"l": list, "t": tuple, "e": set, "z": frozenset}
+_SINGLE = {None: "N", True: "T", False: "F", ...: "."}
+_NAMED = {letter: value for value, letter in _SINGLE.items()}
+
+
+def pack(value: Any) -> bytes:
+    """The bytes of numbers, text, bytes, arrays, paths, collections of such, and values of fsdpx's own classes.
+
+    ConfigError for anything else: objects of users go by `all_gather_object`."""
+    into = io.BytesIO()
+    _write(into, value, 0)
+    return into.getvalue()
+
+
+def unpack(data: Any) -> Any:
+    """The value that another rank packed; CommError for bytes that are none. No code but that of value classes of
+    fsdpx that this process has loaded is called, and no more memory taken than the bytes call for."""
+    reader = _Reader(memoryview(data).cast("B"))
+    try:
+        value = reader.value(0)
+        if reader.at != len(reader.data):
+            raise ValueError("bytes are left over")
+    except CommError:
+        raise
+    except Exception as error:
+        raise CommError(f"a rank has sent what is no plain data ({type(error).__name__}: {error})") from error
+    return value
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def _write(into: io.BytesIO, value: Any, depth: int) -> None:
+    if depth > _DEPTH:
+        raise ConfigError(f"plain data has at most {_DEPTH} values inside each other")
+    kind = type(value)
+    if value is None or value is ... or kind is bool:
+        into.write(_SINGLE[value].encode())
+    elif kind is float:
+        into.write(b"f" + _FLOAT.pack(value))
+    elif kind in _SIMPLE:
+        letter, encode = _SIMPLE[kind]
+        _text(into, letter, encode(value))
+    elif kind in (list, tuple, set, frozenset):
+        letter = next(letter for letter, made in _ITEMS.items() if made is kind)
+        _many(into, letter, list(value), depth)
+    elif isinstance(value, dict):
+        _many(into, "d", [part for pair in value.items() for part in pair], depth)
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype.kind != "O":
+        _array(into, value)
+    elif isinstance(value, np.dtype):
+        _text(into, "y", _name(value).encode())
+    elif isinstance(value, PurePath):
+        _text(into, "p", str(value).encode(errors="surrogateescape"))
+    else:
+        _write_own(into, value, depth)
+
+
+_SIMPLE: dict[type, tuple[str, Callable[[Any], bytes]]] = {
+    int: ("i", lambda n: n.to_bytes(n.bit_length() // 8 + 1, "little", signed=True)),
+    str: ("s", lambda text: text.encode(errors="surrogatepass")),
+    bytes: ("b", bytes),
+    complex: ("c", lambda z: _FLOAT.pack(z.real) + _FLOAT.pack(z.imag)),
+}
+
+
+def _text(into: io.BytesIO, letter: str, data: bytes) -> None:
+    into.write(letter.encode() + _SIZE.pack(len(data)) + data)
+
+
+def _many(into: io.BytesIO, letter: str, values: list[Any], depth: int) -> None:
+    into.write(letter.encode() + _SIZE.pack(len(values)))
+    for value in values:
+        _write(into, value, depth + 1)
+
+
+def _array(into: io.BytesIO, value: Any) -> None:
+    _text(into, "a" if isinstance(value, np.ndarray) else "g", _name(value.dtype).encode())
+    whole = np.ascontiguousarray(value)
+    if not whole.dtype.isnative:
+        whole = whole.astype(whole.dtype.newbyteorder("="))
+    into.write(_SIZE.pack(np.ndim(value)) + b"".join(map(_SIZE.pack, np.shape(value))))
+    into.write(whole.reshape(-1).view(np.uint8).tobytes())
+
+
+def _write_own(into: io.BytesIO, value: Any, depth: int) -> None:
+    kind = value if isinstance(value, type) else type(value)
+    if not _is_value(kind):
+        raise ConfigError(f"{kind.__module__}.{kind.__qualname__} is no plain data: send it by all_gather_object")
+    _text(into, "k" if isinstance(value, type) else "o", f"{kind.__module__}:{kind.__qualname__}".encode())
+    if not isinstance(value, type):
+        _many(into, "t", _fields(value), depth)
+
+
+def _fields(value: Any) -> list[Any]:
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, enum.Enum):
+        return [value.value]
+    if isinstance(value, Exception):
+        return list(value.args)
+    return [getattr(value, field.name) for field in dataclasses.fields(value) if field.init]
+
+
+def _is_value(kind: type) -> bool:
+    """Whether it is a class of fsdpx that holds values and nothing else."""
+    of_values = issubclass(kind, enum.Enum | Exception) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+    return kind.__module__.partition(".")[0] == "fsdpx" and of_values
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """data: of another rank. at: the next byte of it."""
+
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
+
+    def take(self, n: int) -> memoryview:
+        if not 0 <= n <= len(self.data) - self.at:
+            raise ValueError(f"it ends before {n} bytes")
+        self.at += n
+        return self.data[self.at - n : self.at]
+
+    def size(self) -> int:
+        return int(_SIZE.unpack(self.take(8))[0])
+
+    def text(self) -> str:
+        return str(self.take(self.size()), "utf-8", "surrogatepass")
+
+    def values(self, depth: int) -> list[Any]:
+        count = self.size()
+        if not 0 <= count <= len(self.data) - self.at:  # each takes a byte at least
+            raise ValueError(f"it ends before {count} values")
+        return [self.value(depth + 1) for _ in range(count)]
+
+    def value(self, depth: int) -> Any:
+        if depth > _DEPTH:
+            raise ValueError(f"more than {_DEPTH} values inside each other")
+        letter = str(self.take(1), "ascii")
+        if letter in _NAMED:
+            return _NAMED[letter]
+        if letter in _ITEMS:
+            return _ITEMS[letter](self.values(depth))
+        return _READ[letter](self, depth)
+
+    def pairs(self, depth: int) -> dict[Any, Any]:
+        flat = self.values(depth)
+        return dict(zip(flat[::2], flat[1::2], strict=True))
+
+    def array(self) -> np.ndarray:
+        dtype = _dtype(self.text())
+        ndim = self.size()
+        if not 0 <= ndim <= 64:
+            raise ValueError(f"{ndim} dimensions")
+        shape = [self.size() for _ in range(ndim)]
+        if any(n < 0 for n in shape):
+            raise ValueError(f"shape {shape}")
+        count = 1
+        for n in shape:
+            count *= n
+        return np.frombuffer(bytearray(self.take(count * dtype.itemsize)), dtype).reshape(shape)
+
+    def own(self) -> type:
+        """A class of fsdpx that this process knows already."""
+        module, _, name = self.text().partition(":")
+        kind: Any = sys.modules.get(module) if module.partition(".")[0] == "fsdpx" else None
+        for part in name.split("."):
+            kind = None if part.startswith("__") else getattr(kind, part, None)
+        if not isinstance(kind, type) or not _is_value(kind):
+            raise ValueError(f"{module}.{name} is no class of values")
+        return kind
+
+    def made(self, depth: int) -> Any:
+        kind: Any = self.own()
+        fields = self.value(depth)
+        if not isinstance(fields, tuple):
+            raise ValueError(f"a {kind.__name__} without fields")
+        if not dataclasses.is_dataclass(kind):
+            return kind(*fields)
+        names = [field.name for field in dataclasses.fields(kind) if field.init]
+        return cast(Any, kind)(**dict(zip(names, fields, strict=True)))
+
+
+def _name(dtype: np.dtype) -> str:
+    return dtype.str if dtype.kind in "USMm" else dtype.name
+
+
+def _dtype(name: str) -> np.dtype:
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    dtype = np.dtype(name)
+    if dtype.kind not in "biufcUSMm":
+        raise ValueError(f"dtype {name}")
+    return dtype
+
+
+_READ: dict[str, Callable[[_Reader, int], Any]] = {
+    "f": lambda r, d: _FLOAT.unpack(r.take(8))[0],
+    "i": lambda r, d: int.from_bytes(r.take(r.size()), "little", signed=True),
+    "s": lambda r, d: r.text(),
+    "b": lambda r, d: bytes(r.take(r.size())),
+    "c": lambda r, d: complex(*struct.unpack("<dd", r.take(r.size()))),
+    "d": lambda r, d: r.pairs(d),
+    "a": lambda r, d: r.array(),
+    "g": lambda r, d: r.array()[()],
+    "y": lambda r, d: _dtype(r.text()),
+    "p": lambda r, d: Path(str(r.take(r.size()), "utf-8", "surrogateescape")),
+    "k": lambda r, d: r.own(),
+    "o": lambda r, d: r.made(d),
+}
