@@ -35,7 +35,7 @@ DIGITS = 64
 """Of a whole number in JSON. Tokenizers have one of 31 for "no limit"."""
 PRIVATE, READABLE = 0o600, 0o644
 """Modes of new files: for this user alone, and for others to read, as in a cache that users share."""
-_POSIX = os.name == "posix"
+_POSIX = hasattr(os, "geteuid")
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_CLOEXEC", 0)
 _SAFELY = _AT_ONCE | getattr(os, "O_BINARY", 0)

@@ -39,9 +39,12 @@ def given_to_call() -> Mapping[str, str]:
 
 
 def compare(comm: Communicator, values: Mapping[str, str]) -> None:
-    """ConfigError on all ranks if they have other values; it names the ranks and what differs alone. Collective."""
+    """ConfigError on all ranks if they have other values; it names the ranks and what differs alone. Collective.
+
+    Arguments of a call that some rank has not made, as it opens the communicator by another one, are not compared."""
     everyone: list[Mapping[str, str]] = comm.all_gather_plain(dict(values))
     names = dict.fromkeys(name for one in everyone for name in one)
+    names = {name: None for name in names if not name.endswith("=") or all(name in one for one in everyone)}
     by_name = {name: [one.get(name, "not given") for one in everyone] for name in names}
     different = [
         f"{name.rstrip('=')} ({grouped(dict(enumerate(values)))})"

@@ -115,7 +115,7 @@ def test_a_full_disk_warns_and_the_kernel_runs(cache, monkeypatch, tmp_path):
     def full(self, key, data):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache.IndexDataCacheFile, "save", full)
+    monkeypatch.setattr(cache._KeptObject, "save", full)
     kernel = dispatcher(_double)
     kernel._cache._cache_path = str(tmp_path)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
@@ -130,7 +130,7 @@ def test_each_signature_and_version_has_its_own_file(cache, monkeypatch, tmp_pat
         return sum(kernel.stats.cache_hits.values())
 
     assert counted() == 0
-    assert len(list(tmp_path.glob("*.nbi"))) == 2
+    assert len(list(tmp_path.glob("*.kept"))) == 2
     assert counted() == 2
     monkeypatch.setattr(cache, "fingerprint", lambda own: "sources of another version")
     assert counted() == 0
