@@ -57,7 +57,11 @@ def test_an_error_comes_back_with_its_words() -> None:
     assert str(found) == "what is wrong"
 
 
-@pytest.mark.parametrize("value", [Bad(Path("x")), os.mkdir, lambda: 1, Path, object()], ids=["own class", "function", "lambda", "class", "object"])
+@pytest.mark.parametrize(
+    "value",
+    [Bad(Path("x")), os.mkdir, lambda: 1, Path, object()],
+    ids=["own class", "function", "lambda", "class", "object"],
+)
 def test_what_is_no_plain_data_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"is no plain data: send it by all_gather_object|object"):
         pack(value)
