@@ -28,6 +28,7 @@ class ReduceOp(enum.Enum):
 
     SUM = "sum"
     AVG = "avg"
+    AVERAGE = AVG
     MAX = "max"
     MIN = "min"
     PROD = "prod"
@@ -36,11 +37,13 @@ class ReduceOp(enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """`op` itself, or the operation of that name ("sum", "AVG"); ConfigError for anything else."""
+        """`op` itself, or the operation of that name ("sum", "AVG", "mean"); ConfigError for anything else."""
         if isinstance(op, ReduceOp):
             return op
-        if isinstance(op, str) and op.lower() in cls._value2member_map_:
-            return cls(op.lower())
+        name = op.lower() if isinstance(op, str) else ""
+        name = cls.AVG.value if name in ("mean", "average") else name
+        if name in cls._value2member_map_:
+            return cls(name)
         names = ", ".join(member.name for member in cls)
         raise ConfigError(f"unknown reduce operation {op!r}: use one of ReduceOp.{{{names}}}")
 

@@ -62,7 +62,8 @@ class GlooCommunicator(Carrier):
         self._gloo: Any = None
         if size > 1:
             with roll.naming(f"rank {roll.rank} of {roll.size} could not connect to the others by Gloo"):
-                options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+                gloo: Any = dist.ProcessGroupGloo  # its stubs lack the options
+                options = gloo._Options()
                 options._timeout = timedelta(seconds=roll.left() if name == "1" else max(timeout, roll.timeout))
                 options._devices = [_device(roll)]
                 self._gloo = dist.ProcessGroupGloo(dist.PrefixStore(name, roll.store), rank, size, options)

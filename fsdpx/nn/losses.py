@@ -121,7 +121,19 @@ class MSE(_Elementwise):
 
 
 class BCEWithLogits(_Elementwise):
-    """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)); weight: the number of elements."""
+    """Binary cross entropy of sigmoid(y): max(y, 0) - y target + log(1 + exp(-|y|)); weight: the number of elements.
+
+    Targets are from 0 to 1, or bools."""
+
+    def validate(self, shape: tuple[int, ...], target: Array) -> None:
+        super().validate(shape, target)
+        if np.dtype(target.dtype).kind == "b":
+            return
+        xp = namespace_of(target)
+        wrong = ~((target >= 0) & (target <= 1))
+        if bool(xp.any(wrong)):
+            position = tuple(int(i[0]) for i in xp.nonzero(wrong))
+            raise DataError(f"{self!r}: target {target[position]} at position {position} is not from 0 to 1")
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         target = target.astype(y.dtype, copy=False)

@@ -135,6 +135,9 @@ def test_shape_only(loss, target):
             r"MSE\(\) wants a target of the output's shape: \(2, 10\), got \(2,\)",
         ),
         (nn.BCEWithLogits(), (2,), np.zeros((2, 1)), r"got \(2, 1\)"),
+        (nn.BCEWithLogits(), (2,), np.array([0.5, 7.0]), r"target 7.0 at position \(1,\) is not from 0 to 1"),
+        (nn.BCEWithLogits(), (2, 1), np.array([[-1], [0]]), r"target -1 at position \(0, 0\) is not from 0 to 1"),
+        (nn.BCEWithLogits(), (2,), np.array([np.nan, 1.0]), r"target nan at position \(0,\) is not from 0 to 1"),
     ],
 )
 def test_targets_that_cannot_be_used(loss, shape, target, message):
