@@ -321,7 +321,7 @@ class CommunicatorContract:
             (ConfigError, "wire=bfloat16 with AVG", lambda: c.all_reduce(x, ReduceOp.AVG, wire="bfloat16")),
             (ConfigError, "wire=float16 with SUM by 'ring'", lambda: c.all_reduce(x, SUM, "ring", wire="float16")),
             (ConfigError, "unknown algorithm 'tree'", lambda: c.all_reduce(x, ReduceOp.SUM, "tree")),
-            (ConfigError, "unknown reduce operation 'mean'", lambda: c.all_reduce(x, "mean")),  # type: ignore[arg-type]
+            (ConfigError, "unknown reduce operation 'median'", lambda: c.all_reduce(x, "median")),  # type: ignore[arg-type]
             (ShapeError, "is root and needs an array for recv", lambda: alone.gather(x, None, 0)),
         ]  # fmt: skip
         for kind, words, call in cases:

@@ -144,7 +144,7 @@ def test_fit_of_whole_epochs_and_of_nothing_left(tmp_path: Path) -> None:
 def test_a_run_can_begin_anew(tmp_path: Path) -> None:
     def begin(comm: Communicator, resume: bool) -> int:
         trainer = build(comm, "one", chunks=4)
-        kept = Checkpoints(tmp_path, every=2, resume=resume)
+        kept = Checkpoints(tmp_path / ("one" if resume else "another"), every=2, resume=resume)
         return trainer.fit(loader(trainer), steps=3, progress=False, checkpoints=kept).before
 
     assert [spawn(begin, 1, resume)[0] for resume in (True, True, False)] == [0, 3, 0]
