@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from fsdpx.optim import Optimizer, Segment, Segments, rate
 from fsdpx.optim.kept import kept_of, places, zeros
 from fsdpx.optim.segments import Exchange, Peers
-from fsdpx.testing.threads import interleaved
+from fsdpx.testing.threads import at_once, interleaved
 
 __all__ = ["OptimizerContract"]
 
@@ -237,21 +238,4 @@ class _ThreadRanks:
         return Peers(lambda: held, rank, all_to_all) if self.size > 1 else None
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
-        results: list[Any] = [None] * self.size
-        errors: list[BaseException] = []
-
-        def work(rank: int) -> None:
-            try:
-                results[rank] = body(rank)
-            except BaseException as error:
-                errors.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return results
+        return at_once([partial(body, rank) for rank in range(self.size)], self.barrier.abort)
