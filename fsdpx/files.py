@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import stat
 import warnings
@@ -23,8 +24,8 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "LARGEST_RECORD", "READABLE", "Untrusted", "append", "believed", "belongs", "create", "demand_private", "folder",
-    "is_folder", "lock", "mark", "open_file", "parse_json", "passed_over", "read", "read_json", "remove", "sign",
-    "typed", "write",
+    "is_folder", "lock", "mark", "open_file", "parse_json", "passed_over", "read", "read_json", "refused", "remove",
+    "sign", "typed", "write",
 ]  # fmt: skip
 
 LARGEST_RECORD = 1 << 20
@@ -41,6 +42,8 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(o
 _SAFELY = _AT_ONCE | getattr(os, "O_BINARY", 0)
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _warned: set[str] = set()
+_ESCAPES = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F]..)|.)")
+"""Escapes in JSON, of which the group is half of a surrogate pair."""
 
 
 class Untrusted(OSError):
@@ -80,8 +83,12 @@ def read(path: str | os.PathLike[str], most: int = LARGEST_RECORD, ours: bool = 
 
 
 def read_json(path: str | os.PathLike[str], most: int = LARGEST_RECORD, ours: bool = True) -> Any:
-    """The value of a file of JSON; as `read`, and ValueError as `parse_json`."""
-    return parse_json(read(path, most, ours))
+    """The value of a file of JSON; as `read`, and ValueError as `parse_json`, with the file, the line and the byte."""
+    data = read(path, most, ours)
+    try:
+        return parse_json(data)
+    except ValueError as error:
+        raise ValueError(f"{path}, {refused(error, data)}") from None
 
 
 def believed(path: Path, most: int = LARGEST_RECORD) -> bytes | None:
@@ -146,6 +153,19 @@ def parse_json(data: bytes) -> Any:
         except UnicodeEncodeError as error:
             raise ValueError(f"{error.object[error.start]!r} in it is no text") from None
     return value
+
+
+def refused(error: ValueError, data: bytes, line: int = 1) -> str:
+    """Where and why `parse_json` refused these bytes: "line 3, byte 7: ...". line: the number of their first line."""
+    at, why = 0, str(error)
+    if isinstance(error, UnicodeDecodeError):
+        at, why = error.start, f"0x{data[error.start]:02x} is not UTF-8: {error.reason}"
+    elif isinstance(error, json.JSONDecodeError):
+        at, why = len(error.doc[: error.pos].encode()), error.msg
+    else:
+        at = next((found.start() for found in _ESCAPES.finditer(data) if found[1]), 0)
+    line, at = line + data.count(b"\n", 0, at), at - data.rfind(b"\n", 0, at)
+    return f"line {line}, byte {at}: this is no JSON: {why}"
 
 
 def typed(found: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:

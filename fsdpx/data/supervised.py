@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fsdpx.errors import ConfigError, DataError
+from fsdpx.files import open_file, parse_json, refused
 
 __all__ = ["SupervisedDataset"]
 
@@ -34,7 +35,7 @@ class SupervisedDataset:
 
     Parameters
     ----------
-    path : of the file
+    path : of the file, in UTF-8; a byte order mark at its beginning is passed over
     encode : text -> tokens: `lambda text: tokenizer.encode(text, add_special_tokens=False).ids` of tokenizers
     seq_len : tokens of a sample
     end : the token that ends an answer, which is learnt; it also fills up samples that are shorter
@@ -95,25 +96,32 @@ class SupervisedDataset:
             learnt += [answer] * len(words)
         if len(tokens) < 2:
             raise DataError(f"{where}: a conversation needs two tokens or more")
-        return np.array(tokens[: self.seq_len + 1], np.int32), np.array(learnt[: self.seq_len + 1])
+        try:
+            return np.array(tokens[: self.seq_len + 1], np.int32), np.array(learnt[: self.seq_len + 1])
+        except OverflowError as error:
+            raise DataError(f"{where}: a token does not fit into 32 bits: {error}") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Objects of JSON, and where they are. Lines end with a line feed alone: others are characters of texts."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with open_file(path, ours=False) as file:
+            for n, line in enumerate(file, 1):
+                data = line.replace(BOM_UTF8, b"   ") if n == 1 and line.startswith(BOM_UTF8) else line
+                if data.strip():
+                    yield f"{path}, line {n}", _object(path, data, n)
     except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    for n, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {n}"
-        try:
-            found = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{where}: this is no JSON: {error}") from error
-        if not isinstance(found, dict):
-            raise DataError(f"{where}: a line is an object, this is {type(found).__name__}")
-        yield where, found
+        raise DataError(f"{path}: {error.strerror}" if error.strerror else str(error)) from error
+
+
+def _object(path: Path, data: bytes, n: int) -> Mapping[str, Any]:
+    try:
+        found = parse_json(data)
+    except ValueError as error:
+        raise DataError(f"{path}, {refused(error, data, n)}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}, line {n}: a line is an object, this is {type(found).__name__}")
+    return found
 
 
 def _pieces(line: Mapping[str, Any], where: str, template: Callable[[str, str], tuple[str, str]]) -> Pieces:

@@ -58,7 +58,11 @@ class TokenDataset:
         return windows(indices, self.seq_len, np.int32, self._read)
 
     def _read(self, start: int, out: np.ndarray) -> None:
-        out[...] = self.tokens[start : start + len(out)]
+        found = self.tokens[start : start + len(out)]
+        out[...] = found
+        if (odd := np.flatnonzero(out != found)).size:
+            n = start + int(odd[0])
+            raise DataError(f"TokenDataset: {self.path}: token {n:,} is {self.tokens[n]}: it does not fit into 32 bits")
 
     def __repr__(self) -> str:
         return f"TokenDataset({self.path.name}, {len(self.tokens):,} tokens, seq_len={self.seq_len})"

@@ -79,7 +79,7 @@ def conversations(path: Path, count: int = 400) -> None:
     """Questions whose answers have a form that no source file has."""
     random = np.random.default_rng(0)
     names = ["size", "name", "path", "value", "index", "lines", "width", "count"]
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
             first, second = random.choice(names, 2)
             line = {"prompt": f"def {first}({second}):", "completion": f" -> {second} gives {first}."}
@@ -92,7 +92,7 @@ def pretrained(args: argparse.Namespace, tokenizer: Any, comm: Any) -> tuple[Any
         return models.from_pretrained(args.folder), None
     model = nn.Llama(VOCAB, d_model=64, n_layers=2, n_heads=4, seq_len=args.seq_len, kv_heads=2)
     files = sorted(data.stdlib_sources().glob("*.py"))[:10]
-    tokens = np.concatenate([tokenizer.encode(file.read_text(errors="replace")).ids for file in files])
+    tokens = np.concatenate([tokenizer.encode(file.read_text("utf-8", errors="replace")).ids for file in files])
     rows = tokens[: len(tokens) // (args.seq_len + 1) * (args.seq_len + 1)].reshape(-1, args.seq_len + 1)
     texts = data.ArrayDataset(rows[:, :-1].astype(np.int32), rows[:, 1:].astype(np.int32))
     with model.as_distributed(

@@ -14,7 +14,7 @@ from fsdpx.checkpoint.agree import alone, place
 from fsdpx.checkpoint.format import code_of, lay
 from fsdpx.checkpoint.source import contents
 from fsdpx.errors import CheckpointError, ConfigError
-from fsdpx.files import read_json
+from fsdpx.models.beside import object_of
 from fsdpx.models.reading import Stored
 from fsdpx.nn.layer import Layer, dotted
 from fsdpx.nn.lowcut import adapter_of
@@ -151,7 +151,7 @@ def _layer(name: str) -> str:
 
 
 def _demand_fit(path: Path, adapted: dict[str, LoRALinear], names: dict[str, str]) -> None:
-    found = read_json(path / CONFIG, ours=False)
+    found = object_of(path / CONFIG)
     for key, value in _settings(adapted).items():
         if found.get(key) != value:
             raise CheckpointError(f"{CONFIG} has {key} {found.get(key)}, the model {value}: make it with nn.lora alike")

@@ -18,7 +18,7 @@ __all__ = ["add_options", "generate"]
 
 def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("folder", type=Path, help="config.json, safetensors and tokenizer.json, as transformers writes them")
-    p.add_argument("--prompt", required=True, help="the text to go on with")
+    p.add_argument("--prompt", required=True, type=_text, help="the text to go on with")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--temperature", type=float, default=0.0, help="0, the default: always the most likely token")
     p.add_argument("--top-k", type=int, help="draw only from this many of the most likely tokens")
@@ -32,6 +32,16 @@ def add_options(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument("--mesh", default=None, help="widths of axes, such as tensor=2 or pipe=2")
     p.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")
+
+
+def _text(given: str) -> str:
+    """An argument of the command; Python takes bytes that are not UTF-8 for halves of surrogate pairs."""
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(given[error.start]) & 0xFF
+        raise argparse.ArgumentTypeError(f"character {error.start + 1}, 0x{byte:02x}, is not UTF-8") from None
+    return given
 
 
 def generate(args: argparse.Namespace) -> int:

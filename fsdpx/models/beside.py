@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdpx.errors import ConfigError
-from fsdpx.files import Untrusted, parse_json, read
+from fsdpx.files import Untrusted, read, read_json
 
 __all__ = ["LARGEST", "TOKENIZER", "ends_of", "last_token", "object_of", "tokenizer_of"]
 
@@ -20,11 +20,9 @@ def object_of(path: Path, most: int = LARGEST) -> dict[str, Any]:
     """The object of JSON in a file of a model's folder; FileNotFoundError if there is none, ConfigError if it is no
     regular file, too large or something else."""
     try:
-        found = parse_json(read(path, most, ours=False))
-    except Untrusted as error:
+        found = read_json(path, most, ours=False)
+    except (Untrusted, ValueError) as error:
         raise ConfigError(str(error)) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: this is no JSON: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: this must be an object of JSON, and is {type(found).__name__}")
     return found

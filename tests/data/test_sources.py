@@ -38,6 +38,15 @@ def test_tokens_stay_on_disk(tmp_path, kind):
         data[4]
 
 
+@pytest.mark.parametrize(("kind", "value"), [("uint32", 2**31), ("int64", -(2**31) - 1), ("uint64", 2**63)])
+def test_a_token_of_more_than_32_bits_is_named(tmp_path, kind, value):
+    np.save(tmp_path / "a.npy", np.array([0, 1, 2, 3, 2**31 - 1, value, 6], kind))
+    data = TokenDataset(tmp_path / "a.npy", 3)
+    assert data[0][0].tolist() == [0, 1, 2]
+    with pytest.raises(DataError, match=rf"a\.npy: token 5 is {value}: it does not fit into 32 bits"):
+        data[1]
+
+
 def test_tokens_that_cannot_be(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros((2, 9)))
     np.arange(4, dtype=np.uint16).tofile(tmp_path / "b")

@@ -64,7 +64,7 @@ def test_packed_conversations_have_a_segment_each_and_the_same_loss(file):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "line 1: this is no JSON"),
+        ("{", "line 1, byte 2: this is no JSON"),
         ("3", "line 1: a line is an object, this is int"),
         ('\n{"text": "a"}', 'line 2: it has neither "prompt" and "completion" nor "messages": [\'text\']'),
         ('{"messages": [{"role": "user"}]}', 'line 1: a message has a "role" and a "content", texts both'),
@@ -96,3 +96,39 @@ def test_it_is_read_by_data_ranks_and_goes_on_where_it_was(file):
         return [x.tolist() for x, _ in batches] == [x.tolist() for x, _ in again]
 
     assert fsdpx.spawn(read, 2) == [True, True]
+
+
+@pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf"])
+def test_characters_that_end_lines_elsewhere_are_of_the_text(tmp_path, before):
+    path = tmp_path / "data.jsonl"
+    texts = ["a\u2028b", "c\u2029\u0085d\x0b\x0c", "e\U0001f600"]
+    lines = [json.dumps({"prompt": text, "completion": "z"}, ensure_ascii=n == 2) for n, text in enumerate(texts)]
+    path.write_bytes(before + "\r\n".join(lines).encode())
+    asked = []
+    data = SupervisedDataset(path, lambda text: asked.append(text) or encode(text), 6, end=END)
+    assert asked[::2] == [text for text in texts if text]
+    assert len(data) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "byte", "said"),
+    [
+        ('{"prompt": "é'.encode("latin-1"), 13, "0xe9 is not UTF-8: unexpected end of data"),
+        (b"\xef\xbb\xbf{}", 1, "Unexpected UTF-8 BOM"),
+        (b'{"prompt": "\\\\ud800 \\ud83d\\ude00 \\udc00"}', 34, r"'\udc00' in it is no text"),
+        ('{"é": 1,}'.encode(), 10, ""),
+        ("[1]".encode("utf-16"), 1, "0xff is not UTF-8: invalid start byte"),
+        (b'{"prompt": "a", "prompt": "b"}', 1, "the name 'prompt' is there twice"),
+        (b"[" * 100_000, 1, "lists and objects in it are more than 64 deep"),
+    ],
+)
+def test_what_cannot_be_read_is_named_to_the_byte(tmp_path, line, byte, said):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"prompt": "a", "completion": "b"}\n\n' + line)
+    with pytest.raises(DataError, match=re.escape(f"{path}, line 3, byte {byte}: this is no JSON: {said}")):
+        SupervisedDataset(path, encode, 4, end=END)
+
+
+def test_a_token_of_more_than_32_bits_is_named(file):
+    with pytest.raises(DataError, match=r"data\.jsonl, line 1: a token does not fit into 32 bits: .*2147483648"):
+        SupervisedDataset(file, lambda text: [2**31], 4, end=END)

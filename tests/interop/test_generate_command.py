@@ -60,6 +60,12 @@ def test_a_mesh_and_a_strategy_change_no_word(folder: Path, capsys: pytest.Captu
     assert "tensor" in capsys.readouterr().err
 
 
+def test_a_prompt_of_other_bytes_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(str(folder), "--prompt", "a \udce9")
+    assert "argument --prompt: character 3, 0xe9, is not UTF-8" in capsys.readouterr().err
+
+
 def test_what_is_missing_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "tokenizer.json").unlink()
     assert run(str(folder), "--prompt", "a") == 2
