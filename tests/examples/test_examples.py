@@ -248,6 +248,14 @@ def test_all_ranks_take_the_folder_of_rank_0(tmp_path: Path, monkeypatch: pytest
     assert chosen(None, True) == {"runs/gpt-2 {'lr': 0.5}"}
     assert chosen("runs/gpt-1", True) == {"runs/gpt-1 {'lr': 0.5}"}
     assert chosen("runs/gpt-1", False) == {"runs/gpt-1 holds a run: go on with it by --resume, or name another folder"}
+    times = {"1": "2026-03-01 08:30:00-0500", "2": "2026-03-01 10:30:00+0100", "3": "2025-01-01 00:00:00"}
+    for name, begun in times.items():
+        Path(f"runs/gpt-{name}/config.json").parent.mkdir(exist_ok=True)
+        Path(f"runs/gpt-{name}/config.json").write_text(json.dumps({"arguments": {}, "begun": begun}))
+    assert chosen(None, True) == {"runs/gpt-1 {}"}  # the last by UTC, neither by name nor by the hour
+    Path("runs/gpt-3/config.json").write_text("{}")
+    (text,) = chosen(None, True)
+    assert text == "runs/gpt-3/config.json: it does not say when the run was begun: KeyError('begun')"
     (text,) = chosen(None, False)
     assert re.fullmatch(r"runs/gpt-\d{8}-\d{6} \{\}", text)
 

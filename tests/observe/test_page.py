@@ -117,6 +117,20 @@ def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
     assert folder.page.read_text().count("no trace was kept: --trace of the main job") == 4
 
 
+def test_a_folder_of_traces_alone_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    traces = trained(tmp_path / "r").trace
+    assert main(["report", str(traces)]) == 0
+    assert capsys.readouterr().out == f"{traces / 'report.html'}\n"
+    text = (traces / "report.html").read_text()
+    for words in ("<th>ranks</th><td>2</td>", "rank 1 measured", "for 1", "MiB, beside"):
+        assert words in text
+    for words in ("no trace was kept", "has not come to its end", "not yet, or not well", "Throughput"):
+        assert words not in text
+    (traces / "rank-00001.json.gz").unlink()
+    assert main(["report", str(traces)]) == 2
+    assert "of 2 ranks the files of 1 are missing" in capsys.readouterr().err
+
+
 def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rate, loss in (("a", 0.1, 2.0), ("b", 0.2, 1.5)):
         folder = RunFolder(tmp_path / name)
@@ -141,7 +155,10 @@ def test_runs_are_listed_and_compared(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["runs", "--in", str(tmp_path / "none")]) == 2
     assert "none/ holds no run: train one, or name the folder with --in" in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
-    assert f"{tmp_path} holds no run: there is no config.json" in capsys.readouterr().err
+    assert (
+        f"{tmp_path} holds no run and no traces: there is no config.json, and no rank-*.json.gz"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_summary_has_the_numbers_of_the_reports() -> None:
