@@ -14,12 +14,27 @@ from fsdpx.words import meant
 
 __all__ = [
     "APART", "EASGD", "PRESETS", "Apart", "Async", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
-    "byte_count", "half_name", "precision", "sharding",
+    "byte_count", "half_name", "precision", "python_number", "sharding",
 ]  # fmt: skip
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
 _POWER = {"K": 1, "M": 2, "G": 3, "T": 4}
 _HALVES = {"float16": "float16", "fp16": "float16", "bfloat16": "bf16", "bf16": "bf16"}
+
+
+def python_number(value: Any) -> Any:
+    """A number of NumPy, or an array or tensor of one number without a dim, as Python's, which does not decide on
+    formats; of a list, tuple or dict its numbers; all else as it is."""
+    if value.__class__ in _PYTHON:
+        return value
+    if isinstance(value, dict):
+        return {name: python_number(one) for name, one in value.items()}
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return type(value)(python_number(one) for one in value)
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+_PYTHON = (int, float, bool, str, type(None))
 
 
 def byte_count(value: Any, what: str) -> int:

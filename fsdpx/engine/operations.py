@@ -16,10 +16,10 @@ from fsdpx.comm.steps import Finish
 from fsdpx.engine import apart, computing, paging, updating
 from fsdpx.engine.messages import receive, send
 from fsdpx.engine.results import GradientScale, Mean
-from fsdpx.engine.run import Operation, ProgramRun, Values, number_of, words
+from fsdpx.engine.run import Operation, ProgramRun, Values, demand_alike, number_of, words
 from fsdpx.errors import DataError
 from fsdpx.optim import rate
-from fsdpx.optim.rounded import inside
+from fsdpx.optim.rounded import UNTOLD, inside, told
 from fsdpx.program import Action
 from fsdpx.state import eight
 from fsdpx.state.gradients import Reduction
@@ -35,22 +35,28 @@ def mean(run: ProgramRun, action: Action, taken: Values, read: Values, added: Va
 
 
 def _losses(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
-    """This rank's contribution to the weight of all gradients, and to total and weight of each microbatch's loss."""
+    """This rank's contribution to the weight of all gradients, and to total and weight of each microbatch's loss; then
+    what schedules say of an update, see `told`, which all ranks must find alike."""
+    rates = told(run.place.optimizer, run.step + 1) if run.updates else UNTOLD
     if not run.place.counts_loss or not weight:  # the loss is computed on another rank of the pipe
-        return [0.0] * (1 + 2 * len(run.feed.batch))
-    return [weight[0], *(number for pair in pairs for number in pair)]
+        return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
+    return [weight[0], *(number for pair in pairs for number in pair), *rates]
 
 
 def _mean(run: ProgramRun, rows: list[list[float]]) -> Mean:
     """A replica that trains by itself may have no samples."""
+    demand_alike(run, run.together, rows, {-2: "learning rate", -1: "share that an average keeps"})
+    lr = rows[run.together.rank][-2]
+    if math.isnan(lr):
+        rate(run.place.optimizer, run.step + 1)  # the same error on all ranks
     shared = exact_sum([row[0] for row in rows])
-    if len(rows[0]) == 1:
-        return Mean(math.nan, 1.0, shared)
-    total = exact_sum([number for row in rows for number in row[1::2]])
-    weight = exact_sum([number for row in rows for number in row[2::2]])
+    if len(rows[0]) == 3:
+        return Mean(math.nan, 1.0, shared, lr)
+    total = exact_sum([number for row in rows for number in row[1:-2:2]])
+    weight = exact_sum([number for row in rows for number in row[2:-2:2]])
     if weight == 0 and run.together.size == run.place.axes.world.size and not run.place.imaginary:
         raise DataError("no target of the global batch counts for the loss: it is empty, or every label is ignored")
-    return Mean(total, weight, shared)
+    return Mean(total, weight, shared, lr)
 
 
 def gather(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
@@ -140,8 +146,7 @@ def norm(run: ProgramRun, action: Action, taken: Values, read: Values, added: Va
     finite = math.isfinite(squares)
     if clip is not None and finite:
         factor *= _clipped(size, clip)
-    skip, learning_rate = not finite and scaler.dynamic, rate(place.optimizer, run.step + 1)
-    return mean, GradientScale(factor, size, skip, learning_rate, scaler.after(finite))
+    return mean, GradientScale(factor, size, not finite and scaler.dynamic, mean.rate, scaler.after(finite))
 
 
 def _clipped(norm: float, most: float) -> float:
@@ -152,7 +157,7 @@ def scale(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
     """The same where the norm is not needed: nothing is left to exchange. The gradients are read so that all that needs
     other ranks has arrived before anything is updated."""
     factor = 1.0 / (read[0].each * run.scaler.value)
-    return (GradientScale(factor, math.nan, False, rate(run.place.optimizer, run.step + 1), run.scaler),)
+    return (GradientScale(factor, math.nan, False, read[0].rate, run.scaler),)
 
 
 def _squares(run: ProgramRun, totals: Values) -> list[float]:
@@ -223,7 +228,7 @@ def alone(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
     if clip is not None:
         norm = math.sqrt(exact_sum([square_sum(place.xp, gradient.at(0)) for gradient in read])) * factor
         factor *= _clipped(norm, clip) if math.isfinite(norm) else 1.0
-    return mean, GradientScale(factor, norm, False, rate(place.optimizer, run.step + 1), run.scaler)
+    return mean, GradientScale(factor, norm, False, mean.rate, run.scaler)
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -10,11 +10,13 @@ __all__ = ["GradientScale", "Mean", "RoundShare"]
 @dataclass(frozen=True)
 class Mean:
     """The loss of the global batch: total / weight, nan in a program without one. shared: the weight of all gradients
-    that were added up, 0 where no sample came."""
+    that were added up, 0 where no sample came. rate: the learning rate, on which ranks agreed in the same message; 0
+    in a program without an update."""
 
     total: float
     weight: float
     shared: float
+    rate: float = 0.0
 
     @property
     def each(self) -> float:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdpx.comm.communicator import Communicator
+from fsdpx.comm.guarded import grouped
+from fsdpx.comm.mesh import REPLICA
 from fsdpx.engine.replay import ProgramGraphs
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
+from fsdpx.errors import ConfigError
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.layer import Env, time_of
-from fsdpx.program import Action, Outer, Stage
+from fsdpx.program import KINDS, Action, Outer, Stage
 from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Feed, Microbatch
 from fsdpx.state.offload import Disk
@@ -22,7 +25,7 @@ from fsdpx.state.state import TrainState
 from fsdpx.state.ties import Tie
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["Operation", "ProgramRun", "Values", "Worlds", "microbatch_of", "number_of", "words"]
+__all__ = ["Operation", "ProgramRun", "Values", "Worlds", "demand_alike", "microbatch_of", "number_of", "words"]
 
 Values = tuple[Any, ...]
 
@@ -81,6 +84,11 @@ class ProgramRun:
         return self.workspace.program.stage
 
     @property
+    def updates(self) -> bool:
+        """Whether the program ends with an update of parameters."""
+        return KINDS[self.workspace.program.kind].updates
+
+    @property
     def disk(self) -> Disk:
         """Where records lie, in a program that has some."""
         assert self.workspace.state.disk is not None
@@ -127,6 +135,23 @@ def number_of(action: Action) -> int:
     """Of its unit, page or edge."""
     assert action.unit is not None
     return action.unit
+
+
+def demand_alike(run: ProgramRun, comm: Communicator, rows: list[list[float]], names: Mapping[int, str]) -> None:
+    """ConfigError on all ranks of `comm` where some say otherwise of this step. rows: what each of them told, in their
+    order. names: of the numbers there that must be alike."""
+    if len(rows) == 1 or run.place.imaginary:
+        return
+    for at, name in names.items():
+        first = rows[0][at]
+        if any(row[at] != first for row in rows) and len({*(values := [repr(row[at]) for row in rows])}) > 1:
+            axes = run.place.axes
+            ranks = range(axes.world.size) if comm is axes.world else axes.mesh.line(axes.coordinates, REPLICA)
+            raise ConfigError(
+                f"ranks differ in the {name} of step {run.step + 1}: {grouped(dict(zip(ranks, values, strict=True)))}. "
+                "A schedule is a function of the step alone, which gives all ranks the same number; it must not ask "
+                "for the rank, the clock or chance"
+            )
 
 
 def words(run: ProgramRun, action: Action) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 from fsdpx.array.sums import exact_sum
 from fsdpx.comm.communicator import DONE, split_evenly
 from fsdpx.engine.results import RoundShare
-from fsdpx.engine.run import ProgramRun, Values, number_of, words
+from fsdpx.engine.run import ProgramRun, Values, demand_alike, number_of, words
 from fsdpx.optim import Segments, rate
 from fsdpx.optim.kept import Kept, kept_of, places
+from fsdpx.optim.rounded import told
 from fsdpx.program import Action
 from fsdpx.state.transfer import Transfer
 
@@ -61,17 +62,20 @@ def _still(array: Any, form: Kept, segments: Segments, frozen: frozenset[str]) -
 
 
 def share(run: ProgramRun, action: Action, taken: Values, read: Values, added: Values) -> Values:
-    """One message with the amount of data each replica has trained on in this round, and its loss."""
+    """One message with the amount of data each replica has trained on in this round, and its loss; and with what the
+    schedules say of this step and of the outer one that begins with it, which replicas must find alike."""
     (mean, weights), place, rounds = read, run.place, run.place.rounds
     assert rounds is not None
+    number = rounds.number(min(run.outer.deltas), run.step + 1 + rounds.half)
     (known,) = (w for w, pages in zip(weights, rounds.fragments, strict=True) if pages & run.outer.deltas)
     replicas = place.axes.mesh.line(place.axes.coordinates, ("replica",))
 
     def of(rows: list[list[float]]) -> RoundShare:
+        demand_alike(run, place.axes.world, rows, {3: "learning rate", 4: "learning rate of the outer optimiser"})
         trained, total, weight = (exact_sum([rows[rank][i] for rank in replicas]) for i in range(3))
         return RoundShare(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))
 
-    numbers = [known + mean.shared, mean.total, mean.weight]
+    numbers = [known + mean.shared, mean.total, mean.weight, mean.rate, *told(place.outer, number)[:1]]
     return (place.telling(numbers, "SHARE (samples, loss)", of),)
 
 

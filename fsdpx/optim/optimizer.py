@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from fsdpx.config import python_number
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim.kept import kept_of
 from fsdpx.optim.segments import Groups, Segments
@@ -55,7 +56,7 @@ class Optimizer(Protocol):
 
 def rate(optimizer: Optimizer, step: int) -> float:
     """The learning rate of 1-based `step`; ConfigError if a schedule returns no finite number >= 0."""
-    value = optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr
+    value = python_number(optimizer.lr(step) if callable(optimizer.lr) else optimizer.lr)
     if not _is_number(value) or value < 0:
         raise ConfigError(
             f"the learning rate of step {step} is {value!r}: {optimizer.lr!r} must give a finite number >= 0"

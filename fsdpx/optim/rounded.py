@@ -1,17 +1,19 @@
 """Training in 16 bits alone: parameters and optimiser state are held in bfloat16, and updated in float32."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from fsdpx.array.kernels.half import add_widened, narrowed, round_randomly, store
 from fsdpx.array.random import Stretch
+from fsdpx.errors import ConfigError
 from fsdpx.optim.average import Averaged, average_of
 from fsdpx.optim.elementwise import Elementwise
 from fsdpx.optim.kept import Kept, kept_of
-from fsdpx.optim.optimizer import Optimizer, Rate, Slots, has_data
+from fsdpx.optim.optimizer import Optimizer, Rate, Slots, has_data, rate
 from fsdpx.optim.segments import Segments
 
-__all__ = ["Rounded", "inside"]
+__all__ = ["UNTOLD", "Rounded", "inside", "told"]
 
 BLOCK = 1 << 16
 """Elements that are updated at once, so that what is widened stays in cache."""
@@ -95,3 +97,20 @@ def inside(optimizer: Any) -> Any:
     while isinstance(optimizer, Rounded | Averaged):
         optimizer = optimizer.inner
     return optimizer
+
+
+UNTOLD = (0.0, 0.0)
+
+
+def told(optimizer: Any, step: int) -> tuple[float, float]:
+    """What schedules say of a step, for ranks to compare: the learning rate, nan where it is an error, which is raised
+    once all ranks know of it; and the share of the old average in the new one, 0 without an average."""
+    share = 0.0
+    try:
+        lr = rate(optimizer, step)
+    except ConfigError:
+        lr = math.nan
+    while isinstance(optimizer, Rounded | Averaged):
+        share = float(optimizer.how.keep(step)) if isinstance(optimizer, Averaged) else share
+        optimizer = optimizer.inner
+    return lr, share

@@ -157,7 +157,7 @@ def agree(world: Communicator, *choices: Any) -> None:
     names = (
         "mesh", "strategy", "precision", "options", "model", "layers", "stages", "schedule", "tensor plan", "optimizer",
         "loss", "codec", "microbatches", "device", "libraries of 16-bit and 8-bit products",
-        "average", "trace", "rounds", "outer optimizer",
+        "average", "trace", "the learning rate of step 1", "rounds", "outer optimizer",
     )  # fmt: skip
     everyone = world.all_gather_plain([_text(choice) for choice in choices])
     for rank, texts in enumerate(everyone):

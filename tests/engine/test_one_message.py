@@ -1,14 +1,16 @@
 """What all ranks tell each other in a step is one message: losses, weights and, where it is wanted, the norm."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from models import CASES, make, part
 
-from fsdpx import Mesh, Precision, nn, spawn
+from fsdpx import Local, Mesh, Precision, nn, optim, spawn
 from fsdpx.comm import Communicator
 from fsdpx.comm.communicator import DONE
+from fsdpx.errors import ConfigError
 from fsdpx.program import Action, Slot
 
 FP16 = Precision(param="float16", loss_scale="dynamic")
@@ -100,3 +102,62 @@ def test_an_overflow_is_seen_in_the_same_message() -> None:
         return trainer.report().traffic["world", "all_gather"].calls, trainer.report().times["NORM"][2]
 
     assert spawn(run, 2) == [(2, 1)] * 2
+
+
+def rated(comm: Communicator, ours: Callable[[int], Any], how: str = "step", **options: Any) -> tuple[int, str]:
+    """Steps made, and the error. ours: the rate of rank 1."""
+    steps = 0
+    try:
+        schedule = ours if comm.rank == 1 else lambda step: 0.125
+        trainer = make(comm, "mlp", options.pop("strategy", "ddp"), optimizer=optim.SGD(lr=schedule), **options)
+        x, y = CASES["mlp"].batch(np.random.default_rng(0), 12)
+        mine = slice(None) if "mesh" in options else part(comm, 12)
+        while trainer.steps < 6:
+            steps = trainer.steps
+            getattr(trainer, how)(x[mine], y[mine])
+            if how == "accumulate":
+                trainer.update()
+    except ConfigError as error:
+        return steps, str(error)
+    return steps, "none"
+
+
+LATE = "ranks differ in the learning rate of step 3: {}: 0.125; rank 1: 0.25. A schedule is a function of the step"
+
+
+@pytest.mark.parametrize("how", ["step", "accumulate"])
+@pytest.mark.parametrize("choice", ["plain", "clipped", "pipe", "pipe-clipped", "tensor-clipped"])
+def test_rates_that_differ_are_an_error_before_the_update(choice: str, how: str) -> None:
+    ranks, options = CHOICES[choice]
+    found = spawn(lambda comm: rated(comm, lambda step: 0.125 * (1 + (step > 2)), how, **options), ranks)
+    assert {steps for steps, _ in found} == {2}
+    (text,) = {text for _, text in found}
+    assert text.startswith(LATE.format("rank 0" if ranks == 2 else "ranks 0, 2"))
+
+
+def test_a_rate_that_is_none_on_one_rank_is_an_error_on_all() -> None:
+    for steps, text in spawn(lambda comm: rated(comm, lambda step: 0.125 if step < 3 else -1.0), 2):
+        assert steps == 2
+        assert text.startswith("ranks differ in the learning rate of step 3: rank 0: 0.125; rank 1: nan.")
+
+
+def test_replicas_that_train_by_themselves_compare_rates_where_they_meet() -> None:
+    for options in ({"strategy": Local(every=3)}, {"strategy": Local(every=3), "clip_norm": 0.1}):
+        for steps, text in spawn(lambda comm: rated(comm, lambda step: 0.125 * (1 + (step > 1)), **options), 2):  # noqa: B023
+            assert steps == 2
+            assert text.startswith(LATE.format("rank 0"))
+    outer = [optim.SGD(lr=lambda round: 0.5), optim.SGD(lr=lambda round: 0.5 + (round == 2))]
+
+    def run(comm: Communicator) -> tuple[int, str]:
+        return rated(comm, lambda step: 0.125, strategy=Local(every=2, outer=outer[comm.rank]))
+
+    words = "ranks differ in the learning rate of the outer optimiser of step 4: rank 0: 0.5; rank 1: 1.5."
+    for steps, text in spawn(run, 2):
+        assert steps == 3
+        assert text.startswith(words)
+
+
+@pytest.mark.parametrize("strategy", ["async", "gossip", "fsdp"])
+def test_ranks_compare_the_first_rate_at_the_start(strategy: str) -> None:
+    for steps, text in spawn(lambda comm: rated(comm, lambda step: 0.5, strategy=strategy), 2):
+        assert (steps, text) == (0, "ranks differ in the learning rate of step 1: rank 0 has 0.125, rank 1 has 0.5")
