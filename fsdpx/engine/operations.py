@@ -19,7 +19,7 @@ from fsdpx.engine.results import GradientScale, Mean
 from fsdpx.engine.run import Operation, ProgramRun, Values, demand_alike, number_of, words
 from fsdpx.errors import DataError
 from fsdpx.optim import rate
-from fsdpx.optim.rounded import UNTOLD, inside, told
+from fsdpx.optim.rounded import UNSCHEDULED, inside, scheduled
 from fsdpx.program import Action
 from fsdpx.state import eight
 from fsdpx.state.gradients import Reduction
@@ -36,8 +36,8 @@ def mean(run: ProgramRun, action: Action, taken: Values, read: Values, added: Va
 
 def _losses(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
     """This rank's contribution to the weight of all gradients, and to total and weight of each microbatch's loss; then
-    what schedules say of an update, see `told`, which all ranks must find alike."""
-    rates = told(run.place.optimizer, run.step + 1) if run.updates else UNTOLD
+    what schedules say of an update, see `scheduled`, which all ranks must find alike."""
+    rates = scheduled(run.place.optimizer, run.step + 1) if run.updates else UNSCHEDULED
     if not run.place.counts_loss or not weight:  # the loss is computed on another rank of the pipe
         return [0.0] * (1 + 2 * len(run.feed.batch)) + [*rates]
     return [weight[0], *(number for pair in pairs for number in pair), *rates]
@@ -46,7 +46,7 @@ def _losses(run: ProgramRun, pairs: Values, weight: Values) -> list[float]:
 def _mean(run: ProgramRun, rows: list[list[float]]) -> Mean:
     """A replica that trains by itself may have no samples."""
     demand_alike(run, run.together, rows, {-2: "learning rate", -1: "share that an average keeps"})
-    lr = rows[run.together.rank][-2]
+    lr = rows[run.together.rank % len(rows)][-2]  # one row: of a rank at its own speed
     if math.isnan(lr):
         rate(run.place.optimizer, run.step + 1)  # the same error on all ranks
     shared = exact_sum([row[0] for row in rows])

@@ -12,7 +12,7 @@ from fsdpx.engine.results import RoundShare
 from fsdpx.engine.run import ProgramRun, Values, demand_alike, number_of, words
 from fsdpx.optim import Segments, rate
 from fsdpx.optim.kept import Kept, kept_of, places
-from fsdpx.optim.rounded import told
+from fsdpx.optim.rounded import scheduled
 from fsdpx.program import Action
 from fsdpx.state.transfer import Transfer
 
@@ -75,7 +75,7 @@ def share(run: ProgramRun, action: Action, taken: Values, read: Values, added: V
         trained, total, weight = (exact_sum([rows[rank][i] for rank in replicas]) for i in range(3))
         return RoundShare(rows[place.axes.world.rank][0] / (trained or 1.0), total / (weight or 1.0))
 
-    numbers = [known + mean.shared, mean.total, mean.weight, mean.rate, *told(place.outer, number)[:1]]
+    numbers = [known + mean.shared, mean.total, mean.weight, mean.rate, *scheduled(place.outer, number)[:1]]
     return (place.telling(numbers, "SHARE (samples, loss)", of),)
 
 

@@ -13,7 +13,7 @@ from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.optim.optimizer import Optimizer, Rate, Slots, has_data, rate
 from fsdpx.optim.segments import Segments
 
-__all__ = ["UNTOLD", "Rounded", "inside", "told"]
+__all__ = ["UNSCHEDULED", "Rounded", "inside", "scheduled"]
 
 BLOCK = 1 << 16
 """Elements that are updated at once, so that what is widened stays in cache."""
@@ -99,10 +99,10 @@ def inside(optimizer: Any) -> Any:
     return optimizer
 
 
-UNTOLD = (0.0, 0.0)
+UNSCHEDULED = (0.0, 0.0)
 
 
-def told(optimizer: Any, step: int) -> tuple[float, float]:
+def scheduled(optimizer: Any, step: int) -> tuple[float, float]:
     """What schedules say of a step, for ranks to compare: the learning rate, nan where it is an error, which is raised
     once all ranks know of it; and the share of the old average in the new one, 0 without an average."""
     share = 0.0

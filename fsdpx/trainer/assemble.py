@@ -36,7 +36,7 @@ from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort
 from fsdpx.optim.average import Averaged
-from fsdpx.optim.rounded import Rounded, told
+from fsdpx.optim.rounded import Rounded, scheduled
 from fsdpx.program import Slot, Stage, pipeline
 from fsdpx.state import eight
 from fsdpx.state.accumulation import accumulation, microbatches_of
@@ -152,7 +152,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
         world, axes.mesh, sharding, formats, replace(options, local=None), layout, ordered, layout.spread.starts,
         pipe.words(each_rank), (distribution.sequence, sorted(layout.spread.partial)), training.optimizer,
         training.loss, codecs, microbatches, machinery.device, products, training.average, machinery.traced(),
-        told(training.optimizer, 1)[0], *((None, None) if local is None else (local.words, local.outer)),
+        scheduled(training.optimizer, 1)[0], *((None, None) if local is None else (local.words, local.outer)),
     )  # fmt: skip
     optimizer = _optimizer(training, formats)
     return Placement(
