@@ -8,6 +8,7 @@ FsdpxError
 ├── DataError (ValueError)        a batch, a label or a dataset that cannot be used
 ├── CheckpointError (ValueError)  a checkpoint that cannot be written, read or used
 ├── OffloadError (OSError)        a folder of offloaded state that is missing, full, in use or broken
+├── OutOfMemory (MemoryError)     a plan that does not fit into the memory of a rank
 ├── NumericsError (ArithmeticError)   NaN or Inf where a number was needed
 ├── ProgramError                  a program that `check` rejects
 └── CommError (RuntimeError)      ranks that no longer agree
@@ -22,7 +23,8 @@ from collections.abc import Iterable
 
 __all__ = [
     "Aborted", "CheckpointError", "CommError", "CommTimeout", "ConfigError", "DataError", "DesyncError", "FsdpxError",
-    "LaunchError", "MeshError", "NumericsError", "OffloadError", "ProgramError", "RankLost", "ShapeError", "StateLost",
+    "LaunchError", "MeshError", "NumericsError", "OffloadError", "OutOfMemory", "ProgramError", "RankLost",
+    "ShapeError", "StateLost",
 ]  # fmt: skip
 
 
@@ -56,6 +58,10 @@ class CheckpointError(FsdpxError, ValueError):
 
 class OffloadError(FsdpxError, OSError):
     """State cannot be kept in the folder that `Offload` names; where it is opened, the same on all ranks."""
+
+
+class OutOfMemory(FsdpxError, MemoryError):
+    """The plan of this rank does not fit into its memory: what the plan is, what there is, and what would fit."""
 
 
 class NumericsError(FsdpxError, ArithmeticError):

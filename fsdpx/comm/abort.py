@@ -10,7 +10,7 @@ import traceback
 from types import TracebackType
 from typing import Protocol
 
-from fsdpx.errors import CommError, DesyncError, FsdpxError
+from fsdpx.errors import CommError, DesyncError, FsdpxError, OutOfMemory
 
 __all__ = ["install"]
 
@@ -58,7 +58,9 @@ def install(comm: Abortable) -> None:
 def _alike(error: BaseException | None) -> bool:
     """Whether other ranks are likely to raise the same: what is wrong with choices, batches and calls is checked or
     agreed on by all of them."""
-    return isinstance(error, FsdpxError) and (isinstance(error, DesyncError) or not isinstance(error, CommError))
+    return isinstance(error, DesyncError) or (
+        isinstance(error, FsdpxError) and not isinstance(error, CommError | OutOfMemory)
+    )
 
 
 def report(

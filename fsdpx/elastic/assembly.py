@@ -24,7 +24,7 @@ from fsdpx.state.allocate import initialise
 from fsdpx.state.placement import Placement
 from fsdpx.state.rows import saved_tensors
 from fsdpx.state.tuning import Tuning
-from fsdpx.trainer.assemble import session_of
+from fsdpx.trainer.fitting import made
 from fsdpx.trainer.recipe import Recipe
 from fsdpx.trainer.session import Commit, Session
 from fsdpx.watch.watchdog import Watchdog, watch
@@ -144,7 +144,7 @@ class Assembler:
         recipe, world = self.recipe.on(mesh), group
         if world is None:
             recipe, world, initial = recipe.without_data(), FakeCommunicator(0, mesh.size), True
-        session = session_of(
+        session = made(
             recipe, world, self.tuning, initial=initial, commit=self.commit, watch=lambda axes: recorder
         )  # fmt: skip
         copies = Copies(control.subgroup(range(control.size)), session.state, self.elastic.copies, trains)

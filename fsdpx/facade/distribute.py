@@ -25,9 +25,9 @@ from fsdpx.facade.functional import default
 from fsdpx.interop import handed_on, native, same_values
 from fsdpx.observe.trace import Trace, Tracer
 from fsdpx.state.local import Local, local_of
-from fsdpx.trainer.assemble import session_of
 from fsdpx.trainer.calls import begin
 from fsdpx.trainer.choices import demand_known
+from fsdpx.trainer.fitting import made
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.trainer import Trainer
 from fsdpx.watch.watchdog import note, unwatch, watch_axes
@@ -169,7 +169,7 @@ def _trainer(recipe: Recipe, world: Communicator) -> Trainer:
     device = recipe.machinery.device
     if device != "shape":
         same_values(recipe.training.model, world)
-    session = session_of(recipe, world, watch=watch_axes)
+    session = made(recipe, world, watch=watch_axes)
     trace = recipe.machinery.traced()
     if trace is not None and not session.place.imaginary:
         session.tracer = Tracer(session.engine, trace)

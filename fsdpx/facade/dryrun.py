@@ -22,6 +22,7 @@ from fsdpx.program.stage import Slots
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.footprint import Footprint, ProcessBytes, held
 from fsdpx.state.transfer import Transfer
+from fsdpx.trainer.fitting import passing
 from fsdpx.trainer.report import Report
 from fsdpx.trainer.trainer import Trainer
 
@@ -111,7 +112,7 @@ def dry_run(
     program = trainer.engine.ran
     assert program is not None
     machine = comm.machine if isinstance(comm, FakeNode) else [rank]
-    return DryRun(program, trainer.report(), trainer, alive.most, _passing(trainer, meter), len(machine))
+    return DryRun(program, trainer.report(), trainer, alive.most, passing(trainer.engine.state, meter), len(machine))
 
 
 def _world(rank: int, ranks: int, ranks_per_host: int) -> FakeCommunicator:
@@ -148,13 +149,6 @@ def _watched(trainer: Trainer, meter: Meter) -> Activations:
 
     engine.observers.append(look)
     return alive
-
-
-def _passing(trainer: Trainer, meter: Meter) -> int:
-    """Most bytes that were alive beside those of the arena, which stay."""
-    arena, held = trainer.engine.state.arena, trainer.engine.state.ledger.arrays
-    buffers = (*arena.kept.values(), *held.values(), *([] if arena.slab is None else [arena.slab]))
-    return meter.peak - sum({id(buffer.root): buffer.root.nbytes for buffer in buffers}.values())
 
 
 def _shapes(spec: Any) -> Any:

@@ -1,7 +1,10 @@
 """`show`: a training step without running it: its program, units, traffic and memory."""
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from fsdpx import optim
 from fsdpx.comm.mesh import Mesh
@@ -13,6 +16,7 @@ from fsdpx.launch.mesh import check_axes, mesh_text, parse_recompute
 from fsdpx.layout.tree import chunks_of
 from fsdpx.program import Costs, PipelineSchedule, bubble, grid, in_flight, simulate
 from fsdpx.state.tables import bytes_text, table
+from fsdpx.trainer.fitting import remedies
 from fsdpx.trainer.report import call_text
 
 __all__ = ["show"]
@@ -33,34 +37,43 @@ def show(args: argparse.Namespace) -> str:
         raise ConfigError(f"--ranks {ranks} --batch {batch}: both at least 1")
     full = (mesh or Mesh()).filled(args.strategy, ranks)
     rank, rows = _rank(args, full, ranks, batch)
-    run = dry_run(
-        example.model(),
-        example.x(rows),
-        example.y(rows),
-        ranks=ranks,
-        rank=rank,
-        ranks_per_host=ranks if args.ranks_per_host is None else args.ranks_per_host,
-        loss=example.loss,
-        optimizer=optim.AdamW(lr=1e-3) if args.optimizer == "adamw" else optim.SGD(lr=1e-3),
-        strategy=args.strategy,
-        mesh=full,
-        microbatches=args.microbatches,
-        chunks=args.chunks,
-        precision=args.precision,
-        group_bytes=args.group_bytes,
-        ahead=args.ahead,
-        schedule=args.schedule or "1f1b",
-        sequence=args.sequence,
-        recompute=parse_recompute(args.recompute),
-        offload=None if args.offload is None else Offload(args.offload_folder, args.offload.split(",")),
-    )
+    options = _options(args, example, full, ranks, rank)
+    run = dry_run(example.model(), example.x(rows), example.y(rows), **options)
+
+    def count(changes: dict[str, Any]) -> int:
+        return dry_run(example.model(), example.x(rows), example.y(rows), **{**options, **changes}).footprint.pss
+
+    budget = _budget(run, args.memory, partial(remedies, options, count, rows=rows))
     where = "" if mesh is None else f" on {mesh_text(full)}"
     head = f"{args.example}: {example.about}; {args.strategy}{where}, rank {rank} of {ranks}, batch {batch}"
-    parts = [head, _program(run), _units(run), _traffic(run), _memory(run), _process(run, args.memory)]
+    parts = [head, _program(run), _units(run), _traffic(run), _memory(run), str(run.footprint)]
+    parts[-1] += budget
     schedule = run.trainer.placement.pipe.schedule(run.program.microbatches)
     parts += [_schedule(schedule)] if args.grid else []
     parts += [_drawing(schedule, args.png)] if args.png else []
     return "\n\n".join(parts)
+
+
+def _options(args: argparse.Namespace, example: CatalogModel, mesh: Mesh, ranks: int, rank: int) -> dict[str, Any]:
+    """The arguments of the dry run."""
+    return {
+        "ranks": ranks,
+        "rank": rank,
+        "ranks_per_host": ranks if args.ranks_per_host is None else args.ranks_per_host,
+        "loss": example.loss,
+        "optimizer": optim.AdamW(lr=1e-3) if args.optimizer == "adamw" else optim.SGD(lr=1e-3),
+        "strategy": args.strategy,
+        "mesh": mesh if args.mesh is not None else None,
+        "microbatches": args.microbatches,
+        "chunks": args.chunks,
+        "precision": args.precision,
+        "group_bytes": args.group_bytes,
+        "ahead": args.ahead,
+        "schedule": args.schedule or "1f1b",
+        "sequence": args.sequence,
+        "recompute": parse_recompute(args.recompute),
+        "offload": None if args.offload is None else Offload(args.offload_folder, args.offload.split(",")),
+    }
 
 
 def _cut(example: CatalogModel, batch: str | None, chunks: int | None) -> CatalogModel:
@@ -162,16 +175,17 @@ def _memory(run: DryRun) -> str:
     return table(rows)
 
 
-def _process(run: DryRun, budget: str | None) -> str:
-    """The expected peak of the whole process, and whether it keeps a budget."""
-    text, found = str(run.footprint), run.footprint
+def _budget(run: DryRun, budget: str | None, helpful: Callable[..., str]) -> str:
+    """Whether the expected peak of the whole process keeps a budget, and what would."""
     if budget is None:
-        return text
+        return ""
+    found = run.footprint
     limit, least = byte_count(budget, "--memory"), "PSS: what a rank shares counts in part"
     compared = f"{bytes_text(found.pss)} of {bytes_text(limit)} per rank ({least})"
     if found.fits(limit):
-        return f"{text}\nbudget kept: {compared}"
-    return f"{text}\nbudget NOT kept: {compared}, {bytes_text(found.pss - limit)} too much"
+        return f"\nbudget kept: {compared}"
+    over = bytes_text(found.pss - limit)
+    return f"\nbudget NOT kept: {compared}, {over} too much\n\n{helpful(limit=limit)}"
 
 
 def _schedule(schedule: PipelineSchedule) -> str:

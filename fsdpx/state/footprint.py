@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from fsdpx.config import byte_count
 from fsdpx.state.state import TrainState
 from fsdpx.state.tables import bytes_text, table
 
-__all__ = ["Footprint", "ProcessBytes", "held", "peak_rss", "reading"]
+__all__ = ["Footprint", "ProcessBytes", "held", "peak_rss", "reading", "room"]
 
 
 class ProcessBytes(NamedTuple):
@@ -116,6 +116,47 @@ def peak_rss() -> int:
 
         value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return value if sys.platform == "darwin" else 1024 * value
+
+
+LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData", "ulimit -d"))
+
+
+def room(held: int, ranks_here: int) -> tuple[str, int | None]:
+    """How much memory there is, as text, and the bytes of it that the plan of each rank may take: None if nobody knows.
+
+    held: bytes that this rank's plan has got already. ranks_here: ranks that share the machine."""
+    try:
+        machine, own = (_kilobytes(Path("/proc", name)) for name in ("meminfo", "self/status"))
+        total, free = 1024 * machine["MemTotal"], 1024 * machine["MemAvailable"]
+        used = [1024 * own[name] for _, name, _ in LIMITS]
+        groups = [*_control_groups(Path("/proc/self/cgroup").read_text())]
+    except (OSError, KeyError):  # not Linux
+        return "unknown, the system does not say", None
+    import resource
+
+    found = [(f"{bytes_text(free)} free of {bytes_text(total)} on this machine", free // ranks_here + held)]
+    found += [(f"{bytes_text(n)} for its control group (cgroup)", n // ranks_here) for n in groups if n < total]
+    for (name, _, words), taken in zip(LIMITS, used, strict=True):
+        limit = resource.getrlimit(getattr(resource, name))[0]
+        if limit != resource.RLIM_INFINITY:
+            text = f"{bytes_text(limit)} for each process ({words}), of which {bytes_text(taken)} are taken"
+            found.append((text, max(limit - taken, 0) + held))
+    shared = "" if ranks_here == 1 else f"; {ranks_here} ranks share it"
+    return "; ".join(text for text, _ in found) + shared, min(most for _, most in found)
+
+
+def _control_groups(text: str, root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+    """The limits of a process's groups and of the groups around them. text: its `cgroup` of Linux, version 2 or 1."""
+    for _, controllers, path in (line.split(":", 2) for line in text.splitlines()):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, file = (root / "memory", "memory.limit_in_bytes") if controllers else (root, "memory.max")
+        folder = top / path.strip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(top) and (group / file).is_file():
+                limit = (group / file).read_text().strip()
+                if limit != "max":
+                    yield int(limit)
 
 
 def _kilobytes(file: Path) -> dict[str, int]:

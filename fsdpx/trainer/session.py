@@ -28,6 +28,7 @@ from fsdpx.shapes import ShapeArray
 from fsdpx.state.clock import BATCHES
 from fsdpx.state.exchange import Exchange
 from fsdpx.state.feed import Feed, Microbatch
+from fsdpx.state.state import TrainState
 from fsdpx.trainer import batch as batches
 from fsdpx.trainer import calls
 from fsdpx.trainer.notices import line
@@ -53,7 +54,7 @@ class Session:
     def __init__(
         self, engine: Engine, model: Sorted, loss: Any, microbatches: int, commit: Commit | None = None
     ) -> None:
-        self.engine, self.state, self.place = engine, engine.state, engine.placement
+        self.engine, self.place = engine, engine.placement
         self.microbatches, self.commit = microbatches, commit
         self.model, self.loss = model, loss
         self._twins = Twins(self.place.axes)
@@ -65,6 +66,12 @@ class Session:
         self._largest: Microbatch | None = None  # as large as any of any rank, where there is a budget
         self._recomputed: dict[Any, frozenset[int]] = {}  # batch sizes seen -> units that run again
         self._stages: dict[tuple[frozenset[str], frozenset[int]], Stage] = {}  # by what is frozen, and inputs wanted
+        self.short: Callable[[MemoryError, Feed], Exception] | None = None  # says what to do about too little memory
+
+    @property
+    def state(self) -> TrainState:
+        """What lasts from step to step."""
+        return self.engine.state
 
     # -- how calls begin -----------------------------------------------------------------------------------------------
 
@@ -242,9 +249,14 @@ class Session:
         """Run a program. local: gradients stay on this rank, whatever the placement says."""
         if self.place.apart is not None and kind not in ("step", "evaluate", "predict"):
             raise ConfigError(f"{kind}: ranks that step at their own speed train by whole steps; use step or fit")
-        executable = self._executable(kind, feed, local)
-        self.state.note(kind)
-        results = self.engine.run(executable, feed)
+        try:
+            executable = self._executable(kind, feed, local)
+            self.state.note(kind)
+            results = self.engine.run(executable, feed)
+        except MemoryError as error:
+            if self.short is None:
+                raise
+            raise self.short(error, feed) from error
         if self.state.idle and IDLE not in self._noticed:
             self._tell_idle()
         if executable.replay is not None:

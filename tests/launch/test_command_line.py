@@ -151,6 +151,17 @@ def test_show_tells_whether_a_budget_is_kept(capsys: Any) -> None:
     text = shown(capsys, "mlp --ranks 4 --ranks-per-host 1 --memory 64MiB")
     assert re.search(r"budget NOT kept: \S+ MiB of 64.00 MiB per rank .*, \S+ MiB too much", text)
     assert "such ranks on a host" not in text
+    assert "none of the choices that fsdpx knows fits: take more ranks" in text
+
+
+def test_show_searches_for_what_fits(capsys: Any) -> None:
+    found = re.search(r"^in all +\S+ \S+ +(\S+) MiB$", shown(capsys, "gpt-small --ranks 4 --strategy ddp"), re.M)
+    assert found
+    text = shown(capsys, f"gpt-small --ranks 4 --strategy ddp --memory {float(found[1]) * 0.6}MiB")
+    rows = re.search(r"^what would take less +bytes +\n-+\n((?:.*\n?)*)", text, re.M)
+    assert rows
+    assert rows[1].splitlines()[0].startswith("strategy='zero1'  ")
+    assert rows[1].splitlines()[-1].endswith(" MiB  fits")
 
 
 def test_show_of_chunks_takes_a_batch_that_can_be_cut_and_a_rank_that_has_some(capsys: Any) -> None:
