@@ -14,7 +14,7 @@ from fsdpx.config import byte_count
 from fsdpx.state.state import TrainState
 from fsdpx.state.tables import bytes_text, table
 
-__all__ = ["Footprint", "ProcessBytes", "held", "peak_rss", "reading", "room"]
+__all__ = ["Footprint", "ProcessBytes", "held", "memory_limits", "peak_rss", "reading"]
 
 
 class ProcessBytes(NamedTuple):
@@ -121,8 +121,8 @@ def peak_rss() -> int:
 LIMITS = (("RLIMIT_AS", "VmSize", "ulimit -v"), ("RLIMIT_DATA", "VmData", "ulimit -d"))
 
 
-def room(held: int, ranks_here: int) -> tuple[str, int | None]:
-    """How much memory there is, as text, and the bytes of it that the plan of each rank may take: None if nobody knows.
+def memory_limits(held: int, ranks_here: int) -> tuple[str, int | None]:
+    """How much memory there is, as text, and the bytes of it that the plan of each rank may take, if known.
 
     held: bytes that this rank's plan has got already. ranks_here: ranks that share the machine."""
     try:

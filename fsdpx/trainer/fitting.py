@@ -17,7 +17,7 @@ from fsdpx.errors import FsdpxError, OutOfMemory
 from fsdpx.shapes import ShapeArray
 from fsdpx.shapes.array import Meter, metered
 from fsdpx.state.feed import Feed
-from fsdpx.state.footprint import room
+from fsdpx.state.footprint import memory_limits
 from fsdpx.state.state import TrainState
 from fsdpx.state.tables import bytes_text, table
 from fsdpx.state.tuning import Tuning
@@ -101,7 +101,7 @@ def _short(
     give_back()
     node, held = node_of(world), 0 if session is None else sum(session.state.nbytes().values())
     here = len(node.machine) if node is not None else world.size if carrier_of(world) is None else 1
-    there, most = room(held, here)
+    there, most = memory_limits(held, here)
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     head = f"rank {world.rank} of {world.size} has too little memory: {error}{notes}"
     fake: Communicator = FakeCommunicator(world.rank, world.size)
