@@ -6,7 +6,7 @@ import os
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -19,6 +19,14 @@ LEFT_OUT = -100
 """The target of positions that are not learnt: `nn.CrossEntropy(ignore_index)`."""
 Pieces = list[tuple[str, bool]]
 """Texts of a conversation, and whether each is an answer."""
+Encoded = tuple[Sequence[int], Sequence[bool]]
+"""Tokens, and whether each is learnt."""
+
+
+class Chat(Protocol):
+    """What `models.chat_template` gives: it writes whole conversations."""
+
+    def encoded(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> Encoded: ...
 
 
 def _role_and_content(role: str, content: str) -> tuple[str, str]:
@@ -41,7 +49,9 @@ class SupervisedDataset:
     end : the token that ends an answer, which is learnt; it also fills up samples that are shorter
     packed : put several conversations into one sample, as they come; it is then ((tokens, segments), targets), where
         segments count conversations from 0, for models with `segments=True` (docs/models.md)
-    template : (role, content) -> the text before the message, and the message; None: "role: " and "content\\n"
+    template : how messages become tokens: `models.chat_template(folder, tokenizer)`, or (role, content) -> the text
+        before the message, and the message; None: "role: " and "content\\n". `messages` and `texts` count lines
+        that it was for, and of prompt and completion, which are joined as they are
     """
 
     def __init__(
@@ -52,15 +62,15 @@ class SupervisedDataset:
         *,
         end: int,
         packed: bool = False,
-        template: Callable[[str, str], tuple[str, str]] | None = None,
+        template: Chat | Callable[[str, str], tuple[str, str]] | None = None,
     ) -> None:
         if seq_len < 1:
             raise ConfigError(f"SupervisedDataset(seq_len={seq_len}): 1 or more")
         self.path, self.seq_len, self.end, self.packed = Path(path), seq_len, end, packed
-        self.left_out = 0
+        self.left_out = self.messages = self.texts = 0
         found = []
         for where, line in _lines(self.path):
-            tokens, learnt = self._encoded(_pieces(line, where, template or _role_and_content), encode, where)
+            tokens, learnt = self._cut(self._encoded(line, encode, template or _role_and_content, where), where)
             if learnt[1:].any():
                 found.append((tokens, learnt))
             else:
@@ -87,17 +97,33 @@ class SupervisedDataset:
     def __repr__(self) -> str:
         return f"SupervisedDataset({self.path.name}, {len(self)} samples of {self.seq_len} tokens)"
 
-    def _encoded(self, pieces: Pieces, encode: Any, where: str) -> tuple[np.ndarray, np.ndarray]:
+    def _encoded(self, line: Mapping[str, Any], encode: Any, template: Any, where: str) -> Encoded:
+        if isinstance(line.get("prompt"), str) and isinstance(line.get("completion"), str):
+            pieces = [(line["prompt"], False), (line["completion"], True)]
+            self.texts += 1
+        else:
+            messages, chat = _messages(line, where), getattr(template, "encoded", None)
+            self.messages += 1
+            if chat is not None:
+                try:
+                    return chat(messages, line.get("tools"))
+                except DataError as error:
+                    raise DataError(f"{where}: {error}") from error
+            pieces = _pieces(messages, where, template)
         tokens: list[int] = []
         learnt: list[bool] = []
         for text, answer in pieces:
             words = [*encode(text), *([self.end] if answer else [])]
             tokens += words
             learnt += [answer] * len(words)
+        return tokens, learnt
+
+    def _cut(self, found: Encoded, where: str) -> tuple[np.ndarray, np.ndarray]:
+        tokens, learnt = (part[: self.seq_len + 1] for part in found)
         if len(tokens) < 2:
             raise DataError(f"{where}: a conversation needs two tokens or more")
         try:
-            return np.array(tokens[: self.seq_len + 1], np.int32), np.array(learnt[: self.seq_len + 1])
+            return np.array(tokens, np.int32), np.array(learnt)
         except OverflowError as error:
             raise DataError(f"{where}: a token does not fit into 32 bits: {error}") from error
 
@@ -124,15 +150,19 @@ def _object(path: Path, data: bytes, n: int) -> Mapping[str, Any]:
     return found
 
 
-def _pieces(line: Mapping[str, Any], where: str, template: Callable[[str, str], tuple[str, str]]) -> Pieces:
-    if isinstance(line.get("prompt"), str) and isinstance(line.get("completion"), str):
-        return [(line["prompt"], False), (line["completion"], True)]
+def _messages(line: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     messages = line.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f'{where}: it has neither "prompt" and "completion" nor "messages": {sorted(line)}')
+    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
+        raise DataError(f'{where}: a message has a "role" and a "content", texts both')
+    return messages
+
+
+def _pieces(messages: list[dict[str, Any]], where: str, template: Callable[[str, str], tuple[str, str]]) -> Pieces:
     pieces: Pieces = []
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+        if not isinstance(message.get("content"), str):
             raise DataError(f'{where}: a message has a "role" and a "content", texts both')
         before, text = template(message["role"], message["content"])
         pieces += [(before, False), (text, message["role"] == "assistant")]

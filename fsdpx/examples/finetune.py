@@ -113,8 +113,20 @@ def train(trainer: fsdpx.Trainer, samples: Any, steps: int, batch: int, what: st
         print(f"{what}: {steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
 
 
-def answers(trainer: fsdpx.Trainer, tokenizer: Any, asked: Sequence[str], ends: list[int], when: str) -> None:
-    found = trainer.generate([tokenizer.encode(text).ids for text in asked], 24, stop=ends)
+def say_how_written(samples: data.SupervisedDataset, template: Any, folder: str) -> None:
+    """One line where conversations are not as the folder's chat template has them, as no model expects them."""
+    if samples.messages and template is None:
+        print(
+            f"{folder}: there is no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
+            "messages are written as 'role: content'",
+            flush=True,
+        )
+    elif samples.texts and template is not None:
+        print(f"prompts and completions are joined as they are, without {template.where}: give messages", flush=True)
+
+
+def answers(trainer: fsdpx.Trainer, tokenizer: Any, asked: dict[str, list[int]], ends: list[int], when: str) -> None:
+    found = trainer.generate(list(asked.values()), 24, stop=ends)
     if trainer.rank == 0:
         for text, tokens in zip(asked, found, strict=True):
             print(f"{when}: {text!r} {tokenizer.decode(tokens.tolist())!r}", flush=True)
@@ -132,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{args.folder}: neither generation_config.json nor config.json has an eos_token_id, with which answers "
             "end: add one to config.json"
         )
+    template = None if args.folder is None else models.chat_template(args.folder, tokenizer)
     model, weights = pretrained(args, tokenizer, comm)
     adapted = nn.lora(model, args.rank, args.alpha, targets=args.targets)
     trainer = adapted.as_distributed(
@@ -145,12 +158,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.data is None:
             conversations(file)
         samples = data.SupervisedDataset(
-            file, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, args.seq_len, end=ends[0]
-        )
+            file, lambda text: tokenizer.encode(text, add_special_tokens=False).ids, args.seq_len, end=ends[0],
+            template=template,
+        )  # fmt: skip
     if comm.rank == 0:
+        say_how_written(samples, template, args.folder)
         trained = sum(spec.size for spec in adapted.specs().values() if spec.trainable)
         print(f"{trainer.placement.layout.size:,} parameters, {trained:,} of them trained; {samples}", flush=True)
-    asked = args.ask or (["def size(path):"] if args.data is None else [])
+    written = template.asked if template and samples.messages else lambda text: tokenizer.encode(text).ids
+    asked = {text: written(text) for text in args.ask or (["def size(path):"] if args.data is None else [])}
     if asked:
         answers(trainer, tokenizer, asked, ends, "before")
     train(trainer, samples, args.steps, args.batch, "adapters")

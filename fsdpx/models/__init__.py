@@ -1,5 +1,6 @@
 """Models that people have, from the folders in which they have them; see docs/models.md."""
 
+from fsdpx.models.chat import chat_template
 from fsdpx.models.reading import from_pretrained
 
-__all__ = ["from_pretrained"]
+__all__ = ["chat_template", "from_pretrained"]
