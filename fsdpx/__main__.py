@@ -264,7 +264,7 @@ def _verify(p: argparse.ArgumentParser) -> None:
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "info": ("what this machine has: MPI, BLAS, Numba, GPU", _info),
     "doctor": ("under mpiexec: what all ranks have, the ways between them, a test", _doctor),
-    "bench": ("under mpiexec: how fast the verbs of a communicator are", _bench),
+    "bench": ("how fast the verbs of a communicator are, and steps by strategy", _bench),
     "run": ("start ranks; restart from the last checkpoint when a death ends the job", _start),
     "train": ("train what a run file in TOML describes; under mpiexec on all ranks", _train),
     "generate": ("let a model of a folder go on with a text", _generate),

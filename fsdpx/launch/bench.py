@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import math
 import platform
@@ -25,7 +24,7 @@ from fsdpx.comm.steps import Steps
 from fsdpx.config import byte_count
 from fsdpx.errors import LaunchError
 from fsdpx.facade.functional import init
-from fsdpx.launch import found
+from fsdpx.launch import found, turns
 from fsdpx.launch.plot import able, plot
 from fsdpx.state.tables import table
 from fsdpx.version import __version__
@@ -127,7 +126,16 @@ VERBS = {
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    comm = p.add_subparsers(dest="action", required=True).add_parser(
+    actions = p.add_subparsers(dest="action", required=True)
+    step = actions.add_parser("step", help="how long steps of a model take by strategy, one beside the other")
+    step.add_argument("model", help="as of `show`: gpt-tiny, ..., or a function of yours, mymodule:make_model")
+    step.add_argument("--strategies", default="ddp,fsdp", help="compared, the others with the first one")
+    step.add_argument("-n", "--ranks", type=int, help="start so many ranks here; leave it out under mpiexec")
+    step.add_argument("--rounds", type=int, default=20, help="steps of each that are timed (default: 20)")
+    step.add_argument("--batch", default=None, help="samples of the global batch; of your model their shape: 8x1024")
+    step.add_argument("--precision", default="float32", help="float64, float32, bf16 or fp16")
+    step.add_argument("--json", type=Path, metavar="FILE", help="write the same for programs")
+    comm = actions.add_parser(
         "comm", help="under mpiexec: time and bandwidth of every verb by size, inside hosts and between them"
     )
     comm.add_argument("--verbs", default=",".join(VERBS), help=f"some of: {', '.join(VERBS)} (default: all)")
@@ -139,6 +147,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 def bench(args: argparse.Namespace) -> int:
     """Measure and print; the exit status. Collective."""
+    if args.action == "step":
+        return turns.step(args)
     sizes = [byte_count(text, "--sizes") for text in args.sizes.split(",")]
     verbs = [name.strip() for name in args.verbs.split(",")]
     unknown = [name for name in verbs if name not in VERBS]
@@ -146,7 +156,7 @@ def bench(args: argparse.Namespace) -> int:
         raise LaunchError(f"--verbs {unknown[0]}: there are {', '.join(VERBS)}")
     with init() as comm:
         for option, path in (("--json", args.json), ("--plot", args.plot)):
-            wrong = comm.all_gather_plain(_unwritable(path))[0]
+            wrong = comm.all_gather_plain(turns.unwritable(path))[0]
             if wrong:
                 raise LaunchError(f"{option} {path} cannot be written ({wrong}): name a file in a folder that is there")
         missing = comm.all_gather_plain(able() if args.plot is not None else "")[0]
@@ -162,16 +172,6 @@ def bench(args: argparse.Namespace) -> int:
             if args.plot is not None:
                 plot(report, args.plot)
     return 0
-
-
-def _unwritable(path: Path | None) -> str:
-    """Why the file cannot be written, known before anything is measured."""
-    try:
-        if path is not None:
-            path.open("a").close()
-    except OSError as error:
-        return errno.errorcode.get(error.errno or 0, "")
-    return ""
 
 
 def measure(

@@ -1,0 +1,75 @@
+"""`bench step` lets strategies take turns on the same ranks, and says how their steps compare."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import fsdpx
+from fsdpx import nn, spawn
+from fsdpx.__main__ import main
+from fsdpx.launch import turns
+from fsdpx.launch.catalog import CatalogModel
+from fsdpx.launch.run import Ending
+from fsdpx.nn import models
+from fsdpx.trainer.trainer import Trainer
+
+ROWS = lambda n: ((n, 8), "float32")  # noqa: E731
+SMALL = CatalogModel("small", lambda: models.mlp(2, 8), nn.MSE(), ROWS, ROWS, 5)
+
+
+def test_strategies_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    order, step = [], Trainer.step
+
+    def seen(self: Trainer, *batch: object) -> float:
+        if self.rank == 0:
+            order.append(id(self))
+        return step(self, *batch)
+
+    monkeypatch.setattr(Trainer, "step", seen)
+    reports = spawn(lambda comm: turns.compare(comm, SMALL, ["ddp", "fsdp", "zero2"], 3), 2)
+    assert reports[0] == reports[1]
+    a, b, c = order[turns.WARM * 3 :][:3]
+    assert len({a, b, c}) == 3
+    assert order[turns.WARM * 3 :] == [a, b, c, b, c, a, c, a, b]
+    rows = reports[0]["strategies"]
+    assert [row["strategy"] for row in rows] == ["ddp", "fsdp", "zero2"]
+    assert rows[0]["ratio"] == 1.0
+    assert all(0 < row["least"] <= row["seconds"] for row in rows)
+    assert (reports[0]["ranks"], reports[0]["batch"]) == (2, 5)
+    text = turns._text("small", reports[0])
+    assert text.startswith("small: small; batch 5, float32, 2 ranks on ")
+    assert "beside ddp" in text
+
+
+def test_it_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fsdpx.finalize()
+    file = tmp_path / "steps.json"
+    words = ["bench", "step", "digits", "--strategies", "ddp, fsdp", "--batch", "2", "--rounds", "1"]
+    assert main([*words, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert (found["model"], [one["strategy"] for one in found["strategies"]]) == ("digits", ["ddp", "fsdp"])
+    assert "1.000" in capsys.readouterr().out
+
+
+def test_it_starts_ranks_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(turns.run, "run", lambda *given: started.append(given) or Ending("done", 7))
+    words = ["bench", "step", "digits", "--strategies", "ddp,fsdp", "--rounds", "1", "--precision", "float64"]
+    more = ["--batch", "4", "--json", str(tmp_path / "a")]
+    assert main([*words, *more, "-n", "3"]) == 7
+    ((config, program),) = started
+    assert (config.ranks, config.max_restarts, program) == (3, 0, ["-m", "fsdpx", *words, *more])
+
+
+def test_mistakes_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["digits", "--strategies", "dpp"], "dpp"),
+        (["digits", "--rounds", "0"], "--rounds 0: 1 or more"),
+        (["digits", "--batch", "2", "--json", "/none/a"], "--json /none/a cannot be written (ENOENT)"),
+    ):
+        fsdpx.finalize()
+        assert main(["bench", "step", *words]) == 2
+        assert said in capsys.readouterr().err
