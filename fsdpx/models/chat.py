@@ -128,7 +128,7 @@ def _environment() -> Any:
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class AnswerTag(Extension):
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
@@ -145,7 +145,7 @@ def _environment() -> Any:
     def as_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[AnswerTag, loopcontrols])
     made.filters["tojson"] = as_json
     made.globals |= {"raise_exception": refused, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made
