@@ -57,11 +57,11 @@ def _forward(
     pages, kept = read[: len(unit.pages)], read[len(unit.pages) :]
     values = dict(zip((*unit.takes, *unit.reads), (*taken, *kept), strict=True))
     params = views.params(u, (*pages, *statistics))
-    known, envs = place.layout.units[u], run.worlds_at(batch)[1][u]
+    known, envs = run.units[u], run.worlds_at(batch)[1][u]
     saved = run.computed(action, compute.forward)(known, envs, params, values, keep, views.stacks, run.stage.constant)
     outputs = [values[v] for v in unit.gives]
     if place.options.check_finite:
-        whole = place.layout.units[u]
+        whole = run.units[u]
         for node in whole.nodes:
             if node.output in values:  # lines of layers keep theirs
                 what = f"the output of layer {node.path!r} in unit {whole.name!r}"
@@ -73,7 +73,7 @@ def recompute(run: ProgramRun, action: Action, taken: Values, read: Values, adde
     u, batch, views = number_of(action), run.batch(action), run.views
     if batch is None:
         return (None,)
-    unit, envs = run.place.layout.units[u], run.worlds_at(batch, recomputing=True)[1][u]
+    unit, envs = run.units[u], run.worlds_at(batch, recomputing=True)[1][u]
     params, values = views.params(u, read), dict(taken[0])
     made = run.computed(action, compute.forward)
     return (made(unit, envs, params, values, True, views.stacks, run.stage.constant),)
@@ -90,7 +90,7 @@ def backward(run: ProgramRun, action: Action, taken: Values, read: Values, added
     entries = _open(run, action, pages, gradients)
     params, grads, saved = views.params(u, read), views.grads(u, entries), taken[-1]
     envs, constant = run.worlds_at(batch)[1][u], run.stage.constant
-    known, both = run.place.layout.units[u], run.computed(action, compute.backward)
+    known, both = run.units[u], run.computed(action, compute.backward)
     both(known, envs, params, grads, saved, dvalues, views.stacks, constant)
     _close(run, action, entries)
     return (*gradients, *(dvalues.get(v) for v in inner))
@@ -102,7 +102,7 @@ def backward_input(run: ProgramRun, action: Action, taken: Values, read: Values,
     if batch is None:
         return (None, *added)
     inner, dvalues = _dvalues(run, unit, taken, added)
-    known, envs, params = run.place.layout.units[u], run.worlds_at(batch)[1][u], run.views.params(u, read)
+    known, envs, params = run.units[u], run.worlds_at(batch)[1][u], run.views.params(u, read)
     half = run.computed(action, compute.backward_input)
     kept = half(known, envs, params, taken[-1], dvalues, run.stage.constant)
     return (kept, *(dvalues.get(v) for v in inner))
@@ -117,7 +117,7 @@ def backward_params(run: ProgramRun, action: Action, taken: Values, read: Values
     entries = _open(run, action, pages, gradients)
     grads = run.views.grads(u, entries)
     half = run.computed(action, compute.backward_params)
-    half(run.place.layout.units[u], run.worlds_at(batch)[1][u], grads, taken[0])
+    half(run.units[u], run.worlds_at(batch)[1][u], grads, taken[0])
     _close(run, action, entries)
     return tuple(gradients)
 

@@ -4,7 +4,7 @@ value is first needed, moves transfers on between actions, keeps time, and names
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from time import perf_counter
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from fsdpx.engine.recording import Recording
 from fsdpx.engine.run import ProgramRun, Worlds
 from fsdpx.engine.views import Views
 from fsdpx.errors import CommTimeout
+from fsdpx.layout.units import Unit
 from fsdpx.program import VERBS, Action, Program, Request, Slot
 from fsdpx.state.clock import PROGRESS, Clock
 from fsdpx.state.feed import Feed, Microbatch
@@ -102,7 +103,10 @@ class Engine:
             self._worlds = Worlds(state)
         work, views, worlds = executable.workspace, self._views, self._worlds
         graphs = None if executable.replay is None else executable.replay.begin(views, feed)
-        fixed = self.placement, feed, work, views, worlds
+        units: Sequence[Unit] = self.placement.layout.units
+        if self.recording is not None and graphs is None:
+            units = self.recording.timed(units)
+        fixed = self.placement, feed, work, views, worlds, units
         return ProgramRun(*fixed, state.ties, state.steps, state.scaler, self._issue, graphs)
 
     def _let_fly(self) -> None:
@@ -207,6 +211,8 @@ class Engine:
         """Restart counting traffic and time."""
         self.placement.axes.counters.clear()
         self.clock = Clock()
+        if self.recording is not None:
+            self.recording.layers.clear()
         if self.state.disk is not None:
             self.state.disk.reset()
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+from typing import Any, NamedTuple, cast
 
 from fsdpx.array.arena import Arena
 from fsdpx.engine.activations import Activations, is_activation
 from fsdpx.engine.executable import ExecutableAction
+from fsdpx.layout.units import Unit
+from fsdpx.nn.layer import Layer
+from fsdpx.nn.sort import Node
 from fsdpx.program import Action, Program
 from fsdpx.state.transfer import Transfer
 
-__all__ = ["Acted", "Outside", "Recording", "TransferSpan", "Turn"]
+__all__ = ["Acted", "LayerSpan", "LayerTime", "Outside", "Recording", "TransferSpan", "Turn"]
 
 
 class Acted(NamedTuple):
@@ -36,6 +40,23 @@ class TransferSpan(NamedTuple):
     landed: float
 
 
+class LayerSpan(NamedTuple):
+    """A layer ran inside of an action. what: "forward", or which part of its backward."""
+
+    path: str
+    what: str
+    begin: float
+    end: float
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one layer on one rank. forwards: how often it ran, recomputing included."""
+
+    forwards: int = 0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
 class Outside(NamedTuple):
     """Something beside programs, such as agreeing on a batch."""
 
@@ -47,7 +68,8 @@ class Outside(NamedTuple):
 @dataclass
 class Turn:
     """One run of a program. number: among those of this trainer, alike on all ranks that run programs together. steps:
-    updates made before. before: what was done since the turn before. flights: of transfers that landed in it."""
+    updates made before. before: what was done since the turn before. flights: of transfers that landed in it.
+    layers: that ran in it."""
 
     number: int
     steps: int
@@ -55,6 +77,7 @@ class Turn:
     before: list[Outside]
     acted: list[Acted] = field(default_factory=list)
     flights: list[TransferSpan] = field(default_factory=list)
+    layers: list[LayerSpan] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
@@ -63,11 +86,14 @@ class Turn:
 
 
 class Recording:
-    """The last `keep` programs that train; evaluating and predicting leave no turn."""
+    """The last `keep` programs that train; evaluating and predicting leave no turn. layers: path -> time since the
+    beginning, or the last `reset`."""
 
     def __init__(self, keep: int) -> None:
         self.turns: deque[Turn] = deque(maxlen=keep)
         self.activations = Activations()
+        self.layers: dict[str, LayerTime] = {}
+        self._units: list[Unit] = []
         self._count = 0
         self._now: Turn | None = None
         self._before: list[Outside] = []
@@ -81,6 +107,28 @@ class Recording:
             self.turns.append(self._now)
             self.activations.within(arena)
         self._before = []
+
+    def timed(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """The same units with layers that note when they run. A line of small layers runs one by one, to the same
+        bits."""
+        if len(self._units) < len(units):
+            self._units = [replace(unit, nodes=tuple(map(self._noting, unit.nodes))) for unit in units]
+        return self._units
+
+    def _noting(self, node: Node) -> Node:
+        return replace(node, layer=cast(Layer, _TimedLayer(node, self._ran)))
+
+    def _ran(self, path: str, what: str, begin: float) -> None:
+        """A part of a layer that began at that time has ended now."""
+        if self._now is None:
+            return
+        end = perf_counter()
+        self._now.layers.append(LayerSpan(path, what, begin, end))
+        forwards, forward, backward = self.layers.get(path, LayerTime())
+        if what == "forward":
+            self.layers[path] = LayerTime(forwards + 1, forward + end - begin, backward)
+        else:
+            self.layers[path] = LayerTime(forwards, forward, backward + end - begin)
 
     def outside(self, what: str, begin: float, end: float) -> None:
         """Something beside programs has ended."""
@@ -104,3 +152,31 @@ class Recording:
         """A transfer that this action began is complete."""
         if self._now is not None:
             self._now.flights.append(TransferSpan(action, issued, landed))
+
+
+PARTS = ("forward", "backward", "backward_leaf", "backward_input", "backward_params")
+
+
+class _TimedLayer:
+    """The layer of a node, which notes each of its parts that has run."""
+
+    def __init__(self, node: Node, note: Callable[[str, str, float], None]) -> None:
+        self._layer = node.layer
+        for what in PARTS:
+            setattr(self, what, self._noted(node.path, what, getattr(node.layer, what), note))
+
+    @staticmethod
+    def _noted(path: str, what: str, run: Callable[..., Any], note: Callable[[str, str, float], None]) -> Any:
+        def timed(*arguments: Any) -> Any:
+            begin = perf_counter()
+            found = run(*arguments)
+            note(path, what, begin)
+            return found
+
+        return timed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __repr__(self) -> str:
+        return repr(self._layer)

@@ -13,6 +13,7 @@ from fsdpx.engine.replay import ProgramGraphs
 from fsdpx.engine.views import Views
 from fsdpx.engine.workspace import Workspace
 from fsdpx.errors import ConfigError
+from fsdpx.layout.units import Unit
 from fsdpx.nn.cache import Cache
 from fsdpx.nn.layer import Env, time_of
 from fsdpx.program import KINDS, Action, Outer, Stage
@@ -55,7 +56,8 @@ class Worlds:
 
 @dataclass
 class ProgramRun:
-    """place: what is fixed. feed: what this run was given. ties: by their first page. step, scaler: number of updates
+    """place: what is fixed. feed: what this run was given. units: of the layout, as they run. ties: by their first
+    page. step, scaler: number of updates
     made, and the loss scale, as they were when it began. issue: takes transfers that no slot holds, and the action that
     began them; the run waits for them at its end. graphs: that this run captures or replays."""
 
@@ -64,6 +66,7 @@ class ProgramRun:
     workspace: Workspace
     views: Views
     worlds: Worlds
+    units: Sequence[Unit]
     ties: dict[int, Tie]
     step: int
     scaler: Scaler

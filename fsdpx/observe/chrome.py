@@ -20,13 +20,15 @@ from fsdpx.observe.events import TracePlace, events_of, waits_of
 from fsdpx.program import VERBS, Event
 from fsdpx.version import __version__
 
-__all__ = ["MERGED", "RankTrace", "TraceHeader", "merge", "name_of", "read", "traced", "write"]
+__all__ = ["LAYER", "MERGED", "RankTrace", "TraceHeader", "merge", "name_of", "read", "traced", "write"]
 
 MERGED = "trace.json.gz"
 MICRO = 1e6
 COMPUTE, FIRST = 0, 2
 """Threads: of what occupies the rank, and of what moves beside it."""
 STEPS = 1
+LAYER = "layer"
+"""The category of slices of layers, inside of those of actions."""
 JSON = dict[str, Any]
 
 
@@ -81,8 +83,8 @@ def write(folder: Path, header: TraceHeader, turns: Sequence[Turn], place: Trace
 
 
 def traced(header: TraceHeader, turns: Sequence[Turn], place: TracePlace) -> list[JSON]:
-    """The events of one rank: steps, actions, waits and transfers as slices, messages as arrows, activations as a
-    curve."""
+    """The events of one rank: steps, actions, layers, waits and transfers as slices, messages as arrows, activations
+    as a curve."""
     lanes = _Lanes(header)
     for turn in turns:
         if not turn.acted:
@@ -96,6 +98,8 @@ def traced(header: TraceHeader, turns: Sequence[Turn], place: TracePlace) -> lis
         for one, event in zip(turn.acted, events, strict=True):
             lanes.event(event, stops=(event.start, event.end) == (one.ready, one.end))
             lanes.alive(one.end, one.alive)
+        for path, what, begin, end in turn.layers:
+            lanes.slice(COMPUTE, f"{path} {what}", LAYER, begin, end)
     return [*lanes.names(), *lanes.found]
 
 

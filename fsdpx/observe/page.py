@@ -11,7 +11,7 @@ from typing import Any
 
 from fsdpx.errors import ConfigError
 from fsdpx.observe import svg
-from fsdpx.observe.chrome import MICRO, RankTrace, read
+from fsdpx.observe.chrome import LAYER, MICRO, RankTrace, read
 from fsdpx.observe.folder import RunFolder
 from fsdpx.observe.svg import TimeBar
 from fsdpx.observe.waits import Waits, waits
@@ -72,6 +72,7 @@ def page(folder: RunFolder) -> str:
         *([_card("Bytes sent or received, by axis", _bytes(folder))] if of_a_run else []),
         _card("Where the time of ranks goes", _stragglers(found)),
         _card("Who waits for whom", _matrix(found)),
+        _card("Slowest layers", _layers(traces)),
         *([_card("Summary over all ranks", _summary(folder), "wide")] if of_a_run else []),
     ]
     name = escape(folder.path.resolve().name)
@@ -136,7 +137,7 @@ def _window(one: RankTrace) -> tuple[float, float]:
 
 
 def _within(event: dict[str, Any], start: float, end: float) -> bool:
-    return event["ph"] == "X" and event["cat"] not in ("step", "outside") and start <= event["ts"] < end
+    return event["ph"] == "X" and event["cat"] not in ("step", "outside", LAYER) and start <= event["ts"] < end
 
 
 def _measured(one: RankTrace, event: dict[str, Any], row: int, zero: float) -> TimeBar:
@@ -209,6 +210,21 @@ def _stragglers(found: Waits | None) -> str:
     )
     key = svg.legend(["computing", "waiting for others", "waiting for transfers", "other"])
     return f"{svg.bars(rows, 'ms per step')}{key}<p>{words} Mean of {found.steps} steps.</p>"
+
+
+def _layers(traces: Sequence[RankTrace]) -> str:
+    """The ten that take longest, each on the rank on which it takes longest."""
+    spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(traces))
+    for one in traces:
+        for event in one.events:
+            if event.get("cat") == LAYER:
+                spent[event["name"].rpartition(" ")[0]][one.header.rank] += event["dur"] / 1e3
+    if not spent:
+        return f'<p class="note">{NO_TRACE}</p>'
+    steps = sum(event.get("cat") == "step" for event in traces[0].events)
+    slowest = sorted(((path, max(ms) / steps) for path, ms in spent.items()), key=lambda one: -one[1])[:10]
+    more = f"<p>{len(spent)} layers in all, on the slowest rank of each. Mean of {steps} steps.</p>"
+    return svg.bars([(path, [ms]) for path, ms in slowest], "ms per step") + more
 
 
 def _matrix(found: Waits | None) -> str:

@@ -13,6 +13,7 @@ from fsdpx.codecs import Plain, Route
 from fsdpx.comm.communicator import split_evenly
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.messages import travelling
+from fsdpx.engine.recording import LayerTime
 from fsdpx.program import Moves, Program, Sizes, Traffic, traffic
 from fsdpx.state.clock import Spent
 from fsdpx.state.footprint import Footprint, peak_rss, reading
@@ -32,6 +33,8 @@ Moving = tuple[str, str]
 """Axis and collective."""
 SHOWN = 20
 """Reduces with a line of their own."""
+SLOWEST = 10
+"""Layers with a line of their own."""
 
 
 class Reduced(NamedTuple):
@@ -107,7 +110,7 @@ class Report(Moved):
     """memory: bytes by kind, of all that is held. disk: of what lies there. times: by verb. overlap: mesh axis -> share
     of the time transfers were under way in which this rank computed. disk_time: if something lies on disk. high_water:
     by kind of memory, the bytes that were planned, None where there is no plan, and the most at any time; activations
-    are among them if the trainer keeps a trace."""
+    are among them if the trainer keeps a trace. layers: of such a trainer, by path."""
 
     rank: int
     ranks: int
@@ -122,6 +125,7 @@ class Report(Moved):
     seconds: float
     disk_time: DiskTime | None = None
     high_water: dict[str, tuple[int | None, int]] = field(default_factory=dict)
+    layers: dict[str, LayerTime] = field(default_factory=dict)
     read_footprint: Callable[[], Footprint | None] | Footprint | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -140,7 +144,9 @@ class Report(Moved):
     def __str__(self) -> str:
         model = f"{self.parameters:,} parameters in {self.units} units"
         head = f"rank {self.rank} of {self.ranks}: {model}, {self.steps} steps"
-        return "\n\n".join([head, self._moved(), *self._reduced(), *self.routing_text, self._held(), self._spent()])
+        layers = slowest({path: {self.rank: one} for path, one in self.layers.items()})
+        parts = (self._moved(), *self._reduced(), *self.routing_text, self._held(), self._spent(), *layers)
+        return "\n\n".join([head, *parts])
 
     @property
     def routing_text(self) -> list[str]:
@@ -173,6 +179,24 @@ class Report(Moved):
         return "\n".join([table(rows), OUTSIDE, *transfers, *disk])
 
 
+def slowest(layers: Mapping[str, Mapping[int, LayerTime]]) -> Iterator[str]:
+    """The layers that took longest, each on the rank on which it did: a table, if there are any. layers: path -> rank
+    -> time."""
+
+    def seconds(one: LayerTime) -> float:
+        return one.forward + one.backward
+
+    if not layers:
+        return
+    worst = {path: max(ranks.items(), key=lambda item: seconds(item[1])) for path, ranks in layers.items()}
+    total = sum(seconds(one) for _, one in worst.values()) or 1.0
+    rows: list[tuple[str, ...]] = [("slowest layers", "rank", "forwards", "forward s", "backward s", "share")]
+    for path, (rank, one) in sorted(worst.items(), key=lambda item: -seconds(item[1][1]))[:SLOWEST]:
+        times = f"{one.forwards:,}", f"{one.forward:.3f}", f"{one.backward:.3f}", f"{100 * seconds(one) / total:.1f} %"
+        rows.append((path, str(rank), *times))
+    yield f"{table(rows)}\n{len(layers)} layers; share: of the time of all of them"
+
+
 def call_text(axis: str, call: str) -> str:
     """The transfer as text: "all-gather over shard", "read, disk"."""
     return f"{call}, {axis}" if axis == "disk" else f"{call.replace('_', '-')} over {axis}"
@@ -200,6 +224,7 @@ def report(engine: Engine, programs: Sequence[tuple[Program, int]]) -> Report:
         overlap={axis: 1.0 - busy / flown for axis, (flown, busy) in clock.in_flight.items() if flown > 0},
         seconds=perf_counter() - clock.start,
         reduces=list(_reduces(engine)),
+        layers={} if engine.recording is None else dict(engine.recording.layers),
         disk_time=None if state.disk is None else _disk_time(state.disk, predicted, counted),
         high_water=_high_water(engine),
         read_footprint=None if place.imaginary else reading(state),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from fsdpx.state.clock import Spent
 from fsdpx.state.tables import bytes_text, table
-from fsdpx.trainer.report import Report, call_text
+from fsdpx.trainer.report import Report, call_text, slowest
 from fsdpx.trainer.routing import Routing, routing_table, together
 
 __all__ = ["Summary"]
@@ -37,7 +38,8 @@ class Summary:
         model = f"{one.parameters:,} parameters in {one.units} units"
         seconds = max(report.seconds for report in self.reports)
         head = f"{len(self.reports)} ranks: {model}, {one.steps} steps, {seconds:.1f} s"
-        return "\n\n".join([head, f"{self._verbs()}\n{MEANING}", self._moved(), *self._routed(), self._memory()])
+        parts = (f"{self._verbs()}\n{MEANING}", self._moved(), *self._routed(), self._memory(), *self._layers())
+        return "\n\n".join([head, *parts])
 
     @property
     def routing(self) -> dict[str, Routing]:
@@ -92,6 +94,11 @@ class Summary:
             rows.append((call_text(*key), f"{calls:,}", *map(bytes_text, (sum(moved), min(moved), max(moved)))))
         return table(rows if len(rows) > 1 else [*rows, ("nothing: one rank", "", "", "", "")])
 
+    def _layers(self) -> Iterator[str]:
+        """The slowest ones, where ranks keep a trace."""
+        paths = dict.fromkeys(path for report in self.reports for path in report.layers)
+        return slowest({path: {r.rank: r.layers[path] for r in self.reports if path in r.layers} for path in paths})
+
     def _routed(self) -> list[str]:
         return [f"{text}\n{ROUTED}" for text in routing_table(self.routing, whole=True)]
 
@@ -118,6 +125,7 @@ def _row(report: Report) -> dict[str, Any]:
     return {
         **{name: getattr(report, name) for name in names},
         "times": {verb: one._asdict() for verb, one in report.times.items()},
+        "layers": {path: one._asdict() for path, one in report.layers.items()},
         "routing": {path: {"chosen": one.chosen, "computed": one.computed} for path, one in report.routing.items()},
         "traffic": [[axis, call, one.calls, one.bytes] for (axis, call), one in sorted(report.traffic.items())],
     }

@@ -75,7 +75,7 @@ def test_the_page_of_a_run_is_whole_by_itself(tmp_path: Path, capsys: pytest.Cap
     checked = Checked()
     checked.feed(text)
     assert checked.open == []
-    assert checked.seen.count("svg") == 6
+    assert checked.seen.count("svg") == 7
     assert "script" not in checked.seen
     assert re.findall(r"(?:src|href|url)\s*[=(]|https?:", text) == []
     assert "&lt;b&gt;" in text
@@ -114,7 +114,7 @@ def test_a_run_without_a_trace_says_how_to_get_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.begin({}, 1)
     assert main(["report", str(tmp_path)]) == 0
-    assert folder.page.read_text().count("no trace was kept: --trace of the main job") == 4
+    assert folder.page.read_text().count("no trace was kept: --trace of the main job") == 5
 
 
 def test_a_folder_of_traces_alone_has_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,48 @@ def written(folder: Path, size: int = 4, **options: Any) -> list[RankTrace]:
     return read(folder)
 
 
+class Twice(nn.Linear):
+    """Does its work twice."""
+
+    def forward(self, env: Any, params: Any, x: Any) -> Any:
+        super().forward(env, params, x)
+        return super().forward(env, params, x)
+
+
+def test_layers_inside_of_a_unit(tmp_path: Path) -> None:
+    """Twelve layers in one unit, a line of equal ones among them: bits as without a trace, each layer's time in the
+    report, ten in its text, and slices inside of those of actions."""
+    model = nn.Chain(*[nn.Linear(8, 8) for _ in range(11)], Twice(8, 8))
+
+    def run(comm: Communicator, trace: Any) -> tuple[str, Any, str]:
+        options = {"group_bytes": "1MiB", "comm": comm, "trace": trace, "tune": False, "recompute": "all"}
+        trainer = fsdpx.distribute(model, loss=nn.MSE(), optimizer=fsdpx.optim.SGD(lr=0.1), **options)
+        for _ in range(3):
+            trainer.step(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
+        trainer.evaluate(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))
+        found = trainer.fingerprint(), trainer.report(), str(trainer.summary())
+        trainer.reset()
+        assert trainer.report().layers == {}
+        trainer.close()
+        return found
+
+    plain, traced = (spawn(run, 2, trace) for trace in (None, tmp_path))
+    assert plain[0][0] == traced[0][0]
+    assert (plain[0][1].layers, "slowest layers" in plain[0][2]) == ({}, False)
+    layers = traced[1][1].layers
+    assert {*layers} == {str(n) for n in range(12)}
+    assert all(one.forwards == 6 and one.forward > 0 and one.backward > 0 for one in layers.values())
+    for text in (str(traced[0][1]), traced[0][2]):
+        rows = re.search(r"^slowest layers +rank.*\n-+\n((?:\d+ .* %\n)+)12 layers; share", text, re.M)
+        assert rows
+        assert len(rows[1].splitlines()) == 10
+    for one in read(tmp_path):
+        actions = [(e["ts"], e["ts"] + e["dur"]) for e in one.events if e.get("cat") == "compute"]
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in one.events if e.get("cat") == "layer"]
+        assert len(spans) == 3 * 12 * 3  # steps, layers, forward twice and backward
+        assert all(any(a <= begin and end <= b for a, b in actions) for begin, end in spans)
+
+
 class Imported:
     """What Perfetto's trace processor makes of events, as far as it matters here: it sorts them by time, in whole
     nanoseconds, and keeps for each thread the slices that are open. A slice that ends after the one it begins in is
