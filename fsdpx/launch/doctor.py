@@ -29,6 +29,7 @@ from fsdpx.cuda.devices import take as taken
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import init
 from fsdpx.launch import found
+from fsdpx.state import records
 from fsdpx.state.tables import bytes_text
 from fsdpx.version import __version__
 
@@ -43,7 +44,8 @@ LITTLE = 64 << 20
 
 class RankFacts(NamedTuple):
     """A rank's description of itself. cores: those it may run on. free: bytes of shared memory. locked, files: bytes it
-    may lock, files it may open; None: no limit. gpus: that CuPy sees. driver: whether the host has NVIDIA's."""
+    may lock, files it may open; None: no limit. gpus: that CuPy sees. driver: whether the host has NVIDIA's. load:
+    processes that want to run, per core of the host."""
 
     host: str
     versions: dict[str, str]
@@ -56,6 +58,7 @@ class RankFacts(NamedTuple):
     writable: bool
     gpus: tuple[str, ...]
     driver: bool
+    load: float = 0.0
 
 
 class Way(NamedTuple):
@@ -123,7 +126,7 @@ def _rank_facts() -> RankFacts:
     return RankFacts(
         platform.node(), {name: _version(name) for name in PACKAGES}, affinity, parallel.threads(),
         found.free_shared(), *_limits(), str(settings.cache), _writable(settings), gpus,
-        os.path.exists("/dev/nvidiactl"),
+        os.path.exists("/dev/nvidiactl"), records.load(),
     )  # fmt: skip
 
 
@@ -271,6 +274,8 @@ def warnings_of(facts: Sequence[RankFacts], mpi: dict[str, Any] | None, sharing:
         if able and running > able:
             notes.append(f"{host}: {running} threads of {len(here)} ranks on {able} cores: set OMP_NUM_THREADS to "
                         f"{max(able // len(here), 1)}, or start at most {able} ranks")  # fmt: skip
+        if (busy := max(one.load for one in here)) >= records.BUSY:
+            notes.append(f"{host}: {busy:.1f} processes per core want to run: what was timed here is not to be trusted")
         free = here[0].free
         if free is not None and free < LITTLE and len(here) > 1:
             notes.append(
@@ -337,7 +342,7 @@ def _text(report: dict[str, Any]) -> str:
         mark = "chosen" if way["chosen"] else "yes" if way["able"] else "no"
         rows.append((f"{way['carries']} arrays", f"{mark:6}  {way['name']}: {way['why']}"))
     for row in report["all_reduce"]:
-        good = "right" if not row["wrong_ranks"] else f"WRONG on {ranks_text(row['wrong_ranks'])}"
+        good = "the sum is right" if not row["wrong_ranks"] else f"the sum is WRONG on {ranks_text(row['wrong_ranks'])}"
         rows.append(("all-reduce", f"{bytes_text(row['bytes'])}: {row['seconds'] * 1e6:,.0f} us, {good}"))
     rows += [("warning", text) for text in report["warnings"]]
     width = max(len(name) for name, _ in rows)

@@ -41,16 +41,17 @@ def rates_of(folder: Path, direct: bool | None) -> Rates | None:
         return None
     settings = environment.read()
     key = {"machine": platform.node(), "device": folder.stat().st_dev, "direct": direct is not False}
-    known = records.read("disk", key, _of_record)
+    known = records.read("disk", key, _of_record, times=settings.tune)
     if known is not None and not settings.retune:
         return known
     if not settings.tune:
         return None
+    busy = records.load()
     try:
         found = _measured(folder, direct)
     except OffloadError:
         return None
-    records.write("disk", key, found._asdict())
+    records.write("disk", key, found._asdict(), busy)
     return found
 
 

@@ -82,7 +82,7 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     what real ones have measured. With FSDPX_TUNE=again each kind of job is measured again, once in a process. The BLAS
     library is set for the process."""
     if wanted and isinstance(world, FakeCommunicator):
-        return _kept(_key(world)) or Tuning(blas.chosen(), parallel.threads())
+        return _kept(_key(world), times=False) or Tuning(blas.chosen(), parallel.threads())
     measurable = world.size == 1 or carrier_of(world) is not None
     if not wanted or xp is not np or not measurable:
         return Tuning(blas.chosen(), parallel.threads())
@@ -92,12 +92,13 @@ def tune_for(world: Communicator, wanted: bool, xp: Any) -> Tuning:
     found = _of_rank_0(world, None if anyway else known)
     if found is None:
         last = _of_rank_0(world, known or _like(key))
+        busy = records.load()
         found = _measure_well(world, last)
         if last is not None and not anyway:  # jobs of all sizes on a machine compute with one library: the same bits
             found = replace(found, blas=last.blas, sixteen=last.sixteen)
         _remeasured.add(str(key))
         if world.rank == 0:
-            records.write("tuning", key, asdict(found))
+            records.write("tuning", key, asdict(found), busy)
     if found.blas != blas.chosen():
         blas.choose(found.blas)
     if found.sixteen:
@@ -110,12 +111,17 @@ _remeasured: set[str] = set()
 
 
 def stored() -> list[tuple[dict[str, Any], Tuning, str]]:
-    """What was measured on this machine: what it is for, the choices, and when it was."""
+    """What was measured on this machine: what it is for, the choices, and when it was. A busy machine is named in the
+    figures."""
     here = (record for record in records.every("tuning") if record.key.get("machine") == platform.node())
     found = []
     for record in here:
         with suppress(ValueError):  # of another version, or damaged
-            found.append((record.key, _tuning(record.value), record.date))
+            tuning = _tuning(record.value)
+            if record.load >= records.BUSY:
+                words = f"{record.load:.1f} per core: measured again when the machine is calm"
+                tuning = replace(tuning, measured={**tuning.measured, "load": words})
+            found.append((record.key, tuning, record.date))
     return found
 
 
@@ -299,8 +305,8 @@ def _way(node: NodeCommunicator | FakeNode) -> str:
     return "node" if library == "mpi" else f"node over {library}"
 
 
-def _kept(key: dict[str, Any]) -> Tuning | None:
-    return records.read("tuning", key, _tuning)
+def _kept(key: dict[str, Any], times: bool = True) -> Tuning | None:
+    return records.read("tuning", key, _tuning, times)
 
 
 def _like(key: dict[str, Any]) -> Tuning | None:

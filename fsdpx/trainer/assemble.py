@@ -38,7 +38,7 @@ from fsdpx.nn.sort import Sorted, sort
 from fsdpx.optim.average import Averaged
 from fsdpx.optim.rounded import Rounded, scheduled
 from fsdpx.program import Slot, Stage, pipeline
-from fsdpx.state import eight
+from fsdpx.state import eight, records
 from fsdpx.state.accumulation import accumulation, microbatches_of
 from fsdpx.state.allocate import allocate
 from fsdpx.state.local import local_of
@@ -116,7 +116,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     recomputing = recompute(training.recompute)
     settings = environment.read()
     guard = settings.check and not isinstance(world, Guarded) if machinery.check is None else machinery.check
-    with slow(world, "measuring"):
+    with slow(world, "measuring", records.kept):
         tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
     axes, sharding = _axes(distribution, world, guard)
     planned = _planned(training.model, training.loss, axes, distribution.tensor_plan, distribution.sequence)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, TextIO
@@ -48,10 +48,11 @@ def say(who: Any, text: str) -> None:
 
 
 @contextmanager
-def slow(who: Any, what: str) -> Iterator[None]:
+def slow(who: Any, what: str, outcome: Callable[[], str] = str) -> Iterator[None]:
     """If the block takes longer than a second, rank 0 says what it does, and at its end how long it took.
 
-    Ranks that do not exist say nothing, and start no thread, for which there may be no memory."""
+    Ranks that do not exist say nothing, and start no thread, for which there may be no memory. outcome: what is added
+    to the end."""
     if isinstance(who, FakeCommunicator):
         yield
         return
@@ -69,4 +70,4 @@ def slow(who: Any, what: str) -> Iterator[None]:
     finally:
         timer.cancel()
         if named.is_set():
-            say(who, f"{what} took {perf_counter() - begin:.0f} s; what came of it is kept on disk")
+            say(who, f"{what} took {perf_counter() - begin:.0f} s{outcome()}")

@@ -26,7 +26,13 @@ def test_without_a_gpu_and_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "host arrays  chosen  local: one rank by itself" in text
     assert "gpu arrays   no      staged through the host: no GPU on rank 0: CuPy not installed" in text
     assert "all-reduce   4.00 MiB: " in text
-    assert ", right" in text
+    assert ", the sum is right" in text
+
+
+def test_times_of_a_busy_machine_are_not_to_be_trusted() -> None:
+    said = "n1: 4.2 processes per core want to run: what was timed here is not to be trusted"
+    assert warnings_of([GOOD, GOOD._replace(load=4.2)], None, []) == [said]
+    assert warnings_of([GOOD._replace(load=0.4)], None, []) == []
 
 
 def test_two_ranks_on_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +65,7 @@ def test_sums_that_are_wrong_are_seen() -> None:
 
     report = spawn(body, 3)[0]
     assert not report["healthy"]
-    assert "WRONG on ranks 1, 2" in doctor._text(report)
+    assert "the sum is WRONG on ranks 1, 2" in doctor._text(report)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from fsdpx.state.tuning import Tuning, stored, tune_for
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache of its own, and the library of before afterwards."""
+    """A cache of its own, a calm machine, and the library of before afterwards."""
+    monkeypatch.setattr(records, "load", lambda: 0.0)
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "cache"))
     before = blas.chosen()
     yield tmp_path / "cache"
@@ -124,6 +125,24 @@ def test_again_measures_anew_once_in_a_process(monkeypatch, rates):
     assert len(taken) == 2
     tune_for(_single(), True, np)
     assert len(taken) == 2
+
+
+def test_what_a_busy_machine_gave_is_measured_again_when_it_is_calm(monkeypatch, rates):
+    _, taken = rates
+    loads = iter([3.0, 2.0, 0.9, 0.4, 0.4, 0.4])
+    monkeypatch.setattr(records, "load", lambda: next(loads))
+    tune_for(_single(), True, np)  # measured at 3.0
+    assert stored()[0][1].measured["load"] == "3.0 per core: measured again when the machine is calm"
+    tune_for(_single(), True, np)
+    tune_for(_single(), True, np)
+    assert len(taken) == 1
+    tune_for(_single(), True, np)
+    assert len(taken) > 1
+    (_, found, _) = stored()[0]
+    assert "load" not in found.measured
+    again = len(taken)
+    assert tune_for(_single(), True, np) == found
+    assert len(taken) == again
 
 
 @pytest.mark.parametrize(
@@ -255,11 +274,18 @@ def test_a_spoilt_file_is_measured_anew(cache, monkeypatch, text):
     assert json.loads(file.read_text())["tuning"]["blas"] == again.blas
 
 
-@in_full
-def test_a_cache_that_cannot_be_written_only_means_measuring_again(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(tmp_path, monkeypatch, rates):
+    assert records.kept() == f"; what came of it is kept in {tmp_path / 'cache'}"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
-    assert tune_for(_single(), True, np).blas in blas.available()
+    said = (
+        r"measurements cannot be kept in .*/file/below \(Not a directory\), so every start measures again: set F"
+    )
+    with pytest.warns(RuntimeWarning, match=said):
+        assert tune_for(_single(), True, np).blas in blas.available()
+    tune_for(_single(), True, np)
+    assert len(rates[1]) >= 2
+    assert (records.kept(), stored()) == ("", [])
     assert stored() == []
 
 
