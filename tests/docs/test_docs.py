@@ -56,6 +56,14 @@ def test_blocks_run_and_print_what_follows(page: Path, tmp_path: Path, monkeypat
         fsdpx.finalize()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_blocks_that_are_not_run_say_so(page: Path) -> None:
+    for language, first in re.findall(r"^```(\w+)\n(.*)\n", page.read_text(), re.M):
+        assert not language.startswith("py") or language == "python" or first.startswith("# not run by the tests: "), (
+            first
+        )
+
+
 @in_full
 def test_the_picture_in_the_readme_is_what_show_prints(capsys: pytest.CaptureFixture[str]) -> None:
     from fsdpx.__main__ import main
