@@ -1,9 +1,12 @@
 """Words of other libraries and what they are called here: one table for all errors about names that are unknown."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
-__all__ = ["OTHERS", "meant"]
+from fsdpx.errors import ConfigError, FsdpxError
+
+__all__ = ["OTHERS", "demand_match", "meant"]
 
 OTHERS: dict[str, str] = {
     "FULL_SHARD": 'strategy="fsdp"',
@@ -74,3 +77,27 @@ def meant(word: str, known: Iterable[str]) -> str:
         return f"; here that is {ours}"
     near = get_close_matches(word, list(known), 1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def demand_match(
+    argument: str, patterns: Iterable[str], names: Iterable[str], what: str = "parameter",
+    fits: Callable[[str, str], bool] = fnmatchcase, kind: type[FsdpxError] = ConfigError,
+) -> None:  # fmt: skip
+    """An error for a pattern that fits none of the names; it says the argument, the pattern and the nearest names.
+
+    Parameters
+    ----------
+    argument : where the patterns were given
+    patterns, names : those given, and those that there are
+    what : a name is of
+    fits : whether a name and a pattern belong together
+    kind : of the error
+    """
+    known = list(names)
+    for pattern in patterns:
+        if not any(fits(name, pattern) for name in known):
+            word = pattern.strip("*.")
+            near = [n for n in known if word and word in n] or get_close_matches(word, known, 6, 0.4) or known
+            shown = ", ".join(map(repr, near[:6])) + (" ..." if len(near) > 6 else "")
+            there = f"{'there are' if near is known else 'the nearest are'} {shown}" if known else "there is none"
+            raise kind(f"{argument}: {pattern!r} matches no {what}; {there}")

@@ -26,6 +26,7 @@ from fsdpx.errors import CheckpointError
 from fsdpx.nn.layer import Layer, dotted
 from fsdpx.state.placement import Placement
 from fsdpx.state.state import TrainState
+from fsdpx.words import demand_match
 
 __all__ = ["WeightsReport", "load_weights"]
 
@@ -189,10 +190,11 @@ class _Rules:
             if type(old) is not str or type(new) is not str or old.count("*") != new.count("*"):
                 raise CheckpointError(f"rename: {old!r} and {new!r} must be texts with equally many *")
             self._rules.append((old, re.compile("(.*?)".join(map(re.escape, old.split("*")))), new))
-        self._idle = dict.fromkeys(rename)
+        self._idle, self._names = dict.fromkeys(rename), list[str]()
 
     def __call__(self, name: str) -> str:
         """The new name, by the first pattern that fits; else the name itself."""
+        self._names.append(name)
         for old, pattern, new in self._rules:
             if match := pattern.fullmatch(name):
                 self._idle.pop(old, None)
@@ -201,8 +203,7 @@ class _Rules:
         return name
 
     def demand_used(self) -> None:
-        for old in self._idle:
-            raise CheckpointError(f"rename: nothing is named like {old!r}")
+        demand_match("rename", self._idle, self._names, "name there", lambda name, old: False, CheckpointError)
 
 
 def _known(placement: Placement) -> dict[str, str | None]:

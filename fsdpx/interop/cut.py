@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fsdpx.errors import ConfigError
 from fsdpx.interop.apart import apart
 from fsdpx.interop.described import At, ModuleLayout, ModuleUnit, OperationGraph, Shapes, described, value
-from fsdpx.interop.module import Differentiated, Module, chosen, values_of
+from fsdpx.interop.module import Differentiated, Module, chosen, is_norm, values_of
 from fsdpx.interop.operations import Operations
 from fsdpx.interop.recorded import Run
 from fsdpx.interop.surroundings import REPLACED
@@ -28,6 +28,7 @@ from fsdpx.interop.tensors import tensor_of
 from fsdpx.nn.container import ChildCall, Container
 from fsdpx.nn.gradients import Gradients
 from fsdpx.nn.layer import Env, Params, Spec, dotted
+from fsdpx.words import demand_match
 
 __all__ = ["CutModule", "UnitFunction", "cut", "shared"]
 
@@ -46,12 +47,14 @@ class UnitFunction(Differentiated):
     constants : buffers and constants, in the order of the graph
     name : of the unit, for messages
     shapes : of what it reads and gives in the format of its parameters, if that is known
+    norms : names of parameters of norms
     """
 
     def __init__(
         self, operations: Operations, inputs: int, parameters: Mapping[str, torch.Tensor], constants: Sequence[Any],
-        name: str, shapes: Shapes | None = None,
+        name: str, shapes: Shapes | None = None, norms: Collection[str] = (),
     ) -> None:  # fmt: skip
+        self._norms = norms
         self.n_inputs, self.name, self._known = inputs, name, shapes
         self._kinds = {n: str(t.dtype).removeprefix("torch.") for n, t in parameters.items()}
         self.values = values_of(parameters)
@@ -62,7 +65,7 @@ class UnitFunction(Differentiated):
         self.compiled, self.draws = operations.backend is not None, operations.draws
 
     def specs(self) -> dict[str, Spec]:
-        return self.values.specs(self._shapes, self.trained)
+        return self.values.specs(self._shapes, self.trained, norms=self._norms)
 
     def __repr__(self) -> str:
         return f"Part({self.name})"
@@ -132,8 +135,9 @@ def _made(layout: ModuleLayout, module: torch.nn.Module, backend: str | None) ->
             if does not in operations:
                 operations[does] = Operations(unit.graph.module(), backend)
             tensors = {local: module.get_parameter(full) for local, full in unit.parameters}
+            norms = [own for own, full in unit.parameters if is_norm(module.get_submodule(full.rpartition(".")[0]))]
             constants = [buffers[held] if isinstance(held, str) else held for held in unit.constants]
-            layer = UnitFunction(operations[does], len(unit.reads), tensors, constants, unit.name, unit.shapes)
+            layer = UnitFunction(operations[does], len(unit.reads), tensors, constants, unit.name, unit.shapes, norms)
         steps.append(ChildCall(unit.name, layer, tuple(unit.reads), (unit.result,)))
     made = {dotted(step.name, local) for step in steps for local in step.layer.specs()}
     ties = {alias: name for alias, name in shared(module).items() if {alias, name} <= made}
@@ -353,10 +357,8 @@ def _chooser(units: Units | Sequence[str] | None, modules: Mapping[str, torch.nn
         lists = [name for name, one in modules.items() if isinstance(one, torch.nn.ModuleList)]
         return lambda path, module: path.rpartition(".")[0] in lists
     patterns = (units,) if isinstance(units, str) else tuple(units)
-    for pattern in patterns:
-        if not any(_fits(pattern, path, one) for path, one in modules.items() if path):
-            kinds = sorted({type(one).__name__ for one in modules.values()})
-            raise ConfigError(f"units={pattern!r} fits no module; there are the classes {', '.join(kinds)}")
+    inside = [(type(one).__name__, path) for path, one in modules.items() if path]
+    demand_match("units", patterns, dict.fromkeys(name for names in inside for name in names), "module")
     return lambda path, module: any(_fits(pattern, path, module) for pattern in patterns)
 
 

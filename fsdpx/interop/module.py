@@ -26,7 +26,7 @@ from fsdpx.nn.gradients import destination
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.numeric import is_index
 
-__all__ = ["Differentiated", "Module", "chosen", "values_of"]
+__all__ = ["Differentiated", "Module", "chosen", "is_norm", "values_of"]
 
 
 def values_of(tensors: Mapping[str, torch.Tensor]) -> Values:
@@ -162,7 +162,7 @@ class Module(Differentiated):
         self.aliases = dict.fromkeys(self._bare.counts)  # type: ignore[misc]
 
     def specs(self) -> dict[str, Spec]:
-        return self.values.specs(self._bare.shapes, self.trained, self._bare.state)
+        return self.values.specs(self._bare.shapes, self.trained, self._bare.state, self._bare.of_norms)
 
     def __repr__(self) -> str:
         return f"Module({self._bare.kind})"
@@ -204,7 +204,8 @@ def chosen(result: Any, wanted: str | int | None, who: str) -> torch.Tensor:
 class _Bare:
     """A module without the data of its parameters, which every thread can have a copy of.
 
-    shapes: of parameters and saved buffers by name. state: names of running statistics. counts: names of buffers of
+    shapes: of parameters and saved buffers by name. state: names of running statistics. of_norms: of what
+    norms scale and shift by. counts: names of buffers of
     integers, which are constants."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -216,6 +217,7 @@ class _Bare:
         self.values = values_of(floats)
         self.shapes = {name: tuple(t.shape) for name, t in floats.items()}
         self._module = copy.deepcopy(module, {id(t): _without_data(t) for t in floats.values()})
+        self.of_norms = [name for name in floats if is_norm(module.get_submodule(name.rpartition(".")[0]))]
         self._modes = {name: child.training for name, child in module.named_modules()}
         norms = [(n, m) for n, m in self._module.named_modules() if isinstance(m, _BatchNorm)]
         self.norms = bool(norms)
@@ -239,6 +241,11 @@ class _Bare:
                 module.get_submodule(name).training = mode
             self._threads.mode = env.training
         return module, self.constants
+
+
+def is_norm(module: torch.nn.Module) -> bool:
+    """Whether a module is a norm: one of PyTorch's, or of a class of others that says so, such as LlamaRMSNorm."""
+    return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
 def _held(module: torch.nn.Module) -> dict[str, torch.Tensor]:

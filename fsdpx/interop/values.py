@@ -34,11 +34,15 @@ class Values:
         self._names, self.missing = tuple(arrays), dict(missing or {})
 
     def specs(
-        self, shapes: Mapping[str, tuple[int, ...]], trained: Collection[str], state: Collection[str] = ()
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        trained: Collection[str],
+        state: Collection[str] = (),
+        norms: Collection[str] = (),
     ) -> dict[str, Spec]:
         """The specs of parameters that begin with these values."""
         return {
-            name: Spec(shape, _Given(self, name), trainable=name in trained, state=name in state)
+            name: Spec(shape, _Given(self, name), trainable=name in trained, state=name in state, norm=name in norms)
             for name, shape in shapes.items()
         }
 

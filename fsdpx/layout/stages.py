@@ -7,6 +7,7 @@ from typing import Any
 from fsdpx.errors import ConfigError
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.sort import Node, Sorted
+from fsdpx.words import demand_match
 
 __all__ = ["Costs", "balanced", "cut_stages"]
 
@@ -89,8 +90,7 @@ def _check_costs(nodes: Sequence[Node], costs: Costs) -> None:
     for pattern, cost in costs.items():
         if not isinstance(cost, int | float) or not 0 <= cost < float("inf"):
             raise ConfigError(f"costs: {pattern!r} is {cost!r}, a number of at least 0 is needed")
-        if not any(fnmatchcase(node.path, pattern) for node in nodes):
-            raise ConfigError(f"costs: the pattern {pattern!r} matches no layer; there are {_names(nodes)}")
+    demand_match("costs", costs, [node.path for node in nodes], "layer")
 
 
 def _cost(node: Node, costs: Costs) -> float:

@@ -13,6 +13,7 @@ from fsdpx.nn.layer import Layer, Spec, dotted
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.sort import Node, Sorted, specs_of
 from fsdpx.program import constants
+from fsdpx.words import demand_match
 
 __all__ = ["GROUP_BYTES", "Layout", "Spread", "Unit", "lay_out"]
 
@@ -127,12 +128,16 @@ class Layout:
         """The name under which the pages of a layer hold its parameter."""
         return self.ties.get(name, name)
 
-    def matching(self, pattern: str) -> frozenset[str]:
-        """Canonical names of the trainable parameters that a name pattern (fnmatch) matches, by any of their names."""
-        names = [(name, name) for name in self.specs] + list(self.aliases.items())
-        found = {name for word, name in names if fnmatchcase(word, pattern)}
-        if not found:
-            raise ConfigError(f"the pattern {pattern!r} matches no parameter; there are {_some(list(self.specs))}")
+    @property
+    def names(self) -> dict[str, str]:
+        """All names of parameters -> the canonical ones."""
+        return {**{name: name for name in self.specs}, **self.aliases}
+
+    def matching(self, pattern: str, argument: str) -> frozenset[str]:
+        """Canonical names of the trainable parameters that a name pattern (fnmatch) matches, by any of their names; an
+        error that names the argument if there are none."""
+        demand_match(argument, [pattern], self.names)
+        found = {name for word, name in self.names.items() if fnmatchcase(word, pattern)}
         return frozenset(name for name in found if self.specs[name].trainable)
 
     def trainable(self, frozen: Container[str] = ()) -> tuple[bool, ...]:
@@ -268,17 +273,11 @@ def _names(model: Sorted, specs: Iterable[str]) -> dict[str, list[str]]:
 def _specs(model: Sorted, frozen: Sequence[str]) -> dict[str, Spec]:
     specs = specs_of(model)
     names = _names(model, specs)
-    for pattern in frozen:
-        if not any(fnmatchcase(name, pattern) for both in names.values() for name in both):
-            raise ConfigError(f"frozen pattern {pattern!r} matches no parameter; there are {_some(list(specs))}")
+    demand_match("frozen", frozen, [name for both in names.values() for name in both])
     return {
         name: replace(spec, trainable=False) if any(fnmatchcase(n, p) for p in frozen for n in names[name]) else spec
         for name, spec in specs.items()
     }
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
 
 
 def _used(nodes: Iterable[Node], aliases: Mapping[str, str]) -> list[list[str]]:

@@ -46,7 +46,7 @@ class BatchNorm(Layer):
 
     def specs(self) -> dict[str, Spec]:
         shape = (self.num_features,)
-        affine = {"weight": Spec(shape, ones), "bias": Spec(shape, zeros)} if self.affine else {}
+        affine = {"weight": Spec(shape, ones, norm=True), "bias": Spec(shape, zeros, norm=True)} if self.affine else {}
         state = {"running_mean": Spec(shape, zeros, state=True), "running_var": Spec(shape, ones, state=True)}
         return affine | state
 

@@ -18,6 +18,7 @@ from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, branches, prefixed
 from fsdpx.nn.shape import Add
 from fsdpx.nn.ties import resolve_ties
 from fsdpx.program import constants
+from fsdpx.words import demand_match
 
 __all__ = ["Chain", "ChildCall", "Container", "Residual", "chained", "check_name"]
 
@@ -215,11 +216,8 @@ class Container(Layer):
         specs = prefixed(self.children().items())
         ties = resolve_ties(type(self).__name__, ties, specs)
         free = {name: spec for name, spec in specs.items() if name not in ties}
-        for pattern in (frozen := (frozen,) if isinstance(frozen, str) else tuple(frozen)):
-            if not any(fnmatchcase(name, pattern) for name in free):
-                raise ConfigError(
-                    f"{type(self).__name__}: frozen={pattern!r} matches no parameter; there are {', '.join(free)}"
-                )
+        frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+        demand_match(f"{type(self).__name__}(frozen=)", frozen, free)
         for name, spec in free.items():
             if any(fnmatchcase(name, pattern) for pattern in frozen):
                 free[name] = replace(spec, trainable=False)

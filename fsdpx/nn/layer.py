@@ -38,6 +38,7 @@ class Spec:
     state : `forward` writes it when training (running statistics); never trainable
     cut : how it is cut over the tensor axis; None: every rank holds all of it
     packs : a matrix that the layer uses by `fsdpx.nn.numeric` or by rows, so it may be kept in 8 or 4 bits where frozen
+    norm : it scales or shifts what a norm gives; `optim.no_decay` leaves it without weight decay
     """
 
     shape: tuple[int, ...]
@@ -46,6 +47,7 @@ class Spec:
     state: bool = False
     cut: Cut | None = None
     packs: bool = False
+    norm: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))

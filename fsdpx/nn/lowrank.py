@@ -15,6 +15,7 @@ from fsdpx.nn.init import uniform
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, dotted
 from fsdpx.nn.linear import Linear
 from fsdpx.nn.numeric import add_product, affine, flat, product
+from fsdpx.words import demand_match
 
 __all__ = ["LOW", "LoRALinear", "lora"]
 
@@ -159,10 +160,8 @@ class _Adapting:
         raise ConfigError(f"lora: {path!r} {layer!r} is no container, so the Linear layers inside cannot be replaced")
 
     def demand_found(self) -> None:
-        for target, found in self.found.items():
-            if not found:
-                there = f"there are {', '.join(self.names)}" if self.names else "there are none"
-                raise ConfigError(f"lora: targets={target!r} matches no Linear layer; {there}")
+        missing = [target for target, found in self.found.items() if not found]
+        demand_match("lora(targets=)", missing, self.names, "Linear layer", lambda name, target: False)
         if not self.found:
             raise ConfigError("lora: targets names no layer")
 

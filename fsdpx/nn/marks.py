@@ -10,6 +10,7 @@ from fsdpx.nn.attention import MultiHeadAttention
 from fsdpx.nn.block import MLP
 from fsdpx.nn.layer import Layer, dotted
 from fsdpx.nn.moe import MoE
+from fsdpx.words import demand_match
 
 __all__ = ["Column", "Mark", "Own", "Row", "Vocab", "matched", "paths"]
 
@@ -61,11 +62,7 @@ def matched(model: Layer, plan: Mapping[str, Any] | None) -> tuple[dict[str, Mar
         )
     patterns = {pattern: _mark(pattern, mark) for pattern, mark in (plan or {}).items()}
     layers = dict(paths(model))
-    for pattern in patterns:
-        if not any(fnmatchcase(path, pattern) for path in layers):
-            raise ConfigError(
-                f"tensor_plan: {pattern!r} matches no layer; there are {', '.join(repr(p) for p in layers)}"
-            )
+    demand_match("tensor_plan", patterns, layers, "layer")
     marks: dict[str, Mark] = {}
     for path in layers:
         found = next((mark for pattern, mark in patterns.items() if fnmatchcase(path, pattern)), None)

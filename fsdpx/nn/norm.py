@@ -58,7 +58,11 @@ class LayerNorm(_Norm):
     def specs(self) -> dict[str, Spec]:
         if not self.elementwise_affine:
             return {}
-        return {"weight": Spec(self._shape, ones)} | ({"bias": Spec(self._shape, zeros)} if self.bias else {})
+        return {
+            name: Spec(self._shape, init, norm=True)
+            for name, init in (("weight", ones), ("bias", zeros))
+            if name == "weight" or self.bias
+        }
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         rows = _rows(self, x, self._shape)
@@ -102,7 +106,7 @@ class RMSNorm(_Norm):
 
     def specs(self) -> dict[str, Spec]:
         begin = zeros if self.unit_offset else ones
-        return {"weight": Spec(self._shape, begin)} if self.elementwise_affine else {}
+        return {"weight": Spec(self._shape, begin, norm=True)} if self.elementwise_affine else {}
 
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         eps = float(np.finfo(wide(x.dtype)).eps) if self.eps is None else self.eps

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from fsdpx.config import python_number
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim.kept import kept_of
-from fsdpx.optim.segments import Groups, Segments
+from fsdpx.optim.segments import NORMS, Groups, Segments
 
 __all__ = ["Optimizer", "Rate", "Slots", "no_decay", "rate"]
 
@@ -18,8 +18,9 @@ Slots = Mapping[str, Any]
 
 OVERRIDES = ("lr_scale", "weight_decay")
 
-no_decay: Groups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", "*norm*.weight", "*ln_?.weight")}
-"""Groups for biases and norms (found by name: `norm`, `norm1`, `ln_f`, ...): `AdamW(groups=optim.no_decay)`.
+no_decay: Groups = {pattern: {"weight_decay": 0.0} for pattern in ("*bias", NORMS)}
+"""Groups for biases, and for what norms scale and shift by, whatever they are called: `AdamW(groups=optim.no_decay)`. A
+norm of your own says so in its `Spec(..., norm=True)`.
 
 To add groups of your own: `{"embed.*": {"weight_decay": 0.0}, **optim.no_decay}`."""
 

@@ -1,7 +1,7 @@
 """Segments: which parameters a flat shard holds, and where."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -14,6 +14,8 @@ __all__ = ["Exchange", "Groups", "Peers", "Run", "Segment", "Segments"]
 
 Groups = Mapping[str, Mapping[str, float]]
 """Name pattern (fnmatch, on dotted names; the first that matches wins) -> {"weight_decay": ..., "lr_scale": ...}."""
+NORMS = "<norms>"
+"""In place of a pattern: the parameters of norms, by the kind of their layer."""
 
 Exchange = Callable[[Mapping[str, Sequence[float]], int], Mapping[str, Sequence[Sequence[float]]]]
 """What this rank tells of each parameter that it has a part of, and how many numbers -> what all ranks told."""
@@ -25,7 +27,7 @@ Frozen = tuple[tuple[str, tuple[tuple[str, float], ...]], ...]
 class Segment:
     """Elements [start, stop) of the shard are elements [offset, offset + stop - start) of parameter `name`.
 
-    size: elements of the full parameter. shape: its shape, () where it does not matter."""
+    size: elements of the full parameter. shape: its shape, () where it does not matter. norm: it is of a norm."""
 
     name: str
     start: int
@@ -33,6 +35,7 @@ class Segment:
     offset: int
     size: int
     shape: tuple[int, ...] = ()
+    norm: bool = False
 
     def __post_init__(self) -> None:
         if not (0 <= self.start <= self.stop and 0 <= self.offset <= self.offset + self.stop - self.start <= self.size):
@@ -120,7 +123,7 @@ class Segments:
     def _block(self, start: int, stop: int) -> "Segments":
         cuts = [(s, max(s.start, start), min(s.stop, stop)) for s in self.items if s.start < stop and s.stop > start]
         return Segments(
-            tuple(Segment(s.name, a - start, b - start, s.offset + a - s.start, s.size, s.shape) for s, a, b in cuts)
+            tuple(replace(s, start=a - start, stop=b - start, offset=s.offset + a - s.start) for s, a, b in cuts)
         )
 
     @cached_property
@@ -197,13 +200,18 @@ class Segments:
         )
 
 
+def belongs(name: str, norm: bool, pattern: str) -> bool:
+    """Whether a group of this pattern is for a parameter of this name, which is of a norm or is not."""
+    return norm if pattern == NORMS else fnmatchcase(name, pattern)
+
+
 def freeze(groups: Groups) -> Frozen:
     return tuple((pattern, tuple(sorted(values.items()))) for pattern, values in groups.items())
 
 
 def _overrides(items: tuple[Segment, ...], groups: Frozen) -> tuple[Run, ...]:
     def of(s: Segment) -> Run:
-        values = next((values for pattern, values in groups if fnmatchcase(s.name, pattern)), ())
+        values = next((values for pattern, values in groups if belongs(s.name, s.norm, pattern)), ())
         return Run(s.start, s.stop, **dict(values))
 
     return tuple(of(s) for s in items)

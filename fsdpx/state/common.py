@@ -121,7 +121,7 @@ class CommonMemory:
         if (rank, page) not in self._segments:
             here, mine = self.placement.pages[page], _held(self.placement, page, rank)
             others = () if mine.size == here.size else (_refuse, Peers(_refuse, rank, _refuse))
-            self._segments[rank, page] = Segments(segments_of(here.page, mine), *others)
+            self._segments[rank, page] = Segments(segments_of(here.page, mine, self.placement.layout.specs), *others)
         return self._segments[rank, page]
 
 
@@ -145,7 +145,7 @@ def _of_page(placement: Placement, p: int, rank: int) -> Iterator[tuple[Key, Any
     yield Key("master", p), master, mine.size
     if not page.page.trainable:
         return
-    segments = segments_of(page.page, mine)
+    segments = segments_of(page.page, mine, placement.layout.specs)
     for name, kept in placement.kept.items():
         key = Key("average" if name == AVERAGE else "slot", p, name)
         yield key, placement.slot_format(name), sum(kept.count(s) for s in segments)

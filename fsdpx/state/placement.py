@@ -19,7 +19,7 @@ from fsdpx.layout.ranges import Range
 from fsdpx.layout.shards import ShardedPage
 from fsdpx.layout.units import Layout, Unit
 from fsdpx.nn.cut import share
-from fsdpx.nn.layer import dotted
+from fsdpx.nn.layer import Spec, dotted
 from fsdpx.nn.sort import Sorted
 from fsdpx.optim import Segment, Segments
 from fsdpx.optim.kept import Kept, kept_of
@@ -208,14 +208,14 @@ class Placement:
 
     def _segments(self, page: int, comm: Communicator, parts: Sequence[Range], alone: bool) -> Segments:
         """The segments of this rank of `comm`, whose ranks hold `parts` of a page. alone: no other rank has any."""
-        of = self.pages[page].page
+        of, specs = self.pages[page].page, self.layout.specs
         exchange = None if alone else partial(_exchange, self, page, comm)
 
         def all_to_all(send: Any, recv: Any, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
             comm.all_to_all(send, recv, outgoing, incoming, what=f"UPDATE{page} ({self.name(page)})").wait()
 
-        peers = Peers(lambda: [segments_of(of, part) for part in parts], comm.rank, all_to_all)
-        return Segments(segments_of(of, parts[comm.rank]), exchange, None if comm.size == 1 else peers)
+        peers = Peers(lambda: [segments_of(of, part, specs) for part in parts], comm.rank, all_to_all)
+        return Segments(segments_of(of, parts[comm.rank], specs), exchange, None if comm.size == 1 else peers)
 
     def parts_moved(self, page: int) -> tuple[tuple[str, str, int], ...]:
         """What the optimiser sends of this rank's part of a page, to ranks that have other parts of its parameters:
@@ -378,14 +378,13 @@ def statistics_of(layout: Layout, unit: Unit) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in names if name in layout.state))
 
 
-def segments_of(page: Page, mine: Range) -> tuple[Segment, ...]:
+def segments_of(page: Page, mine: Range, specs: Mapping[str, Spec]) -> tuple[Segment, ...]:
     """What elements of a page are, in the optimiser's terms."""
     items, start = [], mine.start
     for piece in page.pieces(mine):
         f = page.fields[piece.have]
-        items.append(
-            Segment(f.source, piece.start - start, piece.stop - start, piece.start - f.offset, f.size, f.shape)
-        )
+        at, norm = (piece.start - start, piece.stop - start, piece.start - f.offset), specs[f.source].norm
+        items.append(Segment(f.source, *at, f.size, f.shape, norm))
     return tuple(items)
 
 

@@ -35,7 +35,9 @@ from fsdpx.layout.units import Layout, Spread, lay_out
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort
+from fsdpx.optim import no_decay
 from fsdpx.optim.average import Averaged
+from fsdpx.optim.matrices import BUT
 from fsdpx.optim.rounded import Rounded, scheduled
 from fsdpx.program import Slot, Stage, pipeline
 from fsdpx.state import eight, records
@@ -62,6 +64,7 @@ from fsdpx.trainer.choices import (
 from fsdpx.trainer.notices import say, slow
 from fsdpx.trainer.recipe import Distribution, Machinery, Recipe, Training
 from fsdpx.trainer.session import Commit, Session
+from fsdpx.words import demand_match
 
 __all__ = ["placement_of", "session_of"]
 
@@ -237,10 +240,21 @@ def _layout(
     frozen = ("*",) if still else training.frozen
     layout = lay_out(ordered, dtype.itemsize, group, frozen, spread, packing, carried)
     for pattern, _ in codecs.rules[:-1]:  # the last one is for parameters that no pattern fits
-        layout.matching(pattern)
+        layout.matching(pattern, "codec")
+    local = local_of(distribution.strategy)
+    for optimizer in (training.optimizer, *([local.outer] if local else [])):
+        _check_patterns(optimizer, layout)
     if packing is not None and (wide := left_wide(ordered, layout, formats.frozen)):
         say(axes.world, f"{formats.frozen} is not for {', '.join(wide)}: kept in {formats.updated}")
     return layout
+
+
+def _check_patterns(optimizer: Any, layout: Layout) -> None:
+    """ConfigError for a pattern of an optimiser that matches nothing, unless it is one of those for any model."""
+    names = [name for name, spec in layout.specs.items() if not spec.state]
+    for argument, common in (("groups", no_decay), ("but", BUT)):
+        given = [pattern for pattern in getattr(optimizer, argument, ()) if pattern not in common]
+        demand_match(f"{type(optimizer).__name__}({argument}=)", given, names)
 
 
 def _packing(formats: Precision, dtype: np.dtype) -> Packing | None:

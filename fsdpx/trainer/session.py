@@ -240,7 +240,7 @@ class Session:
                 f"{rounds.every} steps of local training without fragments and delay, or say distribute(frozen=[...])"
             )
         self.begin(f"{call}({', '.join(map(repr, patterns))})")
-        names = [self.place.layout.matching(pattern) for pattern in patterns]
+        names = [self.place.layout.matching(pattern, call) for pattern in patterns]
         self.state.frozen = change(self.state.frozen, *names)
 
     # -- programs ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,6 +59,7 @@ from fsdpx.trainer.whole import (
     whole_state,
 )
 from fsdpx.watch.preempt import Preemption
+from fsdpx.words import demand_match
 
 __all__ = ["LastUpdate", "Trainer"]
 
@@ -283,6 +285,9 @@ class Trainer:
     def parameters(self, with_: str = "parameters", names: Collection[str] | None = None) -> dict[str, np.ndarray]:
         """All parameters and state by dotted name, full, on every rank's host; tied ones under their first name.
         with_: as in `evaluate`. names: these alone, the same on all ranks; no more than what lies with them is sent."""
+        if names is not None:
+            names = (names,) if isinstance(names, str) else names
+            demand_match("parameters(names=)", names, self.placement.layout.specs, fits=operator.eq)
         exchange = self._session.state.exchange
         if exchange is not None and with_ == "parameters":
             self._open("parameters")

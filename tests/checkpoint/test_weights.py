@@ -203,7 +203,11 @@ def test_what_one_rank_alone_has_read_is_not_enough() -> None:
 @pytest.mark.parametrize(
     ("rename", "message"),
     [
-        ({"body.*": "*"}, "nothing is named like 'body.*'"),
+        (
+            {"body.*": "*"},
+            "'body.*' matches no name there; there are '0.weight', '0.bias', '1.in_proj_weight', '1.in_proj_bias', "
+            "'1.out_proj.weight', '1.out_proj.bias' ...",
+        ),
         ({"0.*": "*.*"}, "'0.*' and '*.*' must be texts with equally many *"),
         ({"0.*": 1}, "'0.*' and 1 must be texts with equally many *"),
         ({"0.bias": "5.bias"}, "0.bias and 5.bias would both be 5.bias"),

@@ -226,7 +226,7 @@ def test_codecs_by_name_pattern() -> None:
     pairs = [("*.bias", "plain"), ("*", fsdpx.Int8())]
     assert spawn(body, 2, pairs) == spawn(body, 2, dict(pairs))
     for bad, words in {
-        "the pattern '9.*' matches no parameter": {"9.*": "int8"},
+        "codec: '9.*' matches no parameter": {"9.*": "int8"},
         r"codec=\['int8'\]: 'int8' is no pair of a name pattern and a codec": ["int8"],
         "unknown codec 'zip'": {"*": "zip"},
     }.items():

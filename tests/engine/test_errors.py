@@ -141,7 +141,7 @@ def test_overflow_in_16_bits_is_named_with_its_unit_and_layer() -> None:
         ({"clip_norm": 0.0}, "clip_norm=0.0: a positive number"),
         ({"group_bytes": -1}, "group_bytes=-1"),
         ({"codec": "zip"}, "unknown codec 'zip': choose one of plain"),
-        ({"frozen": ("*.wight",)}, "frozen pattern '*.wight' matches no parameter"),
+        ({"frozen": ("*.wight",)}, "frozen: '*.wight' matches no parameter"),
         ({"mesh": Mesh(shard=3)}, "needs 3 ranks, but the world has 2"),
         ({"mesh": Mesh(shard=1, tensor=2)}, "a tensor axis of 2 ranks has nothing to cut in Chain"),
         ({"strategy": "ddp", "mesh": Mesh(shard=2)}, "strategy 'ddp' wants a shard axis of width 1"),

@@ -590,7 +590,7 @@ def test_what_a_module_may_not_do_is_named(what: str) -> None:
 
 def test_other_wrong_choices_are_named() -> None:
     x = np.ones((3, 4), np.float32)
-    with pytest.raises(ConfigError, match=r"units='Blok' fits no module; there are the classes Block, "):
+    with pytest.raises(ConfigError, match=r"units: 'Blok' matches no module; the nearest are 'Block', "):
         from_torch(Language(), *(a[:4] for a in text()[0]), units=["Blok"])
     with pytest.raises(ConfigError, match="needs an example of the inputs"):
         from_torch(Language(), units=["Block"])

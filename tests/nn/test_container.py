@@ -147,7 +147,7 @@ NODE = (nn.Tanh(), "x")
         ),
         (
             lambda: nn.Chain(*TIED, frozen=["9.*"]),
-            r"Chain: frozen='9.\*' matches no parameter; there are 0.weight",
+            r"Chain\(frozen=\): '9.\*' matches no parameter; there are '0.weight'",
         ),
         (
             lambda: nn.Residual(nn.Add()),

@@ -186,7 +186,7 @@ def test_files_of_peft(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_said() -> None:
-    with pytest.raises(ConfigError, match=r"targets='q_proj' matches no Linear layer; there are 0\.up, 0\.down, 1$"):
+    with pytest.raises(ConfigError, match=r"'q_proj' matches no Linear layer; there are '0\.up', '0\.down', '1'$"):
         nn.lora(nn.Chain(nn.MLP(4), nn.Linear(4, 2)), targets=["*.up", "q_proj"])
     with pytest.raises(
         ConfigError, match=r"'blocks\.0\.mlp\.up' LoRALinear\(.*, since its adapters have dropout=0\.5: use"

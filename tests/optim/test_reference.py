@@ -20,7 +20,9 @@ def places():
         at += size
 
 
-SEGMENTS = Segments(tuple(Segment(name, s.start, s.stop, 0, s.stop - s.start) for name, s in places()))
+SEGMENTS = Segments(
+    tuple(Segment(name, s.start, s.stop, 0, s.stop - s.start, (), "norm" in name) for name, s in places())
+)
 
 
 def gradients(steps=20):

@@ -15,7 +15,8 @@ from fsdpx.optim import Run, Segment, Segments
 
 
 def segments(*names, exchange=None):
-    return Segments(tuple(Segment(name, 10 * i, 10 * i + 10, 0, 10) for i, name in enumerate(names)), exchange)
+    items = (Segment(n, 10 * i, 10 * i + 10, 0, 10, norm="norm" in n) for i, n in enumerate(names))
+    return Segments(tuple(items), exchange)
 
 
 def test_neighbours_with_equal_hyperparameters_are_one_run():
@@ -32,21 +33,14 @@ def test_the_first_pattern_that_matches_wins():
 
 
 @pytest.mark.parametrize(
-    ("name", "decays"),
-    [
-        ("blocks.0.attn.qkv.weight", True),
-        ("embed.weight", True),
-        ("blocks.0.attn.qkv.bias", False),
-        ("bias", False),
-        ("norm.weight", False),
-        ("blocks.11.norm2.weight", False),
-        ("h.3.ln_1.weight", False),
-        ("ln_f.weight", False),
-    ],
+    ("name", "norm", "decays"),
+    [("bn1.scale", True, False), ("0.bias", False, False), ("bias", False, False), ("normal.weight", False, True)],
 )
-def test_no_decay_knows_norms_and_biases_by_name(name, decays):
-    (run,) = segments(name).runs(optim.no_decay)
-    assert run.decay(0.1) == (0.1 if decays else 0.0)
+def test_no_decay_knows_norms_by_what_they_are(name, norm, decays):
+    held = Segments((Segment(name, 0, 10, 0, 10, norm=norm),))
+    for part in (held, held.blocks(4)[1][1]):
+        (run,) = part.runs(optim.no_decay)
+        assert run.decay(0.1) == (0.1 if decays else 0.0)
 
 
 def test_sums_go_over_all_shards_of_a_parameter():
