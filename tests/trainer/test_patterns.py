@@ -11,6 +11,7 @@ from fsdpx.errors import CheckpointError, ConfigError
 MLP = nn.Chain(
     nn.Linear(6, 8), nn.LayerNorm(8), {"bn1": nn.BatchNorm(8)}, {"normal": nn.Linear(8, 8)}, {"ln": nn.RMSNorm(8)}
 )
+ONE = nn.Chain(nn.Linear(6, 8))
 GROUPS = {"heads.*": {"lr_scale": 2.0}}
 
 
@@ -22,7 +23,7 @@ def made(model: Any = MLP, optimizer: Any = None, **options: Any) -> Any:
     ("use", "text"),
     [
         (lambda: made(optimizer=optim.AdamW(groups={**optim.no_decay, "norml.*": {}})), "AdamW(groups=): 'norml.*'"),
-        (lambda: made(nn.Chain(nn.Linear(6, 8)), strategy=Local(every=2, outer=optim.SGD(lr=1, groups=GROUPS))), "SGD(groups=): 'heads.*'"),
+        (lambda: made(ONE, strategy=Local(2, optim.SGD(lr=1, groups=GROUPS))), "SGD(groups=): 'heads.*'"),
         (lambda: made(optimizer=optim.Muon(but=["heads.*"])), "Muon(but=): 'heads.*'"),
         (lambda: made(frozen=["norml.weight"]), "frozen: 'norml.weight'"),
         (lambda: made(codec={"norml.*": "int8"}), "codec: 'norml.*'"),
