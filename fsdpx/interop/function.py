@@ -21,6 +21,8 @@ class Differentiable(Layer):
     function: gives one array whose dim 0 is samples, and computes the same whenever it gets the same. names: of the
     parameters, in the order of their first values. n_inputs: arrays that it takes beside the parameters."""
 
+    takes = "given"
+
     def __init__(self, function: Callable[..., Any], first: Mapping[str, Any], n_inputs: int) -> None:
         if not callable(function):
             raise ConfigError(f"{type(self).__name__}({function!r}, ...): a function of (params, x) is needed")

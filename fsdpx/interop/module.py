@@ -46,6 +46,7 @@ def _remake(owner: weakref.ref[torch.Tensor]) -> np.ndarray | None:
 class Differentiated(Layer):
     """The base of layers that PyTorch's autograd differentiates. Subclasses say what runs: `_run`."""
 
+    takes = "given"
     trained: frozenset[str]
     """Names of the parameters that have a gradient."""
     device = "meta"

@@ -20,7 +20,7 @@ from fsdpx.nn.ties import resolve_ties
 from fsdpx.program import constants
 from fsdpx.words import demand_match
 
-__all__ = ["Chain", "ChildCall", "Container", "Residual", "chained", "check_name"]
+__all__ = ["Chain", "ChildCall", "Container", "Residual", "chained", "check_name", "free"]
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,14 @@ def check_layer(owner: str, name: str, layer: object) -> Layer:
     if not isinstance(layer, Layer):
         raise ConfigError(f"{owner}: {name!r} must be a Layer, got {type(layer).__name__}")
     return layer
+
+
+def free(layer: Container, name: str) -> str:
+    """`name`, with underscores if the container has that name already."""
+    taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
+    while name in taken:
+        name += "_"
+    return name
 
 
 def input_names(layer: Layer) -> tuple[str, ...]:

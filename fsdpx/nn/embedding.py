@@ -25,6 +25,7 @@ class Embedding(Layer):
     """
 
     acts_on = "position"
+    takes = "indices"
     runs = ("embedding_backward",)
 
     def __init__(self, num_embeddings: int, embedding_dim: int, *, init: Init | None = None) -> None:
@@ -54,6 +55,7 @@ class Tokens(Layer):
     Subclasses say which tokens they accept (`_want`), which positions these have (`_positions`), and, where a rank
     does not hold all rows of `weight`, how rows are looked up and their gradients added (`_rows`, `_add_rows`)."""
 
+    takes = "indices"
     runs = ("embedding_backward",)
     caches = True
 

@@ -106,6 +106,7 @@ class Attention(PerHead):
         self.n_heads, self.kv_heads, self.d_head = n_heads, kv_heads, d_head
         self.causal, self.window = bool(causal), window
         self.segments, self.n_inputs = bool(segments), 4 if segments else 3
+        self.takes = ("numbers", "numbers", "numbers", "indices")[: self.n_inputs]
         self.core: Core | None = None
 
     @property

@@ -146,6 +146,10 @@ class Layer(ABC):
     """Whether a text may come piece by piece, as `env.cache` has it; None: containers ask their children, other layers
     may if `acts_on` is "position" or "element"."""
 
+    takes: str | tuple[str, ...] = "numbers"
+    """What whole numbers and bools that a model is given come to its inputs as: "numbers", in the model's format;
+    "indices", int32 or int64; "given", as they are; "passed", as its result is taken. One word, or one per input."""
+
     runs: tuple[str, ...] = ()
     """Names of the kernels it runs (`fsdpx.array.kernels`), children's left out: compiled before the first step."""
 

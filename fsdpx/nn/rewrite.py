@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fsdpx.errors import ConfigError
 from fsdpx.nn.attention import Core, Heads, MultiHeadAttention
 from fsdpx.nn.block import MLP
-from fsdpx.nn.container import ChildCall, Container
+from fsdpx.nn.container import ChildCall, Container, free
 from fsdpx.nn.context import PartTokenEmbedding, Ring, Ulysses
 from fsdpx.nn.dropout import CutDropout, Dropout
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
@@ -22,7 +22,7 @@ from fsdpx.nn.sequence import Enter
 from fsdpx.nn.tensor import ColumnLinear, RowLinear
 from fsdpx.nn.vocabulary import VocabEmbedding, VocabTokenEmbedding
 
-__all__ = ["CutValue", "Features", "Kind", "Rewriter", "Whole", "free"]
+__all__ = ["CutValue", "Features", "Kind", "Rewriter", "Whole"]
 
 
 @dataclass(frozen=True)
@@ -400,14 +400,6 @@ class Rewriter:
 
     def _add_partial(self, layer: Layer, path: str) -> None:
         self.partial.update(dotted(path, name) for name in layer.specs())
-
-
-def free(layer: Container, name: str) -> str:
-    """`name`, with underscores if the container has that name already."""
-    taken = {*layer.inputs, *(word for step in layer.steps for word in (step.name, *step.gives))}
-    while name in taken:
-        name += "_"
-    return name
 
 
 def _name(mark: Mark | None) -> str:

@@ -23,6 +23,8 @@ class Enter(Layer):
     dim : 1 or 0
     """
 
+    takes = "passed"
+
     def __init__(self, dim: int = 1) -> None:
         self.dim = dim
 
@@ -59,7 +61,7 @@ class Framed(Layer):
 
     def __init__(self, layer: Layer, enter: Enter | None = None, leave: Leave | None = None) -> None:
         self.layer, self.enter, self.leave = layer, enter, leave
-        self.collective = layer.collective
+        self.collective, self.takes = layer.collective, layer.takes
 
     def specs(self) -> dict[str, Any]:
         return self.layer.specs()

@@ -20,6 +20,8 @@ class Flatten(Layer):
     start_dim : the first dim that is merged, 1 or more
     """
 
+    takes = "passed"
+
     def __init__(self, start_dim: int = 1) -> None:
         positive(self, start_dim=start_dim)
         self.start_dim = start_dim
@@ -36,6 +38,7 @@ class Flatten(Layer):
 class Add(Layer):
     """The sum of several arrays of one shape."""
 
+    takes = "passed"
     acts_on = "element"
     runs = ("add",)
     n_inputs = None
@@ -54,6 +57,7 @@ class Add(Layer):
 class Multiply(Layer):
     """The product of several arrays of one shape, element by element."""
 
+    takes = "passed"
     acts_on = "element"
     n_inputs = None
 
@@ -93,6 +97,8 @@ class Scale(Layer):
 class First(Layer):
     """The first position of each sample: `(samples, time, ...)` -> `(samples, ...)`."""
 
+    takes = "passed"
+
     def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
         return x[:, 0], (tuple(x.shape),)
 
@@ -110,6 +116,7 @@ class Concat(Layer):
     dim : any dim but 0, which is samples
     """
 
+    takes = "passed"
     n_inputs = None
 
     def __init__(self, dim: int = -1) -> None:

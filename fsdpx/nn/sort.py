@@ -1,6 +1,7 @@
 """A model as the list of its leaf layers in execution order: what the program is compiled from."""
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,12 +12,19 @@ from fsdpx.array.namespace import dtype as dtype_of
 from fsdpx.array.random import Random
 from fsdpx.comm.mesh import Axes, alone
 from fsdpx.errors import ConfigError, ShapeError
-from fsdpx.nn.container import Container, input_names
+from fsdpx.nn.container import ChildCall, Container, free, input_names
 from fsdpx.nn.init import Init
-from fsdpx.nn.layer import Env, Layer, Params, Spec, dotted, time_of
+from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, dotted, time_of
+from fsdpx.nn.numeric import is_index
 from fsdpx.nn.ties import canonical
 
-__all__ = ["CALLS_NUMPY", "Node", "Sorted", "calls_numpy", "infer", "shapes", "sort", "specs_of"]
+__all__ = [
+    "CALLS_NUMPY", "AsNumbers", "Node", "Sorted", "as_taken", "calls_numpy", "infer", "shapes", "sort", "specs_of",
+    "taken", "with_numbers",
+]  # fmt: skip
+
+NUMBERS = frozenset({"numbers"})
+WORDS = {"numbers", "indices", "given"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Sorted:
     """Leaves in execution order over numbered values: first the model's inputs, then one value per node.
 
     ties: alias -> canonical name. frozen: canonical names of parameters that containers freeze. initial: canonical
-    name -> how a parameter begins, where a container says it."""
+    name -> how a parameter begins, where a container says it. takes: as what each input is taken, see `Layer.takes`."""
 
     nodes: tuple[Node, ...]
     inputs: tuple[str, ...]
@@ -42,6 +50,7 @@ class Sorted:
     ties: dict[str, str]
     frozen: frozenset[str] = frozenset()
     initial: Mapping[str, Init] = field(default_factory=dict)
+    takes: tuple[str, ...] = ()
 
 
 def sort(model: Layer, at: str = "", units: bool = False) -> Sorted:
@@ -70,7 +79,105 @@ def sort(model: Layer, at: str = "", units: bool = False) -> Sorted:
 
     outputs = visit(model, at, range(len(inputs)))
     ends = {alias: canonical(ties, alias) for alias in ties}
-    return Sorted(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial)
+    wants = _wants(((n.layer, n.inputs, (n.output,)) for n in reversed(nodes)), outputs)
+    takes = tuple(_word(wants[v]) for v in range(len(inputs)))
+    return Sorted(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
+
+
+def taken(layer: Layer, count: int, wanted: Sequence[frozenset[str]] = (NUMBERS,)) -> list[frozenset[str]]:
+    """As what a layer takes each of its `count` inputs, by the words of `Layer.takes`; several if it is a container
+    whose layers differ. wanted: as what each of its results is taken."""
+    if isinstance(layer, Container):
+        wants = _inside(layer, wanted)
+        return [wants[name] for name in layer.inputs]
+    words = (layer.takes,) * count if isinstance(layer.takes, str) else tuple(layer.takes)
+    if len(words) != count or not WORDS.union({"passed"}).issuperset(words):
+        choices = ", ".join(map(repr, sorted(WORDS | {"passed"})))
+        raise ConfigError(f"{layer!r}: takes = {layer.takes!r} must be one of {choices}, or one for each input")
+    return [wanted[0] if word == "passed" else frozenset({word}) for word in words]
+
+
+def _inside(layer: Container, wanted: Sequence[frozenset[str]]) -> dict[Any, frozenset[str]]:
+    return _wants(((s.layer, s.sources, s.gives) for s in reversed(layer.steps)), layer.outputs, wanted)
+
+
+def _wants(
+    steps: Iterable[tuple[Layer, Sequence[Any], Sequence[Any]]],
+    outputs: Sequence[Any],
+    wanted: Sequence[frozenset[str]] = (),
+) -> dict[Any, frozenset[str]]:
+    """As what each value is taken. steps: layers from the last to the first, with the values they read and give."""
+    wants: dict[Any, frozenset[str]] = defaultdict(frozenset)
+    for name, words in zip(outputs, wanted or [NUMBERS] * len(outputs), strict=True):
+        wants[name] |= words
+    for layer, sources, gives in steps:
+        for source, words in zip(sources, taken(layer, len(sources), [wants[name] for name in gives]), strict=True):
+            wants[source] |= words
+    return wants
+
+
+def _word(words: frozenset[str]) -> str:
+    return next((word for word in ("indices", "given") if word in words), "numbers")
+
+
+def as_taken(array: Array, takes: str, dtype: Any) -> Array:
+    """An input of a model as its first layers take it, by a word of `Layer.takes`. dtype: of numbers."""
+    if not is_index(array) or takes == "given":
+        return array
+    if takes == "numbers":
+        return array.astype(dtype)
+    return array if np.dtype(array.dtype).name in ("int32", "int64") else array.astype(np.int64)
+
+
+class AsNumbers(Layer):
+    """Whole numbers in the format in which the model computes, where other layers take the same value as indices."""
+
+    takes, acts_on = "given", "element"
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+
+    def forward(self, env: Env, p: Params, x: Array) -> tuple[Array, Any]:
+        return as_taken(x, "numbers", self.dtype), ()
+
+    def backward_input(self, env: Env, p: Params, saved: Any, dy: Array) -> tuple[None, Any]:
+        return None, ()
+
+
+def with_numbers(model: Layer, dtype: Any) -> Layer:
+    """`model`, in which layers that take numbers get them although others take the same input as indices."""
+    if not isinstance(model, Container):
+        return model
+    wanted = [NUMBERS] * len(model.outputs)
+    wants = _inside(model, wanted)
+    whole = {name for name in model.inputs if wants[name] > NUMBERS}
+    return _with_numbers(model, whole, wanted, dtype)[0] if whole else model
+
+
+def _with_numbers(
+    layer: Container, whole: set[str], wanted: Sequence[frozenset[str]], dtype: Any
+) -> tuple[Container, list[bool]]:
+    """The same for a container some of whose values are whole numbers, and which of its outputs are. whole: the names
+    of these values."""
+    wants, made, steps = _inside(layer, wanted), dict[str, str](), list[ChildCall]()
+    for step in layer.steps:
+        inner, below, sources = step.layer, [wants[name] for name in step.gives], list(step.sources)
+        for i, words in enumerate(taken(inner, len(sources), below)):
+            if sources[i] in whole and words == NUMBERS:
+                if sources[i] not in made:
+                    name = made[sources[i]] = free(layer, f"{sources[i].replace('.', '_')}_numbers")
+                    steps.append(ChildCall(name, AsNumbers(dtype), (sources[i],), (name,)))
+                sources[i] = made[sources[i]]
+        given = [source in whole for source in sources]
+        if isinstance(inner, Container) and any(given):
+            names = {name for name, one in zip(inner.inputs, given, strict=True) if one}
+            inner, gives = _with_numbers(inner, names, below, dtype)
+        else:
+            gives = [inner.takes == "passed" and any(given)] * len(step.gives)
+        whole |= {name for name, one in zip(step.gives, gives, strict=True) if one}
+        steps.append(ChildCall(step.name, inner, tuple(sources), step.gives))
+    changed = any(new.layer is not old.layer for new, old in zip(steps, layer.steps, strict=False))
+    return layer.rewired(steps) if made or changed else layer, [name in whole for name in layer.outputs]
 
 
 def specs_of(model: Sorted) -> dict[str, Spec]:
@@ -133,12 +240,18 @@ def _shape(env: Env, node: Node, p: Params, x: Sequence[Any], dtype: Any) -> tup
             return None, f"{CALLS_NUMPY} ({error})", error
         error.add_note(f"in forward of layer {node.path!r} {node.layer!r}")
         raise
+    if any(part.dtype.kind in "iub" for part in x):
+        words = taken(node.layer, len(x), [frozenset()] * node.layer.n_outputs)
+        odd = [part.dtype for part, word in zip(x, words, strict=True) if part.dtype.kind in "iub" and word == NUMBERS]
+        if odd:
+            return y, f"takes numbers, but gets {odd[0]}: {TAKES}", None
     if y.dtype.kind != "f" or y.dtype in (dtype, *(part.dtype for part in x)):
         return y, "", None
     cure = "make constants Python floats, and arrays by env.xp with dtype=x.dtype"
     return y, f"returns {y.dtype} where the model computes in {np.dtype(dtype)}: {cure}", None
 
 
+TAKES = 'a layer that takes whole numbers says so in its class, takes = "indices"'
 CALLS_NUMPY = (
     "calls numpy itself: use env.xp, which is numpy, cupy or, when shapes are followed through the model before "
     "anything is computed, arrays without data"

@@ -33,6 +33,7 @@ class VocabEmbedding(Layer):
     sequence : leave the sum cut along dim 1
     """
 
+    takes = "indices"
     runs = ("embedding_backward",)
 
     def __init__(

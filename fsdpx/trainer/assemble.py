@@ -34,7 +34,7 @@ from fsdpx.layout.stages import cut_stages
 from fsdpx.layout.units import Layout, Spread, lay_out
 from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, parallelise
-from fsdpx.nn.sort import Sorted, sort
+from fsdpx.nn.sort import Sorted, sort, with_numbers
 from fsdpx.optim import no_decay
 from fsdpx.optim.average import Averaged
 from fsdpx.optim.matrices import BUT
@@ -106,7 +106,8 @@ def session_of(
     state = allocate(place, initial)
     recorder = None if watch is None else watch(place.axes)
     _remark(place)
-    session = Session(Engine(state, poker, recorder), sort(training.model), training.loss, microbatches, commit)
+    ordered = sort(with_numbers(training.model, place.compute))
+    session = Session(Engine(state, poker, recorder), ordered, training.loss, microbatches, commit)
     session.placed()
     return session
 
@@ -122,7 +123,8 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     with slow(world, "measuring", records.kept):
         tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
     axes, sharding = _axes(distribution, world, guard)
-    planned = _planned(training.model, training.loss, axes, distribution.tensor_plan, distribution.sequence)
+    model = with_numbers(training.model, dtype_of(formats.compute))
+    planned = _planned(model, training.loss, axes, distribution.tensor_plan, distribution.sequence)
     ordered = sort(planned.model)
     for optimizer in (training.optimizer, *([local.outer] if local else [])):
         check_whole(optimizer, axes.tensor.size)

@@ -13,6 +13,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.mesh import REPLICA, Axes
 from fsdpx.cuda.devices import current, is_on_gpu, where
 from fsdpx.errors import DataError, FsdpxError
+from fsdpx.nn.sort import as_taken
 from fsdpx.shapes import ShapeArray
 from fsdpx.state.feed import Microbatch
 from fsdpx.state.placement import Placement
@@ -40,7 +41,8 @@ class LocalBatch:
 
 
 def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
-    """The model's inputs in order, from an array, a tuple or a dict by name; floats in the model's format."""
+    """The model's inputs in order, from an array, a tuple or a dict by name, each as its first layers take it: floats,
+    and whole numbers that are no indices, in the model's format."""
     names = placement.layout.inputs
     if isinstance(x, Mapping):
         if set(x) != set(names):
@@ -56,7 +58,17 @@ def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
             raise DataError(f"input {name!r} is a single number: dim 0 must be samples")
         if array.shape[0] != arrays[0].shape[0]:
             raise DataError(f"input {name!r} has {array.shape[0]} samples, input {names[0]!r} has {arrays[0].shape[0]}")
-    return tuple(arrays)
+    takes = placement.model.takes
+    return tuple([_input(placement, name, a, word) for name, a, word in zip(names, arrays, takes, strict=True)])
+
+
+def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
+    """An input as its first layers take it; DataError for whole numbers that the model's format has no number for."""
+    made = as_taken(array, takes, placement.compute)
+    narrow = made is not array and placement.compute == np.float16 and not placement.imaginary
+    if narrow and not bool(placement.xp.isfinite(made).all()):
+        raise DataError(f"input {name!r} is {array.dtype} and holds numbers above 65504, the largest one of float16")
+    return made
 
 
 def target_of(placement: Placement, y: Any, samples: int) -> Any:
@@ -68,7 +80,7 @@ def target_of(placement: Placement, y: Any, samples: int) -> Any:
 
 
 def array_of(placement: Placement, value: Any) -> Any:
-    """On the engine's device, floating point in its format."""
+    """On the engine's device, floating point in its format, in the byte order of the machine."""
     if value.__class__ is np.ndarray and value.dtype is placement.compute and placement.xp is np:  # nearly always
         return value
     if value is None:
@@ -79,10 +91,12 @@ def array_of(placement: Placement, value: Any) -> Any:
         array = value if is_on_gpu(value) else np.asarray(value)
     except (TypeError, ValueError) as error:
         raise DataError(f"the batch is no array: {error}") from error
-    if array.dtype.kind not in "fiubV":
+    if array.dtype.kind not in "fiubV" or array.dtype.type is np.void:
         raise DataError(f"a batch of dtype {array.dtype} cannot be trained on: numbers are needed")
     if array.dtype.kind in "fV" and array.dtype != placement.compute:
         array = array.astype(placement.compute)
+    elif not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if not is_on_gpu(array):
         return from_host(placement.xp, array)
     if placement.xp is np:

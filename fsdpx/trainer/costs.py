@@ -12,7 +12,7 @@ from fsdpx.array.random import Random
 from fsdpx.comm.mesh import alone
 from fsdpx.engine.warm import warm
 from fsdpx.nn.layer import Env, Layer, dotted
-from fsdpx.nn.sort import Node, Sorted, sort, specs_of
+from fsdpx.nn.sort import Node, Sorted, as_taken, sort, specs_of, with_numbers
 
 __all__ = ["layer_costs"]
 
@@ -31,19 +31,21 @@ def layer_costs(model: Layer, x: Any, repeat: int = 3, dtype: str = "float32", s
     dtype : of parameters
     seed : of their initial values
     """
-    ordered, xp = sort(model), np
+    ordered, xp = sort(with_numbers(model, dtype)), np
     warm(xp, model, None, None, (dtype, dtype, dtype), norm=False)
     made = {
         name: spec.init(seed, name, 0, spec.size, spec.shape).astype(dtype).reshape(spec.shape)
         for name, spec in specs_of(ordered).items()
     }
-    runs = [_once(ordered, made, x, seed) for _ in range(repeat)]
+    arrays = x if isinstance(x, tuple) else (x,)
+    given = [as_taken(a, word, dtype) for a, word in zip(arrays, ordered.takes, strict=True)]
+    runs = [_once(ordered, made, given, seed) for _ in range(repeat)]
     return {path: min(run[path] for run in runs) for path in runs[0]}
 
 
-def _once(model: Sorted, parameters: Mapping[str, Any], x: Any, seed: int) -> dict[str, float]:
+def _once(model: Sorted, parameters: Mapping[str, Any], x: list[Any], seed: int) -> dict[str, float]:
     root = Env(np, alone(), Random(seed), True)
-    values: list[Any] = list(x) if isinstance(x, tuple) else [x]
+    values = list(x)
     saved, costs = [], {}
     for node in model.nodes:
         p, inputs = _arrays(model, node, parameters), tuple(values[v] for v in node.inputs)
