@@ -84,7 +84,7 @@ def sort(model: Layer, at: str = "", units: bool = False) -> Sorted:
     return Sorted(tuple(nodes), inputs, tuple(outputs), ends, frozenset(frozen - ends.keys()), initial, takes)
 
 
-def taken(layer: Layer, count: int, wanted: Sequence[frozenset[str]] = (NUMBERS,)) -> list[frozenset[str]]:
+def taken(layer: Layer, count: int, wanted: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     """As what a layer takes each of its `count` inputs, by the words of `Layer.takes`; several if it is a container
     whose layers differ. wanted: as what each of its results is taken."""
     if isinstance(layer, Container):
@@ -222,7 +222,8 @@ def shapes(
         try:
             y, wrong, cause = _shape(env, node, p, x, real)
         except (ValueError, IndexError) as error:
-            raise ShapeError(_misfit(model, node, values, error)) from error
+            hint = f". As indices: {TAKES}" if isinstance(error, IndexError) else ""
+            raise ShapeError(_misfit(model, node, values, error) + hint) from error
         if wrong:
             if isinstance(node.layer, Container):  # one of those inside is to blame
                 shapes(sort(node.layer, node.path, units=True), x, dtype, training, axes)

@@ -8,6 +8,7 @@ import numpy as np
 
 from fsdpx.nn.init import values
 from fsdpx.nn.layer import Env, Layer
+from fsdpx.nn.sort import taken
 from fsdpx.testing.threads import interleaved
 
 __all__ = ["LayerContract"]
@@ -189,6 +190,13 @@ class LayerContract:
             dx_flat = _parts(layer.backward(env, flat_p, flat_g, saved, dy_flat))
             assert [_form(a) for a in _parts(y_flat)] == [_form(a) for a in y]
             assert [_form(a) for a in dx_flat] == [_form(a) for a in dx]
+
+    def test_whole_numbers_are_declared(self) -> None:
+        """`Layer.takes`: a trainer makes floats of whole numbers that come to a layer without it."""
+        layer, x, _ = self._setting()
+        takes = taken(layer, len(x), [frozenset()] * layer.n_outputs)
+        wrong = [i for i, part in enumerate(x) if part.dtype.kind in "iub" and takes[i] == {"numbers"}]
+        assert not wrong, f'inputs {wrong} are whole numbers: the class must say so, takes = "indices" or "given"'
 
     def test_parameters_begin_with_their_shape(self) -> None:
         for name, spec in self.make().specs().items():

@@ -32,7 +32,6 @@ from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError
 from fsdpx.layout.stages import cut_stages
 from fsdpx.layout.units import Layout, Spread, lay_out
-from fsdpx.nn.layer import Layer
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort, with_numbers
 from fsdpx.optim import no_decay
@@ -123,8 +122,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     with slow(world, "measuring", records.kept):
         tuning = tuning or tune_for(world, settings.tune if machinery.tune is None else machinery.tune, xp)
     axes, sharding = _axes(distribution, world, guard)
-    model = with_numbers(training.model, dtype_of(formats.compute))
-    planned = _planned(model, training.loss, axes, distribution.tensor_plan, distribution.sequence)
+    planned = _planned(training, axes, distribution, dtype_of(formats.compute))
     ordered = sort(planned.model)
     for optimizer in (training.optimizer, *([local.outer] if local else [])):
         check_whole(optimizer, axes.tensor.size)
@@ -265,8 +263,11 @@ def _packing(formats: Precision, dtype: np.dtype) -> Packing | None:
     return known[formats.frozen]
 
 
-def _planned(model: Layer, loss: Any, axes: Axes, plan: Any, sequence: str | None) -> Planned:
-    """The model that this line of the tensor axis runs: the model itself, if there is no such axis."""
+def _planned(training: Training, axes: Axes, distribution: Distribution, dtype: np.dtype) -> Planned:
+    """The model that this line of the tensor axis runs: the model itself, if there is no such axis. dtype: in which
+    it computes."""
+    model, loss = with_numbers(training.model, dtype), training.loss
+    plan, sequence = distribution.tensor_plan, distribution.sequence
     if axes.tensor.size == 1 and plan is None and sequence is None:
         return Planned(model, loss, None, frozenset())
     return parallelise(model, loss, axes.tensor.size, plan, sequence)

@@ -64,11 +64,10 @@ def inputs_of(placement: Placement, x: Any) -> tuple[Any, ...]:
 
 def _input(placement: Placement, name: str, array: Any, takes: str) -> Any:
     """An input as its first layers take it; DataError for whole numbers that the model's format has no number for."""
-    made = as_taken(array, takes, placement.compute)
-    narrow = made is not array and placement.compute == np.float16 and not placement.imaginary
-    if narrow and not bool(placement.xp.isfinite(made).all()):
-        raise DataError(f"input {name!r} is {array.dtype} and holds numbers above 65504, the largest one of float16")
-    return made
+    narrow = takes == "numbers" and placement.compute == np.float16 and not placement.imaginary
+    if narrow and array.dtype.kind in "iu" and array.size and max(-int(array.min()), int(array.max())) > HALF:
+        raise DataError(f"input {name!r} is {array.dtype} and holds numbers beyond {HALF}, the largest of float16")
+    return as_taken(array, takes, placement.compute)
 
 
 def target_of(placement: Placement, y: Any, samples: int) -> Any:
@@ -120,6 +119,7 @@ def check_places(placement: Placement, x: Any, y: Any) -> None:
 
 ENDED = "no batch: its loader has come to its end"
 DIGEST = " holding "
+HALF = 65504
 
 
 def agree(
