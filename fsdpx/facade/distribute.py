@@ -23,6 +23,7 @@ from fsdpx.elastic.options import Elastic
 from fsdpx.errors import ConfigError
 from fsdpx.facade.functional import default
 from fsdpx.interop import handed_on, native, same_values
+from fsdpx.layout.stages import Stages
 from fsdpx.observe.trace import Trace, Tracer
 from fsdpx.state.local import Local, local_of
 from fsdpx.trainer.calls import begin
@@ -62,7 +63,7 @@ def distribute(
     tune: bool | None = None,
     progress: str | None = None,
     schedule: str | Callable[..., Any] = "1f1b",
-    stages: Sequence[str | int] | None = None,
+    stages: Stages | None = None,
     costs: Mapping[str, float] | None = None,
     recompute: Any = None,
     tensor_plan: Mapping[str, Any] | None = None,
@@ -107,7 +108,8 @@ def distribute(
     tune : measure options that were not given, some 100 ms, kept on disk (default: yes, unless FSDPX_TUNE=0)
     progress : transfers move on between actions, "loop", or during them as well, "thread" (default: measured)
     schedule : of a pipe: "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", a function or a text file
-    stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages
+    stages : where a pipe cuts the model: paths of the first layers, or numbers of layers, of all stages; or path
+        pattern -> rank of the pipe, `{"0": 0, "blocks.*": 1}` (docs/schedules.md)
     costs : path pattern -> cost of a layer, for the automatic cut
     recompute : what runs forward again in backward: "all", every k-th unit, a budget "512MiB", or "attention"
     tensor_plan : path pattern -> how a layer is cut over the tensor axis (default: the model's own)

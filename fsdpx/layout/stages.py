@@ -4,21 +4,80 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
+
 from fsdpx.errors import ConfigError
 from fsdpx.nn.embedding import Embedding, TokenEmbedding
 from fsdpx.nn.sort import Node, Sorted
 from fsdpx.words import demand_match
 
-__all__ = ["Costs", "balanced", "cut_stages"]
+__all__ = ["Costs", "Stages", "balanced", "cut_stages", "deal"]
 
 Costs = Mapping[str, float]
 """Pattern of layer paths (fnmatch; the first that matches wins) -> cost per sample, in any unit."""
 
 
+Stages = Sequence[str | int] | Mapping[str, int]
+"""The first layers of all stages, or their numbers of layers; or path pattern -> rank of the pipe."""
+
+
+def deal(
+    model: Sorted, stages: Stages | None, ranks: int
+) -> tuple[Sequence[str | int] | None, int | tuple[int, ...] | None]:
+    """The stages as a list, and their number, or the rank of each if a map says so. None where nothing is given.
+
+    A layer that no pattern of a map matches is on the rank of the layer before it. A pipe of one rank has one stage,
+    whatever is given."""
+    if stages is None or (ranks == 1 and isinstance(stages, Mapping | list | tuple)):
+        return None, None
+    if isinstance(stages, Mapping):
+        return _mapped(model.nodes, stages, ranks)
+    if not isinstance(stages, list | tuple):
+        raise ConfigError(
+            f"stages={stages!r}: a list is needed, of the first layers of all stages or of their sizes, or a dict from "
+            "layers to ranks of the pipe"
+        )
+    if len(stages) < ranks:
+        raise ConfigError(
+            f"stages={list(stages)}: {len(stages)} stages cannot be dealt out to {ranks} ranks of the pipe: each has "
+            "at least one"
+        )
+    return stages, len(stages)
+
+
+def _mapped(nodes: Sequence[Node], ranks_of: Mapping[str, int], ranks: int) -> tuple[list[str | int], tuple[int, ...]]:
+    for pattern, rank in ranks_of.items():
+        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < ranks:
+            raise ConfigError(f"stages: {pattern!r} is on {rank!r}, and the pipe has ranks 0 to {ranks - 1}")
+        if not any(_is_of(node, pattern) for node in nodes):
+            raise ConfigError(f"stages: the pattern {pattern!r} matches no layer; there are {_names(nodes)}")
+    firsts: list[str | int] = []
+    home: list[int] = []
+    for node in nodes:
+        rank = next((rank for pattern, rank in ranks_of.items() if _is_of(node, pattern)), home[-1] if home else -1)
+        if rank < 0:
+            raise ConfigError(f"stages: no pattern matches the first layer, {nodes[0].path!r}: say on which rank it is")
+        if not home or rank != home[-1]:
+            firsts.append(node.path)
+            home.append(int(rank))
+    if idle := [str(rank) for rank in range(ranks) if rank not in home]:
+        raise ConfigError(f"stages: no layer is on rank {', '.join(idle)} of the pipe, which has {ranks} ranks")
+    return firsts, tuple(home)
+
+
+def _is_of(node: Node, pattern: str) -> bool:
+    """Whether a pattern matches the layer, or one that it is part of."""
+    return fnmatchcase(node.path, pattern) or fnmatchcase(node.path, f"{pattern}.*")
+
+
 def cut_stages(
-    model: Sorted, count: int, stages: Sequence[str | int] | None = None, costs: Costs | None = None
+    model: Sorted,
+    count: int,
+    stages: Sequence[str | int] | None = None,
+    costs: Costs | None = None,
+    why: str = "",
 ) -> tuple[int, ...]:
-    """The index of the first node of each of `count` stages.
+    """The index of the first node of each of `count` stages. why: there are so many.
 
     stages: the path of the first layer of each stage, or the number of layers of each stage; None: automatic.
     costs: for the automatic cut; a layer that no pattern matches costs as much as it has elements of weight matrices.
@@ -27,7 +86,8 @@ def cut_stages(
     if count > len(nodes):
         layers = "1 layer" if len(nodes) == 1 else f"{len(nodes)} layers"
         raise ConfigError(
-            f"{count} stages, but the model has only {layers} to cut between ({_names(nodes)}): use fewer stages"
+            f"{count} stages{why}, but the model has only {layers} to cut between ({_names(nodes)}): use fewer "
+            + ("ranks in the pipe, or '1f1b', which has one stage on each" if why else "stages")
         )
     if stages is None:
         return balanced(_costs(nodes, costs), count)

@@ -10,7 +10,7 @@ from fsdpx.program.passes import one_by_one
 from fsdpx.program.pipeline import pipeline
 from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.rounds import Outer, Rounds
-from fsdpx.program.schedules import SCHEDULES, ScheduleFunction, in_flight, schedule
+from fsdpx.program.schedules import SCHEDULES, ScheduleFunction, in_flight, placed, schedule
 from fsdpx.program.simulate import Costs, bubble, simulate
 from fsdpx.program.slots import SLOTS, Slot, SlotKind, buffer_of
 from fsdpx.program.stage import Edge, Slots, Stage, StageUnit, constants, expand
@@ -23,5 +23,6 @@ __all__ = [
     "Outer", "Overlap", "PipelineSchedule", "Program", "Request", "Rounds", "ScheduleFunction", "Scratch", "Sizes",
     "Slot", "SlotKind", "Slots", "Stage", "StageUnit", "Traffic", "Verb", "arrow", "bubble", "buffer_of", "check",
     "check_pipe", "compile", "constants", "expand", "grid", "idle", "in_flight", "lifetimes", "memory", "one_by_one",
-    "overlap", "parse", "peak_memory", "pipeline", "schedule", "simulate", "simulate_programs", "traffic", "validate",
+    "overlap", "parse", "peak_memory", "pipeline", "placed", "schedule", "simulate", "simulate_programs", "traffic",
+    "validate",
 ]  # fmt: skip

@@ -16,8 +16,8 @@ from fsdpx.program.pipeline_schedule import PipelineSchedule
 from fsdpx.program.validate import validate
 
 __all__ = [
-    "SCHEDULES", "ScheduleFunction", "gpipe", "in_flight", "interleaved", "one_f_one_b", "schedule", "validate",
-    "zb_h1", "zb_h2", "zbv",
+    "SCHEDULES", "ScheduleFunction", "dealt", "gpipe", "in_flight", "interleaved", "one_f_one_b", "placed", "schedule",
+    "validate", "zb_h1", "zb_h2", "zbv",
 ]  # fmt: skip
 
 Actions = list[Action]
@@ -57,6 +57,39 @@ def interleaved(ranks: int, microbatches: int, per_rank: int = 2) -> PipelineSch
         both = _alternate(forwards, backwards, warm=2 * (ranks - rank - 1) + (per_rank - 1) * ranks)
         rows.append([action for action in both if action.mb in range(microbatches)])
     return PipelineSchedule.of("interleaved", rows, microbatches)
+
+
+def dealt(name: str, home: Sequence[int], microbatches: int) -> PipelineSchedule:
+    """Any number of stages on any ranks, in the order of gpipe, 1f1b or interleaved. home: the rank of each stage.
+
+    Ranks take what is ready: in gpipe all forwards first; else a backward if there is one, and at most S - s
+    microbatches are in flight at stage s of S. The oldest microbatch is never held up by that, so no rank waits for
+    ever. Of several stages the last goes first; in interleaved microbatches go forward in rounds of P."""
+    stages, ranks, all_first = len(home), max(home) + 1, name == "gpipe"
+    done = {"F": [0] * stages, "B": [0] * stages}  # microbatches
+
+    def ready(op: str, stage: int) -> bool:
+        own, forward = done[op][stage], done["F"][stage]
+        if op == "F":
+            free = all_first or forward - done["B"][stage] < stages - stage
+            return own < microbatches and free and (stage == 0 or done["F"][stage - 1] > own)
+        whole = all(done["F"][s] == microbatches for s in range(stages) if home[s] == home[stage])
+        after = stage == stages - 1 or done["B"][stage + 1] > own
+        return own < forward and after and (whole or not all_first)
+
+    def urgency(step: tuple[str, int]) -> tuple[int, ...]:
+        op, stage = step
+        return (1, done["F"][stage] // ranks, stage) if op == "F" and name == "interleaved" else (op == "F", -stage)
+
+    rows: list[Actions] = [[] for _ in range(ranks)]
+    while done["B"][0] < microbatches:
+        found = [[(op, s) for op in "BF" for s in range(stages) if home[s] == r and ready(op, s)] for r in range(ranks)]
+        for row, steps in zip(rows, found, strict=True):
+            if steps:
+                op, stage = min(steps, key=urgency)
+                row.append(Action(op, stage, done[op][stage]))
+                done[op][stage] += 1
+    return PipelineSchedule.of(name, rows, microbatches)
 
 
 def zb_h1(ranks: int, microbatches: int, per_rank: int = 1) -> PipelineSchedule:
@@ -145,6 +178,12 @@ SCHEDULES: dict[str, Callable[[int, int, int], PipelineSchedule]] = {
     "zb-h2": zb_h2,
     "zbv": zbv,
 }
+FIXED = {
+    "zb-h1": "has one stage on each rank, in order",
+    "zb-h2": "has one stage on each rank, in order",
+    "zbv": "goes down the ranks and comes back in a V, stage s on rank s and stage 2P - 1 - s as well",
+}
+"""Why stages cannot lie elsewhere: where W fills the gaps is worked out for these places."""
 
 
 def schedule(
@@ -177,6 +216,29 @@ def schedule(
         raise ConfigError(f"schedule={str(choice)!r} is none of {names}, no function, and no text file of that name")
     lines = (line.split("#")[0].strip() for line in Path(choice).read_text(encoding="utf-8").splitlines())
     return _fitting(Path(choice).name, filter(None, lines), ranks, microbatches, per_rank)
+
+
+def placed(
+    choice: str | Path | ScheduleFunction, ranks: int, microbatches: int, stages: int | Sequence[int]
+) -> PipelineSchedule:
+    """The same for a number of stages, or for the rank of each: ConfigError for schedules that have other places."""
+    number = isinstance(stages, int)
+    home = tuple(s % ranks for s in range(stages)) if isinstance(stages, int) else tuple(stages)
+    per_rank, rest = divmod(len(home), ranks)
+    free = isinstance(choice, str) and choice in SCHEDULES and choice not in FIXED
+    if not rest and (not free or (per_rank > 1) == (choice == "interleaved")):
+        made = schedule(choice, ranks, microbatches, per_rank)
+        if made.home == home or (number and not free):
+            return made
+    if free:
+        made = dealt(str(choice), home, microbatches)
+        validate(made)
+        return made
+    name = choice if isinstance(choice, str) else getattr(choice, "__name__", str(choice))
+    raise ConfigError(
+        f"schedule {name!r} {FIXED.get(str(name), 'says itself where its stages are')}; here {len(home)} stages are "
+        f"dealt out to ranks {', '.join(map(str, home))}: choose 'gpipe', '1f1b' or 'interleaved', which take any"
+    )
 
 
 def _from_function(function: ScheduleFunction, ranks: int, microbatches: int, per_rank: int | None) -> PipelineSchedule:

@@ -6,31 +6,41 @@ from typing import Any
 
 from fsdpx.comm.checks import TAGS
 from fsdpx.errors import ConfigError
-from fsdpx.program import Action, Edge, PipelineSchedule, Request, Stage, check_pipe, compile, schedule
+from fsdpx.program import Action, Edge, PipelineSchedule, Request, Stage, check_pipe, compile, placed, schedule
 
 __all__ = ["Pipe", "tag"]
 
 
 @dataclass
 class Pipe:
-    """choice: name, function or file of the schedule. width: ranks of the pipe. per_rank: stages on each."""
+    """choice: name, function or file of the schedule. width: ranks of the pipe. dealt: the number of stages,
+    or the rank of each, where that was given."""
 
     choice: str | Callable[..., Any]
     width: int = 1
-    per_rank: int | None = None
+    dealt: int | tuple[int, ...] | None = None
     _schedules: dict[int, PipelineSchedule] = field(default_factory=dict)
     _proved: set[Request] = field(default_factory=set)
 
     def schedule(self, microbatches: int) -> PipelineSchedule:
         """The actions of each rank in order; ConfigError if the schedule needs more microbatches."""
         if microbatches not in self._schedules:
-            self._schedules[microbatches] = schedule(self.choice, self.width, microbatches, self.per_rank)
+            numbers = self.choice, self.width, microbatches
+            made = schedule(*numbers) if self.dealt is None else placed(*numbers, self.dealt)
+            self._schedules[microbatches] = made
         return self._schedules[microbatches]
 
     def home(self, microbatches: int) -> tuple[int, ...]:
         """The rank of each stage. One rank runs the model as one stage."""
         home = self.schedule(microbatches).home if self.width > 1 or isinstance(self.choice, str) else ()
         return home if self.width > 1 else (0,)
+
+    def many(self, home: tuple[int, ...]) -> str:
+        """Why there are so many stages, if there are more than ranks and the schedule chose their number."""
+        if self.dealt is not None or len(home) <= self.width:
+            return ""
+        name = self.choice if isinstance(self.choice, str) else getattr(self.choice, "__name__", "of your own")
+        return f" (schedule {name!r} puts {len(home) // self.width} on each of {self.width} ranks)"
 
     def words(self, microbatches: int) -> str:
         """The schedule as text, rank by rank."""

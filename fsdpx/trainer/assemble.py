@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from fsdpx.cuda.devices import current, take
 from fsdpx.engine.engine import ActionRecorder, Engine
 from fsdpx.engine.warm import warm
 from fsdpx.errors import ConfigError
-from fsdpx.layout.stages import cut_stages
+from fsdpx.layout.stages import cut_stages, deal
 from fsdpx.layout.units import Layout, Spread, lay_out
 from fsdpx.nn.plan import Planned, parallelise
 from fsdpx.nn.sort import Sorted, sort, with_numbers
@@ -127,7 +127,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     for optimizer in (training.optimizer, *([local.outer] if local else [])):
         check_whole(optimizer, axes.tensor.size)
     check_model(ordered, training.chunks)
-    pipe = Pipe(distribution.schedule, axes.pipe.size, _per_rank(distribution.stages, axes.pipe.size))
+    distribution, pipe = _dealt(distribution, ordered, axes.pipe.size)
     check_local(local, training.chunks, training.average, distribution.offload, formats, ordered, training.optimizer)
     microbatches = microbatches_of(training.microbatches, training.chunks, axes.mesh)
     each_rank = accumulation(training.chunks, axes).microbatches(microbatches)
@@ -137,7 +137,7 @@ def placement_of(recipe: Recipe, world: Communicator, tuning: Tuning | None = No
     _check_own(codecs, own, training.optimizer, axes)
     check_packed(codecs, training.chunks, axes, formats)
     chunked = accumulation(training.chunks, axes, codecs.packs)
-    layout = _layout(training, distribution, ordered, planned, axes, pipe.home(each_rank), formats, tuning, codecs)
+    layout = _layout(training, distribution, ordered, planned, axes, pipe, each_rank, formats, tuning, codecs)
     _check_recompute(recomputing, layout)
     products = _products(world, formats, xp)
     schedule = distribution.schedule
@@ -218,13 +218,16 @@ def _layout(
     ordered: Sorted,
     planned: Planned,
     axes: Axes,
-    home: tuple[int, ...],
+    pipe: Pipe,
+    microbatches: int,
     formats: Precision,
     tuning: Tuning,
     codecs: Codecs,
 ) -> Layout:
-    """Units and pages. home: the rank of each stage of the pipe."""
-    starts = cut_stages(ordered, len(home), distribution.stages, distribution.costs)
+    """Units and pages. microbatches: of each rank."""
+    assert not isinstance(distribution.stages, Mapping), "a list of first layers by now"
+    home = pipe.home(microbatches)
+    starts = cut_stages(ordered, len(home), distribution.stages, distribution.costs, pipe.many(home))
     apart = accumulation(training.chunks, axes).bitwise
     spread = Spread(starts, home, axes.tensor.rank, axes.tensor.size, planned.partial, apart)
     wanted = distribution.group_bytes
@@ -342,17 +345,10 @@ def _remark(place: Placement) -> None:
             say(place.axes.world, text)
 
 
-def _per_rank(stages: Any, ranks: int) -> int | None:
-    """How many stages each rank gets, if that was given."""
-    if stages is None:
-        return None
-    if not isinstance(stages, list | tuple):
-        raise ConfigError(f"stages={stages!r}: a list is needed, of the first layers of all stages or of their sizes")
-    if len(stages) == 0 or len(stages) % ranks:
-        raise ConfigError(
-            f"stages={list(stages)}: {len(stages)} stages cannot be dealt out to {ranks} ranks of the pipe"
-        )
-    return len(stages) // ranks
+def _dealt(distribution: Distribution, ordered: Sorted, ranks: int) -> tuple[Distribution, Pipe]:
+    """The same with stages as a list, and the pipe that has them."""
+    stages, dealt = deal(ordered, distribution.stages, ranks)
+    return replace(distribution, stages=stages), Pipe(distribution.schedule, ranks, dealt)
 
 
 def _axes(distribution: Distribution, world: Communicator, check: bool) -> tuple[Axes, Sharding]:

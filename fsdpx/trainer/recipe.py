@@ -14,6 +14,7 @@ from fsdpx.comm.mesh import Mesh
 from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
+from fsdpx.layout.stages import Stages
 from fsdpx.nn.layer import Layer
 from fsdpx.observe.trace import Trace
 from fsdpx.state.accumulation import check_chunks
@@ -59,7 +60,7 @@ class Distribution:
     ahead: int | None = None
     codec: Choice = None
     schedule: str | Callable[..., Any] = "1f1b"
-    stages: Sequence[str | int] | None = None
+    stages: Stages | None = None
     costs: Mapping[str, float] | None = None
     tensor_plan: Mapping[str, Any] | None = None
     sequence: str | None = None

@@ -46,6 +46,22 @@ def test_a_value_may_skip_stages() -> None:
     compare("graph", Mesh(shard=1, pipe=2), "ddp", stages=["up", "mid", "act", "sum"], schedule="interleaved")
 
 
+MAPS = [
+    (2, {"2": 1, "*": 0}),  # the first pattern that matches counts
+    (2, ["0", "1", "3"]),
+    (2, {"0": 1, "2": 0, "4": 1}),
+    (3, {"0": 0, "1": 2, "2": 1, "3": 2, "4": 0}),
+    (3, ["0", "1", "2", "3"]),
+]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("width", "stages"), MAPS)
+def test_stages_on_any_rank_equal_one_process(width: int, stages: Any, schedule: str) -> None:
+    """Any number of stages on any ranks, in any order."""
+    compare("mlp", Mesh(shard=1, pipe=width), "ddp", stages=stages, schedule=schedule, microbatches=3)
+
+
 CHUNKS = [
     (Mesh(shard=1), "ddp", None),
     (Mesh(shard=3), "fsdp", None),
@@ -101,7 +117,36 @@ PIPE = Mesh(shard=1, pipe=2)
         ("mlp", {"mesh": PIPE, "stages": ["0", "0"]}, "stages follow each other, and the first begins at '0'"),
         ("mlp", {"mesh": PIPE, "stages": ["1", "3"]}, "stages follow each other, and the first begins at '0'"),
         ("mlp", {"mesh": PIPE, "stages": [2, 2]}, "each stage has at least one layer, all together 5"),
-        ("mlp", {"mesh": PIPE, "stages": ["0", "1", "2"]}, "3 stages cannot be dealt out to 2 ranks of the pipe"),
+        ("mlp", {"mesh": PIPE, "stages": ["0"]}, "1 stages cannot be dealt out to 2 ranks of the pipe"),
+        ("mlp", {"mesh": PIPE, "stages": {"0": 0, "x": 1}}, "stages: the pattern 'x' matches no layer; there are '0'"),
+        ("mlp", {"mesh": PIPE, "stages": {"0": 0, "1": 2}}, "stages: '1' is on 2, and the pipe has ranks 0 to 1"),
+        (
+            "mlp",
+            {"mesh": PIPE, "stages": {"1": 0, "2": 1}},
+            "no pattern matches the first layer, '0': say on which",
+        ),
+        ("mlp", {"mesh": PIPE, "stages": {"*": 1}}, "no layer is on rank 0 of the pipe, which has 2 ranks"),
+        (
+            "mlp",
+            {"mesh": PIPE, "stages": {"0": 0, "1": 1, "2": 0}, "schedule": "zbv"},
+            "'zbv' goes down the ranks and comes back in a V, .*; here 3 stages are dealt out to ranks 0, 1, 0: choose",
+        ),
+        (
+            "mlp",
+            {"mesh": PIPE, "stages": ["0", "1", "2"], "schedule": "zb-h1"},
+            "'zb-h1' has one stage on each rank, in order; here 3 stages are dealt out to ranks 0, 1, 0: choose",
+        ),
+        (
+            "mlp",
+            {"mesh": Mesh(shard=1, pipe=3), "schedule": "zbv"},
+            r"6 stages \(schedule 'zbv' puts 2 on each of 3 ranks\), but the model has only 5 layers to cut between "
+            r"\('0', .*\): use fewer ranks in the pipe, or '1f1b', which has one stage on each",
+        ),
+        (
+            "mlp",
+            {"mesh": Mesh(shard=1, pipe=3), "schedule": "interleaved"},
+            "'interleaved' puts 2 on each of 3",
+        ),
         ("mlp", {"mesh": PIPE, "schedule": "2f2b"}, "2f2b.*gpipe.*1f1b.*interleaved"),
         ("mlp", {"mesh": PIPE, "schedule": "zbv", "stages": ["0", "2"]}, "zbv"),
         ("mlp", {"mesh": PIPE, "costs": {"2": -1.0}}, "costs: '2' is -1.0, a number of at least 0"),
