@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import reduce
 from operator import and_
@@ -89,7 +89,13 @@ class LocalCommunicator(Backend, Survivor):
 
         parts, locks = self._meet_and_wait("window", nbytes, make)
         world, members = self._group.world, self._group.members
-        return ThreadWindow(self.rank, parts, locks, world.timeout, world.check, lambda r: members[r] in world.dead)
+
+        def check(missing: Sequence[int], what: str) -> None:
+            world.check()
+            who = [members[rank] for rank in missing]
+            world.fail_on(world.stranded(who, [members[self.rank]], f"a window for {what}"))
+
+        return ThreadWindow(self.rank, parts, locks, world.timeout, check, lambda r: members[r] in world.dead)
 
     def close(self) -> None:
         """Nothing to free: the group goes with its last rank."""

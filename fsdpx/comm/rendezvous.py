@@ -3,14 +3,15 @@ living ranks."""
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from fsdpx.comm.calls import Array, named
+from fsdpx.comm.carrier import TIMEOUT
+from fsdpx.comm.clock import ranks_text
 from fsdpx.comm.steps import Progress
 from fsdpx.comm.survivors import loss
 from fsdpx.errors import Aborted, CommTimeout, DesyncError, RankLost
@@ -28,15 +29,16 @@ class Died(BaseException):
 
 class ThreadWorld:
     """All thread ranks of one `spawn`: they share one lock, and the first failure ends them all. survive: a death
-    (`Died`) is no failure."""
+    (`Died`) is no failure. timeout: seconds of a wait. dead, returned: ranks that have died, and whose function has
+    returned."""
 
-    def __init__(self, timeout: float = 120.0, end: float = math.inf, survive: bool = False) -> None:
+    def __init__(self, timeout: float = TIMEOUT, survive: bool = False) -> None:
         self.condition = threading.Condition()
         self.failure: BaseException | None = None
         self.timeout = timeout
-        self.end = end
         self.survive = survive
         self.dead: set[int] = set()
+        self.returned: set[int] = set()
 
     def fail(self, error: BaseException) -> None:
         """Wake every rank; the first failure is the one they hear of. A death that is survived is none: `bury`."""
@@ -67,6 +69,23 @@ class ThreadWorld:
             self.dead.add(rank)
             self.condition.notify_all()
 
+    def end(self, rank: int) -> None:
+        """The function of this rank has returned, and will call nothing any more: wake the ranks that wait for it."""
+        with self.condition:
+            self.returned.add(rank)
+            self.condition.notify_all()
+
+    def stranded(self, missing: Iterable[int], waiting: Sequence[int], call: str) -> DesyncError | None:
+        """Why `call`, in which the `waiting` ranks are, will never be complete, if one of the `missing` ranks has
+        returned without it."""
+        gone = sorted(self.returned.intersection(missing))
+        if not gone:
+            return None
+        self.check()  # a rank that has failed calls nothing any more, either
+        who = f"{ranks_text(gone)} {'has' if len(gone) == 1 else 'have'} returned"
+        alike = "all ranks make the same calls, in the same order"
+        return DesyncError(f"{who} while ranks {sorted(waiting)} wait in {call}: {alike}")
+
     def finish(self, *events: ThreadCollective | ThreadMessage) -> None:
         """These are complete: wake the ranks that wait for them."""
         with self.condition:
@@ -83,7 +102,7 @@ class ThreadWorld:
 
     def deadline(self) -> float:
         """When a wait that begins now has lasted too long."""
-        return min(time.monotonic() + self.timeout, self.end)
+        return time.monotonic() + self.timeout
 
 
 class ThreadGroup:
@@ -117,6 +136,13 @@ class ThreadGroup:
         if self.revoked or not needs.isdisjoint(lost):
             raise loss(f"{call} on rank {rank} of {len(self.members)}", lost)
 
+    def stranded(self, event: ThreadCollective | ThreadMessage | Vote) -> DesyncError | None:
+        """Why an event that is not done never will be: a rank has returned that it waits for. With the lock."""
+        if not self.world.returned:
+            return None
+        missing, waiting = ([self.members[rank] for rank in ranks] for ranks in (event.missing, event.waiting))
+        return self.world.stranded(missing, waiting, event.name)
+
     def broken(self, event: ThreadCollective | ThreadMessage, rank: int) -> RankLost | None:
         """Why an event that is not done never will be. With the lock. Data that is being moved is completed in a
         revoked group, too, unless the rank that moves it dies: no rank is told that a transfer has failed
@@ -133,6 +159,8 @@ class ThreadGroup:
             del self.votes[number]
             vote.result, vote.done = decide(vote.given), True
             self.world.condition.notify_all()
+        if not vote.done:
+            self.world.fail_on(self.stranded(vote))
         return vote.done
 
 
@@ -157,11 +185,16 @@ class ThreadCollective:
     def name(self) -> str:
         return named(self.verb, self.what)
 
+    @property
+    def waiting(self) -> set[int]:
+        """Ranks that have called it."""
+        return set(range(len(self.members))) - self.missing
+
     def difference(self, rank: int, verb: str, what: str, terms: tuple) -> DesyncError | None:
         """The different call that `rank` makes, if it does not make the others' call."""
         if (verb, terms) == (self.verb, self.terms):
             return None
-        others = sorted(set(range(len(self.members))) - self.missing)
+        others = sorted(self.waiting)
         mine, theirs = f"called {named(verb, what)} {terms}", f"called {self.name} {self.terms}"
         return DesyncError(f"ranks called different collectives: rank {rank} {mine}; ranks {others} {theirs}")
 
@@ -191,6 +224,15 @@ class ThreadMessage:
         """The other side is there; rank `mover` copies."""
         self.needs, self.moving = {mover}, True
 
+    @property
+    def missing(self) -> set[int]:
+        """The rank of the other side, until it is there."""
+        return set() if self.moving else self.needs
+
+    @property
+    def waiting(self) -> set[int]:
+        return {self.rank}
+
     def difference(self, target: ThreadMessage) -> DesyncError | None:
         """How sender and receiver disagree."""
         sent, wanted = self.array, target.array
@@ -206,7 +248,7 @@ class Vote:
     """A joint decision of the living members of a group: made when each member has come or died."""
 
     def __init__(self, verb: str, ranks: int) -> None:
-        self.verb = verb
+        self.verb = self.name = verb
         self.given: dict[int, Any] = {}
         self.missing = set(range(ranks))
         self.done = False
@@ -214,6 +256,10 @@ class Vote:
 
     def __str__(self) -> str:
         return f"{self.verb}: ranks {sorted(self.missing)} have neither called it nor died"
+
+    @property
+    def waiting(self) -> set[int]:
+        return {*self.given}
 
     def difference(self, rank: int, verb: str) -> DesyncError | None:
         """The different call that `rank` makes."""
@@ -239,8 +285,9 @@ class ThreadTransfer:
     def test(self) -> bool:
         if not self.event.done:
             self._group.world.check()
-            if self._group.revoked or self._group.world.dead:
-                with self._group.world.condition:
+            world = self._group.world
+            if self._group.revoked or world.dead or world.returned:
+                with world.condition:
                     self._check()
         return self.event.done
 
@@ -258,5 +305,7 @@ class ThreadTransfer:
 
     def _check(self) -> None:
         """Raise if it will never be complete. With the lock."""
-        if not self.event.done and (error := self._group.broken(self.event, self._rank)):
-            raise error
+        if not self.event.done:
+            if error := self._group.broken(self.event, self._rank):
+                raise error
+            self._group.world.fail_on(self._group.stranded(self.event))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from fsdpx import environment
 from fsdpx.comm import default
+from fsdpx.comm.carrier import TIMEOUT
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.local import LocalCommunicator
 from fsdpx.comm.rendezvous import Died, ThreadGroup, ThreadWorld
-from fsdpx.errors import Aborted, CommTimeout, ConfigError
+from fsdpx.errors import Aborted, ConfigError
 
 __all__ = ["spawn"]
 
@@ -23,24 +24,26 @@ _GRACE = 2.0
 
 def spawn(
     fn: Callable[..., Any], size: int, *args: Any,
-    timeout: float = 120.0, delays: int | None = None, survive: bool = False,
+    timeout: float | None = None, delays: int | None = None, survive: bool = False,
 ) -> list[Any]:  # fmt: skip
     """Run `fn(comm, *args)` on ranks that are threads of this process; what each of them returned, by rank.
 
     The first exception of any rank ends the others and is raised again here, with a note that names the rank.
+    A rank that returns while others wait for it in a call is such an exception, at once: DesyncError names both.
     `fsdpx.all_reduce` and its kind use the rank's own communicator inside `fn`.
 
     Parameters
     ----------
     size : number of ranks.
-    timeout : seconds after which CommTimeout says where each rank stands that is not done.
+    timeout : seconds that a rank may wait for others; then CommTimeout names the ranks that have not come, and a note
+        says where they stand. None: FSDPX_TIMEOUT, else half an hour. There is no limit on the whole.
     delays : seed of random sleeps of up to 2 ms before each communication, for tests.
     survive : a rank that raises `Died` dies alone: the others, whose communicators are survivors, live on, and its
         result is None. If all die, the first death is raised here.
     """
     if size < 1:
         raise ConfigError(f"spawn needs at least 1 rank, not {size}")
-    world = ThreadWorld(timeout, end=time.monotonic() + timeout, survive=survive)
+    world = ThreadWorld(environment.read().timeout or TIMEOUT if timeout is None else timeout, survive)
     group = ThreadGroup(world, range(size))
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
@@ -59,14 +62,17 @@ def spawn(
                 return
             failures.append((rank, error))
             world.fail(error)
+        world.end(rank)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    _join(threads, world, timeout)
+    late = _join(threads, world)
     if failures:
         rank, error = next((f for f in failures if not isinstance(f[1], Aborted)), failures[0])
         error.add_note(f"[rank {rank}] of {size} thread ranks")
+        if late:
+            error.add_note(_where(late))
         raise error
     if len(deaths) == size:
         rank, death = deaths[0]
@@ -75,20 +81,19 @@ def spawn(
     return results
 
 
-def _join(threads: list[threading.Thread], world: ThreadWorld, timeout: float) -> None:
-    """Wait for all ranks; when one has failed or time is up, the others have a short grace to notice."""
-    deadline = time.monotonic() + timeout + _GRACE  # a rank that waits for a peer says so itself, and better
-    while any(thread.is_alive() for thread in threads):
-        if world.failure is not None:
-            deadline = min(deadline, time.monotonic() + _GRACE)
-        late = [thread for thread in threads if thread.is_alive() and time.monotonic() > deadline]
-        if late and world.failure is None:
-            error = CommTimeout(f"not done after {timeout:g} s: {_where(late)}")
-            world.fail(error)
-            raise error
-        if late:
-            return
-        next(thread for thread in threads if thread.is_alive()).join(0.05)
+def _join(threads: list[threading.Thread], world: ThreadWorld) -> list[threading.Thread]:
+    """Wait for all ranks; when one has failed, the others have a short grace to notice. Returns those that have not."""
+
+    def over() -> bool:
+        return len(world.dead | world.returned) == len(threads)
+
+    with world.condition:
+        world.condition.wait_for(lambda: world.failure is not None or over())
+        world.condition.wait_for(over, _GRACE)
+        done = world.dead | world.returned
+    for rank in done:
+        threads[rank].join()
+    return [thread for rank, thread in enumerate(threads) if rank not in done]
 
 
 def _where(threads: list[threading.Thread]) -> str:

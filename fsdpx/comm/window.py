@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
 from fsdpx.comm.calls import Array
+from fsdpx.comm.clock import ranks_text
 from fsdpx.errors import CommTimeout
 
 __all__ = ["LINE", "SharedParts", "ThreadWindow", "Window", "aligned"]
@@ -51,8 +52,8 @@ class Window(ABC):
         """Whether that rank is known here to have died."""
         return False
 
-    def check(self) -> None:  # noqa: B027 - most have nothing to look at
-        """Raise if this rank need not wait any longer."""
+    def check(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
+        """Raise if this rank waits in vain for `missing` ranks."""
 
     def turn(self, kind: str) -> AbstractContextManager[None]:
         """Around a rank's accesses to the parts of all. kind: "pull", "push" or "mix"."""
@@ -61,18 +62,18 @@ class Window(ABC):
     def leave(self) -> None:  # noqa: B027 - nothing where time is real
         """This rank goes to a meeting of all ranks, and touches nothing until it is over."""
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
-        """Return when `ready()`, which stays so, because of what others have done; else CommTimeout, with `what` this
-        rank waits for."""
-        self.poll(ready, what)
+    def wait(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+        """Return when `missing()`, ranks that have yet to do something, are none, which stays so; else CommTimeout,
+        with `what` this rank waits for."""
+        self.poll(missing, what)
 
-    def poll(self, ready: Callable[[], bool], what: str) -> None:
+    def poll(self, missing: Callable[[], Sequence[int]], what: str) -> None:
         """The same at the end of all steps."""
         end, pause = time.monotonic() + self.timeout, FIRST_PAUSE
-        while not ready():
-            self.check()
+        while late := missing():
+            self.check(late, what)
             if time.monotonic() > end:
-                raise CommTimeout(f"rank {self.rank} waited {self.timeout:g} s for {what}")
+                raise CommTimeout(f"rank {self.rank} waited {self.timeout:g} s for {ranks_text(late)}: {what}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -106,11 +107,12 @@ class SharedParts(Window):
 
 
 class ThreadWindow(SharedParts):
-    """Parts of thread ranks. check: raises if another rank has failed. dead: whether a rank has died."""
+    """Parts of thread ranks. check: raises if another rank has failed, or one that is waited for has returned. dead:
+    whether a rank has died."""
 
     def __init__(
         self, rank: int, parts: list[Array], locks: list[threading.Lock], timeout: float,
-        check: Callable[[], None], dead: Callable[[int], bool],
+        check: Callable[[Sequence[int], str], None], dead: Callable[[int], bool],
     ) -> None:  # fmt: skip
         super().__init__(rank, len(parts), parts[rank], timeout)
         self.parts, self._locks = parts, locks
@@ -122,8 +124,8 @@ class ThreadWindow(SharedParts):
     def gone(self, rank: int) -> bool:
         return self._dead(rank)
 
-    def check(self) -> None:
-        self._check()
+    def check(self, missing: Sequence[int] = (), what: str = "") -> None:
+        self._check(missing, what)
 
     def close(self) -> None:
         self.parts = []

@@ -79,7 +79,7 @@ class Exchange:
         if bound is not None:
             first = self.clock - bound
             self.window.wait(
-                lambda: all(self.window.word(r, CLOCK) >= first or self.window.gone(r) for r in self._others),
+                lambda: [r for r in self._others if self.window.word(r, CLOCK) < first and not self.window.gone(r)],
                 f"step {first} of the slowest rank, staleness={bound}",
             )
 
@@ -106,7 +106,7 @@ class Exchange:
     def _add(self, rank: int, page: int, gradient: Any, weight: float, update: Update) -> None:
         """Gradients of a step are added in rank order, as synchronous training adds them; the last rank updates."""
         self.window.wait(
-            lambda: self._comes_to_me(rank, page), f"the gradients of earlier ranks in step {self.clock}, staleness=0"
+            lambda: self._before_me(rank, page), f"the gradients of earlier ranks in step {self.clock}, staleness=0"
         )
         with self.window.turn("push"):
             with self.memory.open(rank, Key("words", page), Key("added", page)) as (words, total):
@@ -125,11 +125,12 @@ class Exchange:
         if rank != self.rank:
             self._note("push", gradient.size, gradient.dtype)
 
-    def _comes_to_me(self, rank: int, page: int) -> bool:
+    def _before_me(self, rank: int, page: int) -> list[int]:
+        """The rank that adds next, unless it is this one."""
         turn = self.memory.word(rank, page, ADDED)
         if turn != self.rank and (self.window.word(turn, CLOCK) == AWAY or self.window.gone(turn)):
             raise DataError(f"rank {turn} takes no more steps, and staleness=0 needs all ranks in each")
-        return turn == self.rank
+        return [] if turn == self.rank else [turn]
 
     def mix(self, page: int, step: int) -> None:
         """Draw this rank's model and those of others near each other, after step number `step`."""
@@ -202,7 +203,7 @@ class Exchange:
         self._met += 1
         self.window.say(MET, self._met)
         self.window.poll(
-            lambda: all(self.window.word(r, MET) >= self._met or self.window.gone(r) for r in self._others),
+            lambda: [r for r in self._others if self.window.word(r, MET) < self._met and not self.window.gone(r)],
             "the last steps of the others",
         )
 

@@ -143,8 +143,8 @@ class _TimedWindow(Window):
     def gone(self, rank: int) -> bool:
         return self.window.gone(rank)
 
-    def check(self) -> None:
-        self.window.check()
+    def check(self, missing: Sequence[int] = (), what: str = "") -> None:
+        self.window.check(missing, what)
 
     @contextmanager
     def turn(self, kind: str) -> Iterator[None]:
@@ -158,8 +158,8 @@ class _TimedWindow(Window):
     def leave(self) -> None:
         self.virtual.leave(self.rank)
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
-        self.virtual.pause(self.rank, ready, self, what)
+    def wait(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+        self.virtual.pause(self.rank, lambda: not missing(), self, what)
 
     def close(self) -> None:
         self.window.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,8 +67,8 @@ def test_a_rank_that_never_calls_is_named():
         if comm.rank != 1:
             comm.all_reduce(np.zeros(3), what="the loss").wait()
 
-    with pytest.raises(CommTimeout, match=r"all_reduce of the loss: ranks \[1\] of 3 have not called it"):
-        spawn(body, 3, timeout=0.3)
+    with pytest.raises(DesyncError, match=r"^rank 1 has returned while ranks .* wait in all_reduce of the loss: all"):
+        spawn(body, 3)
 
 
 def test_a_message_nobody_receives_is_named():
@@ -75,20 +76,78 @@ def test_a_message_nobody_receives_is_named():
         if comm.rank == 0:
             comm.send(np.zeros(3), 1, 4, what="ACT2").wait()
 
-    with pytest.raises(CommTimeout, match="rank 0: send of ACT2 to rank 1, tag 4: the other side has not called"):
-        spawn(body, 2, timeout=0.3)
+    with pytest.raises(DesyncError, match=r"ranks \[0\] wait in send of ACT2 to rank 1, tag 4: all ranks make"):
+        spawn(body, 2)
 
 
-def test_a_rank_that_computes_for_ever_is_named(monkeypatch):
-    monkeypatch.setattr(threads, "_GRACE", 0.1)
+@pytest.mark.parametrize(
+    ("calls", "ends"),
+    [
+        (lambda c: c.barrier().wait(), "wait in barrier"),
+        (lambda c: c.recv(np.zeros(2), 1).wait(), "wait in recv from rank 1, tag 0"),
+        (lambda c: c.all_gather_object(1), "wait in all_gather_object"),
+        (lambda c: comms.resilient(c), "wait in split"),
+    ],
+)
+def test_a_rank_that_has_returned_is_named_whatever_the_others_wait_for(calls, ends):
+    def body(comm):
+        if comm.rank == 0:
+            calls(comm)
+
+    with pytest.raises(DesyncError, match=r"^rank 1 has returned while ranks \[0\] " + ends):
+        spawn(body, 2)
+
+
+def test_a_vote_that_a_rank_has_returned_without_is_named():
+    def body(comm):
+        survivor = comms.resilient(comm)
+        if comm.rank != 1:
+            survivor.agree(1)
+
+    with pytest.raises(DesyncError, match=r"^rank 1 has returned while ranks .* wait in agree"):
+        spawn(body, 3, survive=True)
+
+
+def test_a_group_names_ranks_as_the_world_does():
+    def body(comm):
+        part = comm.subgroup([0, 2]) if comm.rank != 1 else comm.subgroup([1])
+        if comm.rank == 0:
+            part.barrier().wait()
+
+    with pytest.raises(DesyncError, match=r"^rank 2 has returned while ranks \[0\] wait in barrier"):
+        spawn(body, 3)
+
+
+def test_what_a_rank_has_sent_before_it_returned_still_comes():
+    def body(comm):
+        x = np.full(2, 7.0)
+        if comm.rank == 1:
+            comm.send(x, 0)  # nobody waits for it
+            return None
+        while comm._group.world.returned != {1}:
+            time.sleep(0.001)
+        comm.recv(x := np.zeros(2), 1).wait()
+        return x.tolist()
+
+    assert spawn(body, 2) == [[7.0, 7.0], None]
+
+
+def test_the_environment_says_how_long_a_wait_may_last_and_a_note_where_the_late_rank_stands(monkeypatch):
+    monkeypatch.setattr(threads, "_GRACE", 0.01)
+    monkeypatch.setenv("FSDPX_TIMEOUT", "0.1")
+    told = threading.Event()
 
     def body(comm):
-        end = time.monotonic() + 2
-        while comm.rank == 1 and time.monotonic() < end:
-            pass
+        if comm.rank == 1:
+            told.wait()  # for as long as it takes: no limit on the whole
+        else:
+            comm.barrier().wait()
 
-    with pytest.raises(CommTimeout, match="rank 1 at File"):
-        spawn(body, 2, timeout=0.2)
+    with pytest.raises(CommTimeout, match=r"after 0.1 s: barrier: ranks \[1\] of 2 have not called it") as caught:
+        spawn(body, 2)
+    told.set()
+    assert caught.value.__notes__[0] == "[rank 0] of 2 thread ranks"
+    assert caught.value.__notes__[1].startswith("rank 1 at File")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from fsdpx import spawn
 from fsdpx.comm import Communicator, Died
-from fsdpx.errors import CommTimeout, ConfigError
+from fsdpx.errors import CommTimeout, ConfigError, DesyncError
 
 BYTES, TIMES = 256, 40
 
@@ -51,10 +51,21 @@ def test_among_threads() -> None:
 def test_a_wait_ends_with_the_rank_and_what_it_waited_for() -> None:
     def run(comm: Communicator) -> None:
         window = comm.window(64)
-        with pytest.raises(CommTimeout, match=f"rank {comm.rank} waited 0.2 s for a word"):
-            window.wait(lambda: False, "a word")
+        with pytest.raises(CommTimeout, match=f"rank {comm.rank} waited 0.2 s for rank {1 - comm.rank}: a word"):
+            window.wait(lambda: [1 - comm.rank], "a word")
+        comm.barrier().wait()
 
     spawn(run, 2, timeout=0.2)
+
+
+def test_a_thread_that_returned_is_named_at_once() -> None:
+    def run(comm: Communicator) -> None:
+        window = comm.window(64)
+        if comm.rank == 0:
+            window.wait(lambda: [1] * (window.word(1, 0) != 1), "its first step")
+
+    with pytest.raises(DesyncError, match=r"^rank 1 has returned while ranks \[0\] wait in a window for its first"):
+        spawn(run, 2)
 
 
 def test_a_thread_that_died_is_gone() -> None:
@@ -64,7 +75,7 @@ def test_a_thread_that_died_is_gone() -> None:
         if comm.rank == 1:
             with window.open(0, 0, 8):
                 raise Died
-        window.wait(lambda: window.gone(1), "the death of rank 1")
+        window.wait(lambda: [1] * (not window.gone(1)), "its death")
         with window.open(0, 0, 8):
             assert not window.gone(0)
 
@@ -96,10 +107,10 @@ def test_a_killed_process_frees_its_locks_and_is_gone() -> None:
             with window.open(0, 8, 16):
                 window.say(0, 1)
                 sys.stdin.read()
-        window.wait(lambda: window.word(1, 0) == 1, "the lock")
+        window.wait(lambda: [1] * (window.word(1, 0) != 1), "the lock")
         assert not window.gone(1)
         print("held", flush=True)
-        window.wait(lambda: window.gone(1), "the death")
+        window.wait(lambda: [1] * (not window.gone(1)), "the death")
         with window.open(0, 8, 16):
             print("free", flush=True)
         window.close()
