@@ -80,8 +80,9 @@ class Guarded(Wrapper):
         texts = np.zeros((self.size, _WIDTH), np.uint8)
         texts[self.rank] = mine
         others = [other for other in range(self.size) if other != self.rank]
-        recvs = {other: self._channel.recv(texts[other], other, _TAG, what="fingerprint") for other in others}
-        sends = [self._channel.send(mine, other, _TAG, what="fingerprint") for other in others]
+        what = f"the fingerprint of {call}"
+        recvs = {other: self._channel.recv(texts[other], other, _TAG, what=what) for other in others}
+        sends = [self._channel.send(mine, other, _TAG, what=what) for other in others]
 
         def all_here() -> bool:
             for other in [other for other, handle in recvs.items() if handle.test()]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -62,11 +64,30 @@ def test_every_rank_hears_who_called_what(one, other, words):
 
 
 def test_a_rank_that_does_not_come_is_named():
-    messages = on_each_rank(4, [lambda c: c.barrier(what="end"), lambda c: None, lambda c: c.barrier(what="end")])
-    assert messages[1] is None
+    told = threading.Barrier(4)
+
+    def body(comm):
+        error = None
+        if comm.rank != 1:
+            with pytest.raises(DesyncError) as error:
+                Guarded(comm, timeout=0.5).barrier(what="end")
+        told.wait()
+        return error and str(error.value)
+
+    messages = spawn(body, 4)
     for rank in (0, 2, 3):
         assert "waited 0.5 s: ranks [1] did not arrive at barrier of end (call 1)" in messages[rank]
         assert "which ranks [0, 2, 3] called" in messages[rank]
+
+
+def test_a_rank_that_has_returned_is_named_with_the_call_of_the_others():
+    def body(comm):
+        if comm.rank == 0:
+            Guarded(comm).barrier(what="end")
+
+    text = r"rank 1 has returned while ranks \[0\] wait in recv of the fingerprint of barrier of end from rank 1"
+    with pytest.raises(DesyncError, match=text):
+        spawn(body, 2)
 
 
 def test_agreement_goes_on_for_ever_after():
