@@ -67,10 +67,10 @@ def test_a_rank_that_does_not_come_is_named():
     told = threading.Barrier(4)
 
     def body(comm):
-        error = None
+        error, guarded = None, Guarded(comm, timeout=0.5)
         if comm.rank != 1:
             with pytest.raises(DesyncError) as error:
-                Guarded(comm, timeout=0.5).barrier(what="end")
+                guarded.barrier(what="end")
         told.wait()
         return error and str(error.value)
 
@@ -82,8 +82,9 @@ def test_a_rank_that_does_not_come_is_named():
 
 def test_a_rank_that_has_returned_is_named_with_the_call_of_the_others():
     def body(comm):
+        guarded = Guarded(comm)
         if comm.rank == 0:
-            Guarded(comm).barrier(what="end")
+            guarded.barrier(what="end")
 
     text = r"rank 1 has returned while ranks \[0\] wait in recv of the fingerprint of barrier of end from rank 1"
     with pytest.raises(DesyncError, match=text):
