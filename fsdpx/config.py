@@ -266,7 +266,8 @@ class Precision:
         blocks of 256 numbers with a scale
     activations : of what layers give and keep for backward: that of compute
     reduce : "bf16" or "fp16": what gradients are rounded to for the reduce, which adds in float32; None: as they are
-    buffers : "float32" or "float64": of running statistics; None: float32 (float64 where compute is)
+    buffers : "float32", "float64", "bf16" or "fp16": of running statistics, rounded once a step; None: float32
+        (float64 where compute is)
     master : of the shard that the optimiser updates, and of its state; None: float32 (float64 where compute is).
         "bf16" beside compute="bf16" trains in 16 bits alone
     rounding : how a 16-bit master takes updates smaller than its last bit. "stochastic" (None): up or down by chance,
@@ -301,7 +302,7 @@ class Precision:
         self._choose("param", None, self.compute, full, *(("bf16", "float16", "int8") if self.compute == full else ()))
         self._choose("activations", None, self.compute)
         self._choose("reduce", None, full, "bf16", "float16")
-        self._choose("buffers", None, full, *(("float64",) if full == "float32" else ()))
+        self._choose("buffers", None, full, *(("float64", "bf16", "float16") if full == "float32" else ()))
         self._choose("master", None, full, *(("bf16",) if self.compute == "bf16" else ()))
         self._choose("rounding", None, *(("stochastic", "kahan") if self.master == "bf16" else ()))
         for name in ("loss_scale", "initial_scale", "growth_interval"):

@@ -101,6 +101,10 @@ class BatchNorm(Layer):
             return
         unbiased = var * (count / max(count - 1.0, 1.0))
         for running, now in ((p["running_mean"], mean), (p["running_var"], unbiased)):
+            if running.dtype.itemsize < 4:  # rounded once
+                moved = (1.0 - self.momentum) * running.astype(np.float64) + self.momentum * now
+                running[...] = moved.astype(np.float32).astype(running.dtype)
+                continue
             running *= 1.0 - self.momentum
             running += (self.momentum * now).astype(running.dtype)
 

@@ -246,13 +246,43 @@ def test_running_statistics_are_float32_beside_layers_in_16_bits_or_float64(of: 
         return {name: value for name, value in trainer.parameters().items() if "running" in name}
 
     want = fsdpx.spawn(run, 1, "float64")[0]
-    for precision in (BF16, ALONE, Precision("bf16", buffers="float64"), Precision(buffers="float64")):
+    others = [Precision(compute, buffers=buffers) for compute in ("bf16", "float32") for buffers in STATISTICS]
+    for precision in (BF16, ALONE, *others):
         got = fsdpx.spawn(run, 2, precision)[0]
         assert want
         assert got.keys() == want.keys()
         for name, value in got.items():
-            assert value.dtype == np.dtype(precision.statistics)
+            assert value.dtype == dtype(precision.statistics)
             np.testing.assert_allclose(value, want[name], rtol=4 * UNIT, atol=4 * UNIT)
+
+
+STATISTICS = ("float64", "bf16", "fp16")
+
+
+@pytest.mark.parametrize("buffers", ["bf16", "fp16"])
+def test_statistics_in_16_bits_are_saved_and_equal_one_process(tmp_path: Path, buffers: str) -> None:
+    """Bit for bit: what ranks add up is float64, and rounded once a step; a checkpoint keeps the format and goes on."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(8, 3)).astype("float32")
+
+    def run(comm: Communicator, saved: str, load: str = "") -> dict[str, Any]:
+        model = nn.Chain(nn.BatchNorm(3), nn.Linear(3, 2))
+        choice = Precision(buffers=buffers)
+        trainer = fsdpx.distribute(model, loss=nn.MSE(), optimizer=SGD, precision=choice, comm=comm, tune=False)
+        if load:
+            trainer.load(tmp_path / load)
+        mine = part(comm, 8)
+        for _ in range(2):
+            trainer.step(x[mine], x[mine, :2])
+        trainer.save(tmp_path / saved)
+        return {name: value for name, value in trainer.parameters().items() if "running" in name}
+
+    alone, together = fsdpx.spawn(run, 1, "one")[0], fsdpx.spawn(run, 2, "two")[0]
+    later = [fsdpx.spawn(run, ranks, f"later{ranks}", load)[0] for ranks, load in ((1, "two"), (2, "one"))]
+    for name, value in alone.items():
+        assert value.dtype == dtype(buffers)
+        assert value.tobytes() == together[name].tobytes()
+        assert later[0][name].tobytes() == later[1][name].tobytes() != value.tobytes()
 
 
 @in_full
