@@ -11,6 +11,7 @@ from fsdpx.program.verbs import VERBS
 
 __all__ = ["draw"]
 
+DARKER = "darker: later stages of a rank"
 LETTER = 0.011  # of the width of the picture that a character takes
 
 
@@ -30,6 +31,8 @@ def draw(events: Sequence[Event], path: str | Path, title: str = "") -> Path:
     axes.set(xlim=(0, last - zero), xlabel="time", title=title)
     verbs = [op for op in VERBS if any(event.action.op == op for event in shown)]
     boxes = [patches.Patch(facecolor=colour_of(op), label=op) for op in verbs]
+    if min(shades.values(), default=1.0) < 1.0:
+        boxes.append(patches.Patch(facecolor=_darker("#aaaaaa", min(shades.values())), label=DARKER))
     axes.legend(handles=boxes, ncols=len(boxes), loc="upper center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     figure.savefig(path, dpi=120)
     return Path(path)

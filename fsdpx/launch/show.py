@@ -205,5 +205,8 @@ def _count(number: int, word: str, plural: str = "s") -> str:
 def _drawing(schedule: PipelineSchedule, path: str) -> str:
     from fsdpx.launch.draw import draw
 
-    title = f"{schedule.name}, {len(schedule.ranks)} ranks, {schedule.microbatches} microbatches"
+    pieces = _count(schedule.microbatches, "microbatch", "es")
+    title = f"{schedule.name}, {len(schedule.ranks)} ranks, {pieces}"
+    if len(schedule.ranks) == 1:  # strategies differ in what they send, which takes no time here
+        title = f"no pipe: what each rank computes, whatever the strategy; {pieces}"
     return f"drawn: {draw(simulate(schedule, UNIT), path, title)}"

@@ -190,6 +190,17 @@ def test_show_of_a_pipe_has_its_grid_bubble_and_drawing(capsys: pytest.CaptureFi
     assert f"drawn: {png}" in text
 
 
+def test_a_drawing_without_a_pipe_says_what_it_shows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    shown(capsys, f"mlp --ranks 2 --microbatches 2 --png {tmp_path / 'step.svg'}")
+    assert ">no pipe: what each rank computes, whatever the strategy; 2 microbatches</text>" in (
+        tmp_path / "step.svg"
+    ).read_text(encoding="utf-8")
+
+
 def test_show_of_a_grid_without_a_pipe_has_one_row(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, "mlp --ranks 2 --microbatches 2 --grid")
     assert re.findall(r"^rank .*", text, re.M) == ["rank 0  F0 B0 -- F1 B1 --"]

@@ -7,7 +7,7 @@ import pytest
 from amount import in_full
 
 from fsdpx.errors import ConfigError
-from fsdpx.launch.draw import draw
+from fsdpx.launch.draw import DARKER, draw
 from fsdpx.program.action import parse
 from fsdpx.program.schedules import schedule
 from fsdpx.program.simulate import Costs, simulate
@@ -44,6 +44,8 @@ def test_verbs_ranks_and_microbatches_are_named(tmp_path: Path, monkeypatch: pyt
     assert ">SETTLE</text>" not in drawn  # it takes no time
     many = text_of(draw(simulate(schedule("1f1b", 2, 200), Costs(1, 1, 1)), tmp_path / "many.svg"))
     assert ">199</text>" not in many  # boxes too narrow for their number
+    two = text_of(draw(simulate(schedule("zbv", 2, 3), Costs(1, 1, 1)), tmp_path / "two.svg"))
+    assert (f">{DARKER}</text>" in two, f">{DARKER}</text>" in many) == (True, False)
 
 
 def test_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
