@@ -14,7 +14,8 @@ from fsdpx.words import meant
 
 __all__ = [
     "APART", "EASGD", "PRESETS", "Apart", "Async", "Gossip", "Lifetime", "Offload", "Precision", "Sharding", "apart",
-    "byte_count", "half_name", "precision", "python_number", "sharding",
+    "byte_count", "half_name", "precision", "python_fields", "python_number",
+    "sharding",
 ]  # fmt: skip
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", re.IGNORECASE)
@@ -31,7 +32,13 @@ def python_number(value: Any) -> Any:
         return {name: python_number(one) for name, one in value.items()}
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return type(value)(python_number(one) for one in value)
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    return value.item() if hasattr(value, "item") and getattr(value, "shape", None) == () else value
+
+
+def python_fields(owner: Any) -> None:
+    """The same for all fields of a dataclass, before it checks them."""
+    for field in fields(owner):
+        object.__setattr__(owner, field.name, python_number(getattr(owner, field.name)))
 
 
 _PYTHON = (int, float, bool, str, type(None))
@@ -78,6 +85,7 @@ class Sharding:
     ahead: int = 1
 
     def __post_init__(self) -> None:
+        python_fields(self)
         for name in ("replica", "shard"):
             width = getattr(self, name)
             if width is not None and (not isinstance(width, int) or width < 1):
@@ -116,6 +124,7 @@ class Async:
     by_staleness: bool = False
 
     def __post_init__(self) -> None:
+        python_fields(self)
         if self.staleness is not None and (type(self.staleness) is not int or self.staleness < 0):
             given = f"Async(staleness={self.staleness!r})"
             raise ConfigError(f"{given}: a number of steps, 0 or more, or None for any number")
@@ -136,6 +145,7 @@ class Gossip:
     every: int = 1
 
     def __post_init__(self) -> None:
+        python_fields(self)
         _check_every(self)
 
     @property
@@ -159,6 +169,7 @@ class EASGD:
     pull: float | None = None
 
     def __post_init__(self) -> None:
+        python_fields(self)
         _check_every(self)
         if self.pull is not None and not (_positive(self.pull) and self.pull < 1):
             raise ConfigError(f"EASGD(pull={self.pull!r}): a number above 0 and below 1, or None for 0.9 / ranks")
@@ -295,6 +306,7 @@ class Precision:
     block: int | None = None
 
     def __post_init__(self) -> None:
+        python_fields(self)
         for name in ("compute", "param", "activations", "reduce", "buffers", "master"):
             object.__setattr__(self, name, half_name(getattr(self, name)))
         self._choose("compute", "float32", "float64", "bf16", "float16")

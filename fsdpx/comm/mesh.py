@@ -12,7 +12,7 @@ from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.counted import Counted, Counters
 from fsdpx.comm.guarded import Guarded
 from fsdpx.comm.local import single
-from fsdpx.config import Apart, Sharding, sharding
+from fsdpx.config import Apart, Sharding, python_fields, sharding
 from fsdpx.errors import MeshError
 
 __all__ = ["AXES", "REPLICA", "Axes", "Coordinates", "Mesh", "alone", "connect"]
@@ -55,6 +55,7 @@ class Mesh:
     order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
+        python_fields(self)
         for axis, width in zip(AXES, self._widths(), strict=True):
             if width is not None and (isinstance(width, bool) or not isinstance(width, int) or width < 1):
                 wanted = "an integer of at least 1, or None to fill the world"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
+from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
 
 __all__ = ["Elastic"]
@@ -29,6 +30,7 @@ class Elastic:
     resize: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        python_fields(self)
         for name, least in (("copies", 0), ("every", 1), ("ranks", 1)):
             value = getattr(self, name)
             if not (value is None and name != "copies") and (type(value) is not int or value < least):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fsdpx.array.random import uniform
+from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
 
 __all__ = ["NO_TOKEN", "Sampling"]
@@ -39,6 +40,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        python_fields(self)
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"generate(temperature={self.temperature}): it must be 0 (the most likely token) or more")
         if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
 from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.optim.optimizer import Optimizer, Rate, Slots, check_number, has_data
@@ -26,7 +27,7 @@ class Average(Protocol):
 @dataclass(frozen=True)
 class EMA:
     """Exponential moving average: after each step average = decay average + (1 - decay) parameters. It begins with the
-    parameters before the first step.
+    parameters after the first step, as `torch.optim.swa_utils.AveragedModel` does.
 
     Parameters
     ----------
@@ -36,10 +37,11 @@ class EMA:
     decay: float = 0.999
 
     def __post_init__(self) -> None:
+        python_fields(self)
         check_number(self, "decay", self.decay, below=1.0)
 
     def keep(self, step: int) -> float:
-        return self.decay
+        return self.decay if step > 1 else 0.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class SWA:
     every: int = 1
 
     def __post_init__(self) -> None:
+        python_fields(self)
         for name, value in vars(self).items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"SWA({name}={value!r}): a whole number of steps, 1 or more, is needed")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from fsdpx.config import python_number
+from fsdpx.config import python_fields, python_number
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim.kept import kept_of
 from fsdpx.optim.segments import NORMS, Groups, Segments
@@ -79,6 +79,7 @@ def check_number(owner: object, name: str, value: object, low: float = 0.0, belo
 def check_options(owner: Any, but: str = "") -> None:
     """ConfigError unless those of lr, betas, momentum, eps, weight_decay and groups that `owner` has are valid.
     but: the name of one that is of another kind there."""
+    python_fields(owner)
     if not callable(owner.lr):
         check_number(owner, "lr", owner.lr)
     if hasattr(owner, "betas"):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fsdpx.config import python_fields
 from fsdpx.errors import ConfigError
 from fsdpx.optim.optimizer import check_number
 
@@ -16,6 +17,7 @@ class Schedule:
     """The base of these schedules: rates must be finite numbers >= 0, and numbers of steps 1 or more."""
 
     def __post_init__(self) -> None:
+        python_fields(self)
         for name, value in vars(self).items():
             if name not in ("steps", "every"):
                 if not callable(value):

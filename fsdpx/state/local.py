@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdpx.codecs import Codec
 from fsdpx.codecs import codec as codec_of
-from fsdpx.config import PRESETS, Sharding
+from fsdpx.config import PRESETS, Sharding, python_fields
 from fsdpx.errors import ConfigError
 from fsdpx.optim.kept import Kept, kept_of
 from fsdpx.optim.sgd import SGD
@@ -45,6 +45,7 @@ class Local:
     within: str | Sharding | None = None
 
     def __post_init__(self) -> None:
+        python_fields(self)
         self._whole("every", 1, None, "a number of steps, 1 or more")
         self._whole("fragments", 1, self.every, f"a number from 1 to the steps of a round, every={self.every}")
         self._whole("delay", 0, self.every - 1, f"a number of steps below those of a round, every={self.every}")

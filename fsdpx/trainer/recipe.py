@@ -11,7 +11,7 @@ from typing import Any
 from fsdpx import environment
 from fsdpx.codecs import Choice
 from fsdpx.comm.mesh import Mesh
-from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count
+from fsdpx.config import Apart, Offload, Precision, Sharding, byte_count, python_fields
 from fsdpx.cuda.devices import DeviceMap
 from fsdpx.errors import ConfigError
 from fsdpx.layout.stages import Stages
@@ -42,6 +42,7 @@ class Training:
     average: Any = None
 
     def __post_init__(self) -> None:
+        python_fields(self)
         if self.optimizer is None and self.average is not None:
             raise ConfigError(f"average={self.average!r}: without an optimizer nothing moves; leave average out")
         object.__setattr__(self, "loss", NoLoss() if self.loss is None else self.loss)
@@ -67,6 +68,7 @@ class Distribution:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
+        python_fields(self)
         check_numbers(ahead=self.ahead)
         if self.group_bytes is not None:
             byte_count(self.group_bytes, "group_bytes")
@@ -97,6 +99,7 @@ class Machinery:
     cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
+        python_fields(self)
         self.traced()
         if not isinstance(self.cuda_graphs, bool):
             raise ConfigError(f"cuda_graphs={self.cuda_graphs!r}: True or False")

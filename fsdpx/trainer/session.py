@@ -303,7 +303,8 @@ class Session:
             more = f" and {len(names) - 6} more" if len(names) > 6 else ""
             warnings.warn(
                 f"no gradient reaches {', '.join(names[:6])}{more}: the loss does not depend on them, so they are "
-                "trained with a gradient of zero; leave their layers out, or freeze them (frozen=[...])",
+                "trained with a gradient of zero: weight decay and momentum still move them, where PyTorch leaves them "
+                "alone; leave their layers out, or freeze them (frozen=[...])",
                 RuntimeWarning,
                 stacklevel=3,
             )

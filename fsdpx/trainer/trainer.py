@@ -23,6 +23,7 @@ from fsdpx.checkpoint.save import Choices, prepare, save
 from fsdpx.checkpoint.state import Scalars
 from fsdpx.checkpoint.weights import WeightsReport, load_weights
 from fsdpx.comm.communicator import Communicator
+from fsdpx.config import python_number
 from fsdpx.engine.engine import Engine
 from fsdpx.engine.results import GradientScale
 from fsdpx.errors import ConfigError, DataError, RankLost
@@ -268,6 +269,7 @@ class Trainer:
     def fit(self, loader: Any, **options: Any) -> History:
         demand_known("fit", options, list(inspect.signature(fit).parameters)[2:])
         self._demand("fit")
+        options = {n: v if isinstance(v, tuple | list | dict) else python_number(v) for n, v in options.items()}
         preempt = options.pop("preempt", None)
         if preempt is None and options.get("checkpoints") is not None:
             preempt = Preemption(signals=("USR1", "TERM", "INT"))  # Ctrl-C loses nothing either

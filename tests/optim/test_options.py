@@ -3,11 +3,13 @@
 import math
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from amount import in_full
 
+import fsdpx
 from fsdpx import optim
 from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.optim import Segment, Segments, schedules
@@ -137,3 +139,44 @@ def test_all_are_values():
 def test_import_loads_no_compiler():
     code = "import sys, fsdpx.optim, fsdpx.data; sys.exit('numba' in sys.modules or 'mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+NUMBERS = {
+    "whole": (np.int64, np.uint8, lambda n: np.array(n, np.int32)),
+    "real": (np.float32, np.float64, np.float16, np.array),
+    "truth": (np.bool_,),
+}
+TABLE = [
+    (optim.SGD, {"lr": 0.5, "momentum": 0.25, "weight_decay": 0.125, "nesterov": True}),
+    (optim.AdamW, {"lr": 0.5, "betas": (0.5, 0.25), "eps": 0.125, "groups": {"a": {"lr_scale": 0.5}}}),
+    (optim.Lion, {"lr": 0.5, "betas": (0.5, 0.25)}),
+    (optim.LAMB, {"lr": 0.5, "weight_decay": 0.5}),
+    (optim.Muon, {"lr": 0.5, "momentum": 0.5}),
+    (schedules.Cosine, {"lr": 0.5, "steps": 7, "final": 0.25}),
+    (schedules.Step, {"lr": 0.5, "every": 7, "factor": 0.25}),
+    (schedules.WarmUp, {"steps": 7, "then": 0.5}),
+    (optim.EMA, {"decay": 0.5}),
+    (optim.SWA, {"start": 3, "every": 2}),
+    (fsdpx.Sharding, {"replica": 2, "shard": 3, "ahead": 2}),
+    (fsdpx.Precision, {"loss_scale": 4.0, "initial_scale": 8.0, "growth_interval": 5}),
+    (fsdpx.Async, {"staleness": 3, "by_staleness": True}),
+    (fsdpx.Local, {"every": 3, "delay": 1, "mix": 0.5}),
+    (fsdpx.Mesh, {"shard": 2, "tensor": 3}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), TABLE, ids=lambda value: getattr(value, "__name__", ""))
+def test_numbers_of_numpy_are_numbers(make: Any, options: dict[str, Any]) -> None:
+    def as_numpy(value: Any, turn: int) -> Any:
+        if isinstance(value, tuple):
+            return tuple(as_numpy(one, turn) for one in value)
+        if isinstance(value, dict):
+            return {name: as_numpy(one, turn) for name, one in value.items()}
+        kinds = NUMBERS["truth" if isinstance(value, bool) else "whole" if isinstance(value, int) else "real"]
+        return kinds[turn % len(kinds)](value)
+
+    for turn in range(4):
+        made = make(**{name: as_numpy(value, turn) for name, value in options.items()})
+        assert repr(made) == repr(make(**options))
+        assert made == make(**options)
+    assert optim.rate(optim.SGD(lr=lambda step: np.float32(0.5)), 1) == 0.5

@@ -200,9 +200,9 @@ def test_schedule_free_resumes_anywhere():
 
 def test_exponential_averages():
     p, gs = gradients()
-    average = p
+    average = None  # begins with the parameters after the first step, as PyTorch's AveragedModel does
     for now, mine in trained(Averaged(optim.AdamW(lr=0.01), optim.EMA(0.8)), p, gs):
-        average = 0.8 * average + 0.2 * now
+        average = now if average is None else 0.8 * average + 0.2 * now
         assert np.allclose(mine, average, rtol=1e-12, atol=1e-12)
 
 

@@ -278,9 +278,7 @@ def test_a_cache_that_cannot_be_written_means_measuring_again_and_is_named_once(
     assert records.kept() == f"; what came of it is kept in {tmp_path / 'cache'}"
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FSDPX_CACHE", str(tmp_path / "file" / "below"))
-    said = (
-        r"measurements cannot be kept in .*/file/below \(Not a directory\), so every start measures again: set F"
-    )
+    said = r"measurements cannot be kept in .*/file/below \(Not a directory\), so every start measures again: set F"
     with pytest.warns(RuntimeWarning, match=said):
         assert tune_for(_single(), True, np).blas in blas.available()
     tune_for(_single(), True, np)

@@ -47,8 +47,8 @@ def test_they_are_the_means_of_what_training_went_through(strategy: str, average
             if isinstance(average, fsdpx.SWA):
                 want = (path[2][name] + path[4][name]) / 2
             else:
-                want = path[0][name]
-                for now in path[1:]:
+                want = path[1][name]
+                for now in path[2:]:
                     want = 0.8 * want + 0.2 * now[name]
             np.testing.assert_allclose(array, want, rtol=1e-5, atol=1e-6)
             np.testing.assert_array_equal(last[name], path[-1][name])
