@@ -1,6 +1,6 @@
 """Schedules: a learning rate as a function of the 1-based step, as a value that is called with it.
 
-They nest: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 and is 0 from step 1000 on."""
+They nest: `WarmUp(100, Cosine(3e-4, 900))` rises to 3e-4 at step 100 and is 0 after step 1000."""
 
 import math
 from collections.abc import Callable
@@ -83,8 +83,8 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class InverseSquareRoot(Schedule):
-    """lr sqrt(steps / (steps + step - 1)). After `WarmUp(steps, ...)`: lr min(t / steps, sqrt(steps / t)), the schedule
-    of Vaswani et al. 2017.
+    """lr sqrt(steps / (steps + step - 1)). After `WarmUp(steps, ...)`: lr min(t / steps, sqrt(steps / (t - 1))), the
+    schedule of Vaswani et al. 2017 but for its peak, which lasts two steps.
 
     Parameters
     ----------
@@ -120,8 +120,8 @@ class Step(Schedule):
 
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """A straight line from 0 before step 1 to the first rate of `then` at step `steps`, which is the first step of
-    `then` (Goyal et al. 2017).
+    """A straight line from 0 before step 1 to the first rate of `then` at step `steps`, after which `then` begins, as in
+    PyTorch's `SequentialLR` (Goyal et al. 2017).
 
     Parameters
     ----------
@@ -133,6 +133,6 @@ class WarmUp(Schedule):
     then: Callable[[int], float] | float
 
     def __call__(self, step: int) -> float:
-        after = max(step - self.steps + 1, 1)
+        after = max(step - self.steps, 1)
         rate = self.then(after) if callable(self.then) else self.then
         return rate * min(step / self.steps, 1.0)

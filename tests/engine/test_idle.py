@@ -121,7 +121,8 @@ def test_one_note_names_them(unit: bool) -> None:
     (text,) = [str(w.message) for w in seen]
     assert text == (
         f"no gradient reaches {', '.join(names)}: the loss does not depend on them, so they are trained with a "
-        "gradient of zero: weight decay and momentum still move them, where PyTorch leaves them alone; leave their layers out, or freeze them (frozen=[...])"
+        "gradient of zero: weight decay and momentum still move them, where PyTorch leaves them alone; leave their "
+        "layers out, or freeze them (frozen=[...])"
     )
     assert [name for name, g in found.items() if not g.any()] == names
 

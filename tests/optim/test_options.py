@@ -121,10 +121,11 @@ def test_schedules_by_value():
 
 def test_warm_up_leads_into_its_decay():
     noam = schedules.WarmUp(4, schedules.InverseSquareRoot(0.3, 4))
-    assert [noam(t) for t in range(1, 40)] == pytest.approx([0.3 * min(t / 4, math.sqrt(4 / t)) for t in range(1, 40)])
+    want = [0.3 * min(t / 4, math.sqrt(4 / max(t - 1, 4))) for t in range(1, 40)]
+    assert [noam(t) for t in range(1, 40)] == pytest.approx(want)
     cosine = schedules.WarmUp(10, schedules.Cosine(1.0, 90))
-    assert [cosine(t) for t in (1, 5, 10, 100, 1000)] == pytest.approx([0.1, 0.5, 1.0, 0.0, 0.0])
-    assert cosine(9) < cosine(10) > cosine(11)
+    assert [cosine(t) for t in (1, 5, 10, 11, 101, 1000)] == pytest.approx([0.1, 0.5, 1.0, 1.0, 0.0, 0.0])
+    assert cosine(9) < cosine(10) == cosine(11) > cosine(12) > cosine(100) > 1e-4
     assert [schedules.WarmUp(2, 0.5)(t) for t in (1, 2, 3)] == [0.25, 0.5, 0.5]
 
 

@@ -99,6 +99,21 @@ def test_groups_as_pytorch():
     assert np.allclose(mine, result, rtol=1e-12, atol=1e-12)
 
 
+def test_warm_up_as_pytorch():
+    torch = pytest.importorskip("torch")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    of = torch.optim.lr_scheduler
+    parts = [of.LinearLR(optimizer, 1 / 8, total_iters=7), of.CosineAnnealingLR(optimizer, 32)]
+    schedule, theirs = of.SequentialLR(optimizer, parts, [8]), []
+    for _ in range(40):
+        theirs += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    mine = optim.schedules.WarmUp(8, optim.schedules.Cosine(0.1, 32))
+    assert [mine(step) for step in range(1, 41)] == pytest.approx(theirs)
+    assert mine(40) > 1e-4
+
+
 def test_cosine_as_pytorch():
     torch = pytest.importorskip("torch")
     p, gs = gradients()
