@@ -120,8 +120,8 @@ class Step(Schedule):
 
 @dataclass(frozen=True)
 class WarmUp(Schedule):
-    """A straight line from 0 before step 1 to the first rate of `then` at step `steps`, after which `then` begins, as in
-    PyTorch's `SequentialLR` (Goyal et al. 2017).
+    """A straight line from 0 before step 1 to the first rate of `then` at step `steps`, after which `then` begins, as
+    in PyTorch's `SequentialLR` (Goyal et al. 2017).
 
     Parameters
     ----------

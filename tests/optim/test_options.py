@@ -181,3 +181,15 @@ def test_numbers_of_numpy_are_numbers(make: Any, options: dict[str, Any]) -> Non
         assert repr(made) == repr(make(**options))
         assert made == make(**options)
     assert optim.rate(optim.SGD(lr=lambda step: np.float32(0.5)), 1) == 0.5
+
+
+def test_numbers_of_numpy_are_options_of_distribute_and_fit() -> None:
+    options = {"microbatches": 2, "seed": 3, "clip_norm": 0.5, "group_bytes": 64, "check_finite": True, "tune": False}
+    kinds = {int: np.int64, float: np.float32, bool: np.bool_}
+    found = []
+    for wrap in (lambda value: value, lambda value: kinds[type(value)](value)):
+        given = {name: wrap(value) for name, value in options.items()}
+        trainer = fsdpx.nn.Linear(3, 2).as_distributed(loss=fsdpx.nn.MSE(), optimizer=optim.SGD(lr=0.5), **given)
+        trainer.fit([(np.ones((4, 3)), np.ones((4, 2)))] * 4, epochs=wrap(1), steps=wrap(3))
+        found.append((trainer.steps, trainer.fingerprint()))
+    assert found[0] == found[1]
