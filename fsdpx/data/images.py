@@ -21,8 +21,9 @@ class ImageFolder:
     its class, int64, in the sorted order of the folders' names. Needs Pillow: `pip install 'fsdpx[images]'`.
 
     Images of other sizes than `size` are scaled until they just cover it (bilinear, as in torchvision's `Resize`), and
-    what is too much is cut off evenly on both sides. DataError for a folder without classes or images, and for a file
-    that is no image, with its name.
+    what is too much is cut off evenly on both sides. Grey of 16 bits is divided by 65535. DataError for pixels of which no
+    scale is known (whole numbers of 32 bits, floats), for a folder without classes or images, and for a file that is no
+    image, with its name.
 
     Parameters
     ----------
@@ -78,13 +79,25 @@ class ImageFolder:
     def _read(self, file: Path) -> np.ndarray:
         try:
             with self._image.open(file) as opened:
-                image = opened.convert(self.mode)
+                kind = opened.mode
+                image = self._grey(opened) if kind.startswith("I;16") else opened.convert(self.mode)
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's own errors are among these
             raise DataError(f"ImageFolder: {file} cannot be read as an image: {error}") from error
+        if kind in ("I", "F"):
+            pixels = "whole numbers of 32 bits" if kind == "I" else "floats"
+            raise DataError(
+                f"ImageFolder: {file} has {pixels} as pixels, of which no scale is known: save 8 or 16 bits"
+            )
         if self.size is not None and image.size != self.size[::-1]:
             image = self._fitted(image, *self.size)
-        pixels = np.asarray(image, np.uint8).reshape(image.size[1], image.size[0], -1)
-        return np.ascontiguousarray(pixels.transpose(2, 0, 1)).astype(np.float32) / np.float32(255)
+        pixels = np.asarray(image).reshape(image.size[1], image.size[0], -1).transpose(2, 0, 1)
+        if image.mode == "F" and self.mode == "RGB":
+            pixels = np.repeat(pixels, 3, axis=0)
+        return np.ascontiguousarray(pixels).astype(np.float32) / np.float32(65535 if image.mode == "F" else 255)
+
+    def _grey(self, opened: Any) -> Any:
+        """An image of 16 bits as floats, which Pillow scales; it would cut them off at 255."""
+        return self._image.fromarray(np.asarray(opened).astype(np.float32))
 
     def _fitted(self, image: Any, height: int, width: int) -> Any:
         scale = max(height / image.size[1], width / image.size[0])

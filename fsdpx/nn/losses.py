@@ -11,6 +11,7 @@ from fsdpx.errors import ConfigError, DataError
 from fsdpx.nn.check import fraction
 from fsdpx.nn.describe import describe
 from fsdpx.nn.layer import Array, Env
+from fsdpx.nn.numeric import as_indices
 
 __all__ = ["MSE", "BCEWithLogits", "CrossEntropy", "Loss"]
 
@@ -74,7 +75,7 @@ class CrossEntropy(Loss):
         self.label_smoothing = float(label_smoothing)
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
-        logits, labels = y.reshape(-1, y.shape[-1]), target.reshape(-1)
+        logits, labels = y.reshape(-1, y.shape[-1]), as_indices(target).reshape(-1)
         total, weight, lse = kernels.cross_entropy(env.xp, logits, labels, self.ignore_index, self.label_smoothing)
         return total, weight, (y, labels, lse)
 

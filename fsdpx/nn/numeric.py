@@ -11,7 +11,10 @@ from fsdpx.cuda.gemm import gemm, takes
 from fsdpx.nn.gradients import destination
 from fsdpx.shapes.array import as_one
 
-__all__ = ["add_linear", "add_product", "add_sum", "affine", "flat", "is_index", "linear_backward", "product", "wide"]
+__all__ = [
+    "add_linear", "add_product", "add_sum", "affine", "as_indices", "flat", "is_index", "linear_backward", "product",
+    "wide",
+]  # fmt: skip
 
 
 def wide(dtype: Any) -> np.dtype:
@@ -22,6 +25,11 @@ def wide(dtype: Any) -> np.dtype:
 def is_index(x: Any) -> bool:
     """Integers and booleans carry no gradient."""
     return np.dtype(x.dtype).kind in "iub"
+
+
+def as_indices(x: Any) -> Any:
+    """Whole numbers and bools as int32 or int64, which kernels take."""
+    return x if np.dtype(x.dtype) in (np.int32, np.int64) else x.astype(np.int64)
 
 
 def flat(x: Any) -> Any:

@@ -15,7 +15,7 @@ from fsdpx.errors import ConfigError, ShapeError
 from fsdpx.nn.container import ChildCall, Container, free, input_names
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec, dotted, time_of
-from fsdpx.nn.numeric import is_index
+from fsdpx.nn.numeric import as_indices, is_index
 from fsdpx.nn.ties import canonical
 
 __all__ = [
@@ -126,7 +126,7 @@ def as_taken(array: Array, takes: str, dtype: Any) -> Array:
         return array
     if takes == "numbers":
         return array.astype(dtype)
-    return array if np.dtype(array.dtype).name in ("int32", "int64") else array.astype(np.int64)
+    return as_indices(array)
 
 
 class AsNumbers(Layer):

@@ -14,7 +14,7 @@ from fsdpx.nn.embedding import Embedding, Tokens, check_index
 from fsdpx.nn.init import Init
 from fsdpx.nn.layer import Array, Env, Layer, Params, Spec
 from fsdpx.nn.losses import CrossEntropy, Loss
-from fsdpx.nn.numeric import wide
+from fsdpx.nn.numeric import as_indices, wide
 from fsdpx.nn.tensor import named, want_known
 
 __all__ = ["VocabCrossEntropy", "VocabEmbedding", "VocabTokenEmbedding"]
@@ -125,7 +125,7 @@ class VocabCrossEntropy(Loss):
 
     def forward(self, env: Env, y: Array, target: Array) -> tuple[float, float, Any]:
         xp, comm = env.xp, env.mesh.tensor
-        logits, labels = y.reshape(-1, y.shape[-1]), target.reshape(-1)
+        logits, labels = y.reshape(-1, y.shape[-1]), as_indices(target).reshape(-1)
         logits = logits.astype(wide(y.dtype), copy=False)
         top = xp.max(logits, axis=1).astype(np.float64)
         comm.all_reduce(top, ReduceOp.MAX, what="largest logits").wait()

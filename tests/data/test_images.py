@@ -44,6 +44,27 @@ def test_folders_are_classes_in_sorted_order(folder: Path) -> None:
     assert ImageFolder(folder, mode="L")[0][0].shape == (1, 8, 8)
 
 
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_grey_of_16_bits_is_scaled_by_its_range(tmp_path: Path, form: str) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "a").mkdir()
+    pixels = np.array([[0, 255], [32768, 65535]], np.uint16)
+    image.fromarray(pixels).save(tmp_path / "a" / f"x.{form.lower()}", format=form)
+    x, _ = ImageFolder(tmp_path, mode="L")[0]
+    np.testing.assert_array_equal(x[0], pixels.astype(np.float32) / np.float32(65535))
+    np.testing.assert_array_equal(ImageFolder(tmp_path)[0][0], np.repeat(x, 3, axis=0))
+    np.testing.assert_allclose(ImageFolder(tmp_path, 1, mode="L")[0][0], x.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "words"), [("int32", "whole numbers of 32 bits"), ("float32", "floats")])
+def test_pixels_without_a_scale_are_refused_by_the_file(tmp_path: Path, kind: str, words: str) -> None:
+    image = pytest.importorskip("PIL.Image")
+    (tmp_path / "a").mkdir()
+    image.fromarray(np.ones((2, 2), kind)).save(tmp_path / "a" / "x.tiff")
+    with pytest.raises(DataError, match=rf"a/x\.tiff has {words} as pixels, of which no scale is known"):
+        ImageFolder(tmp_path)[0]
+
+
 @pytest.mark.parametrize("size", [4, (4, 12), (16, 5)])
 def test_size_scales_and_cuts(folder: Path, size: Any) -> None:
     both = (size, size) if isinstance(size, int) else size

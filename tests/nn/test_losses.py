@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from fsdpx import nn, shapes
+import fsdpx
+from fsdpx import nn, optim, shapes
 from fsdpx.errors import ConfigError, DataError
 from fsdpx.testing import LossContract
 
@@ -164,3 +165,25 @@ def test_a_loss_may_look_at_whole_samples_unless_it_says_otherwise():
     assert nn.Loss.acts_on == "sample"
     for loss in (nn.CrossEntropy, nn.MSE, nn.BCEWithLogits, nn.VocabCrossEntropy):
         assert loss.acts_on == "position"
+
+
+KINDS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "uint64", ">i4", "bool", "float64"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss", [nn.CrossEntropy(), nn.MSE(), nn.BCEWithLogits()], ids=repr)
+def test_targets_of_every_format_are_compared_by_their_values_or_refused(loss, kind):
+    x = normal(4, 3).astype("float32")
+    labels = np.array([0, 1, 1, 0]) if isinstance(loss, nn.CrossEntropy) else np.arange(8).reshape(4, 2) % 2
+
+    def run(target):
+        trainer = fsdpx.distribute(nn.Linear(3, 2), loss=loss, optimizer=optim.SGD(lr=0.1), seed=1)
+        return trainer.evaluate(x, target), trainer.step(x, target), trainer.parameters()["weight"].tolist()
+
+    if isinstance(loss, nn.CrossEntropy) and kind in ("bool", "float64"):
+        with pytest.raises(DataError, match=r"labels must be whole numbers, got (bool|float32)"):
+            run(labels.astype(kind))
+    else:
+        assert run(labels.astype(kind)) == run(labels)
+    with pytest.raises(DataError, match=r"wants (labels|a target).* got \(4, (1|2, 1)\)"):
+        run(labels[..., None])
