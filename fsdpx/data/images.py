@@ -21,9 +21,9 @@ class ImageFolder:
     its class, int64, in the sorted order of the folders' names. Needs Pillow: `pip install 'fsdpx[images]'`.
 
     Images of other sizes than `size` are scaled until they just cover it (bilinear, as in torchvision's `Resize`), and
-    what is too much is cut off evenly on both sides. Grey of 16 bits is divided by 65535. DataError for pixels of which no
-    scale is known (whole numbers of 32 bits, floats), for a folder without classes or images, and for a file that is no
-    image, with its name.
+    what is too much is cut off evenly on both sides. Grey of 16 bits is divided by 65535. DataError for pixels of which
+    no scale is known (whole numbers of 32 bits, floats), for a folder without classes or images, and for a file that is
+    no image, with its name.
 
     Parameters
     ----------
@@ -84,9 +84,9 @@ class ImageFolder:
         except (OSError, SyntaxError, ValueError) as error:  # Pillow's own errors are among these
             raise DataError(f"ImageFolder: {file} cannot be read as an image: {error}") from error
         if kind in ("I", "F"):
-            pixels = "whole numbers of 32 bits" if kind == "I" else "floats"
+            words = "whole numbers of 32 bits" if kind == "I" else "floats"
             raise DataError(
-                f"ImageFolder: {file} has {pixels} as pixels, of which no scale is known: save 8 or 16 bits"
+                f"ImageFolder: {file} has {words} as pixels, of which no scale is known: save 8 or 16 bits"
             )
         if self.size is not None and image.size != self.size[::-1]:
             image = self._fitted(image, *self.size)
