@@ -85,9 +85,7 @@ class ImageFolder:
             raise DataError(f"ImageFolder: {file} cannot be read as an image: {error}") from error
         if kind in ("I", "F"):
             words = "whole numbers of 32 bits" if kind == "I" else "floats"
-            raise DataError(
-                f"ImageFolder: {file} has {words} as pixels, of which no scale is known: save 8 or 16 bits"
-            )
+            raise DataError(f"ImageFolder: {file} has {words} as pixels, of which no scale is known: save 8 or 16 bits")
         if self.size is not None and image.size != self.size[::-1]:
             image = self._fitted(image, *self.size)
         pixels = np.asarray(image).reshape(image.size[1], image.size[0], -1).transpose(2, 0, 1)
