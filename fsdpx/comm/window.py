@@ -53,7 +53,8 @@ class Window(ABC):
         return False
 
     def check(self, missing: Sequence[int] = (), what: str = "") -> None:  # noqa: B027 - most have nothing to look at
-        """Raise if this rank waits in vain for `missing` ranks."""
+        """Between two looks of a rank that waits: raise if it waits in vain for `missing` ranks, and serve the others
+        where the library serves them inside its calls alone."""
 
     def turn(self, kind: str) -> AbstractContextManager[None]:
         """Around a rank's accesses to the parts of all. kind: "pull", "push" or "mix"."""
@@ -67,8 +68,12 @@ class Window(ABC):
         with `what` this rank waits for."""
         self.poll(missing, what)
 
+    def meet(self, missing: Callable[[], Sequence[int]], what: str) -> None:
+        """Return when all living ranks are here, those that `missing()` names last; none needs this one any more."""
+        self.poll(missing, what)
+
     def poll(self, missing: Callable[[], Sequence[int]], what: str) -> None:
-        """The same at the end of all steps."""
+        """Look now and then until no rank is missing; else CommTimeout."""
         end, pause = time.monotonic() + self.timeout, FIRST_PAUSE
         while late := missing():
             self.check(late, what)

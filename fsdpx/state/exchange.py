@@ -202,7 +202,7 @@ class Exchange:
     def _await(self) -> None:
         self._met += 1
         self.window.say(MET, self._met)
-        self.window.poll(
+        self.window.meet(
             lambda: [r for r in self._others if self.window.word(r, MET) < self._met and not self.window.gone(r)],
             "the last steps of the others",
         )
