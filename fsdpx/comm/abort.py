@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
 import threading
@@ -32,13 +33,18 @@ def install(comm: Abortable) -> None:
 
     Without it the other ranks wait for ever: Python ends, and MPI_Finalize of the failed rank waits for them. An error
     that all ranks raise together is printed once: the others leave it to rank 0, which ends them. Installing again,
-    with any communicator, only replaces the one that aborts."""
-    begun = threading.Lock()
+    with any communicator, only replaces the one that aborts. A child that was
+    forked is no rank: there exceptions are Python's."""
+    begun, process = threading.Lock(), os.getpid()
 
     def end(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: str = ""
     ) -> None:
-        if begun.acquire(blocking=False):
+        if os.getpid() != process:
+            sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
+            sys.stderr.flush()
+            os._exit(1)  # Python's own way out would finalize MPI, and wait there
+        elif begun.acquire(blocking=False):
             sys.stdout.flush()
             if comm.rank > 0 and _alike(error):
                 time.sleep(_SECONDS_FOR_RANK_0)
@@ -48,7 +54,9 @@ def install(comm: Abortable) -> None:
             comm.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
     def in_thread(args: threading.ExceptHookArgs) -> None:
-        if not issubclass(args.exc_type, SystemExit):  # which ends a thread quietly, as in Python itself
+        if os.getpid() != process:
+            threading.__excepthook__(args)
+        elif not issubclass(args.exc_type, SystemExit):  # which ends a thread quietly, as in Python itself
             name = args.thread.name if args.thread is not None else "unknown"
             end(args.exc_type, args.exc_value, args.exc_traceback, name)
 

@@ -284,6 +284,8 @@ class _WaitingThreads:
         self._free = threading.Semaphore(0)
         self._waiting: set[Waited] = set()
         atexit.register(self.end)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._waiting.clear)  # the threads are the parent's
 
     def give(self, waited: Waited) -> None:
         self._waiting.add(waited)

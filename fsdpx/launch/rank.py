@@ -47,12 +47,15 @@ def main() -> None:
     if logs is not None:
         redirect(logs, begun.rank)
     _note_exits(begun, settings.run)
+    error: BaseException | None = None
     try:
         run()
-    except BaseException as error:
-        _ended(begun, error).write(settings.run)
+    except BaseException as raised:
+        error = raised
         raise
-    replace(begun, status=0).write(settings.run)
+    finally:
+        if os.getpid() == begun.process:  # not in a child that was forked
+            _ended(begun, error).write(settings.run)
 
 
 def handed_over(program: Sequence[str]) -> list[str]:
@@ -76,7 +79,9 @@ def _run() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _ended(begun: Note, error: BaseException) -> Note:
+def _ended(begun: Note, error: BaseException | None) -> Note:
+    if error is None:
+        return replace(begun, status=0)
     if not isinstance(error, SystemExit):
         return replace(begun, status=1, error=type(error).__name__)
     return replace(begun, status=error.code if isinstance(error.code, int) else int(error.code is not None))

@@ -40,8 +40,7 @@ class Open(NamedTuple):
 
 def stays(record: FlightRecorder, end: Callable[[], None], abort: Callable[[int], None] | None) -> None:
     """From now on the end of this process concerns other ranks, which read it in `record`; see `Open`."""
-    if not _open:
-        _listen(os.getpid())
+    _listen()
     _open[record] = Open(end, abort)
     atexit.register(end)
 
@@ -58,7 +57,13 @@ def status() -> int:
     return 0 if reported is None else reported & 0xFF if isinstance(reported, int) else 1
 
 
-def _listen(process: int) -> None:
+def _forget() -> None:
+    """A child that was forked is no rank: no other rank waits for it."""
+    for record in list(_open):
+        leaving(record)
+
+
+def _listen() -> None:
     """Python does not report its exit status when it ends: note the argument of `sys.exit`. `os._exit` runs nothing at
     the end, and a rank that ends so with status 0 may pass for the good end of all with mpiexec of MPICH."""
     if getattr(sys.exit, "__module__", "") == __name__:
@@ -70,7 +75,7 @@ def _listen(process: int) -> None:
         ends(status)
 
     def _exit(status: int) -> Any:
-        concerned = list(_open.values()) if os.getpid() == process else []  # not a child that was forked
+        concerned = list(_open.values())
         _open.clear()
         if any(one.abort is not None for one in concerned):
             code = status or LEFT
@@ -83,6 +88,8 @@ def _listen(process: int) -> None:
         ends_at_once(status)
 
     sys.exit, os._exit = exit, _exit
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_forget)
 
 
 # -- what the others see -----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -66,8 +67,10 @@ class Preemption:
         self.signals = [_signal(name) for name in signals if hasattr(signal, "SIGUSR1") or "USR" not in name]  # Windows
         self._asked, self._since = 0, 0.0
         self._before: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> Preemption:
+        self._process = os.getpid()
         if threading.current_thread() is threading.main_thread():
             for number in self.signals:
                 self._before[number] = signal.signal(number, self._note)
@@ -109,7 +112,12 @@ class Preemption:
         return (_RANKS - ahead, signal.Signals(number).name) if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """A second Ctrl-C does not wait for the boundary; launchers hand on the first one twice, at the same time."""
+        """A second Ctrl-C does not wait for the boundary; launchers hand on the first one twice, at the same time.
+        In a child that was forked, which is no rank, the signal has the effect that it had before."""
+        if os.getpid() != self._process:
+            self.__exit__(None, None, None)
+            signal.raise_signal(number)
+            return
         now = time.monotonic()
         if number == signal.SIGINT and self._asked and now > self._since + 1.0:
             raise KeyboardInterrupt
