@@ -117,14 +117,5 @@ class Guests:
 def _listener(notes: Path) -> int | None:
     """A rank of this host that would save at USR1, as within `Preemption`: it is enough that one receives it. The
     signal would end any other."""
-    here = (n for n in read_notes(notes).values() if n.host == platform.node() and n.status is None)
-    return next((note.process for note in here if _catches(note.process, signal.SIGUSR1)), None)
-
-
-def _catches(process: int, number: int) -> bool:
-    """Whether a process of this Linux has a handler for a signal."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{process}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> number - 1 & 1)
-    return False
+    here = (n for n in read_notes(notes).values() if n.host == platform.node())
+    return next((note.process for note in here if note.listens and note.status is None), None)

@@ -17,13 +17,15 @@ _HIGHEST = 4095
 
 @dataclass(frozen=True)
 class Note:
-    """status: the exit status, None while the rank runs or if it was killed. error: the type of its exception."""
+    """status: the exit status, None while the rank runs or if it was killed. error: the type of its exception. listens:
+    whether the script reacts to USR1, as it does within `Preemption`."""
 
     rank: int
     process: int
     host: str
     status: int | None = None
     error: str = ""
+    listens: bool = False
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -48,7 +50,7 @@ def read_notes(folder: Path) -> dict[int, Note]:
     return notes
 
 
-_KINDS = {"rank": int, "process": int, "host": str, "status": (int, type(None)), "error": str}
+_KINDS = {"rank": int, "process": int, "host": str, "status": (int, type(None)), "error": str, "listens": bool}
 
 
 def hold_lifeline(folder: Path, rank: int) -> None:

@@ -14,7 +14,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fsdpx import environment
 from fsdpx.comm.place import have_met
@@ -48,6 +48,7 @@ def main() -> None:
         redirect(logs, begun.rank)
     _note_exits(begun, settings.run)
     error: BaseException | None = None
+    _note_handlers(begun, settings.run)
     try:
         run()
     except BaseException as raised:
@@ -97,6 +98,19 @@ def _note_exits(begun: Note, folder: Path) -> None:
         leave(status)
 
     os._exit = noted
+
+
+def _note_handlers(begun: Note, folder: Path) -> None:
+    """MPI libraries catch USR1 themselves, so only Python knows whether the script reacts to it."""
+    set_handler, heard = signal.signal, getattr(signal, "SIGUSR1", None)
+
+    def noted(number: int, handler: Any, /) -> Any:
+        before = set_handler(number, handler)
+        if number == heard and os.getpid() == begun.process:
+            replace(begun, listens=callable(handler)).write(folder)
+        return before
+
+    signal.signal = noted  # type: ignore[assignment]
 
 
 class _Start(MetaPathFinder):

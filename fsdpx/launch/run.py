@@ -293,7 +293,8 @@ def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, gu
         start_new_session=True, preexec_fn=end_with_parent if os.name == "posix" else None,
     )  # fmt: skip
     deaths = Deaths(own, ranks)
-    signals.wait_for(process, deaths.in_vain, lambda: guests.look(own))
+    listen = lambda: any(note.listens for note in read_notes(own).values())  # noqa: E731
+    signals.wait_for(process, deaths.in_vain, lambda: guests.look(own), listen)
     deaths.close()
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     notes = read_notes(own)
@@ -394,7 +395,7 @@ def _death(
 
 class _Signals:
     """Handles a signal to `fsdpx run`: the ranks get USR1 and `grace` seconds to save, then TERM, then KILL. A second
-    signal sends TERM at once."""
+    signal, or the first where no rank listens to USR1, sends TERM at once."""
 
     def __init__(self, grace: float) -> None:
         self.grace = grace
@@ -419,9 +420,12 @@ class _Signals:
             time.sleep(min(0.1, max(end - time.monotonic(), 0)))
         return self.received is not None
 
-    def wait_for(self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object]) -> None:
+    def wait_for(
+        self, job: subprocess.Popen[bytes], in_vain: threading.Event, meanwhile: Callable[[], object],
+        listen: Callable[[], bool],
+    ) -> None:  # fmt: skip
         """Return when the job has ended and its process group is empty. in_vain: whether to end it now. meanwhile:
-        called again and again while nothing is to end."""
+        called again and again while nothing is to end. listen: whether a rank would save at USR1."""
         stage, due = 0, 0.0
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -432,9 +436,12 @@ class _Signals:
                 job.terminate()
                 stage, due = 2, now + _SECONDS_TO_END / 5
             elif stage == 0 and self.received:
-                if hasattr(signal, "SIGUSR1"):  # a console of Windows has told the ranks of Ctrl-C itself
+                stage, due = 1, now
+                if not hasattr(signal, "SIGUSR1"):  # a console of Windows has told the ranks of Ctrl-C itself
+                    due += self.grace
+                elif listen():
                     job.send_signal(signal.SIGUSR1)
-                stage, due = 1, now + self.grace
+                    due += self.grace
             elif stage == 1 and (now >= due or self._times > 1):
                 job.terminate()
                 stage, due = 2, now + _SECONDS_TO_END

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 from trials import MPIEXEC, STEPS, TRAINER, environment, none_left
 
 from fsdpx.__main__ import main
-from fsdpx.launch.notes import Note
+from fsdpx.launch.join import _listener
+from fsdpx.launch.notes import Note, read_notes
+from fsdpx.launch.rank import _note_handlers
 from fsdpx.launch.run import Ending, RestartPlan, _ending, decide
-from fsdpx.watch.preempt import PREEMPTED
+from fsdpx.watch.preempt import PREEMPTED, Preemption
 
 KINDS = st.sampled_from(["died", "hung", "error"])
 ENDINGS = st.builds(
@@ -173,6 +176,43 @@ def test_a_signal_saves_and_is_no_reason_to_start_again(tmp_path: Path, number: 
     assert "restart" not in err
     assert len(list(tmp_path.glob("saved-*"))) == 3
     assert none_left(tmp_path)
+
+
+DEAF = """
+import pathlib, time
+from mpi4py import MPI
+pathlib.Path(f"ready-{MPI.COMM_WORLD.rank}").touch()
+while True: time.sleep(1)
+"""
+
+
+@pytest.mark.jobs
+def test_a_script_that_saves_nothing_ends_at_once(tmp_path: Path) -> None:
+    """MPI libraries catch USR1, too: that alone is nobody who would save."""
+    job = subprocess.Popen(
+        command(tmp_path, DEAF, "--grace", "1000"), cwd=tmp_path, env=environment(TMPDIR=str(tmp_path / "tmp")),
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while job.poll() is None and len(list(tmp_path.glob("ready-*"))) < 3:
+        time.sleep(0.02)
+    (notes,) = (path.parent for path in (tmp_path / "tmp").glob("fsdpx-run-*/start-0/rank-00000.json"))
+    assert _listener(notes) is None
+    os.kill(job.pid, signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode, err
+    assert "it was asked to stop by SIGTERM" in err
+    assert none_left(tmp_path)
+
+
+def test_a_note_says_whether_the_script_listens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, before = Note(0, os.getpid(), platform.node()), signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr(signal, "signal", signal.signal)  # put back at the end
+    _note_handlers(begun, tmp_path)
+    with Preemption():
+        assert _listener(tmp_path) == os.getpid()
+    assert read_notes(tmp_path) == {0: begun}
+    assert _listener(tmp_path) is None
+    assert signal.getsignal(signal.SIGUSR1) == before
 
 
 LAUNCHER = """#!/bin/bash
