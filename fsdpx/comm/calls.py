@@ -92,7 +92,7 @@ class Call:
     root: the rank that has or gets the whole, or the other side of a message. counts: one entry for each array that is
     cut. what: names the action and the tensor in errors. tag: of the message, or of those that a collective is made of.
     algorithm: of an all-reduce. cuts: `counts` resolved, once a backend has checked the call. wire: the 16-bit dtype in
-    which summands travel, None if as they are."""
+    which summands travel, None if as they are. shape: of the array that the user has given, the same on all ranks."""
 
     verb: str
     arrays: Arrays = ()
@@ -104,6 +104,7 @@ class Call:
     algorithm: str = "library"
     cuts: tuple[Pieces, ...] = ()
     wire: Any = None
+    shape: tuple[int, ...] | None = None
 
     def on(self, arrays: Arrays, cuts: tuple[Pieces, ...] | None = None) -> Call:
         """The same call on other arrays, of the same cuts or of others."""

@@ -17,7 +17,7 @@ __all__ = [
     "peer", "piece", "pieces_of", "same_device", "same_dtype", "tag_in_range",
 ]  # fmt: skip
 
-USUAL = frozenset("dfilqBLQ?")
+USUAL = frozenset("dfDFbhilqBHILQ?")
 """dtype.char of what communicators move, but for 16-bit floats."""
 TAGS = 16384
 """User tags are below this, the library's own at or above it; MPI guarantees 32767."""

@@ -24,7 +24,8 @@ class Communicator(ABC):
 
     Every verb is issued at once, returns a `Handle` and allocates nothing but the scratch it states. All ranks of the
     communicator issue the same collectives in the same order, with the same dtype and element counts. Arrays are
-    one-dimensional and contiguous, of float64/32/16, bfloat16, int32/64, uint8/64 or bool. `what` names the action and
+    one-dimensional and contiguous, of float64/32/16, bfloat16, complex64/128, int8/16/32/64, uint8/16/32/64 or bool, in
+    the byte order of the machine; complex numbers have no MAX or MIN. `what` names the action and
     the tensor in errors. Arrays that only `root` needs are None elsewhere. `counts` say how many elements belong to
     each rank; the default is the balanced cut of `split_evenly`. float16 and bfloat16 are added in float32 in rank
     order and rounded once. A wrong size, dtype, layout or rank number raises ShapeError or ConfigError before anything

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from fsdpx.comm.agreement import Agreement
 from fsdpx.comm.communicator import Communicator
 
 __all__ = ["Default", "current", "other", "put", "use", "uses"]
@@ -14,12 +15,14 @@ __all__ = ["Default", "current", "other", "put", "use", "uses"]
 
 @dataclass(frozen=True)
 class Default:
-    """A default communicator, the rank's number on its host, and what is to be closed with it."""
+    """A default communicator, the rank's number on its host, and what is to be closed with it. agreement: how ranks
+    agree on calls of the functional API, where the communicator itself does not compare them."""
 
     comm: Communicator
     local_rank: int
     made: tuple[Communicator, ...] = ()
     of_thread: bool = False
+    agreement: Agreement | None = None
 
 
 _of_thread: ContextVar[Default | None] = ContextVar("fsdpx_default", default=None)

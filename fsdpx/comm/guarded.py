@@ -11,10 +11,10 @@ import numpy as np
 from fsdpx.comm.calls import Call, Handle
 from fsdpx.comm.communicator import Communicator, Wrapper
 from fsdpx.comm.steps import spin
-from fsdpx.comm.verbs import terms
+from fsdpx.comm.verbs import described
 from fsdpx.errors import DesyncError
 
-__all__ = ["Guarded", "grouped"]
+__all__ = ["Guarded", "different", "grouped"]
 
 _WIDTH = 256
 _ENDINGS = 8
@@ -37,7 +37,7 @@ class Guarded(Wrapper):
 
     def issue(self, call: Call) -> Handle:
         if self.size > 1 and call.verb not in ("send", "recv"):
-            self._agree(call.name + "".join(f", {key} {value}" for key, value in terms(call).items()))
+            self._agree(described(call))
         return self.comm.issue(call)
 
     def wrap(self, group: Communicator) -> Communicator:
@@ -69,9 +69,7 @@ class Guarded(Wrapper):
             return
         calls = self._exchange(call)
         if any(other != calls[0] for other in calls):
-            raise DesyncError(
-                f"ranks called different collectives (call {self._calls}): {grouped(dict(enumerate(calls)))}"
-            )
+            raise different(self._calls, calls)
 
     def _exchange(self, call: str) -> list[str]:
         """The call of every rank, by rank."""
@@ -108,6 +106,11 @@ def _encode(call: str) -> np.ndarray:
     text = np.zeros(_WIDTH, np.uint8)
     text[: len(data)] = np.frombuffer(data, np.uint8)
     return text
+
+
+def different(number: int, calls: Sequence[str]) -> DesyncError:
+    """The error of ranks that made these calls, by rank, as their call of this number."""
+    return DesyncError(f"ranks called different collectives (call {number}): {grouped(dict(enumerate(calls)))}")
 
 
 def grouped(calls: Mapping[int, str]) -> str:

@@ -89,7 +89,7 @@ class NcclCommunicator(Backend):
     def move(self, call: Call) -> Handle:
         arrays = [array for array in call.arrays if array is not None]
         body = _BODIES.get(call.verb)
-        if body is None or not arrays or not is_on_gpu(arrays[0]):
+        if body is None or not arrays or not is_on_gpu(arrays[0]) or arrays[0].dtype.name not in TYPES:
             return self.carrier.move(call) if isinstance(self.carrier, Backend) else self.carrier.issue(call)
         try:
             with self.side.inside() as event:

@@ -16,8 +16,9 @@ from fsdpx.errors import ConfigError
 __all__ = ["combine", "compilable", "fold", "is_half", "kind_of", "objection"]
 
 _KINDS = {
-    "float64": "float", "float32": "float", "float16": "half", "bfloat16": "half", "int32": "integer",
-    "int64": "integer", "uint8": "integer", "uint64": "integer", "bool": "bool",
+    "float64": "float", "float32": "float", "float16": "half", "bfloat16": "half", "complex64": "complex",
+    "complex128": "complex", "bool": "bool",
+    **dict.fromkeys(("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"), "integer"),
 }  # fmt: skip
 _UFUNCS = {
     ReduceOp.SUM: np.add, ReduceOp.AVG: np.add, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum,
@@ -27,9 +28,12 @@ _UFUNCS = {
 
 @lru_cache(maxsize=64)
 def kind_of(dtype: np.dtype) -> str:
-    """ "float", "half", "integer" or "bool"; ConfigError for a dtype that communicators do not move."""
+    """ "float", "half", "complex", "integer" or "bool"; ConfigError for a dtype that communicators do not move."""
     kind = _KINDS.get(dtype.name)
-    if kind is None or not dtype.isnative:
+    if kind is not None and not dtype.isnative:
+        remedy = "array.astype(array.dtype.newbyteorder('='))"
+        raise ConfigError(f"dtype {dtype.str} ({dtype.name}) has the byte order of other machines: use {remedy}")
+    if kind is None:
         raise ConfigError(f"dtype {dtype.str} ({dtype.name}) cannot be communicated: use one of {', '.join(_KINDS)}")
     return kind
 
@@ -53,6 +57,8 @@ def objection(op: ReduceOp, dtype: np.dtype) -> str | None:
     """Why `op` has no meaning for `dtype`, or None."""
     if op is ReduceOp.AVG and kind_of(dtype) in ("integer", "bool"):
         return f"AVG of {dtype.name} would not be {dtype.name}: use SUM, or a float array"
+    if op in (ReduceOp.MAX, ReduceOp.MIN) and kind_of(dtype) == "complex":
+        return f"{op.name} of {dtype.name}: complex numbers have no order; reduce their absolute values, or parts"
     return None
 
 
@@ -67,7 +73,7 @@ def fold(arrays: Sequence[Array], op: ReduceOp, outs: Sequence[Array], wire: Any
     ufunc, first = combine(op), outs[0]
     xp = np if type(first) is np.ndarray else namespace_of(first)
     block_size = BLOCK if xp is np else max(first.size, 1)
-    half = first.dtype.itemsize == 2
+    half = is_half(first.dtype)
     pair = len(arrays) == 2 and not half and op is not ReduceOp.AVG and wire is None
     if pair and (len(outs) == 1 or first.size <= block_size):
         _pair(ufunc, arrays, outs)

@@ -11,7 +11,7 @@ from fsdpx.comm.calls import Array, Call, ReduceOp, even_pieces
 from fsdpx.comm.checks import Ranks
 from fsdpx.errors import ShapeError
 
-__all__ = ["VERBS", "CallSpec", "check", "moved", "terms"]
+__all__ = ["VERBS", "CallSpec", "check", "described", "moved", "terms"]
 
 
 class CallSpec(NamedTuple):
@@ -122,7 +122,9 @@ def terms(call: Call) -> dict[str, Any]:
     if verb.arrays:
         array: Array = call.arrays[1 if ("recv" in verb.cut[:1] and not verb.at_root) or verb.at_root == "send" else 0]
         found["dtype"] = array.dtype
-        if verb.alike:
+        if call.shape is not None:
+            found["shape"] = list(call.shape)
+        elif verb.alike:
             found["elements"] = array.size
     if verb.reduces:
         found["op"] = ReduceOp.of(call.op).name
@@ -136,3 +138,8 @@ def terms(call: Call) -> dict[str, Any]:
     if verb.peer:
         found["root"] = call.root
     return found
+
+
+def described(call: Call) -> str:
+    """The same as text, after its name."""
+    return call.name + "".join(f", {key} {value}" for key, value in terms(call).items())

@@ -13,13 +13,15 @@ import numpy as np
 
 from fsdpx import environment
 from fsdpx.comm import default as defaults
+from fsdpx.comm.agreement import Agreement, Signature, signature
 from fsdpx.comm.alike import with_arguments
-from fsdpx.comm.calls import Array, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.comm.calls import AllCounts, Array, Arrays, Call, Handle, Pieces, ReduceOp, even_pieces, pieces
+from fsdpx.comm.carrier import Carrier
 from fsdpx.comm.communicator import Communicator
 from fsdpx.comm.guarded import Guarded
-from fsdpx.comm.opening import world
+from fsdpx.comm.opening import carrier_of, node_of, world
 from fsdpx.comm.place import Place, place
-from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.errors import ConfigError, DesyncError, ShapeError
 from fsdpx.trainer.calls import begin
 from fsdpx.watch.watchdog import note, unwatch, watch
 
@@ -83,9 +85,19 @@ def _open(backend: str | None, comm: Any, rank: int | None, size: int | None) ->
     local_rank = _local_rank(base.rank, hosts)
     watch(base, patient=False)  # as long as there is no program, it cannot be seen whether others move
     if not environment.read().check or base.size == 1:
-        return defaults.Default(base, local_rank, made)
+        return defaults.Default(base, local_rank, made, agreement=_agreement(base))
     guarded = Guarded(base)
     return defaults.Default(guarded, local_rank, (guarded, *made))
+
+
+def _agreement(comm: Communicator) -> Agreement | None:
+    """None where thread ranks compare their calls themselves, and where there is one rank, or the others are fake."""
+    carrier, node = carrier_of(comm), node_of(comm)
+    if carrier is None or carrier.size == 1:
+        return None
+    apart = carrier.split(0, carrier.rank)
+    assert isinstance(apart, Carrier)
+    return Agreement(carrier, apart, node is not None and getattr(node, "inside", False))
 
 
 def _local_rank(rank: int, hosts: list[tuple[str, int | None]]) -> int:
@@ -110,6 +122,8 @@ def finalize() -> None:
         if not environment.read().ulfm:  # else some may have died, and MPI need not have heard of it
             begin(opened.made[-1] if opened.made else opened.comm, "finalize")  # the guard would say less
         unwatch(opened.comm)
+        if opened.agreement is not None:
+            opened.agreement.close()
         for comm in opened.made:
             comm.close()
 
@@ -154,7 +168,11 @@ def _place(name: str) -> Place:
 
 def barrier() -> None:
     """Return when every rank has called it."""
-    _called("barrier").barrier().wait()
+    opened = _opened("barrier")
+    if opened.agreement is None:
+        opened.comm.barrier().wait()
+    else:
+        _settle(opened, signature("barrier"))  # which all have come to when it is settled
 
 
 @overload
@@ -171,65 +189,79 @@ def all_reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, out: Array = None, asy
     async_op : return a `Future` at once.
     """
     x = _array(x)
+    opened, call = _opened("all_reduce"), _signature("all_reduce", x, op)
+    if not async_op:
+        _settle(opened, call)
     if out is None:
         out = x.copy()
     elif out is not x:
         if out.shape != x.shape or out.dtype != x.dtype:
             raise ShapeError(f"out is {out.dtype}{list(out.shape)}, but x is {x.dtype}{list(x.shape)}")
         out[...] = x
-    future = Future(_called("all_reduce").all_reduce(_flat("out", out), ReduceOp.of(op)), out)
-    return future if async_op else future.wait()
+    whole = Call("all_reduce", (_flat("out", out),), ReduceOp.of(op), shape=x.shape)
+    if not async_op:
+        opened.comm.issue(whole).wait()
+        return out
+    return Future(_begun(opened, call, whole), out)
 
 
 def all_gather(x: Any) -> Array:
     """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension."""
-    x, comm = _array(x), _called("all_gather")
+    x = _array(x)
+    comm = _called("all_gather", x)
     out = _empty(x, (comm.size, *x.shape))
-    comm.all_gather(x.reshape(-1), out.reshape(-1)).wait()
+    _do(comm, "all_gather", (x.reshape(-1), out.reshape(-1)), x, counts=(None,))
     return out
 
 
 def reduce_scatter(x: Any, op: ReduceOp | str = ReduceOp.SUM) -> Array:
     """Reduce `x`, n rows of the same shape and dtype on every rank, by `op`, a name as in `all_reduce` or a ReduceOp;
     return this rank's rows of the result, floor(n r/N) to floor(n (r+1)/N)."""
-    x, comm = _array(x), _called("reduce_scatter")
+    x = _array(x)
+    comm = _called("reduce_scatter", x, op)
     rows, cut = _rows("reduce_scatter", x.shape, comm.size)
     out = _empty(x, (rows.counts[comm.rank], *x.shape[1:]))
-    comm.reduce_scatter(x.reshape(-1), out.reshape(-1), ReduceOp.of(op), cut.counts).wait()
+    _do(comm, "reduce_scatter", (x.reshape(-1), out.reshape(-1)), x, op, counts=(cut.counts,))
     return out
 
 
 def broadcast(x: Any, root: int = 0) -> Array:
     """Return `x` of rank `root` on every rank; its shape and dtype are the same everywhere."""
-    out = _array(x).copy()
-    _called("broadcast").broadcast(_flat("x", out), root).wait()
+    x = _array(x)
+    comm, out = _called("broadcast", x, root=root), x.copy()
+    _do(comm, "broadcast", (out.reshape(-1),), x, root=root)
     return out
 
 
 def reduce(x: Any, op: ReduceOp | str = ReduceOp.SUM, root: int = 0) -> Array | None:
     """Reduce `x`, of the same shape and dtype on every rank, by `op` as in `all_reduce`, at rank `root`; None
     elsewhere."""
-    x, comm = _array(x), _called("reduce")
+    x = _array(x)
+    comm = _called("reduce", x, op, root)
     out = _empty(x, x.shape) if comm.rank == root else None
-    comm.reduce(x.reshape(-1), None if out is None else out.reshape(-1), ReduceOp.of(op), root).wait()
+    _do(comm, "reduce", (x.reshape(-1), None if out is None else out.reshape(-1)), x, op, root)
     return out
 
 
 def gather(x: Any, root: int = 0) -> Array | None:
     """Stack `x` of every rank, of the same shape and dtype everywhere, on a new first dimension at rank `root`; None
     elsewhere."""
-    x, comm = _array(x), _called("gather")
+    x = _array(x)
+    comm = _called("gather", x, root=root)
     out = _empty(x, (comm.size, *x.shape)) if comm.rank == root else None
-    comm.gather(x.reshape(-1), None if out is None else out.reshape(-1), root).wait()
+    _do(comm, "gather", (x.reshape(-1), None if out is None else out.reshape(-1)), x, root=root, counts=(None,))
     return out
 
 
 def scatter(x: Any = None, root: int = 0) -> Array:
     """Cut `x` of rank `root`, needed there only, along its first dimension and return this rank's rows, balanced as in
     `reduce_scatter`."""
-    comm = _called("scatter")
+    comm = _called("scatter", root=root)
     x = _array(x) if comm.rank == root else None
-    shape, dtype = comm.all_gather_plain(None if x is None else (x.shape, x.dtype))[root]
+    told = comm.all_gather_plain((root, None if x is None else (x.shape, x.dtype)))
+    if any(other != root for other, _ in told):
+        raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in told]}")
+    shape, dtype = told[root][1]
     like = np.empty(0, dtype) if x is None else x
     rows, cut = _rows("scatter", shape, comm.size)
     out = _empty(like, (rows.counts[comm.rank], *shape[1:]))
@@ -240,11 +272,12 @@ def scatter(x: Any = None, root: int = 0) -> Array:
 def all_to_all(x: Any) -> Array:
     """Send row block r of `x` to rank r; row block r of the result came from there. `x` is of the same shape and dtype
     on every rank; the number of ranks divides its first dimension."""
-    x, comm = _array(x), _called("all_to_all")
+    x = _array(x)
+    comm = _called("all_to_all", x)
     if x.ndim == 0 or x.shape[0] % comm.size:
         raise ShapeError(f"all_to_all: the first dimension of shape {x.shape} is not a multiple of {comm.size} ranks")
     out = _empty(x, x.shape)
-    comm.all_to_all(x.reshape(-1), out.reshape(-1)).wait()
+    _do(comm, "all_to_all", (x.reshape(-1), out.reshape(-1)), x, counts=(None, None))
     return out
 
 
@@ -259,15 +292,67 @@ def recv(out: Array, source: int, tag: int = 0) -> Array:
     return out
 
 
-def _called(name: str) -> Communicator:
+def _opened(verb: str) -> defaults.Default:
     """The default communicator, on which all ranks call this."""
     comm = default()
-    note(comm, name)
-    return comm
+    note(comm, verb)
+    opened = defaults.current()
+    assert opened is not None
+    return opened
+
+
+def _called(verb: str, x: Array = None, op: ReduceOp | str | None = None, root: int | None = None) -> Communicator:
+    """The same, when all ranks have said that they call it alike: what is wrong with the call is then wrong on all."""
+    opened = _opened(verb)
+    _settle(opened, _signature(verb, x, op, root))
+    return opened.comm
+
+
+def _settle(opened: defaults.Default, call: Signature) -> None:
+    if opened.agreement is not None:
+        opened.agreement.settle(call)
+
+
+def _begun(opened: defaults.Default, call: Signature, whole: Call) -> Handle:
+    """A call that goes on by itself: on a communicator of its own, for it may begin later here than elsewhere, amid
+    other calls. NCCL has one alone: there ranks wait for each other first."""
+    agreement = opened.agreement
+    if agreement is None:
+        return opened.comm.issue(whole)
+    if not isinstance(opened.comm, Carrier) and node_of(opened.comm) is None:
+        _settle(opened, call)
+        return opened.comm.issue(whole)
+    return agreement.after(call, lambda: agreement.comm.issue(whole))
+
+
+def _signature(verb: str, x: Array, op: ReduceOp | str | None = None, root: int | None = None) -> Signature:
+    name = op.name if isinstance(op, ReduceOp) else op and _op_name(op)
+    if x is None:
+        return signature(verb, root=root)
+    return signature(verb, x.dtype, x.shape, name, root)
+
+
+def _op_name(op: str) -> str:
+    try:
+        return ReduceOp.of(op).name
+    except ConfigError:  # said when all ranks have come
+        return repr(op)
+
+
+def _do(
+    comm: Communicator, verb: str, arrays: Arrays, x: Array, op: ReduceOp | str = ReduceOp.SUM, root: int = 0,
+    counts: AllCounts = (),
+) -> None:  # fmt: skip
+    """Make a call on flat arrays for the user's array `x`."""
+    comm.issue(Call(verb, arrays, ReduceOp.of(op), root, counts, shape=x.shape)).wait()
 
 
 def _array(x: Any) -> Array:
-    return x if isinstance(x, np.ndarray) or hasattr(x, "__cuda_array_interface__") else np.asarray(x)
+    """`x` as an array whose flat view is contiguous, in the byte order of this machine."""
+    x = x if isinstance(x, np.ndarray) or hasattr(x, "__cuda_array_interface__") else np.asarray(x)
+    if not x.dtype.isnative:
+        return x.astype(x.dtype.newbyteorder("="), order="C")
+    return x if x.flags.c_contiguous else x.copy(order="C")
 
 
 def _empty(like: Array, shape: tuple[int, ...]) -> Array:

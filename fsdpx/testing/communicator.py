@@ -19,7 +19,9 @@ __all__ = ["CommunicatorContract"]
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 SUM = ReduceOp.SUM
-INTEGERS = ("int32", "int64", "uint8", "uint64")
+COMPLEX = ("complex64", "complex128")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+EVERY = (*FLOATS, *COMPLEX, *INTEGERS, "bool")
 LENGTHS = (0, 1, 7, 60)
 
 
@@ -44,7 +46,7 @@ class CommunicatorContract:
         """Call `body(comm)` on every rank; overridden by the test class of a backend."""
         raise TypeError(f"{type(self).__name__} must define run(body)")
 
-    @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
+    @pytest.mark.parametrize("dtype", EVERY)
     @_on_every_rank
     def test_all_gather(self, comm: Communicator, dtype: str) -> None:
         for n in LENGTHS:
@@ -74,7 +76,7 @@ class CommunicatorContract:
                 _close(mine, _reduced(ours, SUM))
                 _same(gathered, np.concatenate(ours))
 
-    @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
+    @pytest.mark.parametrize("dtype", EVERY)
     @_on_every_rank
     def test_reduce_scatter(self, comm: Communicator, dtype: str) -> None:
         for n in LENGTHS:
@@ -96,7 +98,7 @@ class CommunicatorContract:
         comm.reduce_scatter(buf, buf[: want.size], op, counts).wait()
         _close(buf[: want.size], want)
 
-    @pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS, "bool"])
+    @pytest.mark.parametrize("dtype", EVERY)
     @pytest.mark.parametrize("algorithm", ["library", "ring"])
     @_on_every_rank
     def test_all_reduce(self, comm: Communicator, dtype: str, algorithm: str) -> None:
@@ -160,13 +162,13 @@ class CommunicatorContract:
     @_on_every_rank
     def test_broadcast_from_every_root(self, comm: Communicator) -> None:
         for root in range(comm.size):
-            for dtype in (*FLOATS, "bool"):
+            for dtype in EVERY:
                 want = _values(dtype, 7, seed=root)
                 buf = want.copy() if comm.rank == root else np.zeros_like(want)
                 comm.broadcast(buf, root).wait()
                 _same(buf, want)
 
-    @pytest.mark.parametrize("dtype", ["float64", "float16", "int64", "bool"])
+    @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int16", "int64", "bool"])
     @_on_every_rank
     def test_reduce_to_every_root(self, comm: Communicator, dtype: str) -> None:
         for root in range(comm.size):
@@ -178,7 +180,7 @@ class CommunicatorContract:
                 if comm.rank == root:
                     _close(recv, _reduced(ours, op))
 
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex128", "uint16"])
     @_on_every_rank
     def test_gather_and_scatter(self, comm: Communicator, dtype: str) -> None:
         for root in range(comm.size):
@@ -194,7 +196,7 @@ class CommunicatorContract:
                 comm.scatter(whole if at_root else None, back, root, counts).wait()
                 _same(back, own)
 
-    @pytest.mark.parametrize("dtype", ["float64", "float16", "int32"])
+    @pytest.mark.parametrize("dtype", ["float64", "float16", "complex64", "int8", "int32"])
     @_on_every_rank
     def test_all_to_all(self, comm: Communicator, dtype: str) -> None:
         size, rank = comm.size, comm.rank
@@ -313,7 +315,10 @@ class CommunicatorContract:
             (ConfigError, f"root={size} is not a rank", lambda: c.broadcast(x, size)),
             (ConfigError, "dest=-1 is not a rank", lambda: c.send(x, -1)),
             (ConfigError, "tag=16384 is out of range", lambda: c.recv(x, 0, 16384)),
-            (ConfigError, "complex128", lambda: c.all_reduce(np.zeros(3, complex))),
+            (ConfigError, "MAX of complex128", lambda: c.all_reduce(np.zeros(3, complex), ReduceOp.MAX)),
+            (ConfigError, "MIN of complex64", lambda: c.all_reduce(np.zeros(3, "F"), ReduceOp.MIN)),
+            (ConfigError, "datetime64.* cannot be communicated", lambda: c.all_reduce(np.zeros(3, "M8[s]"))),
+            (ConfigError, "byte order of other machines", lambda: c.all_reduce(np.zeros(3, ">f8"))),
             (ConfigError, "AVG of int64", lambda: c.all_reduce(np.zeros(3, np.int64), ReduceOp.AVG)),
             (ConfigError, "AVG of bool", lambda: c.all_reduce(np.zeros(3, bool), ReduceOp.AVG)),
             (ConfigError, "wire=float32 for float64", lambda: c.all_reduce(x, wire="float32")),
@@ -334,12 +339,16 @@ def _values(dtype: str, n: int, seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     if dtype in FLOATS:
         return generator.standard_normal(n).astype(dtype)
+    if dtype in COMPLEX:
+        return (generator.standard_normal(n) + 1j * generator.standard_normal(n)).astype(dtype)
     if dtype == "bool":
         return generator.integers(0, 2, n).astype(bool)
     return generator.integers(1, 3, n).astype(dtype)
 
 
 def _operations(dtype: str) -> list[ReduceOp]:
+    if dtype in COMPLEX:
+        return [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PROD]
     return [op for op in ReduceOp if op is not ReduceOp.AVG or dtype in FLOATS]
 
 
@@ -355,7 +364,7 @@ def _reduced(arrays: list[np.ndarray], op: ReduceOp) -> np.ndarray:
     dtype = arrays[0].dtype
     if dtype.kind == "b":
         return np.any(arrays, 0) if op in (ReduceOp.SUM, ReduceOp.MAX) else np.all(arrays, 0)
-    wide = np.dtype(np.float64) if dtype.kind not in "iu" else dtype
+    wide = dtype if dtype.kind in "iu" else np.dtype(np.complex128 if dtype.kind == "c" else np.float64)
     return function(np.stack([array.astype(wide) for array in arrays]), 0).astype(dtype)
 
 
@@ -366,5 +375,7 @@ def _same(got: np.ndarray, want: np.ndarray) -> None:
 
 def _close(got: np.ndarray, want: np.ndarray) -> None:
     assert got.dtype == want.dtype
-    tolerance = {"float64": 1e-14, "float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}.get(got.dtype.name, 0.0)
-    np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=tolerance, atol=tolerance)
+    exact = {"float64": 1e-14, "complex128": 1e-14, "float32": 1e-6, "complex64": 1e-6, "float16": 2e-3}
+    tolerance = {**exact, "bfloat16": 2e-2}.get(got.dtype.name, 0.0)
+    wide = np.complex128 if got.dtype.kind == "c" else np.float64
+    np.testing.assert_allclose(got.astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance)

@@ -7,9 +7,11 @@ import sys
 
 import numpy as np
 import pytest
+from ranks import OVER_GLOO, carrier
 
+from fsdpx import environment
 from fsdpx.comm import FakeCommunicator, Guarded, ReduceOp, single, spawn
-from fsdpx.errors import ConfigError, ShapeError
+from fsdpx.errors import ConfigError, DesyncError, ShapeError
 from fsdpx.facade import functional
 
 
@@ -163,3 +165,64 @@ def test_importing_and_running_on_threads_loads_no_mpi():
 def test_an_average_has_the_names_that_others_give_it(name: str) -> None:
     assert ReduceOp.of(name) is ReduceOp.AVERAGE is ReduceOp.AVG
     assert on_ranks(2, lambda: functional.all_reduce(float(functional.rank()), name)) == [0.5, 0.5]
+
+
+DIFFERENT = [
+    (lambda: functional.all_reduce(np.ones(3)), lambda: functional.all_reduce(np.ones(4)), r"shape \[3\].*shape \[4\]"),
+    (lambda: functional.all_gather(np.ones((2, 3))), lambda: functional.all_gather(np.ones((3, 2))), r"shape \[2, 3\]"),
+    (lambda: functional.gather(np.ones(2)), lambda: functional.gather(np.ones(2, "f4")), "float64.*float32"),
+    (lambda: functional.reduce(1.0), lambda: functional.reduce(1.0, "max"), "op SUM.*op MAX"),
+    (lambda: functional.broadcast(1.0, 0), lambda: functional.broadcast(1.0, 1), "root 0.*root 1"),
+    (lambda: functional.scatter(np.ones(4), 0), lambda: functional.scatter(np.ones(4), 1), "scatter.*root"),
+    (lambda: functional.barrier(), lambda: functional.all_to_all(np.ones(6)), "barrier.*all_to_all"),
+    (
+        lambda: functional.all_reduce(np.ones(3), async_op=True).wait(),
+        lambda: functional.all_reduce(np.ones(5), async_op=True).wait(), r"shape \[3\].*shape \[5\]",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other", "words"), DIFFERENT[:5])
+def test_thread_ranks_that_call_it_differently_get_an_error(one, other, words):
+    with pytest.raises(DesyncError, match="ranks called different collectives"):
+        on_ranks(2, lambda: (other if functional.rank() else one)())
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["node", "messages"])
+def test_ranks_that_call_it_differently_are_named_and_go_on(backend):
+    """The same calls have been made alike before: what was agreed on once is no reason to believe it again."""
+    if (environment.read().expected_size or 1) == 1:
+        return
+    functional.init(comm=carrier()) if backend == "messages" else functional.init("gloo" if OVER_GLOO else "node")
+    size, last = functional.world_size(), functional.rank() == functional.world_size() - 1
+    for one, other, words in DIFFERENT:
+        functional.all_reduce(np.ones(3)), functional.all_reduce(np.ones(4))
+        with pytest.raises(DesyncError, match=rf"ranks called different collectives \(call \d+\): rank.*{words}"):
+            (other if last else one)()
+        under_way = [functional.all_reduce(np.full(n, 1.0), async_op=True) for n in range(1, 70)]
+        assert functional.all_gather(np.ones(2)).sum() == 2 * size
+        assert [future.wait().sum() for future in under_way] == [n * size for n in range(1, 70)]
+
+
+@pytest.mark.world
+@pytest.mark.mpi
+def test_columns_and_foreign_numbers_travel_like_others():
+    def body():
+        size, rank = functional.world_size(), functional.rank()
+        x = np.arange(8 * size, dtype=">i2").reshape(2 * size, 4)[:, ::2]
+        mine = slice(2 * rank, 2 * rank + 2)
+        np.testing.assert_array_equal(functional.all_gather(x), np.stack([x] * size))
+        np.testing.assert_array_equal(functional.reduce_scatter(x), size * x[mine])
+        np.testing.assert_array_equal(functional.scatter(x), x[mine])
+        np.testing.assert_array_equal(functional.all_reduce(x * 1j), size * x * 1j)
+        if (gathered := functional.gather(x)) is not None:
+            np.testing.assert_array_equal(gathered, np.stack([x] * size))
+        with pytest.raises(ConfigError, match="byte order of other machines"):
+            functional.recv(np.zeros(3, ">f8"), rank)
+
+    if (environment.read().expected_size or 1) > 1:
+        body()
+    else:
+        on_ranks(3, body)

@@ -1,0 +1,191 @@
+"""How the ranks of the functional API agree on a call before any of its data moves: all say what they call, every time.
+
+Inside a machine a rank writes eight bytes on a board that all can read, between machines they travel in one sum. Ranks
+that call something else, or with another shape, dtype, operation or root, all get the error that names them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from fsdpx.comm.board import Board
+from fsdpx.comm.calls import Handle, ReduceOp
+from fsdpx.comm.carrier import Carrier
+from fsdpx.comm.guarded import different
+from fsdpx.comm.steps import Steps, spin
+from fsdpx.errors import CommTimeout, DesyncError
+
+__all__ = ["Agreement", "signature"]
+
+GLANCES = range(64)
+"""Looks at the board before a wait moves other transfers on, too."""
+
+
+class Signature(str):
+    """What a rank calls, as text. mark: eight bytes of a sum of it; words: the same for the board."""
+
+    mark: int
+    words: memoryview
+
+
+@lru_cache(maxsize=1024)
+def signature(verb: str, dtype: Any = None, shape: Any = None, op: str = "", root: int | None = None) -> Signature:
+    """The parts of a call that all ranks must have alike."""
+    parts = {"dtype": dtype, "shape": shape if shape is None else list(shape), "op": op or None, "root": root}
+    made = Signature(verb + "".join(f", {name} {part}" for name, part in parts.items() if part is not None))
+    made.mark = int.from_bytes(blake2b(made.encode(), digest_size=8).digest(), "big") >> 1
+    made.words = np.array([made.mark, 0, 0]).data
+    return made
+
+
+class Agreement:
+    """over: the communicator whose calls are agreed on. comm: of the same ranks, for this alone and for the data of calls
+    that go on by themselves; closed with it. machine:
+    whether all ranks run on one machine that shares memory. turn: the call that may say what it is: one after the
+    other on every rank, so that one record is read by all before the next but one is written. Collective."""
+
+    def __init__(self, over: Carrier, comm: Carrier, machine: bool) -> None:
+        self.over, self.comm, self.progress = over, comm, comm.progress
+        self.board = Board(comm) if machine else None
+        self.others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self.turn = self.calls = 0
+
+    def settle(self, call: Signature) -> None:
+        """Return when all ranks have come to this call; DesyncError on all of them if some have come to another."""
+        if self.turn != self.calls:
+            Turn(self, self.calls, call).wait()
+        number = self._number()
+        if self.board is None or not self._soon(number, call, self.board):
+            told = self._told(number, call)
+            told.wait()
+            told.test()
+        self.turn += 1
+
+    def _soon(self, number: int, call: Signature, board: Board) -> bool:
+        """Whether all have come within a few looks, with the same call: the usual end, without a handle."""
+        board.post(number + 1, call.words)
+        for other in self.others:
+            if not any(board.posted(other, number + 1) for _ in GLANCES):
+                return False
+            if board.words(other, number + 1, 1)[0] != call.mark:
+                return False
+        return True
+
+    def after(self, call: Signature, begin: Callable[[], Handle]) -> Handle:
+        """The same at once: the handle of what `begin` begins on `comm` when all ranks have come."""
+        number = self._number()
+
+        def steps() -> Iterator[Handle]:
+            yield Turn(self, number, call)
+            yield self._told(number, call)
+            try:
+                begun = begin()
+            finally:
+                self.turn += 1
+            yield begun
+
+        return Steps(steps(), self.progress)
+
+    def close(self) -> None:
+        if self.board is not None:
+            self.board.close()
+        self.comm.close()
+
+    def difference(self, call: Signature) -> DesyncError:
+        """The error that says what every rank calls. All of them know that they differ."""
+        return different(self.turn + 1, self.comm.all_gather_plain(str(call)))
+
+    def _number(self) -> int:
+        self.calls += 1
+        return self.calls - 1
+
+    def _told(self, number: int, call: Signature) -> Told:
+        return OnBoard(self, number, call, self.board) if self.board else InSum(self, number, call)
+
+
+class Told(ABC):
+    """The handle of a stage of an agreement. A wait looks a few times before it moves other transfers on, too."""
+
+    def __init__(self, agreement: Agreement, number: int, call: Signature) -> None:
+        self.agreement, self.number, self.call = agreement, number, call
+        self.asking = False
+        self.error: DesyncError | None = None
+
+    @abstractmethod
+    def alike(self) -> bool | None:
+        """Whether all ranks say the same; None before they have."""
+
+    def test(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        alike = None if self.asking else self.alike()  # waits poke what is pending, this among it
+        if alike is False:
+            self.asking = True
+            self.error = self.agreement.difference(self.call)
+            self.agreement.turn += 1
+            raise self.error
+        return alike is True
+
+    def over(self) -> bool:
+        """The same without the error, which the next `test` raises."""
+        try:
+            return self.test()
+        except DesyncError:
+            return True
+
+    def wait(self) -> None:
+        for _ in GLANCES:
+            if self.over():
+                return
+        if not spin(self.over, self.agreement.progress, self.agreement.over.timeout):
+            raise CommTimeout(f"{self} is not complete after {self.agreement.over.timeout:g} s: {self.missing()}")
+
+    def missing(self) -> str:
+        """Who has not come, as text."""
+        return "a peer did not call or has ended"
+
+    def __str__(self) -> str:
+        return f"{self.call} on rank {self.agreement.comm.rank} of {self.agreement.comm.size}"
+
+
+class Turn(Told):
+    """Complete when all calls before it have begun."""
+
+    def alike(self) -> bool | None:
+        return True if self.agreement.turn == self.number else None
+
+
+class InSum(Told):
+    """By a sum over all ranks: the largest of the marks is the least of them."""
+
+    def __init__(self, agreement: Agreement, number: int, call: Signature) -> None:
+        super().__init__(agreement, number, call)
+        self.ends = np.array([call.mark, -call.mark])
+        self.sum = agreement.comm.all_reduce(self.ends, ReduceOp.MAX, what="calls")
+
+    def alike(self) -> bool | None:
+        return bool(self.ends[0] == -self.ends[1]) if self.sum.test() else None
+
+
+class OnBoard(Told):
+    """By what all ranks have written on the board."""
+
+    def __init__(self, agreement: Agreement, number: int, call: Signature, board: Board) -> None:
+        super().__init__(agreement, number + 1, call)  # the board is full of zeros
+        self.board, self.same = board, True
+        self.others = list(agreement.others)
+        board.post(number + 1, call.words)
+
+    def alike(self) -> bool | None:
+        others, board, number = self.others, self.board, self.number
+        while others and board.posted(others[-1], number):
+            self.same &= board.words(others.pop(), number, 1)[0] == self.call.mark
+        return None if others else self.same
+
+    def missing(self) -> str:
+        return f"ranks {sorted(self.others)} did not call it or have ended"
