@@ -44,13 +44,13 @@ def signature(verb: str, dtype: Any = None, shape: Any = None, op: str = "", roo
 
 
 class Agreement:
-    """over: the communicator whose calls are agreed on. comm: of the same ranks, for this alone and for the data of calls
-    that go on by themselves; closed with it. machine:
-    whether all ranks run on one machine that shares memory. turn: the call that may say what it is: one after the
-    other on every rank, so that one record is read by all before the next but one is written. Collective."""
+    """base: the communicator whose calls are agreed on. comm: of the same ranks, for this alone and for the data of
+    calls that go on by themselves; closed with it. machine: whether all ranks run on one machine that shares memory.
+    turn: the call that may say what it is: one after the other on every rank, so that one record is read by all before
+    the next but one is written. Collective."""
 
-    def __init__(self, over: Carrier, comm: Carrier, machine: bool) -> None:
-        self.over, self.comm, self.progress = over, comm, comm.progress
+    def __init__(self, base: Carrier, comm: Carrier, machine: bool) -> None:
+        self.base, self.comm, self.progress = base, comm, comm.progress
         self.board = Board(comm) if machine else None
         self.others = [rank for rank in range(comm.size) if rank != comm.rank]
         self.turn = self.calls = 0
@@ -58,15 +58,15 @@ class Agreement:
     def settle(self, call: Signature) -> None:
         """Return when all ranks have come to this call; DesyncError on all of them if some have come to another."""
         if self.turn != self.calls:
-            Turn(self, self.calls, call).wait()
+            CallTurn(self, self.calls, call).wait()
         number = self._number()
-        if self.board is None or not self._soon(number, call, self.board):
-            told = self._told(number, call)
-            told.wait()
-            told.test()
+        if self.board is None or not self._fast_path(number, call, self.board):
+            stage = self._compared(number, call)
+            stage.wait()
+            stage.test()
         self.turn += 1
 
-    def _soon(self, number: int, call: Signature, board: Board) -> bool:
+    def _fast_path(self, number: int, call: Signature, board: Board) -> bool:
         """Whether all have come within a few looks, with the same call: the usual end, without a handle."""
         board.post(number + 1, call.words)
         for other in self.others:
@@ -81,8 +81,8 @@ class Agreement:
         number = self._number()
 
         def steps() -> Iterator[Handle]:
-            yield Turn(self, number, call)
-            yield self._told(number, call)
+            yield CallTurn(self, number, call)
+            yield self._compared(number, call)
             try:
                 begun = begin()
             finally:
@@ -104,11 +104,11 @@ class Agreement:
         self.calls += 1
         return self.calls - 1
 
-    def _told(self, number: int, call: Signature) -> Told:
+    def _compared(self, number: int, call: Signature) -> AgreementStage:
         return OnBoard(self, number, call, self.board) if self.board else InSum(self, number, call)
 
 
-class Told(ABC):
+class AgreementStage(ABC):
     """The handle of a stage of an agreement. A wait looks a few times before it moves other transfers on, too."""
 
     def __init__(self, agreement: Agreement, number: int, call: Signature) -> None:
@@ -142,8 +142,8 @@ class Told(ABC):
         for _ in GLANCES:
             if self.over():
                 return
-        if not spin(self.over, self.agreement.progress, self.agreement.over.timeout):
-            raise CommTimeout(f"{self} is not complete after {self.agreement.over.timeout:g} s: {self.missing()}")
+        if not spin(self.over, self.agreement.progress, self.agreement.base.timeout):
+            raise CommTimeout(f"{self} is not complete after {self.agreement.base.timeout:g} s: {self.missing()}")
 
     def missing(self) -> str:
         """Who has not come, as text."""
@@ -153,14 +153,14 @@ class Told(ABC):
         return f"{self.call} on rank {self.agreement.comm.rank} of {self.agreement.comm.size}"
 
 
-class Turn(Told):
+class CallTurn(AgreementStage):
     """Complete when all calls before it have begun."""
 
     def alike(self) -> bool | None:
         return True if self.agreement.turn == self.number else None
 
 
-class InSum(Told):
+class InSum(AgreementStage):
     """By a sum over all ranks: the largest of the marks is the least of them."""
 
     def __init__(self, agreement: Agreement, number: int, call: Signature) -> None:
@@ -172,7 +172,7 @@ class InSum(Told):
         return bool(self.ends[0] == -self.ends[1]) if self.sum.test() else None
 
 
-class OnBoard(Told):
+class OnBoard(AgreementStage):
     """By what all ranks have written on the board."""
 
     def __init__(self, agreement: Agreement, number: int, call: Signature, board: Board) -> None:

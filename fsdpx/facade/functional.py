@@ -258,10 +258,10 @@ def scatter(x: Any = None, root: int = 0) -> Array:
     `reduce_scatter`."""
     comm = _called("scatter", root=root)
     x = _array(x) if comm.rank == root else None
-    told = comm.all_gather_plain((root, None if x is None else (x.shape, x.dtype)))
-    if any(other != root for other, _ in told):
-        raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in told]}")
-    shape, dtype = told[root][1]
+    given = comm.all_gather_plain((root, None if x is None else (x.shape, x.dtype)))
+    if any(other != root for other, _ in given):
+        raise DesyncError(f"ranks called different collectives: scatter from root {[other for other, _ in given]}")
+    shape, dtype = given[root][1]
     like = np.empty(0, dtype) if x is None else x
     rows, cut = _rows("scatter", shape, comm.size)
     out = _empty(like, (rows.counts[comm.rank], *shape[1:]))
