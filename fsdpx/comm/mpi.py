@@ -257,9 +257,13 @@ class MpiWorld:
 
 def _duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
     """A wait that can end: the script may let a rank that the others wait for here end, or do something else."""
-    made, request = comm.Idup()
-    if not spin(request.Test, Progress(), timeout):
-        who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+    who = f"rank {comm.Get_rank()} of {comm.Get_size()}"
+    try:
+        made, request = comm.Idup()
+        complete = spin(request.Test, Progress(), timeout)
+    except MPI.Exception as error:
+        raise translated(error, f"opening a communicator on {who}", comm) from error
+    if not complete:
         raise CommTimeout(
             f"opening a communicator on {who}: not all ranks have come within {timeout:g} s. All of them call "
             "fsdpx.init() or distribute(); a rank that is missing has ended or is elsewhere"

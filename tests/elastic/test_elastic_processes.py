@@ -7,12 +7,22 @@ from pathlib import Path
 
 import edges
 import pytest
-from jobs_ulfm import unable
+from jobs_ulfm import job, unable
 from trials_elastic import POINTS, SAVING, Death, Plan, Trial, demand, run
 
 pytestmark = pytest.mark.jobs
 
 TIMEOUT = 2.0
+DEATH_BEFORE_DISTRIBUTE = """
+import os, signal
+import fsdpx
+from fsdpx import nn, optim
+
+if fsdpx.init().rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+fsdpx.distribute(nn.Chain(nn.Linear(6, 3)), loss=nn.MSE(), optimizer=optim.SGD(lr=0.1), elastic=True)
+print("went on", flush=True)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -83,3 +93,9 @@ def test_one_is_killed_and_another_stopped_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_deaths_at_the_edges_of_a_job(tmp_path: Path, stage: str, seed: int) -> None:
     edges.demand(seed, stage, tmp_path / "job")
+
+
+def test_a_death_before_distribute_is_told_with_its_rank(tmp_path: Path) -> None:
+    done = job(tmp_path, DEATH_BEFORE_DISTRIBUTE, 3)
+    assert re.search(r"RankLost: opening a communicator on rank ([02]) of 3: rank 1 has died$", done.err, re.MULTILINE), done.err
+    assert not done.out
