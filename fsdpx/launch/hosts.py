@@ -113,9 +113,10 @@ def look_up(hosts: Sequence[HostSlots], path: Path) -> None:
     for host in hosts:
         try:
             socket.getaddrinfo(host.name, None)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "parts of a name have 1 to 63 letters"
             raise LaunchError(
-                f"{path}:{host.line}: host {host.name!r} is unknown here ({error.strerror}): correct its name, or add "
+                f"{path}:{host.line}: host {host.name!r} is unknown here ({why}): correct its name, or add "
                 "it to /etc/hosts"
             ) from None
 

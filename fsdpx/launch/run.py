@@ -303,9 +303,13 @@ def _start(job: Job, folder: Path, start: int, ranks: int, signals: _Signals, gu
     flights = _flights(own, notes)
     waited = waiting(own)
     if waited and (status or deaths.in_vain.is_set()):
-        ending = _before_the_start(notes, deaths.missed + deaths.order, waited, late(own))
+        ending = _before_the_start(notes, deaths.missed + deaths.order, waited, late(own), ranks)
     else:
         ending = _ending(status, notes, flights, deaths.order, job.config.elastic)
+    asked = signals.received or deaths.in_vain.is_set()
+    if process.returncode < 0 and not asked and ending.kind in ("died", "hung"):  # no rank ends a launcher by a signal
+        text = f"the launcher, {job.found.words[0]}, was killed ({signal.Signals(-process.returncode).name})"
+        ending = Ending("died", status, None, ending.step, f"{text}, and its ranks with it")
     if ending.kind in ("done", "preempted"):
         files.remove(own)
     elif flights:
@@ -355,12 +359,18 @@ def _ending(
     return _death(status, notes, flights, deaths, step)
 
 
-def _before_the_start(notes: dict[int, Note], ended: list[int], waited: set[int], late: bool = False) -> Ending:
+def _before_the_start(
+    notes: dict[int, Note], ended: list[int], waited: set[int], late: bool = False, ranks: int | None = None
+) -> Ending:
     """How a job ended in which some had waited in MPI's start for others.
 
     ended: in this order, where known. late: the clock has ended those that waited, and the launcher then the others.
-    """
+    ranks: how many there are; if all of them had come, one died in there, or MPI itself failed."""
     first = next((rank for rank in ended if rank in notes and rank not in waited), None)
+    if len(waited) == ranks and not late:
+        which = next((f"rank {rank}" for rank in ended if rank in waited), "a rank")
+        text = f"all ranks had come to MPI's start, where {which} ended: what MPI says of it, if anything, is above"
+        return Ending("died", 1, None, None, text)
     if first is None:
         text = f"{ranks_text(waited)} waited in MPI's start for others that did not come"
         return Ending("hung", HUNG, None, None, text)

@@ -209,6 +209,7 @@ def test_ranks_are_shared_host_after_host() -> None:
         ("--hostfile empty", "the hostfile empty names no host: write one host in a line"),
         ("--hostfile gone", "the hostfile gone cannot be read: No such file or directory"),
         ("--hostfile nobody", "nobody:2: host 'no-such-host.invalid' is unknown here ("),
+        ("--hostfile long", f"long:1: host '{64 * 'n'}' is unknown here (parts of a name have 1 to 63 letters)"),
         ("--folder few/x", "/few/x cannot be written (Not a directory): name a folder that can"),
         ("--logs few/x", "/few/x cannot be written (Not a directory): name a folder that can"),
     ],
@@ -219,7 +220,7 @@ def test_mistakes_are_one_line_with_a_remedy(
     has(site, "hydra", monkeypatch)
     files = {
         "few": "n1:2\nn2:1\n", "typo": "n1:2\nn2 slot=2\n", "zero": "n1:0\n", "empty": "# none\n",
-        "nobody": "localhost:3\nno-such-host.invalid:3\n", "train.py": "",
+        "nobody": "localhost:3\nno-such-host.invalid:3\n", "train.py": "", "long": 64 * "n" + ":4",
     }  # fmt: skip
     for name, content in files.items():
         (site / name).write_text(content)

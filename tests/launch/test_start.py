@@ -59,6 +59,10 @@ def test_who_ended_before_the_start_gives_message_and_status() -> None:
         assert (late.kind, late.text) == ("hung", "rank 1 did not come to MPI's start, where ranks 0, 2 waited")
     late = _before_the_start(notes, [0, 2], {0, 2})
     assert (late.kind, late.text) == ("hung", "ranks 0, 2 waited in MPI's start for others that did not come")
+    inside = _before_the_start(notes, [1, 0], {0, 1}, ranks=2)  # as MPI ends those of a host with too long a name
+    said = "all ranks had come to MPI's start, where rank 1 ended: what MPI says of it, if anything, is above"
+    assert (inside.kind, inside.text) == ("died", said)
+    assert _before_the_start(notes, [1, 0], {0, 1}, ranks=3).kind == "hung"
 
 
 def started(folder: Path, what: str, after: float = 0.0, rest: str = INIT, **variables: str) -> Done:

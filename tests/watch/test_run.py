@@ -290,6 +290,14 @@ def test_restarts_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.jobs
+def test_a_launcher_that_is_killed_is_told_as_such(tmp_path: Path) -> None:
+    done = lone(tmp_path, "$(kill -KILL $$)", "never", "--max-restarts", "0")
+    assert done.returncode == 137, done.stderr
+    said = "fsdpx run: the launcher, ./mpiexec, was killed (SIGKILL), and its ranks with it; 0 of 0 restarts"
+    assert said in done.stderr, done.stderr
+
+
+@pytest.mark.jobs
 def test_a_job_that_lost_its_state_is_started_again(tmp_path: Path) -> None:
     done = lone(tmp_path, "0 0", "0", "--elastic")
     assert done.returncode == 0, done.stderr
