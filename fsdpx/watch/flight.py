@@ -23,7 +23,7 @@ _MAGIC = b"fsdpx f1"
 _HEADER = struct.Struct("<8sqqqd64s")  # magic, rank, ranks, process, wall clock minus perf_counter, host
 _PROGRAM = struct.Struct("<q24s")  # step, kind of program
 _BEAT = struct.Struct("<qq")  # looks of the watchdog, whether it waits in vain
-_NOTE = struct.Struct("<d240s")  # since when (perf_counter; 0: it does not wait), what for
+_NOTE = struct.Struct("<d240s")  # since when (perf_counter; 0: it does not wait), what for (else where it stands)
 _CALL = struct.Struct("<q56s56s")  # calls that all ranks make, begun so far; the last one, the one before it
 _LEFT = struct.Struct("<qq")  # whether the script has come to its end, exit status
 _PROGRAM_AT, _BEAT_AT, _NOTE_AT, _CALL_AT, _LEFT_AT, _START = 128, 192, 256, 512, 640, 1024
@@ -102,7 +102,8 @@ class FlightRecorder:
         _BEAT.pack_into(self._buffer, _BEAT_AT, self.beats, vain)
 
     def note(self, since: float, what: str) -> None:
-        """Note what this rank waits for at this moment, also outside of actions; since 0: it does not wait."""
+        """Note what this rank waits for at this moment, also outside of actions; since 0: it does not wait, and `what`
+        is where it stands."""
         _NOTE.pack_into(self._buffer, _NOTE_AT, since, label(what, 240))
 
     def remove(self) -> None:
@@ -130,7 +131,8 @@ class ActionRecord:
 class FlightRecord:
     """The content of a record. calls, call, before: of the calls that all ranks make, how many have begun, the last
     one, and the one before it. left: the exit status, if the script has come to its end. entries: oldest first. since,
-    what: what the rank waits for (since 0: nothing), seconds since 1970. vain: longer than it may."""
+    what: what the rank waits for, seconds since 1970 (since 0: for nothing, and `what` is where it stands). vain:
+    longer than it may."""
 
     rank: int
     ranks: int

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from os import _exit  # the original, before leaving.py wraps it to report exits that others wait behind
 from pathlib import Path
@@ -26,16 +26,20 @@ from fsdpx.comm.guarded import grouped
 from fsdpx.comm.mesh import Axes
 from fsdpx.comm.start import clear
 from fsdpx.comm.steps import Progress, progress_of, spin
-from fsdpx.watch.flight import LENGTH, FlightRecord, FlightRecorder, log, read_all
+from fsdpx.watch.flight import LENGTH, FlightRecord, FlightRecorder, log, read, read_all
 from fsdpx.watch.leaving import LATE, LEFT, all_gone, all_left, ended, leaving, missed, parted, state_of, status, stays
 
-__all__ = ["HUNG", "Watchdog", "note", "report", "unwatch", "watch", "watch_axes"]
+__all__ = ["HUNG", "Watchdog", "first_word", "note", "overdue", "report", "unwatch", "watch", "watch_axes"]
 
 HUNG = 124
 """Exit status of a job that a watchdog ended, as of timeout(1)."""
 PATIENCE = 10.0
 """While a watchdog watches and other ranks move, a single wait may last this many times the timeout."""
+FIRST_WORD = 60.0
+"""Seconds of a wait after which rank 0 says who waits where, once; the job goes on."""
 _PREFIX = "fsdpx-flight-"
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"
+_PYTHON = (f"{Path(os.__file__).parent}{os.sep}", "<frozen ")
 
 _watchdogs: weakref.WeakKeyDictionary[Any, Watchdog] = weakref.WeakKeyDictionary()
 
@@ -157,7 +161,7 @@ class Watchdog:
 
     def _run(self) -> None:
         token: Any = None
-        since = time.perf_counter()
+        since, spoken = time.perf_counter(), 0.0
         while not self._stop.wait(self._every):
             if self._comm() is None:
                 return  # no rank to wait for; the record stays, for this may be the end of a failed script
@@ -165,8 +169,10 @@ class Watchdog:
             now = (self.record.serial, self.record.ended, waiting and waiting[0], _moving(self._progress))
             if not _same(now, token):  # what is waited for is compared itself: a number of it could be used again
                 token, since = now, time.perf_counter()
-            self.record.note(since if waiting else 0.0, waiting[1] if waiting else "")
-            waited = time.perf_counter() - since if waiting else 0.0
+            still = time.perf_counter() - since
+            waited = still if waiting else 0.0
+            what = waiting[1] if waiting else _stands(self.record.thread, time.time() - still)
+            self.record.note(since if waiting else 0.0, what)
             self.record.beat(self._asked.is_set() or waited >= self.timeout)
             comm = self._comm()
             if not self.folder.exists() and not getattr(comm, "survives", False):
@@ -177,11 +183,23 @@ class Watchdog:
                 self._miss(left, waiting[1] if waiting else "")
             if waited >= LATE and not getattr(comm, "survives", False) and (calls := parted(self._here)):
                 self._part(calls)
+            if self.rank == 0 and still >= FIRST_WORD < self.timeout:
+                spoken = self._say(spoken)
             if waited >= self.timeout or self._asked.is_set() or (self.folder / "alarm").exists():
                 with suppress(OSError):  # the folder goes when another rank has reported
                     self._look()
             else:
                 self._alarmed = time.monotonic()
+
+    def _say(self, last: float) -> float:
+        """Say who waits where, if a wait that began after `last` lasts long; when that was said last."""
+        now, heads = time.time(), [read(place, whole=False) for place in self._here]
+        if not overdue([flight for flight in heads if flight is not None], last, now):
+            return last
+        comm, flights = self._comm(), read_all(self.folder)
+        sys.stderr.write(first_word(flights, len(flights) if comm is None else comm.size, self.timeout, now, self.host))
+        sys.stderr.flush()
+        return now
 
     def _look(self) -> None:
         """Some rank waits in vain, unless ranks still move. The lowest rank that lives reports; one report per job."""
@@ -343,6 +361,33 @@ def _discard(folder: Path) -> None:
         time.sleep(0.02)
 
 
+def overdue(flights: Collection[FlightRecord], last: float, now: float) -> bool:
+    """Whether a wait has lasted for FIRST_WORD seconds, and all waits began after the last word, at `last`."""
+    begun = min((flight.since for flight in flights if flight.since and flight.left is None), default=math.inf)
+    return last < begun <= now - FIRST_WORD
+
+
+def first_word(flights: dict[int, FlightRecord], ranks: int, timeout: float, now: float, host: str) -> str:
+    """Which ranks wait for which tensor, in which call, and where the others stand; arguments as of `report`. It may
+    be a healthy job, in which a rank compiles or reads for long."""
+    alike: dict[str, list[int]] = {}
+    for rank in range(ranks):
+        flight = flights.get(rank)
+        if flight is None:
+            text = f"no record on {host} (ended, or on another host)"
+        elif flight.left is not None or (flight.host == host and state_of(flight.process) in ("", "T")):
+            text = _fate(flight, host)
+        elif flight.since:
+            text = f"waiting {_waits(flight)}" + (f", in call {flight.calls}, {flight.call}" if flight.calls else "")
+        elif flight.what and (flight.last is None or flight.last.end):
+            text = flight.what
+        else:
+            text = flight.where(now) + (f", {flight.what}" if flight.what else "")
+        alike.setdefault(text, []).append(rank)
+    head = f"fsdpx watchdog: still waiting after {FIRST_WORD:g} s; the job goes on, and ends if nothing moves for "
+    return "\n  ".join([f"{head}{timeout:g} s", *(f"{_named(group)}: {text}" for text, group in alike.items())]) + "\n"
+
+
 def report(
     flights: dict[int, FlightRecord],
     ranks: int,
@@ -404,6 +449,19 @@ def waiting_in(thread: int) -> tuple[Any, str] | None:
             has_text = type(waits).__str__ is not object.__str__
             return waits, str(waits) if has_text else f"{type(waits).__name__}.{frame.f_back.f_code.co_name}"
     return None
+
+
+def _stands(thread: int, since: float) -> str:
+    """The line of the user's script that a thread is at; "" if there is none. since: when it last made progress."""
+    side = "outside of"
+    for frame in _frames(sys._current_frames().get(thread)):
+        file = frame.f_code.co_filename
+        if file.startswith(_OWN):
+            side = "in"
+        elif not file.startswith(_PYTHON) and f"-packages{os.sep}" not in file:
+            clock = time.strftime("%H:%M:%S", time.localtime(since))
+            return f"{side} fsdpx, at {file[-150:]}:{frame.f_lineno} (no progress since {clock})"
+    return ""
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

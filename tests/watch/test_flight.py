@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdpx.watch.flight import LENGTH, FlightRecorder, label, log, read, read_all
-from fsdpx.watch.watchdog import report
+from fsdpx.watch.watchdog import _stands, first_word, overdue, report
 
 
 def recorder(folder: Path, rank: int = 1, ranks: int = 3) -> FlightRecorder:
@@ -71,6 +73,43 @@ def test_ranks_that_wait_alike_share_a_line(tmp_path: Path) -> None:
     assert text[1].startswith("  ranks 0-2 wait in action SETTLE1 (page 'w') for reduce_scatter of REDUCE1 w, for 4.")
     assert text[2].startswith("  rank 4 is in action SETTLE1 (page 'w'), for 5.")
     assert text[3:] == ["        File x", "  ranks 3, 5: no record on host (ended, or on another host)"]
+
+
+def test_the_first_word_names_who_waits_and_where_the_others_stand(tmp_path: Path) -> None:
+    begun = time.perf_counter()
+    elsewhere = "outside of fsdpx, at train.py:19 (no progress since 15:08:13)"
+    for rank in (0, 1, 2, 4, 5):
+        written = recorder(tmp_path, rank, 6)
+        written.call("step")
+        written.note(*((0.0, elsewhere) if rank in (0, 5) else (begun, f"all_gather on rank {rank} of 6")))
+        if rank == 4:
+            written.leave(3)
+    flights = read_all(tmp_path)
+    began = flights[1].since
+    assert not overdue(flights.values(), 0.0, began + 59)
+    assert overdue(flights.values(), 0.0, began + 60)
+    assert not overdue(flights.values(), began + 60, began + 900)  # once for each wait
+    assert not overdue([flights[0], flights[4], flights[5]], 0.0, began + 900)  # none waits: one has ended
+    assert first_word(flights, 6, 1800.0, began + 60, "host") == (
+        "fsdpx watchdog: still waiting after 60 s; the job goes on, and ends if nothing moves for 1800 s\n"
+        f"  ranks 0, 5: {elsewhere}\n"
+        "  ranks 1-2: waiting outside any action for all_gather, in call 1, step\n"
+        "  rank 3: no record on host (ended, or on another host)\n"
+        "  rank 4: has come to the end of its script\n"
+    )
+
+
+def test_a_rank_stands_at_the_line_of_the_script_that_called() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: (begun.set(), go_on.wait()))
+    thread.start()
+    begun.wait()
+    line = sys._getframe().f_lineno
+    assert _stands(threading.get_ident(), 0.0).startswith(f"in fsdpx, at {__file__[-150:]}:{line + 1} (no progress")
+    assert f":{line - 3} (" in _stands(thread.ident or 0, 0.0)
+    go_on.set()
+    thread.join()
+    assert _stands(thread.ident or 0, 0.0) == ""
 
 
 def test_an_action_costs_less_than_a_microsecond_or_so(tmp_path: Path) -> None:

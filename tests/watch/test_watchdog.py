@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -47,6 +48,28 @@ def test_a_rank_that_sleeps_outside_is_named_with_its_stack(tmp_path):
     assert str(kept) in done.err
     assert kept.read_text().count("UPDATE0 (page '0.weight..0.bias')") >= 6
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_wait_outside_of_fsdpx_gets_a_first_word(tmp_path):
+    """The user's own barrier on rank 0 against a step on rank 1."""
+    barrier = (
+        "from mpi4py import MPI\nimport fsdpx.watch.watchdog\n"
+        "def outside(step):\n"
+        "    if step == 2: fsdpx.watch.watchdog.FIRST_WORD = 0.5\n"
+        "    if step == 2 and comm.rank == 0: MPI.COMM_WORLD.Barrier()\n"
+    )
+    done = job(tmp_path, TRAINER + barrier + STEPS, ranks=2, FSDPX_TIMEOUT=str(TIMEOUT))
+    assert none_left(tmp_path)
+    assert done.status == 124, done.err
+    line = (TRAINER + barrier).count("\n")
+    assert done.err.count("still waiting") == 1
+    assert re.search(
+        r"^fsdpx watchdog: still waiting after 0\.5 s; the job goes on, and ends if nothing moves for 2 s\n"
+        rf"  rank 0: outside of fsdpx, at \S*job\.py:{line} \(no progress since \d\d:\d\d:\d\d\)\n"
+        r"  rank 1: waiting outside any action for all_gather of the batch, in call 4, step\n",
+        done.err,
+        re.MULTILINE,
+    ), done.err
 
 
 def test_a_report_that_is_not_heard_is_made_again(tmp_path):
